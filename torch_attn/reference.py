@@ -1,13 +1,13 @@
-"""Scaled dot-product attention as the textbooks write it: the oracle of the tests, and the place to begin reading.
+"""Scaled dot-product attention as the textbooks write it: oracle of the tests, place to start.
 
     Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V
 
-A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1, https://arxiv.org/abs/1706.03762.
+A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1, https://arxiv.org/abs/1706.03762
 
-Every row of ``softmax(...)`` holds the weights with which one query averages the values. The whole matrix of L x S
-scores is written down here, which is what makes these lines short and what `torch_attn.sdpa` avoids. All of it is
-ordinary PyTorch, so autograd differentiates it to any order, and the result has the precision of the inputs: give
-float64 to get an oracle.
+Each row of the softmax holds the weights with which one query averages the values. The whole L x S
+matrix of them is written down here: that keeps these lines short, and it is what `torch_attn.sdpa`
+avoids. All of it is plain PyTorch, so autograd differentiates it to any order, and it computes in
+the precision of its inputs: float64 in makes it the oracle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sdpa(
     enable_gqa: bool = False,
     dropout_mask: Tensor | None = None,
 ) -> Tensor:
-    """The output of `sdpa_with_weights` alone, `[..., L, Ev]`."""
+    """The output of `sdpa_with_weights` alone, `[..., Hq, L, Ev]`."""
     return sdpa_with_weights(
         query,
         key,
@@ -62,23 +62,25 @@ def sdpa_with_weights(
 
     Args:
         query: `[..., Hq, L, E]`, floating point. The leading dimensions of all inputs broadcast.
-        key: `[..., Hk, S, E]`, the query's dtype.
-        value: `[..., Hv, S, Ev]`, the query's dtype.
-        attn_mask: broadcastable to `[..., Hq, L, S]`. Boolean: True may attend. Floating: added to the scaled scores,
-            and where it is -inf the key is masked.
-        dropout_p: probability in [0, 1] with which a weight was dropped; those kept are divided by 1 - dropout_p.
-        is_causal: query i sees keys 0..i only (counted from the top left), on top of `attn_mask`.
-        scale: factor of the scores; 1 / sqrt(E) if None.
-        enable_gqa: let Hk and Hv be divisors of Hq; each key or value head serves Hq / Hk (Hq / Hv) query heads.
-        dropout_mask: boolean, broadcastable to `[..., Hq, L, S]`, True where the weight was kept. Nothing is drawn at
-            random here: whoever tests dropout says which weights were dropped.
+        key: `[..., Hk, S, E]`, of the query's dtype.
+        value: `[..., Hv, S, Ev]`, of the query's dtype.
+        attn_mask: broadcasts to `[..., Hq, L, S]`. Boolean: True may attend. Floating: added to the
+            scaled scores; where it is -inf the key is masked.
+        dropout_p: the probability in [0, 1] with which each weight was dropped; the kept ones are
+            divided by 1 - dropout_p.
+        is_causal: query i sees keys 0..i (counted from the top left), on top of `attn_mask`.
+        scale: the factor of the scores, 1 / sqrt(E) if None.
+        enable_gqa: Hk and Hv may be divisors of Hq; one key (value) head then serves Hq / Hk
+            (Hq / Hv) neighbouring query heads.
+        dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept.
+            Nothing is drawn at random here: who tests dropout says what was dropped.
 
     Returns:
-        output `[..., Hq, L, Ev]`; weights `[..., Hq, L, S]`, rows summing to 1 (before dropout), or 0 where a row is
-        masked altogether; scores `[..., Hq, L, S]`, scaled and masked, before the softmax.
+        output `[..., Hq, L, Ev]`; weights `[..., Hq, L, S]`, before dropout, whose rows sum to 1
+        or, where every key is masked, are 0; scores `[..., Hq, L, S]`, scaled and masked.
 
     Raises:
-        ValueError: `dropout_p` is not 0 and there is no `dropout_mask`.
+        ValueError: `dropout_p` is not 0 and no `dropout_mask` is given.
     """
     if dropout_p and dropout_mask is None:
         raise ValueError(f"dropout_p = {dropout_p} needs a dropout_mask that says what was kept")
@@ -97,16 +99,15 @@ def sdpa_with_weights(
     elif attn_mask is not None:
         scores = scores + attn_mask.to(scores.dtype)
         masked = masked | (attn_mask == -math.inf)
-    # Chosen, not added: NaN + -inf would be NaN, and a masked key must not speak at all.
+    # Selected, not added: NaN + -inf is NaN, and a masked key must have no say at all.
     scores = scores.masked_fill(masked, -math.inf)
 
-    # A row without any key: softmax would divide 0 by 0. Such a row gets weights 0, and no gradient flows through it.
+    # In a row without any key softmax would be 0 / 0. Its weights are 0; no gradient enters it.
     empty = masked.all(dim=-1, keepdim=True)
     weights = scores.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
 
     kept = weights
-    if dropout_mask is not None and dropout_p < 1:
-        kept = weights.masked_fill(~dropout_mask, 0) / (1 - dropout_p)
-    elif dropout_p == 1:
-        kept = torch.zeros_like(weights)
+    if dropout_mask is not None:
+        # With dropout_p = 1 nothing is left to divide.
+        kept = weights.masked_fill(~dropout_mask, 0) / ((1 - dropout_p) or 1)
     return kept @ value, weights, scores
