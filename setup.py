@@ -21,8 +21,8 @@ CSRC = Path("csrc")
 
 
 def listed_sources() -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in (CSRC / "sources.txt").open())
-    return [str(CSRC / line) for line in lines if line]
+    lines = (CSRC / "sources.txt").read_text().splitlines()
+    return [str(CSRC / line) for line in lines if line and not line.startswith("#")]
 
 
 def compiler_version() -> str:
@@ -32,7 +32,7 @@ def compiler_version() -> str:
 
 
 class BuildLibrary(BuildExtension):
-    """Names the library ``libattn.so`` and writes ``libattn.json``, which says what it was built with."""
+    """Names the library libattn.so and writes libattn.json beside it: what it was built with."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs, no_python_abi_suffix=True)

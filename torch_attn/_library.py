@@ -1,4 +1,4 @@
-"""Loads libattn.so, the library with the operators, after checking that it fits the running torch."""
+"""Loads libattn.so, the library with the operators, if it fits the running torch."""
 
 import json
 from pathlib import Path
@@ -6,47 +6,40 @@ from typing import TypedDict
 
 import torch
 
-_PACKAGE = Path(__file__).parent
-_LIBRARY = _PACKAGE / "libattn.so"
-_REBUILD = "Rebuild it for the torch of this environment: pip install --no-build-isolation -e ."
+_LIBRARY = Path(__file__).parent / "libattn.so"
+_BUILD = "Build it for this environment: pip install --no-build-isolation -e ."
 
 
 class BuiltWith(TypedDict):
-    """What libattn.json says: the library was compiled with these."""
+    """libattn.json, which setup.py writes beside the library."""
 
     torch: str
     compiler: str
     cuda: bool
 
 
-def load() -> BuiltWith:
+def load() -> None:
     """Registers the operators of ``torch.ops.attn``.
 
-    Returns:
-        What the library was built with.
-
     Raises:
-        ImportError: the library was not built, was built for another release of torch, or does not load.
+        ImportError: the library is not there, was built for another torch, or does not load.
     """
     if not _LIBRARY.exists():
+        raise ImportError(f"torch_attn: {_LIBRARY} is not there. {_BUILD}")
+    # torch keeps its C++ ABI within a minor release.
+    built_for = built_with()["torch"]
+    if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
-            f"torch_attn: {_LIBRARY} does not exist: the library was not built. "
-            "Build it with: pip install --no-build-isolation -e ."
-        )
-    built_with: BuiltWith = json.loads(_LIBRARY.with_suffix(".json").read_text())
-    # torch keeps its C++ ABI within a minor release only.
-    if _minor(built_with["torch"]) != _minor(torch.__version__):
-        raise ImportError(
-            f"torch_attn: {_LIBRARY} was built for torch {built_with['torch']}, "
-            f"but this is torch {torch.__version__}. {_REBUILD}"
+            f"torch_attn: {_LIBRARY} was built for torch {built_for}, "
+            f"but this is torch {torch.__version__}. {_BUILD}"
         )
     try:
-        torch.ops.load_library(_LIBRARY)
+        torch.ops.load_library(_LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise ImportError(f"torch_attn: {_LIBRARY} does not load: {error}. {_REBUILD}") from error
-    return built_with
+        raise ImportError(f"torch_attn: {_LIBRARY} does not load: {error}. {_BUILD}") from error
 
 
-def _minor(version: str) -> list[str]:
-    """``2.13`` of ``2.13.0+cpu``."""
-    return version.split(".")[:2]
+def built_with() -> BuiltWith:
+    """What the library was compiled with."""
+    contents: BuiltWith = json.loads(_LIBRARY.with_suffix(".json").read_text())
+    return contents

@@ -45,8 +45,8 @@ ATTN_API at::Tensor sdpa(
     bool enable_gqa = false);
 
 // The same, with the matrices it went through: (output, weights, scores), all differentiable.
-// scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row sums
-// to 1, or is 0 where every key is masked. Both are [B..., Hq, L, S]: this takes memory O(L S).
+// scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row
+// sums to 1, or is 0 where every key is masked. Both are [B..., Hq, L, S]: O(L S) memory.
 ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(
     const at::Tensor& query,
     const at::Tensor& key,

@@ -1,0 +1,45 @@
+"""``python -m torch_attn``: the environment, for a bug report."""
+
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+import torch_attn
+from torch_attn._library import built_with
+
+
+def main() -> None:
+    built = built_with()
+    capabilities = ", ".join(torch.ops.attn._cpu_capabilities())
+    rows = {
+        "torch_attn": torch_attn.__version__,
+        "built with": f"torch {built['torch']}, {built['compiler']}",
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "CPU": _cpu_model(),
+        "instruction set": f"{torch.ops.attn._cpu_capability()} (available: {capabilities})",
+        "threads": str(torch.get_num_threads()),
+        "CUDA": _cuda(built["cuda"]),
+        "OS": platform.platform(),
+    }
+    for name, value in rows.items():
+        print(f"{name:<16} {value}")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
+
+
+def _cuda(in_library: bool) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
+    kernels = "yes" if in_library else "no"
+    return f"{kernels} (torch was built with CUDA {torch.version.cuda or 'none'}; {device})"
+
+
+if __name__ == "__main__":
+    main()
