@@ -1,0 +1,288 @@
+"""Small models with random weights, nothing downloaded: `attn` against their eager attention."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_attn import reference
+from torch_attn.integrations.transformers import attention_forward, register
+
+ATTN = register()
+LAYERS = 2
+LENGTHS = [9, 6, 1]  # of three sentences, padded to the longest
+VOCABULARY = 40
+
+# name: (model, configuration, calls of the operator in one forward pass)
+MODELS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "bert": (
+        transformers.BertModel,
+        {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 32},
+        LAYERS,
+    ),
+    "gpt2": (transformers.GPT2Model, {"hidden_size": 24, "num_attention_heads": 3}, LAYERS),
+    "llama-gqa": (
+        transformers.LlamaModel,
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+        },
+        LAYERS,
+    ),
+    # A learned bias of relative positions, and attention from decoder to encoder.
+    "t5": (
+        transformers.T5Model,
+        {
+            "d_model": 24,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_heads": 3,
+            "num_decoder_layers": LAYERS,
+            "decoder_start_token_id": 0,
+        },
+        3 * LAYERS,
+    ),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def forward(self) -> int:
+        # With autograd below the mode `sdpa` has become the operator behind it; else it is itself.
+        return self.count["attn::sdpa"] + self.count["attn::_sdpa_forward"]
+
+
+def build(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """The same random weights with eager attention and with attn, in float32."""
+    cls, settings, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = cls.config_class(
+        **settings,
+        **options,
+        num_hidden_layers=LAYERS,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    eager = cls._from_config(config, attn_implementation="eager").eval()
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation(ATTN)
+    return eager, ours
+
+
+def batch(side: str, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Model inputs padded on one side, and which positions are real."""
+    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    if side == "left":
+        real = real.flip(1)
+    elif side == "none":
+        real = torch.ones_like(real)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, real.shape, generator=generator)
+    inputs = {"input_ids": tokens, "attention_mask": real.long()}
+    if name == "t5":
+        inputs |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": real.long()}
+    return inputs, real
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """To a hundred units of float32's resolution at the largest value, after some layers of it."""
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=100 * 1.2e-7 * largest)
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_are_those_of_eager(name: str, side: str) -> None:
+    inputs, real = batch(side, name)
+    results = []
+    direction = torch.randn(build(name)[0].config.hidden_size)
+    for model in build(name):
+        with Calls() as calls:
+            hidden = model(**inputs).last_hidden_state
+            # Rows of padding mean nothing and differ: eager averages there, attn gives 0.
+            (hidden * real[..., None]).mul(direction).sum().backward()
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        results.append((hidden, torch.cat(grads), calls))
+    (eager, eager_grads, eager_calls), (ours, our_grads, our_calls) = results
+
+    assert eager_calls.forward == 0
+    assert our_calls.forward == MODELS[name][2]
+    assert our_calls.count["attn::_sdpa_backward"] == MODELS[name][2]
+    assert not any("scaled_dot_product" in operator for operator in our_calls.count)
+    assert_close(ours[real], eager[real])
+    assert_close(our_grads, eager_grads)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_one_token_at_a_time(name: str, cache: str) -> None:
+    """A cache filled by half a text and then token by token gives what the whole text gives."""
+    eager, ours = build(name)
+    tokens = batch("none", name)[0]["input_ids"]
+    with torch.no_grad():
+        expected = eager(input_ids=tokens).last_hidden_state
+        past = (
+            transformers.DynamicCache(config=ours.config)
+            if cache == "dynamic"
+            else transformers.StaticCache(config=ours.config, max_cache_len=16)
+        )
+        parts = [tokens[:, :4], *tokens[:, 4:].split(1, dim=1)]
+        states = [
+            ours(input_ids=part, past_key_values=past, use_cache=True).last_hidden_state
+            for part in parts
+        ]
+    assert_close(torch.cat(states, dim=1), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama-gqa"])
+def test_output_attentions_as_a_call_argument(name: str) -> None:
+    inputs, _ = batch("right", name)
+    eager, ours = build(name)
+    expected = eager(**inputs, output_attentions=True).attentions
+    actual = ours(**inputs, output_attentions=True).attentions
+    assert len(actual) == len(expected) == LAYERS
+    for ours_layer, eager_layer in zip(actual, expected, strict=True):
+        assert_close(ours_layer, eager_layer)
+
+
+def test_register_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    assert register("sdpa") == "sdpa"
+    model = transformers.BertModel(build("bert")[0].config.__class__(num_hidden_layers=1))
+    with Calls() as calls:
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert calls.forward == 1
+
+
+def test_softcap_is_refused() -> None:
+    config = transformers.Gemma2Config(
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        vocab_size=VOCABULARY,
+        attn_logit_softcapping=50.0,
+    )
+    model = transformers.Gemma2Model._from_config(config, attn_implementation=ATTN)
+    with pytest.raises(ValueError, match="Gemma2Attention asks for softcap, which attn does not"):
+        model(input_ids=torch.tensor([[3, 4, 5]]))
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'torch-attn\[transformers\]'"):
+        register()
+
+
+# The function itself
+
+
+@pytest.fixture
+def qkv() -> tuple[Tensor, Tensor, Tensor]:
+    """Views `[B, H, L, E]` of `[B, L, H, E]`, as models make them; two query heads per KV head."""
+    torch.manual_seed(0)
+    make = lambda heads, size: torch.randn(2, 5, heads, size).transpose(1, 2)  # noqa: E731
+    return make(4, 8), make(2, 8), make(2, 6)
+
+
+def attention_module(**attributes: Any) -> nn.Module:
+    module = nn.Module().eval()
+    for name, attribute in {"num_key_value_groups": 2, "is_causal": False, **attributes}.items():
+        setattr(module, name, attribute)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
+def test_masks_and_bias(
+    qkv: tuple[Tensor, Tensor, Tensor], kind: str, with_bias: bool, is_causal: bool
+) -> None:
+    attends = torch.rand(2, 1, 5, 5) > 0.3
+    mask = {"bool": attends, "float": torch.randn(2, 1, 5, 5)}.get(kind)
+    bias = torch.randn(1, 4, 5, 5) if with_bias else None
+    total = torch.zeros(2, 4, 5, 5) if bias is None else bias.expand(2, 4, 5, 5)
+    if kind == "bool":
+        total = total.masked_fill(~attends, float("-inf"))
+    elif kind == "float":
+        total = total + mask
+    # A mask holds the causality already; without one the flag counts.
+    expected = reference.sdpa(
+        *qkv, total, is_causal=is_causal and mask is None, scale=0.3, enable_gqa=True
+    )
+    module = attention_module(is_causal=is_causal)
+    output, weights = attention_forward(module, *qkv, mask, scaling=0.3, position_bias=bias)
+    assert weights is None
+    assert output.shape == (2, 5, 4, 6)
+    assert output.is_contiguous()
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+
+
+def test_is_causal_of_the_call_comes_first(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    full, _ = attention_forward(attention_module(is_causal=True), *qkv, None, is_causal=False)
+    causal, _ = attention_forward(attention_module(is_causal=False), *qkv, None, is_causal=True)
+    torch.testing.assert_close(full.transpose(1, 2), reference.sdpa(*qkv, enable_gqa=True))
+    torch.testing.assert_close(
+        causal.transpose(1, 2), reference.sdpa(*qkv, is_causal=True, enable_gqa=True)
+    )
+
+
+def test_a_single_query_sees_every_key(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value = qkv[0][:, :, -1:], *qkv[1:]
+    output, _ = attention_forward(attention_module(is_causal=True), query, key, value, None)
+    expected = reference.sdpa(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+
+
+def test_dropout_only_in_training(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    module = attention_module()
+    expected, _ = attention_forward(module, *qkv, None)
+    torch.testing.assert_close(attention_forward(module, *qkv, None, dropout=0.5)[0], expected)
+    module.train()
+    torch.testing.assert_close(attention_forward(module, *qkv, None)[0], expected)
+    assert attention_forward(module, *qkv, None, dropout=1.0)[0].eq(0).all()
+    assert not attention_forward(module, *qkv, None, dropout=0.5)[0].allclose(expected)
+
+
+def test_weights_are_those_before_dropout(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    module = attention_module().train()
+    _, weights = attention_forward(module, *qkv, None, dropout=0.5, output_attentions=True)
+    expected = reference.sdpa_with_weights(*qkv, enable_gqa=True)[1]
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("argument", ["cache", "head_mask", "s_aux", "sinks", "softcap"])
+def test_what_attn_does_not_do_is_an_error(
+    qkv: tuple[Tensor, Tensor, Tensor], argument: str
+) -> None:
+    attention_forward(attention_module(), *qkv, None, **{argument: None})
+    with pytest.raises(ValueError, match=r"Module asks for .*, which attn does not support"):
+        attention_forward(attention_module(), *qkv, None, **{argument: torch.ones(4)})

@@ -1,0 +1,1 @@
+"""`attn` inside other libraries; each module needs its library only when it is used."""
