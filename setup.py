@@ -5,7 +5,9 @@ loads it with ``torch.ops.load_library``.
 """
 
 import json
+import os
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -18,6 +20,9 @@ from torch.utils.cpp_extension import (
 )
 
 CSRC = Path("csrc")
+
+# BuildExtension looks for ninja on the PATH only, and a virtual environment need not be activated.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 
 def listed_sources() -> list[str]:

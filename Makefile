@@ -1,0 +1,60 @@
+# Every target makes what it needs first: the virtual environment, torch, the library, the tools.
+
+PYTHON ?= python3
+TORCH_VERSION ?= 2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+TORCH := $(VENV)/torch-$(TORCH_VERSION)
+INSTALLED := $(VENV)/installed
+LIBRARY := torch_attn/libattn.so
+CXX_FILES := $(shell find csrc examples tests -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test bench lint format
+
+help: ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1 \t\2/p' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table and a picture, into out/
+	@$(BIN)/python -m examples.demo
+
+test: $(INSTALLED) $(LIBRARY) ## all tests
+	@$(BIN)/python -m pytest tests
+
+bench: $(INSTALLED) $(LIBRARY) ## speed: this operator, the built-in and peers in one run
+	@$(BIN)/python benchmarks/bench.py
+
+lint: $(INSTALLED) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(INSTALLED) ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+$(TORCH):
+	@echo "==> Making $(VENV) with torch $(TORCH_VERSION)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==$(TORCH_VERSION) 'setuptools>=77' ninja
+	@touch $@
+
+# sed: of each compiler command, the file it compiles.
+$(LIBRARY): $(TORCH) setup.py $(shell find csrc -type f)
+	@echo "==> Compiling $@"
+	@$(BIN)/python setup.py build_ext --inplace 2>&1 \
+	  | sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) -o .*|\1 \2|; s|^.* -shared .*|linking|'
+
+# torch is named again so that no dependency brings another one.
+$(INSTALLED): $(TORCH) pyproject.toml
+	@$(MAKE) --no-print-directory $(LIBRARY)
+	@echo "==> Installing torch_attn and what demo, tests and lint need"
+	$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[demo,test,lint]'
+	@touch $@

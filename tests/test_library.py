@@ -1,0 +1,44 @@
+"""Loading the library: an import that cannot work says why and what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_attn import _library
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the loader will look: a file that is not a library, built for this torch."""
+    path = tmp_path / "libattn.so"
+    path.write_text("not a library")
+    pretend_built_for(torch.__version__, path)
+    monkeypatch.setattr(_library, "_LIBRARY", path)
+    return path
+
+
+def pretend_built_for(version: str, library: Path) -> None:
+    built_with = {"torch": version, "compiler": "c++", "cuda": False}
+    library.with_suffix(".json").write_text(json.dumps(built_with))
+
+
+def test_not_built(library: Path) -> None:
+    library.unlink()
+    with pytest.raises(ImportError, match=r"libattn\.so is not there.*pip install"):
+        _library.load()
+
+
+def test_built_for_another_torch(library: Path) -> None:
+    pretend_built_for("2.9.1", library)
+    message = rf"built for torch 2\.9\.1, but this is torch {torch.__version__}.*pip install"
+    with pytest.raises(ImportError, match=message.replace("+", r"\+")):
+        _library.load()
+
+
+def test_built_for_another_patch_release_is_tried(library: Path) -> None:
+    major, minor = torch.__version__.split(".")[:2]
+    pretend_built_for(f"{major}.{minor}.99", library)
+    with pytest.raises(ImportError, match=r"libattn\.so does not load.*pip install"):
+        _library.load()
