@@ -132,8 +132,9 @@ def test_against_loops(
         ((3, 4, 5), (3, 6, 5), (3, 6, 7)),
         ((2, 1, 3, 4, 5), (1, 2, 3, 6, 5), (2, 2, 1, 6, 7)),
         ((1, 3, 4, 5), (2, 3, 6, 5), (2, 3, 6, 7)),
+        ((3, 4, 5), (3, 6, 5), (2, 3, 6, 7)),
     ],
-    ids=["4d", "2d", "3d", "5d-broadcast", "one-query-batch"],
+    ids=["4d", "2d", "3d", "5d-broadcast", "one-query-batch", "batch-of-values"],
 )
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize("scale", [None, 0.0, -1.5])
@@ -151,8 +152,11 @@ def test_against_the_built_in(
         expected = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=kind == "causal", scale=scale
         )
-    actual = reference.sdpa(q, k, v, mask, is_causal=kind == "causal", scale=scale)
+    actual, weights, scores = reference.sdpa_with_weights(
+        q, k, v, mask, is_causal=kind == "causal", scale=scale
+    )
     torch.testing.assert_close(actual, expected)
+    assert weights.shape == scores.shape == (*expected.shape[:-1], S)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
