@@ -43,7 +43,7 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 $(TORCH):
 	@echo "==> Making $(VENV) with torch $(TORCH_VERSION)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==$(TORCH_VERSION) 'setuptools>=77' ninja
+	$(PIP) torch==$(TORCH_VERSION) numpy 'setuptools>=77' ninja
 	@touch $@
 
 # sed: of each compiler command, the file it compiles.

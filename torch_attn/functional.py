@@ -61,7 +61,7 @@ def sdpa(
     float64 throughout. Under :class:`torch.autocast` the inputs are cast as the built-in's are.
 
     Derivatives: with respect to query, key, value and a floating `attn_mask`, only those asked for.
-    For second derivatives and forward mode use :func:`sdpa_with_weights`.
+    A derivative of the gradient, and forward mode, raise RuntimeError.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
@@ -111,8 +111,8 @@ def sdpa_with_weights(
     """:func:`sdpa` with the matrices it goes through, to look at or to train on.
 
     Arguments, errors and the output are those of :func:`sdpa`. The two matrices are L x S by
-    nature, so this takes memory O(L S). They are composed of PyTorch's own operators and have every
-    derivative.
+    nature, so this takes memory O(L S). They are composed of PyTorch's own operators, so that every
+    derivative and every device work.
 
     Returns:
         Three tensors, all differentiable:

@@ -4,7 +4,7 @@
 //   target_link_libraries(program PRIVATE attn::attn)
 //
 // Both functions call the operators torch.ops.attn.* through PyTorch's dispatcher, so that
-// autograd, autocast, vmap and every device work as they do from Python.
+// autograd, autocast and every device work as they do from Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,27 +34,16 @@ namespace attn {
 // Returns [B..., Hq, L, Ev] in query's type. A query that may attend to no key gives a row of 0.
 // Results and gradients have the same bits on every run and with any number of threads.
 // Throws c10::Error on input that does not fit; the message names the argument.
-ATTN_API at::Tensor sdpa(
-    const at::Tensor& query,
-    const at::Tensor& key,
-    const at::Tensor& value,
-    const std::optional<at::Tensor>& attn_mask = std::nullopt,
-    double dropout_p = 0.0,
-    bool is_causal = false,
-    std::optional<double> scale = std::nullopt,
-    bool enable_gqa = false);
+ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const std::optional<at::Tensor>& attn_mask = std::nullopt, double dropout_p = 0.0,
+                         bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 
 // The same, with the matrices it went through: (output, weights, scores), all differentiable.
 // scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row
 // sums to 1, or is 0 where every key is masked. Both are [B..., Hq, L, S]: O(L S) memory.
 ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(
-    const at::Tensor& query,
-    const at::Tensor& key,
-    const at::Tensor& value,
-    const std::optional<at::Tensor>& attn_mask = std::nullopt,
-    double dropout_p = 0.0,
-    bool is_causal = false,
-    std::optional<double> scale = std::nullopt,
-    bool enable_gqa = false);
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const std::optional<at::Tensor>& attn_mask = std::nullopt, double dropout_p = 0.0, bool is_causal = false,
+    std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 
-} // namespace attn
+}  // namespace attn

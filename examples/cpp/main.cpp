@@ -15,7 +15,7 @@ int main() {
   const auto query = torch::randn({batch, heads, queries, head_dim}, options);
   const auto key = torch::randn({batch, heads, keys, head_dim}, options);
   const auto value = torch::randn({batch, heads, keys, head_dim}, options);
-  const auto mask = torch::randn({queries, keys}, options); // one for all heads, with a gradient
+  const auto mask = torch::randn({queries, keys}, options);  // one for all heads, with a gradient
   const auto grad_output = torch::randn({batch, heads, queries, head_dim}, torch::kFloat64);
 
   const auto output = attn::sdpa(query, key, value, mask);
