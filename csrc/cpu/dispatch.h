@@ -1,0 +1,22 @@
+// Which instruction set the CPU kernels run with.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "isa.h"
+
+namespace attn {
+
+// The best one that this machine has, or the one named in the environment variable
+// ATTN_CPU_CAPABILITY=default|avx2|avx512. Throws c10::Error if that name is unknown or not supported here.
+const Kernels& kernels();
+std::string cpu_capability();
+
+// All that this machine can run, slowest first.
+std::vector<std::string> cpu_capabilities();
+
+// Switches for the whole process. For tests and comparisons; calls under way finish with the old one.
+void set_cpu_capability(const std::string& name);
+
+}  // namespace attn

@@ -1,0 +1,230 @@
+// O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
+// 2021; Dao et al., FlashAttention, 2022). Per row the running maximum m and sum l are kept; when a tile raises m,
+// what was accumulated before is multiplied by exp(m_old - m_new).
+
+namespace attn::ATTN_ISA {
+
+template <class T>
+struct Forward {
+  static constexpr int W = kLanes<T>;
+
+  // Per tile of rows, kept while the keys pass.
+  struct RowState {
+    RowTile rows;
+    bool started;  // some keys were seen: maximum, sum and output_t hold values
+    T* query_t;    // [E][kRowTile], times the scale
+    T* output_t;   // [Ev][kRowTile]
+    T* maximum;    // [kRowTile]
+    T* sum;
+  };
+  struct Buffers {
+    RowState* states;
+    T* key;     // [kKeyTile][E]
+    T* value;   // [kKeyTile][Ev]
+    T* x;       // [kKeyTile][kRowTile]: scores, then weights
+    T* bias;    // as x
+    T* factor;  // as x
+    int64_t ld_key, ld_value;
+    int64_t size;
+
+    Buffers(const ForwardParams& p, char* base) {
+      Arena arena(base);
+      const int64_t tiles = (p.rows_per_task + kRowTile - 1) / kRowTile;
+      states = arena.take<RowState>(tiles);
+      // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
+      ld_key = round_up(p.head_dim, W) + W;
+      ld_value = round_up(p.value_dim, W) + W;
+      key = arena.take<T>(kKeyTile * ld_key);
+      value = arena.take<T>(kKeyTile * ld_value);
+      x = arena.take<T>(kKeyTile * kRowTile);
+      bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
+      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      for (int64_t t = 0; t < tiles; ++t) {
+        RowState state;
+        state.query_t = arena.take<T>(p.head_dim * kRowTile);
+        state.output_t = arena.take<T>(p.value_dim * kRowTile);
+        state.maximum = arena.take<T>(kRowTile);
+        state.sum = arena.take<T>(kRowTile);
+        if (base) states[t] = state;
+      }
+      size = arena.used();
+    }
+  };
+
+  // Turns N vectors of lanes of x from scores into unnormalised weights exp(x - maximum); returns whether some lane's
+  // maximum moved, with `correction` = exp(m_old - m_new).
+  template <int N>
+  static ATTN_INLINE bool softmax(T* x, int64_t keys, T* maximum, T* sum, Vec<T>* correction, bool started) {
+    Vec<T> old[N], best[N], shift[N], total[N];
+    for (int v = 0; v < N; ++v) best[v] = old[v] = started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
+    for (int64_t j = 0; j < keys; ++j)
+      for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
+    for (int v = 0; v < N; ++v) {
+      store<T>(maximum + v * W, best[v]);
+      shift[v] = best[v] == -kInfinity<T> ? Vec<T>{} : best[v];  // a row without any key so far: exp(-inf - 0) = 0
+      total[v] = Vec<T>{};
+    }
+    for (int64_t j = 0; j < keys; ++j)
+      for (int v = 0; v < N; ++v) {
+        T* at = x + j * kRowTile + v * W;
+        const Vec<T> weight = exp<T>(load<T>(at) - shift[v]);
+        total[v] += weight;
+        store<T>(at, weight);
+      }
+    bool moved = false;
+    for (int v = 0; v < N; ++v) {
+      if (started) {
+        correction[v] = exp<T>(old[v] - shift[v]);
+        total[v] += load<T>(sum + v * W) * correction[v];
+        moved |= any(correction[v] != static_cast<T>(1));
+      }
+      store<T>(sum + v * W, total[v]);
+    }
+    return moved;
+  }
+
+  template <int N>
+  static ATTN_INLINE void softmax_and_rescale(const ForwardParams& p, RowState& state, T* x, int64_t keys, int64_t lane) {
+    Vec<T> correction[N];
+    if (!softmax<N>(x + lane, keys, state.maximum + lane, state.sum + lane, correction, state.started)) return;
+    for (int64_t d = 0; d < p.value_dim; ++d)
+      for (int v = 0; v < N; ++v) {
+        T* at = state.output_t + d * kRowTile + lane + v * W;
+        store<T>(at, load<T>(at) * correction[v]);
+      }
+  }
+
+  static void visit(const ForwardParams& p, const Buffers& b, RowState& state, int64_t key, int64_t keys) {
+    scores<T>(p, state.rows, state.query_t, b.key, b.ld_key, key, keys, b.bias, b.x);
+    const int64_t lanes = state.rows.template lanes<T>();
+    int64_t lane = 0;
+    for (; lane + 4 * W <= lanes; lane += 4 * W) softmax_and_rescale<4>(p, state, b.x, keys, lane);
+    for (; lane < lanes; lane += W) softmax_and_rescale<1>(p, state, b.x, keys, lane);
+    if (p.has_dropout) {
+      dropout_factors<T>(p, state.rows, key, keys, b.factor);
+      for (int64_t j = 0; j < keys; ++j)
+        for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W)
+          store<T>(b.x + i, load<T>(b.x + i) * load<T>(b.factor + i));
+    }
+    // O^T += V^T P^T
+    Gemm<T>::template run<true>(p.value_dim, lanes, keys, b.value, b.ld_value, b.x, kRowTile, state.output_t, kRowTile,
+                                state.started);
+    state.started = true;
+  }
+
+  // Divides by the sum and writes the rows; a row that saw no key is 0, its logsumexp -inf.
+  static void finish(const ForwardParams& p, RowState& state, const Operand& output, T* logsumexp) {
+    const RowTile& rows = state.rows;
+    const int64_t lanes = rows.template lanes<T>();
+    for (int64_t i = 0; i < lanes; i += W) {
+      const Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{};
+      const auto empty = sum == Vec<T>{};
+      const Vec<T> inverse = static_cast<T>(1) / (empty ? splat<T>(1) : sum);
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        T* at = state.output_t + d * kRowTile + i;
+        store<T>(at, empty ? Vec<T>{} : load<T>(at) * inverse);
+      }
+    }
+    rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
+      unpack_transposed<T>(block_of(p, output, rows.n, h, l), state.output_t + lane, kRowTile, count, p.value_dim);
+    });
+    if (!logsumexp) return;
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const bool empty = !state.started || state.sum[i] == 0;
+      logsumexp[rows.statistic(p, i)] =
+          empty ? -kInfinity<T> : static_cast<T>(state.maximum[i] + __builtin_log(state.sum[i]));
+    }
+  }
+
+  static void run(const ForwardParams& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace);
+    const int64_t split = task % p.splits;
+    task /= p.splits;
+    const int64_t first_row = task % p.row_tasks() * p.rows_per_task;
+    task /= p.row_tasks();
+    const int64_t first_head = task % p.groups() * p.group;
+    const int64_t n = task / p.groups();
+    const int64_t key_head = first_head / (p.heads / p.key_heads);
+    const int64_t value_head = first_head / (p.heads / p.value_heads);
+
+    const int64_t last_row = smaller(first_row + p.rows_per_task, p.rows());
+    int64_t tiles = 0, last_position = 0;
+    for (int64_t r = first_row; r < last_row; r += kRowTile, ++tiles) {
+      RowState& state = b.states[tiles];
+      state.started = false;
+      state.rows.set(p, n, first_head, r, smaller(kRowTile, last_row - r));
+      state.rows.pack_transposed(p, p.query, p.head_dim, state.query_t);
+      scale_tile<T>(state.query_t, p.head_dim * kRowTile, static_cast<T>(p.scale));
+      last_position = larger(last_position, state.rows.max_position);
+    }
+
+    const int64_t first_key = split * p.keys_per_split;
+    int64_t last_key = smaller(first_key + p.keys_per_split, p.keys);
+    if (p.causal) last_key = smaller(last_key, last_position + 1);
+    for (int64_t key = first_key; key < last_key; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, last_key - key);
+      pack_rows<T>(b.key, b.ld_key, block_of(p, p.key, n, key_head, key), keys, p.head_dim);
+      pack_rows<T>(b.value, b.ld_value, block_of(p, p.value, n, value_head, key), keys, p.value_dim);
+      for (int64_t t = 0; t < tiles; ++t)
+        if (!p.causal || key <= b.states[t].rows.max_position) visit(p, b, b.states[t], key, keys);
+    }
+
+    T* logsumexp = static_cast<T*>(p.logsumexp);
+    Operand output = p.output;
+    if (p.splits > 1) {
+      const int64_t all_rows = p.batch * p.heads * p.queries;
+      output = partial_output(p, split);
+      logsumexp = static_cast<T*>(p.partial_logsumexp) + split * all_rows;
+    }
+    for (int64_t t = 0; t < tiles; ++t) finish(p, b.states[t], output, logsumexp);
+  }
+
+  // The partial output of one split, [batch, heads, L, Ev] contiguous.
+  static Operand partial_output(const ForwardParams& p, int64_t split) {
+    Operand o;
+    o.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
+    o.data = static_cast<T*>(p.partial_output) + split * p.batch * p.heads * p.queries * p.value_dim;
+    o.col = 1;
+    o.row = p.value_dim;
+    o.head = o.row * p.queries;
+    int64_t stride = o.head * p.heads;
+    for (int d = p.batch_dims - 1; d >= 0; --d) {
+      o.batch[d] = stride;
+      stride *= p.batch_size[d];
+    }
+    return o;
+  }
+
+  // Merges the splits of rows [first, last) of the flat list [batch, heads, L]:
+  // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - max_s logsumexp_s).
+  static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
+    T* row = reinterpret_cast<T*>(workspace);
+    const int64_t all_rows = p.batch * p.heads * p.queries;
+    const T* partial = static_cast<const T*>(p.partial_logsumexp);
+    for (int64_t r = first; r < last; ++r) {
+      T best = -kInfinity<T>;
+      for (int64_t s = 0; s < p.splits; ++s) {
+        const T x = partial[s * all_rows + r];
+        best = x > best ? x : best;
+      }
+      const T shift = best == -kInfinity<T> ? 0 : best;
+      T sum = 0;
+      for (int64_t d = 0; d < p.value_dim; ++d) row[d] = 0;
+      for (int64_t s = 0; s < p.splits; ++s) {
+        const T weight = exp<T>(splat<T>(partial[s * all_rows + r] - shift))[0];
+        sum += weight;
+        if (weight == 0) continue;  // its output is 0 where it saw no key
+        const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
+        for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
+      }
+      if (sum != 0)
+        for (int64_t d = 0; d < p.value_dim; ++d) row[d] /= sum;
+      const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
+      unpack_rows<T>(block_of(p, p.output, n, h, l), row, p.value_dim, 1, p.value_dim);
+      if (p.logsumexp)
+        static_cast<T*>(p.logsumexp)[r] = sum == 0 ? -kInfinity<T> : static_cast<T>(best + __builtin_log(sum));
+    }
+  }
+};
+
+}  // namespace attn::ATTN_ISA

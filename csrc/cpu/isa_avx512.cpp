@@ -1,0 +1,19 @@
+// AVX-512 (Skylake-X, Zen 4 and later). See CONTRIBUTING.md, "Instruction sets", for the rules of these files.
+#include "isa.h"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+#define ATTN_ISA avx512
+#include "isa.inl"
+
+const attn::Kernels* attn::kernels_avx512() { return &avx512::table; }
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,7 @@
+// What the compiler may assume anyway: SSE2 on x86-64.
+#include "isa.h"
+
+#define ATTN_ISA baseline
+#include "isa.inl"
+
+const attn::Kernels* attn::kernels_default() { return &baseline::table; }

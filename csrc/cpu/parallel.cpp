@@ -1,0 +1,50 @@
+#include "parallel.h"
+
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+#include <omp.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace attn {
+
+namespace {
+
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+int64_t threads_for(int64_t tasks) {
+  if (tasks <= 1 || forked || at::in_parallel_region() || omp_in_parallel()) return 1;
+  return std::min<int64_t>(tasks, at::get_num_threads());
+}
+
+}  // namespace
+
+void run_tasks(int64_t tasks, int64_t workspace_bytes, const std::function<void(int64_t, char*)>& f) {
+  if (tasks <= 0) return;
+  const int64_t threads = threads_for(tasks);
+  const int64_t stride = (workspace_bytes + 63) / 64 * 64;
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(threads * stride);
+  char* const workspace = static_cast<char*>(memory.get());
+  if (threads == 1) {
+    for (int64_t task = 0; task < tasks; ++task) f(task, workspace);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads)
+  {
+    char* const own = workspace + omp_get_thread_num() * stride;
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(task, own);
+  }
+}
+
+void run_ranges(int64_t count, int64_t per_task, int64_t workspace_bytes,
+                const std::function<void(int64_t, int64_t, char*)>& f) {
+  run_tasks((count + per_task - 1) / per_task, workspace_bytes, [&](int64_t task, char* workspace) {
+    f(task * per_task, std::min(count, (task + 1) * per_task), workspace);
+  });
+}
+
+}  // namespace attn

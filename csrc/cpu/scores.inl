@@ -1,0 +1,149 @@
+// One tile of scores: which queries it holds, and the pipeline every score passes.
+//
+// Tiles are transposed: row j is a key, a lane is a query. Row maximum, sum and rescaling are then vertical, without
+// a horizontal reduction.
+
+namespace attn::ATTN_ISA {
+
+// Up to kRowTile consecutive rows of a group of heads (Problem::group): the lanes of a tile.
+struct RowTile {
+  int64_t n;            // flat batch index
+  int64_t count;        // rows
+  int64_t min_position;
+  int64_t max_position;
+  int64_t head[kRowTile];
+  int64_t position[kRowTile];
+
+  // Rows [first, first + rows) of the list that begins with head `first_head`.
+  void set(const Problem& p, int64_t batch_index, int64_t first_head, int64_t first, int64_t rows) {
+    n = batch_index;
+    count = rows;
+    int64_t h = first_head + first / p.queries;
+    int64_t l = first % p.queries;
+    min_position = max_position = l;
+    for (int64_t i = 0; i < rows; ++i) {
+      head[i] = h;
+      position[i] = l;
+      min_position = smaller(min_position, l);
+      max_position = larger(max_position, l);
+      if (++l == p.queries) {
+        l = 0;
+        ++h;
+      }
+    }
+  }
+
+  // Calls f(head, position, lane, rows) for every run of rows of one head.
+  template <class F>
+  ATTN_INLINE void each_head(F f) const {
+    for (int64_t lane = 0; lane < count;) {
+      int64_t end = lane + 1;
+      while (end < count && head[end] == head[lane]) ++end;
+      f(head[lane], position[lane], lane, end - lane);
+      lane = end;
+    }
+  }
+
+  // Where a row's statistic stands in [batch, heads, L].
+  int64_t statistic(const Problem& p, int64_t lane) const {
+    return (n * p.heads + head[lane]) * p.queries + position[lane];
+  }
+
+  template <class T>
+  int64_t lanes() const {
+    return round_up(count, kLanes<T>);
+  }
+
+  // tile[d * kRowTile + lane] = x(lane, d)
+  template <class T>
+  void pack_transposed(const Problem& p, const Operand& x, int64_t cols, T* tile) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      const int64_t width = lane + rows == count ? lanes<T>() - lane : rows;
+      ATTN_ISA::pack_transposed<T>(tile + lane, kRowTile, block_of(p, x, n, h, l), rows, cols, width);
+    });
+  }
+  // tile[lane * ld + d] = x(lane, d)
+  template <class T>
+  void pack_rows(const Problem& p, const Operand& x, int64_t cols, T* tile, int64_t ld) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      ATTN_ISA::pack_rows<T>(tile + lane * ld, ld, block_of(p, x, n, h, l), rows, cols);
+    });
+  }
+};
+
+// Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), one counter per 64-bit lane.
+ATTN_INLINE void philox(Vec<uint64_t> (&c)[4], uint64_t seed) {
+  uint32_t key0 = static_cast<uint32_t>(seed);
+  uint32_t key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const Vec<uint64_t> a = multiply_low_halves(c[0], splat<uint64_t>(0xd2511f53u));
+    const Vec<uint64_t> b = multiply_low_halves(c[2], splat<uint64_t>(0xcd9e8d57u));
+    c[0] = (b >> 32) ^ c[1] ^ static_cast<uint64_t>(key0);
+    c[1] = b & 0xffffffffu;
+    c[2] = (a >> 32) ^ c[3] ^ static_cast<uint64_t>(key1);
+    c[3] = a & 0xffffffffu;
+    key0 += 0x9e3779b9u;
+    key1 += 0xbb67ae85u;
+  }
+}
+
+// factor[j * kRowTile + lane] = 1 / (1 - p) where the weight is kept, 0 where dropped. `key` is a multiple of 4.
+template <class T>
+void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* factor) {
+  constexpr int W = kLanes<uint64_t>;
+  using Narrow = typename VectorOf<typename Float<T>::UInt, W>::type;
+  const T keep_scale = static_cast<T>(p.keep_scale);
+  const uint64_t kept = bit_cast<typename Float<T>::UInt>(keep_scale);
+  for (int64_t lane = 0; lane < rows.count; lane += W) {
+    Vec<uint64_t> position{}, head{};
+    for (int64_t i = 0; i < smaller(W, rows.count - lane); ++i) {
+      position[i] = static_cast<uint64_t>(rows.position[lane + i]);
+      head[i] = static_cast<uint64_t>(rows.n * p.heads + rows.head[lane + i]);
+    }
+    for (int64_t j = 0; j < keys; j += 4) {
+      Vec<uint64_t> words[4] = {splat<uint64_t>(static_cast<uint64_t>(key + j) / 4), position, head,
+                                splat<uint64_t>(p.offset)};
+      philox(words, p.seed);
+      for (int64_t w = 0; w < smaller(4, keys - j); ++w) {
+        const Vec<uint64_t> bits = words[w] < splat<uint64_t>(p.keep_below) ? splat<uint64_t>(kept) : Vec<uint64_t>{};
+        const Narrow narrow = __builtin_convertvector(bits, Narrow);
+        __builtin_memcpy(factor + (j + w) * kRowTile + lane, &narrow, sizeof narrow);
+      }
+    }
+  }
+}
+
+// x[j * kRowTile + lane], keys [key, key + keys): scale q.k -> + mask -> masked by mask and causality.
+// `query_t` is the tile of queries, transposed and already multiplied by the scale; `bias` is workspace.
+// What is masked becomes -inf by selection, not by addition: a NaN in a masked key does not get through.
+template <class T>
+void scores(const Problem& p, const RowTile& rows, const T* query_t, const T* key_tile, int64_t ld_key, int64_t key,
+            int64_t keys, T* bias, T* x) {
+  constexpr int W = kLanes<T>;
+  const int64_t lanes = rows.lanes<T>();
+  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_tile, ld_key, query_t, kRowTile, x, kRowTile, false);
+  const Vec<T> masked = splat<T>(-kInfinity<T>);
+  if (p.has_mask) {
+    rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
+      const int64_t width = lane + count == rows.count ? lanes - lane : count;
+      pack_transposed<T>(bias + lane, kRowTile, block_of(p, p.mask, rows.n, h, l, key), count, keys, width);
+    });
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W) {
+        const Vec<T> b = load<T>(bias + i);
+        store<T>(x + i, b == masked ? masked : load<T>(x + i) + b);
+      }
+  }
+  if (p.causal && key + keys - 1 > rows.min_position) {
+    T limit[kRowTile] = {};  // lane's last visible key, counted from `key`
+    for (int64_t i = 0; i < rows.count; ++i)
+      limit[i] = static_cast<T>(larger(-1, smaller(rows.position[i] - key, keys)));
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < lanes; i += W) {
+        T* at = x + j * kRowTile + i;
+        store<T>(at, load<T>(limit + i) < static_cast<T>(j) ? masked : load<T>(at));
+      }
+  }
+}
+
+}  // namespace attn::ATTN_ISA

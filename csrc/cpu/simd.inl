@@ -1,0 +1,307 @@
+// Vectors of one instruction set: GNU vector types, so that the arithmetic is written once with + - * / and ?:.
+// Included by isa_*.cpp inside a target region; see isa_avx512.cpp.
+
+namespace attn::ATTN_ISA {
+
+#define ATTN_INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kRegisters = 16;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kRegisters = 16;
+#endif
+
+template <class T, int N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(sizeof(T) * N)));
+};
+
+template <class T>
+constexpr int kLanes = kVectorBytes / sizeof(T);
+template <class T>
+using Vec = typename VectorOf<T, kLanes<T>>::type;
+
+template <class T>
+struct Float;  // what differs between the two compute types
+template <>
+struct Float<float> {
+  using Int = int32_t;
+  using UInt = uint32_t;
+  static constexpr int mantissa_bits = 23;
+  static constexpr int exponent_bias = 127;
+  static constexpr float round_magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  static constexpr float ln2_high = 0.693359375f;    // few bits, so that n * ln2_high is exact
+  static constexpr float ln2_low = -2.12194440e-4f;
+  static constexpr float exp_lowest = -87.3365f;  // exp() of less is not a normal number; returned as 0
+  // exp(r) = 1 + r + r^2 p(r), |r| <= ln(2) / 2; minimax coefficients of Cephes' expf, highest power first
+  static constexpr float exp_poly[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                       4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+};
+template <>
+struct Float<double> {
+  using Int = int64_t;
+  using UInt = uint64_t;
+  static constexpr int mantissa_bits = 52;
+  static constexpr int exponent_bias = 1023;
+  static constexpr double round_magic = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double ln2_high = 6.93145751953125e-1;
+  static constexpr double ln2_low = 1.42860682030941723212e-6;
+  static constexpr double exp_lowest = -708.396;
+  // the Taylor series to r^13: what is left out is below 2^-57 for |r| <= ln(2) / 2
+  static constexpr double exp_poly[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800,
+                                        1.0 / 362880,     1.0 / 40320,     1.0 / 5040,     1.0 / 720,
+                                        1.0 / 120,        1.0 / 24,        1.0 / 6,        1.0 / 2};
+};
+
+template <class T>
+constexpr T kInfinity = static_cast<T>(__builtin_inf());
+
+template <class T>
+ATTN_INLINE Vec<T> load(const T* p) {
+  Vec<T> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class T, class V>
+ATTN_INLINE void store(T* p, V v) {
+  static_assert(sizeof(v) == sizeof(T) * kLanes<T>);
+  __builtin_memcpy(p, &v, sizeof v);
+}
+
+template <class T>
+ATTN_INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};
+}
+
+template <class To, class From>
+ATTN_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// The larger of the two; a NaN in `x` is passed over.
+template <class V>
+ATTN_INLINE V max_number(V x, V best) {
+  return x > best ? x : best;
+}
+
+template <class M>
+ATTN_INLINE bool any(M mask) {
+  typename VectorOf<uint64_t, sizeof(M) / 8>::type words = bit_cast<decltype(words)>(mask);
+  uint64_t all = 0;
+  for (size_t i = 0; i < sizeof(M) / 8; ++i) all |= words[i];
+  return all != 0;
+}
+
+// e^x within 2 ulp for x <= 88 (709); 0 where the result is not a normal number; NaN stays NaN.
+// x = n ln(2) + r with n an integer, e^x = 2^n e^r.
+template <class T>
+ATTN_INLINE Vec<T> exp(Vec<T> x) {
+  using F = Float<T>;
+  using U = Vec<typename F::UInt>;
+  const Vec<T> shifted = x * static_cast<T>(1.4426950408889634074) + F::round_magic;
+  const Vec<T> n = shifted - F::round_magic;
+  Vec<T> r = x - n * F::ln2_high;
+  r = r - n * F::ln2_low;
+  Vec<T> p = splat<T>(F::exp_poly[0]);
+#pragma GCC unroll 16
+  for (size_t i = 1; i < sizeof(F::exp_poly) / sizeof(T); ++i) p = p * r + F::exp_poly[i];
+  p = p * (r * r) + (r + static_cast<T>(1));
+  // the low bits of `shifted` hold n: move n + bias into the exponent field
+  const U two_to_n = (bit_cast<U>(shifted) + static_cast<typename F::UInt>(F::exponent_bias)) << F::mantissa_bits;
+  return x < F::exp_lowest ? Vec<T>{} : p * bit_cast<Vec<T>>(two_to_n);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Storage types: how an element of a tensor becomes a compute type (float or double) and back.
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+struct Boolean {  // a mask: true is 0, false is -inf, ready to be added to a score
+  uint8_t byte;
+};
+
+template <class T>
+using Shorts = typename VectorOf<uint16_t, kLanes<T>>::type;
+template <class T>
+using Bytes = typename VectorOf<uint8_t, kLanes<T>>::type;
+
+// IEEE half <-> float by integer arithmetic. A half's exponent and mantissa, moved to a float's place, are the number
+// times 2^-112, subnormals included.
+ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
+#if defined(__AVX512F__)
+  return bit_cast<Vec<float>>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return bit_cast<Vec<float>>(_mm256_cvtph_ps(bit_cast<__m128i>(h)));
+#else
+  using U = Vec<uint32_t>;
+  const U wide = __builtin_convertvector(h, U);
+  const U magnitude = (wide & 0x7fffu) << 13;
+  U bits = bit_cast<U>(bit_cast<Vec<float>>(magnitude) * 0x1p112f);
+  bits = magnitude >= (0x7c00u << 13) ? (magnitude | 0x7f800000u) : bits;  // infinity, NaN
+  return bit_cast<Vec<float>>(bits | ((wide & 0x8000u) << 16));
+#endif
+}
+
+ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
+#if defined(__AVX512F__)
+  return bit_cast<Shorts<float>>(_mm512_cvtps_ph(bit_cast<__m512>(f), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return bit_cast<Shorts<float>>(_mm256_cvtps_ph(bit_cast<__m256>(f), _MM_FROUND_TO_NEAREST_INT));
+#else
+  using U = Vec<uint32_t>;
+  const U all = bit_cast<U>(f);
+  const U magnitude = all & 0x7fffffffu;
+  // normal numbers: rebias the exponent, round to nearest even on the 13 bits that go
+  const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // subnormal: adding 0.5 aligns the mantissa so that the addition itself rounds
+  const U subnormal = bit_cast<U>(bit_cast<Vec<float>>(magnitude) + 0.5f) - 0x3f000000u;
+  U bits = magnitude < (113u << 23) ? subnormal : normal;
+  bits = magnitude >= 0x477ff000u ? (magnitude > 0x7f800000u ? U{} + 0x7e00u : U{} + 0x7c00u) : bits;
+  return __builtin_convertvector(bits | ((all >> 16) & 0x8000u), Shorts<float>);
+#endif
+}
+
+ATTN_INLINE Vec<float> bfloat16_to_float(Shorts<float> b) {
+  return bit_cast<Vec<float>>(__builtin_convertvector(b, Vec<uint32_t>) << 16);
+}
+
+ATTN_INLINE Shorts<float> float_to_bfloat16(Vec<float> f) {
+  using U = Vec<uint32_t>;
+  const U bits = bit_cast<U>(f);
+  const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U nan = (bits >> 16) | 0x40u;
+  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, Shorts<float>);
+}
+
+// load_as<T>(p): kLanes<T> elements of storage type S from p, as compute type T.
+template <class T>
+ATTN_INLINE Vec<T> load_as(const T* p) {
+  return load<T>(p);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const BFloat16* p) {
+  Shorts<T> bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return bfloat16_to_float(bits);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const Half* p) {
+  Shorts<T> bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return half_to_float(bits);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const Boolean* p) {
+  using I = typename Float<T>::Int;
+  Bytes<T> bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Vec<I>) != 0 ? Vec<T>{} : splat<T>(-kInfinity<T>);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const float* p)
+  requires(sizeof(T) == 8)
+{
+  typename VectorOf<float, kLanes<T>>::type narrow;  // a float32 mask of float64 scores
+  __builtin_memcpy(&narrow, p, sizeof narrow);
+  return __builtin_convertvector(narrow, Vec<T>);
+}
+
+template <class T>
+ATTN_INLINE void store_as(T* p, Vec<T> v) {
+  store<T>(p, v);
+}
+ATTN_INLINE void store_as(BFloat16* p, Vec<float> v) {
+  const auto bits = float_to_bfloat16(v);
+  __builtin_memcpy(p, &bits, sizeof bits);
+}
+ATTN_INLINE void store_as(Half* p, Vec<float> v) {
+  const auto bits = float_to_half(v);
+  __builtin_memcpy(p, &bits, sizeof bits);
+}
+ATTN_INLINE void store_as(float* p, Vec<double> v) {
+  const auto narrow = __builtin_convertvector(v, typename VectorOf<float, kLanes<double>>::type);
+  __builtin_memcpy(p, &narrow, sizeof narrow);
+}
+
+// The same for `count` < kLanes elements: nothing beyond them is read or written.
+template <class T, class S>
+ATTN_INLINE Vec<T> load_some(const S* p, int64_t count) {
+  S buffer[kLanes<T>] = {};
+  __builtin_memcpy(buffer, p, count * sizeof(S));
+  return load_as<T>(buffer);
+}
+template <class T, class S>
+ATTN_INLINE void store_some(S* p, Vec<T> v, int64_t count) {
+  S buffer[kLanes<T>];
+  store_as(buffer, v);
+  __builtin_memcpy(p, buffer, count * sizeof(S));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Transposition of kLanes rows of kLanes elements in registers: log2(kLanes) perfect shuffles.
+
+template <class T, class Indices>
+struct Interleave;
+template <class T, int... I>
+struct Interleave<T, std::integer_sequence<int, I...>> {
+  static constexpr int N = kLanes<T>;
+  static ATTN_INLINE Vec<T> low(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, ((I % 2) * N + I / 2)...);
+#else
+    return __builtin_shuffle(a, b, Vec<typename Float<T>::Int>{((I % 2) * N + I / 2)...});
+#endif
+  }
+  static ATTN_INLINE Vec<T> high(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, ((I % 2) * N + N / 2 + I / 2)...);
+#else
+    return __builtin_shuffle(a, b, Vec<typename Float<T>::Int>{((I % 2) * N + N / 2 + I / 2)...});
+#endif
+  }
+};
+
+template <class T>
+ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int N = kLanes<T>;
+  using Shuffle = Interleave<T, std::make_integer_sequence<int, N>>;
+#pragma GCC unroll 8
+  for (int step = 1; step < N; step *= 2) {
+    Vec<T> next[N];
+#pragma GCC unroll 16
+    for (int i = 0; i < N / 2; ++i) {
+      next[2 * i] = Shuffle::low(rows[i], rows[i + N / 2]);
+      next[2 * i + 1] = Shuffle::high(rows[i], rows[i + N / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) rows[i] = next[i];
+  }
+}
+
+// 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
+ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
+#if defined(__AVX512F__)
+  return bit_cast<Vec<uint64_t>>(_mm512_mul_epu32(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return bit_cast<Vec<uint64_t>>(_mm256_mul_epu32(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#elif defined(__SSE2__)
+  return bit_cast<Vec<uint64_t>>(_mm_mul_epu32(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+}  // namespace attn::ATTN_ISA

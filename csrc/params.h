@@ -1,0 +1,115 @@
+// What a kernel is told: plain data, 64-bit sizes, strides in elements. No torch, no STL.
+#pragma once
+
+#include <stdint.h>
+
+namespace attn {
+
+enum class DType : uint8_t { f64, f32, bf16, f16, boolean };
+
+// Batch dimensions left after neighbours with compatible strides were merged.
+constexpr int kMaxBatchDims = 8;
+
+// One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t batch[kMaxBatchDims] = {};
+  int64_t head = 0;
+  int64_t row = 0;
+  int64_t col = 0;
+};
+
+// The attention problem itself, shared by every kernel.
+//
+// Scores of query i and key j:  x_ij = scale * <q_i, k_j> + mask_ij, or -inf where masked.
+struct Problem {
+  int batch_dims = 0;
+  int64_t batch_size[kMaxBatchDims] = {};
+  int64_t batch = 1;  // product of batch_size
+  int64_t heads = 1;  // of the query and the output
+  int64_t key_heads = 1;
+  int64_t value_heads = 1;
+  int64_t queries = 0;    // L
+  int64_t keys = 0;       // S
+  int64_t head_dim = 0;   // E
+  int64_t value_dim = 0;  // Ev
+  double scale = 1;
+  bool causal = false;    // key j is seen by query i when j <= i
+  bool has_mask = false;  // boolean (true = attend) or additive
+  bool has_dropout = false;
+
+  Operand query;
+  Operand key;
+  Operand value;
+  Operand mask;
+
+  // Dropout of element (batch * heads + head, i, j) is decided by Philox4x32-10 with key `seed` and counter
+  // (j / 4, i, batch * heads + head, offset), word j % 4: kept when the word is below `keep_below`.
+  uint64_t seed = 0;
+  uint32_t offset = 0;
+  uint64_t keep_below = 0;
+  double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
+
+  // Heads [g * group, (g + 1) * group) read the same key head and the same value head: their rows form one
+  // long list, row r being query r % L of head g * group + r / L.
+  int64_t group = 1;
+  int64_t rows() const { return group * queries; }
+  int64_t groups() const { return heads / group; }
+};
+
+// Statistics of a row (logsumexp, ...) are contiguous [batch, heads, L], float32 (float64 for float64 inputs).
+
+struct ForwardParams : Problem {
+  Operand output;
+  void* logsumexp = nullptr;  // may be null
+
+  int64_t rows_per_task = 0;
+  // With few rows and many keys the keys are cut in `splits` chunks of `keys_per_split`; each writes a partial output
+  // [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L], merged in order afterwards.
+  // The cut depends on the shape alone, so that the bits do not depend on the number of threads.
+  int64_t splits = 1;
+  int64_t keys_per_split = 0;
+  void* partial_output = nullptr;
+  void* partial_logsumexp = nullptr;
+
+  int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
+  int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+};
+
+struct BackwardParams : Problem {
+  Operand output;
+  Operand grad_output;
+  const void* logsumexp = nullptr;
+  void* delta = nullptr;  // rowsum(grad_output * output), one of the statistics of a row
+
+  // Null data where a gradient is not wanted.
+  Operand grad_query;
+  Operand grad_key;
+  Operand grad_value;
+  Operand grad_mask;  // stride 0 where the mask was broadcast
+
+  // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
+  int64_t span = 1;
+  int64_t rows_per_pass = 0;
+  // Keys are cut in chunks by the shape alone. Each chunk is one task; with several of them each writes its share of
+  // grad_query to partial_grad_query [chunks, batch, heads, L, E], added in order afterwards.
+  int64_t chunks = 1;
+  int64_t keys_per_chunk = 0;
+  void* partial_grad_query = nullptr;
+
+  int64_t tasks() const { return batch * (heads / span) * chunks; }
+
+  // The gradient of a mask that several scores share is summed in a pass of its own, over tasks that own disjoint
+  // parts of it; one that belongs to a single score is written by the main pass.
+  bool mask_is_shared = false;
+  int64_t mask_slices = 0;       // different (batch, head) slices of the mask
+  int64_t mask_row_tasks = 0;    // blocks of queries, 1 if all queries share one row
+  int64_t mask_key_tasks = 0;    // blocks of keys, 1 if all keys share one column
+  int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
+};
+
+constexpr int64_t kRowTile = 64;  // queries of one tile of scores: the lanes of the kernels
+constexpr int64_t kKeyTile = 64;  // keys of one tile of scores
+
+}  // namespace attn

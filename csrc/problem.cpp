@@ -1,0 +1,116 @@
+#include "problem.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+
+#include <cmath>
+#include <numeric>
+
+namespace attn {
+
+namespace {
+
+int64_t concrete(const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); }
+
+}  // namespace
+
+DType dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return DType::f64;
+    case at::kFloat:
+      return DType::f32;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
+    case at::kBool:
+      return DType::boolean;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "attn: no kernel takes ", tensor.scalar_type());
+  }
+}
+
+ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape) : problem_(problem) {
+  for (const auto& size : shape.batch) batch_size_.push_back(concrete(size));
+  problem.heads = concrete(shape.heads);
+  problem.key_heads = concrete(shape.key_heads);
+  problem.value_heads = concrete(shape.value_heads);
+  problem.queries = concrete(shape.queries);
+  problem.keys = concrete(shape.keys);
+  problem.head_dim = concrete(shape.head_dim);
+  problem.value_dim = concrete(shape.value_dim);
+  problem.batch = c10::multiply_integers(batch_size_);
+  if (problem.key_heads > 0 && problem.value_heads > 0)
+    problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
+}
+
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  const auto stride = [&](int64_t dim_from_end) -> int64_t {
+    const int64_t d = dims - dim_from_end;
+    return d < 0 || tensor.size(d) == 1 ? 0 : tensor.stride(d);
+  };
+  operand.data = tensor.data_ptr();
+  operand.dtype = dtype_of(tensor);
+  operand.col = stride(1);
+  operand.row = stride(2);
+  operand.head = stride(3);
+  Strides strides{&operand, {}};
+  const auto batch_dims = static_cast<int64_t>(batch_size_.size());
+  for (int64_t d = 0; d < batch_dims; ++d) strides.batch.push_back(stride(3 + batch_dims - d));
+  operands_.push_back(std::move(strides));
+}
+
+void ProblemBuilder::merge_batch_dims() {
+  int merged = 0;
+  const auto mergeable = [&](size_t d) {  // with the dimension kept last
+    return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
+             return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];
+           });
+  };
+  for (size_t d = 0; d < batch_size_.size(); ++d) {
+    if (batch_size_[d] == 1) continue;
+    const bool merge = mergeable(d);
+    TORCH_CHECK(merge || merged < kMaxBatchDims, "attn::sdpa: query, key, value and attn_mask have more than ",
+                kMaxBatchDims, " leading dimensions with strides of their own (batch shape ",
+                at::IntArrayRef(batch_size_), "); call .contiguous() on the inputs that are views");
+    if (!merge) problem_.batch_size[merged++] = 1;
+    problem_.batch_size[merged - 1] *= batch_size_[d];
+    for (const Strides& s : operands_) s.operand->batch[merged - 1] = s.batch[d];
+  }
+  problem_.batch_dims = merged;
+}
+
+void describe(Problem& problem, ProblemBuilder& builder, const Shape&, ATTN_ARGUMENTS) {
+  problem.scale = scale_or_default(scale, problem.head_dim);
+  problem.causal = is_causal;
+  problem.has_mask = attn_mask.has_value();
+  problem.has_dropout = dropout_p > 0;
+  (void)enable_gqa;  // is in the numbers of heads
+  builder.add(problem.query, query);
+  builder.add(problem.key, key);
+  builder.add(problem.value, value);
+  if (attn_mask) builder.add(problem.mask, *attn_mask);
+}
+
+void describe_dropout(Problem& problem, double dropout_p, const at::Tensor& rng_state) {
+  if (dropout_p == 0) return;
+  const auto* state = rng_state.const_data_ptr<int64_t>();
+  problem.seed = static_cast<uint64_t>(state[0]);
+  problem.offset = static_cast<uint32_t>(state[1]);
+  problem.keep_below = static_cast<uint64_t>(std::llround((1 - dropout_p) * 0x1p32));
+  problem.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
+}
+
+at::Tensor empty_gradient(const at::Tensor& input, const c10::SymDimVector& broadcast_sizes) {
+  if (input.sym_sizes() == c10::SymIntArrayRef(broadcast_sizes)) return at::empty_like(input);
+  return at::empty_symint(broadcast_sizes, input.options());
+}
+
+at::Tensor reduced(const at::Tensor& gradient, const at::Tensor& input) {
+  if (!gradient.defined() || gradient.sizes() == input.sizes()) return gradient;
+  return at::sum_to(gradient, input.sizes());
+}
+
+}  // namespace attn

@@ -1,0 +1,41 @@
+// From tensors to the plain data that kernels take; the same for every device.
+#pragma once
+
+#include "params.h"
+#include "validate.h"
+
+namespace attn {
+
+// Collects the operands of one call, then merges the batch dimensions that all of them walk through alike.
+class ProblemBuilder {
+ public:
+  ProblemBuilder(Problem& problem, const Shape& shape);
+
+  // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
+  void add(Operand& operand, const at::Tensor& tensor);
+
+  // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
+  void merge_batch_dims();
+
+ private:
+  struct Strides {
+    Operand* operand;
+    c10::DimVector batch;
+  };
+  Problem& problem_;
+  c10::DimVector batch_size_;
+  c10::SmallVector<Strides, 8> operands_;
+};
+
+// Query, key, value, mask and everything that is not a tensor. rng_state: as returned by the forward.
+void describe(Problem& problem, ProblemBuilder& builder, const Shape& shape, ATTN_ARGUMENTS);
+void describe_dropout(Problem& problem, double dropout_p, const at::Tensor& rng_state);
+
+DType dtype_of(const at::Tensor& tensor);
+
+// Gradients as the backward kernels write them. Where an input was broadcast along leading dimensions its gradient is
+// written at the broadcast shape; reduced() sums it back to the input's.
+at::Tensor empty_gradient(const at::Tensor& input, const c10::SymDimVector& broadcast_sizes);
+at::Tensor reduced(const at::Tensor& gradient, const at::Tensor& input);
+
+}  // namespace attn

@@ -1,0 +1,185 @@
+#include "validate.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+namespace attn {
+
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+
+SymInt extent(const Tensor& t, int64_t dim_from_end) { return t.sym_sizes()[t.dim() - dim_from_end]; }
+
+SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
+
+void check_tensor(const char* name, const Tensor& t, const Tensor& query) {
+  TORCH_CHECK(t.defined(), "attn::sdpa: ", name, " is undefined; a tensor is needed");
+  TORCH_CHECK(t.layout() == at::kStrided, "attn::sdpa: ", name, " has layout ", t.layout(),
+              "; it must be a dense (strided) tensor");
+  TORCH_CHECK(t.device() == query.device(), "attn::sdpa: ", name, " is on ", t.device(), " but query is on ",
+              query.device(), "; all tensors must be on the same device");
+  TORCH_CHECK(t.dim() >= 2, "attn::sdpa: ", name, " has shape ", t.sym_sizes(),
+              "; it must have at least 2 dimensions: [..., length, head_dim]");
+}
+
+void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask) {
+  const auto dtype = query.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
+              "attn::sdpa: query has dtype ", dtype, "; it must be float64, float32, bfloat16 or float16");
+  TORCH_CHECK(key.scalar_type() == dtype, "attn::sdpa: key has dtype ", key.scalar_type(), " but query has ", dtype,
+              "; query, key and value must have the same dtype");
+  TORCH_CHECK(value.scalar_type() == dtype, "attn::sdpa: value has dtype ", value.scalar_type(), " but query has ",
+              dtype, "; query, key and value must have the same dtype");
+  if (!mask) return;
+  const auto mask_dtype = mask->scalar_type();
+  TORCH_CHECK(mask_dtype == at::kBool || mask_dtype == dtype || mask_dtype == at::kFloat,
+              "attn::sdpa: attn_mask has dtype ", mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype,
+              ") or float32");
+}
+
+// Query heads are shared out evenly: with grouped-query attention consecutive query heads share a key (value) head.
+void check_heads(const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa) {
+  if (heads == query_heads) return;
+  TORCH_CHECK(enable_gqa, "attn::sdpa: ", name, " has ", heads, " heads but the others have ", query_heads,
+              "; the numbers must be equal or 1, or divide the query's with enable_gqa=True");
+  TORCH_CHECK(heads > 0 && query_heads % heads == 0, "attn::sdpa: ", name, " has ", heads, " heads but query has ",
+              query_heads, "; with enable_gqa=True the number must divide the query's");
+}
+
+// Broadcasts dimension `d` (counted from the end) of the three tensors.
+SymInt broadcast(const Tensor& query, const Tensor& key, const Tensor& value, int64_t d) {
+  SymInt common = 1;
+  for (const Tensor* t : {&query, &key, &value}) {
+    if (t->dim() < d) continue;
+    const SymInt own = extent(*t, d);
+    if (own == 1 || own == common) continue;
+    TORCH_CHECK(common == 1, "attn::sdpa: ", t == &key ? "key" : "value", " has shape ", t->sym_sizes(),
+                ", which does not broadcast against the other leading dimensions: query has ", query.sym_sizes(),
+                ", key ", key.sym_sizes(), "; at dimension ", -d, " the sizes must be equal or 1");
+    common = own;
+  }
+  return common;
+}
+
+void check_mask(const Tensor& mask, const Shape& shape) {
+  const auto allowed = shape.expanded(shape.heads, shape.queries, shape.keys);
+  bool fits = mask.dim() >= 2 && mask.dim() <= shape.dims;
+  for (int64_t d = 1; fits && d <= mask.dim(); ++d) {
+    const SymInt own = extent(mask, d);
+    fits = own == 1 || own == allowed[allowed.size() - d];
+  }
+  TORCH_CHECK(fits, "attn::sdpa: attn_mask has shape ", mask.sym_sizes(),
+              "; it must have at least 2 dimensions and broadcast to the scores' shape [..., L, S] = ",
+              c10::SymIntArrayRef(allowed));
+}
+
+}  // namespace
+
+c10::SymDimVector Shape::expanded(const SymInt& tensor_heads, const SymInt& rows, const SymInt& cols) const {
+  c10::SymDimVector sizes(batch);
+  if (dims >= 3) sizes.push_back(tensor_heads);
+  sizes.push_back(rows);
+  sizes.push_back(cols);
+  return sizes;
+}
+
+c10::SymDimVector Shape::logsumexp() const {
+  auto sizes = expanded(heads, queries, 1);
+  sizes.pop_back();
+  return sizes;
+}
+
+Shape validate(ATTN_ARGUMENTS) {
+  (void)is_causal;  // any value fits any shape
+  check_tensor("query", query, query);
+  check_tensor("key", key, query);
+  check_tensor("value", value, query);
+  if (attn_mask) check_tensor("attn_mask", *attn_mask, query);
+  check_dtypes(query, key, value, attn_mask);
+  TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attn::sdpa: dropout_p is ", dropout_p,
+              "; it must be a probability between 0 and 1");
+  TORCH_CHECK(!scale || !std::isnan(*scale), "attn::sdpa: scale is NaN; it must be a number");
+  TORCH_CHECK(extent(key, 1) == extent(query, 1), "attn::sdpa: key has head_dim ", extent(key, 1), " but query has ",
+              extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(), "); they must be equal");
+  TORCH_CHECK(extent(value, 2) == extent(key, 2), "attn::sdpa: value has length ", extent(value, 2), " but key has ",
+              extent(key, 2), " (value: ", value.sym_sizes(), ", key: ", key.sym_sizes(), "); they must be equal");
+
+  Shape shape;
+  shape.dims = std::max({query.dim(), key.dim(), value.dim()});
+  shape.queries = extent(query, 2);
+  shape.keys = extent(key, 2);
+  shape.head_dim = extent(query, 1);
+  shape.value_dim = extent(value, 1);
+  shape.key_heads = head_count(key);
+  shape.value_heads = head_count(value);
+  if (enable_gqa) {
+    shape.heads = head_count(query);
+  } else {
+    shape.heads = head_count(query);
+    if (shape.heads == 1) shape.heads = shape.key_heads;
+    if (shape.heads == 1) shape.heads = shape.value_heads;
+  }
+  const bool broadcast_heads = !enable_gqa;
+  if (!broadcast_heads || shape.key_heads != 1) check_heads("key", shape.key_heads, shape.heads, enable_gqa);
+  if (!broadcast_heads || shape.value_heads != 1) check_heads("value", shape.value_heads, shape.heads, enable_gqa);
+  for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(query, key, value, d));
+  if (attn_mask) check_mask(*attn_mask, shape);
+  return shape;
+}
+
+Shape validate_backward(ATTN_BACKWARD_ARGUMENTS) {
+  const Shape shape = validate(ATTN_PASS);
+  const auto check = [&](const char* name, const Tensor& t, const c10::SymDimVector& sizes, at::ScalarType dtype) {
+    TORCH_CHECK(t.sym_sizes() == c10::SymIntArrayRef(sizes) && t.scalar_type() == dtype && t.device() == query.device(),
+                "attn::_sdpa_backward: ", name, " has shape ", t.sym_sizes(), ", dtype ", t.scalar_type(), ", device ",
+                t.device(), "; it must have ", c10::SymIntArrayRef(sizes), ", ", dtype, ", ", query.device());
+  };
+  check("grad_output", grad_output, shape.output(), query.scalar_type());
+  check("output", output, shape.output(), query.scalar_type());
+  check("logsumexp", logsumexp, shape.logsumexp(), query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  check("rng_state", rng_state, {dropout_p > 0 ? 2 : 0}, at::kLong);
+  TORCH_CHECK(!grad_input_mask[3] || (attn_mask && attn_mask->is_floating_point()),
+              "attn::_sdpa_backward: grad_input_mask asks for the gradient of attn_mask, which is ",
+              attn_mask ? "boolean" : "absent", "; only a floating mask has one");
+  return shape;
+}
+
+Tensor empty_output(const Shape& shape, const Tensor& query) {
+  const auto sizes = shape.output();
+  const auto dims = static_cast<int64_t>(sizes.size());
+  // The order of the dimensions in memory, outermost first; the last dimension stays innermost.
+  c10::DimVector order(dims);
+  for (int64_t d = 0; d < dims; ++d) order[d] = d;
+  bool follow = query.dim() == dims;
+  for (int64_t d = 0; follow && d < dims - 1; ++d)
+    follow = query.sym_sizes()[d] == sizes[d] && query.sym_strides()[d] != 0;
+  if (follow)
+    std::stable_sort(order.begin(), order.end() - 1,
+                     [&](int64_t a, int64_t b) { return query.sym_strides()[a] > query.sym_strides()[b]; });
+  c10::SymDimVector strides(dims);
+  SymInt stride = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride = stride * sizes[order[i]].max(1);
+  }
+  return at::empty_strided_symint(sizes, strides, query.options());
+}
+
+Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
+  const auto dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::empty_symint(shape.logsumexp(), query.options().dtype(dtype));
+}
+
+Tensor empty_rng_state(const Tensor& query, double dropout_p) {
+  return at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong));
+}
+
+double scale_or_default(std::optional<double> scale, int64_t head_dim) {
+  if (head_dim == 0) return 1;
+  return scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
+}
+
+}  // namespace attn
