@@ -8,6 +8,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 #define ATTN_ISA avx2
+#define ATTN_VECTOR_BYTES 32
 #include "isa.inl"
 
 const attn::Kernels* attn::kernels_avx2() { return &avx2::table; }

@@ -1,20 +1,13 @@
 // Vectors of one instruction set: GNU vector types, so that the arithmetic is written once with + - * / and ?:.
-// Included by isa_*.cpp inside a target region; see isa_avx512.cpp.
+// Included by isa_*.cpp inside a target region, with ATTN_ISA the namespace and ATTN_VECTOR_BYTES the vector's size.
+// (The compiler's own macros, __AVX2__ and so on, do not follow the target region: g++ reads the whole file first.)
 
 namespace attn::ATTN_ISA {
 
 #define ATTN_INLINE inline __attribute__((always_inline))
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-constexpr int kRegisters = 32;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-constexpr int kRegisters = 16;
-#else
-constexpr int kVectorBytes = 16;
-constexpr int kRegisters = 16;
-#endif
+constexpr int kVectorBytes = ATTN_VECTOR_BYTES;
+constexpr int kRegisters = kVectorBytes == 64 ? 32 : 16;
 
 template <class T, int N>
 struct VectorOf {
@@ -141,9 +134,9 @@ using Bytes = typename VectorOf<uint8_t, kLanes<T>>::type;
 // IEEE half <-> float by integer arithmetic. A half's exponent and mantissa, moved to a float's place, are the number
 // times 2^-112, subnormals included.
 ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
-#if defined(__AVX512F__)
+#if ATTN_VECTOR_BYTES == 64
   return bit_cast<Vec<float>>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif ATTN_VECTOR_BYTES == 32
   return bit_cast<Vec<float>>(_mm256_cvtph_ps(bit_cast<__m128i>(h)));
 #else
   using U = Vec<uint32_t>;
@@ -156,9 +149,9 @@ ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
 }
 
 ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
-#if defined(__AVX512F__)
+#if ATTN_VECTOR_BYTES == 64
   return bit_cast<Shorts<float>>(_mm512_cvtps_ph(bit_cast<__m512>(f), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif ATTN_VECTOR_BYTES == 32
   return bit_cast<Shorts<float>>(_mm256_cvtps_ph(bit_cast<__m256>(f), _MM_FROUND_TO_NEAREST_INT));
 #else
   using U = Vec<uint32_t>;
@@ -293,9 +286,9 @@ ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
 
 // 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
 ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
-#if defined(__AVX512F__)
+#if ATTN_VECTOR_BYTES == 64
   return bit_cast<Vec<uint64_t>>(_mm512_mul_epu32(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
-#elif defined(__AVX2__)
+#elif ATTN_VECTOR_BYTES == 32
   return bit_cast<Vec<uint64_t>>(_mm256_mul_epu32(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
 #elif defined(__SSE2__)
   return bit_cast<Vec<uint64_t>>(_mm_mul_epu32(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
