@@ -5,12 +5,10 @@
 
 namespace attn {
 
-at::Tensor sdpa(ATTN_ARGUMENTS) { return sdpa_op().call(ATTN_PASS); }
+at::Tensor sdpa(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) { return sdpa_op().call(ATTN_INPUTS, ATTN_OPTIONS); }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(ATTN_ARGUMENTS) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("attn::sdpa_with_weights", "").typed<ForwardOp>();
-  return op.call(ATTN_PASS);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
+  return weights_op().call(ATTN_INPUTS, ATTN_OPTIONS);
 }
 
 }  // namespace attn

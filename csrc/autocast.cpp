@@ -14,7 +14,7 @@ struct Autocast {
   }
 
   template <const auto& (*op)(), class Result>
-  static Result call(ATTN_ARGUMENTS) {
+  static Result call(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
     c10::impl::ExcludeDispatchKeyGuard guard(autocast_key);
     return op().call(*cast(query), *cast(key), *cast(value), cast(attn_mask), dropout_p, is_causal, scale, enable_gqa);
   }

@@ -5,7 +5,7 @@
 
 namespace attn {
 
-enum class DType : uint8_t { f64, f32, bf16, f16, boolean };
+enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 
 // Batch dimensions left after neighbours with compatible strides were merged.
 constexpr int kMaxBatchDims = 8;
@@ -44,10 +44,11 @@ struct Problem {
   Operand value;
   Operand mask;
 
-  // Dropout of element (batch * heads + head, i, j) is decided by Philox4x32-10 with key `seed` and counter
-  // (j / 4, i, batch * heads + head, offset), word j % 4: kept when the word is below `keep_below`.
-  uint64_t seed = 0;
-  uint32_t offset = 0;
+  // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). The weight of query i and key j in head
+  // r = (batch * heads + head) % period is decided by Philox4x32-10 with key `seed` and counter (j / 4, i, r, offset):
+  // kept when word j % 4 is below `keep_below`. The period is the number of heads of the call that drew the seed:
+  // when vmap adds batch dimensions in front, every sample sees the numbers it saw alone.
+  Operand rng;
   uint64_t keep_below = 0;
   double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
 
@@ -62,6 +63,7 @@ struct Problem {
 
 struct ForwardParams : Problem {
   Operand output;
+  Operand residual;            // the exact output minus the rounded one, for bfloat16 and float16; data may be null
   void* logsumexp = nullptr;  // may be null
 
   int64_t rows_per_task = 0;
@@ -79,9 +81,9 @@ struct ForwardParams : Problem {
 
 struct BackwardParams : Problem {
   Operand output;
+  Operand residual;
   Operand grad_output;
   const void* logsumexp = nullptr;
-  void* delta = nullptr;  // rowsum(grad_output * output), one of the statistics of a row
 
   // Null data where a gradient is not wanted.
   Operand grad_query;
@@ -105,8 +107,38 @@ struct BackwardParams : Problem {
   bool mask_is_shared = false;
   int64_t mask_slices = 0;       // different (batch, head) slices of the mask
   int64_t mask_row_tasks = 0;    // blocks of queries, 1 if all queries share one row
-  int64_t mask_key_tasks = 0;    // blocks of keys, 1 if all keys share one column
+  int64_t mask_key_tasks = 0;    // blocks of keys
   int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
+};
+
+// A direction t in the space of inputs, for derivatives along it. Null data where it is zero.
+struct Tangents {
+  Operand query;
+  Operand key;
+  Operand value;
+  Operand mask;
+};
+
+// J t, the derivative of the output along t.
+struct TangentParams : Problem {
+  Tangents t;
+  Operand output;
+  Operand residual;
+  const void* logsumexp = nullptr;
+  Operand tangent_output;
+  void* tangent_logsumexp = nullptr;  // the derivative of logsumexp along t
+
+  int64_t rows_per_task = 0;
+  int64_t tasks() const { return batch * groups() * row_tasks(); }
+  int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+};
+
+// H(u; x; t) = grad_x <u, J(x) t>, the derivative along t of the gradients J'u: the fields of BackwardParams hold those
+// derivatives.
+struct SecondParams : BackwardParams {
+  Tangents t;
+  Operand tangent_output;
+  const void* tangent_logsumexp = nullptr;
 };
 
 constexpr int64_t kRowTile = 64;  // queries of one tile of scores: the lanes of the kernels

@@ -26,6 +26,8 @@ DType dtype_of(const at::Tensor& tensor) {
       return DType::f16;
     case at::kBool:
       return DType::boolean;
+    case at::kLong:
+      return DType::i64;
     default:
       TORCH_INTERNAL_ASSERT(false, "attn: no kernel takes ", tensor.scalar_type());
   }
@@ -82,23 +84,19 @@ void ProblemBuilder::merge_batch_dims() {
   problem_.batch_dims = merged;
 }
 
-void describe(Problem& problem, ProblemBuilder& builder, const Shape&, ATTN_ARGUMENTS) {
+void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_state, ATTN_INPUTS_ARGS,
+              ATTN_OPTIONS_ARGS) {
+  (void)enable_gqa;  // is in the numbers of heads
   problem.scale = scale_or_default(scale, problem.head_dim);
   problem.causal = is_causal;
   problem.has_mask = attn_mask.has_value();
-  problem.has_dropout = dropout_p > 0;
-  (void)enable_gqa;  // is in the numbers of heads
   builder.add(problem.query, query);
   builder.add(problem.key, key);
   builder.add(problem.value, value);
   if (attn_mask) builder.add(problem.mask, *attn_mask);
-}
-
-void describe_dropout(Problem& problem, double dropout_p, const at::Tensor& rng_state) {
   if (dropout_p == 0) return;
-  const auto* state = rng_state.const_data_ptr<int64_t>();
-  problem.seed = static_cast<uint64_t>(state[0]);
-  problem.offset = static_cast<uint32_t>(state[1]);
+  problem.has_dropout = true;
+  builder.add(problem.rng, rng_state);
   problem.keep_below = static_cast<uint64_t>(std::llround((1 - dropout_p) * 0x1p32));
   problem.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }

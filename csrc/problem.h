@@ -27,9 +27,9 @@ class ProblemBuilder {
   c10::SmallVector<Strides, 8> operands_;
 };
 
-// Query, key, value, mask and everything that is not a tensor. rng_state: as returned by the forward.
-void describe(Problem& problem, ProblemBuilder& builder, const Shape& shape, ATTN_ARGUMENTS);
-void describe_dropout(Problem& problem, double dropout_p, const at::Tensor& rng_state);
+// Adds query, key, value, mask and everything that is not a tensor.
+void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_state, ATTN_INPUTS_ARGS,
+              ATTN_OPTIONS_ARGS);
 
 DType dtype_of(const at::Tensor& tensor);
 

@@ -3,28 +3,44 @@
 
 #include "ops.h"
 
-#define ATTN_OPTIONS                                                                            \
-  "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "       \
-  "bool is_causal=False, *, float? scale=None, bool enable_gqa=False"
+#define INPUTS "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
+#define SAVED "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual"
+#define TANGENTS "Tensor? tangent_query, Tensor? tangent_key, Tensor? tangent_value, Tensor? tangent_mask"
+#define OPTIONS "float dropout_p, bool is_causal, *, float? scale, bool enable_gqa"
+#define CALL INPUTS "=None, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False"
 
 TORCH_LIBRARY(attn, m) {
   const std::vector<at::Tag> plain = {at::Tag::pt2_compliant_tag};
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
 
-  // The built-in's schema.                                        autograd, cpu, meta, autocast
-  m.def("sdpa(" ATTN_OPTIONS ") -> Tensor", random);
-  // The same with what it went through, O(L S) by definition.     weights
-  m.def("sdpa_with_weights(" ATTN_OPTIONS ") -> (Tensor output, Tensor weights, Tensor scores)", random);
+  // What users call. sdpa has exactly the schema of the built-in.
+  m.def("sdpa(" CALL ") -> Tensor", random);
+  m.def("sdpa_with_weights(" CALL ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
-  // sdpa with what its backward needs: the logsumexp of every row of scores [*, H, L] (float32; float64 for float64)
-  // and the state of the dropout generator, int64 (seed, offset), empty without dropout.
-  m.def("_sdpa_forward(" ATTN_OPTIONS ") -> (Tensor output, Tensor logsumexp, Tensor rng_state)", random);
-  // Gradients of query, key, value and attn_mask; those not asked for in grad_input_mask are undefined.
-  m.def(
-      "_sdpa_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor output, "
-      "Tensor logsumexp, Tensor rng_state, float dropout_p, bool is_causal, *, float? scale, bool enable_gqa, "
-      "bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
-      plain);
+  // With x = (query, key, value, attn_mask), O(x) the output and J its Jacobian, four operators give every derivative.
+  //
+  // O(x), and what derivatives need:
+  // logsumexp   of every row of scores, [*, H, L], float32 (float64 for float64)
+  // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
+  // residual    exact output - rounded output, for bfloat16 and float16, else empty: rowsum(grad * output) would else be
+  //             the only thing that the backward does not compute in float32, and its largest error
+  m.def("_sdpa_forward(" CALL
+        ", Tensor? rng_state=None) -> (Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual)",
+        random);
+  // J'u for u = grad_output. Gradients not asked for in grad_input_mask are undefined.
+  m.def("_sdpa_backward(Tensor grad_output, " INPUTS ", " SAVED ", " OPTIONS
+        ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+        plain);
+  // J t for a direction t, and the derivative of logsumexp along it.
+  m.def("_sdpa_tangent(" INPUTS ", " SAVED ", " TANGENTS ", " OPTIONS
+        ") -> (Tensor tangent_output, Tensor tangent_logsumexp)",
+        plain);
+  // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
+  // reverse J'du + H, reverse over forward (J'u, H): the Hessian is symmetric, so the same H serves all three.
+  m.def("_sdpa_second(Tensor grad_output, " INPUTS ", " SAVED ", " TANGENTS
+        ", Tensor tangent_output, Tensor tangent_logsumexp, " OPTIONS
+        ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+        plain);
 
   // Which instruction set the CPU kernels run with; see cpu/dispatch.h.
   m.def("_cpu_capability() -> str");
@@ -34,17 +50,17 @@ TORCH_LIBRARY(attn, m) {
 
 namespace attn {
 
-const c10::TypedOperatorHandle<SdpaOp>& sdpa_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attn::sdpa", "").typed<SdpaOp>();
-  return op;
-}
-const c10::TypedOperatorHandle<ForwardOp>& forward_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attn::_sdpa_forward", "").typed<ForwardOp>();
-  return op;
-}
-const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attn::_sdpa_backward", "").typed<BackwardOp>();
-  return op;
-}
+#define ATTN_HANDLE(function, Signature, name)                                                             \
+  const c10::TypedOperatorHandle<Signature>& function() {                                                  \
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();    \
+    return op;                                                                                             \
+  }
+
+ATTN_HANDLE(sdpa_op, SdpaOp, "attn::sdpa")
+ATTN_HANDLE(weights_op, WeightsOp, "attn::sdpa_with_weights")
+ATTN_HANDLE(forward_op, ForwardOp, "attn::_sdpa_forward")
+ATTN_HANDLE(backward_op, BackwardOp, "attn::_sdpa_backward")
+ATTN_HANDLE(tangent_op, TangentOp, "attn::_sdpa_tangent")
+ATTN_HANDLE(second_op, SecondOp, "attn::_sdpa_second")
 
 }  // namespace attn

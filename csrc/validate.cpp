@@ -13,6 +13,12 @@ using c10::SymInt;
 
 SymInt extent(const Tensor& t, int64_t dim_from_end) { return t.sym_sizes()[t.dim() - dim_from_end]; }
 
+at::ScalarType statistics_dtype(const Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+bool has_residual(const Tensor& t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
+
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
 void check_tensor(const char* name, const Tensor& t, const Tensor& query) {
@@ -92,7 +98,7 @@ c10::SymDimVector Shape::logsumexp() const {
   return sizes;
 }
 
-Shape validate(ATTN_ARGUMENTS) {
+Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   (void)is_causal;  // any value fits any shape
   check_tensor("query", query, query);
   check_tensor("key", key, query);
@@ -130,21 +136,53 @@ Shape validate(ATTN_ARGUMENTS) {
   return shape;
 }
 
-Shape validate_backward(ATTN_BACKWARD_ARGUMENTS) {
-  const Shape shape = validate(ATTN_PASS);
-  const auto check = [&](const char* name, const Tensor& t, const c10::SymDimVector& sizes, at::ScalarType dtype) {
-    TORCH_CHECK(t.sym_sizes() == c10::SymIntArrayRef(sizes) && t.scalar_type() == dtype && t.device() == query.device(),
-                "attn::_sdpa_backward: ", name, " has shape ", t.sym_sizes(), ", dtype ", t.scalar_type(), ", device ",
-                t.device(), "; it must have ", c10::SymIntArrayRef(sizes), ", ", dtype, ", ", query.device());
+namespace {
+
+void check_internal(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype,
+                    const Tensor& query) {
+  TORCH_CHECK(t.defined() && t.sym_sizes() == sizes && t.scalar_type() == dtype && t.device() == query.device(), op,
+              ": ", name, " is ", t.toString(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
+              " of shape ", sizes, " on ", query.device());
+}
+
+}  // namespace
+
+void validate_like_output(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {
+  check_internal(op, name, t, shape.output(), query.scalar_type(), query);
+}
+
+void validate_saved(const char* op, const Shape& shape, const Tensor& query, double dropout_p, ATTN_SAVED_ARGS) {
+  validate_like_output(op, "output", output, shape, query);
+  check_internal(op, "logsumexp", logsumexp, shape.logsumexp(), statistics_dtype(query), query);
+  if (has_residual(query)) validate_like_output(op, "residual", residual, shape, query);
+  if (dropout_p == 0) return;
+  TORCH_CHECK(rng_state.dim() > 0 && rng_state.sym_size(-1) == 3 && rng_state.scalar_type() == at::kLong, op,
+              ": rng_state is ", rng_state.toString(), " of shape ", rng_state.sym_sizes(),
+              "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
+}
+
+void validate_tangents(const char* op, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS) {
+  const auto check = [&](const char* name, const std::optional<Tensor>& t, const Tensor& primal) {
+    if (t) check_internal(op, name, *t, primal.sym_sizes(), primal.scalar_type(), query);
   };
-  check("grad_output", grad_output, shape.output(), query.scalar_type());
-  check("output", output, shape.output(), query.scalar_type());
-  check("logsumexp", logsumexp, shape.logsumexp(), query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  check("rng_state", rng_state, {dropout_p > 0 ? 2 : 0}, at::kLong);
-  TORCH_CHECK(!grad_input_mask[3] || (attn_mask && attn_mask->is_floating_point()),
-              "attn::_sdpa_backward: grad_input_mask asks for the gradient of attn_mask, which is ",
-              attn_mask ? "boolean" : "absent", "; only a floating mask has one");
-  return shape;
+  check("tangent_query", tangent_query, query);
+  check("tangent_key", tangent_key, key);
+  check("tangent_value", tangent_value, value);
+  if (!tangent_mask) return;
+  TORCH_CHECK(attn_mask && attn_mask->is_floating_point(), op, ": tangent_mask is given but attn_mask is ",
+              attn_mask ? "boolean" : "absent", "; only a floating mask has a tangent");
+  check("tangent_mask", tangent_mask, *attn_mask);
+}
+
+void validate_moved(const char* op, const Shape& shape, const Tensor& query, ATTN_MOVED_ARGS) {
+  validate_like_output(op, "tangent_output", tangent_output, shape, query);
+  check_internal(op, "tangent_logsumexp", tangent_logsumexp, shape.logsumexp(), statistics_dtype(query), query);
+}
+
+void validate_wanted(const char* op, const std::optional<Tensor>& attn_mask, Wanted wanted) {
+  TORCH_CHECK(!wanted[3] || (attn_mask && attn_mask->is_floating_point()), op,
+              ": grad_input_mask asks for the gradient of attn_mask, which is ", attn_mask ? "boolean" : "absent",
+              "; only a floating mask has one");
 }
 
 Tensor empty_output(const Shape& shape, const Tensor& query) {
@@ -169,12 +207,15 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
 }
 
 Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
-  const auto dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::empty_symint(shape.logsumexp(), query.options().dtype(dtype));
+  return at::empty_symint(shape.logsumexp(), query.options().dtype(statistics_dtype(query)));
+}
+
+Tensor empty_residual(const Tensor& output) {
+  return has_residual(output) ? at::empty_like(output) : at::empty({0}, output.options());
 }
 
 Tensor empty_rng_state(const Tensor& query, double dropout_p) {
-  return at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong));
+  return at::empty({dropout_p > 0 ? 3 : 0}, query.options().dtype(at::kLong));
 }
 
 double scale_or_default(std::optional<double> scale, int64_t head_dim) {

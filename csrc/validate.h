@@ -20,13 +20,21 @@ struct Shape {
 };
 
 // Throws c10::Error naming the argument, what it was and what is allowed.
-Shape validate(ATTN_ARGUMENTS);
-// The same for what the backward takes besides.
-Shape validate_backward(ATTN_BACKWARD_ARGUMENTS);
+Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS);
+
+// The same for what the derivatives take besides. `op` is named in the error.
+void validate_saved(const char* op, const Shape& shape, const at::Tensor& query, double dropout_p, ATTN_SAVED_ARGS);
+void validate_like_output(const char* op, const char* name, const at::Tensor& t, const Shape& shape,
+                          const at::Tensor& query);
+void validate_tangents(const char* op, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS);
+void validate_moved(const char* op, const Shape& shape, const at::Tensor& query, ATTN_MOVED_ARGS);
+void validate_wanted(const char* op, const std::optional<at::Tensor>& attn_mask, Wanted wanted);
 
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
+at::Tensor empty_residual(const at::Tensor& output);
+// int64 (seed, offset, period), see params.h; empty without dropout.
 at::Tensor empty_rng_state(const at::Tensor& query, double dropout_p);
 
 // 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.

@@ -12,51 +12,76 @@
 // (one weight near 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k, the
 // softmax saturates as d_k grows, and every gradient above dies; s = 1/sqrt(d_k) brings the variance of x back to 1
 // and so keeps dS at a size that does not depend on d_k (Vaswani et al., 2017, section 3.2.1).
+//
+// The same code gives the derivative of these gradients along a direction t = (tQ, tK, tV, tM), with u = G held fixed:
+// H(u; x; t) of schema.cpp. A prefixed t is the derivative along t; tx, c = d(logsumexp) and tO come from tangent.inl:
+//
+//   tP = P (tx - c)
+//   t(dP)_ij = Z_ij <G_i, tV_j>,   t(delta)_i = <G_i, tO_i>
+//   t(dS) = tP (dP - delta) + P (t(dP) - t(delta))
+//   H_V = (tP * Z)^T G      H_M = t(dS)      H_Q = s (t(dS) K + dS tK)      H_K = s (t(dS)^T Q + dS^T tQ)
 
 namespace attn::ATTN_ISA {
 
-template <class T>
+// Params: BackwardParams for the gradients, SecondParams for their derivative along t.
+template <class T, class Params>
 struct Backward {
   static constexpr int W = kLanes<T>;
+  static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
 
   struct RowState {
     RowTile rows;
-    T* query_t;        // [E][kRowTile], times the scale
+    T* query_t;        // [E][kRowTile]
     T* query;          // [kRowTile][E], finite: a NaN query reaches dK through dS, and only at keys it attends to
     T* grad_output_t;  // [Ev][kRowTile]
     T* grad_output;    // [kRowTile][Ev]
     T* grad_query;     // [kRowTile][E]
-    T* logsumexp;      // [kRowTile], +inf for a row without keys, so that P = 0 there
+    T* logsumexp;      // [kRowTile]
     T* delta;          // [kRowTile]
+    // for kSecond
+    T* tangent_query_t;
+    T* tangent_query;
+    T* moved;          // [kRowTile]: c
+    T* tangent_delta;  // [kRowTile]
   };
   struct Buffers {
     RowState* states;
     T* key;         // [kKeyTile][E]
     T* key_finite;  // the same for dQ, where a NaN in a masked key must not meet dS = 0
     T* value;       // [kKeyTile][Ev]
-    T* x;           // [kKeyTile][kRowTile]: scores, weights, weights after dropout
+    T* x;           // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
     T* factor;
     T* grad_key;    // [keys of a task][E]
     T* grad_value;  // [keys of a task][Ev]
+    // for kSecond
+    T *tangent_key, *tangent_key_finite, *tangent_value;
+    T* tx;   // [kKeyTile][kRowTile]
+    T* tdx;  // [kKeyTile][kRowTile]: t(dP), then t(dS)
     int64_t ld_key, ld_value;
     int64_t size;
 
-    Buffers(const BackwardParams& p, char* base, int64_t row_tiles, int64_t accumulated_keys) {
+    Buffers(const Params& p, char* base, int64_t row_tiles, int64_t accumulated_keys) {
       Arena arena(base);
+      const int64_t tile = kKeyTile * kRowTile;
       ld_key = round_up(p.head_dim, W);
       ld_value = round_up(p.value_dim, W);
       states = arena.take<RowState>(row_tiles);
       key = arena.take<T>(kKeyTile * ld_key);
       key_finite = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(kKeyTile * ld_value);
-      x = arena.take<T>(kKeyTile * kRowTile);
-      dx = arena.take<T>(kKeyTile * kRowTile);
-      bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
-      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      x = arena.take<T>(tile);
+      dx = arena.take<T>(tile);
+      bias = arena.take<T>(p.has_mask ? tile : 0);
+      factor = arena.take<T>(p.has_dropout ? tile : 0);
       grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
       grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
+      tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
+      tangent_key_finite = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
+      tangent_value = arena.take<T>(kSecond ? kKeyTile * ld_value : 0);
+      tx = arena.take<T>(kSecond ? tile : 0);
+      tdx = arena.take<T>(kSecond ? tile : 0);
       for (int64_t t = 0; t < row_tiles; ++t) {
         RowState state;
         state.query_t = arena.take<T>(p.head_dim * kRowTile);
@@ -66,40 +91,108 @@ struct Backward {
         state.grad_query = arena.take<T>(kRowTile * ld_key);
         state.logsumexp = arena.take<T>(kRowTile);
         state.delta = arena.take<T>(kRowTile);
+        state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
+        state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
+        state.moved = arena.take<T>(kSecond ? kRowTile : 0);
+        state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
         if (base) states[t] = state;
       }
       size = arena.used();
     }
+
+    // What is multiplied with K and Q, and what the mask receives.
+    T* ds() const { return kSecond ? tdx : dx; }
   };
 
-  static void load_rows(const BackwardParams& p, const Buffers& b, RowState& state) {
+  static void load_rows(const Params& p, const Buffers& b, RowState& state) {
     const RowTile& rows = state.rows;
+    const auto finite_rows = [&](const Operand& x, T* tile) {
+      rows.pack_rows(p, x, p.head_dim, tile, b.ld_key);
+      make_finite(tile, tile, rows.count * b.ld_key);
+    };
     rows.pack_transposed(p, p.query, p.head_dim, state.query_t);
-    scale_tile<T>(state.query_t, p.head_dim * kRowTile, static_cast<T>(p.scale));
     rows.pack_transposed(p, p.grad_output, p.value_dim, state.grad_output_t);
-    if (p.grad_key.data) {
-      rows.pack_rows(p, p.query, p.head_dim, state.query, b.ld_key);
-      make_finite(state.query, state.query, rows.count * b.ld_key);
-    }
+    if (p.grad_key.data) finite_rows(p.query, state.query);
     if (p.grad_value.data) rows.pack_rows(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
-    for (int64_t i = 0; i < kRowTile; ++i) {
-      const bool valid = i < rows.count;
-      const T logsumexp = valid ? static_cast<const T*>(p.logsumexp)[rows.statistic(p, i)] : -kInfinity<T>;
-      state.logsumexp[i] = logsumexp == -kInfinity<T> ? kInfinity<T> : logsumexp;
-      state.delta[i] = valid ? static_cast<const T*>(p.delta)[rows.statistic(p, i)] : 0;
+    rows.load_logsumexp(p, static_cast<const T*>(p.logsumexp), state.logsumexp);
+    dot_grad_output(p, b, state, p.output, p.residual, state.delta);
+    if constexpr (kSecond) {
+      if (p.t.query.data) {
+        rows.pack_transposed(p, p.t.query, p.head_dim, state.tangent_query_t);
+        if (p.grad_key.data) finite_rows(p.t.query, state.tangent_query);
+      }
+      rows.load_statistic(p, p.tangent_logsumexp, state.moved);
+      dot_grad_output(p, b, state, p.tangent_output, {}, state.tangent_delta);
     }
   }
 
-  // Fills x with P * Z and, if `want_dx`, dx with dS.
-  static void weights(const BackwardParams& p, const Buffers& b, const RowState& state, int64_t key, int64_t keys,
+  // dots[lane] = <G, y + rest>, summed in the order in which the matrix product sums <G, V>: where a row attends to one
+  // key only, O is that V, and dP - delta is then exactly 0.
+  static void dot_grad_output(const Params& p, const Buffers& b, const RowState& state, const Operand& y,
+                              const Operand& rest, T* dots) {
+    constexpr int64_t kDepth = Gemm<T>::kDepth;
+    fill_zero(dots, kRowTile);
+    for (int64_t first = 0; first < p.value_dim; first += kDepth) {
+      const int64_t depth = smaller(kDepth, p.value_dim - first);
+      state.rows.pack_transposed(p, y, depth, b.x, first);
+      if (rest.data) {
+        state.rows.pack_transposed(p, rest, depth, b.dx, first);
+        for (int64_t i = 0; i < depth * kRowTile; i += W) store<T>(b.x + i, load<T>(b.x + i) + load<T>(b.dx + i));
+      }
+      for (int64_t lane = 0; lane < state.rows.template lanes<T>(); lane += W) {
+        Vec<T> sum{};
+        for (int64_t d = 0; d < depth; ++d)
+          sum += load<T>(b.x + d * kRowTile + lane) * load<T>(state.grad_output_t + (first + d) * kRowTile + lane);
+        store<T>(dots + lane, load<T>(dots + lane) + sum);
+      }
+    }
+  }
+
+  struct Keys {
+    const T* key;  // finite, for the products with dS
+    const T* tangent_key;
+  };
+
+  static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys) {
+    const int64_t key_head = head / (p.heads / p.key_heads);
+    const int64_t value_head = head / (p.heads / p.value_heads);
+    const auto finite = [&](T* copy, const T* tile) {
+      return make_finite(copy, tile, keys * b.ld_key) ? copy : tile;
+    };
+    pack_rows<T>(b.key, b.ld_key, block_of(p, p.key, n, key_head, key), keys, p.head_dim);
+    pack_rows<T>(b.value, b.ld_value, block_of(p, p.value, n, value_head, key), keys, p.value_dim);
+    Keys result{finite(b.key_finite, b.key), nullptr};
+    if constexpr (kSecond) {
+      if (p.t.key.data) {
+        pack_rows<T>(b.tangent_key, b.ld_key, block_of(p, p.t.key, n, key_head, key), keys, p.head_dim);
+        result.tangent_key = finite(b.tangent_key_finite, b.tangent_key);
+      }
+      if (p.t.value.data)
+        pack_rows<T>(b.tangent_value, b.ld_value, block_of(p, p.t.value, n, value_head, key), keys, p.value_dim);
+    }
+    return result;
+  }
+
+  // Fills x with P * Z (tP * Z), dx with dS if `want_dx`, and for kSecond tdx with t(dS).
+  static void weights(const Params& p, const Buffers& b, const RowState& state, int64_t key, int64_t keys,
                       bool want_dx) {
     const RowTile& rows = state.rows;
     const int64_t lanes = rows.template lanes<T>();
     scores<T>(p, rows, state.query_t, b.key, b.ld_key, key, keys, b.bias, b.x);
     if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, b.factor);
-    if (want_dx)
+    if (want_dx || kSecond)
       Gemm<T>::template run<false>(keys, lanes, p.value_dim, b.value, b.ld_value, state.grad_output_t, kRowTile, b.dx,
                                    kRowTile, false);
+    if constexpr (kSecond) {
+      tangent_scores<T>(p, p.t, rows, state.query_t, state.tangent_query_t, b.key, b.tangent_key, b.ld_key, key, keys,
+                        b.bias, b.tx);
+      if (p.t.value.data)
+        Gemm<T>::template run<false>(keys, lanes, p.value_dim, b.tangent_value, b.ld_value, state.grad_output_t,
+                                     kRowTile, b.tdx, kRowTile, false);
+      else
+        fill_zero(b.tdx, keys * kRowTile);
+    }
+    const Vec<T> zero{};
     for (int64_t lane = 0; lane < lanes; lane += W) {
       const Vec<T> logsumexp = load<T>(state.logsumexp + lane);
       const Vec<T> delta = load<T>(state.delta + lane);
@@ -107,25 +200,24 @@ struct Backward {
         const int64_t at = j * kRowTile + lane;
         const Vec<T> weight = exp<T>(load<T>(b.x + at) - logsumexp);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
-        store<T>(b.x + at, weight * factor);
-        if (!want_dx) continue;
         // by selection: nothing of a masked key or its value may come through, not even a NaN
-        const Vec<T> ds = weight * (load<T>(b.dx + at) * factor - delta);
-        store<T>(b.dx + at, weight == Vec<T>{} ? Vec<T>{} : ds);
+        const auto masked = weight == zero;
+        if constexpr (kSecond) {
+          const Vec<T> slope = load<T>(b.dx + at) * factor - delta;
+          const Vec<T> tweight = weight * (load<T>(b.tx + at) - load<T>(state.moved + lane));
+          const Vec<T> tslope = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
+          store<T>(b.x + at, masked ? zero : tweight * factor);
+          store<T>(b.dx + at, masked ? zero : weight * slope);
+          store<T>(b.tdx + at, masked ? zero : tweight * slope + weight * tslope);
+        } else {
+          store<T>(b.x + at, weight * factor);
+          if (want_dx) store<T>(b.dx + at, masked ? zero : weight * (load<T>(b.dx + at) * factor - delta));
+        }
       }
     }
   }
 
-  static const T* load_keys(const BackwardParams& p, const Buffers& b, int64_t n, int64_t head, int64_t key,
-                            int64_t keys) {
-    const int64_t key_head = head / (p.heads / p.key_heads);
-    const int64_t value_head = head / (p.heads / p.value_heads);
-    pack_rows<T>(b.key, b.ld_key, block_of(p, p.key, n, key_head, key), keys, p.head_dim);
-    pack_rows<T>(b.value, b.ld_value, block_of(p, p.value, n, value_head, key), keys, p.value_dim);
-    return make_finite(b.key_finite, b.key, keys * b.ld_key) ? b.key_finite : b.key;
-  }
-
-  static void run(const BackwardParams& p, int64_t task, char* workspace) {
+  static void run(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_chunk);
     const int64_t chunk = task % p.chunks;
     task /= p.chunks;
@@ -133,30 +225,30 @@ struct Backward {
     const int64_t n = task / spans;
     const int64_t first_head = task % spans * p.span;
     const int64_t first_key = chunk * p.keys_per_chunk;
-    const int64_t last_key = smaller(first_key + p.keys_per_chunk, p.keys);
+    const int64_t keys = smaller(p.keys_per_chunk, p.keys - first_key);
     const int64_t per_key_head = p.heads / p.key_heads;
     const int64_t per_value_head = p.heads / p.value_heads;
 
     for (int64_t head = first_head; head < first_head + p.span; head += p.group) {
-      if (p.grad_key.data && head % per_key_head == 0) zero(b.grad_key, (last_key - first_key) * b.ld_key);
-      if (p.grad_value.data && head % per_value_head == 0) zero(b.grad_value, (last_key - first_key) * b.ld_value);
+      if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
+      if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
       for (int64_t row = 0; row < p.rows(); row += p.rows_per_pass)
-        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, p.rows()), chunk, first_key, last_key);
+        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, p.rows()), chunk, first_key, first_key + keys);
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
-        scale_tile<T>(b.grad_key, (last_key - first_key) * b.ld_key, static_cast<T>(p.scale));
-        unpack_rows<T>(block_of(p, p.grad_key, n, head / per_key_head, first_key), b.grad_key, b.ld_key,
-                       last_key - first_key, p.head_dim);
+        scale_tile<T>(b.grad_key, keys * b.ld_key, static_cast<T>(p.scale));
+        unpack_rows<T>(block_of(p, p.grad_key, n, head / per_key_head, first_key), b.grad_key, b.ld_key, keys,
+                       p.head_dim);
       }
       if (p.grad_value.data && next % per_value_head == 0)
-        unpack_rows<T>(block_of(p, p.grad_value, n, head / per_value_head, first_key), b.grad_value, b.ld_value,
-                       last_key - first_key, p.value_dim);
+        unpack_rows<T>(block_of(p, p.grad_value, n, head / per_value_head, first_key), b.grad_value, b.ld_value, keys,
+                       p.value_dim);
     }
   }
 
   // Rows [first_row, last_row) of the group that begins with `head`, against the keys of the task.
-  static void pass(const BackwardParams& p, const Buffers& b, int64_t n, int64_t head, int64_t first_row,
-                   int64_t last_row, int64_t chunk, int64_t first_key, int64_t last_key) {
+  static void pass(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t first_row, int64_t last_row,
+                   int64_t chunk, int64_t first_key, int64_t last_key) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
     int64_t tiles = 0, last_position = 0;
@@ -164,31 +256,36 @@ struct Backward {
       RowState& state = b.states[tiles];
       state.rows.set(p, n, head, r, smaller(kRowTile, last_row - r));
       load_rows(p, b, state);
-      if (p.grad_query.data) zero(state.grad_query, kRowTile * b.ld_key);
+      if (p.grad_query.data) fill_zero(state.grad_query, kRowTile * b.ld_key);
       last_position = larger(last_position, state.rows.max_position);
     }
     if (p.causal) last_key = smaller(last_key, last_position + 1);
     for (int64_t key = first_key; key < last_key; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, last_key - key);
-      const T* key_finite = load_keys(p, b, n, head, key, keys);
+      const Keys finite = load_keys(p, b, n, head, key, keys);
+      T* grad_key = b.grad_key + (key - first_key) * b.ld_key;
+      T* grad_value = b.grad_value + (key - first_key) * b.ld_value;
       for (int64_t t = 0; t < tiles; ++t) {
         RowState& state = b.states[t];
         const RowTile& rows = state.rows;
         if (p.causal && key > rows.max_position) continue;
         weights(p, b, state, key, keys, want_dx);
-        if (p.grad_value.data)
-          Gemm<T>::template run<false>(keys, b.ld_value, rows.count, b.x, kRowTile, state.grad_output, b.ld_value,
-                                       b.grad_value + (key - first_key) * b.ld_value, b.ld_value, true);
-        if (p.grad_key.data)
-          Gemm<T>::template run<false>(keys, b.ld_key, rows.count, b.dx, kRowTile, state.query, b.ld_key,
-                                       b.grad_key + (key - first_key) * b.ld_key, b.ld_key, true);
-        if (p.grad_query.data)
-          Gemm<T>::template run<true>(rows.count, b.ld_key, keys, b.dx, kRowTile, key_finite, b.ld_key,
-                                      state.grad_query, b.ld_key, true);
+        const auto add_to_keys = [&](T* grad, int64_t ld, const T* weight, const T* x) {
+          Gemm<T>::template run<false>(keys, ld, rows.count, weight, kRowTile, x, ld, grad, ld, true);
+        };
+        const auto add_to_queries = [&](const T* weight, const T* x) {
+          Gemm<T>::template run<true>(rows.count, b.ld_key, keys, weight, kRowTile, x, b.ld_key, state.grad_query,
+                                      b.ld_key, true);
+        };
+        if (p.grad_value.data) add_to_keys(grad_value, b.ld_value, b.x, state.grad_output);
+        if (p.grad_key.data) add_to_keys(grad_key, b.ld_key, b.ds(), state.query);
+        if (p.grad_query.data) add_to_queries(b.ds(), finite.key);
+        if constexpr (kSecond) {
+          if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, b.ld_key, b.dx, state.tangent_query);
+          if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, finite.tangent_key);
+        }
         if (direct_mask)
-          rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
-            unpack_transposed<T>(block_of(p, p.grad_mask, n, h, l, key), b.dx + lane, kRowTile, count, keys);
-          });
+          rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
       }
     }
     if (!p.grad_query.data) return;
@@ -210,7 +307,7 @@ struct Backward {
   }
 
   // Adds the chunks' shares of grad_query, in order, for rows [first, last) of the flat list [batch, heads, L].
-  static void merge(const BackwardParams& p, int64_t first, int64_t last, char* workspace) {
+  static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
     T* row = reinterpret_cast<T*>(workspace);
     const int64_t all_rows = p.batch * p.heads * p.queries;
     for (int64_t r = first; r < last; ++r) {
@@ -224,42 +321,24 @@ struct Backward {
     }
   }
 
-  // delta_i = <G_i, O_i> for rows [first, last) of the flat list [batch, heads, L].
-  static void delta(const BackwardParams& p, int64_t first, int64_t last, char* workspace) {
-    const int64_t width = round_up(p.value_dim, W);
-    T* output = reinterpret_cast<T*>(workspace);
-    T* grad = output + width;
-    for (int64_t r = first; r < last; ++r) {
-      const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
-      pack_rows<T>(output, width, block_of(p, p.output, n, h, l), 1, p.value_dim);
-      pack_rows<T>(grad, width, block_of(p, p.grad_output, n, h, l), 1, p.value_dim);
-      Vec<T> sums{};
-      for (int64_t d = 0; d < width; d += W) sums += load<T>(output + d) * load<T>(grad + d);
-      T sum = 0;
-      for (int i = 0; i < W; ++i) sum += sums[i];
-      static_cast<T*>(p.delta)[r] = sum;
-    }
-  }
-
-  // The gradient of a mask that several scores share. A task owns a block of the mask and sums dS over all heads,
-  // rows and keys that read it.
-  static void mask(const BackwardParams& p, int64_t task, char* workspace) {
+  // The gradient of a mask that several heads or rows share. A task owns a block of the mask and sums dS over all of
+  // them. (A mask that all keys of a row share has the gradient sum_j dS_ij = 0 and never comes here.)
+  static void mask(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];
     Arena after(workspace + b.size);
     T* sum = after.take<T>(kKeyTile * kRowTile);
     const bool one_row = p.mask_row_tasks == 1 && p.grad_mask.row == 0;
-    const bool one_key = p.mask_key_tasks == 1 && p.grad_mask.col == 0;
     const int64_t key_task = task % p.mask_key_tasks;
     task /= p.mask_key_tasks;
     const int64_t row_task = task % p.mask_row_tasks;
     const int64_t slice = task / p.mask_row_tasks;
     const int64_t first_row = one_row ? 0 : row_task * kRowTile;
     const int64_t last_row = one_row ? p.queries : smaller(first_row + kRowTile, p.queries);
-    const int64_t first_key = one_key ? 0 : key_task * kKeyTile;
-    const int64_t last_key = one_key ? p.keys : smaller(first_key + kKeyTile, p.keys);
+    const int64_t first_key = key_task * kKeyTile;
+    const int64_t last_key = smaller(first_key + kKeyTile, p.keys);
 
-    zero(sum, kKeyTile * kRowTile);
+    fill_zero(sum, kKeyTile * kRowTile);
     int64_t target_n = 0, target_head = 0;
     const int64_t sharers = p.batch * p.heads / p.mask_slices;
     for (int64_t sharer = 0; sharer < sharers; ++sharer) {
@@ -270,20 +349,16 @@ struct Backward {
         state.rows.set(p, n, head, row, smaller(kRowTile, last_row - row));
         load_rows(p, b, state);
         const int64_t end = p.causal ? smaller(last_key, state.rows.max_position + 1) : last_key;
-        for (int64_t key = first_key; key < end; key += kKeyTile) {
-          const int64_t keys = smaller(kKeyTile, end - key);
-          load_keys(p, b, n, head, key, keys);
-          weights(p, b, state, key, keys, true);
-          const int64_t lanes = state.rows.template lanes<T>();
-          for (int64_t j = 0; j < keys; ++j)
-            for (int64_t i = 0; i < lanes; i += W) {
-              T* to = sum + (one_key ? 0 : j * kRowTile) + i;
-              store<T>(to, load<T>(to) + load<T>(b.dx + j * kRowTile + i));
-            }
-        }
+        if (end <= first_key) continue;
+        load_keys(p, b, n, head, first_key, end - first_key);
+        weights(p, b, state, first_key, end - first_key, true);
+        const int64_t lanes = state.rows.template lanes<T>();
+        for (int64_t j = 0; j < end - first_key; ++j)
+          for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W)
+            store<T>(sum + i, load<T>(sum + i) + load<T>(b.ds() + i));
       }
     }
-    const int64_t keys = one_key ? 1 : last_key - first_key;
+    const int64_t keys = last_key - first_key;
     int64_t rows = smaller(kRowTile, last_row - first_row);
     if (one_row) {
       for (int64_t j = 0; j < keys; ++j)
@@ -295,7 +370,7 @@ struct Backward {
   }
 
   // The `sharer`-th (batch, head) pair that reads mask slice `slice`.
-  static void locate(const BackwardParams& p, int64_t slice, int64_t sharer, int64_t& n, int64_t& head) {
+  static void locate(const Params& p, int64_t slice, int64_t sharer, int64_t& n, int64_t& head) {
     const auto coordinate = [&](int64_t extent, int64_t stride) {
       int64_t& from = stride == 0 ? sharer : slice;
       const int64_t c = from % extent;
@@ -311,9 +386,7 @@ struct Backward {
     }
   }
 
-  static int64_t tiles_per_pass(const BackwardParams& p) { return (p.rows_per_pass + kRowTile - 1) / kRowTile; }
-
-  static void zero(T* p, int64_t count) { __builtin_memset(p, 0, static_cast<size_t>(count) * sizeof(T)); }
+  static int64_t tiles_per_pass(const Params& p) { return (p.rows_per_pass + kRowTile - 1) / kRowTile; }
 };
 
 }  // namespace attn::ATTN_ISA

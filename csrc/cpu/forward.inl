@@ -12,7 +12,7 @@ struct Forward {
   struct RowState {
     RowTile rows;
     bool started;  // some keys were seen: maximum, sum and output_t hold values
-    T* query_t;    // [E][kRowTile], times the scale
+    T* query_t;    // [E][kRowTile]
     T* output_t;   // [Ev][kRowTile]
     T* maximum;    // [kRowTile]
     T* sum;
@@ -113,7 +113,8 @@ struct Forward {
   }
 
   // Divides by the sum and writes the rows; a row that saw no key is 0, its logsumexp -inf.
-  static void finish(const ForwardParams& p, RowState& state, const Operand& output, T* logsumexp) {
+  static void finish(const ForwardParams& p, RowState& state, const Operand& output, const Operand& residual,
+                     T* logsumexp, T* scratch) {
     const RowTile& rows = state.rows;
     const int64_t lanes = rows.template lanes<T>();
     for (int64_t i = 0; i < lanes; i += W) {
@@ -125,9 +126,16 @@ struct Forward {
         store<T>(at, empty ? Vec<T>{} : load<T>(at) * inverse);
       }
     }
-    rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
-      unpack_transposed<T>(block_of(p, output, rows.n, h, l), state.output_t + lane, kRowTile, count, p.value_dim);
-    });
+    rows.unpack_transposed(p, output, p.value_dim, state.output_t);
+    if (residual.data) {  // what rounding to the output's type took away
+      for (int64_t d = 0; d < p.value_dim; d += kKeyTile) {
+        const int64_t cols = smaller(kKeyTile, p.value_dim - d);
+        T* exact = state.output_t + d * kRowTile;
+        rows.pack_transposed(p, output, cols, scratch, d);
+        for (int64_t i = 0; i < cols * kRowTile; i += W) store<T>(exact + i, load<T>(exact + i) - load<T>(scratch + i));
+        rows.unpack_transposed(p, residual, cols, exact, d);
+      }
+    }
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
       const bool empty = !state.started || state.sum[i] == 0;
@@ -154,7 +162,6 @@ struct Forward {
       state.started = false;
       state.rows.set(p, n, first_head, r, smaller(kRowTile, last_row - r));
       state.rows.pack_transposed(p, p.query, p.head_dim, state.query_t);
-      scale_tile<T>(state.query_t, p.head_dim * kRowTile, static_cast<T>(p.scale));
       last_position = larger(last_position, state.rows.max_position);
     }
 
@@ -170,13 +177,14 @@ struct Forward {
     }
 
     T* logsumexp = static_cast<T*>(p.logsumexp);
-    Operand output = p.output;
+    Operand output = p.output, residual = p.residual;
     if (p.splits > 1) {
       const int64_t all_rows = p.batch * p.heads * p.queries;
       output = partial_output(p, split);
+      residual = {};
       logsumexp = static_cast<T*>(p.partial_logsumexp) + split * all_rows;
     }
-    for (int64_t t = 0; t < tiles; ++t) finish(p, b.states[t], output, logsumexp);
+    for (int64_t t = 0; t < tiles; ++t) finish(p, b.states[t], output, residual, logsumexp, b.x);
   }
 
   // The partial output of one split, [batch, heads, L, Ev] contiguous.
@@ -220,7 +228,14 @@ struct Forward {
       if (sum != 0)
         for (int64_t d = 0; d < p.value_dim; ++d) row[d] /= sum;
       const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
-      unpack_rows<T>(block_of(p, p.output, n, h, l), row, p.value_dim, 1, p.value_dim);
+      const Block output = block_of(p, p.output, n, h, l);
+      unpack_rows<T>(output, row, p.value_dim, 1, p.value_dim);
+      if (p.residual.data) {
+        T* rounded = row + round_up(p.value_dim, W);
+        pack_rows<T>(rounded, p.value_dim, output, 1, p.value_dim);
+        for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= rounded[d];
+        unpack_rows<T>(block_of(p, p.residual, n, h, l), row, p.value_dim, 1, p.value_dim);
+      }
       if (p.logsumexp)
         static_cast<T*>(p.logsumexp)[r] = sum == 0 ? -kInfinity<T> : static_cast<T>(best + __builtin_log(sum));
     }

@@ -1,7 +1,9 @@
-// C[M x N] = A[M x K] B[K x N], or C += A B: the one matrix product of all kernels, on tiles that lie in the cache.
+// C[M x N] = alpha A[M x K] B[K x N], or C += alpha A B: the one matrix product of all kernels, on tiles in the cache.
 //
 // B and C are row-major with N a multiple of the vector length: a vector holds neighbouring columns. Elements of A are
 // broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] when `kTransposed`.
+//
+// Every kDepth products are summed from zero and then added to C: short chains keep the rounding error of long sums low.
 
 namespace attn::ATTN_ISA {
 
@@ -10,18 +12,16 @@ struct Gemm {
   // A register tile of `rows` x `columns` vectors needs rows * columns accumulators, `columns` vectors of B and one
   // element of A.
   static constexpr int kMaxColumns = kRegisters == 32 ? 4 : 2;
+  static constexpr int64_t kDepth = 64;
   static constexpr int max_rows(int columns) {
     const int fit = (kRegisters - columns - 2) / columns;
     return fit < 8 ? fit : 8;
   }
 
   template <int M, int N, bool kTransposed>
-  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
-    Vec<T> sum[M][N];
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sum[m][n] = accumulate ? load<T>(c + m * ldc + n * kLanes<T>) : Vec<T>{};
+  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
+                   T alpha) {
+    Vec<T> sum[M][N] = {};
     for (int64_t k = 0; k < K; ++k) {
       Vec<T> row[N];
 #pragma GCC unroll 4
@@ -36,45 +36,54 @@ struct Gemm {
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) store<T>(c + m * ldc + n * kLanes<T>, sum[m][n]);
+      for (int n = 0; n < N; ++n) {
+        T* at = c + m * ldc + n * kLanes<T>;
+        store<T>(at, accumulate ? load<T>(at) + alpha * sum[m][n] : alpha * sum[m][n]);
+      }
   }
 
   // `rows` register rows out of 1..M, known only now.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                                  int64_t ldc, bool accumulate) {
+                                  int64_t ldc, bool accumulate, T alpha) {
     if (rows == M) {
-      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate);
+      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate, alpha);
     } else if constexpr (M > 1) {
-      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate);
+      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate, alpha);
     }
   }
 
   template <int N, bool kTransposed>
   static void columns(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                      bool accumulate) {
+                      bool accumulate, T alpha) {
     constexpr int kMax = max_rows(N);
     int64_t blocks = (M + kMax - 1) / kMax;
     for (int64_t m = 0; m < M; --blocks) {
       const int rows = static_cast<int>((M - m + blocks - 1) / blocks);  // blocks of equal height, not 6, 6, ..., 1
-      tile_of<kMax, N, kTransposed>(rows, K, a + (kTransposed ? m : m * lda), lda, b, ldb, c + m * ldc, ldc,
-                                    accumulate);
+      const T* block = a + (kTransposed ? m : m * lda);
+      int64_t k = 0;
+      do {
+        const int64_t depth = K - k < kDepth ? K - k : kDepth;
+        tile_of<kMax, N, kTransposed>(rows, depth, block + (kTransposed ? k * lda : k), lda, b + k * ldb, ldb,
+                                      c + m * ldc, ldc, accumulate || k > 0, alpha);
+        k += depth;
+      } while (k < K);
       m += rows;
     }
   }
 
   template <bool kTransposed>
   static void run(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                  bool accumulate) {
+                  bool accumulate, T alpha = 1) {
     constexpr int W = kLanes<T>;
     int64_t n = 0;
     for (; n + kMaxColumns * W <= N; n += kMaxColumns * W)
-      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
+      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
     const int64_t left = (N - n) / W;
-    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
+    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
     if constexpr (kMaxColumns == 4) {
-      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
-      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
+      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
+      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
     }
   }
 };

@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -16,19 +17,33 @@
 
 namespace attn {
 
-// A kernel runs one task in a workspace of its own of at least *_workspace() bytes, 64-byte aligned. Tasks are
+// A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. Tasks are
 // independent: what a task computes depends on its number alone, so any thread may run it at any time.
 // The functions over rows [first, last) go over the flat list [batch, heads, L].
-struct Kernels {
-  int64_t (*forward_workspace)(const ForwardParams&);
-  void (*forward)(const ForwardParams&, int64_t task, char* workspace);
-  void (*forward_merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
+struct ForwardKernels {
+  int64_t (*workspace)(const ForwardParams&);
+  void (*run)(const ForwardParams&, int64_t task, char* workspace);
+  void (*merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
+};
 
-  int64_t (*backward_workspace)(const BackwardParams&);
-  void (*backward)(const BackwardParams&, int64_t task, char* workspace);
-  void (*backward_merge)(const BackwardParams&, int64_t first, int64_t last, char* workspace);
-  void (*backward_delta)(const BackwardParams&, int64_t first, int64_t last, char* workspace);
-  void (*backward_mask)(const BackwardParams&, int64_t task, char* workspace);
+struct TangentKernels {
+  int64_t (*workspace)(const TangentParams&);
+  void (*run)(const TangentParams&, int64_t task, char* workspace);
+};
+
+template <class Params>
+struct BackwardKernels {
+  int64_t (*workspace)(const Params&);
+  void (*run)(const Params&, int64_t task, char* workspace);
+  void (*merge)(const Params&, int64_t first, int64_t last, char* workspace);
+  void (*mask)(const Params&, int64_t task, char* workspace);
+};
+
+struct Kernels {
+  ForwardKernels forward;
+  TangentKernels tangent;
+  BackwardKernels<BackwardParams> backward;
+  BackwardKernels<SecondParams> second;
 };
 
 const Kernels* kernels_default();

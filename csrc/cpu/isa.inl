@@ -5,5 +5,6 @@
 #include "tile.inl"
 #include "scores.inl"
 #include "forward.inl"
+#include "tangent.inl"
 #include "backward.inl"
 #include "kernels.inl"

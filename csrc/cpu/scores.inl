@@ -54,14 +54,36 @@ struct RowTile {
     return round_up(count, kLanes<T>);
   }
 
-  // tile[d * kRowTile + lane] = x(lane, d)
+  // tile[d * kRowTile + lane] = x(lane, first_col + d)
   template <class T>
-  void pack_transposed(const Problem& p, const Operand& x, int64_t cols, T* tile) const {
+  void pack_transposed(const Problem& p, const Operand& x, int64_t cols, T* tile, int64_t first_col = 0) const {
     each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
       const int64_t width = lane + rows == count ? lanes<T>() - lane : rows;
-      ATTN_ISA::pack_transposed<T>(tile + lane, kRowTile, block_of(p, x, n, h, l), rows, cols, width);
+      ATTN_ISA::pack_transposed<T>(tile + lane, kRowTile, block_of(p, x, n, h, l, first_col), rows, cols, width);
     });
   }
+  // The way back.
+  template <class T>
+  void unpack_transposed(const Problem& p, const Operand& x, int64_t cols, const T* tile, int64_t first_col = 0) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      ATTN_ISA::unpack_transposed<T>(block_of(p, x, n, h, l, first_col), tile + lane, kRowTile, rows, cols);
+    });
+  }
+
+  // +inf for a row that attends to no key and for a lane without a row, so that exp(x - logsumexp) is 0 there.
+  template <class T>
+  void load_logsumexp(const Problem& p, const T* logsumexp, T* lanes_of) const {
+    for (int64_t i = 0; i < kRowTile; ++i) {
+      const T x = i < count ? logsumexp[statistic(p, i)] : -kInfinity<T>;
+      lanes_of[i] = x == -kInfinity<T> ? kInfinity<T> : x;
+    }
+  }
+  template <class T>
+  void load_statistic(const Problem& p, const void* statistics, T* lanes_of) const {
+    for (int64_t i = 0; i < kRowTile; ++i)
+      lanes_of[i] = i < count ? static_cast<const T*>(statistics)[statistic(p, i)] : 0;
+  }
+
   // tile[lane * ld + d] = x(lane, d)
   template <class T>
   void pack_rows(const Problem& p, const Operand& x, int64_t cols, T* tile, int64_t ld) const {
@@ -92,18 +114,23 @@ template <class T>
 void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* factor) {
   constexpr int W = kLanes<uint64_t>;
   using Narrow = typename VectorOf<typename Float<T>::UInt, W>::type;
+  const Block rng = block_of(p, p.rng, rows.n, 0, 0);
+  const auto* state = reinterpret_cast<const int64_t*>(rng.data);
+  const auto seed = static_cast<uint64_t>(state[0]);
+  const auto offset = static_cast<uint64_t>(state[rng.col]);
+  const auto period = static_cast<uint64_t>(state[2 * rng.col]);
   const T keep_scale = static_cast<T>(p.keep_scale);
   const uint64_t kept = bit_cast<typename Float<T>::UInt>(keep_scale);
   for (int64_t lane = 0; lane < rows.count; lane += W) {
     Vec<uint64_t> position{}, head{};
     for (int64_t i = 0; i < smaller(W, rows.count - lane); ++i) {
       position[i] = static_cast<uint64_t>(rows.position[lane + i]);
-      head[i] = static_cast<uint64_t>(rows.n * p.heads + rows.head[lane + i]);
+      head[i] = static_cast<uint64_t>(rows.n * p.heads + rows.head[lane + i]) % period;
     }
     for (int64_t j = 0; j < keys; j += 4) {
       Vec<uint64_t> words[4] = {splat<uint64_t>(static_cast<uint64_t>(key + j) / 4), position, head,
-                                splat<uint64_t>(p.offset)};
-      philox(words, p.seed);
+                                splat<uint64_t>(offset)};
+      philox(words, seed);
       for (int64_t w = 0; w < smaller(4, keys - j); ++w) {
         const Vec<uint64_t> bits = words[w] < splat<uint64_t>(p.keep_below) ? splat<uint64_t>(kept) : Vec<uint64_t>{};
         const Narrow narrow = __builtin_convertvector(bits, Narrow);
@@ -113,21 +140,28 @@ void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t
   }
 }
 
+// tile[j * kRowTile + lane] = mask(lane, key + j)
+template <class T>
+void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, int64_t key, int64_t keys, T* tile) {
+  rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
+    const int64_t width = lane + count == rows.count ? kRowTile - lane : count;
+    pack_transposed<T>(tile + lane, kRowTile, block_of(p, mask, rows.n, h, l, key), count, keys, width);
+  });
+}
+
 // x[j * kRowTile + lane], keys [key, key + keys): scale q.k -> + mask -> masked by mask and causality.
-// `query_t` is the tile of queries, transposed and already multiplied by the scale; `bias` is workspace.
+// `query_t` is the tile of queries, transposed; `bias` is workspace.
 // What is masked becomes -inf by selection, not by addition: a NaN in a masked key does not get through.
 template <class T>
 void scores(const Problem& p, const RowTile& rows, const T* query_t, const T* key_tile, int64_t ld_key, int64_t key,
             int64_t keys, T* bias, T* x) {
   constexpr int W = kLanes<T>;
   const int64_t lanes = rows.lanes<T>();
-  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_tile, ld_key, query_t, kRowTile, x, kRowTile, false);
+  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_tile, ld_key, query_t, kRowTile, x, kRowTile, false,
+                                static_cast<T>(p.scale));
   const Vec<T> masked = splat<T>(-kInfinity<T>);
   if (p.has_mask) {
-    rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
-      const int64_t width = lane + count == rows.count ? lanes - lane : count;
-      pack_transposed<T>(bias + lane, kRowTile, block_of(p, p.mask, rows.n, h, l, key), count, keys, width);
-    });
+    pack_mask<T>(p, p.mask, rows, key, keys, bias);
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W) {
         const Vec<T> b = load<T>(bias + i);
@@ -144,6 +178,29 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const T* ke
         store<T>(at, load<T>(limit + i) < static_cast<T>(j) ? masked : load<T>(at));
       }
   }
+}
+
+// tx, the derivative of the scores along t: s (tQ K^T + Q tK^T) + tM. Meaningless where the score is masked.
+template <class T>
+void tangent_scores(const Problem& p, const Tangents& t, const RowTile& rows, const T* query_t,
+                    const T* tangent_query_t, const T* key_tile, const T* tangent_key_tile, int64_t ld_key, int64_t key,
+                    int64_t keys, T* bias, T* tx) {
+  const int64_t lanes = rows.lanes<T>();
+  bool started = false;
+  if (t.query.data) {
+    Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_tile, ld_key, tangent_query_t, kRowTile, tx, kRowTile,
+                                 started, static_cast<T>(p.scale));
+    started = true;
+  }
+  if (t.key.data) {
+    Gemm<T>::template run<false>(keys, lanes, p.head_dim, tangent_key_tile, ld_key, query_t, kRowTile, tx, kRowTile,
+                                 started, static_cast<T>(p.scale));
+    started = true;
+  }
+  if (!started) fill_zero(tx, keys * kRowTile);
+  if (!t.mask.data) return;
+  pack_mask<T>(p, t.mask, rows, key, keys, bias);
+  for (int64_t i = 0; i < keys * kRowTile; i += kLanes<T>) store<T>(tx + i, load<T>(tx + i) + load<T>(bias + i));
 }
 
 }  // namespace attn::ATTN_ISA

@@ -16,24 +16,36 @@
 namespace attn {
 namespace {
 
+using at::Tensor;
+
 constexpr int64_t kEnoughTasks = 32;  // below this a call cuts finer, so that many cores find work
 constexpr int64_t kRowsPerRange = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
-bool empty(const Problem& p) { return p.batch * p.heads * p.queries == 0; }
+bool no_rows(const Problem& p) { return p.batch * p.heads * p.queries == 0; }
 
-at::Tensor new_rng_state(const at::Tensor& query, double dropout_p) {
-  at::Tensor state = empty_rng_state(query, dropout_p);
-  if (dropout_p > 0) {
-    auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
-    std::lock_guard<std::mutex> lock(generator->mutex_);
-    state.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(generator->random64());
-    state.mutable_data_ptr<int64_t>()[1] = 0;
-  }
+// The workspace in which partial results are kept: the type that the kernels compute in.
+at::TensorOptions compute_options(const Tensor& query) {
+  return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+Tensor draw_rng_state(const Tensor& query, double dropout_p, const Problem& p) {
+  Tensor state = empty_rng_state(query, dropout_p);
+  if (dropout_p == 0) return state;
+  auto* generator =
+      at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
+  std::lock_guard<std::mutex> lock(generator->mutex_);
+  auto* values = state.mutable_data_ptr<int64_t>();
+  values[0] = static_cast<int64_t>(generator->random64());
+  values[1] = 0;
+  values[2] = std::max<int64_t>(1, p.batch * p.heads);
   return state;
 }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Forward
 
 void plan(ForwardParams& p) {
   // Several tiles of rows share one pass over the keys, as long as there are tasks enough.
@@ -47,42 +59,68 @@ void plan(ForwardParams& p) {
   }
 }
 
-struct ForwardResult {
-  at::Tensor output, logsumexp, rng_state;
-};
-
-ForwardResult forward(bool want_logsumexp, ATTN_ARGUMENTS) {
-  const Shape shape = validate(ATTN_PASS);
-  ForwardResult result{empty_output(shape, query), {}, new_rng_state(query, dropout_p)};
-  if (want_logsumexp) result.logsumexp = empty_logsumexp(shape, query);
-
+Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<Tensor>& given_state) {
+  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
   ForwardParams p;
   ProblemBuilder builder(p, shape);
-  describe(p, builder, shape, ATTN_PASS);
-  describe_dropout(p, dropout_p, result.rng_state);
-  builder.add(p.output, result.output);
-  if (empty(p)) return result;
+  const Tensor output = empty_output(shape, query);
+  const Tensor rng_state = given_state ? *given_state : draw_rng_state(query, dropout_p, p);
+  Tensor logsumexp, residual;
+  describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
+  builder.add(p.output, output);
+  if (for_derivatives) {
+    logsumexp = empty_logsumexp(shape, query);
+    residual = empty_residual(output);
+    p.logsumexp = logsumexp.mutable_data_ptr();
+    if (residual.dim() > 1) builder.add(p.residual, residual);
+  }
+  const Tensors4 result{output, logsumexp, rng_state, residual};
+  if (no_rows(p)) return result;
   builder.merge_batch_dims();
-  if (want_logsumexp) p.logsumexp = result.logsumexp.mutable_data_ptr();
   plan(p);
 
-  at::Tensor partial_output, partial_logsumexp;
+  Tensor partial_output, partial_logsumexp;
+  const int64_t rows = p.batch * p.heads * p.queries;
   if (p.splits > 1) {
-    const auto options = query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-    const int64_t rows = p.splits * p.batch * p.heads * p.queries;
-    partial_output = at::empty({rows, p.value_dim}, options);
-    partial_logsumexp = at::empty({rows}, options);
+    partial_output = at::empty({p.splits * rows, p.value_dim}, compute_options(query));
+    partial_logsumexp = at::empty({p.splits * rows}, compute_options(query));
     p.partial_output = partial_output.mutable_data_ptr();
     p.partial_logsumexp = partial_logsumexp.mutable_data_ptr();
   }
 
-  const Kernels& k = kernels();
-  const int64_t workspace = k.forward_workspace(p);
-  run_tasks(p.tasks(), workspace, [&](int64_t task, char* own) { k.forward(p, task, own); });
+  const ForwardKernels& k = kernels().forward;
+  const int64_t workspace = k.workspace(p);
+  run_tasks(p.tasks(), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
   if (p.splits > 1)
-    run_ranges(p.batch * p.heads * p.queries, kRowsPerRange, workspace,
-               [&](int64_t first, int64_t last, char* own) { k.forward_merge(p, first, last, own); });
+    run_ranges(rows, kRowsPerRange, workspace,
+               [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
   return result;
+}
+
+Tensor sdpa_cpu(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
+  return std::get<0>(forward(false, ATTN_INPUTS, ATTN_OPTIONS, std::nullopt));
+}
+
+Tensors4 forward_cpu(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<Tensor>& rng_state) {
+  return forward(true, ATTN_INPUTS, ATTN_OPTIONS, rng_state);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Gradients, and their derivative along a direction: the same plan, buffers and passes
+
+void plan_mask(BackwardParams& p) {
+  if (!p.grad_mask.data) return;
+  int64_t shared = 1;
+  const auto visit = [&](int64_t extent, int64_t stride) {
+    if (stride == 0) shared *= extent;
+  };
+  for (int d = 0; d < p.batch_dims; ++d) visit(p.batch_size[d], p.grad_mask.batch[d]);
+  visit(p.heads, p.grad_mask.head);
+  const bool one_row = p.grad_mask.row == 0;
+  p.mask_is_shared = shared > 1 || (one_row && p.queries > 1);
+  p.mask_slices = p.batch * p.heads / shared;
+  p.mask_row_tasks = one_row ? 1 : divide_up(p.queries, kRowTile);
+  p.mask_key_tasks = divide_up(p.keys, kKeyTile);
 }
 
 void plan(BackwardParams& p) {
@@ -97,88 +135,142 @@ void plan(BackwardParams& p) {
     p.keys_per_chunk = round_up(divide_up(p.keys, chunks), kKeyTile);
     p.chunks = divide_up(p.keys, p.keys_per_chunk);
   }
-  if (!p.grad_mask.data) return;
-
-  int64_t shared = 1;
-  const auto visit = [&](int64_t extent, int64_t stride) {
-    if (stride == 0) shared *= extent;
-    return stride == 0 && extent > 1;
-  };
-  for (int d = 0; d < p.batch_dims; ++d) p.mask_is_shared |= visit(p.batch_size[d], p.grad_mask.batch[d]);
-  p.mask_is_shared |= visit(p.heads, p.grad_mask.head);
-  const bool one_row = p.grad_mask.row == 0, one_key = p.grad_mask.col == 0;
-  p.mask_is_shared |= (one_row && p.queries > 1) || (one_key && p.keys > 1);
-  p.mask_slices = p.batch * p.heads / shared;
-  p.mask_row_tasks = one_row ? 1 : divide_up(p.queries, kRowTile);
-  p.mask_key_tasks = one_key ? 1 : divide_up(p.keys, kKeyTile);
+  plan_mask(p);
 }
 
-Tensors4 backward(ATTN_BACKWARD_ARGUMENTS) {
-  const Shape shape = validate_backward(ATTN_BACKWARD_PASS);
-  BackwardParams p;
-  ProblemBuilder builder(p, shape);
-  describe(p, builder, shape, ATTN_PASS);
-  describe_dropout(p, dropout_p, rng_state);
-  builder.add(p.output, output);
-  builder.add(p.grad_output, grad_output);
-
-  const auto gradient = [&](bool wanted, Operand& operand, const at::Tensor& input, const c10::SymInt& heads,
-                            const c10::SymInt& rows, const c10::SymInt& cols) {
-    if (!wanted) return at::Tensor();
-    at::Tensor grad = empty_gradient(input, shape.expanded(heads, rows, cols));
+// `p` and `builder` hold everything but the gradients.
+template <class Params>
+Tensors4 gradients(Params& p, ProblemBuilder& builder, const BackwardKernels<Params>& k, const Shape& shape,
+                   ATTN_INPUTS_ARGS, Wanted wanted) {
+  const auto gradient = [&](bool is_wanted, Operand& operand, const Tensor& input, const c10::SymDimVector& sizes) {
+    if (!is_wanted) return Tensor();
+    Tensor grad = empty_gradient(input, sizes);
     builder.add(operand, grad);
     return grad;
   };
-  at::Tensor grad_query =
-      gradient(grad_input_mask[0], p.grad_query, query, shape.heads, shape.queries, shape.head_dim);
-  at::Tensor grad_key = gradient(grad_input_mask[1], p.grad_key, key, shape.key_heads, shape.keys, shape.head_dim);
-  at::Tensor grad_value =
-      gradient(grad_input_mask[2], p.grad_value, value, shape.value_heads, shape.keys, shape.value_dim);
-  at::Tensor grad_mask;
-  if (grad_input_mask[3]) {
+  const Tensor grad_query = gradient(wanted[0], p.grad_query, query,
+                                     shape.expanded(shape.heads, shape.queries, shape.head_dim));
+  const Tensor grad_key = gradient(wanted[1], p.grad_key, key,
+                                   shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
+  const Tensor grad_value = gradient(wanted[2], p.grad_value, value,
+                                     shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
+  Tensor grad_mask;
+  if (wanted[3]) {
     grad_mask = at::zeros_like(*attn_mask);  // tiles that causality hides are never written
-    builder.add(p.grad_mask, grad_mask);
+    // A number added to all scores of a row changes nothing: a mask shared by all keys has gradient 0.
+    if (attn_mask->size(-1) > 1) builder.add(p.grad_mask, grad_mask);
   }
 
-  if (empty(p) || p.keys == 0) {
-    for (at::Tensor* t : {&grad_query, &grad_key, &grad_value})
-      if (t->defined()) t->zero_();
+  if (no_rows(p) || p.keys == 0) {
+    for (const Tensor& t : {grad_query, grad_key, grad_value})
+      if (t.defined()) t.zero_();
   } else {
     builder.merge_batch_dims();
     plan(p);
-    const auto options = logsumexp.options();
-    const at::Tensor contiguous_logsumexp = logsumexp.contiguous();
-    const at::Tensor delta = at::empty(logsumexp.sizes(), options);
-    p.logsumexp = contiguous_logsumexp.const_data_ptr();
-    p.delta = delta.mutable_data_ptr();
-    at::Tensor partial;
+    Tensor partial;
     if (p.chunks > 1 && p.grad_query.data) {
-      partial = at::empty({p.chunks, p.batch, p.heads, p.queries, p.head_dim}, options);
+      partial = at::empty({p.chunks, p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
       p.partial_grad_query = partial.mutable_data_ptr();
     }
-
-    const Kernels& k = kernels();
-    const int64_t workspace = k.backward_workspace(p);
-    const int64_t rows = p.batch * p.heads * p.queries;
-    run_ranges(rows, kRowsPerRange, workspace,
-               [&](int64_t first, int64_t last, char* own) { k.backward_delta(p, first, last, own); });
+    const int64_t workspace = k.workspace(p);
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     if (p.grad_query.data || p.grad_key.data || p.grad_value.data || direct_mask)
-      run_tasks(p.tasks(), workspace, [&](int64_t task, char* own) { k.backward(p, task, own); });
+      run_tasks(p.tasks(), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
     if (p.partial_grad_query)
-      run_ranges(rows, kRowsPerRange, workspace,
-                 [&](int64_t first, int64_t last, char* own) { k.backward_merge(p, first, last, own); });
+      run_ranges(p.batch * p.heads * p.queries, kRowsPerRange, workspace,
+                 [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
     if (p.mask_is_shared)
-      run_tasks(p.mask_tasks(), workspace, [&](int64_t task, char* own) { k.backward_mask(p, task, own); });
+      run_tasks(p.mask_tasks(), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
   }
   return {reduced(grad_query, query), reduced(grad_key, key), reduced(grad_value, value), grad_mask};
 }
 
-at::Tensor sdpa_cpu(ATTN_ARGUMENTS) { return forward(false, ATTN_PASS).output; }
+// Adds the forward's results to any of the params that hold them. Keeps `logsumexp` contiguous.
+template <class Params>
+void describe_saved(Params& p, ProblemBuilder& builder, Tensor& contiguous_logsumexp, ATTN_SAVED_ARGS) {
+  (void)rng_state;
+  builder.add(p.output, output);
+  if (residual.dim() > 1) builder.add(p.residual, residual);
+  contiguous_logsumexp = logsumexp.contiguous();
+  p.logsumexp = contiguous_logsumexp.const_data_ptr();
+}
 
-Tensors3 forward_cpu(ATTN_ARGUMENTS) {
-  ForwardResult r = forward(true, ATTN_PASS);
-  return {r.output, r.logsumexp, r.rng_state};
+void describe_tangents(Tangents& t, ProblemBuilder& builder, ATTN_TANGENTS_ARGS) {
+  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent) {
+    if (tangent && tangent->numel() > 0) builder.add(operand, *tangent);
+  };
+  add(t.query, tangent_query);
+  add(t.key, tangent_key);
+  add(t.value, tangent_value);
+  add(t.mask, tangent_mask);
+}
+
+Tensors4 backward_cpu(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_OPTIONS_ARGS,
+                      Wanted grad_input_mask) {
+  const char* op = "attn::_sdpa_backward";
+  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
+  validate_like_output(op, "grad_output", grad_output, shape, query);
+  validate_saved(op, shape, query, dropout_p, ATTN_SAVED);
+  validate_wanted(op, attn_mask, grad_input_mask);
+
+  BackwardParams p;
+  ProblemBuilder builder(p, shape);
+  Tensor contiguous_logsumexp;
+  describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
+  describe_saved(p, builder, contiguous_logsumexp, ATTN_SAVED);
+  builder.add(p.grad_output, grad_output);
+  return gradients(p, builder, kernels().backward, shape, ATTN_INPUTS, grad_input_mask);
+}
+
+Tensors4 second_cpu(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_MOVED_ARGS,
+                    ATTN_OPTIONS_ARGS, Wanted grad_input_mask) {
+  const char* op = "attn::_sdpa_second";
+  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
+  validate_like_output(op, "grad_output", grad_output, shape, query);
+  validate_saved(op, shape, query, dropout_p, ATTN_SAVED);
+  validate_tangents(op, ATTN_INPUTS, ATTN_TANGENTS);
+  validate_moved(op, shape, query, ATTN_MOVED);
+  validate_wanted(op, attn_mask, grad_input_mask);
+
+  SecondParams p;
+  ProblemBuilder builder(p, shape);
+  Tensor contiguous_logsumexp;
+  describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
+  describe_saved(p, builder, contiguous_logsumexp, ATTN_SAVED);
+  describe_tangents(p.t, builder, ATTN_TANGENTS);
+  builder.add(p.grad_output, grad_output);
+  builder.add(p.tangent_output, tangent_output);
+  const Tensor moved = tangent_logsumexp.contiguous();
+  p.tangent_logsumexp = moved.const_data_ptr();
+  return gradients(p, builder, kernels().second, shape, ATTN_INPUTS, grad_input_mask);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Tangent
+
+Tensors2 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
+  const char* op = "attn::_sdpa_tangent";
+  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
+  validate_saved(op, shape, query, dropout_p, ATTN_SAVED);
+  validate_tangents(op, ATTN_INPUTS, ATTN_TANGENTS);
+
+  TangentParams p;
+  ProblemBuilder builder(p, shape);
+  Tensor contiguous_logsumexp;
+  const Tensor tangent_output = empty_output(shape, query);
+  const Tensor tangent_logsumexp = empty_logsumexp(shape, query);
+  describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
+  describe_saved(p, builder, contiguous_logsumexp, ATTN_SAVED);
+  describe_tangents(p.t, builder, ATTN_TANGENTS);
+  builder.add(p.tangent_output, tangent_output);
+  p.tangent_logsumexp = tangent_logsumexp.mutable_data_ptr();
+  if (!no_rows(p)) {
+    builder.merge_batch_dims();
+    p.rows_per_task = kRowTile;
+    const TangentKernels& k = kernels().tangent;
+    run_tasks(p.tasks(), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
+  }
+  return {tangent_output, tangent_logsumexp};
 }
 
 }  // namespace
@@ -186,7 +278,9 @@ Tensors3 forward_cpu(ATTN_ARGUMENTS) {
 TORCH_LIBRARY_IMPL(attn, CPU, m) {
   m.impl("sdpa", sdpa_cpu);
   m.impl("_sdpa_forward", forward_cpu);
-  m.impl("_sdpa_backward", backward);
+  m.impl("_sdpa_backward", backward_cpu);
+  m.impl("_sdpa_tangent", tangent_cpu);
+  m.impl("_sdpa_second", second_cpu);
 }
 
 }  // namespace attn

@@ -34,6 +34,7 @@ struct Block {
 ATTN_INLINE int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f64:
+    case DType::i64:
       return 8;
     case DType::f32:
       return 4;
@@ -190,6 +191,11 @@ void unpack_rows(const Block& block, const T* tile, int64_t ld, int64_t rows, in
 template <class T>
 void unpack_transposed(const Block& block, const T* tile, int64_t ld, int64_t rows, int64_t cols) {
   unpack<T>(block, tile, ld, block.col, block.row, cols, rows);
+}
+
+template <class T>
+void fill_zero(T* p, int64_t count) {
+  __builtin_memset(p, 0, static_cast<size_t>(count) * sizeof(T));
 }
 
 template <class T>

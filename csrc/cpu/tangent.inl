@@ -1,0 +1,138 @@
+// J t: how the output changes when query, key, value and mask move along t = (tQ, tK, tV, tM). With the weights P
+// recomputed from logsumexp, Z the dropout factors and s the scale,
+//
+//   tx = s (tQ K^T + Q tK^T) + tM
+//   tP_ij = P_ij (tx_ij - c_i),   c_i = sum_j P_ij tx_ij    (the derivative of logsumexp_i)
+//   tO = (tP * Z) V + (P * Z) tV = (P * tx * Z) V + (P * Z) tV - c O
+//
+// so one pass over the keys is enough: c and the products are summed together.
+
+namespace attn::ATTN_ISA {
+
+template <class T>
+struct Tangent {
+  static constexpr int W = kLanes<T>;
+
+  struct Buffers {
+    RowTile* rows;
+    T* query_t;           // [E][kRowTile]
+    T* tangent_query_t;   // tQ
+    T* output_t;          // [Ev][kRowTile]
+    T* tangent_output_t;  // [Ev][kRowTile]
+    T* logsumexp;         // [kRowTile]
+    T* moved;             // [kRowTile]: c
+    T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
+    T *x, *tx;            // [kKeyTile][kRowTile]
+    T *bias, *factor;
+    int64_t ld_key, ld_value;
+    int64_t size;
+
+    Buffers(const TangentParams& p, char* base) {
+      Arena arena(base);
+      ld_key = round_up(p.head_dim, W) + W;
+      ld_value = round_up(p.value_dim, W) + W;
+      rows = arena.take<RowTile>(1);
+      query_t = arena.take<T>(p.head_dim * kRowTile);
+      tangent_query_t = arena.take<T>(p.head_dim * kRowTile);
+      output_t = arena.take<T>(p.value_dim * kRowTile);
+      tangent_output_t = arena.take<T>(p.value_dim * kRowTile);
+      logsumexp = arena.take<T>(kRowTile);
+      moved = arena.take<T>(kRowTile);
+      key = arena.take<T>(kKeyTile * ld_key);
+      tangent_key = arena.take<T>(kKeyTile * ld_key);
+      value = arena.take<T>(kKeyTile * ld_value);
+      tangent_value = arena.take<T>(kKeyTile * ld_value);
+      x = arena.take<T>(kKeyTile * kRowTile);
+      tx = arena.take<T>(kKeyTile * kRowTile);
+      bias = arena.take<T>(kKeyTile * kRowTile);
+      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      size = arena.used();
+    }
+  };
+
+  // x becomes P * Z and tx becomes P * tx * Z; adds up c.
+  static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
+    const int64_t lanes = b.rows->template lanes<T>();
+    if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, b.factor);
+    for (int64_t lane = 0; lane < lanes; lane += W) {
+      const Vec<T> logsumexp = load<T>(b.logsumexp + lane);
+      Vec<T> moved = load<T>(b.moved + lane);
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t at = j * kRowTile + lane;
+        const Vec<T> weight = exp<T>(load<T>(b.x + at) - logsumexp);
+        // by selection: nothing of a masked key may come through, not even a NaN
+        const Vec<T> product = weight == Vec<T>{} ? Vec<T>{} : weight * load<T>(b.tx + at);
+        const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
+        moved += product;
+        store<T>(b.x + at, weight * factor);
+        store<T>(b.tx + at, product * factor);
+      }
+      store<T>(b.moved + lane, moved);
+    }
+  }
+
+  static void run(const TangentParams& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace);
+    const int64_t first_row = task % p.row_tasks() * p.rows_per_task;
+    task /= p.row_tasks();
+    const int64_t first_head = task % p.groups() * p.group;
+    const int64_t n = task / p.groups();
+    const int64_t key_head = first_head / (p.heads / p.key_heads);
+    const int64_t value_head = first_head / (p.heads / p.value_heads);
+    const int64_t last_row = smaller(first_row + p.rows_per_task, p.rows());
+    for (int64_t r = first_row; r < last_row; r += kRowTile) {
+      b.rows->set(p, n, first_head, r, smaller(kRowTile, last_row - r));
+      tile(p, b, key_head, value_head);
+    }
+  }
+
+  static void tile(const TangentParams& p, const Buffers& b, int64_t key_head, int64_t value_head) {
+    const RowTile& rows = *b.rows;
+    const int64_t lanes = rows.template lanes<T>();
+    rows.pack_transposed(p, p.query, p.head_dim, b.query_t);
+    if (p.t.query.data) rows.pack_transposed(p, p.t.query, p.head_dim, b.tangent_query_t);
+    rows.load_logsumexp(p, static_cast<const T*>(p.logsumexp), b.logsumexp);
+    fill_zero(b.moved, kRowTile);
+    fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
+
+    const int64_t last_key = p.causal ? smaller(p.keys, rows.max_position + 1) : p.keys;
+    for (int64_t key = 0; key < last_key; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, last_key - key);
+      const auto load_tile = [&](const Operand& x, int64_t head, T* tile, int64_t ld, int64_t cols) {
+        if (x.data) pack_rows<T>(tile, ld, block_of(p, x, rows.n, head, key), keys, cols);
+      };
+      load_tile(p.key, key_head, b.key, b.ld_key, p.head_dim);
+      load_tile(p.value, value_head, b.value, b.ld_value, p.value_dim);
+      load_tile(p.t.key, key_head, b.tangent_key, b.ld_key, p.head_dim);
+      load_tile(p.t.value, value_head, b.tangent_value, b.ld_value, p.value_dim);
+      scores<T>(p, rows, b.query_t, b.key, b.ld_key, key, keys, b.bias, b.x);
+      tangent_scores<T>(p, p.t, rows, b.query_t, b.tangent_query_t, b.key, b.tangent_key, b.ld_key, key, keys, b.bias,
+                        b.tx);
+      weights(p, b, key, keys);
+      Gemm<T>::template run<true>(p.value_dim, lanes, keys, b.value, b.ld_value, b.tx, kRowTile, b.tangent_output_t,
+                                  kRowTile, true);
+      if (p.t.value.data)
+        Gemm<T>::template run<true>(p.value_dim, lanes, keys, b.tangent_value, b.ld_value, b.x, kRowTile,
+                                    b.tangent_output_t, kRowTile, true);
+    }
+
+    const auto subtract = [&](const Operand& output) {  // c O
+      if (!output.data) return;
+      rows.pack_transposed(p, output, p.value_dim, b.output_t);
+      for (int64_t i = 0; i < lanes; i += W) {
+        const Vec<T> moved = load<T>(b.moved + i);
+        for (int64_t d = 0; d < p.value_dim; ++d) {
+          T* at = b.tangent_output_t + d * kRowTile + i;
+          store<T>(at, load<T>(at) - moved * load<T>(b.output_t + d * kRowTile + i));
+        }
+      }
+    };
+    subtract(p.output);
+    subtract(p.residual);
+    rows.unpack_transposed(p, p.tangent_output, p.value_dim, b.tangent_output_t);
+    for (int64_t i = 0; i < rows.count; ++i)
+      static_cast<T*>(p.tangent_logsumexp)[rows.statistic(p, i)] = b.moved[i];
+  }
+};
+
+}  // namespace attn::ATTN_ISA

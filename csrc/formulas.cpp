@@ -1,0 +1,125 @@
+#include "formulas.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "validate.h"
+
+namespace attn {
+namespace {
+
+using at::Tensor;
+
+constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+Tensor widened(const Tensor& t) {
+  return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16 ? t.to(at::kFloat) : t;
+}
+
+// Brings key or value heads to the query's: each is repeated for its group of query heads.
+Tensor repeat_heads(const Tensor& t, const Shape& shape) {
+  if (t.dim() < 3) return t;
+  const c10::SymInt heads = t.sym_size(-3);
+  if (heads == shape.heads || heads == 1) return t;
+  return t.repeat_interleave_symint(shape.heads / heads, -3);
+}
+
+// scale * query key^T + mask, without masking.
+Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std::optional<double> scale) {
+  const double s = scale_or_default(scale, shape.head_dim.guard_int(__FILE__, __LINE__));
+  return at::matmul(widened(query) * s, repeat_heads(widened(key), shape).transpose(-2, -1))
+      .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
+}
+
+// true where no attention is paid, or undefined if nothing is masked.
+Tensor masked_positions(const Shape& shape, const Tensor& query, const std::optional<Tensor>& attn_mask,
+                        bool is_causal) {
+  Tensor masked;
+  if (attn_mask) masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
+  if (!is_causal) return masked;
+  const Tensor hidden =
+      at::ones_symint({shape.queries, shape.keys}, query.options().dtype(at::kBool)).tril().logical_not();
+  return masked.defined() ? masked.logical_or(hidden) : hidden;
+}
+
+void check_no_dropout(double dropout_p) {
+  TORCH_CHECK(dropout_p == 0, "attn::sdpa: dropout_p is ", dropout_p,
+              ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
+}
+
+}  // namespace
+
+Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
+  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
+  Tensor scores = products(shape, query, key, scale);
+  if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
+  const Tensor masked = masked_positions(shape, query, attn_mask, is_causal);
+  if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
+  // softmax where a fully masked row gives 0 and finite gradients
+  const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
+  const Tensor weights = at::softmax(scores.masked_fill(empty_row, 0), -1).masked_fill(empty_row, 0);
+  const Tensor output = at::matmul(weights, repeat_heads(widened(value), shape));
+  return {output, weights, scores};
+}
+
+Tensors2 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
+  check_no_dropout(dropout_p);
+  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
+  const Tensor weights = std::get<1>(attention_formula(ATTN_INPUTS, ATTN_OPTIONS));
+  Tensor tangent_scores = at::zeros_like(weights);
+  if (tangent_query) tangent_scores = tangent_scores + products(shape, *tangent_query, key, scale);
+  if (tangent_key) tangent_scores = tangent_scores + products(shape, query, *tangent_key, scale);
+  if (tangent_mask) tangent_scores = tangent_scores + tangent_mask->to(tangent_scores.scalar_type());
+  const Tensor weighted = weights * tangent_scores;
+  const Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
+  Tensor output = at::matmul(weighted - weights * tangent_logsumexp, repeat_heads(widened(value), shape));
+  if (tangent_value) output = output + at::matmul(weights, repeat_heads(widened(*tangent_value), shape));
+  return {output.to(query.scalar_type()), tangent_logsumexp.squeeze(-1)};
+}
+
+Tensors4 second_formula(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS,
+                        Wanted wanted) {
+  using torch::autograd::grad;
+  using torch::autograd::variable_list;
+  check_no_dropout(dropout_p);
+  at::AutoGradMode enable(true);
+  // grad_x <t, J'u> by differentiating twice; variables that are constants to the caller get a graph of their own here
+  const auto variable = [](const Tensor& t) { return t.requires_grad() ? t : t.detach().requires_grad_(); };
+  const std::optional<Tensor> directions[] = {ATTN_TANGENTS};
+  variable_list x = {variable(query), variable(key), variable(value)};
+  std::optional<Tensor> mask = attn_mask;
+  if (mask && mask->is_floating_point()) x.push_back(*(mask = variable(*mask)));
+  const Tensor u = variable(grad_output);
+  const Tensor output = std::get<0>(attention_formula(x[0], x[1], x[2], mask, ATTN_OPTIONS)).to(query.scalar_type());
+  const variable_list gradients = grad({output}, x, {u}, /*retain_graph=*/true, /*create_graph=*/true);
+  variable_list along, t;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (!directions[i]) continue;
+    along.push_back(gradients[i]);
+    t.push_back(variable(*directions[i]));
+  }
+  variable_list second(4);
+  if (!along.empty()) {
+    const variable_list h = grad(along, x, t, true, true, /*allow_unused=*/true);
+    for (size_t i = 0; i < x.size(); ++i)
+      if (wanted[i]) second[i] = h[i].defined() ? h[i] : at::zeros_like(x[i]);
+  }
+  return {second[0], second[1], second[2], second[3]};
+}
+
+namespace {
+
+Tensors3 sdpa_with_weights(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
+  const auto dtype = query.scalar_type();
+  auto [output, weights, scores] = attention_formula(ATTN_INPUTS, ATTN_OPTIONS);
+  return {sdpa_op().call(ATTN_INPUTS, ATTN_OPTIONS), weights.to(dtype), scores.to(dtype)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { m.impl("sdpa_with_weights", sdpa_with_weights); }
+
+}  // namespace attn
