@@ -1,0 +1,219 @@
+"""The problems that forward, backward and Meta kernels are all held to: shapes, masks, options."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import torch
+
+from helpers import DTYPES, MASK_KINDS, Inputs, make_mask
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: shapes of the tensors, kind of the mask, dtype, options."""
+
+    query: Shape
+    key: Shape
+    value: Shape
+    mask: Shape | None = None
+    kind: str = "bool"
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def inputs(self) -> Inputs:
+        query, key, value = (
+            torch.randn(shape, dtype=self.dtype) for shape in (self.query, self.key, self.value)
+        )
+        mask = None if self.mask is None else make_mask(self.kind, self.mask, self.dtype)
+        return Inputs(query, key, value, mask)
+
+    def __str__(self) -> str:
+        def times(shape: Shape) -> str:
+            return "x".join(map(str, shape))
+
+        mask = [] if self.mask is None else [f"{self.kind}{times(self.mask)}"]
+        options = [k if v is True else f"{k}={v}" for k, v in self.options.items()]
+        shapes = [times(self.query), times(self.key), times(self.value)]
+        return "-".join([*shapes, *mask, str(self.dtype).removeprefix("torch."), *options])
+
+
+# Around the edges of the kernels' tiles, vectors and blocks.
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 197, 257)
+HEAD_DIMS = (1, 2, 3, 8, 17, 32, 64, 80, 96, 128, 192, 256, 300)
+
+
+def _lengths() -> list[Case]:
+    """Every pair of lengths, each with other options."""
+    cases = []
+    for L, S in itertools.product(LENGTHS, LENGTHS):
+        choose = random.Random(1000 * L + S).choice
+        E, Ev = choose((1, 8, 20, 64)), choose((1, 8, 20, 64))
+        causal = {"is_causal": True} if choose((True, False)) else {}
+        mask = choose((None, (1, S), (L, 1), (L, S), (2, 1, L, S), (2, 3, 1, S)))
+        kind, dtype = choose(MASK_KINDS), choose(DTYPES)
+        cases.append(Case((2, 3, L, E), (2, 3, S, E), (2, 3, S, Ev), mask, kind, dtype, causal))
+    return cases
+
+
+def _head_dims() -> list[Case]:
+    return [
+        Case((2, 2, 33, E), (2, 2, 35, E), (2, 2, 35, Ev), dtype=dtype)
+        for i, E in enumerate(HEAD_DIMS)
+        for Ev in (E, HEAD_DIMS[i - 5])
+        for dtype in DTYPES
+    ]
+
+
+def _masks() -> list[Case]:
+    B, H, L, S, E = 2, 3, 19, 70, 8
+    shapes = [
+        *[(L, S), (1, S), (L, 1), (1, 1)],
+        *[(H, L, S), (1, L, S), (H, 1, 1)],
+        *[(B, H, L, S), (B, 1, L, S), (1, H, L, S), (1, 1, L, S)],
+        *[(B, 1, 1, S), (B, H, L, 1), (1, 1, 1, S), (B, 1, 1, 1)],
+    ]
+    return [
+        Case((B, H, L, E), (B, H, S, E), (B, H, S, E), shape, kind, DTYPES[i % 4], options)
+        for i, shape in enumerate(shapes)
+        for j, kind in enumerate(MASK_KINDS)
+        for i, options in ((i + j, {}), (i + j + 1, {"is_causal": True}))
+    ]
+
+
+def _heads() -> list[Case]:
+    B, L, S, E = 2, 23, 37, 8
+    heads = [(4, 2, 2), (4, 1, 1), (6, 3, 2), (6, 2, 3), (4, 1, 4), (4, 4, 1), (8, 2, 1), (3, 3, 3)]
+    variants: list[tuple[tuple[int, ...] | None, dict[str, Any]]] = [
+        (None, {}),
+        (None, {"is_causal": True}),
+        ((B, -1, L, S), {"scale": 0.3}),
+        ((1, S), {}),
+    ]
+    return [
+        Case(
+            (B, Hq, L, E),
+            (B, Hk, S, E),
+            (B, Hv, S, E),
+            mask and tuple(Hq if n == -1 else n for n in mask),
+            "float",
+            dtype,
+            {"enable_gqa": True, **options},
+        )
+        for Hq, Hk, Hv in heads
+        for i, (mask, options) in enumerate(variants)
+        for dtype in (DTYPES[i], DTYPES[i - 2])
+    ]
+
+
+def _leading_dimensions() -> list[Case]:
+    q, k, v = (17, 8), (21, 8), (21, 5)
+    leads: list[tuple[Shape, Shape, Shape, Shape | None]] = [
+        ((), (), (), None),
+        ((), (), (), (17, 21)),
+        ((3,), (3,), (3,), (3, 17, 1)),
+        ((2, 2, 3), (2, 2, 3), (2, 2, 3), (2, 1, 1, 17, 21)),
+        ((2, 1, 2, 3), (2, 1, 2, 3), (2, 1, 2, 3), (1, 2, 3, 1, 21)),
+        ((2, 2, 1, 2, 3), (2, 2, 1, 2, 3), (2, 2, 1, 2, 3), None),
+        # broadcast: one, two or all of the three; missing dimensions; different ones
+        ((1, 3), (2, 3), (2, 3), (2, 1, 17, 21)),
+        ((2, 3), (1, 3), (2, 1), (2, 3, 17, 21)),
+        ((2, 3), (2, 3), (1, 3), None),
+        ((1, 1), (1, 1), (2, 3), (2, 3, 1, 21)),
+        ((), (2, 3), (2, 3), (1, 3, 17, 21)),
+        ((2, 3), (), (3,), None),
+        ((2, 1), (1, 3), (1, 1), (1, 1, 17, 21)),
+        ((2, 1, 3), (4, 1), (2, 1, 1), (4, 1, 17, 21)),
+    ]
+    return [
+        Case(lq + q, lk + k, lv + v, mask, kind, dtype, options)
+        for lq, lk, lv, mask in leads
+        for kind, dtype, options in (
+            ("bool", torch.float64, {}),
+            ("float", torch.float32, {"is_causal": True}),
+            ("-inf", torch.bfloat16, {}),
+            ("float32", torch.float16, {"is_causal": True}),
+        )
+    ]
+
+
+def _broadcast_groups() -> list[Case]:
+    """Grouped heads together with leading dimensions that broadcast."""
+    leads: list[tuple[Shape, Shape, Shape, Shape]] = [
+        ((4,), (2,), (1,), (4, 1, 19)),
+        ((2, 4), (1, 2), (2, 2), (2, 4, 7, 19)),
+        ((1, 4), (2, 2), (2, 2), (2, 1, 7, 19)),
+        ((4,), (3, 2), (2,), (3, 1, 1, 19)),
+        ((2, 1, 6), (5, 3), (2, 1, 1), (2, 5, 1, 7, 1)),
+    ]
+    return [
+        Case((*lq, 7, 8), (*lk, 19, 8), (*lv, 19, 6), mask, "float", dtype, {"enable_gqa": True})
+        for lq, lk, lv, mask in leads
+        for dtype in DTYPES
+    ]
+
+
+def _scales() -> list[Case]:
+    return [
+        Case((2, 2, 17, 32), (2, 2, 33, 32), (2, 2, 33, 32), mask, "float", dtype, {"scale": scale})
+        for scale in (0.0, 1.0, -0.5, 3, 50.0, -50.0)
+        for mask in (None, (17, 33))
+        for dtype in DTYPES
+    ]
+
+
+def _long() -> list[Case]:
+    """Few queries and many keys (decoding), many queries and few keys, one head of both."""
+    causal, gqa = {"is_causal": True}, {"enable_gqa": True}
+    f64, _, bf16, f16 = DTYPES
+    return [
+        Case((1, 64), (5001, 64), (5001, 64)),
+        Case((2, 8, 1, 32), (2, 2, 3000, 32), (2, 2, 3000, 32), dtype=bf16, options=gqa),
+        Case((1, 4, 2, 16), (1, 1, 2049, 16), (1, 1, 2049, 40), (1, 2049), "bool", f16, gqa),
+        Case((70, 16), (4099, 16), (4099, 16), (1, 4099), "float"),
+        Case((3, 8), (4097, 8), (4097, 8), (3, 4097), "-inf", f64),
+        Case((4097, 8), (3, 8), (3, 8), (4097, 1), "float"),
+        Case((2049, 16), (1, 16), (1, 16), dtype=f16, options=causal),
+        Case((1025, 32), (1030, 32), (1030, 32), options=causal),
+        Case((1030, 16), (1025, 16), (1025, 24), (1030, 1), "-inf", bf16),
+        Case((700, 16), (1500, 16), (1500, 16), (1, 1500), "float", f64, causal),
+    ]
+
+
+def _empty() -> list[Case]:
+    """Sizes of zero, one at a time and together."""
+    qkv: list[tuple[Shape, Shape, Shape]] = [
+        ((0, 3, 5, 8), (0, 3, 7, 8), (0, 3, 7, 8)),
+        ((2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 8)),
+        ((2, 3, 0, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+        ((2, 3, 5, 8), (2, 3, 0, 8), (2, 3, 0, 8)),
+        ((2, 3, 5, 0), (2, 3, 7, 0), (2, 3, 7, 8)),
+        ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 0)),
+        ((0, 8), (0, 8), (0, 8)),
+        ((5, 0), (0, 0), (0, 0)),
+    ]
+    return [
+        Case(q, k, v, (q[-2], k[-2]) if masked else None, "float", dtype, options)
+        for q, k, v in qkv
+        for masked in (False, True)
+        for dtype in (torch.float32, torch.bfloat16)
+        for options in ({}, {"is_causal": True})
+    ]
+
+
+CASES = [
+    *_lengths(),
+    *_head_dims(),
+    *_masks(),
+    *_heads(),
+    *_leading_dimensions(),
+    *_broadcast_groups(),
+    *_scales(),
+    *_long(),
+    *_empty(),
+]

@@ -1,0 +1,283 @@
+"""What the tests share: inputs, the accuracy bound, memory layouts, instruction sets, processes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_attn
+from torch_attn import reference
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CPU_CAPABILITIES: list[str] = torch.ops.attn._cpu_capabilities()
+SEED = 7
+INF = math.inf
+NAN = math.nan
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
+        return Inputs(*(None if t is None else function(t) for t in self))
+
+    def require_grad(self) -> Inputs:
+        """Leaves with the same values and strides; all but a boolean mask want a gradient."""
+        return self.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+
+
+def make_mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A mask of one of `MASK_KINDS`."""
+    if kind == "bool":
+        return torch.rand(shape) > 0.3
+    mask = torch.randn(shape, dtype=torch.float32 if kind == "float32" else dtype)
+    return mask.masked_fill(torch.rand(shape) < 0.3, -INF) if kind == "-inf" else mask
+
+
+MASK_KINDS = ("bool", "float", "-inf", "float32")
+
+
+def make_inputs(
+    L: int,
+    S: int,
+    E: int = 16,
+    Ev: int | None = None,
+    *,
+    batch: tuple[int, ...] = (2,),
+    heads: int | tuple[int, int, int] = 3,
+    mask: tuple[int, ...] | None = None,
+    kind: str = "float",
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:
+    """Random tensors `[*batch, heads, L or S, E or Ev]`; heads is one number or (Hq, Hk, Hv)."""
+    Hq, Hk, Hv = (heads,) * 3 if isinstance(heads, int) else heads
+    return Inputs(
+        torch.randn(*batch, Hq, L, E, dtype=dtype),
+        torch.randn(*batch, Hk, S, E, dtype=dtype),
+        torch.randn(*batch, Hv, S, E if Ev is None else Ev, dtype=dtype),
+        None if mask is None else make_mask(kind, mask, dtype),
+    )
+
+
+# --- the accuracy bound ---------------------------------------------------------------------------
+
+
+def builtin_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    dropout_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The built-in, with its arguments in a form that it takes.
+
+    It refuses, or reads wrongly, some that ours takes: mask and causal, a mask with more leading
+    dimensions than query and key, a float32 mask for float64, and has no public `dropout_mask`.
+    """
+    if attn_mask is not None:
+        lead = torch.broadcast_shapes(query.shape[:-2], attn_mask.shape[:-2])
+        query = query.expand(*lead, *query.shape[-2:])
+        if query.dtype == torch.float64 and attn_mask.is_floating_point():
+            attn_mask = attn_mask.double()
+        if is_causal:
+            causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
+            masked = False if attn_mask.dtype == torch.bool else -INF
+            attn_mask, is_causal = torch.where(causal, attn_mask, masked), False
+    if dropout_mask is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **options
+        )
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, **options
+    )[0]
+
+
+def ulp(x: float, dtype: torch.dtype) -> float:
+    """The distance from x to the next larger number of the dtype."""
+    info = torch.finfo(dtype)
+    return info.eps * max(2.0 ** (math.frexp(x)[1] - 1), info.tiny)
+
+
+def results(
+    sdpa: Callable[..., Tensor], inputs: Inputs, grad_output: Tensor | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """The output and, given a gradient of it, the gradients of the inputs, by name."""
+    if grad_output is None:
+        with torch.no_grad():
+            return {"output": sdpa(*inputs, **options)}
+    leaves = inputs.require_grad()
+    output = sdpa(*leaves, **options)
+    wanted = {f"grad_{n}": t for n, t in leaves._asdict().items() if t is not None}
+    wanted = {name: t for name, t in wanted.items() if t.requires_grad}
+    gradients = torch.autograd.grad(
+        output, list(wanted.values()), grad_output, materialize_grads=True
+    )
+    return {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+
+def make_grad_output(inputs: Inputs, *, enable_gqa: bool = False, **_: Any) -> Tensor:
+    """A random gradient of the output of a call with these options, in the dtype of the query."""
+    output = reference.sdpa(*inputs.map(lambda t: t.to("meta")), enable_gqa=enable_gqa)
+    return torch.randn(output.shape, dtype=inputs.query.dtype)
+
+
+def to_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The tensor in another precision; a boolean mask has none."""
+    return tensor if tensor is None or tensor.dtype == torch.bool else tensor.to(dtype)
+
+
+def expected_results(inputs: Inputs, grad_output: Tensor | None, **options: Any) -> Any:
+    exact = Inputs(*(to_dtype(t, torch.float64) for t in inputs))
+    return results(reference.sdpa, exact, to_dtype(grad_output, torch.float64), **options)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; NaN if there is one."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def builtin_errors(inputs: Inputs, grad_output: Tensor | None, **options: Any) -> dict[str, float]:
+    """The largest error of each of the built-in's results at the precision of the inputs."""
+    if inputs.query.dtype == torch.float64:
+        # The reference is no better than the built-in here. Rounding errors grow with eps: take
+        # those of float32, scaled, and half as much again for the reference's own.
+        inputs = Inputs(*(to_dtype(t, torch.float32) for t in inputs))
+        errors = builtin_errors(inputs, to_dtype(grad_output, torch.float32), **options)
+        scale = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        return {name: scale * error for name, error in errors.items()}
+    builtin = results(builtin_sdpa, inputs, grad_output, **options)
+    expected = expected_results(inputs, grad_output, **options)
+    errors = {name: largest(builtin[name] - expected[name]) for name in expected}
+    # A bound means nothing where the built-in and the reference compute different things.
+    assert max(errors.values()) <= 0.05 * max(map(largest, expected.values())), errors
+    return errors
+
+
+def kept(inputs: Inputs, p: float, seed: int | None = SEED, **options: Any) -> Tensor:
+    """The dropout mask that a call draws after `torch.manual_seed`, [*, H, L, S], True = kept.
+
+    With the unit matrix as value the output is the weights themselves, those dropped being 0.
+    """
+    S = inputs.key.size(-2)
+    identity = torch.eye(S, dtype=inputs.value.dtype).expand(*inputs.value.shape[:-1], S)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return torch_attn.sdpa(*inputs._replace(value=identity), dropout_p=p, **options) != 0
+
+
+def check(
+    inputs: Inputs, *, gradients: bool = False, dropout_mask: Tensor | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """The suite's one bound: at most twice the built-in's error, plus one ulp of the largest value.
+
+    Holds the output and, if asked, every gradient of `torch_attn.sdpa` to it; returns them. With
+    dropout, `dropout_mask` is what `kept` says of the same problem.
+    """
+    told = options if dropout_mask is None else {**options, "dropout_mask": dropout_mask}
+    grad_output = make_grad_output(inputs, **options) if gradients else None
+    expected = expected_results(inputs, grad_output, **told)
+    errors = builtin_errors(inputs, grad_output, **told)
+    torch.manual_seed(SEED)
+    actual = results(torch_attn.sdpa, inputs, grad_output, **options)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        source = inputs.query if name == "output" else getattr(inputs, name.removeprefix("grad_"))
+        assert actual[name].shape == expected[name].shape, name
+        assert actual[name].dtype == source.dtype, name
+        error, scale = largest(actual[name] - expected[name]), largest(expected[name])
+        assert error <= 2 * errors[name] + ulp(scale, source.dtype), (
+            f"{name}: error {error:.3g}, built-in {errors[name]:.3g}, largest value {scale:.3g}"
+        )
+    return actual
+
+
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+
+
+# --- memory layouts -------------------------------------------------------------------------------
+
+
+def place(tensor: Tensor, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+    """The tensor's values as a view into a larger storage that is otherwise NaN (True for bool)."""
+    filler = NAN if tensor.is_floating_point() else True
+    view = torch.full(shape, filler, dtype=tensor.dtype)[index]
+    return view.copy_(tensor)
+
+
+def _at_ends(tensor: Tensor) -> Tensor:
+    flat = place(tensor.flatten(), (tensor.numel() + 130,), (slice(65, -65),))
+    return flat.view(tensor.shape)
+
+
+def _around(tensor: Tensor) -> Tensor:
+    return place(tensor, tuple(n + 5 for n in tensor.shape), (slice(3, -2),) * tensor.dim())
+
+
+def _after_rows(tensor: Tensor) -> Tensor:
+    *lead, rows, columns = tensor.shape
+    return place(tensor, (*lead, rows + 67, columns), (..., slice(rows), slice(None)))
+
+
+def _every_other_row(tensor: Tensor) -> Tensor:
+    *lead, rows, columns = tensor.shape
+    return place(tensor, (*lead, 2 * rows, columns), (..., slice(None, None, 2), slice(None)))
+
+
+def _every_third_column(tensor: Tensor) -> Tensor:
+    return place(tensor, (*tensor.shape[:-1], 3 * tensor.size(-1)), (..., slice(1, None, 3)))
+
+
+# The same values at other places, all else NaN: reading anything but the values is seen.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "NaN before and after": _at_ends,
+    "NaN around": _around,
+    "NaN after the rows of a head": _after_rows,
+    "every other row": _every_other_row,
+    "every third column": _every_third_column,
+    "rows and heads swapped": lambda t: _around(t.transpose(-3, -2)).transpose(-3, -2),
+    "columns before rows": lambda t: _around(t.mT).mT,
+    "all dimensions reversed": lambda t: _around(t.permute(*range(t.dim())[::-1])).permute(
+        *range(t.dim())[::-1]
+    ),
+}
+
+
+# --- instruction sets and processes ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cpu_capability_set_to(name: str) -> Iterator[None]:
+    previous = torch.ops.attn._cpu_capability()
+    torch.ops.attn._set_cpu_capability(name)
+    try:
+        assert torch.ops.attn._cpu_capability() == name
+        yield
+    finally:
+        torch.ops.attn._set_cpu_capability(previous)
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """The function's result or exception from a new interpreter; a crash is an exception too."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
+        return executor.submit(function, *args).result(timeout=120)

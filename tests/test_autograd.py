@@ -1,0 +1,306 @@
+"""Autograd as PyTorch sees it: gradcheck, opcheck, compile, flags, only the gradients asked for."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_attn
+from helpers import (
+    INF,
+    SEED,
+    Inputs,
+    assert_same_bits,
+    make_grad_output,
+    make_inputs,
+    results,
+)
+
+TENSORS = Inputs._fields
+SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TENSORS, n)]
+
+# One of each kind of argument; small, because gradcheck perturbs every number.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal, L < S": ({}, {"is_causal": True}),
+    "causal, L > S": ({"L": 5, "S": 3}, {"is_causal": True}),
+    "value size": ({"Ev": 5}, {}),
+    "scale": ({}, {"scale": 0.7}),
+    "negative scale": ({}, {"scale": -0.3}),
+    "zero scale": ({}, {"scale": 0.0}),
+    "bool mask": ({"mask": (3, 4), "kind": "bool"}, {}),
+    "mask": ({"mask": (2, 2, 3, 4)}, {}),
+    "mask and causal": ({"mask": (3, 4)}, {"is_causal": True}),
+    "mask with -inf": ({"mask": (3, 4), "kind": "-inf"}, {}),
+    "mask of a key": ({"mask": (1, 4)}, {}),
+    "mask of a query": ({"mask": (2, 1, 3, 1)}, {}),
+    "mask of a head": ({"mask": (2, 1, 1)}, {}),
+    "one number as mask": ({"mask": (1, 1)}, {}),
+    "grouped heads": ({"heads": (4, 2, 2), "mask": (4, 1, 4)}, {"enable_gqa": True}),
+    "one key head": ({"heads": (2, 1, 1)}, {"enable_gqa": True, "is_causal": True}),
+    "unequal groups": ({"heads": (4, 1, 2)}, {"enable_gqa": True}),
+    "3-D": ({"batch": ()}, {}),
+    "5-D": ({"batch": (2, 1), "mask": (2, 1, 1, 3, 4)}, {}),
+    "one key": ({"S": 1}, {}),
+    "dropout": ({}, {"dropout_p": 0.4}),
+    "dropout and all else": (
+        {"heads": (4, 2, 1), "mask": (4, 1, 4), "Ev": 3},
+        {"dropout_p": 0.3, "is_causal": True, "enable_gqa": True, "scale": 0.5},
+    ),
+}  # fmt: skip
+
+
+def make_kind(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Inputs, dict[str, Any]]:
+    sizes, options = KINDS[kind]
+    inputs = make_inputs(**{"L": 3, "S": 4, "E": 2, "heads": 2, "dtype": dtype, **sizes})
+    if inputs.attn_mask is not None:  # a fully masked row, too
+        inputs.attn_mask[..., :1, :] = False if sizes.get("kind") == "bool" else -INF
+    return inputs, options
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind: str) -> None:
+    inputs, options = make_kind(kind)
+    if inputs.attn_mask is not None and inputs.attn_mask.is_floating_point():
+        # -inf has no finite difference: it stays, whatever is added to the rest.
+        hidden = inputs.attn_mask == -INF
+        inputs = inputs._replace(attn_mask=inputs.attn_mask.masked_fill(hidden, 0))
+    else:
+        hidden = None
+
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        torch.manual_seed(SEED)
+        mask = mask if hidden is None else mask.masked_fill(hidden, -INF)
+        return torch_attn.sdpa(query, key, value, mask, **options)
+
+    assert torch.autograd.gradcheck(function, tuple(inputs.require_grad()))
+
+
+class BackwardCalls(TorchDispatchMode):
+    """Notes what each call of the backward operator was asked for and what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[list[bool], list[bool]]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.attn._sdpa_backward.default:
+            asked = list(kwargs["grad_input_mask"])
+            self.calls.append((asked, [gradient is not None for gradient in result]))
+        return result
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
+def test_only_gradients_asked_for(subset: tuple[str, ...]) -> None:
+    """Each of the 15 subsets: the same bits as with all four, and nothing else is computed."""
+    inputs = make_inputs(20, 70, heads=(4, 2, 1), mask=(4, 1, 70))
+    options = {"enable_gqa": True, "is_causal": True}
+    grad_output = make_grad_output(inputs, **options)
+    expected = results(torch_attn.sdpa, inputs, grad_output, **options)
+    leaves = Inputs(*(t.clone().requires_grad_(n in subset) for n, t in inputs._asdict().items()))
+    output = torch_attn.sdpa(*leaves, **options)
+    assert output.requires_grad
+    with BackwardCalls() as backward:
+        output.backward(grad_output)
+    asked = [name in subset for name in TENSORS]
+    assert backward.calls == [(asked, asked)]
+    for name, leaf in leaves._asdict().items():
+        if name in subset:
+            assert torch.equal(leaf.grad, expected[f"grad_{name}"]), name
+        else:
+            assert leaf.grad is None, name
+
+
+def test_boolean_mask_gets_no_gradient() -> None:
+    inputs = make_inputs(5, 7, mask=(5, 7), kind="bool").require_grad()
+    with BackwardCalls() as backward:
+        torch_attn.sdpa(*inputs).sum().backward()
+    assert backward.calls == [([True, True, True, False],) * 2]
+
+
+def test_every_gradient_is_given_for_empty_tensors() -> None:
+    inputs = make_inputs(5, 0, mask=(5, 0)).require_grad()
+    torch_attn.sdpa(*inputs).sum().backward()
+    for name, leaf in inputs._asdict().items():
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf)), name
+
+
+def test_flags() -> None:
+    inputs = make_inputs(5, 7, mask=(5, 7))
+    assert not torch_attn.sdpa(*inputs).requires_grad
+    leaves = inputs.require_grad()
+    output = torch_attn.sdpa(*leaves)
+    assert output.requires_grad
+    assert not output.is_leaf
+    assert "Sdpa" in output.grad_fn.name()
+    with torch.no_grad():
+        assert not torch_attn.sdpa(*leaves).requires_grad
+    with torch.inference_mode():
+        inference = torch_attn.sdpa(*leaves)
+    assert inference.is_inference()
+    assert torch.equal(inference, output)
+    assert torch_attn.sdpa(inputs.query, inputs.key, leaves.value).requires_grad
+    assert torch_attn.sdpa(*inputs[:3], leaves.attn_mask).requires_grad
+
+
+def test_graph_can_be_kept_or_not() -> None:
+    inputs = make_inputs(5, 7, mask=(5, 7)).require_grad()
+    output = torch_attn.sdpa(*inputs)
+    first = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+    second = torch.autograd.grad(output.sum(), inputs)
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(output.sum(), inputs)
+
+
+@pytest.mark.parametrize("tensor", [*TENSORS, "output"])
+def test_input_changed_before_backward_is_noticed(tensor: str) -> None:
+    inputs = make_inputs(5, 7, mask=(5, 7)).require_grad()
+    output = torch_attn.sdpa(*inputs)
+    with torch.no_grad():
+        (output if tensor == "output" else getattr(inputs, tensor)).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward(torch.ones_like(output))
+
+
+def test_hooks_and_checkpoint() -> None:
+    """Recomputing the forward in the backward draws the same dropout."""
+    inputs = make_inputs(9, 33, mask=(1, 33))
+    expected_leaves, leaves = inputs.require_grad(), inputs.require_grad()
+    torch.manual_seed(SEED)
+    torch_attn.sdpa(*expected_leaves, dropout_p=0.5).sum().backward()
+    torch.manual_seed(SEED)
+    torch.utils.checkpoint.checkpoint(
+        lambda *tensors: torch_attn.sdpa(*tensors, dropout_p=0.5), *leaves, use_reentrant=False
+    ).sum().backward()
+    for leaf, expected in zip(leaves, expected_leaves, strict=True):
+        assert torch.equal(leaf.grad, expected.grad)
+
+
+def opcheck_samples() -> list[Any]:
+    return [
+        pytest.param(kind, grad, id=f"{kind}{', gradients' * grad}")
+        for kind in KINDS
+        for grad in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "grad"), opcheck_samples())
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights", "_sdpa_forward"])
+def test_opcheck(name: str, kind: str, grad: bool) -> None:
+    inputs, options = make_kind(kind, torch.float32)
+    operator = getattr(torch.ops.attn, name).default
+    tensors = inputs.require_grad() if grad and name != "_sdpa_forward" else inputs
+    # Two runs of dropout differ, so that what compares two runs is left out.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    deterministic = (*utilities, "test_aot_dispatch_dynamic")
+    torch.library.opcheck(
+        operator,
+        tuple(tensors),
+        options,
+        test_utils=utilities if options.get("dropout_p") else deterministic,
+    )
+
+
+def backward_arguments(inputs: Inputs, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What autograd passes to the backward operator."""
+    output, logsumexp, rng_state = torch.ops.attn._sdpa_forward(*inputs, **options)
+    mask = inputs.attn_mask
+    positional = (
+        *[torch.randn_like(output), *inputs, output, logsumexp, rng_state],
+        *[options.pop("dropout_p", 0.0), options.pop("is_causal", False)],
+    )
+    wanted = [True, True, True, mask is not None and mask.is_floating_point()]
+    keywords = {"scale": None, "enable_gqa": False, **options, "grad_input_mask": wanted}
+    return positional, keywords
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_backward(kind: str) -> None:
+    inputs, options = make_kind(kind, torch.float32)
+    positional, keywords = backward_arguments(inputs, **options)
+    torch.library.opcheck(torch.ops.attn._sdpa_backward.default, positional, keywords)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights", "_sdpa_forward", "_sdpa_backward"])
+def test_tags(name: str) -> None:
+    """What draws random numbers says so; the backward replays what was drawn."""
+    tags = getattr(torch.ops.attn, name).default.tags
+    assert (torch.Tag.nondeterministic_seeded in tags) == (name != "_sdpa_backward")
+
+
+ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False"
+)
+
+
+def test_schema_is_the_builtins() -> None:
+    ours = str(torch.ops.attn.sdpa.default._schema)
+    builtin = str(torch.ops.aten.scaled_dot_product_attention.default._schema)
+    assert ours == builtin.replace("aten::scaled_dot_product_attention", "attn::sdpa")
+    assert ARGUMENTS in ours
+    assert ARGUMENTS in str(torch.ops.attn.sdpa_with_weights.default._schema)
+
+
+@pytest.mark.parametrize("kind", ["plain", "mask and causal", "unequal groups", "bool mask"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(kind: str, dynamic: bool) -> None:
+    """One graph, forward and backward; the same bits as without."""
+    inputs, options = make_kind(kind, torch.float32)
+
+    def function(*tensors: Tensor) -> Tensor:
+        return torch_attn.sdpa(*tensors, **options)
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    grad_output = make_grad_output(inputs, **options)
+    for _ in range(2):
+        expected = results(function, inputs, grad_output)
+        assert_same_bits(results(compiled, inputs, grad_output), expected)
+
+
+def test_compile_with_inductor() -> None:
+    """The default backend, with operations around ours and with dropout in the graph."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, p: float) -> Tensor:
+        return torch_attn.sdpa(query * 2, key, value + 1, mask, p, True).relu()
+
+    torch.compiler.reset()
+    inputs = make_inputs(9, 13, mask=(9, 1))
+    grad_output = make_grad_output(inputs)
+    compiled = torch.compile(function, fullgraph=True)
+    expected = results(function, inputs, grad_output, p=0.0)
+    for name, tensor in results(compiled, inputs, grad_output, p=0.0).items():
+        torch.testing.assert_close(tensor, expected[name], msg=name)
+    dropped = results(compiled, inputs, grad_output, p=0.5)
+    assert all(tensor.isfinite().all() for tensor in dropped.values())
+    assert not torch.equal(dropped["output"], expected["output"])
+
+
+def test_export() -> None:
+    """torch.export keeps the operator whole, for any batch and length."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return torch_attn.sdpa(query, key, value, is_causal=True)
+
+    query, key, value, _ = make_inputs(9, 13)
+    batch, L, S = (torch.export.Dim(name) for name in ("batch", "L", "S"))
+    keys = {0: batch, 2: S}
+    program = torch.export.export(
+        Attention(), (query, key, value), dynamic_shapes=({0: batch, 2: L}, keys, keys)
+    )
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == [torch.ops.attn.sdpa.default]
+    query, key, value, _ = make_inputs(21, 34, batch=(5,))
+    expected = torch_attn.sdpa(query, key, value, is_causal=True)
+    assert torch.equal(program.module()(query, key, value), expected)

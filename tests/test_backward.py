@@ -1,0 +1,89 @@
+"""The gradients: every case of the forward against the float64 reference; subsets; layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_attn
+from _cases import CASES, Case
+from helpers import (
+    DTYPES,
+    INF,
+    LAYOUTS,
+    Inputs,
+    assert_same_bits,
+    check,
+    make_grad_output,
+    make_inputs,
+    results,
+)
+
+pytestmark = pytest.mark.usefixtures("cpu_capability")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: Case) -> None:
+    check(case.inputs(), gradients=True, **case.options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(35, 70, 12, 20, mask=(2, 3, 35, 70), dtype=dtype)
+    check(inputs.map(LAYOUTS[layout]), gradients=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_grad_output(layout: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(35, 70, 12, 20, mask=(35, 70), dtype=dtype)
+    grad_output = make_grad_output(inputs)
+    actual = results(torch_attn.sdpa, inputs, LAYOUTS[layout](grad_output))
+    assert_same_bits(actual, results(torch_attn.sdpa, inputs, grad_output))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", [(1, 1, 1, 1), (2, 1, 1, 20), (1, 3, 1, 1), (1, 1, 35, 1)])
+def test_expanded_grad_output(stored: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As of `output.sum().backward()` and other reductions: stride 0."""
+    inputs = make_inputs(35, 70, 12, 20, dtype=dtype)
+    grad_output = torch.randn(stored, dtype=dtype).expand(2, 3, 35, 20)
+    actual = results(torch_attn.sdpa, inputs, grad_output)
+    assert_same_bits(actual, results(torch_attn.sdpa, inputs, grad_output.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [1, 5, 16, 70, 200])
+def test_fully_masked_rows_give_no_gradient(S: int, dtype: torch.dtype) -> None:
+    """Zero, not NaN, in their own rows, and nothing of them in other gradients."""
+    inputs = make_inputs(9, S, dtype=dtype)
+    rows = torch.tensor([0, 3, 4, 8])
+    attend = torch.ones(9, S, dtype=torch.bool)
+    attend[rows] = False
+    added = torch.zeros(9, S, dtype=dtype).masked_fill(~attend, -INF)
+    for mask in (attend, added):
+        gradients = check(inputs._replace(attn_mask=mask), gradients=True)
+        assert (gradients["grad_query"][..., rows, :] == 0).all()
+    assert (gradients["grad_attn_mask"][rows] == 0).all()
+    nothing = inputs._replace(attn_mask=torch.full((1, 1), -INF, dtype=dtype))
+    gradients = results(torch_attn.sdpa, nothing, torch.ones_like(inputs.query))
+    assert all((gradient == 0).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": -1.0}], ids=str)
+def test_large_scores(options: dict, dtype: torch.dtype) -> None:
+    inputs = make_inputs(33, 65, mask=(33, 65), dtype=dtype)
+    check(inputs._replace(attn_mask=inputs.attn_mask * 1e4), gradients=True, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensor_in_several_places(dtype: torch.dtype) -> None:
+    """One tensor as query, key and value gets the sum of the three gradients."""
+    x = torch.randn(2, 3, 20, 8, dtype=dtype)
+    single = x.clone().requires_grad_()
+    torch_attn.sdpa(single, single, single).sum().backward()
+    apart = results(torch_attn.sdpa, Inputs(x, x, x), torch.ones_like(x))
+    total = apart["grad_query"] + apart["grad_key"] + apart["grad_value"]
+    torch.testing.assert_close(single.grad, total)

@@ -1,0 +1,139 @@
+"""The output: every shape, mask, dtype and option against the float64 reference; its strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_attn
+from _cases import CASES, Case
+from helpers import DTYPES, INF, LAYOUTS, Inputs, check, make_inputs, results
+
+pytestmark = pytest.mark.usefixtures("cpu_capability")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output(case: Case) -> None:
+    check(case.inputs(), **case.options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    """Strides of any kind, for all tensors alike."""
+    inputs = make_inputs(35, 70, 12, 20, mask=(2, 3, 35, 70), dtype=dtype)
+    check(inputs.map(LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("tensor", Inputs._fields)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mixed_layouts(layout: str, tensor: str) -> None:
+    """One tensor whose strides differ from all others'."""
+    inputs = make_inputs(35, 70, 12, 20, mask=(2, 3, 35, 70), kind="bool")
+    check(inputs._replace(**{tensor: LAYOUTS[layout](getattr(inputs, tensor))}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "stored", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 3, 1, 1), (1, 1, 7, 1), (1, 3, 1, 7)]
+)
+def test_expanded(stored: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Stride 0 in leading dimensions, rows and columns."""
+    check(Inputs(*(torch.randn(stored, dtype=dtype).expand(2, 3, 7, 7) for _ in range(4))))
+
+
+def test_many_dimensions() -> None:
+    """Ten leading dimensions no two of which can be merged into one."""
+    sizes = (2, 1, 2, 2, 1, 2, 2, 2, 2, 2)
+    backwards = tuple(range(11, -1, -1))
+    query, key, value = (torch.randn(5, 4, *sizes).permute(backwards).mT for _ in range(3))
+    check(Inputs(query, key, value, torch.randn(2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 5, 1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed(dtype: torch.dtype) -> None:
+    """Query, key and value as slices of one projection [B, L, 3, H, D], seen as [B, H, L, D]."""
+    packed = torch.randn(2, 33, 3, 4, 16, dtype=dtype)
+    query, key, value = packed.transpose(1, 3).unbind(2)
+    check(Inputs(query, key, value), is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_negative_views(dtype: torch.dtype) -> None:
+    """A lazily negated tensor is read with its sign."""
+    query, key, value, mask = make_inputs(5, 7, mask=(5, 7), dtype=dtype)
+    expected = torch_attn.sdpa(-query, -key, -value, -mask)
+    actual = torch_attn.sdpa(*(torch._neg_view(t) for t in (query, key, value, mask)))
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [1, 5, 16, 70, 200])
+def test_fully_masked_rows_are_zero(S: int, dtype: torch.dtype) -> None:
+    inputs = make_inputs(9, S, dtype=dtype)
+    rows = torch.tensor([0, 3, 4, 8])
+    attend = torch.ones(9, S, dtype=torch.bool)
+    attend[rows] = False
+    added = torch.zeros(9, S, dtype=dtype).masked_fill(~attend, -INF)
+    for mask in (attend, added):
+        output = check(inputs._replace(attn_mask=mask))["output"]
+        assert (output[..., rows, :] == 0).all()
+    assert (torch_attn.sdpa(*inputs[:3], torch.zeros(1, 1, dtype=torch.bool)) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": -1.0}], ids=str)
+def test_large_scores(options: dict, dtype: torch.dtype) -> None:
+    """Scores of 1e4 and more: the softmax is almost one-hot, nothing overflows."""
+    inputs = make_inputs(33, 65, mask=(33, 65), dtype=dtype)
+    check(inputs._replace(query=inputs.query * 3e3), **options)
+    check(inputs._replace(attn_mask=inputs.attn_mask * 1e4), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [1, 7, 33, 130])
+def test_lowest_number_in_a_mask(S: int, dtype: torch.dtype) -> None:
+    """finfo.min is a number: it hides a key behind others, but a row of it is not fully masked."""
+    inputs = make_inputs(4, S, dtype=dtype)
+    mask = torch.zeros(4, S, dtype=dtype)
+    mask[1] = mask[2, S // 2 :] = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+    assert (check(inputs._replace(attn_mask=mask))["output"] != 0).all()
+
+
+def test_lowest_double_in_a_mask() -> None:
+    query, key, value, _ = make_inputs(4, 33, dtype=torch.float64)
+    mask = torch.full((4, 33), torch.finfo(torch.float64).min, dtype=torch.float64)
+    expected = value.mean(-2, keepdim=True).expand(2, 3, 4, 16)
+    torch.testing.assert_close(torch_attn.sdpa(query, key, value, mask), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_keys(dtype: torch.dtype) -> None:
+    """S = 0 gives zeros, whatever is asked."""
+    inputs = make_inputs(5, 0, dtype=dtype, mask=(5, 0))
+    for options in ({}, {"is_causal": True}, {"dropout_p": 0.5}):
+        output = results(torch_attn.sdpa, inputs, **options)["output"]
+        assert torch.equal(output, torch.zeros(2, 3, 5, 16, dtype=dtype))
+
+
+def test_head_dim_zero() -> None:
+    """E = 0: all scores are 0, the output is the mean of the values."""
+    value = torch.randn(2, 3, 7, 8)
+    output = torch_attn.sdpa(torch.empty(2, 3, 5, 0), torch.empty(2, 3, 7, 0), value)
+    torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand(2, 3, 5, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("Ev", [16, 24])
+def test_strides_follow_query(Ev: int, dtype: torch.dtype) -> None:
+    """A [B, L, H, D] tensor seen as [B, H, L, D] gives an output of that kind."""
+    query, key, value, _ = make_inputs(5, 7, 16, Ev, dtype=dtype)
+    assert torch_attn.sdpa(query, key, value).is_contiguous()
+    swapped = torch.randn(2, 5, 3, 16, dtype=dtype).transpose(1, 2)
+    assert torch_attn.sdpa(swapped, key, value).transpose(1, 2).is_contiguous()
+    five = torch.randn(4, 2, 5, 3, 16, dtype=dtype).transpose(2, 3)
+    assert torch_attn.sdpa(five, key, value).transpose(2, 3).is_contiguous()
+    columns = torch.randn(2, 3, 16, 5, dtype=dtype).mT
+    assert torch_attn.sdpa(columns, key, value).is_contiguous()
+    assert torch_attn.sdpa(query[:1].expand(2, -1, -1, -1), key, value).is_contiguous()
+    assert torch_attn.sdpa(query[:, :1], key, value).is_contiguous()

@@ -1,0 +1,210 @@
+"""Memory: nothing of L x S elements is allocated, the peak grows linearly, nothing is over-read."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_attn
+from _cases import LENGTHS
+from helpers import (
+    CPU_CAPABILITIES,
+    DTYPES,
+    Inputs,
+    cpu_capability_set_to,
+    in_fresh_process,
+    make_inputs,
+)
+
+# Every option whose memory is promised to be O(L + S): sizes beside L and S, options.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "mask of keys": ({"mask": (1, "S")}, {}),
+    "mask of queries": ({"mask": ("L", 1)}, {"is_causal": True}),
+    "one number as mask": ({"mask": (1, 1)}, {}),
+    "bool mask of keys": ({"mask": (1, "S"), "kind": "bool"}, {}),
+    "dropout": ({}, {"dropout_p": 0.5}),
+    "value size": ({"Ev": 24}, {}),
+    "grouped heads": ({"heads": (4, 2, 1), "E": 8}, {"enable_gqa": True}),
+    "2-D": ({"batch": None}, {}),
+    "5-D": ({"batch": (1, 1)}, {"scale": -0.1}),
+    "all": (
+        {"heads": (2, 1, 1), "Ev": 24, "mask": (1, "S")},
+        {"dropout_p": 0.5, "is_causal": True, "enable_gqa": True, "scale": 0.2},
+    ),
+}  # fmt: skip
+
+
+def make_option(option: str, L: int, S: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    sizes = {"batch": (), "heads": 1, **OPTIONS[option][0]}
+    if "mask" in sizes:
+        sizes["mask"] = tuple({"L": L, "S": S}.get(n, n) for n in sizes["mask"])
+    if sizes["batch"] is None:
+        return make_inputs(L, S, batch=(), heads=1, dtype=dtype).map(lambda t: t[0])
+    return make_inputs(L, S, **sizes, dtype=dtype)
+
+
+class LargestAllocation(TorchDispatchMode):
+    """The largest number of elements of a storage that any operator gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.elements = max(self.elements, elements)
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_tensor_of_scores(option: str, dtype: torch.dtype) -> None:
+    L = S = 512
+    inputs = make_option(option, L, S, dtype).require_grad()
+    with LargestAllocation() as largest:
+        torch_attn.sdpa(*inputs, **OPTIONS[option][1]).sum().backward()
+    assert 0 < largest.elements < L * S // 2
+    with torch.no_grad(), LargestAllocation() as largest:
+        torch_attn.sdpa(*inputs, **OPTIONS[option][1])
+    assert 0 < largest.elements < L * S // 2
+
+
+def test_tensor_of_scores_would_be_noticed() -> None:
+    inputs = make_inputs(512, 512, batch=(), heads=1)
+    with LargestAllocation() as largest:
+        torch_attn.reference.sdpa(*inputs)
+    assert largest.elements >= 512 * 512
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_mask_of_all_scores(kind: str) -> None:
+    """A mask that is itself L x S is not copied; only its gradient is as large."""
+    inputs = make_inputs(512, 512, batch=(), heads=1, mask=(512, 512), kind=kind).require_grad()
+    with torch.no_grad(), LargestAllocation() as largest:
+        torch_attn.sdpa(*inputs)
+    assert largest.elements < 512 * 512 // 2
+    gradients = [t for t in inputs[:3] if t is not None]
+    with LargestAllocation() as largest:
+        torch.autograd.grad(torch_attn.sdpa(*inputs).sum(), gradients)
+    assert largest.elements < 512 * 512 // 2
+
+
+def resident(field: str) -> int:
+    """Bytes of resident memory, VmRSS now or VmHWM at most."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status).group(1))
+
+
+def peak_growth(option: str, lengths: tuple[int, ...]) -> list[int]:
+    """How far resident memory rises in a forward and backward, at each length."""
+    torch.set_num_threads(2)
+    growth = []
+    for length in (64, *lengths):
+        inputs = make_option(option, length, length).require_grad()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = resident("VmRSS")
+        torch_attn.sdpa(*inputs, **OPTIONS[option][1]).sum().backward()
+        growth.append(resident("VmHWM") - before)
+        del inputs
+    return growth[1:]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_peak_grows_linearly(option: str) -> None:
+    """From L = S = 2048 to 16384: the scores would grow 64-fold, to 1 GiB."""
+    small, large = in_fresh_process(peak_growth, option, (2048, 16384))
+    assert large <= 16 * small + (16 << 20), (small, large)
+    assert large <= 96 << 20, (small, large)
+
+
+def decode_growth() -> int:
+    """One query in 32 heads, 16384 keys in one: key and value are 4 MiB, for every head 128 MiB."""
+    inputs = make_inputs(1, 16384, 64, batch=(), heads=(32, 1, 1)).require_grad()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    torch_attn.sdpa(*inputs, enable_gqa=True).sum().backward()
+    return resident("VmHWM") - before
+
+
+def test_grouped_keys_are_not_expanded() -> None:
+    assert in_fresh_process(decode_growth) < 48 << 20
+
+
+# --- reads beyond the end -------------------------------------------------------------------------
+
+
+class GuardedMemory:
+    """Tensors with a forbidden page right after their last byte, or right before their first."""
+
+    def __init__(self, bytes_each: int, at_end: bool) -> None:
+        page = mmap.PAGESIZE
+        self.size = (bytes_each + page - 1) // page * page
+        self.at_end = at_end
+        self.map = mmap.mmap(-1, self.size + 2 * page)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        for forbidden in (self.address, self.address + page + self.size):
+            no_access = 0
+            assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(forbidden), page, no_access) == 0
+
+    def tensor(self, like: Tensor) -> Tensor:
+        count, page = like.numel(), mmap.PAGESIZE
+        start = self.size - count * like.element_size() if self.at_end else 0
+        flat = torch.frombuffer(self.map, dtype=like.dtype, count=count, offset=page + start)
+        return flat.view(like.shape).copy_(like)
+
+
+def run_guarded(capability: str, at_end: bool) -> int:
+    """Forward and backward of many sizes between forbidden pages; the number of calls survived."""
+    memories = [GuardedMemory(1 << 19, at_end) for _ in range(5)]
+    calls = 0
+    with cpu_capability_set_to(capability):
+        for n, length in enumerate(LENGTHS):
+            L, S = length, LENGTHS[(4 * n + 7) % len(LENGTHS)]
+            for dtype in DTYPES:
+                for E, Ev in ((1, 3), (7, 17), (33, 20)):
+                    mask, kind = (((1, S), "bool"), ((L, S), "float"))[(n + E) % 2]
+                    inputs = make_inputs(
+                        L, S, E, Ev, batch=(), heads=1, mask=mask, kind=kind, dtype=dtype
+                    )
+                    inputs = Inputs(
+                        *(m.tensor(t) for m, t in zip(memories[:4], inputs, strict=True))
+                    )
+                    for options in ({}, {"is_causal": True, "dropout_p": 0.1}):
+                        leaves = inputs.require_grad()
+                        output = torch_attn.sdpa(*leaves, **options)
+                        output.backward(memories[4].tensor(torch.randn_like(output)))
+                        calls += 1
+    return calls
+
+
+@pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
+def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
+    """A read outside of an input, even one whose value is not used, ends the process."""
+    calls = in_fresh_process(run_guarded, cpu_capability, at_end)
+    assert calls == len(LENGTHS) * len(DTYPES) * 3 * 2
+
+
+def read_beyond() -> None:
+    torch.frombuffer(GuardedMemory(64, at_end=True).map, dtype=torch.uint8).sum()
+
+
+def test_a_read_beyond_would_be_noticed() -> None:
+    with pytest.raises(Exception, match="terminated abruptly"):
+        in_fresh_process(read_beyond)
+
+
+def test_all_instruction_sets_are_guarded() -> None:
+    assert CPU_CAPABILITIES

@@ -1,0 +1,192 @@
+"""NaN: nothing beyond the tensors is read, and each NaN goes where it belongs and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_attn
+from helpers import (
+    DTYPES,
+    INF,
+    LAYOUTS,
+    NAN,
+    Inputs,
+    assert_same_bits,
+    make_grad_output,
+    make_inputs,
+    results,
+)
+
+pytestmark = pytest.mark.usefixtures("cpu_capability")
+
+# Below, at and above the width of vectors and tiles.
+KEYS = (1, 2, 5, 8, 15, 16, 17, 40, 64, 65, 200)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("L", "S", "E", "Ev"),
+    [(1, 1, 1, 1), (3, 5, 7, 9), (16,) * 4, (17, 33, 20, 3), (65, 70, 5, 33), (70, 130, 64, 40)],
+)
+def test_surroundings_are_not_read(
+    L: int, S: int, E: int, Ev: int, layout: str, dtype: torch.dtype
+) -> None:
+    """Views into memory full of NaN: the same bits as from clean tensors, gradients too."""
+    inputs = make_inputs(L, S, E, Ev, mask=(2, 3, L, S), dtype=dtype)
+    grad_output = make_grad_output(inputs)
+    place = LAYOUTS[layout]
+    for mask in (None, inputs.attn_mask, inputs.attn_mask > 0):
+        clean = inputs._replace(attn_mask=mask)
+        expected = results(torch_attn.sdpa, clean, grad_output)
+        actual = results(torch_attn.sdpa, clean.map(place), place(grad_output))
+        assert_same_bits(actual, expected)
+
+
+def split_rows(dirty: Tensor, clean: Tensor, reached: Tensor) -> tuple[Tensor, bool]:
+    """The rows that a NaN should reach; whether all others have the bits of the clean run."""
+    return dirty[reached], torch.equal(dirty[~reached], clean[~reached])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("S", KEYS)
+def test_query(S: int, is_causal: bool, dtype: torch.dtype) -> None:
+    """Its own row is NaN throughout, every other row is untouched."""
+    inputs = make_inputs(20, S, 9, dtype=dtype)
+    clean = torch_attn.sdpa(*inputs, is_causal=is_causal)
+    rows = torch.zeros(2, 3, 20, dtype=torch.bool)
+    rows[0, 1, 0] = rows[1, 2, 19] = rows[1, 0, 7] = True
+    for column in (0, 8):
+        query = inputs.query.clone()
+        query[..., column][rows] = NAN
+        dirty = torch_attn.sdpa(*inputs._replace(query=query), is_causal=is_causal)
+        reached, others_untouched = split_rows(dirty, clean, rows)
+        assert reached.isnan().all()
+        assert others_untouched
+
+
+def masks_that_hide(hidden: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "bool": ~hidden,
+        "-inf": torch.randn(hidden.shape, dtype=dtype).masked_fill(hidden, -INF),
+        "float32 -inf": torch.randn(hidden.shape).masked_fill(hidden, -INF),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["bool", "-inf", "float32 -inf", "causal"])
+@pytest.mark.parametrize("S", KEYS)
+def test_key(S: int, kind: str, dtype: torch.dtype) -> None:
+    """It reaches the rows that attend to it and no other, in the output and in grad_query."""
+    L = 20
+    inputs = make_inputs(L, S, 9, dtype=dtype)
+    where = torch.rand(L, S) < 0.5
+    where[torch.arange(L), torch.randint(S, (L,))] = False  # no row attends to nothing
+    if kind == "causal":
+        where = torch.ones(L, S, dtype=torch.bool).triu(1)
+        options = {"is_causal": True}
+    else:
+        inputs = inputs._replace(attn_mask=masks_that_hide(where, dtype)[kind])
+        options = {}
+    grad_output = make_grad_output(inputs, **options)
+    clean = results(torch_attn.sdpa, inputs, grad_output, **options)
+    for bad in {0, S // 2, S - 1}:
+        key = inputs.key.clone()
+        key[0, 1, bad, 3] = NAN
+        dirty = results(torch_attn.sdpa, inputs._replace(key=key), grad_output, **options)
+        rows = torch.zeros(2, 3, L, dtype=torch.bool)
+        rows[0, 1] = ~where[:, bad]
+        for name in ("output", "grad_query"):
+            reached, others_untouched = split_rows(dirty[name], clean[name], rows)
+            assert reached.isnan().all(), name
+            assert others_untouched, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["bool", "-inf", "float32 -inf"])
+@pytest.mark.parametrize("S", KEYS)
+def test_key_that_no_row_attends_to(S: int, kind: str, dtype: torch.dtype) -> None:
+    """Padding may hold anything: no result sees it, no gradient reaches it."""
+    inputs = make_inputs(20, S, 9, dtype=dtype)
+    padding = torch.zeros(1, S, dtype=torch.bool)
+    padding[:, S // 2 :] = True
+    inputs = inputs._replace(attn_mask=masks_that_hide(padding, dtype)[kind])
+    grad_output = make_grad_output(inputs)
+    clean = results(torch_attn.sdpa, inputs, grad_output)
+    key = inputs.key.clone()
+    key[..., S // 2 :, :] = NAN
+    dirty = results(torch_attn.sdpa, inputs._replace(key=key), grad_output)
+    assert_same_bits(dirty, clean)
+    assert (dirty["grad_key"][..., S // 2 :, :] == 0).all()
+    assert (dirty["grad_value"][..., S // 2 :, :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", KEYS)
+def test_value(S: int, dtype: torch.dtype) -> None:
+    """It reaches the rows that attend to it, and stays in its head."""
+    inputs = make_inputs(20, S, 9, dtype=dtype)
+    clean = torch_attn.sdpa(*inputs)
+    value = inputs.value.clone()
+    value[0, 1, S // 2, 4] = NAN
+    dirty = torch_attn.sdpa(*inputs._replace(value=value))
+    assert dirty[0, 1, :, 4].isnan().all()
+    assert not dirty[0, 1, :, :4].isnan().any()
+    dirty[0, 1] = clean[0, 1]
+    assert torch.equal(dirty, clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_dtype", [None, torch.float32])
+@pytest.mark.parametrize("S", KEYS)
+def test_mask(S: int, mask_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """It makes its row NaN, and no other."""
+    inputs = make_inputs(20, S, 9, dtype=dtype)
+    mask = torch.randn(20, S, dtype=mask_dtype or dtype)
+    clean = torch_attn.sdpa(*inputs[:3], mask)
+    mask[7, S - 1] = NAN
+    dirty = torch_attn.sdpa(*inputs[:3], mask)
+    assert dirty[..., 7, :].isnan().all()
+    dirty[..., 7, :] = clean[..., 7, :]
+    assert torch.equal(dirty, clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", KEYS)
+def test_fully_masked_row(S: int, dtype: torch.dtype) -> None:
+    """0, whatever its query and the keys hold."""
+    query, key, value, _ = make_inputs(20, S, 9, dtype=dtype)
+    mask = torch.ones(20, S, dtype=torch.bool)
+    mask[3] = False
+    query[..., 3, :] = NAN
+    assert (torch_attn.sdpa(query, key, value, mask)[..., 3, :] == 0).all()
+    output = torch_attn.sdpa(query, key * NAN, value, torch.zeros(1, 1, dtype=torch.bool))
+    assert (output == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_keys(dtype: torch.dtype) -> None:
+    """Also where the keys of one query are shared out among threads."""
+    query, key, value, _ = make_inputs(1, 3000, 9, batch=(), heads=1, dtype=dtype)
+    mask = torch.ones(1, 3000, dtype=torch.bool)
+    mask[:, 1999] = False
+    clean = torch_attn.sdpa(query, key, value, mask)
+    key[:, 1999] = NAN
+    assert torch.equal(torch_attn.sdpa(query, key, value, mask), clean)
+    assert torch_attn.sdpa(query, key, value).isnan().all()
+    mask[:, :2500] = False
+    key[:, :2500] = NAN
+    assert torch_attn.sdpa(query, key, value, mask).isfinite().all()
+    assert torch_attn.sdpa(query * NAN, key, value, mask).isnan().all()
+
+
+def test_infinite_scores_are_not_hidden() -> None:
+    """inf - inf is NaN, as in the formula; one key at -inf score is only a weight of 0."""
+    query = torch.ones(1, 1)
+    value = torch.tensor([[1.0], [2.0]])
+    assert torch_attn.sdpa(query, torch.tensor([[INF], [1.0]]), value).isnan().all()
+    assert torch_attn.sdpa(query, torch.tensor([[-INF], [1.0]]), value).item() == 2.0
+    assert Inputs(query, query, query).attn_mask is None

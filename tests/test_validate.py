@@ -1,0 +1,226 @@
+"""Bad input: every error names the argument, says what it was and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_attn
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "torch.ops.attn.sdpa": torch.ops.attn.sdpa,
+    "torch.ops.attn.sdpa_with_weights": torch.ops.attn.sdpa_with_weights,
+    "torch.ops.attn._sdpa_forward": torch.ops.attn._sdpa_forward,
+    "torch_attn.sdpa": torch_attn.sdpa,
+    "torch_attn.sdpa_with_weights": torch_attn.sdpa_with_weights,
+}
+SIZES = {"query": (2, 4, 5, 8), "key": (2, 4, 7, 8), "value": (2, 4, 7, 6)}
+
+
+def floats(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+# What differs from good input; what the message says: the argument, what it was, what is allowed.
+BAD: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
+    # dimensions
+    "1-D query": ({"query": floats(8)}, (r"query", r"\[8\]", r"at least 2 dim")),
+    "0-D key": ({"key": floats()}, (r"key", r"\[\]", r"at least 2 dim")),
+    "1-D value": ({"value": floats(6)}, (r"value", r"\[6\]", r"at least 2 dim")),
+    # sizes that do not fit
+    "head sizes": ({"key": floats(2, 4, 7, 9)}, (r"key", r"\b9\b", r"\b8\b.*must be equal")),
+    "lengths": ({"value": floats(2, 4, 6, 6)}, (r"value", r"\b6\b", r"\b7\b.*must be equal")),
+    "no keys": ({"key": floats(2, 4, 0, 8)}, (r"value", r"\b7\b", r"\b0\b.*must be equal")),
+    "batch of key": ({"key": floats(3, 4, 7, 8)}, (r"key", r"\[3, 4, 7, 8\]", r"equal or 1")),
+    "batch of value": ({"value": floats(3, 4, 7, 6)}, (r"value", r"\[3, 4, 7, 6\]", r"equal or 1")),
+    "batch of 0": ({"key": floats(0, 4, 7, 8)}, (r"key", r"\[0, 4, 7, 8\]", r"equal or 1")),
+    # heads
+    "key heads, no flag": ({"key": floats(2, 2, 7, 8)}, (r"key", r"2 heads", r"enable_gqa")),
+    "value heads, no flag": ({"value": floats(2, 2, 7, 6)}, (r"value", r"2 heads", r"enable_gqa")),
+    "key heads that do not divide": (
+        {"key": floats(2, 3, 7, 8), "enable_gqa": True},
+        (r"key", r"3 heads", r"divide the query's|\b4\b"),
+    ),
+    "value heads that do not divide": (
+        {"value": floats(2, 3, 7, 6), "enable_gqa": True},
+        (r"value", r"3 heads", r"divide the query's|\b4\b"),
+    ),
+    "more key heads": (
+        {"key": floats(2, 8, 7, 8), "enable_gqa": True},
+        (r"key", r"8 heads", r"divide the query's|\b4\b"),
+    ),
+    "no key heads": (
+        {"key": floats(2, 0, 7, 8), "enable_gqa": True},
+        (r"key", r"0 heads", r"divide the query's|\b4\b"),
+    ),
+    # dtypes
+    "integer query": (
+        {n: floats(*size, dtype=torch.int64) for n, size in SIZES.items()},
+        (r"query", r"Long|int64", r"float64, float32, bfloat16 or float16"),
+    ),
+    "complex query": (
+        {n: floats(*size, dtype=torch.complex64) for n, size in SIZES.items()},
+        (r"query", r"[Cc]omplex", r"float64, float32, bfloat16 or float16"),
+    ),
+    "float8 query": (
+        {n: floats(*size).to(torch.float8_e5m2) for n, size in SIZES.items()},
+        (r"query", r"Float8_e5m2", r"float64, float32, bfloat16 or float16"),
+    ),
+    "dtype of key": (
+        {"key": floats(*SIZES["key"], dtype=torch.bfloat16)},
+        (r"key", r"BFloat16", r"same dtype"),
+    ),
+    "dtype of value": (
+        {"value": floats(*SIZES["value"], dtype=torch.float64)},
+        (r"value", r"[Dd]ouble", r"same dtype"),
+    ),
+    # mask
+    "integer mask": (
+        {"attn_mask": floats(5, 7, dtype=torch.int32)},
+        (r"attn_mask", r"[Ii]nt", r"bool.*float32"),
+    ),
+    "byte mask": (
+        {"attn_mask": floats(5, 7, dtype=torch.uint8)},
+        (r"attn_mask", r"[Bb]yte", r"bool.*float32"),
+    ),
+    "half mask of float query": (
+        {"attn_mask": floats(5, 7, dtype=torch.float16)},
+        (r"attn_mask", r"[Hh]alf", r"bool.*float32"),
+    ),
+    "double mask of float query": (
+        {"attn_mask": floats(5, 7, dtype=torch.float64)},
+        (r"attn_mask", r"[Dd]ouble", r"bool.*float32"),
+    ),
+    "1-D mask": ({"attn_mask": floats(7)}, (r"attn_mask", r"\[7\]", r"at least 2 dim")),
+    "mask of other lengths": (
+        {"attn_mask": floats(7, 5)},
+        (r"attn_mask", r"\[7, 5\]", r"broadcast.*\[2, 4, 5, 7\]"),
+    ),
+    "mask of two keys": (
+        {"attn_mask": floats(5, 2)},
+        (r"attn_mask", r"\[5, 2\]", r"broadcast.*\[2, 4, 5, 7\]"),
+    ),
+    "mask of other heads": (
+        {"attn_mask": floats(2, 3, 5, 7)},
+        (r"attn_mask", r"\[2, 3, 5, 7\]", r"broadcast.*\[2, 4, 5, 7\]"),
+    ),
+    "mask that adds a dimension": (
+        {"attn_mask": floats(1, 2, 4, 5, 7)},
+        (r"attn_mask", r"\[1, 2, 4, 5, 7\]", r"broadcast.*\[2, 4, 5, 7\]"),
+    ),
+    "mask that enlarges the batch": (
+        {"attn_mask": floats(3, 1, 5, 7), **{n: floats(1, *s[1:]) for n, s in SIZES.items()}},
+        (r"attn_mask", r"\[3, 1, 5, 7\]", r"broadcast.*\[1, 4, 5, 7\]"),
+    ),
+    "mask that enlarges one query": (
+        {"attn_mask": floats(5, 7), "query": floats(2, 4, 1, 8)},
+        (r"attn_mask", r"\[5, 7\]", r"broadcast.*\[2, 4, 1, 7\]"),
+    ),
+    "mask of one head's heads": (
+        {"attn_mask": floats(4, 5, 7), **{n: floats(*s[2:]) for n, s in SIZES.items()}},
+        (r"attn_mask", r"\[4, 5, 7\]", r"broadcast.*\[5, 7\]"),
+    ),
+    # numbers
+    "negative dropout": ({"dropout_p": -0.1}, (r"dropout_p", r"-0\.1", r"between 0 and 1")),
+    "dropout above 1": ({"dropout_p": 1.5}, (r"dropout_p", r"1\.5", r"between 0 and 1")),
+    "dropout NaN": ({"dropout_p": float("nan")}, (r"dropout_p", r"nan", r"between 0 and 1")),
+    "scale NaN": ({"scale": float("nan")}, (r"scale", r"(?i)nan", r"must be")),
+}  # fmt: skip
+
+
+def assert_raises(
+    call: Callable[..., Any], arguments: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    with pytest.raises(RuntimeError) as error:
+        call(**arguments)
+    message = str(error.value)
+    for pattern in says:
+        assert re.search(pattern, message, re.DOTALL), f"{pattern!r} is not in {message!r}"
+    # The argument comes first: what else is named is there to compare.
+    names = re.findall(r"query|key|value|attn_mask|dropout_p|scale", message)
+    assert names[0] == says[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input(bad: str, call: str, device: str) -> None:
+    changed, says = BAD[bad]
+    arguments = {**{name: floats(*size) for name, size in SIZES.items()}, **changed}
+    on_device = {n: a.to(device) if isinstance(a, Tensor) else a for n, a in arguments.items()}
+    state = torch.get_rng_state()
+    assert_raises(CALLS[call], on_device, says)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_bad_input_that_wants_gradients(call: str) -> None:
+    """The check comes before autograd's own work, too."""
+    arguments = {n: floats(*size).requires_grad_() for n, size in SIZES.items()}
+    arguments["key"] = floats(2, 4, 7, 9).requires_grad_()
+    assert_raises(CALLS[call], arguments, (r"key", r"\b9\b", r"\b8\b.*must be equal"))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("argument", ["key", "value", "attn_mask"])
+def test_mixed_devices(argument: str, call: str) -> None:
+    arguments = {n: floats(*size) for n, size in SIZES.items()} | {"attn_mask": floats(5, 7)}
+    arguments[argument] = arguments[argument].to("meta")
+    assert_raises(CALLS[call], arguments, (argument, r"\bmeta\b", r"same device"))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], "tensor", 3], ids=["list", "str", "int"])
+def test_not_a_tensor(wrong: Any, argument: str, call: str) -> None:
+    arguments = {**{n: floats(*size) for n, size in SIZES.items()}, argument: wrong}
+    with pytest.raises(RuntimeError, match=rf"'{argument}'.*'{type(wrong).__name__}'") as error:
+        CALLS[call](**arguments)
+    assert "Tensor" in str(error.value)
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask"])
+def test_sparse_tensors(argument: str) -> None:
+    arguments = {n: floats(*size) for n, size in SIZES.items()} | {"attn_mask": floats(5, 7)}
+    arguments[argument] = arguments[argument].to_sparse()
+    with pytest.raises(RuntimeError, match=r"(?i)sparse"):
+        torch_attn.sdpa(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("position", "name", "wrong"),
+    [
+        (0, "grad_output", floats(2, 4, 5, 7)),
+        (0, "grad_output", floats(2, 4, 5, 6, dtype=torch.float64)),
+        (5, "output", floats(2, 4, 5, 7)),
+        (6, "logsumexp", floats(2, 4, 6)),
+        (6, "logsumexp", floats(2, 4, 5, dtype=torch.float64)),
+        (7, "rng_state", torch.zeros(1, dtype=torch.int32)),
+    ],
+)
+def test_backward_operator(position: int, name: str, wrong: Tensor) -> None:
+    """What only autograd calls does not trust its arguments either."""
+    inputs = tuple(floats(*size) for size in SIZES.values())
+    saved = torch.ops.attn._sdpa_forward(*inputs, dropout_p=0.5)
+    arguments = [floats(2, 4, 5, 6), *inputs, None, *saved, 0.5, False]
+    options = {"scale": None, "enable_gqa": False, "grad_input_mask": [True, True, True, False]}
+    torch.ops.attn._sdpa_backward(*arguments, **options)
+    arguments[position] = wrong
+    with pytest.raises(RuntimeError, match=name):
+        torch.ops.attn._sdpa_backward(*arguments, **options)
+
+
+def test_gradient_of_a_mask_without_one() -> None:
+    inputs = tuple(floats(*size) for size in SIZES.values())
+    options = {"scale": None, "enable_gqa": False, "grad_input_mask": [True, True, True, True]}
+    for mask in (None, torch.ones(5, 7, dtype=torch.bool)):
+        saved = torch.ops.attn._sdpa_forward(*inputs, mask)
+        with pytest.raises(RuntimeError, match="attn_mask"):
+            torch.ops.attn._sdpa_backward(
+                floats(2, 4, 5, 6), *inputs, mask, *saved, 0.0, False, **options
+            )

@@ -1,0 +1,104 @@
+"""sdpa_with_weights: its output is sdpa's, its weights and scores are the textbook's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_attn
+from helpers import DTYPES, INF, SEED, Inputs, make_inputs
+from torch_attn import reference
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "causal, L > S": ({"L": 9, "S": 4}, {"is_causal": True}),
+    "mask": ({"mask": (2, 1, 5, 7)}, {"scale": 0.3}),
+    "bool mask": ({"mask": (5, 7), "kind": "bool"}, {"is_causal": True}),
+    "mask with -inf": ({"mask": (1, 7), "kind": "-inf"}, {}),
+    "float32 mask": ({"mask": (5, 1), "kind": "float32"}, {}),
+    "grouped heads": ({"heads": (6, 2, 3), "mask": (6, 1, 7)}, {"enable_gqa": True}),
+    "broadcast heads": ({"heads": (1, 3, 1)}, {}),
+    "value size": ({"Ev": 5}, {"scale": -1.0}),
+    "2-D": ({"batch": (), "heads": 1, "mask": (1, 5, 7)}, {}),
+    "5-D": ({"batch": (2, 1)}, {}),
+    "no keys": ({"S": 0}, {}),
+    "no queries": ({"L": 0}, {}),
+    "head_dim 0": ({"E": 0}, {}),
+}  # fmt: skip
+
+
+def make_case(case: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
+    sizes, options = CASES[case]
+    inputs = make_inputs(**{"L": 5, "S": 7, "E": 6, "dtype": dtype, **sizes})
+    return inputs, options
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_values(case: str, dtype: torch.dtype) -> None:
+    inputs, options = make_case(case, dtype)
+    output, weights, scores = torch_attn.sdpa_with_weights(*inputs, **options)
+    assert torch.equal(output, torch_attn.sdpa(*inputs, **options))
+    exact = inputs.map(lambda t: t.double() if t.is_floating_point() else t)
+    _, exact_weights, exact_scores = reference.sdpa_with_weights(*exact, **options)
+    assert output.dtype == weights.dtype == scores.dtype == dtype
+    torch.testing.assert_close(weights, exact_weights.to(dtype))
+    torch.testing.assert_close(scores, exact_scores.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_sum_to_one_or_zero(dtype: torch.dtype) -> None:
+    query, key, value, _ = make_inputs(5, 7, dtype=dtype)
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[2] = False
+    _, weights, scores = torch_attn.sdpa_with_weights(query, key, value, mask)
+    expected = torch.tensor([1, 1, 0, 1, 1], dtype=dtype).expand(2, 3, 5)
+    torch.testing.assert_close(weights.sum(-1), expected)
+    assert (weights[..., 2, :] == 0).all()
+    assert (scores[..., 2, :] == -INF).all()
+
+
+def test_weights_are_those_before_dropout() -> None:
+    inputs = make_inputs(5, 7)
+    torch.manual_seed(SEED)
+    output, weights, scores = torch_attn.sdpa_with_weights(*inputs, dropout_p=0.5)
+    torch.manual_seed(SEED)
+    assert torch.equal(output, torch_attn.sdpa(*inputs, dropout_p=0.5))
+    _, plain_weights, plain_scores = torch_attn.sdpa_with_weights(*inputs)
+    assert torch.equal(weights, plain_weights)
+    assert torch.equal(scores, plain_scores)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "which", [0, 1, 2, slice(None)], ids=["output", "weights", "scores", "all"]
+)
+def test_gradients(which: int | slice, case: str) -> None:
+    inputs, options = make_case(case, torch.float64)
+    hidden = inputs.attn_mask == -INF if inputs.attn_mask is not None else None
+    if hidden is not None and inputs.attn_mask.is_floating_point():
+        inputs = inputs._replace(attn_mask=inputs.attn_mask.double().masked_fill(hidden, 0))
+
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+        if mask is not None and mask.is_floating_point():
+            mask = mask.masked_fill(hidden, -INF)
+        results = torch_attn.sdpa_with_weights(query, key, value, mask, **options)
+        # A masked score is -inf, which has no difference with itself.
+        return tuple(t.masked_fill(t == -INF, 0) for t in results)[which]
+
+    assert torch.autograd.gradcheck(function, tuple(inputs.require_grad()))
+
+
+def test_fully_masked_row_has_finite_gradients() -> None:
+    inputs = make_inputs(5, 7, mask=(5, 7), kind="float").require_grad()
+    with torch.no_grad():
+        inputs.attn_mask[2] = -INF
+    output, weights, _ = torch_attn.sdpa_with_weights(*inputs)
+    (output.sum() + (weights**2).sum()).backward()
+    for leaf in inputs:
+        assert leaf.grad.isfinite().all()
+    assert (inputs.query.grad[..., 2, :] == 0).all()
