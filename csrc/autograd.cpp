@@ -48,10 +48,6 @@ struct Inputs {
 
   std::array<Tensor, 4> all() const { return {query, key, value, attn_mask}; }
   bool any() const { return query.defined() || key.defined() || value.defined() || attn_mask.defined(); }
-  Wanted requires_grad() const {
-    const auto wants = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
-    return {wants(query), wants(key), wants(value), wants(attn_mask)};
-  }
 };
 
 struct Saved {
@@ -234,8 +230,13 @@ struct SdpaSecondBackward : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);
-    const Tensor u = grad_output.unpack();
-    const Inputs x = point.unpack(), t = direction.unpack();
+    // Aliases: the gradient with respect to one of these must not run through another's history.
+    const auto alias = [](const Tensor& t) { return t.defined() ? t.view_as(t) : t; };
+    const auto aliases = [&](const Inputs& i) {
+      return Inputs{alias(i.query), alias(i.key), alias(i.value), alias(i.attn_mask)};
+    };
+    const Tensor u = alias(grad_output.unpack());
+    const Inputs x = aliases(point.unpack()), t = aliases(direction.unpack());
     const variable_list h =
         list(second_formula(u, ATTN_INPUTS_OF(x), ATTN_TANGENTS_OF(t), ATTN_OPTIONS_OF(options), outputs));
     variable_list from, with, to;

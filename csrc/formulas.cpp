@@ -86,8 +86,11 @@ Tensors4 second_formula(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGEN
   using torch::autograd::variable_list;
   check_no_dropout(dropout_p);
   at::AutoGradMode enable(true);
-  // grad_x <t, J'u> by differentiating twice; variables that are constants to the caller get a graph of their own here
-  const auto variable = [](const Tensor& t) { return t.requires_grad() ? t : t.detach().requires_grad_(); };
+  // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
+  const auto variable = [](const Tensor& t) {
+    Tensor alias = t.view_as(t);
+    return alias.requires_grad() ? alias : alias.requires_grad_();
+  };
   const std::optional<Tensor> directions[] = {ATTN_TANGENTS};
   variable_list x = {variable(query), variable(key), variable(value)};
   std::optional<Tensor> mask = attn_mask;

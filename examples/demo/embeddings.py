@@ -91,7 +91,7 @@ def run(quick: bool) -> None:
 
     times: dict[str, list[float]] = {"own": [], "ours": []}
     with progress() as bar:
-        rounds = range(2 if quick else 7)
+        rounds = range(2 if quick else 5)
         for i in bar.track(rounds, description="  embedding, in turns"):
             # Who goes first changes, so that neither always finds the machine warm.
             turns = [("own", own), ("ours", ours)]
