@@ -298,7 +298,7 @@ def bench_derivatives(
 
 def derivatives_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(
-        title="Second derivatives and forward mode, 1 x 2 x L, D = 64, float32 (built-in: math backend)"
+        title="Second derivatives and forward mode: 1 x 2 x L, D = 64, float32, built-in: math"
     )
     table.add_column("derivative")
     for heading in ("L", "attn ms", "built-in ms", "ratio", "attn MiB", "built-in MiB"):
