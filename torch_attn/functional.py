@@ -60,8 +60,11 @@ def sdpa(
     Precision: bfloat16 and float16 accumulate in float32, with the softmax in float32; float64 is
     float64 throughout. Under :class:`torch.autocast` the inputs are cast as the built-in's are.
 
-    Derivatives: with respect to query, key, value and a floating `attn_mask`, only those asked for.
-    A derivative of the gradient, and forward mode, raise RuntimeError.
+    Derivatives: with respect to query, key, value and a floating `attn_mask`, only those asked for,
+    with dropout's mask held fixed. First and second derivatives, in reverse mode, forward mode and
+    any mixture of the two, take memory O(L + S). Third ones, and forward mode over forward mode,
+    store the L x S scores, and raise RuntimeError with dropout. Under :func:`torch.func.vmap` the
+    operator is called once for all samples; with dropout, `randomness` is honoured.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
