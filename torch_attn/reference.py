@@ -90,7 +90,9 @@ def sdpa_with_weights(
     if scale is None:
         scale = 1 / math.sqrt(max(query.size(-1), 1))
 
-    leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    leading = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        query.shape[:-2], key.shape[:-2], value.shape[:-2]
+    )
     scores = (query @ key.transpose(-2, -1) * scale).expand(*leading, -1, -1)
     masked = torch.zeros_like(scores, dtype=torch.bool)
     if is_causal:
