@@ -178,7 +178,7 @@ struct Backward {
                       bool want_dx) {
     const RowTile& rows = state.rows;
     const int64_t lanes = rows.template lanes<T>();
-    scores<T>(p, rows, state.query_t, b.key, b.ld_key, key, keys, b.bias, b.x);
+    scores<T>(p, rows, state.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
     if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, b.factor);
     if (want_dx || kSecond)
       Gemm<T>::template run<false>(keys, lanes, p.value_dim, b.value, b.ld_value, state.grad_output_t, kRowTile, b.dx,

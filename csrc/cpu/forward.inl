@@ -94,8 +94,9 @@ struct Forward {
       }
   }
 
-  static void visit(const ForwardParams& p, const Buffers& b, RowState& state, int64_t key, int64_t keys) {
-    scores<T>(p, state.rows, state.query_t, b.key, b.ld_key, key, keys, b.bias, b.x);
+  static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& key_rows,
+                    const Rows<T>& value_rows, int64_t key, int64_t keys) {
+    scores<T>(p, state.rows, state.query_t, key_rows, key, keys, b.bias, b.x);
     const int64_t lanes = state.rows.template lanes<T>();
     int64_t lane = 0;
     for (; lane + 4 * W <= lanes; lane += 4 * W) softmax_and_rescale<4>(p, state, b.x, keys, lane);
@@ -107,7 +108,7 @@ struct Forward {
           store<T>(b.x + i, load<T>(b.x + i) * load<T>(b.factor + i));
     }
     // O^T += V^T P^T
-    Gemm<T>::template run<true>(p.value_dim, lanes, keys, b.value, b.ld_value, b.x, kRowTile, state.output_t, kRowTile,
+    Gemm<T>::template run<true>(p.value_dim, lanes, keys, value_rows.data, value_rows.ld, b.x, kRowTile, state.output_t, kRowTile,
                                 state.started);
     state.started = true;
   }
@@ -170,10 +171,12 @@ struct Forward {
     if (p.causal) last_key = smaller(last_key, last_position + 1);
     for (int64_t key = first_key; key < last_key; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, last_key - key);
-      pack_rows<T>(b.key, b.ld_key, block_of(p, p.key, n, key_head, key), keys, p.head_dim);
-      pack_rows<T>(b.value, b.ld_value, block_of(p, p.value, n, value_head, key), keys, p.value_dim);
+      const Rows<T> key_rows = rows_of(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
+      const Rows<T> value_rows =
+          rows_of(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
       for (int64_t t = 0; t < tiles; ++t)
-        if (!p.causal || key <= b.states[t].rows.max_position) visit(p, b, b.states[t], key, keys);
+        if (!p.causal || key <= b.states[t].rows.max_position) 
+          visit(p, b, b.states[t], key_rows, value_rows, key, keys);
     }
 
     T* logsumexp = static_cast<T*>(p.logsumexp);

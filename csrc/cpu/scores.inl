@@ -153,11 +153,11 @@ void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, int64
 // `query_t` is the tile of queries, transposed; `bias` is workspace.
 // What is masked becomes -inf by selection, not by addition: a NaN in a masked key does not get through.
 template <class T>
-void scores(const Problem& p, const RowTile& rows, const T* query_t, const T* key_tile, int64_t ld_key, int64_t key,
-            int64_t keys, T* bias, T* x) {
+void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
+            T* bias, T* x) {
   constexpr int W = kLanes<T>;
   const int64_t lanes = rows.lanes<T>();
-  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_tile, ld_key, query_t, kRowTile, x, kRowTile, false,
+  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_rows.data, key_rows.ld, query_t, kRowTile, x, kRowTile, false,
                                 static_cast<T>(p.scale));
   const Vec<T> masked = splat<T>(-kInfinity<T>);
   if (p.has_mask) {

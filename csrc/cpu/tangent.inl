@@ -105,7 +105,7 @@ struct Tangent {
       load_tile(p.value, value_head, b.value, b.ld_value, p.value_dim);
       load_tile(p.t.key, key_head, b.tangent_key, b.ld_key, p.head_dim);
       load_tile(p.t.value, value_head, b.tangent_value, b.ld_value, p.value_dim);
-      scores<T>(p, rows, b.query_t, b.key, b.ld_key, key, keys, b.bias, b.x);
+      scores<T>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
       tangent_scores<T>(p, p.t, rows, b.query_t, b.tangent_query_t, b.key, b.tangent_key, b.ld_key, key, keys, b.bias,
                         b.tx);
       weights(p, b, key, keys);

@@ -128,6 +128,25 @@ template <class T>
 void pack_rows(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols) {
   pack<T>(tile, ld, block.data, block.dtype, block.row, block.col, rows, cols, ld);
 }
+// Rows of a tensor that are read one element at a time: where they lie, or packed.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t ld;
+};
+
+// Packs into `tile` only what is not usable in place: another dtype, a column stride, or rows so far apart that a column
+// of them would fall into few sets of the cache.
+template <class T>
+Rows<T> rows_of(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+  constexpr int64_t kFarApart = 256;
+  const bool same_type = block.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32);
+  if (same_type && block.col == 1 && (block.row <= kFarApart || rows == 1))
+    return {reinterpret_cast<const T*>(block.data), block.row};
+  pack_rows<T>(tile, ld, block, rows, cols);
+  return {tile, ld};
+}
+
 // tile[d * ld + i] = block(i, d): a vector holds one column of neighbouring rows.
 template <class T>
 void pack_transposed(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols, int64_t width) {
