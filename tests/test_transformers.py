@@ -159,6 +159,19 @@ def test_one_token_at_a_time(name: str, cache: str) -> None:
     assert_close(torch.cat(states, dim=1), expected)
 
 
+@pytest.mark.parametrize("side", ["none", "right"])
+def test_compiles_as_one_graph_with_dynamic_shapes(side: str) -> None:
+    inputs, real = batch(side, "llama-gqa")
+    _, ours = build("llama-gqa")
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for length in (9, 5):
+            short = {name: tensor[:, :length] for name, tensor in inputs.items()}
+            actual, expected = (m(**short).last_hidden_state for m in (compiled, ours))
+            assert_close(actual[real[:, :length]], expected[real[:, :length]])
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("name", ["bert", "llama-gqa"])
 def test_output_attentions_as_a_call_argument(name: str) -> None:
     inputs, _ = batch("right", name)
