@@ -30,7 +30,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="all parts, small: seconds")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the pictures")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="DIR", help="folder of the pictures"
+    )
     options = parser.parse_args()
 
     start = time.perf_counter()
