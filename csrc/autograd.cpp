@@ -66,14 +66,14 @@ Tensors4 backward(const Tensor& u, const Inputs& x, const Saved& s, const Option
   return backward_op().call(u, ATTN_INPUTS_OF(x), ATTN_SAVED_OF(s), ATTN_OPTIONS_OF(o), wanted);
 }
 
-Tensors2 tangent(const Inputs& x, const Saved& s, const Inputs& t, const Options& o) {
+Tensors3 tangent(const Inputs& x, const Saved& s, const Inputs& t, const Options& o) {
   return tangent_op().call(ATTN_INPUTS_OF(x), ATTN_SAVED_OF(s), ATTN_TANGENTS_OF(t), ATTN_OPTIONS_OF(o));
 }
 
-Tensors4 second(const Tensor& u, const Inputs& x, const Saved& s, const Inputs& t, const Tensors2& moved,
+Tensors4 second(const Tensor& u, const Inputs& x, const Saved& s, const Inputs& t, const Tensors3& moved,
                 const Options& o, Wanted wanted) {
   return second_op().call(u, ATTN_INPUTS_OF(x), ATTN_SAVED_OF(s), ATTN_TANGENTS_OF(t), std::get<0>(moved),
-                          std::get<1>(moved), ATTN_OPTIONS_OF(o), wanted);
+                          std::get<1>(moved), std::get<2>(moved), ATTN_OPTIONS_OF(o), wanted);
 }
 
 bool any(Wanted wanted) { return wanted[0] || wanted[1] || wanted[2] || wanted[3]; }
@@ -172,7 +172,7 @@ struct SdpaDoubleBackward : AttentionNode {
     if (!t.any()) return result;
     const Inputs x = point.unpack();
     const Saved s = saved();
-    const Tensors2 moved = tangent(x, s, t, options);
+    const Tensors3 moved = tangent(x, s, t, options);
     if (task_should_compute_output(0)) result[0] = std::get<0>(moved);
     if (const Wanted w = wanted(1); any(w)) {
       const variable_list h = list(second(grad_output.unpack(), x, s, t, moved, options, w));
@@ -185,7 +185,7 @@ struct SdpaDoubleBackward : AttentionNode {
 // Edges: the point, then the direction.
 struct SdpaTangentBackward : AttentionNode {
   SavedInputs direction;
-  SavedVariable tangent_output, tangent_logsumexp;
+  SavedVariable tangent_output, tangent_logsumexp, tangent_residual;
 
   std::string name() const override { return "SdpaTangentBackward"; }
   void release_variables() override {
@@ -193,6 +193,7 @@ struct SdpaTangentBackward : AttentionNode {
     direction.release();
     tangent_output.reset_data();
     tangent_logsumexp.reset_data();
+    tangent_residual.reset_data();
   }
 
   variable_list apply(variable_list&& grads) override {
@@ -201,7 +202,8 @@ struct SdpaTangentBackward : AttentionNode {
     const Inputs x = point.unpack();
     const Saved s = saved();
     if (const Wanted w = wanted(0); any(w)) {
-      const Tensors2 moved{tangent_output.unpack(pointer_to(this)), tangent_logsumexp.unpack()};
+      const Tensors3 moved{tangent_output.unpack(pointer_to(this)), tangent_logsumexp.unpack(),
+                           tangent_residual.unpack()};
       const variable_list h = list(second(grads[0], x, s, direction.unpack(), moved, options, w));
       std::copy(h.begin(), h.end(), result.begin());
     }
@@ -324,7 +326,7 @@ Tensors4 backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, 
   if (is_dual(grad_output)) add(backward(tangent_of(grad_output), primal_of(x), primal_of(s), options, grad_input_mask));
   if (is_dual(x)) {
     const Inputs point = primal_of(x), direction = tangent_of(x);
-    const Tensors2 moved = tangent(point, primal_of(s), direction, options);
+    const Tensors3 moved = tangent(point, primal_of(s), direction, options);
     add(second(primal_of(grad_output), point, primal_of(s), direction, moved, options, grad_input_mask));
   }
   if (requires_grad(grad_output, query, key, value, x.attn_mask)) {
@@ -339,12 +341,12 @@ Tensors4 backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, 
   return result;
 }
 
-Tensors2 tangent_autograd(c10::DispatchKeySet keys, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS,
+Tensors3 tangent_autograd(c10::DispatchKeySet keys, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS,
                           ATTN_OPTIONS_ARGS) {
   const Inputs x ATTN_THESE_INPUTS;
   const Inputs t ATTN_THESE_TANGENTS;
   if (is_dual(x) || is_dual(t)) return tangent_formula(ATTN_INPUTS, ATTN_TANGENTS, ATTN_OPTIONS);
-  Tensors2 result;
+  Tensors3 result;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     result = tangent_op().redispatch(keys & c10::after_autograd_keyset, ATTN_INPUTS, ATTN_SAVED, ATTN_TANGENTS,
@@ -359,6 +361,7 @@ Tensors2 tangent_autograd(c10::DispatchKeySet keys, ATTN_INPUTS_ARGS, ATTN_SAVED
     set_history(std::get<0>(result), node);
     node->tangent_output = SavedVariable(std::get<0>(result), /*is_output=*/true);
     node->tangent_logsumexp = SavedVariable(std::get<1>(result), false);
+    node->tangent_residual = SavedVariable(std::get<2>(result), false);
   }
   return result;
 }

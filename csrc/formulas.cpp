@@ -65,7 +65,7 @@ Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   return {output, weights, scores};
 }
 
-Tensors2 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
+Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
   check_no_dropout(dropout_p);
   const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
   const Tensor weights = std::get<1>(attention_formula(ATTN_INPUTS, ATTN_OPTIONS));
@@ -77,7 +77,9 @@ Tensors2 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS
   const Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
   Tensor output = at::matmul(weighted - weights * tangent_logsumexp, repeat_heads(widened(value), shape));
   if (tangent_value) output = output + at::matmul(weights, repeat_heads(widened(*tangent_value), shape));
-  return {output.to(query.scalar_type()), tangent_logsumexp.squeeze(-1)};
+  const Tensor rounded = output.to(query.scalar_type());
+  const Tensor residual = rounded.is_same(output) ? at::empty({0}, output.options()) : (output - rounded).to(rounded.scalar_type());
+  return {rounded, tangent_logsumexp.squeeze(-1), residual};
 }
 
 Tensors4 second_formula(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS,

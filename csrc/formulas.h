@@ -11,7 +11,7 @@ namespace attn {
 Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
-Tensors2 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS);
+Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS);
 Tensors4 second_formula(const at::Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS,
                         Wanted wanted);
 

@@ -36,12 +36,13 @@ Tensors4 backward_meta(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_A
   return empty_gradients(ATTN_INPUTS, grad_input_mask);
 }
 
-Tensors2 tangent_meta(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
+Tensors3 tangent_meta(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
   const char* op = "attn::_sdpa_tangent";
   const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
   validate_saved(op, shape, query, dropout_p, ATTN_SAVED);
   validate_tangents(op, ATTN_INPUTS, ATTN_TANGENTS);
-  return {empty_output(shape, query), empty_logsumexp(shape, query)};
+  const Tensor tangent_output = empty_output(shape, query);
+  return {tangent_output, empty_logsumexp(shape, query), empty_residual(tangent_output)};
 }
 
 Tensors4 second_meta(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_MOVED_ARGS,

@@ -30,12 +30,12 @@
 #define ATTN_TANGENTS tangent_query, tangent_key, tangent_value, tangent_mask
 
 // The derivative of the forward's results along that direction.
-#define ATTN_MOVED_ARGS const at::Tensor &tangent_output, const at::Tensor &tangent_logsumexp
-#define ATTN_MOVED tangent_output, tangent_logsumexp
+#define ATTN_MOVED_ARGS \
+  const at::Tensor &tangent_output, const at::Tensor &tangent_logsumexp, const at::Tensor &tangent_residual
+#define ATTN_MOVED tangent_output, tangent_logsumexp, tangent_residual
 
 namespace attn {
 
-using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
 using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using Wanted = std::array<bool, 4>;  // which gradients: query, key, value, attn_mask
@@ -45,7 +45,7 @@ using WeightsOp = Tensors3(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS);
 using ForwardOp = Tensors4(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<at::Tensor>& rng_state);
 using BackwardOp = Tensors4(const at::Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_OPTIONS_ARGS,
                             Wanted grad_input_mask);
-using TangentOp = Tensors2(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS);
+using TangentOp = Tensors3(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS);
 using SecondOp = Tensors4(const at::Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS,
                           ATTN_MOVED_ARGS, ATTN_OPTIONS_ARGS, Wanted grad_input_mask);
 

@@ -126,6 +126,7 @@ struct TangentParams : Problem {
   Operand residual;
   const void* logsumexp = nullptr;
   Operand tangent_output;
+  Operand tangent_residual;
   void* tangent_logsumexp = nullptr;  // the derivative of logsumexp along t
 
   int64_t rows_per_task = 0;
@@ -138,6 +139,7 @@ struct TangentParams : Problem {
 struct SecondParams : BackwardParams {
   Tangents t;
   Operand tangent_output;
+  Operand tangent_residual;
   const void* tangent_logsumexp = nullptr;
 };
 

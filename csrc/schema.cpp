@@ -31,14 +31,14 @@ TORCH_LIBRARY(attn, m) {
   m.def("_sdpa_backward(Tensor grad_output, " INPUTS ", " SAVED ", " OPTIONS
         ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
         plain);
-  // J t for a direction t, and the derivative of logsumexp along it.
+  // J t for a direction t, with the derivative of logsumexp along it and the residual of J t.
   m.def("_sdpa_tangent(" INPUTS ", " SAVED ", " TANGENTS ", " OPTIONS
-        ") -> (Tensor tangent_output, Tensor tangent_logsumexp)",
+        ") -> (Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual)",
         plain);
   // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
   // reverse J'du + H, reverse over forward (J'u, H): the Hessian is symmetric, so the same H serves all three.
   m.def("_sdpa_second(Tensor grad_output, " INPUTS ", " SAVED ", " TANGENTS
-        ", Tensor tangent_output, Tensor tangent_logsumexp, " OPTIONS
+        ", Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual, " OPTIONS
         ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
         plain);
 

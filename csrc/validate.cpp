@@ -177,6 +177,7 @@ void validate_tangents(const char* op, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS) {
 void validate_moved(const char* op, const Shape& shape, const Tensor& query, ATTN_MOVED_ARGS) {
   validate_like_output(op, "tangent_output", tangent_output, shape, query);
   check_internal(op, "tangent_logsumexp", tangent_logsumexp, shape.logsumexp(), statistics_dtype(query), query);
+  if (has_residual(query)) validate_like_output(op, "tangent_residual", tangent_residual, shape, query);
 }
 
 void validate_wanted(const char* op, const std::optional<Tensor>& attn_mask, Wanted wanted) {

@@ -131,6 +131,11 @@ ForwardCall forward_call(const Batch& batch, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS
   return call;
 }
 
+// Of half types; for the others it is an empty tensor of one dimension.
+Tensor logical_residual(const Batch& batch, const Tensor& residual) {
+  return residual.dim() > 1 ? batch.logical_output(residual) : residual;
+}
+
 Tensor sdpa_vmap(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   const Batch batch({&query, &key, &value});
   const ForwardCall c = forward_call(batch, ATTN_INPUTS, ATTN_OPTIONS, std::nullopt);
@@ -147,7 +152,11 @@ Tensors4 forward_vmap(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<T
       forward_op().call(c.query, c.key, c.value, c.attn_mask, ATTN_OPTIONS, c.rng_state);
   if (!c.mapped) return {output, logsumexp, state, residual};
   return {batch.logical_output(output), batch.logical_statistic(logsumexp),
-          state.dim() > 1 ? batch.logical(state, 1) : state, residual.dim() > 1 ? batch.logical_output(residual) : residual};
+          state.dim() > 1 ? batch.logical(state, 1) : state, logical_residual(batch, residual)};
+}
+
+Tensor mapped_residual(const Batch& batch, const Tensor& residual) {
+  return residual.dim() > 1 ? batch.expanded(residual) : batch.physical(residual);
 }
 
 // The derivatives return something for every sample, so every tensor they take is mapped, if only by a view.
@@ -164,7 +173,7 @@ struct DerivativeCall {
         output(batch.expanded(output)),
         logsumexp(batch.expanded(logsumexp, 1)),
         rng_state(batch.physical(rng_state)),
-        residual(residual.dim() > 1 ? batch.expanded(residual) : batch.physical(residual)) {}
+        residual(mapped_residual(batch, residual)) {}
 };
 #define ATTN_CALL(c) c.query, c.key, c.value, c.attn_mask, c.output, c.logsumexp, c.rng_state, c.residual
 
@@ -182,13 +191,14 @@ Tensors4 backward_vmap(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_A
       batch, backward_op().call(batch.expanded(grad_output), ATTN_CALL(c), ATTN_OPTIONS, grad_input_mask), ATTN_INPUTS);
 }
 
-Tensors2 tangent_vmap(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
+Tensors3 tangent_vmap(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
   const Batch batch({&query, &key, &value});
   const DerivativeCall c(batch, ATTN_INPUTS, ATTN_SAVED);
-  auto [tangent_output, tangent_logsumexp] =
+  auto [tangent_output, tangent_logsumexp, tangent_residual] =
       tangent_op().call(ATTN_CALL(c), batch.expanded(tangent_query), batch.expanded(tangent_key),
                         batch.expanded(tangent_value), batch.expanded(tangent_mask), ATTN_OPTIONS);
-  return {batch.logical_output(tangent_output), batch.logical_statistic(tangent_logsumexp)};
+  return {batch.logical_output(tangent_output), batch.logical_statistic(tangent_logsumexp),
+          logical_residual(batch, tangent_residual)};
 }
 
 Tensors4 second_vmap(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_MOVED_ARGS,
@@ -198,7 +208,8 @@ Tensors4 second_vmap(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARG
   const Tensors4 grads =
       second_op().call(batch.expanded(grad_output), ATTN_CALL(c), batch.expanded(tangent_query),
                        batch.expanded(tangent_key), batch.expanded(tangent_value), batch.expanded(tangent_mask),
-                       batch.expanded(tangent_output), batch.expanded(tangent_logsumexp, 1), ATTN_OPTIONS,
+                       batch.expanded(tangent_output), batch.expanded(tangent_logsumexp, 1), mapped_residual(batch, tangent_residual),
+                       ATTN_OPTIONS,
                        grad_input_mask);
   return logical_gradients(batch, grads, ATTN_INPUTS);
 }

@@ -122,7 +122,7 @@ struct Backward {
         if (p.grad_key.data) finite_rows(p.t.query, state.tangent_query);
       }
       rows.load_statistic(p, p.tangent_logsumexp, state.moved);
-      dot_grad_output(p, b, state, p.tangent_output, {}, state.tangent_delta);
+      dot_grad_output(p, b, state, p.tangent_output, p.tangent_residual, state.tangent_delta);
     }
   }
 

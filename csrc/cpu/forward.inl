@@ -127,16 +127,7 @@ struct Forward {
         store<T>(at, empty ? Vec<T>{} : load<T>(at) * inverse);
       }
     }
-    rows.unpack_transposed(p, output, p.value_dim, state.output_t);
-    if (residual.data) {  // what rounding to the output's type took away
-      for (int64_t d = 0; d < p.value_dim; d += kKeyTile) {
-        const int64_t cols = smaller(kKeyTile, p.value_dim - d);
-        T* exact = state.output_t + d * kRowTile;
-        rows.pack_transposed(p, output, cols, scratch, d);
-        for (int64_t i = 0; i < cols * kRowTile; i += W) store<T>(exact + i, load<T>(exact + i) - load<T>(scratch + i));
-        rows.unpack_transposed(p, residual, cols, exact, d);
-      }
-    }
+    rows.unpack_rounded(p, output, residual, p.value_dim, state.output_t, scratch);
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
       const bool empty = !state.started || state.sum[i] == 0;

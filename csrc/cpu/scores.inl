@@ -70,6 +70,23 @@ struct RowTile {
     });
   }
 
+  // The same, with what rounding took away in `residual` (data may be null). `tile` is overwritten; `scratch` has
+  // kKeyTile * kRowTile elements.
+  template <class T>
+  void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile,
+                      T* scratch) const {
+    unpack_transposed(p, x, cols, tile);
+    if (!residual.data) return;
+    for (int64_t d = 0; d < cols; d += kKeyTile) {
+      const int64_t depth = smaller(kKeyTile, cols - d);
+      T* exact = tile + d * kRowTile;
+      pack_transposed(p, x, depth, scratch, d);
+      for (int64_t i = 0; i < depth * kRowTile; i += kLanes<T>)
+        store<T>(exact + i, load<T>(exact + i) - load<T>(scratch + i));
+      unpack_transposed(p, residual, depth, exact, d);
+    }
+  }
+
   // +inf for a row that attends to no key and for a lane without a row, so that exp(x - logsumexp) is 0 there.
   template <class T>
   void load_logsumexp(const Problem& p, const T* logsumexp, T* lanes_of) const {

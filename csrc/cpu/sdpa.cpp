@@ -240,6 +240,7 @@ Tensors4 second_cpu(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS
   describe_tangents(p.t, builder, ATTN_TANGENTS);
   builder.add(p.grad_output, grad_output);
   builder.add(p.tangent_output, tangent_output);
+  if (tangent_residual.dim() > 1) builder.add(p.tangent_residual, tangent_residual);
   const Tensor moved = tangent_logsumexp.contiguous();
   p.tangent_logsumexp = moved.const_data_ptr();
   return gradients(p, builder, kernels().second, shape, ATTN_INPUTS, grad_input_mask);
@@ -248,7 +249,7 @@ Tensors4 second_cpu(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS
 // ---------------------------------------------------------------------------------------------------------------
 // Tangent
 
-Tensors2 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
+Tensors3 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
   const char* op = "attn::_sdpa_tangent";
   const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
   validate_saved(op, shape, query, dropout_p, ATTN_SAVED);
@@ -259,10 +260,12 @@ Tensors2 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN
   Tensor contiguous_logsumexp;
   const Tensor tangent_output = empty_output(shape, query);
   const Tensor tangent_logsumexp = empty_logsumexp(shape, query);
+  const Tensor tangent_residual = empty_residual(tangent_output);
   describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
   describe_saved(p, builder, contiguous_logsumexp, ATTN_SAVED);
   describe_tangents(p.t, builder, ATTN_TANGENTS);
   builder.add(p.tangent_output, tangent_output);
+  if (tangent_residual.dim() > 1) builder.add(p.tangent_residual, tangent_residual);
   p.tangent_logsumexp = tangent_logsumexp.mutable_data_ptr();
   if (!no_rows(p)) {
     builder.merge_batch_dims();
@@ -270,7 +273,7 @@ Tensors2 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN
     const TangentKernels& k = kernels().tangent;
     run_tasks(p.tasks(), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
   }
-  return {tangent_output, tangent_logsumexp};
+  return {tangent_output, tangent_logsumexp, tangent_residual};
 }
 
 }  // namespace

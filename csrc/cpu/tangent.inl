@@ -5,7 +5,9 @@
 //   tP_ij = P_ij (tx_ij - c_i),   c_i = sum_j P_ij tx_ij    (the derivative of logsumexp_i)
 //   tO = (tP * Z) V + (P * Z) tV = (P * tx * Z) V + (P * Z) tV - c O
 //
-// so one pass over the keys is enough: c and the products are summed together.
+// so one pass over the keys is enough: c and the products are summed together. What is common to the tx of a row cancels in
+// tP; so that it does not cost digits, a guess r of c, the weighted mean of tx over the first keys attended to, is taken
+// off before anything is summed: tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,  c - r = sum_j P_ij (tx_ij - r_i).
 
 namespace attn::ATTN_ISA {
 
@@ -20,7 +22,9 @@ struct Tangent {
     T* output_t;          // [Ev][kRowTile]
     T* tangent_output_t;  // [Ev][kRowTile]
     T* logsumexp;         // [kRowTile]
-    T* moved;             // [kRowTile]: c
+    T* guess;             // [kRowTile]: r
+    T* has_guess;         // [kRowTile]: 1 once there is one, else 0
+    T* moved;             // [kRowTile]: c - r
     T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
     T *x, *tx;            // [kKeyTile][kRowTile]
     T *bias, *factor;
@@ -37,6 +41,8 @@ struct Tangent {
       output_t = arena.take<T>(p.value_dim * kRowTile);
       tangent_output_t = arena.take<T>(p.value_dim * kRowTile);
       logsumexp = arena.take<T>(kRowTile);
+      guess = arena.take<T>(kRowTile);
+      has_guess = arena.take<T>(kRowTile);
       moved = arena.take<T>(kRowTile);
       key = arena.take<T>(kKeyTile * ld_key);
       tangent_key = arena.take<T>(kKeyTile * ld_key);
@@ -50,19 +56,34 @@ struct Tangent {
     }
   };
 
-  // x becomes P * Z and tx becomes P * tx * Z; adds up c.
+  // x becomes P * Z and tx becomes P * (tx - r) * Z; adds up c - r.
   static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
     const int64_t lanes = b.rows->template lanes<T>();
+    const Vec<T> zero{}, one = splat<T>(1);
     if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, b.factor);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       const Vec<T> logsumexp = load<T>(b.logsumexp + lane);
-      Vec<T> moved = load<T>(b.moved + lane);
+      Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
         const Vec<T> weight = exp<T>(load<T>(b.x + at) - logsumexp);
+        total += weight;
+        mean += weight == zero ? zero : weight * load<T>(b.tx + at);
+        store<T>(b.x + at, weight);
+      }
+      const Vec<T> had = load<T>(b.has_guess + lane);
+      const auto guesses = (had == zero) & (total > zero);
+      const Vec<T> guess = guesses ? mean / total : load<T>(b.guess + lane);
+      store<T>(b.guess + lane, guess);
+      store<T>(b.has_guess + lane, guesses ? one : had);
+
+      Vec<T> moved = load<T>(b.moved + lane);
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t at = j * kRowTile + lane;
+        const Vec<T> weight = load<T>(b.x + at);
         // by selection: nothing of a masked key may come through, not even a NaN
-        const Vec<T> product = weight == Vec<T>{} ? Vec<T>{} : weight * load<T>(b.tx + at);
-        const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
+        const Vec<T> product = weight == zero ? zero : weight * (load<T>(b.tx + at) - guess);
+        const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : one;
         moved += product;
         store<T>(b.x + at, weight * factor);
         store<T>(b.tx + at, product * factor);
@@ -92,6 +113,8 @@ struct Tangent {
     rows.pack_transposed(p, p.query, p.head_dim, b.query_t);
     if (p.t.query.data) rows.pack_transposed(p, p.t.query, p.head_dim, b.tangent_query_t);
     rows.load_logsumexp(p, static_cast<const T*>(p.logsumexp), b.logsumexp);
+    fill_zero(b.guess, kRowTile);
+    fill_zero(b.has_guess, kRowTile);
     fill_zero(b.moved, kRowTile);
     fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
 
@@ -116,7 +139,7 @@ struct Tangent {
                                     b.tangent_output_t, kRowTile, true);
     }
 
-    const auto subtract = [&](const Operand& output) {  // c O
+    const auto subtract = [&](const Operand& output) {  // (c - r) O
       if (!output.data) return;
       rows.pack_transposed(p, output, p.value_dim, b.output_t);
       for (int64_t i = 0; i < lanes; i += W) {
@@ -129,9 +152,9 @@ struct Tangent {
     };
     subtract(p.output);
     subtract(p.residual);
-    rows.unpack_transposed(p, p.tangent_output, p.value_dim, b.tangent_output_t);
+    rows.template unpack_rounded<T>(p, p.tangent_output, p.tangent_residual, p.value_dim, b.tangent_output_t, b.x);
     for (int64_t i = 0; i < rows.count; ++i)
-      static_cast<T*>(p.tangent_logsumexp)[rows.statistic(p, i)] = b.moved[i];
+      static_cast<T*>(p.tangent_logsumexp)[rows.statistic(p, i)] = b.guess[i] + b.moved[i];
   }
 };
 
