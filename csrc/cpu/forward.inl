@@ -197,6 +197,22 @@ struct Forward {
     return o;
   }
 
+  // Writes the output of one row from its running maximum and sums; `row` is overwritten.
+  static void write_row(const ForwardParams& p, int64_t n, int64_t h, int64_t l, T* row, T maximum, T sum,
+                        const Operand& output, const Operand& residual, T* logsumexp, T* scratch) {
+    for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] / sum;
+    const Block to = block_of(p, output, n, h, l);
+    unpack_rows<T>(to, row, p.value_dim, 1, p.value_dim);
+    if (residual.data) {
+      pack_rows<T>(scratch, p.value_dim, to, 1, p.value_dim);
+      for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
+      unpack_rows<T>(block_of(p, residual, n, h, l), row, p.value_dim, 1, p.value_dim);
+    }
+    if (logsumexp)
+      logsumexp[(n * p.heads + h) * p.queries + l] =
+          sum == 0 ? -kInfinity<T> : static_cast<T>(maximum + __builtin_log(sum));
+  }
+
   // Merges the splits of rows [first, last) of the flat list [batch, heads, L]:
   // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - max_s logsumexp_s).
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
@@ -219,19 +235,9 @@ struct Forward {
         const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
         for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
       }
-      if (sum != 0)
-        for (int64_t d = 0; d < p.value_dim; ++d) row[d] /= sum;
       const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
-      const Block output = block_of(p, p.output, n, h, l);
-      unpack_rows<T>(output, row, p.value_dim, 1, p.value_dim);
-      if (p.residual.data) {
-        T* rounded = row + round_up(p.value_dim, W);
-        pack_rows<T>(rounded, p.value_dim, output, 1, p.value_dim);
-        for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= rounded[d];
-        unpack_rows<T>(block_of(p, p.residual, n, h, l), row, p.value_dim, 1, p.value_dim);
-      }
-      if (p.logsumexp)
-        static_cast<T*>(p.logsumexp)[r] = sum == 0 ? -kInfinity<T> : static_cast<T>(best + __builtin_log(sum));
+      write_row(p, n, h, l, row, best, sum, p.output, p.residual, static_cast<T*>(p.logsumexp),
+                row + round_up(p.value_dim, W));
     }
   }
 };

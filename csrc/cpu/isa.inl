@@ -5,6 +5,7 @@
 #include "tile.inl"
 #include "scores.inl"
 #include "forward.inl"
+#include "decode.inl"
 #include "tangent.inl"
 #include "backward.inl"
 #include "kernels.inl"

@@ -13,12 +13,17 @@ ATTN_INLINE int64_t size_of_compute(const Problem& p) { return p.query.dtype == 
 struct ForwardEntry {
   static int64_t workspace(const ForwardParams& p) {
     const int64_t task = with_compute_type(p, [&](auto t) {
-      return typename Forward<decltype(t)>::Buffers(p, nullptr).size;
+      using T = decltype(t);
+      return Decode<T>::takes(p) ? typename Decode<T>::Buffers(p, nullptr).size
+                                 : typename Forward<T>::Buffers(p, nullptr).size;
     });
     return larger(task, (2 * p.value_dim + kVectorBytes) * size_of_compute(p));  // merge: two rows
   }
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
-    with_compute_type(p, [&](auto t) { Forward<decltype(t)>::run(p, task, workspace); });
+    with_compute_type(p, [&](auto t) {
+      using T = decltype(t);
+      Decode<T>::takes(p) ? Decode<T>::run(p, task, workspace) : Forward<T>::run(p, task, workspace);
+    });
   }
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
     with_compute_type(p, [&](auto t) { Forward<decltype(t)>::merge(p, first, last, workspace); });

@@ -1,0 +1,214 @@
+// The forward for few queries (decoding), which is bound by reading K and V. A vector holds neighbouring entries of one
+// key: rows of K and V are read as they lie, whatever their type, once for all queries that share them.
+
+namespace attn::ATTN_ISA {
+
+template <class T>
+struct Decode {
+  static constexpr int W = kLanes<T>;
+  static constexpr int64_t kRows = 8;  // at most so many queries share a pass over the keys
+  static constexpr int kAtOnce = 4;    // queries, and vectors of a value, that share registers
+
+  static bool takes(const ForwardParams& p) { return p.rows() <= kRows; }
+
+  struct Buffers {
+    RowTile* rows;
+    T* query;    // [kRows][E]
+    T* output;   // [kRows][Ev]
+    T* scratch;  // [Ev]
+    T* key;      // [kKeyTile][E], for rows that cannot be read as they lie
+    T* value;    // [kKeyTile][Ev]
+    T* x;        // [kRows][kKeyTile]: scores, then weights
+    T* bias;     // [kRows][kKeyTile]
+    T* factor;   // [kKeyTile][kRowTile]
+    T* sums;     // [kAtOnce][W][W]
+    int64_t ld_key, ld_value;
+    int64_t size;
+
+    Buffers(const ForwardParams& p, char* base) {
+      Arena arena(base);
+      ld_key = round_up(p.head_dim, W);
+      ld_value = round_up(p.value_dim, W);
+      rows = arena.take<RowTile>(1);
+      query = arena.take<T>(kRows * ld_key);
+      output = arena.take<T>(kRows * ld_value);
+      scratch = arena.take<T>(ld_value);
+      key = arena.take<T>(kKeyTile * ld_key);
+      value = arena.take<T>(kKeyTile * ld_value);
+      x = arena.take<T>(kRows * kKeyTile);
+      bias = arena.take<T>(p.has_mask ? kRows * kKeyTile : 0);
+      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      sums = arena.take<T>(kAtOnce * W * W);
+      size = arena.used();
+    }
+  };
+
+  // x[r * kKeyTile + j] = scale <q_r, k_j> for R queries and `keys` <= W keys.
+  template <int R, class S>
+  static void dot(const S* keys_at, int64_t ld, int64_t keys, const T* query, int64_t ld_query, T* sums, T scale,
+                  T* x) {
+    for (int64_t j = 0; j < keys; ++j) {
+      Vec<T> sum[R] = {};
+      for (int64_t d = 0; d < ld_query; d += W) {
+        const Vec<T> k = load_as<T>(keys_at + j * ld + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[r] += load<T>(query + r * ld_query + d) * k;
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) store<T>(sums + (r * W + j) * W, sum[r]);
+    }
+    for (int r = 0; r < R; ++r) {
+      Vec<T> lanes[W];
+#pragma GCC unroll 16
+      for (int j = 0; j < W; ++j) lanes[j] = j < keys ? load<T>(sums + (r * W + j) * W) : Vec<T>{};
+      transpose<T>(lanes);
+#pragma GCC unroll 4
+      for (int step = W / 2; step > 0; step /= 2)
+#pragma GCC unroll 8
+        for (int j = 0; j < step; ++j) lanes[j] += lanes[j + step];
+      store<T>(x + r * kKeyTile, lanes[0] * scale);
+    }
+  }
+
+  // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries.
+  template <int R, int N, class S>
+  static void average(const S* value, int64_t ld, int64_t keys, const T* x, const T* correction, T* output,
+                      int64_t ld_output) {
+    Vec<T> sum[R][N] = {};
+    for (int64_t j = 0; j < keys; ++j) {
+      Vec<T> v[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) v[n] = load_as<T>(value + j * ld + n * W);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[r][n] += x[r * kKeyTile + j] * v[n];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) {
+        T* at = output + r * ld_output + n * W;
+        store<T>(at, load<T>(at) * correction[r] + sum[r][n]);
+      }
+  }
+
+  // Calls f(std::integral_constant<int, R>, first row) for groups of rows of 4, 2 or 1.
+  template <class F>
+  static ATTN_INLINE void each_group(int64_t rows, F f) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>(), r);
+    if (r + 2 <= rows) f(std::integral_constant<int, 2>(), r), r += 2;
+    if (r < rows) f(std::integral_constant<int, 1>(), r);
+  }
+
+  // Calls f(typed pointer, distance of rows) with the rows of a block as they lie, or packed if they cannot be read in
+  // whole vectors.
+  template <class F>
+  static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, F f) {
+    const bool whole = block.col == 1 && cols % W == 0;
+    if (whole && block.dtype == DType::f32 && sizeof(T) == 4) return f(reinterpret_cast<const float*>(block.data), block.row);
+    if constexpr (sizeof(T) == 4) {
+      if (whole && block.dtype == DType::bf16) return f(reinterpret_cast<const BFloat16*>(block.data), block.row);
+      if (whole && block.dtype == DType::f16) return f(reinterpret_cast<const Half*>(block.data), block.row);
+    } else if (whole) {
+      return f(reinterpret_cast<const double*>(block.data), block.row);
+    }
+    pack_rows<T>(tile, ld, block, rows, cols);
+    f(static_cast<const T*>(tile), ld);
+  }
+
+  static void run(const ForwardParams& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace);
+    RowTile& rows = *b.rows;
+    const int64_t split = task % p.splits;
+    task /= p.splits;
+    const int64_t first_head = task % p.groups() * p.group;
+    const int64_t n = task / p.groups();
+    const int64_t key_head = first_head / (p.heads / p.key_heads);
+    const int64_t value_head = first_head / (p.heads / p.value_heads);
+    rows.set(p, n, first_head, 0, p.rows());
+    rows.pack_rows(p, p.query, p.head_dim, b.query, b.ld_key);
+    fill_zero(b.output, kRows * b.ld_value);
+    T maximum[kRows], sum[kRows] = {}, correction[kRows];
+    for (T& m : maximum) m = -kInfinity<T>;
+
+    const int64_t first_key = split * p.keys_per_split;
+    int64_t last_key = smaller(first_key + p.keys_per_split, p.keys);
+    if (p.causal) last_key = smaller(last_key, rows.max_position + 1);
+    for (int64_t key = first_key; key < last_key; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, last_key - key);
+      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, [&](const auto* at, int64_t ld) {
+        for (int64_t j = 0; j < keys; j += W)
+          each_group(rows.count, [&](auto r, int64_t row) {
+            dot<r()>(at + j * ld, ld, smaller(W, keys - j), b.query + row * b.ld_key, b.ld_key, b.sums,
+                     static_cast<T>(p.scale), b.x + row * kKeyTile + j);
+          });
+      });
+      mask(p, b, key, keys);
+      if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, b.factor);
+      for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
+      with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value,
+                [&](const auto* at, int64_t ld) {
+                  each_group(rows.count, [&](auto r, int64_t row) {
+                    each_group(b.ld_value / W, [&](auto vectors, int64_t first) {
+                      average<r(), vectors()>(at + first * W, ld, keys, b.x + row * kKeyTile, correction + row,
+                                              b.output + row * b.ld_value + first * W, b.ld_value);
+                    });
+                  });
+                });
+    }
+
+    T* logsumexp = static_cast<T*>(p.logsumexp);
+    Operand output = p.output, residual = p.residual;
+    if (p.splits > 1) {
+      output = Forward<T>::partial_output(p, split);
+      residual = {};
+      logsumexp = static_cast<T*>(p.partial_logsumexp) + split * p.batch * p.heads * p.queries;
+    }
+    for (int64_t r = 0; r < rows.count; ++r)
+      Forward<T>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r], sum[r], output,
+                            residual, logsumexp, b.scratch);
+  }
+
+  static void mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {
+    const RowTile& rows = *b.rows;
+    if (p.has_mask)
+      for (int64_t r = 0; r < rows.count; ++r) {
+        T* bias = b.bias + r * kKeyTile;
+        pack_rows<T>(bias, kKeyTile, block_of(p, p.mask, rows.n, rows.head[r], rows.position[r], key), 1, keys);
+        for (int64_t j = 0; j < keys; j += W) {
+          const Vec<T> add = load<T>(bias + j);
+          T* at = b.x + r * kKeyTile + j;
+          store<T>(at, add == -kInfinity<T> ? add : load<T>(at) + add);
+        }
+      }
+    if (p.causal)
+      for (int64_t r = 0; r < rows.count; ++r)
+        for (int64_t j = larger(0, rows.position[r] + 1 - key); j < keys; ++j) b.x[r * kKeyTile + j] = -kInfinity<T>;
+  }
+
+  // Scores of row r become weights exp(x - maximum), after dropout; `correction` is what earlier sums are multiplied by.
+  static void softmax(const ForwardParams& p, const Buffers& b, int64_t r, int64_t keys, T& maximum, T& sum,
+                      T& correction) {
+    T* x = b.x + r * kKeyTile;
+    for (int64_t j = keys; j < round_up(keys, W); ++j) x[j] = -kInfinity<T>;
+    Vec<T> best = splat<T>(maximum);
+    for (int64_t j = 0; j < keys; j += W) best = max_number(load<T>(x + j), best);
+    T top = best[0];
+    for (int i = 1; i < W; ++i) top = best[i] > top ? best[i] : top;
+    const T shift = top == -kInfinity<T> ? 0 : top;
+    correction = exp<T>(splat<T>(maximum - shift))[0];
+    maximum = top;
+    Vec<T> total{};
+    for (int64_t j = 0; j < keys; j += W) {
+      const Vec<T> weight = exp<T>(load<T>(x + j) - shift);
+      total += weight;
+      store<T>(x + j, weight);
+    }
+    sum *= correction;
+    for (int i = 0; i < W; ++i) sum += total[i];
+    if (p.has_dropout)
+      for (int64_t j = 0; j < keys; ++j) x[j] *= b.factor[j * kRowTile + r];
+  }
+};
+
+}  // namespace attn::ATTN_ISA
