@@ -1,0 +1,591 @@
+"""Second derivatives and forward mode: gradgradcheck, accuracy, bits, memory, every way to ask."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.gradcheck import gradcheck, gradgradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torch_attn
+from _cases import Case
+from helpers import (
+    DTYPES,
+    INF,
+    LAYOUTS,
+    SEED,
+    Inputs,
+    assert_same_bits,
+    builtin_sdpa,
+    in_fresh_process,
+    kept,
+    largest,
+    make_inputs,
+    to_dtype,
+    ulp,
+)
+from test_memory import OPTIONS, LargestAllocation, make_option, resident
+from torch_attn import reference
+
+# of PyTorch's, by its own forward mode
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+Sdpa = Callable[..., Tensor]
+TENSORS = Inputs._fields
+F64 = torch.float64
+CAUSAL: dict[str, Any] = {"is_causal": True}
+GQA: dict[str, Any] = {"enable_gqa": True}
+DROPOUT: dict[str, Any] = {"dropout_p": 0.4}
+
+# Small, because gradcheck perturbs every number. A floating mask wants a gradient.
+B, H, L, S, E = 2, 2, 2, 3, 2
+Q, K = (H, L, E), (H, S, E)
+SMALL = {
+    "plain": Case(Q, K, K, None, "", F64),
+    "causal, L < S": Case(Q, K, K, None, "", F64, CAUSAL),
+    "causal, L > S": Case((H, 4, E), K, K, None, "", F64, CAUSAL),
+    "larger value": Case(Q, K, (H, S, 3), None, "", F64),
+    "smaller value": Case(Q, K, (H, S, 1), None, "", F64, CAUSAL),
+    "negative scale": Case(Q, K, K, None, "", F64, {"scale": -0.3}),
+    "zero scale": Case(Q, K, K, None, "", F64, {"scale": 0.0}),
+    "bool mask": Case(Q, K, K, (H, L, S), "bool", F64),
+    "bool mask of keys": Case(Q, K, K, (1, S), "bool", F64, CAUSAL),
+    "mask": Case((B, *Q), (B, *K), (B, *K), (B, H, L, S), "float", F64),
+    "mask with -inf": Case(Q, K, K, (L, S), "-inf", F64),
+    "mask and causal": Case(Q, K, K, (H, L, S), "float", F64, CAUSAL),
+    "mask of a head": Case(Q, K, K, (1, L, S), "float", F64),
+    "mask of keys": Case(Q, K, K, (1, S), "float", F64),
+    "mask of keys of a sample": Case((B, *Q), (B, *K), (B, *K), (B, 1, 1, S), "float", F64),
+    "mask of queries": Case(Q, K, K, (L, 1), "float", F64),
+    "mask of all heads": Case((B, *Q), (B, *K), (B, *K), (B, 1, L, 1), "float", F64),
+    "one number a head": Case(Q, K, K, (H, 1, 1), "float", F64),
+    "one number as mask": Case(Q, K, K, (1, 1), "float", F64),
+    "grouped heads": Case((4, L, E), K, K, (4, 1, S), "float", F64, GQA),
+    "one key head": Case(Q, (1, S, E), (1, S, E), None, "", F64, GQA | CAUSAL),
+    "more value heads": Case((4, L, E), (1, S, E), K, None, "", F64, GQA),
+    "more key heads": Case((4, L, E), K, (1, S, E), (1, S), "float", F64, GQA),
+    "2-D": Case((L, E), (S, E), (S, E), (L, S), "float", F64),
+    "5-D": Case((2, 1, *Q), (2, 1, *K), (2, 1, *K), (2, 1, 1, L, S), "float", F64),
+    "broadcast query": Case((1, *Q), (B, *K), (B, *K), (L, S), "float", F64),
+    "broadcast key": Case((B, *Q), (1, *K), (B, *K), None, "", F64, CAUSAL),
+    "broadcast heads": Case((1, L, E), K, (1, S, E), (H, L, S), "float", F64),
+    "broadcast value": Case((B, 1, *Q), (2, *K), K, None, "", F64),
+    "one key": Case(Q, (H, 1, E), (H, 1, E), (L, 1), "float", F64),
+    "dropout": Case(Q, K, K, (1, S), "float", F64, DROPOUT),
+    "dropout and all else": Case(
+        (4, L, E), K, (1, S, 3), (4, 1, S), "-inf", F64, DROPOUT | CAUSAL | GQA | {"scale": 0.5}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """For problems of a few numbers, where waking another thread takes longest."""
+    torch.set_num_threads(1)
+
+
+def differentiable(case: Case) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The operator as a smooth function of the tensors of the case that are not boolean."""
+    inputs = case.inputs()
+    mask, hidden = inputs.attn_mask, None
+    if case.kind == "bool":
+        mask[..., :1, :] = False  # a query that attends to nothing
+        inputs = inputs._replace(attn_mask=None)
+    if case.kind == "-inf":  # stays, whatever a difference quotient adds to the rest
+        mask[..., :1, :] = -INF
+        hidden = mask == -INF
+        inputs = inputs._replace(attn_mask=mask.masked_fill(hidden, 0))
+
+    def function(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        torch.manual_seed(SEED)
+        attn_mask = mask if attn_mask is None else attn_mask
+        if hidden is not None:
+            attn_mask = attn_mask.masked_fill(hidden, -INF)
+        return torch_attn.sdpa(query, key, value, attn_mask, **case.options)
+
+    return function, tuple(t.requires_grad_() for t in inputs if t is not None)
+
+
+def directional(case: Case) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """J(x) t, the derivative in forward mode, as a function of (x, t)."""
+    function, point = differentiable(case)
+
+    def tangent(*both: Tensor) -> Tensor:
+        return torch.func.jvp(function, both[: len(point)], both[len(point) :])[1]
+
+    return tangent, (*point, *(torch.randn_like(t).requires_grad_() for t in point))
+
+
+@pytest.mark.usefixtures("cpu_capability", "one_thread")
+@pytest.mark.parametrize("case", SMALL)
+def test_gradgradcheck(case: str) -> None:
+    """Forward mode, and second order by reverse and by forward over reverse."""
+    function, tensors = differentiable(SMALL[case])
+    assert gradcheck(function, tensors, check_forward_ad=True)
+    assert gradgradcheck(function, tensors, check_fwd_over_rev=True)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("case", SMALL)
+def test_reverse_over_forward(case: str) -> None:
+    assert gradcheck(*directional(SMALL[case]))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("case", ["mask and causal", "grouped heads", "mask with -inf"])
+def test_third_order(case: str) -> None:
+    """Reverse and forward over each way to the second order, and forward thrice."""
+    function, point = differentiable(SMALL[case])
+    tangent, both = directional(SMALL[case])
+    assert gradgradcheck(tangent, both)
+    grad_output = torch.randn_like(function(*point))
+
+    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*tensors), tensors, grad_output, create_graph=True)
+
+    assert gradgradcheck(gradients, point, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("case", ["mask and causal", "grouped heads", "mask of keys"])
+def test_forward_over_forward(case: str) -> None:
+    """The second and the third derivative along a line."""
+    inputs, options = SMALL[case].inputs(), SMALL[case].options
+    v = directions(inputs)
+
+    def along(sdpa: Sdpa) -> list[Tensor]:
+        def line(s: Tensor) -> Tensor:
+            return sdpa(*(x + s * d for x, d in zip(inputs, v, strict=True)), **options)
+
+        derivatives = [line]
+        for _ in range(3):
+            f = derivatives[-1]
+            derivatives.append(lambda s, f=f: torch.func.jvp(f, (s,), (torch.ones_like(s),))[1])
+        return [f(torch.tensor(0.5, dtype=F64)) for f in derivatives]
+
+    torch.testing.assert_close(along(torch_attn.sdpa), along(reference.sdpa))
+
+
+def test_third_order_with_dropout_is_an_error() -> None:
+    tangent, both = directional(SMALL["dropout"])
+    first = torch.autograd.grad(tangent(*both).sum(), both, create_graph=True)
+    message = "dropout_p is 0.4, but third derivatives and forward over forward .* set it to 0"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(sum(g.sum() for g in first), both)
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.jvp(tangent, both, both)
+
+
+# --- accuracy, in every precision -----------------------------------------------------------------
+
+
+def directions(inputs: Inputs) -> Inputs:
+    return Inputs(
+        *(None if t is None or t.dtype == torch.bool else torch.randn_like(t) for t in inputs)
+    )
+
+
+def named(prefix: str, inputs: Inputs, tensors: Any) -> dict[str, Tensor]:
+    """The tensors by the names of those inputs that are not None."""
+    names = [name for name, t in inputs._asdict().items() if t is not None]
+    return {f"{prefix}{name}": t.detach() for name, t in zip(names, tensors, strict=True)}
+
+
+def present(inputs: Inputs) -> list[Tensor]:
+    return [t for t in inputs if t is not None]
+
+
+def double_backward(
+    sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any
+) -> dict[str, Tensor]:
+    """J t and H(u; x; t) = grad_x <u, J t>, as the gradients of J'u in direction t.
+
+    Only where t has a tensor does x require a gradient.
+    """
+    x = Inputs(
+        *(a if d is None else a.detach().requires_grad_() for a, d in zip(x, t, strict=True))
+    )
+    u = u.detach().requires_grad_()
+    wanted = [a for a, d in zip(x, t, strict=True) if d is not None]
+    torch.manual_seed(SEED)
+    gradients = torch.autograd.grad(sdpa(*x, **options), wanted, u, create_graph=True)
+    tangent, *second = torch.autograd.grad(
+        gradients, [u, *wanted], present(t), materialize_grads=True
+    )
+    return {"tangent": tangent.detach(), **named("second_", t, second)}
+
+
+def duals(x: Inputs, t: Inputs) -> tuple[Inputs, list[Tensor]]:
+    """x with tangent t, and the leaves: those tensors that have a tangent."""
+    leaves = Inputs(
+        *(a if d is None else a.detach().requires_grad_() for a, d in zip(x, t, strict=True))
+    )
+    return Inputs(
+        *(a if d is None else forward_ad.make_dual(a, d) for a, d in zip(leaves, t, strict=True))
+    ), [a for a, d in zip(leaves, t, strict=True) if d is not None]
+
+
+def over_forward(sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
+    """The same, reverse over forward."""
+    torch.manual_seed(SEED)
+    with forward_ad.dual_level():
+        dual, leaves = duals(x, t)
+        tangent = forward_ad.unpack_dual(sdpa(*dual, **options)).tangent
+        second = torch.autograd.grad(tangent, leaves, u, materialize_grads=True)
+    return {"tangent": tangent.detach(), **named("second_", t, second)}
+
+
+def over_reverse(sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
+    """The same, forward over reverse."""
+    torch.manual_seed(SEED)
+    with forward_ad.dual_level():
+        dual, _ = duals(x, t)
+        output = sdpa(*dual, **options)
+        wanted = [a for a, d in zip(dual, t, strict=True) if d is not None]
+        gradients = torch.autograd.grad(output, wanted, u)
+        second = [forward_ad.unpack_dual(g).tangent for g in gradients]
+        tangent = forward_ad.unpack_dual(output).tangent
+    return {"tangent": tangent.detach(), **named("second_", t, second)}
+
+
+def math_sdpa(*args: Any, **options: Any) -> Tensor:
+    """The built-in by its backend that has second derivatives."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return builtin_sdpa(*args, **options)
+
+
+def builtin_errors(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, float]:
+    """The largest errors of the built-in's math backend, as helpers.builtin_errors."""
+    if u.dtype == F64:
+        x, t = (Inputs(*(to_dtype(a, torch.float32) for a in tensors)) for tensors in (x, t))
+        errors = builtin_errors(x, u.float(), t, **options)
+        scale = 1.5 * torch.finfo(F64).eps / torch.finfo(torch.float32).eps
+        return {name: scale * error for name, error in errors.items()}
+    exact = exact_results(x, u, t, **options)
+    builtin = double_backward(math_sdpa, x, u, t, **options)
+    errors = {name: largest(builtin[name] - exact[name]) for name in exact}
+    # A bound means nothing where the built-in and the reference compute different things.
+    assert max(errors.values()) <= 0.05 * max(map(largest, exact.values())), errors
+    return errors
+
+
+def exact_results(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
+    x, t = (Inputs(*(to_dtype(a, F64) for a in tensors)) for tensors in (x, t))
+    return double_backward(reference.sdpa, x, u.double(), t, **options)
+
+
+def make_grad_output(x: Inputs, **options: Any) -> Tensor:
+    return torch.randn_like(torch_attn.sdpa(*x, **options))
+
+
+def check_second(
+    x: Inputs, dropout_mask: Tensor | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """The suite's bound, held to J t and H; and that all ways there give the same bits."""
+    u, t = make_grad_output(x, **options), directions(x)
+    told = options if dropout_mask is None else {**options, "dropout_mask": dropout_mask}
+    exact = exact_results(x, u, t, **told)
+    errors = builtin_errors(x, u, t, **told)
+    actual = double_backward(torch_attn.sdpa, x, u, t, **options)
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        source = x.query if name == "tangent" else getattr(x, name.removeprefix("second_"))
+        assert actual[name].shape == exact[name].shape, name
+        assert actual[name].dtype == source.dtype, name
+        error, scale = largest(actual[name] - exact[name]), largest(exact[name])
+        assert error <= 2 * errors[name] + ulp(scale, source.dtype), (
+            f"{name}: error {error:.3g}, built-in {errors[name]:.3g}, largest value {scale:.3g}"
+        )
+    assert_same_bits(over_forward(torch_attn.sdpa, x, u, t, **options), actual)
+    assert_same_bits(over_reverse(torch_attn.sdpa, x, u, t, **options), actual)
+    return actual
+
+
+LARGE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"L": 70, "S": 130}, {}),
+    "one number": ({"L": 1, "S": 2, "E": 1, "heads": 1}, {}),
+    "causal, L < S": ({"L": 65, "S": 129}, CAUSAL),
+    "causal, L > S": ({"L": 129, "S": 65}, CAUSAL),
+    "scale": ({"L": 33, "S": 65}, {"scale": -0.5}),
+    "large heads": ({"L": 40, "S": 70, "E": 128, "Ev": 65, "heads": 1}, {}),
+    "small heads": ({"L": 40, "S": 70, "E": 3, "Ev": 130}, CAUSAL),
+    "bool mask": ({"L": 50, "S": 70, "mask": (2, 1, 50, 70), "kind": "bool"}, {}),
+    "mask": ({"L": 50, "S": 70, "mask": (2, 3, 50, 70)}, CAUSAL),
+    "mask with -inf": ({"L": 50, "S": 70, "mask": (50, 70), "kind": "-inf"}, {}),
+    "float32 mask": ({"L": 50, "S": 70, "mask": (3, 50, 70), "kind": "float32"}, {}),
+    "mask of keys": ({"L": 70, "S": 90, "mask": (2, 1, 1, 90)}, {}),
+    "mask of queries": ({"L": 70, "S": 90, "mask": (3, 70, 1)}, {}),
+    "one number as mask": ({"L": 70, "S": 90, "mask": (1, 1)}, CAUSAL),
+    "grouped heads": ({"L": 33, "S": 70, "heads": (6, 3, 2), "mask": (6, 1, 70)}, GQA),
+    "one query": ({"L": 1, "S": 1100, "heads": (4, 1, 1), "mask": (1, 1100)}, GQA),
+    "long": ({"L": 300, "S": 1300, "batch": (), "heads": 1}, CAUSAL),
+    "2-D": ({"L": 33, "S": 70, "batch": None}, {}),
+    "5-D": ({"L": 20, "S": 30, "batch": (2, 2), "mask": (2, 1, 1, 20, 30)}, {}),
+    "dropout": ({"L": 70, "S": 130, "mask": (1, 130)}, {"dropout_p": 0.3}),
+    "dropout and all else": (
+        {"L": 33, "S": 70, "Ev": 24, "heads": (6, 2, 3), "mask": (6, 1, 70), "kind": "-inf"},
+        {"dropout_p": 0.3, "is_causal": True, "enable_gqa": True, "scale": 0.2},
+    ),
+}  # fmt: skip
+
+
+def make_large(case: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
+    sizes, options = LARGE[case]
+    if sizes.get("batch", ()) is None:
+        return make_inputs(**{**sizes, "batch": (), "heads": 1}, dtype=dtype).map(
+            lambda t: t[0]
+        ), options
+    return make_inputs(**sizes, dtype=dtype), options
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LARGE)
+def test_accuracy(case: str, dtype: torch.dtype) -> None:
+    x, options = make_large(case, dtype)
+    p = options.get("dropout_p", 0)
+    others = {name: option for name, option in options.items() if name != "dropout_p"}
+    check_second(x, dropout_mask=kept(x, p, **others) if p else None, **options)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [1, 5, 70])
+def test_fully_masked_rows(S: int, dtype: torch.dtype) -> None:
+    """0, not NaN, in their own rows and in all that they could reach."""
+    x = make_inputs(9, S, dtype=dtype)
+    rows = torch.tensor([0, 3, 8])
+    attend = torch.ones(9, S, dtype=torch.bool)
+    attend[rows] = False
+    for mask in (attend, torch.zeros(9, S, dtype=dtype).masked_fill(~attend, -INF)):
+        actual = check_second(x._replace(attn_mask=mask))
+        assert (actual["tangent"][..., rows, :] == 0).all()
+        assert (actual["second_query"][..., rows, :] == 0).all()
+    assert (actual["second_attn_mask"][rows] == 0).all()
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("sizes", [(0, 7, 4, 4), (5, 0, 4, 4), (5, 7, 0, 4), (5, 7, 4, 0)], ids=str)
+def test_empty(sizes: tuple[int, int, int, int]) -> None:
+    """As of the reference, which for S = 0 has nothing but zeros."""
+    x = make_inputs(*sizes, mask=(1, sizes[1]), dtype=F64)
+    u, t = make_grad_output(x), directions(x)
+    expected = double_backward(reference.sdpa, x, u, t)
+    for way in (double_backward, over_forward, over_reverse):
+        actual = way(torch_attn.sdpa, x, u, t)
+        for name in expected:
+            torch.testing.assert_close(actual[name], expected[name], msg=f"{way.__name__} {name}")
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_of_a_masked_key_stays_hidden(dtype: torch.dtype) -> None:
+    """Neither the key nor its direction reaches a query that does not attend to it."""
+    x = make_inputs(20, 70, dtype=dtype)
+    attend = torch.ones(20, 70, dtype=torch.bool)
+    attend[:, 40] = False
+    x = x._replace(attn_mask=attend)
+    u, t = make_grad_output(x), directions(x)
+    expected = double_backward(torch_attn.sdpa, x, u, t)
+    for tensor in (x.key, t.key):
+        tensor[..., 40, :] = math.nan
+        assert_same_bits(double_backward(torch_attn.sdpa, x, u, t), expected)
+
+
+# --- subsets, layouts, bits -----------------------------------------------------------------------
+
+
+SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TENSORS, n)]
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
+def test_subsets(subset: tuple[str, ...]) -> None:
+    """A direction without a tensor has the bits of one with zeros there."""
+    x = make_inputs(20, 70, heads=(4, 2, 1), mask=(4, 1, 70))
+    options = {"enable_gqa": True, "is_causal": True}
+    u, t = make_grad_output(x, **options), directions(x)
+    zeros = Inputs(*(d if n in subset else torch.zeros_like(d) for n, d in t._asdict().items()))
+    some = Inputs(*(d if n in subset else None for n, d in t._asdict().items()))
+    expected = double_backward(torch_attn.sdpa, x, u, zeros, **options)
+    expected = {
+        "tangent": expected["tangent"],
+        **{f"second_{n}": expected[f"second_{n}"] for n in subset},
+    }
+    for way in (double_backward, over_forward, over_reverse):
+        assert_same_bits(way(torch_attn.sdpa, x, u, some, **options), expected)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("gradient", TENSORS)
+def test_derivative_of_one_gradient(gradient: str) -> None:
+    """The gradients not differentiated count as zero, as does a direction not given."""
+    x = make_inputs(20, 70, mask=(20, 70)).require_grad()
+    u = torch.randn(2, 3, 20, 16)
+    gradients = torch.autograd.grad(torch_attn.sdpa(*x), x, u, create_graph=True)
+    t = torch.randn_like(getattr(x, gradient))
+    actual = torch.autograd.grad(gradients[TENSORS.index(gradient)], x, t, materialize_grads=True)
+    zeros = x.map(torch.zeros_like)._replace(**{gradient: t})
+    expected = double_backward(torch_attn.sdpa, x, u, zeros)
+    assert_same_bits(
+        named("second_", x, actual), {n: expected[n] for n in expected if n != "tangent"}
+    )
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("which", ["x", "u", "t"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, which: str) -> None:
+    """Views into memory full of NaN give the bits of contiguous tensors."""
+    x = make_inputs(35, 70, 12, 20, mask=(2, 3, 35, 70))
+    u, t = make_grad_output(x), directions(x)
+    expected = double_backward(torch_attn.sdpa, x, u, t)
+    place = LAYOUTS[layout]
+    views = {
+        "x": (x.map(place), u, t),
+        "u": (x, place(u), t),
+        "t": (x, u, t.map(place)),
+    }[which]
+    for way in (double_backward, over_forward, over_reverse):
+        assert_same_bits(way(torch_attn.sdpa, *views), expected)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+def test_expanded() -> None:
+    """Stride 0, as of `sum()` of an output and of a gradient."""
+    x = make_inputs(35, 70, mask=(35, 70))
+    u = torch.randn(2, 1, 1, 16).expand(2, 3, 35, 16)
+    t = directions(x).map(lambda d: d[..., :1, :].expand(d.shape))
+    expected = double_backward(torch_attn.sdpa, x, u.contiguous(), t.map(torch.Tensor.contiguous))
+    for way in (double_backward, over_forward, over_reverse):
+        assert_same_bits(way(torch_attn.sdpa, x, u, t), expected)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", LARGE)
+def test_repeats_and_threads(case: str, dtype: torch.dtype) -> None:
+    x, options = make_large(case, dtype)
+    u, t = make_grad_output(x, **options), directions(x)
+    torch.set_num_threads(1)
+    expected = double_backward(torch_attn.sdpa, x, u, t, **options)
+    for threads in (2, 5, 2):
+        torch.set_num_threads(threads)
+        assert_same_bits(double_backward(torch_attn.sdpa, x, u, t, **options), expected)
+
+
+def test_changed_tensor_is_noticed() -> None:
+    """What a second backward reads may not change after the first."""
+    for change in ("query", "attn_mask", "u"):
+        x = make_inputs(5, 7, mask=(5, 7)).require_grad()
+        u = torch.randn(2, 3, 5, 16, requires_grad=True)
+        gradients = torch.autograd.grad(torch_attn.sdpa(*x), x, u, create_graph=True)
+        with torch.no_grad():
+            (u if change == "u" else getattr(x, change)).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(sum(g.sum() for g in gradients), x)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+WAYS = {way.__name__: way for way in (double_backward, over_forward, over_reverse)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_tensor_of_scores(option: str, way: str) -> None:
+    L = S = 512
+    x, options = make_option(option, L, S), OPTIONS[option][1]
+    u, t = make_grad_output(x, **options), directions(x)
+    with LargestAllocation() as largest_allocation:
+        WAYS[way](torch_attn.sdpa, x, u, t, **options)
+    assert 0 < largest_allocation.elements < L * S // 2
+
+
+def test_tensor_of_scores_would_be_noticed() -> None:
+    x = make_inputs(512, 512, batch=(), heads=1)
+    with LargestAllocation() as largest_allocation:
+        double_backward(math_sdpa, x, torch.ones_like(x.query), directions(x))
+    assert largest_allocation.elements >= 512 * 512
+
+
+def peak_growth(option: str, way: str, lengths: tuple[int, ...]) -> list[int]:
+    """How far resident memory rises, at each length."""
+    torch.set_num_threads(2)
+    growth = []
+    for length in (64, *lengths):
+        x, options = make_option(option, length, length), OPTIONS[option][1]
+        u, t = make_grad_output(x, **options), directions(x)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = resident("VmRSS")
+        WAYS[way](torch_attn.sdpa, x, u, t, **options)
+        growth.append(resident("VmHWM") - before)
+        del x, u, t
+    return growth[1:]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("option", ["causal", "all"])
+def test_peak_grows_linearly(option: str, way: str) -> None:
+    """From L = S = 4096 to 8192; the scores of one head are 256 MiB then."""
+    small, large = in_fresh_process(peak_growth, option, way, (4096, 8192))
+    assert large <= 2 * small + (24 << 20), (small, large)
+    assert large <= 64 << 20, (small, large)
+
+
+# --- what it is for -------------------------------------------------------------------------------
+
+
+def loss(sdpa: Sdpa, *tensors: Tensor) -> Tensor:
+    """A scalar with curvature of its own on both sides of the attention."""
+    query, key, value, mask = tensors
+    return sdpa(query.tanh(), key, value.sin(), mask, is_causal=True).square().mean()
+
+
+@pytest.mark.usefixtures("cpu_capability")
+def test_hessian_vector_products() -> None:
+    x = make_inputs(20, 30, mask=(3, 20, 1), dtype=F64)
+    v = tuple(directions(x))
+
+    def products(sdpa: Sdpa) -> list[tuple[Tensor, ...]]:
+        function = functools.partial(loss, sdpa)
+        gradient = torch.func.grad(function, argnums=(0, 1, 2, 3))
+        return [
+            torch.autograd.functional.hvp(function, tuple(x), v)[1],
+            torch.autograd.functional.vhp(function, tuple(x), v)[1],
+            torch.func.jvp(gradient, tuple(x), v)[1],
+            torch.func.vjp(gradient, *x)[1](v),
+            torch.func.grad(lambda *y: torch.func.jvp(function, y, v)[1], (0, 1, 2, 3))(*x),
+        ]
+
+    expected = products(reference.sdpa)[0]
+    for product in products(torch_attn.sdpa):
+        torch.testing.assert_close(product, expected)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+def test_gradient_penalty_trains() -> None:
+    """A loss with the norm of a gradient in it: parameters get the reference's gradients."""
+
+    def penalised(sdpa: Sdpa) -> list[Tensor]:
+        torch.manual_seed(SEED)
+        project = torch.nn.Linear(8, 24, dtype=F64)
+        x = torch.randn(2, 5, 8, dtype=F64, requires_grad=True)
+        output = sdpa(*project(x).chunk(3, -1)).sum()
+        (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+        (output + (gradient.norm() - 1) ** 2).backward()
+        return [p.grad for p in project.parameters()]
+
+    for actual, expected in zip(penalised(torch_attn.sdpa), penalised(reference.sdpa), strict=True):
+        torch.testing.assert_close(actual, expected)

@@ -1,0 +1,405 @@
+"""torch.func: vmap, grad, vjp, jvp, Jacobians and Hessians, and their compositions.
+
+A UserWarning is an error: PyTorch warns where vmap falls back to a loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.gradcheck import gradcheck, gradgradcheck
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+
+import torch_attn
+from helpers import SEED, Inputs, make_inputs
+from test_derivatives import SMALL, differentiable
+from torch_attn import reference
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
+
+N = 4  # samples of a vmap
+F64 = torch.float64
+TENSORS = Inputs._fields
+SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TENSORS, n)]
+
+# One sample: sizes beside the dtype, options.
+SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "2-D": ({"batch": None, "mask": (5, 7)}, {}),
+    "heads": ({"batch": (), "mask": (3, 5, 7)}, {"is_causal": True}),
+    "4-D": ({"mask": (5, 7)}, {"scale": 0.3}),
+    "mask of keys": ({"mask": (1, 7)}, {}),
+    "mask of queries": ({"mask": (2, 1, 5, 1)}, {"is_causal": True}),
+    "bool mask": ({"mask": (3, 1, 7), "kind": "bool"}, {}),
+    "mask with -inf": ({"mask": (3, 1, 7), "kind": "-inf"}, {}),
+    "grouped heads": ({"heads": (4, 2, 1), "Ev": 3, "mask": (4, 1, 7)}, {"enable_gqa": True}),
+    "broadcast heads": ({"batch": (), "heads": (3, 1, 1), "mask": (1, 1)}, {}),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """For problems of a few numbers, where waking another thread takes longest."""
+    torch.set_num_threads(1)
+
+
+def make_sample(sample: str) -> tuple[Inputs, dict[str, Any]]:
+    sizes, options = SAMPLES[sample]
+    sizes = {"L": 5, "S": 7, "E": 4, "dtype": F64, **sizes}
+    if sizes.get("batch", ()) is None:
+        inputs = make_inputs(**{**sizes, "batch": (), "heads": 1})
+        return inputs.map(lambda t: t.view(t.shape[-2:])), options
+    return make_inputs(**sizes), options
+
+
+def make_mapped(sample: str, subset: tuple[str, ...]) -> tuple[Inputs, tuple[int | None, ...], Any]:
+    """Inputs of N samples, at which dimension they are mapped, options.
+
+    Each tensor has the mapped dimension at another place, counted from either end.
+    """
+    samples = [make_sample(sample)[0] for _ in range(N)]
+    tensors, in_dims = [], []
+    for i, name in enumerate(TENSORS):
+        parts = [getattr(s, name) for s in samples]
+        if name not in subset:
+            tensors.append(parts[0])
+            in_dims.append(None)
+        else:
+            dim = (i + len(subset)) % (parts[0].dim() + 1)
+            tensors.append(torch.stack(parts, dim))
+            in_dims.append(dim if i % 2 else dim - parts[0].dim() - 1)
+    return Inputs(*tensors), tuple(in_dims), SAMPLES[sample][1]
+
+
+def loop(function: Callable[..., Any], in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
+    """What vmap means."""
+    results = [
+        function(
+            *(t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims, strict=True))
+        )
+        for n in range(N)
+    ]
+    return torch.utils._pytree.tree_map(lambda *parts: torch.stack(parts), *results)
+
+
+def gradients(argnums: tuple[int, ...], **options: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """The gradients of a loss as a function of the inputs."""
+    return grad(lambda *x: torch_attn.sdpa(*x, **options).sin().sum(), argnums)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_vmap(sample: str, subset: tuple[str, ...]) -> None:
+    """Output and gradients, mapped over some of the inputs, are those of a loop."""
+    inputs, in_dims, options = make_mapped(sample, subset)
+
+    def function(*x: Tensor) -> Tensor:
+        return torch_attn.sdpa(*x, **options)
+
+    actual = vmap(function, in_dims)(*inputs)
+    torch.testing.assert_close(actual, loop(function, in_dims, *inputs))
+    wanted = (0, 1, 2, 3)[: 4 if inputs.attn_mask.is_floating_point() else 3]
+    function = gradients(wanted, **options)
+    actual = vmap(function, in_dims)(*inputs)
+    torch.testing.assert_close(actual, loop(function, in_dims, *inputs))
+
+
+@pytest.mark.parametrize("first", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("order", ["grad", "jvp"])
+def test_nested(order: str, first: tuple[str, ...]) -> None:
+    """vmap of vmap, each over its own inputs, around a derivative."""
+    second = TENSORS[: 5 - len(first)][::-1]
+    samples = [make_mapped("heads", first) for _ in range(N)]
+    in_dims, options = samples[0][1:]
+    outer = tuple(0 if name in second else None for name in TENSORS)
+    inputs = [
+        torch.stack(parts) if name in second else parts[0]
+        for name, *parts in zip(TENSORS, *(s[0] for s in samples), strict=True)
+    ]
+
+    def derivative(*x: Tensor) -> Any:
+        if order == "grad":
+            return gradients((0, 1, 2, 3), **options)(*x)
+        return jvp(lambda *y: torch_attn.sdpa(*y, **options), x, tuple(t.cos() for t in x))
+
+    actual = vmap(vmap(derivative, in_dims), outer)(*inputs)
+    expected = loop(lambda *x: loop(derivative, in_dims, *x), outer, *inputs)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if SAMPLES[s][0].get("kind") != "bool"])
+@pytest.mark.parametrize("subset", [TENSORS, ("query",), ("key", "attn_mask")], ids="-".join)
+def test_vmap_of_derivatives(sample: str, subset: tuple[str, ...]) -> None:
+    """jvp, vjp and Hessian-vector products in both orders, mapped."""
+    inputs, in_dims, options = make_mapped(sample, subset)
+
+    def function(*x: Tensor) -> Tensor:
+        return torch_attn.sdpa(*x, **options)
+
+    def derivatives(*x: Tensor) -> Any:
+        t = tuple(a.isfinite() * a.nan_to_num(neginf=0).cos() for a in x)
+        output, tangent = jvp(function, x, t)
+        pulled = vjp(function, *x)[1](output.cos())
+        gradient = gradients((0, 1, 2, 3), **options)
+        forward_over_reverse = jvp(gradient, x, t)[1]
+        reverse_over_reverse = vjp(gradient, *x)[1](t)
+        reverse_over_forward = grad(lambda *y: jvp(function, y, t)[1].sin().sum(), (0, 1, 2, 3))(*x)
+        return tangent, pulled, forward_over_reverse, reverse_over_reverse, reverse_over_forward
+
+    actual = vmap(derivatives, in_dims)(*inputs)
+    torch.testing.assert_close(actual, loop(derivatives, in_dims, *inputs))
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("argnum", range(4), ids=TENSORS)
+@pytest.mark.parametrize("sample", ["heads", "grouped heads", "mask of queries"])
+def test_jacobians(sample: str, argnum: int) -> None:
+    inputs, options = make_sample(sample)
+
+    def derivatives(sdpa: Callable[..., Tensor]) -> Any:
+        def function(*x: Tensor) -> Tensor:
+            return sdpa(*x, **options)
+
+        def scalar(*x: Tensor) -> Tensor:
+            return function(*x).sin().sum()
+
+        return [
+            jacrev(function, argnum)(*inputs),
+            jacfwd(function, argnum)(*inputs),
+            jacrev(function, argnum, chunk_size=5)(*inputs),
+            hessian(scalar, argnum)(*inputs),
+            jacrev(jacfwd(scalar, argnum), argnum)(*inputs),
+            jacrev(jacrev(scalar, argnum), argnum)(*inputs),
+            jacfwd(jacfwd(scalar, argnum), argnum)(*inputs),
+        ]
+
+    torch.testing.assert_close(derivatives(torch_attn.sdpa), derivatives(reference.sdpa))
+
+
+def test_mixed_hessian() -> None:
+    """All blocks, query against key and so on, mapped over samples."""
+    inputs, in_dims, options = make_mapped("2-D", ("query", "value"))
+
+    def blocks(sdpa: Callable[..., Tensor]) -> Any:
+        scalar = lambda *x: sdpa(*x, **options).sin().sum()  # noqa: E731
+        return vmap(hessian(scalar, (0, 1, 2, 3)), in_dims)(*inputs)
+
+    torch.testing.assert_close(blocks(torch_attn.sdpa), blocks(reference.sdpa))
+
+
+@pytest.mark.parametrize("case", ["mask and causal", "grouped heads", "mask of keys", "dropout"])
+def test_batched_gradcheck(case: str) -> None:
+    """`is_grads_batched` and vmap over tangents."""
+    function, tensors = differentiable(SMALL[case])
+    forward = case != "dropout"  # a forward under vmap would have to draw
+    assert gradcheck(
+        function,
+        tensors,
+        check_batched_grad=True,
+        check_forward_ad=forward,
+        check_batched_forward_grad=forward,
+    )
+    assert gradgradcheck(function, tensors, check_batched_grad=True)
+
+
+class Block(nn.Module):
+    """An attention with a bias that is learned."""
+
+    def __init__(self, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        self.dropout_p = dropout_p
+        self.project = nn.Linear(8, 24, dtype=F64)
+        self.bias = nn.Parameter(torch.randn(2, 1, 6, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*, 6, 8] -> [*, 6, 8]."""
+        query, key, value = (
+            t.unflatten(-1, (2, 4)).transpose(-3, -2) for t in self.project(x).chunk(3, -1)
+        )
+        output = torch_attn.sdpa(query, key, value, self.bias, self.dropout_p, is_causal=True)
+        return output.transpose(-3, -2).flatten(-2)
+
+
+def test_gradients_of_each_sample() -> None:
+    """Of every parameter for every sample, as backward of one sample at a time."""
+    model, x = Block(), torch.randn(N, 6, 8, dtype=F64)
+    parameters = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(model, values, (sample,)).square().sum()
+
+    actual = vmap(grad(loss), (None, 0))(parameters, x)
+    for n in range(N):
+        model.zero_grad()
+        model(x[n]).square().sum().backward()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(actual[name][n], parameter.grad)
+
+
+def test_ensemble() -> None:
+    """Models stacked, one input."""
+    models, x = [Block() for _ in range(N)], torch.randn(6, 8, dtype=F64)
+    parameters, buffers = stack_module_state(models)
+    actual = vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(parameters, buffers)
+    torch.testing.assert_close(actual, torch.stack([model(x) for model in models]))
+
+
+def test_weights() -> None:
+    inputs, in_dims, options = make_mapped("heads", ("query", "attn_mask"))
+
+    def function(*x: Tensor) -> tuple[Tensor, ...]:
+        return torch_attn.sdpa_with_weights(*x, **options)
+
+    torch.testing.assert_close(vmap(function, in_dims)(*inputs), loop(function, in_dims, *inputs))
+
+
+def test_errors_name_the_argument() -> None:
+    query, key = torch.randn(N, 5, 4), torch.randn(N, 7, 3)
+    with pytest.raises(RuntimeError, match="key"):
+        vmap(torch_attn.sdpa)(query, key, key)
+    with pytest.raises(RuntimeError, match=r"query .* at least 2"):
+        vmap(torch_attn.sdpa)(query[:, 0], key, key)
+
+
+# --- dropout: the randomness of vmap --------------------------------------------------------------
+
+
+P = 0.5
+
+
+def dropped(value: Tensor, query: Tensor | None = None) -> Tensor:
+    """Of equal weights: with the unit matrix as value, which were kept."""
+    S = value.size(-2)
+    query = torch.zeros(20, 1, dtype=F64) if query is None else query
+    return torch_attn.sdpa(query, torch.zeros(S, 1, dtype=F64), value, None, P)
+
+
+def test_randomness_error() -> None:
+    value = torch.eye(30, dtype=F64)
+    with pytest.raises(RuntimeError, match="randomness='different' or 'same'"):
+        vmap(dropped)(value.expand(N, 30, 30))
+    with pytest.raises(RuntimeError, match="randomness='different' or 'same'"):
+        vmap(grad(lambda v: dropped(v).sum()))(value.expand(N, 30, 30))
+    no_dropout = vmap(lambda v: torch_attn.sdpa(v, v, v))(value.expand(N, 30, 30))
+    assert no_dropout.shape == (N, 30, 30)
+
+
+@pytest.mark.parametrize("which", ["value", "query", "nothing of ours"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_randomness(randomness: str, which: str) -> None:
+    value, query = torch.eye(30, dtype=F64), torch.zeros(20, 1, dtype=F64)
+
+    def function(n: Tensor) -> Tensor:
+        mapped = {"value": value + 0 * n} if which == "value" else {"value": value}
+        mapped |= {"query": query + 0 * n} if which == "query" else {"query": query}
+        return dropped(**mapped)
+
+    def draw() -> Tensor:
+        torch.manual_seed(SEED)
+        return vmap(function, randomness=randomness)(torch.zeros(N, dtype=F64)) != 0
+
+    masks = draw()
+    assert 0.4 < masks.double().mean() < 0.6
+    for one, other in itertools.combinations(masks, 2):
+        assert torch.equal(one, other) == (randomness == "same")
+        agreement = (one == other).double().mean()
+        assert agreement == 1 if randomness == "same" else abs(agreement - 0.5) < 0.1
+    assert torch.equal(draw(), masks)
+    again = vmap(function, randomness=randomness)(torch.zeros(N, dtype=F64)) != 0
+    assert not torch.equal(again, masks)
+
+
+@pytest.mark.parametrize("outer", ["same", "different"])
+@pytest.mark.parametrize("inner", ["same", "different"])
+def test_randomness_nested(inner: str, outer: str) -> None:
+    value = torch.eye(30, dtype=F64).expand(N, N, 30, 30)
+    masks = vmap(vmap(dropped, randomness=inner), randomness=outer)(value) != 0
+    for i, j, k, l in itertools.product(range(N), repeat=4):
+        if (i, j) != (k, l):
+            same = (i == k or outer == "same") and (j == l or inner == "same")
+            assert torch.equal(masks[i, j], masks[k, l]) == same, (i, j, k, l)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_backward_sees_the_mask_of_the_forward(randomness: str) -> None:
+    value = torch.randn(N, 3, 30, 8, dtype=F64)
+    query = torch.randn(3, 20, 8, dtype=F64)
+    key = torch.randn(3, 30, 8, dtype=F64)
+
+    def attention(value: Tensor, query: Tensor) -> Tensor:
+        return torch_attn.sdpa(query, key, value, None, P)
+
+    def checks(value: Tensor) -> list[Tensor]:
+        """The output is A V with the weights kept A: <u, A V> = <A'u, V>, and J V = A V."""
+        output, pull = vjp(lambda v: attention(v, query), value)
+        (pulled,) = pull(output)
+        jacobian, again = jacrev(lambda v: (attention(v, query),) * 2, has_aux=True)(value)
+        primal, tangent = jvp(lambda v: attention(v, query), (value,), (value,))
+        # the same within a second derivative: d/ds <d O/d(query) with value s V> = that itself
+        (direction,) = (query.cos(),)
+        moved, back = vjp(
+            lambda v: jvp(lambda q: attention(v, q), (query,), (direction,))[1], value
+        )
+        return [
+            (output * output).sum() - (pulled * value).sum(),
+            torch.einsum("...abc,abc->...", jacobian, value) - again,
+            primal - tangent,
+            (moved * moved).sum() - (back(moved)[0] * value).sum(),
+        ]
+
+    for difference in vmap(checks, randomness=randomness)(value):
+        torch.testing.assert_close(difference, torch.zeros_like(difference))
+
+
+def test_jacobians_with_dropout() -> None:
+    """Within vmap, of a call that draws: the rows and columns of one mask."""
+    value = torch.randn(N, 30, 2, dtype=F64)
+
+    def both(value: Tensor) -> tuple[Tensor, Tensor]:
+        jacobian, output = jacrev(lambda v: (dropped(v),) * 2, has_aux=True)(value)
+        return torch.einsum("abcd,cd->ab", jacobian, value), output
+
+    torch.testing.assert_close(*vmap(both, randomness="different")(value))
+    forward = jacfwd(lambda v: (dropped(v),) * 2, has_aux=True, randomness="same")
+    jacobian, output = forward(value[0])
+    torch.testing.assert_close(torch.einsum("abcd,cd->ab", jacobian, value[0]), output)
+
+
+def test_gradients_of_each_sample_with_dropout() -> None:
+    """Per-sample gradients of a model that drops: repeatable, and other for every sample."""
+    model = Block(dropout_p=P)
+    x = torch.randn(6, 8, dtype=F64).expand(N, 6, 8)
+    parameters = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(model, values, (sample,)).square().sum()
+
+    def per_sample(randomness: str) -> Tensor:
+        torch.manual_seed(SEED)
+        return vmap(grad(loss), (None, 0), randomness=randomness)(parameters, x)["bias"]
+
+    different, same = per_sample("different"), per_sample("same")
+    assert torch.equal(per_sample("different"), different)
+    for one, other in itertools.combinations(range(N), 2):
+        assert not torch.equal(different[one], different[other])
+        torch.testing.assert_close(same[one], same[other])
