@@ -15,6 +15,7 @@ Tensor sdpa_meta(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
 
 Tensors4 forward_meta(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<Tensor>& rng_state) {
   const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
+  if (rng_state) validate_rng_state("attn::_sdpa_forward", *rng_state, shape, query, dropout_p);
   const Tensor output = empty_output(shape, query);
   return {output, empty_logsumexp(shape, query),
           rng_state ? at::empty_like(*rng_state) : empty_rng_state(query, dropout_p), empty_residual(output)};
@@ -42,7 +43,7 @@ Tensors3 tangent_meta(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATT
   validate_saved(op, shape, query, dropout_p, ATTN_SAVED);
   validate_tangents(op, ATTN_INPUTS, ATTN_TANGENTS);
   const Tensor tangent_output = empty_output(shape, query);
-  return {tangent_output, empty_logsumexp(shape, query), empty_residual(tangent_output)};
+  return {tangent_output, empty_statistic(shape, query), empty_residual(tangent_output)};
 }
 
 Tensors4 second_meta(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_MOVED_ARGS,

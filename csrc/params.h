@@ -8,7 +8,7 @@ namespace attn {
 enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 
 // Batch dimensions left after neighbours with compatible strides were merged.
-constexpr int kMaxBatchDims = 8;
+constexpr int kMaxBatchDims = 16;
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
 struct Operand {
@@ -59,7 +59,9 @@ struct Problem {
   int64_t groups() const { return heads / group; }
 };
 
-// Statistics of a row (logsumexp, ...) are contiguous [batch, heads, L], float32 (float64 for float64 inputs).
+// Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs). The logsumexp is a pair,
+// [batch, heads, L, 2]: its value and what rounding took from it. With scores near -1e9 (a row of a mask that is all
+// finfo.min, say) one number would have no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1.
 
 struct ForwardParams : Problem {
   Operand output;
@@ -68,7 +70,7 @@ struct ForwardParams : Problem {
 
   int64_t rows_per_task = 0;
   // With few rows and many keys the keys are cut in `splits` chunks of `keys_per_split`; each writes a partial output
-  // [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L], merged in order afterwards.
+  // [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L, 2], merged in order afterwards.
   // The cut depends on the shape alone, so that the bits do not depend on the number of threads.
   int64_t splits = 1;
   int64_t keys_per_split = 0;

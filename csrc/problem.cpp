@@ -74,9 +74,10 @@ void ProblemBuilder::merge_batch_dims() {
   for (size_t d = 0; d < batch_size_.size(); ++d) {
     if (batch_size_[d] == 1) continue;
     const bool merge = mergeable(d);
-    TORCH_CHECK(merge || merged < kMaxBatchDims, "attn::sdpa: query, key, value and attn_mask have more than ",
-                kMaxBatchDims, " leading dimensions with strides of their own (batch shape ",
-                at::IntArrayRef(batch_size_), "); call .contiguous() on the inputs that are views");
+    TORCH_CHECK(merge || merged < kMaxBatchDims, "attn::sdpa: the leading dimensions ", at::IntArrayRef(batch_size_),
+                " of query, key, value, attn_mask and the results leave more than ", kMaxBatchDims,
+                " after those that lie alike in memory are merged; .expand() the inputs to these dimensions and call "
+                ".contiguous() on them");
     if (!merge) problem_.batch_size[merged++] = 1;
     problem_.batch_size[merged - 1] *= batch_size_[d];
     for (const Strides& s : operands_) s.operand->batch[merged - 1] = s.batch[d];

@@ -20,7 +20,8 @@ TORCH_LIBRARY(attn, m) {
   // With x = (query, key, value, attn_mask), O(x) the output and J its Jacobian, four operators give every derivative.
   //
   // O(x), and what derivatives need:
-  // logsumexp   of every row of scores, [*, H, L], float32 (float64 for float64)
+  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): the number, and what rounding took
+  //             from it (params.h)
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
   // residual    exact output - rounded output, for bfloat16 and float16, else empty: rowsum(grad * output) would else be
   //             the only thing that the backward does not compute in float32, and its largest error

@@ -92,7 +92,7 @@ c10::SymDimVector Shape::expanded(const SymInt& tensor_heads, const SymInt& rows
   return sizes;
 }
 
-c10::SymDimVector Shape::logsumexp() const {
+c10::SymDimVector Shape::statistic() const {
   auto sizes = expanded(heads, queries, 1);
   sizes.pop_back();
   return sizes;
@@ -145,6 +145,13 @@ void check_internal(const char* op, const char* name, const Tensor& t, c10::SymI
               " of shape ", sizes, " on ", query.device());
 }
 
+void check_residual(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {
+  if (has_residual(query))
+    check_internal(op, name, t, shape.output(), query.scalar_type(), query);
+  else
+    check_internal(op, name, t, {0}, query.scalar_type(), query);
+}
+
 }  // namespace
 
 void validate_like_output(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {
@@ -154,10 +161,20 @@ void validate_like_output(const char* op, const char* name, const Tensor& t, con
 void validate_saved(const char* op, const Shape& shape, const Tensor& query, double dropout_p, ATTN_SAVED_ARGS) {
   validate_like_output(op, "output", output, shape, query);
   check_internal(op, "logsumexp", logsumexp, shape.logsumexp(), statistics_dtype(query), query);
-  if (has_residual(query)) validate_like_output(op, "residual", residual, shape, query);
+  check_residual(op, "residual", residual, shape, query);
+  validate_rng_state(op, rng_state, shape, query, dropout_p);
+}
+
+void validate_rng_state(const char* op, const Tensor& rng_state, const Shape& shape, const Tensor& query,
+                        double dropout_p) {
   if (dropout_p == 0) return;
-  TORCH_CHECK(rng_state.dim() > 0 && rng_state.sym_size(-1) == 3 && rng_state.scalar_type() == at::kLong, op,
-              ": rng_state is ", rng_state.toString(), " of shape ", rng_state.sym_sizes(),
+  // one for all, or one for each of the leading dimensions that vmap put in front
+  const auto allowed = shape.expanded(1, 1, 3);
+  bool fits = rng_state.dim() >= 1 && rng_state.dim() <= shape.dims && extent(rng_state, 1) == 3;
+  for (int64_t d = 2; fits && d <= rng_state.dim(); ++d)
+    fits = extent(rng_state, d) == 1 || extent(rng_state, d) == allowed[allowed.size() - d];
+  TORCH_CHECK(fits && rng_state.scalar_type() == at::kLong && rng_state.device() == query.device(), op,
+              ": rng_state is ", rng_state.toString(), " of shape ", rng_state.sym_sizes(), " on ", rng_state.device(),
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
 
@@ -176,8 +193,8 @@ void validate_tangents(const char* op, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS) {
 
 void validate_moved(const char* op, const Shape& shape, const Tensor& query, ATTN_MOVED_ARGS) {
   validate_like_output(op, "tangent_output", tangent_output, shape, query);
-  check_internal(op, "tangent_logsumexp", tangent_logsumexp, shape.logsumexp(), statistics_dtype(query), query);
-  if (has_residual(query)) validate_like_output(op, "tangent_residual", tangent_residual, shape, query);
+  check_internal(op, "tangent_logsumexp", tangent_logsumexp, shape.statistic(), statistics_dtype(query), query);
+  check_residual(op, "tangent_residual", tangent_residual, shape, query);
 }
 
 void validate_wanted(const char* op, const std::optional<Tensor>& attn_mask, Wanted wanted) {
@@ -209,6 +226,10 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
 
 Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
   return at::empty_symint(shape.logsumexp(), query.options().dtype(statistics_dtype(query)));
+}
+
+Tensor empty_statistic(const Shape& shape, const Tensor& query) {
+  return at::empty_symint(shape.statistic(), query.options().dtype(statistics_dtype(query)));
 }
 
 Tensor empty_residual(const Tensor& output) {

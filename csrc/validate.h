@@ -16,7 +16,8 @@ struct Shape {
 
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
-  c10::SymDimVector logsumexp() const;
+  c10::SymDimVector statistic() const;  // one number a row: [*batch, heads, L]
+  c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
 };
 
 // Throws c10::Error naming the argument, what it was and what is allowed.
@@ -24,6 +25,8 @@ Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS);
 
 // The same for what the derivatives take besides. `op` is named in the error.
 void validate_saved(const char* op, const Shape& shape, const at::Tensor& query, double dropout_p, ATTN_SAVED_ARGS);
+void validate_rng_state(const char* op, const at::Tensor& rng_state, const Shape& shape, const at::Tensor& query,
+                        double dropout_p);
 void validate_like_output(const char* op, const char* name, const at::Tensor& t, const Shape& shape,
                           const at::Tensor& query);
 void validate_tangents(const char* op, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS);
@@ -33,6 +36,7 @@ void validate_wanted(const char* op, const std::optional<at::Tensor>& attn_mask,
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
+at::Tensor empty_statistic(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_residual(const at::Tensor& output);
 // int64 (seed, offset, period), see params.h; empty without dropout.
 at::Tensor empty_rng_state(const at::Tensor& query, double dropout_p);

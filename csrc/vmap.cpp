@@ -151,7 +151,7 @@ Tensors4 forward_vmap(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<T
   auto [output, logsumexp, state, residual] =
       forward_op().call(c.query, c.key, c.value, c.attn_mask, ATTN_OPTIONS, c.rng_state);
   if (!c.mapped) return {output, logsumexp, state, residual};
-  return {batch.logical_output(output), batch.logical_statistic(logsumexp),
+  return {batch.logical_output(output), batch.logical_output(logsumexp),
           state.dim() > 1 ? batch.logical(state, 1) : state, logical_residual(batch, residual)};
 }
 
@@ -171,7 +171,7 @@ struct DerivativeCall {
         value(batch.expanded(value)),
         attn_mask(batch.expanded(attn_mask)),
         output(batch.expanded(output)),
-        logsumexp(batch.expanded(logsumexp, 1)),
+        logsumexp(batch.expanded(logsumexp)),
         rng_state(batch.physical(rng_state)),
         residual(mapped_residual(batch, residual)) {}
 };

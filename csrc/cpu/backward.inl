@@ -36,7 +36,7 @@ struct Backward {
     T* grad_output_t;  // [Ev][kRowTile]
     T* grad_output;    // [kRowTile][Ev]
     T* grad_query;     // [kRowTile][E]
-    T* logsumexp;      // [kRowTile]
+    Logsumexp<T>* logsumexp;
     T* delta;          // [kRowTile]
     // for kSecond
     T* tangent_query_t;
@@ -89,7 +89,7 @@ struct Backward {
         state.grad_output_t = arena.take<T>(p.value_dim * kRowTile);
         state.grad_output = arena.take<T>(kRowTile * ld_value);
         state.grad_query = arena.take<T>(kRowTile * ld_key);
-        state.logsumexp = arena.take<T>(kRowTile);
+        state.logsumexp = arena.take<Logsumexp<T>>(1);
         state.delta = arena.take<T>(kRowTile);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
@@ -114,7 +114,7 @@ struct Backward {
     rows.pack_transposed(p, p.grad_output, p.value_dim, state.grad_output_t);
     if (p.grad_key.data) finite_rows(p.query, state.query);
     if (p.grad_value.data) rows.pack_rows(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
-    rows.load_logsumexp(p, static_cast<const T*>(p.logsumexp), state.logsumexp);
+    rows.load_logsumexp(p, p.logsumexp, *state.logsumexp);
     dot_grad_output(p, b, state, p.output, p.residual, state.delta);
     if constexpr (kSecond) {
       if (p.t.query.data) {
@@ -194,11 +194,10 @@ struct Backward {
     }
     const Vec<T> zero{};
     for (int64_t lane = 0; lane < lanes; lane += W) {
-      const Vec<T> logsumexp = load<T>(state.logsumexp + lane);
       const Vec<T> delta = load<T>(state.delta + lane);
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = exp<T>(load<T>(b.x + at) - logsumexp);
+        const Vec<T> weight = state.logsumexp->weight(load<T>(b.x + at), lane);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
         // by selection: nothing of a masked key or its value may come through, not even a NaN
         const auto masked = weight == zero;

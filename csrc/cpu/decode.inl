@@ -9,13 +9,14 @@ struct Decode {
   static constexpr int64_t kRows = 8;  // at most so many queries share a pass over the keys
   static constexpr int kAtOnce = 4;    // queries, and vectors of a value, that share registers
 
-  static bool takes(const ForwardParams& p) { return p.rows() <= kRows; }
+  // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
+  // the forward (a row with one key) is then exactly 1 again.
+  static bool takes(const ForwardParams& p) { return p.rows() <= kRows && !p.logsumexp; }
 
   struct Buffers {
     RowTile* rows;
     T* query;    // [kRows][E]
     T* output;   // [kRows][Ev]
-    T* scratch;  // [Ev]
     T* key;      // [kKeyTile][E], for rows that cannot be read as they lie
     T* value;    // [kKeyTile][Ev]
     T* x;        // [kRows][kKeyTile]: scores, then weights
@@ -32,7 +33,6 @@ struct Decode {
       rows = arena.take<RowTile>(1);
       query = arena.take<T>(kRows * ld_key);
       output = arena.take<T>(kRows * ld_value);
-      scratch = arena.take<T>(ld_value);
       key = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(kKeyTile * ld_value);
       x = arena.take<T>(kRows * kKeyTile);
@@ -157,16 +157,15 @@ struct Decode {
                 });
     }
 
-    T* logsumexp = static_cast<T*>(p.logsumexp);
-    Operand output = p.output, residual = p.residual;
+    T* logsumexp = nullptr;
+    Operand output = p.output;
     if (p.splits > 1) {
       output = Forward<T>::partial_output(p, split);
-      residual = {};
-      logsumexp = static_cast<T*>(p.partial_logsumexp) + split * p.batch * p.heads * p.queries;
+      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * p.batch * p.heads * p.queries;
     }
     for (int64_t r = 0; r < rows.count; ++r)
-      Forward<T>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r], sum[r], output,
-                            residual, logsumexp, b.scratch);
+      Forward<T>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r], sum[r], output, {},
+                            logsumexp, nullptr);
   }
 
   static void mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {

@@ -130,9 +130,8 @@ struct Forward {
     rows.unpack_rounded(p, output, residual, p.value_dim, state.output_t, scratch);
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
-      const bool empty = !state.started || state.sum[i] == 0;
-      logsumexp[rows.statistic(p, i)] =
-          empty ? -kInfinity<T> : static_cast<T>(state.maximum[i] + __builtin_log(state.sum[i]));
+      T* pair = logsumexp + 2 * rows.statistic(p, i);
+      state.started ? store_logsumexp<T>(pair, state.maximum[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
     }
   }
 
@@ -176,7 +175,7 @@ struct Forward {
       const int64_t all_rows = p.batch * p.heads * p.queries;
       output = partial_output(p, split);
       residual = {};
-      logsumexp = static_cast<T*>(p.partial_logsumexp) + split * all_rows;
+      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * all_rows;
     }
     for (int64_t t = 0; t < tiles; ++t) finish(p, b.states[t], output, residual, logsumexp, b.x);
   }
@@ -208,36 +207,39 @@ struct Forward {
       for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
       unpack_rows<T>(block_of(p, residual, n, h, l), row, p.value_dim, 1, p.value_dim);
     }
-    if (logsumexp)
-      logsumexp[(n * p.heads + h) * p.queries + l] =
-          sum == 0 ? -kInfinity<T> : static_cast<T>(maximum + __builtin_log(sum));
+    if (logsumexp) store_logsumexp(logsumexp + 2 * ((n * p.heads + h) * p.queries + l), maximum, sum);
   }
 
   // Merges the splits of rows [first, last) of the flat list [batch, heads, L]:
-  // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - max_s logsumexp_s).
+  // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
     T* row = reinterpret_cast<T*>(workspace);
     const int64_t all_rows = p.batch * p.heads * p.queries;
     const T* partial = static_cast<const T*>(p.partial_logsumexp);
     for (int64_t r = first; r < last; ++r) {
-      T best = -kInfinity<T>;
-      for (int64_t s = 0; s < p.splits; ++s) {
-        const T x = partial[s * all_rows + r];
-        best = x > best ? x : best;
+      const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
+      const T* best = part(0);
+      for (int64_t s = 1; s < p.splits; ++s) {
+        const T* x = part(s);
+        if (x[0] > best[0] || (x[0] == best[0] && x[1] > best[1])) best = x;
       }
-      const T shift = best == -kInfinity<T> ? 0 : best;
+      const T high = best[0] == -kInfinity<T> ? 0 : best[0], low = best[1];
       T sum = 0;
       for (int64_t d = 0; d < p.value_dim; ++d) row[d] = 0;
       for (int64_t s = 0; s < p.splits; ++s) {
-        const T weight = exp<T>(splat<T>(partial[s * all_rows + r] - shift))[0];
+        const T weight = exp<T>(splat<T>((part(s)[0] - high) + (part(s)[1] - low)))[0];
         sum += weight;
         if (weight == 0) continue;  // its output is 0 where it saw no key
         const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
         for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
       }
       const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
-      write_row(p, n, h, l, row, best, sum, p.output, p.residual, static_cast<T*>(p.logsumexp),
-                row + round_up(p.value_dim, W));
+      write_row(p, n, h, l, row, high, sum, p.output, p.residual, nullptr, row + round_up(p.value_dim, W));
+      if (p.logsumexp) {
+        T* pair = static_cast<T*>(p.logsumexp) + 2 * r;
+        store_logsumexp<T>(pair, high, sum);
+        if (sum != 0) pair[1] += low;
+      }
     }
   }
 };

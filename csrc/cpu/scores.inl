@@ -5,6 +5,30 @@
 
 namespace attn::ATTN_ISA {
 
+// The logsumexp of the lanes, see params.h. +inf for a row that attends to no key and for a lane without a row: the
+// weight is 0 there.
+template <class T>
+struct Logsumexp {
+  T high[kRowTile];
+  T low[kRowTile];
+
+  ATTN_INLINE Vec<T> weight(Vec<T> x, int64_t lane) const {
+    return exp<T>((x - load<T>(high + lane)) - load<T>(low + lane));
+  }
+};
+
+// Writes maximum + log(sum) as a pair; -inf for a row without keys.
+template <class T>
+void store_logsumexp(T* pair, T maximum, T sum) {
+  const T log = static_cast<T>(__builtin_log(sum));
+  const T high = maximum + log;
+  const T of_log = high - maximum;  // Knuth's two-sum: low is exactly what rounding took from high
+  const T low = (maximum - (high - of_log)) + (log - of_log);
+  const bool finite = high - high == 0;
+  pair[0] = sum == 0 ? -kInfinity<T> : high;
+  pair[1] = sum == 0 || !finite ? 0 : low;
+}
+
 // Up to kRowTile consecutive rows of a group of heads (Problem::group): the lanes of a tile.
 struct RowTile {
   int64_t n;            // flat batch index
@@ -87,12 +111,13 @@ struct RowTile {
     }
   }
 
-  // +inf for a row that attends to no key and for a lane without a row, so that exp(x - logsumexp) is 0 there.
   template <class T>
-  void load_logsumexp(const Problem& p, const T* logsumexp, T* lanes_of) const {
+  void load_logsumexp(const Problem& p, const void* logsumexp, Logsumexp<T>& lanes_of) const {
     for (int64_t i = 0; i < kRowTile; ++i) {
-      const T x = i < count ? logsumexp[statistic(p, i)] : -kInfinity<T>;
-      lanes_of[i] = x == -kInfinity<T> ? kInfinity<T> : x;
+      const T* pair = static_cast<const T*>(logsumexp) + 2 * (i < count ? statistic(p, i) : 0);
+      const bool empty = i >= count || pair[0] == -kInfinity<T>;
+      lanes_of.high[i] = empty ? kInfinity<T> : pair[0];
+      lanes_of.low[i] = empty ? 0 : pair[1];
     }
   }
   template <class T>
@@ -135,7 +160,7 @@ void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t
   const auto* state = reinterpret_cast<const int64_t*>(rng.data);
   const auto seed = static_cast<uint64_t>(state[0]);
   const auto offset = static_cast<uint64_t>(state[rng.col]);
-  const auto period = static_cast<uint64_t>(state[2 * rng.col]);
+  const auto period = static_cast<uint64_t>(larger(1, state[2 * rng.col]));
   const T keep_scale = static_cast<T>(p.keep_scale);
   const uint64_t kept = bit_cast<typename Float<T>::UInt>(keep_scale);
   for (int64_t lane = 0; lane < rows.count; lane += W) {

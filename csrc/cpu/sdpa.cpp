@@ -64,6 +64,7 @@ Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, cons
   ForwardParams p;
   ProblemBuilder builder(p, shape);
   const Tensor output = empty_output(shape, query);
+  if (given_state) validate_rng_state("attn::_sdpa_forward", *given_state, shape, query, dropout_p);
   const Tensor rng_state = given_state ? *given_state : draw_rng_state(query, dropout_p, p);
   Tensor logsumexp, residual;
   describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
@@ -83,7 +84,7 @@ Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, cons
   const int64_t rows = p.batch * p.heads * p.queries;
   if (p.splits > 1) {
     partial_output = at::empty({p.splits * rows, p.value_dim}, compute_options(query));
-    partial_logsumexp = at::empty({p.splits * rows}, compute_options(query));
+    partial_logsumexp = at::empty({p.splits * rows, 2}, compute_options(query));
     p.partial_output = partial_output.mutable_data_ptr();
     p.partial_logsumexp = partial_logsumexp.mutable_data_ptr();
   }
@@ -259,7 +260,7 @@ Tensors3 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN
   ProblemBuilder builder(p, shape);
   Tensor contiguous_logsumexp;
   const Tensor tangent_output = empty_output(shape, query);
-  const Tensor tangent_logsumexp = empty_logsumexp(shape, query);
+  const Tensor tangent_logsumexp = empty_statistic(shape, query);
   const Tensor tangent_residual = empty_residual(tangent_output);
   describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
   describe_saved(p, builder, contiguous_logsumexp, ATTN_SAVED);

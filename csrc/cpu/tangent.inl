@@ -21,7 +21,7 @@ struct Tangent {
     T* tangent_query_t;   // tQ
     T* output_t;          // [Ev][kRowTile]
     T* tangent_output_t;  // [Ev][kRowTile]
-    T* logsumexp;         // [kRowTile]
+    Logsumexp<T>* logsumexp;
     T* guess;             // [kRowTile]: r
     T* has_guess;         // [kRowTile]: 1 once there is one, else 0
     T* moved;             // [kRowTile]: c - r
@@ -40,7 +40,7 @@ struct Tangent {
       tangent_query_t = arena.take<T>(p.head_dim * kRowTile);
       output_t = arena.take<T>(p.value_dim * kRowTile);
       tangent_output_t = arena.take<T>(p.value_dim * kRowTile);
-      logsumexp = arena.take<T>(kRowTile);
+      logsumexp = arena.take<Logsumexp<T>>(1);
       guess = arena.take<T>(kRowTile);
       has_guess = arena.take<T>(kRowTile);
       moved = arena.take<T>(kRowTile);
@@ -62,11 +62,10 @@ struct Tangent {
     const Vec<T> zero{}, one = splat<T>(1);
     if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, b.factor);
     for (int64_t lane = 0; lane < lanes; lane += W) {
-      const Vec<T> logsumexp = load<T>(b.logsumexp + lane);
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = exp<T>(load<T>(b.x + at) - logsumexp);
+        const Vec<T> weight = b.logsumexp->weight(load<T>(b.x + at), lane);
         total += weight;
         mean += weight == zero ? zero : weight * load<T>(b.tx + at);
         store<T>(b.x + at, weight);
@@ -112,7 +111,7 @@ struct Tangent {
     const int64_t lanes = rows.template lanes<T>();
     rows.pack_transposed(p, p.query, p.head_dim, b.query_t);
     if (p.t.query.data) rows.pack_transposed(p, p.t.query, p.head_dim, b.tangent_query_t);
-    rows.load_logsumexp(p, static_cast<const T*>(p.logsumexp), b.logsumexp);
+    rows.load_logsumexp(p, p.logsumexp, *b.logsumexp);
     fill_zero(b.guess, kRowTile);
     fill_zero(b.has_guess, kRowTile);
     fill_zero(b.moved, kRowTile);
