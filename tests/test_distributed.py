@@ -1,0 +1,262 @@
+"""DTensor: two processes on this machine, with gloo, give the result of one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import torch_attn
+from helpers import in_fresh_process, make_inputs
+
+WORLD = 2
+Run = Callable[..., list[Any]]
+
+
+def join(rank: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=WORLD)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Calls a function in every process at once and returns all results."""
+    rendezvous = str(tmp_path_factory.mktemp("gloo") / "store")
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        concurrent.futures.ProcessPoolExecutor(1, spawn, join, (rank, rendezvous))
+        for rank in range(WORLD)
+    ]
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        futures = [process.submit(function, *args) for process in processes]
+        return [future.result(timeout=120) for future in futures]
+
+    yield run
+    for process in processes:
+        process.shutdown()
+
+
+R, Batch, Head, Rows, Columns = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
+HEADS, GQA = {"heads": (4, 2, 2)}, {"enable_gqa": True}
+
+# Sizes, options, placements of query, key, value and mask, and of the output if it is known.
+Case = tuple[dict[str, Any], dict[str, Any], tuple[Any, ...], Any]
+LOCAL: dict[str, Case] = {
+    "batch": ({}, {}, (Batch, Batch, Batch, R), Batch),
+    "heads": ({}, {}, (Head, Head, Head, R), Head),
+    "replicated": ({}, {}, (R, R, R, R), R),
+    "causal": ({}, {"is_causal": True}, (Head, Head, Head, R), Head),
+    "uneven batch": ({"batch": (3,)}, {}, (Batch, Batch, Batch, R), Batch),
+    "uneven heads": ({"heads": 3}, {}, (Head, Head, Head, R), Head),
+    "3-D": ({"batch": ()}, {}, (Shard(0), Shard(0), Shard(0), R), Shard(0)),
+    "5-D": ({"batch": (2, 3)}, {}, (Head, Head, Head, R), Head),
+    "bfloat16": ({"dtype": torch.bfloat16}, {}, (Head, Head, Head, R), Head),
+    "grouped heads": (HEADS, GQA, (Head, Head, Head, R), Head),
+    "one key head": ({"heads": (4, 1, 1)}, GQA, (Head, R, R, R), Head),
+    "one value head": ({"heads": (4, 2, 1)}, GQA, (Head, Head, R, R), Head),
+    "grouped heads over batch": (HEADS, GQA, (Batch, Batch, Batch, R), Batch),
+    "mask of batch": ({"mask": (2, 1, 5, 7)}, {}, (Batch,) * 4, Batch),
+    "mask of all": ({"mask": (2, 4, 5, 7)}, {"is_causal": True}, (Head,) * 4, Head),
+    "mask of heads": ({"mask": (4, 1, 7)}, {}, (Head, Head, Head, Shard(0)), Head),
+    "mask of scores": ({"mask": (5, 7)}, {}, (Head, Head, Head, R), Head),
+    "mask of keys": ({"mask": (2, 1, 1, 7)}, {}, (Head, Head, Head, R), Head),
+    "bool mask": ({"mask": (2, 1, 5, 7), "kind": "bool"}, {}, (Batch,) * 4, Batch),
+    "replicated key": ({}, {}, (Head, R, R, R), Head),
+    "replicated groups": (HEADS, GQA, (Head, R, R, R), Head),
+}
+REDISTRIBUTED: dict[str, Case] = {
+    "two ways": ({}, {}, (Batch, Head, Head, R), None),
+    "queries": ({}, {"is_causal": True}, (Rows, R, R, R), None),
+    "keys": ({}, {}, (R, Rows, Rows, R), None),
+    "queries and keys": ({"mask": (2, 4, 5, 7)}, {}, (Rows, Rows, Rows, Columns), None),
+    "head_dim": ({}, {}, (Columns, Columns, R, R), None),
+    "value_dim": ({}, {}, (R, R, Columns, R), None),
+    "mask of other heads": ({"mask": (2, 4, 5, 7)}, {}, (Batch, Batch, Batch, Head), None),
+    "groups cut": ({"heads": (6, 3, 3)}, GQA, (Head, Head, Head, R), R),
+    "sum to be done": ({}, {}, (Partial(), R, R, R), None),
+}
+
+
+def derivatives(*inputs: Tensor | None, **options: Any) -> dict[str, Tensor]:
+    """Output, gradients, and the gradients of their squares."""
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs if t is not None]
+    wanted = [t for t in leaves if t.requires_grad]
+    output = torch_attn.sdpa(*leaves, **options)
+    gradients = torch.autograd.grad(output.square().sum(), wanted, create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in gradients), wanted)
+    results = {"output": output}
+    results |= {f"gradient {i}": g for i, g in enumerate(gradients)}
+    results |= {f"second {i}": g for i, g in enumerate(again)}
+    return {name: t.detach() for name, t in results.items()}
+
+
+def shard(tensor: Tensor | None, mesh: Any, placement: Any) -> DTensor | None:
+    if tensor is None:
+        return None
+    if placement.is_partial():
+        return DTensor.from_local(tensor / WORLD, mesh, [placement])
+    return distribute_tensor(tensor, mesh, [placement])
+
+
+def compare(case: Case) -> tuple[tuple[Any, ...], int]:
+    """Asserts that the results are those of one process.
+
+    Returns the output's placements and the number of collectives of forward and backward.
+    """
+    sizes, options, placements, _ = case
+    torch.manual_seed(0)
+    inputs = make_inputs(**{"L": 5, "S": 7, "E": 6, "heads": 4, "dtype": torch.float64, **sizes})
+    mesh = init_device_mesh("cpu", (WORLD,))
+    sharded = [shard(t, mesh, p) for t, p in zip(inputs, placements, strict=True)]
+    expected = derivatives(*inputs, **options)
+    actual = derivatives(*sharded, **options)
+    for name in expected:
+        torch.testing.assert_close(actual[name].full_tensor(), expected[name], msg=name)
+    sharded = [t.detach().requires_grad_(t.is_floating_point()) for t in sharded if t is not None]
+    grad_output = torch.ones_like(torch_attn.sdpa(*sharded, **options))
+    with CommDebugMode() as communication:
+        output = torch_attn.sdpa(*sharded, **options)
+        torch.autograd.grad(output, [t for t in sharded if t.requires_grad], grad_output)
+    return output.placements, communication.get_total_counts()
+
+
+@pytest.mark.parametrize("case", LOCAL)
+def test_without_communication(run: Run, case: str) -> None:
+    expected = LOCAL[case][-1]
+    assert run(compare, LOCAL[case]) == [((expected,), 0)] * WORLD
+
+
+@pytest.mark.parametrize("case", REDISTRIBUTED)
+def test_redistributed(run: Run, case: str) -> None:
+    for (placement,), communications in run(compare, REDISTRIBUTED[case]):
+        assert placement == (REDISTRIBUTED[case][-1] or placement)
+        assert communications > 0
+
+
+def call_after_call() -> None:
+    """What DTensor remembers of a call must not serve one that differs in an option only."""
+    torch.manual_seed(0)
+    inputs, mesh = make_inputs(5, 7, heads=4)[:3], init_device_mesh("cpu", (WORLD,))
+    for wanted in ((0,), (1, 2), (0, 1, 2)):
+        for options in ({}, {"is_causal": True}, {"scale": 0.1}):
+            leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
+            torch_attn.sdpa(*leaves, **options).square().sum().backward()
+            sharded = [
+                shard(t.detach(), mesh, Head).requires_grad_(t.requires_grad) for t in leaves
+            ]
+            torch_attn.sdpa(*sharded, **options).square().sum().backward()
+            for leaf, other in zip(leaves, sharded, strict=True):
+                assert (leaf.grad is None) == (other.grad is None)
+                if leaf.grad is not None:
+                    torch.testing.assert_close(other.grad.full_tensor(), leaf.grad)
+    for tensors in (sharded, [t.detach() for t in sharded]):
+        with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5, but .* DTensors"):
+            torch_attn.sdpa(*tensors, dropout_p=0.5)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch_attn.sdpa(sharded[0], *inputs[1:])
+
+
+def test_call_after_call(run: Run) -> None:
+    run(call_after_call)
+
+
+class Attention(nn.Module):
+    """Projections and attention over as many heads as the projections give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.output = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        return self.output(torch_attn.sdpa(query, key, value).transpose(1, 2).flatten(-2))
+
+
+def tensor_parallel() -> None:
+    torch.manual_seed(0)
+    module, x = Attention(), torch.randn(2, 5, 16)
+    expected = module(x)
+    expected.sum().backward()
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    columns = ColwiseParallel(use_local_output=False)  # what follows gets a DTensor
+    plan = {"query": columns, "key": columns, "value": columns, "output": RowwiseParallel()}
+    parallel = parallelize_module(module, init_device_mesh("cpu", (WORLD,)), plan)
+    output = parallel(x)
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], msg=name)
+
+
+def test_tensor_parallel(run: Run) -> None:
+    run(tensor_parallel)
+
+
+def placements_on_a_square() -> list[tuple[Any, ...]]:
+    """Of the outputs on 2 x 2 devices, of which one is played and none computes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = []
+    for heads, both in (
+        ((8, 8, 8), Head),
+        ((8, 4, 4), Head),
+        ((24, 6, 6), Head),
+        ((8, 2, 2), Batch),
+    ):
+        query, key, value, _ = make_inputs(5, 7, heads=heads)
+        tensors = [distribute_tensor(t, mesh, [both, Head]) for t in (query, key, value)]
+        placements.append(torch_attn.sdpa(*tensors, enable_gqa=True).placements)
+    return placements
+
+
+def test_heads_over_two_dimensions() -> None:
+    """6 key heads divide among 2 devices but not among 4: groups would mix."""
+    assert in_fresh_process(placements_on_a_square) == [
+        (Head, Head),
+        (Head, Head),
+        (R, R),
+        (Batch, Head),
+    ]
+
+
+@pytest.mark.parametrize("first", ["torch_attn", "torch.distributed.tensor"])
+def test_registered_in_either_order(first: str) -> None:
+    code = f"""
+import sys, {first}, torch_attn, torch
+assert ("torch.distributed.tensor" in sys.modules) == ({first!r} != "torch_attn")
+import torch.distributed.tensor
+known = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+assert torch.ops.attn.sdpa.default in known and torch.ops.attn._sdpa_second.default in known
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
+
+
+def forward_mode() -> None:
+    x = shard(torch.ones(2, 2, 5, 4), init_device_mesh("cpu", (WORLD,)), Head)
+    with pytest.raises(NotImplementedError, match="_has_same_storage_numel"):
+        torch.func.jvp(lambda x: torch_attn.sdpa(x, x, x), (x,), (x,))
+
+
+def test_forward_mode_raises(run: Run) -> None:
+    """PyTorch itself makes no dual tensor of a DTensor."""
+    run(forward_mode)

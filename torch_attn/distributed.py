@@ -1,0 +1,169 @@
+"""Attention of :class:`torch.distributed.tensor.DTensor`, sharded over batch and over heads.
+
+A program that imports torch_attn and ``torch.distributed.tensor``, in either order, has it. These
+placements of query, key, value and mask need no communication, in any combination over the
+dimensions of the mesh, and derivatives of every order follow them:
+
+- ``Replicate()``;
+- ``Shard`` of a leading dimension, the same for all: of those whose size there is 1, or that have
+  fewer dimensions, ``Replicate()``. Their gradients are ``Partial()``;
+- ``Shard`` of the heads, too; of grouped heads if each device gets whole groups, that is, if the
+  numbers of heads of key and of value are multiples of the number of devices (or 1: replicated).
+
+All others, over queries, keys or head_dim say, are first redistributed to one of these by DTensor's
+collectives. In any case the result is that of a single process. Dropout is an error, because the
+devices would have to draw one mask together.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import itertools
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["register", "register_when_imported"]
+
+_DTENSOR = "torch.distributed.tensor"
+
+
+def register() -> None:
+    """Tells DTensor how the operators can be sharded. The package calls it by itself."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for name in ("sdpa", "_sdpa_forward", "_sdpa_backward", "_sdpa_tangent", "_sdpa_second"):
+        op = getattr(torch.ops.attn, name).default
+        register_sharding(op)(_Shardings(op))
+        # Of a call like one before, DTensor repeats what it found, and takes only integers among
+        # the other arguments into account. Here all matter: dropout, the gradients asked for.
+        keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
+        propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0, keywords, needs_pytree=True)
+
+
+class _Shardings:
+    """The placements that an operator takes as they are, over one dimension of the mesh."""
+
+    def __init__(self, op: Any) -> None:
+        schema = op._schema
+        self.arguments = [a.name for a in schema.arguments]
+        self.results = [r.name for r in schema.returns]
+        if op is torch.ops.attn.sdpa.default:
+            self.results = ["output"]
+        elif not any(self.results):
+            self.results = ["grad_query", "grad_key", "grad_value", "grad_mask"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+        """Of each way to shard, the placements of the results and of the tensors given."""
+        from torch.distributed.tensor import Replicate
+
+        call = dict(zip(self.arguments, args, strict=False)) | kwargs  # defaults may be left out
+        if dropout_p := call.get("dropout_p"):
+            raise RuntimeError(
+                f"attn::sdpa: dropout_p is {dropout_p}, but query, key and value are DTensors, "
+                "which take no dropout; set it to 0"
+            )
+        given = [name for name in self.arguments if hasattr(call.get(name), "placements")]
+        replicated = [Replicate()] * len(self.results), [Replicate()] * len(given)
+        sharded = [
+            (
+                [_placement(call, dim, name, is_result=True) for name in self.results],
+                [_placement(call, dim, name) for name in given],
+            )
+            for dim in range(-_rank(call), -2)
+            if _is_shardable(call, dim)
+        ]
+        return [replicated, *sharded]
+
+
+def _inputs(call: dict[str, Any]) -> list[Any]:
+    return [call[name] for name in ("query", "key", "value")]
+
+
+def _rank(call: dict[str, Any]) -> int:
+    """Of the output."""
+    ranks: list[int] = [tensor.ndim for tensor in _inputs(call)]
+    return max(ranks)
+
+
+def _size(tensor: Any, dim: int) -> int:
+    """The size of a leading dimension, counted from the end: 1 if it is not there."""
+    return int(tensor.shape[dim]) if -dim <= tensor.ndim else 1
+
+
+def _is_shardable(call: dict[str, Any], dim: int) -> bool:
+    sizes = [_size(tensor, dim) for tensor in _inputs(call)]
+    grouped = [size for size in sizes if 1 < size < max(sizes)]
+    mesh: Sequence[int] = call["query"].mesh.shape
+    devices = {
+        math.prod(some) for n in range(len(mesh)) for some in itertools.combinations(mesh, n + 1)
+    }
+    # DTensor itself leaves out what has fewer heads than devices.
+    return max(sizes) > 1 and all(heads % n == 0 or heads < n for heads in grouped for n in devices)
+
+
+def _placement(call: dict[str, Any], dim: int, name: str, is_result: bool = False) -> Any:
+    """The placement of an argument or a result where dimension `dim` of the output is sharded."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    kind = name.removeprefix("tangent_")
+    if kind == "rng_state":
+        return Replicate()
+    if kind == "residual":  # like the output, or empty
+        is_empty = call["query"].tensor_meta.dtype not in (torch.bfloat16, torch.float16)
+        return Replicate() if is_empty else Shard(_rank(call) + dim)
+    if kind in ("output", "logsumexp", "grad_output"):
+        return Shard(_rank(call) + dim)
+    tensor = kind.removeprefix("grad_")
+    source = call.get("attn_mask" if tensor == "mask" else tensor)
+    if source is not None and _size(source, dim) > 1:
+        return Shard(source.ndim + dim)
+    return Partial() if is_result else Replicate()
+
+
+def register_when_imported() -> None:
+    """Calls :func:`register` now or when ``torch.distributed.tensor`` is imported, if ever.
+
+    That module takes half as long to import as torch itself, and most programs do without.
+    """
+    if _DTENSOR in sys.modules:
+        register()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds DTensor where it is, once, and registers after it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _DTENSOR:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            try:
+                register()
+            except Exception as error:  # of another release; programs without attention go on
+                warnings.warn(
+                    f"torch_attn: no sharding strategies for DTensor: {error}", stacklevel=2
+                )
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
