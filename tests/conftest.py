@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -9,6 +13,11 @@ import pytest
 import torch
 
 from helpers import CPU_CAPABILITIES, cpu_capability_set_to
+
+# Compiled graphs of an earlier build of the operators must not be used again.
+_CACHE = tempfile.mkdtemp(prefix="attn-inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 # The same examples on every machine and every run: a failure here is a failure everywhere.
 hypothesis.settings.register_profile(

@@ -1,4 +1,4 @@
-// AVX-512 (Skylake-X, Zen 4 and later). See CONTRIBUTING.md, "Instruction sets", for the rules of these files.
+// AVX-512 (Skylake-X, Zen 4 and later). See CONTRIBUTING.md, "Add an instruction set".
 #include "isa.h"
 
 #if defined(__x86_64__)
