@@ -1,0 +1,233 @@
+"""torch.compile and make_fx: one graph, one compile for all lengths, derivatives inside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torch_attn
+from helpers import Inputs, assert_same_bits, make_grad_output, make_inputs, results
+
+ops = torch.ops.attn
+
+
+@pytest.fixture(autouse=True)
+def _start_anew() -> Iterator[None]:
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Recorder:
+    """A backend that runs graphs as they are and lists their operators of this library.
+
+    One list for each graph that was compiled: forward, backward.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[list[Any]] = []
+
+    def compile(self, graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        self.graphs.append(operators(graph))
+        return make_boxed_func(graph.forward)
+
+    @property
+    def backend(self) -> Any:
+        return aot_autograd(fw_compiler=self.compile)
+
+
+def operators(graph: torch.fx.GraphModule) -> list[Any]:
+    targets = [node.target for node in graph.graph.nodes]
+    return [getattr(ops, t._opname) for t in targets if getattr(t, "namespace", None) == "attn"]
+
+
+def sizes(length: int) -> dict[str, Any]:
+    # equal sizes in a first call would be taken for one and the same
+    return {"L": length, "S": 2 * length + 3, "batch": (length % 7 + 5,)}
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": ({}, {"is_causal": True}),
+    "grouped heads": ({"heads": (4, 2, 1)}, {"enable_gqa": True, "scale": 0.3}),
+    "mask": ({"mask": ("L", "S")}, {"is_causal": True}),
+    "mask of keys": ({"mask": (1, "S")}, {}),
+    "bool mask": ({"mask": (1, "S"), "kind": "bool"}, {}),
+}
+
+
+def make_option(option: str, length: int, **more: Any) -> tuple[Inputs, dict[str, Any]]:
+    shape, options = OPTIONS[option]
+    arguments = {**sizes(length), **shape, **more}
+    if "mask" in arguments:
+        arguments["mask"] = tuple(arguments.get(n, n) for n in arguments["mask"])
+    return make_inputs(**arguments), options
+
+
+@pytest.mark.parametrize(("dynamic", "compiles"), [(True, 1), (None, 2)])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_one_compile_for_all_lengths(option: str, dynamic: bool | None, compiles: int) -> None:
+    """With dynamic=None PyTorch takes sizes for constants until a second call differs."""
+    options = OPTIONS[option][1]
+    recorder, counter = Recorder(), CompileCounter()
+
+    def function(*x: Tensor) -> Tensor:
+        return torch_attn.sdpa(*x, **options)
+
+    forward = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
+    training = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=recorder.backend)
+    for length in (5, 8, 33, 64, 65, 100):
+        inputs, _ = make_option(option, length)
+        grad_output = make_grad_output(inputs, **options)
+        expected = results(function, inputs, grad_output)
+        assert_same_bits(results(training, inputs, grad_output), expected)
+        assert torch.equal(forward(*inputs), function(*inputs))
+    assert counter.frame_count == compiles
+    # Backward is compiled once in each, and computes nothing of the forward again.
+    assert recorder.graphs == [[ops._sdpa_forward], [ops._sdpa_backward]] * compiles
+
+
+def test_inference_has_one_operator() -> None:
+    recorder = Recorder()
+    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend=recorder.backend)
+    inputs = make_inputs(5, 7).require_grad()
+    with torch.no_grad():
+        compiled(*inputs)
+    with torch.inference_mode():
+        compiled(*inputs)
+    assert recorder.graphs == [[ops.sdpa]] * len(recorder.graphs)
+    assert recorder.graphs
+
+
+def scalar(*x: Tensor) -> Tensor:
+    # Nothing more: PyTorch's own forward over reverse of a product takes sizes for constants.
+    return torch_attn.sdpa(*x, is_causal=True).sum()
+
+
+gradient = grad(scalar, (0, 1, 2))
+# A function of query, key and value, and the operators that its graph has.
+DERIVATIVES: dict[str, tuple[Callable[..., Any], set[Any]]] = {
+    "grad": (gradient, {ops._sdpa_backward}),
+    "jvp": (lambda *x: jvp(torch_attn.sdpa, x, x)[1], {ops._sdpa_tangent}),
+    "forward over reverse": (
+        lambda *x: jvp(gradient, x, x)[1],
+        {ops._sdpa_tangent, ops._sdpa_second},
+    ),
+    "reverse over reverse": (
+        lambda *x: vjp(gradient, *x)[1](x),
+        {ops._sdpa_tangent, ops._sdpa_second},
+    ),
+    "reverse over forward": (
+        lambda *x: grad(lambda *y: jvp(scalar, y, x)[1], (0, 1, 2))(*x),
+        {ops._sdpa_tangent, ops._sdpa_second},
+    ),
+    "gradients of each sample": (vmap(gradient), {ops._sdpa_backward}),
+    "jacrev": (jacrev(torch_attn.sdpa), {ops._sdpa_backward}),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_inside(name: str) -> None:
+    """A derivative within the compiled function is part of its one graph, by our operators."""
+    function, expected = DERIVATIVES[name]
+    recorder = Recorder()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=recorder.backend)
+    for length in (4, 9):
+        inputs = make_inputs(length, length + 1)[:3]
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
+    [used] = recorder.graphs
+    assert expected <= set(used) <= expected | {ops._sdpa_forward, ops._sdpa_backward}
+
+
+def test_inductor() -> None:
+    """The default backend, with a second derivative in the graph."""
+    function = DERIVATIVES["forward over reverse"][0]
+    inputs = make_inputs(9, 13)[:3]
+    compiled = torch.compile(function, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+def test_double_backward_of_a_compiled_graph_is_refused_by_torch() -> None:
+    """For every operator: the derivative goes inside, as above."""
+    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
+    inputs = make_inputs(5, 7).require_grad()[:3]
+    gradients = torch.autograd.grad(compiled(*inputs).sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(gradients[0].sum(), inputs)
+
+
+def test_dropout() -> None:
+    """The backward drops what the forward dropped: <u, A V> = <A'u, V> for the weights kept, A."""
+    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
+    query, key, value, _ = make_inputs(30, 40, dtype=torch.float64)
+    value.requires_grad_()
+    outputs = []
+    for _ in range(2):
+        output = compiled(query, key, value, dropout_p=0.5)
+        u = torch.randn_like(output)
+        (gradient,) = torch.autograd.grad(output, value, u)
+        torch.testing.assert_close((u * output).sum(), (gradient * value).sum())
+        outputs.append(output)
+    assert not torch.equal(*outputs)
+
+
+def test_autocast() -> None:
+    def function(*x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch_attn.sdpa(*x)
+
+    inputs = make_inputs(9, 13, mask=(9, 13))
+    grad_output = torch.randn(2, 3, 9, 16, dtype=torch.bfloat16)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    expected = results(function, inputs, grad_output)
+    assert expected["output"].dtype == torch.bfloat16
+    assert_same_bits(results(compiled, inputs, grad_output), expected)
+
+
+def test_weights() -> None:
+    inputs = make_inputs(9, 13, mask=(9, 13))
+    compiled = torch.compile(torch_attn.sdpa_with_weights, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs), torch_attn.sdpa_with_weights(*inputs))
+
+
+def test_error_names_the_argument() -> None:
+    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
+    query, key, _, _ = make_inputs(5, 7, 8)
+    with pytest.raises(Exception, match="key"):
+        compiled(query, key[..., :3], key)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode: str) -> None:
+    """A trace has the operators, and holds for other sizes."""
+
+    def both_orders(*x: Tensor) -> Any:
+        leaves = [t.detach().requires_grad_() for t in x]
+        first = torch.autograd.grad(scalar(*leaves), leaves, create_graph=True)
+        return first, torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    traced = make_fx(both_orders, tracing_mode=mode)(*make_inputs(5, 7)[:3])
+    assert operators(traced)[:4] == [
+        ops._sdpa_forward,
+        ops._sdpa_backward,
+        ops._sdpa_tangent,
+        ops._sdpa_second,
+    ]
+    inputs = make_inputs(9, 11, batch=(4,))[:3] if mode == "symbolic" else make_inputs(5, 7)[:3]
+    torch.testing.assert_close(traced(*inputs), both_orders(*inputs))
+
+
+def test_functionalize() -> None:
+    inputs = make_inputs(5, 7)[:3]
+    traced = make_fx(torch.func.functionalize(lambda *x: torch_attn.sdpa(*x)))(*inputs)
+    assert operators(traced) == [ops.sdpa]
+    assert torch.equal(traced(*inputs), torch_attn.sdpa(*inputs))
