@@ -63,7 +63,10 @@ class Batch {
   // A mapped result of `dims` dimensions above vmap.
   Tensor logical(Tensor t, int64_t dims) const {
     if (!t.defined()) return t;
-    while (t.dim() > dims + 1) t = t.squeeze(1);
+    while (t.dim() > dims + 1) {
+      TORCH_INTERNAL_ASSERT(t.sym_size(1) == 1, "attn: a mapped result of shape ", t.sym_sizes(), " has no rank ", dims);
+      t = t.squeeze(1);
+    }
     return at::functorch::makeBatched(t, 0, layer_.layerId());
   }
   Tensor logical_output(const Tensor& t) const { return logical(t, dims_); }
@@ -108,6 +111,7 @@ struct ForwardCall {
   Tensor query, key, value;
   std::optional<Tensor> attn_mask, rng_state;
   bool mapped;
+  bool state_mapped;  // rng_state is one each
 };
 
 ForwardCall forward_call(const Batch& batch, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS,
@@ -125,7 +129,8 @@ ForwardCall forward_call(const Batch& batch, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS
                    batch.physical(value),
                    batch.physical(attn_mask),
                    batch.physical(rng_state),
-                   mapped};
+                   mapped,
+                   different || batch.is_mapped(rng_state)};
   if (random && mapped)
     call.rng_state = draw_rng_state(batch, different, call.query, call.key, call.value, call.attn_mask, ATTN_OPTIONS);
   return call;
@@ -152,7 +157,8 @@ Tensors4 forward_vmap(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<T
       forward_op().call(c.query, c.key, c.value, c.attn_mask, ATTN_OPTIONS, c.rng_state);
   if (!c.mapped) return {output, logsumexp, state, residual};
   return {batch.logical_output(output), batch.logical_output(logsumexp),
-          state.dim() > 1 ? batch.logical(state, 1) : state, logical_residual(batch, residual)};
+          c.state_mapped ? batch.logical(state, rng_state ? rng_state->dim() : 1) : state,
+          logical_residual(batch, residual)};
 }
 
 Tensor mapped_residual(const Batch& batch, const Tensor& residual) {

@@ -12,7 +12,7 @@ struct Gemm {
   // A register tile of `rows` x `columns` vectors needs rows * columns accumulators, `columns` vectors of B and one
   // element of A.
   static constexpr int kMaxColumns = kRegisters == 32 ? 4 : 2;
-  static constexpr int64_t kDepth = 64;
+  static constexpr int64_t kDepth = 32;
   static constexpr int max_rows(int columns) {
     const int fit = (kRegisters - columns - 2) / columns;
     return fit < 8 ? fit : 8;

@@ -19,6 +19,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kEnoughTasks = 32;  // below this a call cuts finer, so that many cores find work
+constexpr int64_t kEnoughChunks = 16;  // of the backward: each costs a grad_query of its own
 constexpr int64_t kRowsPerRange = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -131,8 +132,8 @@ void plan(BackwardParams& p) {
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(p.rows(), kRowTile));
   p.keys_per_chunk = p.keys;
-  if (p.tasks() < kEnoughTasks) {
-    const int64_t chunks = std::min(divide_up(kEnoughTasks, p.tasks()), divide_up(p.keys, 4 * kKeyTile));
+  if (p.tasks() < kEnoughChunks) {
+    const int64_t chunks = std::min(divide_up(kEnoughChunks, p.tasks()), divide_up(p.keys, 4 * kKeyTile));
     p.keys_per_chunk = round_up(divide_up(p.keys, chunks), kKeyTile);
     p.chunks = divide_up(p.keys, p.keys_per_chunk);
   }

@@ -94,7 +94,7 @@ ATTN_INLINE bool any(M mask) {
   return all != 0;
 }
 
-// e^x within 2 ulp for x <= 88 (709); 0 where the result is not a normal number; NaN stays NaN.
+// e^x within 1 ulp for x <= 88 (709); 0 where the result is not a normal number; NaN stays NaN.
 // x = n ln(2) + r with n an integer, e^x = 2^n e^r.
 template <class T>
 ATTN_INLINE Vec<T> exp(Vec<T> x) {
@@ -107,7 +107,7 @@ ATTN_INLINE Vec<T> exp(Vec<T> x) {
   Vec<T> p = splat<T>(F::exp_poly[0]);
 #pragma GCC unroll 16
   for (size_t i = 1; i < sizeof(F::exp_poly) / sizeof(T); ++i) p = p * r + F::exp_poly[i];
-  p = p * (r * r) + (r + static_cast<T>(1));
+  p = (p * (r * r) + r) + static_cast<T>(1);  // in this order, the last rounding is the only one that counts
   // the low bits of `shifted` hold n: move n + bias into the exponent field
   const U two_to_n = (bit_cast<U>(shifted) + static_cast<typename F::UInt>(F::exponent_bias)) << F::mantissa_bits;
   return x < F::exp_lowest ? Vec<T>{} : p * bit_cast<Vec<T>>(two_to_n);
