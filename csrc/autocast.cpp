@@ -25,11 +25,13 @@ struct Autocast {
 TORCH_LIBRARY_IMPL(attn, AutocastCPU, m) {
   using Cpu = Autocast<at::kCPU, c10::DispatchKey::AutocastCPU>;
   m.impl("sdpa", Cpu::call<sdpa_op, at::Tensor>);
+  m.impl("sdpa_with_weights", Cpu::call<weights_op, Tensors3>);
 }
 
 TORCH_LIBRARY_IMPL(attn, AutocastCUDA, m) {
   using Cuda = Autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>;
   m.impl("sdpa", Cuda::call<sdpa_op, at::Tensor>);
+  m.impl("sdpa_with_weights", Cuda::call<weights_op, Tensors3>);
 }
 
 }  // namespace attn

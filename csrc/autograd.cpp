@@ -232,8 +232,13 @@ struct SdpaSecondBackward : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);
-    // Aliases: the gradient with respect to one of these must not run through another's history.
-    const auto alias = [](const Tensor& t) { return t.defined() ? t.view_as(t) : t; };
+    // Aliases: the gradient with respect to one of these must not run through another's history. What is asked for is
+    // decided by the edges: after torch.func.vjp has returned, its tensors no longer say that they require a gradient.
+    const auto alias = [](const Tensor& t) {
+      if (!t.defined()) return t;
+      Tensor same = t.view_as(t);
+      return same.requires_grad() || !same.is_floating_point() ? same : same.requires_grad_();
+    };
     const auto aliases = [&](const Inputs& i) {
       return Inputs{alias(i.query), alias(i.key), alias(i.value), alias(i.attn_mask)};
     };
@@ -249,7 +254,7 @@ struct SdpaSecondBackward : torch::autograd::Node {
       }
     std::vector<size_t> edges;
     const auto add = [&](size_t edge, const Tensor& input) {
-      if (!input.defined() || !input.requires_grad() || !task_should_compute_output(edge)) return;
+      if (!input.defined() || !task_should_compute_output(edge)) return;
       to.push_back(input);
       edges.push_back(edge);
     };

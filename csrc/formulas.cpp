@@ -52,7 +52,11 @@ void check_no_dropout(double dropout_p) {
 
 }  // namespace
 
+// Inputs have the type to compute in; autocast has no say.
+#define ATTN_NO_AUTOCAST c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset)
+
 Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
+  ATTN_NO_AUTOCAST;
   const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
   Tensor scores = products(shape, query, key, scale);
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
@@ -67,6 +71,7 @@ Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
 
 Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
   check_no_dropout(dropout_p);
+  ATTN_NO_AUTOCAST;
   const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
   const Tensor weights = std::get<1>(attention_formula(ATTN_INPUTS, ATTN_OPTIONS));
   Tensor tangent_scores = at::zeros_like(weights);
@@ -87,6 +92,7 @@ Tensors4 second_formula(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGEN
   using torch::autograd::grad;
   using torch::autograd::variable_list;
   check_no_dropout(dropout_p);
+  ATTN_NO_AUTOCAST;
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
   const auto variable = [](const Tensor& t) {

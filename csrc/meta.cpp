@@ -22,9 +22,9 @@ Tensors4 forward_meta(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<T
 }
 
 Tensors4 empty_gradients(ATTN_INPUTS_ARGS, Wanted wanted) {
-  const auto like = [](bool is_wanted, const Tensor& t) { return is_wanted ? at::empty_like(t) : Tensor(); };
+  const auto like = [](bool is_wanted, const Tensor& t) { return is_wanted ? empty_gradient(t) : Tensor(); };
   return {like(wanted[0], query), like(wanted[1], key), like(wanted[2], value),
-          wanted[3] ? at::empty_like(*attn_mask) : Tensor()};
+          wanted[3] ? empty_gradient(*attn_mask) : Tensor()};
 }
 
 Tensors4 backward_meta(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_OPTIONS_ARGS,

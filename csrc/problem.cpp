@@ -1,7 +1,6 @@
 #include "problem.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ExpandUtils.h>
 
 #include <cmath>
 #include <numeric>
@@ -42,18 +41,29 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape) : problem_(
   problem.keys = concrete(shape.keys);
   problem.head_dim = concrete(shape.head_dim);
   problem.value_dim = concrete(shape.value_dim);
+  for (const int64_t size : {problem.head_dim, problem.value_dim})
+    TORCH_CHECK(size < kMaxHeadDim, "attn::sdpa: the head_dim of query and key is ", problem.head_dim, ", that of value ",
+                problem.value_dim, "; both must be below 2^32");
   problem.batch = c10::multiply_integers(batch_size_);
   if (problem.key_heads > 0 && problem.value_heads > 0)
     problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor) {
+  add(operand, tensor, const_cast<void*>(tensor.const_data_ptr()));  // kernels only read inputs
+}
+
+void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor) {
+  add(operand, tensor, tensor.mutable_data_ptr());
+}
+
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data) {
   const int64_t dims = tensor.dim();
   const auto stride = [&](int64_t dim_from_end) -> int64_t {
     const int64_t d = dims - dim_from_end;
     return d < 0 || tensor.size(d) == 1 ? 0 : tensor.stride(d);
   };
-  operand.data = tensor.data_ptr();
+  operand.data = data;
   operand.dtype = dtype_of(tensor);
   operand.col = stride(1);
   operand.row = stride(2);
@@ -100,16 +110,6 @@ void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_s
   builder.add(problem.rng, rng_state);
   problem.keep_below = static_cast<uint64_t>(std::llround((1 - dropout_p) * 0x1p32));
   problem.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
-}
-
-at::Tensor empty_gradient(const at::Tensor& input, const c10::SymDimVector& broadcast_sizes) {
-  if (input.sym_sizes() == c10::SymIntArrayRef(broadcast_sizes)) return at::empty_like(input);
-  return at::empty_symint(broadcast_sizes, input.options());
-}
-
-at::Tensor reduced(const at::Tensor& gradient, const at::Tensor& input) {
-  if (!gradient.defined() || gradient.sizes() == input.sizes()) return gradient;
-  return at::sum_to(gradient, input.sizes());
 }
 
 }  // namespace attn

@@ -6,18 +6,23 @@
 
 namespace attn {
 
+constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
+
 // Collects the operands of one call, then merges the batch dimensions that all of them walk through alike.
 class ProblemBuilder {
  public:
   ProblemBuilder(Problem& problem, const Shape& shape);
 
   // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
-  void add(Operand& operand, const at::Tensor& tensor);
+  void add(Operand& operand, const at::Tensor& tensor);         // is read
+  void add_result(Operand& operand, const at::Tensor& tensor);  // is written
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
   void merge_batch_dims();
 
  private:
+  void add(Operand& operand, const at::Tensor& tensor, void* data);
+
   struct Strides {
     Operand* operand;
     c10::DimVector batch;
@@ -32,10 +37,5 @@ void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_s
               ATTN_OPTIONS_ARGS);
 
 DType dtype_of(const at::Tensor& tensor);
-
-// Gradients as the backward kernels write them. Where an input was broadcast along leading dimensions its gradient is
-// written at the broadcast shape; reduced() sums it back to the input's.
-at::Tensor empty_gradient(const at::Tensor& input, const c10::SymDimVector& broadcast_sizes);
-at::Tensor reduced(const at::Tensor& gradient, const at::Tensor& input);
 
 }  // namespace attn

@@ -21,14 +21,15 @@ bool has_residual(const Tensor& t) { return t.scalar_type() == at::kBFloat16 || 
 
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
-void check_tensor(const char* name, const Tensor& t, const Tensor& query) {
+void check_tensor(const char* name, const Tensor& t, const Tensor& query,
+                  const char* shape = "[..., length, head_dim]") {
   TORCH_CHECK(t.defined(), "attn::sdpa: ", name, " is undefined; a tensor is needed");
   TORCH_CHECK(t.layout() == at::kStrided, "attn::sdpa: ", name, " has layout ", t.layout(),
               "; it must be a dense (strided) tensor");
   TORCH_CHECK(t.device() == query.device(), "attn::sdpa: ", name, " is on ", t.device(), " but query is on ",
               query.device(), "; all tensors must be on the same device");
   TORCH_CHECK(t.dim() >= 2, "attn::sdpa: ", name, " has shape ", t.sym_sizes(),
-              "; it must have at least 2 dimensions: [..., length, head_dim]");
+              "; it must have at least 2 dimensions: ", shape);
 }
 
 void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask) {
@@ -103,7 +104,7 @@ Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   check_tensor("query", query, query);
   check_tensor("key", key, query);
   check_tensor("value", value, query);
-  if (attn_mask) check_tensor("attn_mask", *attn_mask, query);
+  if (attn_mask) check_tensor("attn_mask", *attn_mask, query, "[..., L, S]");
   check_dtypes(query, key, value, attn_mask);
   TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attn::sdpa: dropout_p is ", dropout_p,
               "; it must be a probability between 0 and 1");
@@ -141,7 +142,7 @@ namespace {
 void check_internal(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype,
                     const Tensor& query) {
   TORCH_CHECK(t.defined() && t.sym_sizes() == sizes && t.scalar_type() == dtype && t.device() == query.device(), op,
-              ": ", name, " is ", t.toString(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
+              ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
               " of shape ", sizes, " on ", query.device());
 }
 
@@ -174,7 +175,7 @@ void validate_rng_state(const char* op, const Tensor& rng_state, const Shape& sh
   for (int64_t d = 2; fits && d <= rng_state.dim(); ++d)
     fits = extent(rng_state, d) == 1 || extent(rng_state, d) == allowed[allowed.size() - d];
   TORCH_CHECK(fits && rng_state.scalar_type() == at::kLong && rng_state.device() == query.device(), op,
-              ": rng_state is ", rng_state.toString(), " of shape ", rng_state.sym_sizes(), " on ", rng_state.device(),
+              ": rng_state is ", rng_state.scalar_type(), " of shape ", rng_state.sym_sizes(), " on ", rng_state.device(),
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
 
@@ -235,6 +236,8 @@ Tensor empty_statistic(const Shape& shape, const Tensor& query) {
 Tensor empty_residual(const Tensor& output) {
   return has_residual(output) ? at::empty_like(output) : at::empty({0}, output.options());
 }
+
+Tensor empty_gradient(const Tensor& input) { return at::empty_like(input); }
 
 Tensor empty_rng_state(const Tensor& query, double dropout_p) {
   return at::empty({dropout_p > 0 ? 3 : 0}, query.options().dtype(at::kLong));

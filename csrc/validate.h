@@ -38,6 +38,7 @@ at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_statistic(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_residual(const at::Tensor& output);
+at::Tensor empty_gradient(const at::Tensor& input);
 // int64 (seed, offset, period), see params.h; empty without dropout.
 at::Tensor empty_rng_state(const at::Tensor& query, double dropout_p);
 

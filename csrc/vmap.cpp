@@ -32,6 +32,13 @@ class Batch {
     rank_ = std::max<int64_t>(dims_, 3) + 1;  // a mapped dimension in front of [L, E] must not become the head
   }
 
+  // The rank that the mask has for one sample decides, not that of the mapped call.
+  void check_mask(const std::optional<Tensor>& mask) const {
+    TORCH_CHECK(!mask || (mask->dim() >= 2 && mask->dim() <= dims_), "attn::sdpa: attn_mask has shape ",
+                mask->sym_sizes(), " under vmap; it must have at least 2 dimensions and no more than query, key and value (",
+                dims_, ")");
+  }
+
   RandomnessType randomness() const { return layer_.randomness(); }
   const c10::SymInt& size() const { return size_; }
 
@@ -116,6 +123,7 @@ struct ForwardCall {
 
 ForwardCall forward_call(const Batch& batch, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS,
                          const std::optional<Tensor>& rng_state) {
+  batch.check_mask(attn_mask);
   const bool random = dropout_p > 0 && !rng_state;
   const bool different = random && batch.randomness() == RandomnessType::Different;
   TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error,

@@ -115,7 +115,7 @@ def sdpa_with_weights(
 
     Arguments, errors and the output are those of :func:`sdpa`. The two matrices are L x S by
     nature, so this takes memory O(L S). They are composed of PyTorch's own operators, so that every
-    derivative and every device work.
+    derivative comes from them.
 
     Returns:
         Three tensors, all differentiable:

@@ -4,6 +4,7 @@
 // result has the same bits with any number of threads.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ExpandUtils.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -66,15 +67,15 @@ Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, cons
   ProblemBuilder builder(p, shape);
   const Tensor output = empty_output(shape, query);
   if (given_state) validate_rng_state("attn::_sdpa_forward", *given_state, shape, query, dropout_p);
-  const Tensor rng_state = given_state ? *given_state : draw_rng_state(query, dropout_p, p);
+  const Tensor rng_state = given_state ? given_state->clone() : draw_rng_state(query, dropout_p, p);
   Tensor logsumexp, residual;
   describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
-  builder.add(p.output, output);
+  builder.add_result(p.output, output);
   if (for_derivatives) {
     logsumexp = empty_logsumexp(shape, query);
     residual = empty_residual(output);
     p.logsumexp = logsumexp.mutable_data_ptr();
-    if (residual.dim() > 1) builder.add(p.residual, residual);
+    if (residual.dim() > 1) builder.add_result(p.residual, residual);
   }
   const Tensors4 result{output, logsumexp, rng_state, residual};
   if (no_rows(p)) return result;
@@ -146,8 +147,10 @@ Tensors4 gradients(Params& p, ProblemBuilder& builder, const BackwardKernels<Par
                    ATTN_INPUTS_ARGS, Wanted wanted) {
   const auto gradient = [&](bool is_wanted, Operand& operand, const Tensor& input, const c10::SymDimVector& sizes) {
     if (!is_wanted) return Tensor();
-    Tensor grad = empty_gradient(input, sizes);
-    builder.add(operand, grad);
+    // Written at the broadcast shape; reduced() sums it back to the input's.
+    Tensor grad = input.sym_sizes() == c10::SymIntArrayRef(sizes) ? empty_gradient(input)
+                                                                 : at::empty_symint(sizes, input.options());
+    builder.add_result(operand, grad);
     return grad;
   };
   const Tensor grad_query = gradient(wanted[0], p.grad_query, query,
@@ -160,7 +163,7 @@ Tensors4 gradients(Params& p, ProblemBuilder& builder, const BackwardKernels<Par
   if (wanted[3]) {
     grad_mask = at::zeros_like(*attn_mask);  // tiles that causality hides are never written
     // A number added to all scores of a row changes nothing: a mask shared by all keys has gradient 0.
-    if (attn_mask->size(-1) > 1) builder.add(p.grad_mask, grad_mask);
+    if (attn_mask->size(-1) > 1) builder.add_result(p.grad_mask, grad_mask);
   }
 
   if (no_rows(p) || p.keys == 0) {
@@ -184,6 +187,10 @@ Tensors4 gradients(Params& p, ProblemBuilder& builder, const BackwardKernels<Par
     if (p.mask_is_shared)
       run_tasks(p.mask_tasks(), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
   }
+  const auto reduced = [](const Tensor& grad, const Tensor& input) {
+    if (!grad.defined() || grad.sizes() == input.sizes()) return grad;
+    return empty_gradient(input).copy_(at::sum_to(grad, input.sizes()));
+  };
   return {reduced(grad_query, query), reduced(grad_key, key), reduced(grad_value, value), grad_mask};
 }
 
@@ -266,8 +273,8 @@ Tensors3 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN
   describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
   describe_saved(p, builder, contiguous_logsumexp, ATTN_SAVED);
   describe_tangents(p.t, builder, ATTN_TANGENTS);
-  builder.add(p.tangent_output, tangent_output);
-  if (tangent_residual.dim() > 1) builder.add(p.tangent_residual, tangent_residual);
+  builder.add_result(p.tangent_output, tangent_output);
+  if (tangent_residual.dim() > 1) builder.add_result(p.tangent_residual, tangent_residual);
   p.tangent_logsumexp = tangent_logsumexp.mutable_data_ptr();
   if (!no_rows(p)) {
     builder.merge_batch_dims();
