@@ -23,6 +23,7 @@ def load() -> None:
 
     Raises:
         ImportError: the library is not there, was built for another torch, or does not load.
+        RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine does not have.
     """
     if not _LIBRARY.exists():
         raise ImportError(f"torch_attn: {_LIBRARY} is not there. {_BUILD}")
@@ -37,6 +38,7 @@ def load() -> None:
         torch.ops.load_library(_LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(f"torch_attn: {_LIBRARY} does not load: {error}. {_BUILD}") from error
+    torch.ops.attn._cpu_capability()  # now, not at the first call: ATTN_CPU_CAPABILITY may be wrong
 
 
 def built_with() -> BuiltWith:

@@ -83,7 +83,8 @@ struct Backward {
       tx = arena.take<T>(kSecond ? tile : 0);
       tdx = arena.take<T>(kSecond ? tile : 0);
       for (int64_t t = 0; t < row_tiles; ++t) {
-        RowState state;
+        RowState measured;
+        RowState& state = base ? states[t] : measured;
         state.query_t = arena.take<T>(p.head_dim * kRowTile);
         state.query = arena.take<T>(kRowTile * ld_key);
         state.grad_output_t = arena.take<T>(p.value_dim * kRowTile);
@@ -95,7 +96,6 @@ struct Backward {
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
         state.moved = arena.take<T>(kSecond ? kRowTile : 0);
         state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
-        if (base) states[t] = state;
       }
       size = arena.used();
     }

@@ -14,7 +14,7 @@ namespace {
 struct Capability {
   const char* name;
   const Kernels* (*kernels)();
-  bool (*supported)();
+  bool (*supported)();  // all that the file is compiled for
 };
 
 // Slowest first.
@@ -22,11 +22,12 @@ constexpr Capability kCapabilities[] = {
     {"default", kernels_default, [] { return true; }},
 #if defined(__x86_64__)
     {"avx2", kernels_avx2,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") != 0; }},
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
     {"avx512", kernels_avx512,
      [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") != 0;
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+              __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      }},
 #endif
 };

@@ -40,12 +40,12 @@ struct Forward {
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
       for (int64_t t = 0; t < tiles; ++t) {
-        RowState state;
+        RowState measured;
+        RowState& state = base ? states[t] : measured;
         state.query_t = arena.take<T>(p.head_dim * kRowTile);
         state.output_t = arena.take<T>(p.value_dim * kRowTile);
         state.maximum = arena.take<T>(kRowTile);
         state.sum = arena.take<T>(kRowTile);
-        if (base) states[t] = state;
       }
       size = arena.used();
     }

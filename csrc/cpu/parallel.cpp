@@ -15,16 +15,18 @@ namespace {
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-int64_t threads_for(int64_t tasks) {
-  if (tasks <= 1 || forked || at::in_parallel_region() || omp_in_parallel()) return 1;
+constexpr double kWorthwhileFlops = 5e5;
+
+int64_t threads_for(int64_t tasks, double flops) {
+  if (tasks <= 1 || flops < kWorthwhileFlops || forked || at::in_parallel_region() || omp_in_parallel()) return 1;
   return std::min<int64_t>(tasks, at::get_num_threads());
 }
 
 }  // namespace
 
-void run_tasks(int64_t tasks, int64_t workspace_bytes, const std::function<void(int64_t, char*)>& f) {
+void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, const std::function<void(int64_t, char*)>& f) {
   if (tasks <= 0) return;
-  const int64_t threads = threads_for(tasks);
+  const int64_t threads = threads_for(tasks, flops);
   const int64_t stride = (workspace_bytes + 63) / 64 * 64;
   const at::DataPtr memory = c10::GetCPUAllocator()->allocate(threads * stride);
   char* const workspace = static_cast<char*>(memory.get());
@@ -40,9 +42,9 @@ void run_tasks(int64_t tasks, int64_t workspace_bytes, const std::function<void(
   }
 }
 
-void run_ranges(int64_t count, int64_t per_task, int64_t workspace_bytes,
+void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace_bytes,
                 const std::function<void(int64_t, int64_t, char*)>& f) {
-  run_tasks((count + per_task - 1) / per_task, workspace_bytes, [&](int64_t task, char* workspace) {
+  run_tasks((count + per_task - 1) / per_task, flops, workspace_bytes, [&](int64_t task, char* workspace) {
     f(task * per_task, std::min(count, (task + 1) * per_task), workspace);
   });
 }

@@ -26,6 +26,11 @@ constexpr int64_t kRowsPerRange = 64;
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
+// Of one product over all pairs of queries and keys.
+double product_flops(const Problem& p) {
+  return 2.0 * p.batch * p.heads * p.queries * p.keys * std::max(p.head_dim, p.value_dim);
+}
+
 bool no_rows(const Problem& p) { return p.batch * p.heads * p.queries == 0; }
 
 // The workspace in which partial results are kept: the type that the kernels compute in.
@@ -93,9 +98,9 @@ Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, cons
 
   const ForwardKernels& k = kernels().forward;
   const int64_t workspace = k.workspace(p);
-  run_tasks(p.tasks(), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
+  run_tasks(p.tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
   if (p.splits > 1)
-    run_ranges(rows, kRowsPerRange, workspace,
+    run_ranges(rows, kRowsPerRange, 2.0 * p.splits * rows * p.value_dim, workspace,
                [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
   return result;
 }
@@ -180,12 +185,13 @@ Tensors4 gradients(Params& p, ProblemBuilder& builder, const BackwardKernels<Par
     const int64_t workspace = k.workspace(p);
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     if (p.grad_query.data || p.grad_key.data || p.grad_value.data || direct_mask)
-      run_tasks(p.tasks(), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
+      run_tasks(p.tasks(), 5 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
+    const int64_t rows = p.batch * p.heads * p.queries;
     if (p.partial_grad_query)
-      run_ranges(p.batch * p.heads * p.queries, kRowsPerRange, workspace,
+      run_ranges(rows, kRowsPerRange, 2.0 * p.chunks * rows * p.head_dim, workspace,
                  [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
     if (p.mask_is_shared)
-      run_tasks(p.mask_tasks(), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
+      run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
   }
   const auto reduced = [](const Tensor& grad, const Tensor& input) {
     if (!grad.defined() || grad.sizes() == input.sizes()) return grad;
@@ -280,7 +286,7 @@ Tensors3 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN
     builder.merge_batch_dims();
     p.rows_per_task = kRowTile;
     const TangentKernels& k = kernels().tangent;
-    run_tasks(p.tasks(), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
+    run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
   }
   return {tangent_output, tangent_logsumexp, tangent_residual};
 }

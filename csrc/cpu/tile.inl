@@ -12,7 +12,7 @@ class Arena {
   explicit Arena(char* base) : base_(base) {}
   template <class T>
   T* take(int64_t count) {
-    char* piece = base_ + used_;
+    char* piece = base_ ? base_ + used_ : nullptr;
     used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     return reinterpret_cast<T*>(piece);
   }
