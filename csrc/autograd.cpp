@@ -130,9 +130,7 @@ struct AttentionNode : torch::autograd::Node {
     residual = SavedVariable(s.residual, false);
     options = o;
   }
-  Saved saved() {
-    return {output.unpack(pointer_to(this)), logsumexp.unpack(), rng_state.unpack(), residual.unpack()};
-  }
+  Saved saved() { return {output.unpack(pointer_to(this)), logsumexp.unpack(), rng_state.unpack(), residual.unpack()}; }
   void release_variables() override {
     point.release();
     for (SavedVariable* v : {&output, &logsumexp, &rng_state, &residual}) v->reset_data();
@@ -328,7 +326,8 @@ Tensors4 backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, 
       ++i;
     }
   };
-  if (is_dual(grad_output)) add(backward(tangent_of(grad_output), primal_of(x), primal_of(s), options, grad_input_mask));
+  if (is_dual(grad_output))
+    add(backward(tangent_of(grad_output), primal_of(x), primal_of(s), options, grad_input_mask));
   if (is_dual(x)) {
     const Inputs point = primal_of(x), direction = tangent_of(x);
     const Tensors3 moved = tangent(point, primal_of(s), direction, options);
@@ -359,8 +358,8 @@ Tensors3 tangent_autograd(c10::DispatchKeySet keys, ATTN_INPUTS_ARGS, ATTN_SAVED
   }
   if (requires_grad(query, key, value, x.attn_mask, t.query, t.key, t.value, t.attn_mask)) {
     auto node = make_node<SdpaTangentBackward>();
-    node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, x.attn_mask, t.query, t.key, t.value,
-                                                             t.attn_mask));
+    node->set_next_edges(
+        torch::autograd::collect_next_edges(query, key, value, x.attn_mask, t.query, t.key, t.value, t.attn_mask));
     node->save(x, {ATTN_SAVED}, ATTN_THESE_OPTIONS, /*output_is_mine=*/false);
     node->direction.save(t);
     set_history(std::get<0>(result), node);

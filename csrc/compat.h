@@ -20,9 +20,7 @@ template <class N>
 auto make_node() {
   return std::shared_ptr<N>(new N(), torch::autograd::deleteNode);
 }
-inline auto pointer_to(torch::autograd::Node* node) {
-  return node->shared_from_this();
-}
+inline auto pointer_to(torch::autograd::Node* node) { return node->shared_from_this(); }
 #endif
 
 }  // namespace attn

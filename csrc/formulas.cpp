@@ -38,7 +38,8 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std:
 Tensor masked_positions(const Shape& shape, const Tensor& query, const std::optional<Tensor>& attn_mask,
                         bool is_causal) {
   Tensor masked;
-  if (attn_mask) masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
+  if (attn_mask)
+    masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
   if (!is_causal) return masked;
   const Tensor hidden =
       at::ones_symint({shape.queries, shape.keys}, query.options().dtype(at::kBool)).tril().logical_not();
@@ -83,7 +84,8 @@ Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS
   Tensor output = at::matmul(weighted - weights * tangent_logsumexp, repeat_heads(widened(value), shape));
   if (tangent_value) output = output + at::matmul(weights, repeat_heads(widened(*tangent_value), shape));
   const Tensor rounded = output.to(query.scalar_type());
-  const Tensor residual = rounded.is_same(output) ? at::empty({0}, output.options()) : (output - rounded).to(rounded.scalar_type());
+  const Tensor residual =
+      rounded.is_same(output) ? at::empty({0}, output.options()) : (output - rounded).to(rounded.scalar_type());
   return {rounded, tangent_logsumexp.squeeze(-1), residual};
 }
 

@@ -10,7 +10,7 @@
 
 // The operators share long lists of arguments. Each list has a name: ATTN_x_ARGS declares it, ATTN_x passes it on.
 
-#define ATTN_INPUTS_ARGS                                                                        \
+#define ATTN_INPUTS_ARGS \
   const at::Tensor &query, const at::Tensor &key, const at::Tensor &value, const std::optional<at::Tensor>&attn_mask
 #define ATTN_INPUTS query, key, value, attn_mask
 
@@ -19,13 +19,13 @@
 #define ATTN_OPTIONS dropout_p, is_causal, scale, enable_gqa
 
 // The results of the forward that derivatives use.
-#define ATTN_SAVED_ARGS                                                                         \
+#define ATTN_SAVED_ARGS \
   const at::Tensor &output, const at::Tensor &logsumexp, const at::Tensor &rng_state, const at::Tensor &residual
 #define ATTN_SAVED output, logsumexp, rng_state, residual
 
 // A direction in the space of inputs; absent where it is zero.
-#define ATTN_TANGENTS_ARGS                                                                                 \
-  const std::optional<at::Tensor>&tangent_query, const std::optional<at::Tensor>&tangent_key,              \
+#define ATTN_TANGENTS_ARGS                                                                    \
+  const std::optional<at::Tensor>&tangent_query, const std::optional<at::Tensor>&tangent_key, \
       const std::optional<at::Tensor>&tangent_value, const std::optional<at::Tensor>&tangent_mask
 #define ATTN_TANGENTS tangent_query, tangent_key, tangent_value, tangent_mask
 

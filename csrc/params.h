@@ -65,7 +65,7 @@ struct Problem {
 
 struct ForwardParams : Problem {
   Operand output;
-  Operand residual;            // the exact output minus the rounded one, for bfloat16 and float16; data may be null
+  Operand residual;           // the exact output minus the rounded one, for bfloat16 and float16; data may be null
   void* logsumexp = nullptr;  // may be null
 
   int64_t rows_per_task = 0;
@@ -107,9 +107,9 @@ struct BackwardParams : Problem {
   // The gradient of a mask that several scores share is summed in a pass of its own, over tasks that own disjoint
   // parts of it; one that belongs to a single score is written by the main pass.
   bool mask_is_shared = false;
-  int64_t mask_slices = 0;       // different (batch, head) slices of the mask
-  int64_t mask_row_tasks = 0;    // blocks of queries, 1 if all queries share one row
-  int64_t mask_key_tasks = 0;    // blocks of keys
+  int64_t mask_slices = 0;     // different (batch, head) slices of the mask
+  int64_t mask_row_tasks = 0;  // blocks of queries, 1 if all queries share one row
+  int64_t mask_key_tasks = 0;  // blocks of keys
   int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
 };
 

@@ -42,8 +42,8 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape) : problem_(
   problem.head_dim = concrete(shape.head_dim);
   problem.value_dim = concrete(shape.value_dim);
   for (const int64_t size : {problem.head_dim, problem.value_dim})
-    TORCH_CHECK(size < kMaxHeadDim, "attn::sdpa: the head_dim of query and key is ", problem.head_dim, ", that of value ",
-                problem.value_dim, "; both must be below 2^32");
+    TORCH_CHECK(size < kMaxHeadDim, "attn::sdpa: the head_dim of query and key is ", problem.head_dim,
+                ", that of value ", problem.value_dim, "; both must be below 2^32");
   problem.batch = c10::multiply_integers(batch_size_);
   if (problem.key_heads > 0 && problem.value_heads > 0)
     problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);

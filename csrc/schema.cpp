@@ -51,10 +51,10 @@ TORCH_LIBRARY(attn, m) {
 
 namespace attn {
 
-#define ATTN_HANDLE(function, Signature, name)                                                             \
-  const c10::TypedOperatorHandle<Signature>& function() {                                                  \
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();    \
-    return op;                                                                                             \
+#define ATTN_HANDLE(function, Signature, name)                                                          \
+  const c10::TypedOperatorHandle<Signature>& function() {                                               \
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>(); \
+    return op;                                                                                          \
   }
 
 ATTN_HANDLE(sdpa_op, SdpaOp, "attn::sdpa")

@@ -43,8 +43,8 @@ void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, c
   if (!mask) return;
   const auto mask_dtype = mask->scalar_type();
   TORCH_CHECK(mask_dtype == at::kBool || mask_dtype == dtype || mask_dtype == at::kFloat,
-              "attn::sdpa: attn_mask has dtype ", mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype,
-              ") or float32");
+              "attn::sdpa: attn_mask has dtype ", mask_dtype, "; it must be bool (True = attend), query's dtype (",
+              dtype, ") or float32");
 }
 
 // Query heads are shared out evenly: with grouped-query attention consecutive query heads share a key (value) head.
@@ -142,8 +142,8 @@ namespace {
 void check_internal(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype,
                     const Tensor& query) {
   TORCH_CHECK(t.defined() && t.sym_sizes() == sizes && t.scalar_type() == dtype && t.device() == query.device(), op,
-              ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
-              " of shape ", sizes, " on ", query.device());
+              ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ",
+              dtype, " of shape ", sizes, " on ", query.device());
 }
 
 void check_residual(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {
@@ -175,7 +175,8 @@ void validate_rng_state(const char* op, const Tensor& rng_state, const Shape& sh
   for (int64_t d = 2; fits && d <= rng_state.dim(); ++d)
     fits = extent(rng_state, d) == 1 || extent(rng_state, d) == allowed[allowed.size() - d];
   TORCH_CHECK(fits && rng_state.scalar_type() == at::kLong && rng_state.device() == query.device(), op,
-              ": rng_state is ", rng_state.scalar_type(), " of shape ", rng_state.sym_sizes(), " on ", rng_state.device(),
+              ": rng_state is ", rng_state.scalar_type(), " of shape ", rng_state.sym_sizes(), " on ",
+              rng_state.device(),
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
 

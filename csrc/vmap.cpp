@@ -35,8 +35,8 @@ class Batch {
   // The rank that the mask has for one sample decides, not that of the mapped call.
   void check_mask(const std::optional<Tensor>& mask) const {
     TORCH_CHECK(!mask || (mask->dim() >= 2 && mask->dim() <= dims_), "attn::sdpa: attn_mask has shape ",
-                mask->sym_sizes(), " under vmap; it must have at least 2 dimensions and no more than query, key and value (",
-                dims_, ")");
+                mask->sym_sizes(),
+                " under vmap; it must have at least 2 dimensions and no more than query, key and value (", dims_, ")");
   }
 
   RandomnessType randomness() const { return layer_.randomness(); }
@@ -71,7 +71,8 @@ class Batch {
   Tensor logical(Tensor t, int64_t dims) const {
     if (!t.defined()) return t;
     while (t.dim() > dims + 1) {
-      TORCH_INTERNAL_ASSERT(t.sym_size(1) == 1, "attn: a mapped result of shape ", t.sym_sizes(), " has no rank ", dims);
+      TORCH_INTERNAL_ASSERT(t.sym_size(1) == 1, "attn: a mapped result of shape ", t.sym_sizes(), " has no rank ",
+                            dims);
       t = t.squeeze(1);
     }
     return at::functorch::makeBatched(t, 0, layer_.layerId());
@@ -126,8 +127,7 @@ ForwardCall forward_call(const Batch& batch, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS
   batch.check_mask(attn_mask);
   const bool random = dropout_p > 0 && !rng_state;
   const bool different = random && batch.randomness() == RandomnessType::Different;
-  TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error,
-              "vmap: attn::sdpa with dropout_p = ", dropout_p,
+  TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error, "vmap: attn::sdpa with dropout_p = ", dropout_p,
               " draws random numbers, but randomness is 'error'; call vmap with randomness='different' or 'same'");
   const bool inputs_mapped = batch.is_mapped(query) || batch.is_mapped(key) || batch.is_mapped(value);
   const bool mapped = inputs_mapped || batch.is_mapped(attn_mask) || batch.is_mapped(rng_state) || different;
@@ -219,12 +219,10 @@ Tensors4 second_vmap(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARG
                      ATTN_OPTIONS_ARGS, Wanted grad_input_mask) {
   const Batch batch({&query, &key, &value});
   const DerivativeCall c(batch, ATTN_INPUTS, ATTN_SAVED);
-  const Tensors4 grads =
-      second_op().call(batch.expanded(grad_output), ATTN_CALL(c), batch.expanded(tangent_query),
-                       batch.expanded(tangent_key), batch.expanded(tangent_value), batch.expanded(tangent_mask),
-                       batch.expanded(tangent_output), batch.expanded(tangent_logsumexp, 1), mapped_residual(batch, tangent_residual),
-                       ATTN_OPTIONS,
-                       grad_input_mask);
+  const Tensors4 grads = second_op().call(
+      batch.expanded(grad_output), ATTN_CALL(c), batch.expanded(tangent_query), batch.expanded(tangent_key),
+      batch.expanded(tangent_value), batch.expanded(tangent_mask), batch.expanded(tangent_output),
+      batch.expanded(tangent_logsumexp, 1), mapped_residual(batch, tangent_residual), ATTN_OPTIONS, grad_input_mask);
   return logical_gradients(batch, grads, ATTN_INPUTS);
 }
 

@@ -37,7 +37,7 @@ struct Backward {
     T* grad_output;    // [kRowTile][Ev]
     T* grad_query;     // [kRowTile][E]
     Logsumexp<T>* logsumexp;
-    T* delta;          // [kRowTile]
+    T* delta;  // [kRowTile]
     // for kSecond
     T* tangent_query_t;
     T* tangent_query;
@@ -156,9 +156,7 @@ struct Backward {
   static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys) {
     const int64_t key_head = head / (p.heads / p.key_heads);
     const int64_t value_head = head / (p.heads / p.value_heads);
-    const auto finite = [&](T* copy, const T* tile) {
-      return make_finite(copy, tile, keys * b.ld_key) ? copy : tile;
-    };
+    const auto finite = [&](T* copy, const T* tile) { return make_finite(copy, tile, keys * b.ld_key) ? copy : tile; };
     pack_rows<T>(b.key, b.ld_key, block_of(p, p.key, n, key_head, key), keys, p.head_dim);
     pack_rows<T>(b.value, b.ld_value, block_of(p, p.value, n, value_head, key), keys, p.value_dim);
     Keys result{finite(b.key_finite, b.key), nullptr};
@@ -283,8 +281,7 @@ struct Backward {
           if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, b.ld_key, b.dx, state.tangent_query);
           if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, finite.tangent_key);
         }
-        if (direct_mask)
-          rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
+        if (direct_mask) rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
       }
     }
     if (!p.grad_query.data) return;

@@ -15,14 +15,14 @@ struct Decode {
 
   struct Buffers {
     RowTile* rows;
-    T* query;    // [kRows][E]
-    T* output;   // [kRows][Ev]
-    T* key;      // [kKeyTile][E], for rows that cannot be read as they lie
-    T* value;    // [kKeyTile][Ev]
-    T* x;        // [kRows][kKeyTile]: scores, then weights
-    T* bias;     // [kRows][kKeyTile]
-    T* factor;   // [kKeyTile][kRowTile]
-    T* sums;     // [kAtOnce][W][W]
+    T* query;   // [kRows][E]
+    T* output;  // [kRows][Ev]
+    T* key;     // [kKeyTile][E], for rows that cannot be read as they lie
+    T* value;   // [kKeyTile][Ev]
+    T* x;       // [kRows][kKeyTile]: scores, then weights
+    T* bias;    // [kRows][kKeyTile]
+    T* factor;  // [kKeyTile][kRowTile]
+    T* sums;    // [kAtOnce][W][W]
     int64_t ld_key, ld_value;
     int64_t size;
 
@@ -105,7 +105,8 @@ struct Decode {
   template <class F>
   static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, F f) {
     const bool whole = block.col == 1 && cols % W == 0;
-    if (whole && block.dtype == DType::f32 && sizeof(T) == 4) return f(reinterpret_cast<const float*>(block.data), block.row);
+    if (whole && block.dtype == DType::f32 && sizeof(T) == 4)
+      return f(reinterpret_cast<const float*>(block.data), block.row);
     if constexpr (sizeof(T) == 4) {
       if (whole && block.dtype == DType::bf16) return f(reinterpret_cast<const BFloat16*>(block.data), block.row);
       if (whole && block.dtype == DType::f16) return f(reinterpret_cast<const Half*>(block.data), block.row);
@@ -136,13 +137,14 @@ struct Decode {
     if (p.causal) last_key = smaller(last_key, rows.max_position + 1);
     for (int64_t key = first_key; key < last_key; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, last_key - key);
-      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, [&](const auto* at, int64_t ld) {
-        for (int64_t j = 0; j < keys; j += W)
-          each_group(rows.count, [&](auto r, int64_t row) {
-            dot<r()>(at + j * ld, ld, smaller(W, keys - j), b.query + row * b.ld_key, b.ld_key, b.sums,
-                     static_cast<T>(p.scale), b.x + row * kKeyTile + j);
-          });
-      });
+      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key,
+                [&](const auto* at, int64_t ld) {
+                  for (int64_t j = 0; j < keys; j += W)
+                    each_group(rows.count, [&](auto r, int64_t row) {
+                      dot<r()>(at + j * ld, ld, smaller(W, keys - j), b.query + row * b.ld_key, b.ld_key, b.sums,
+                               static_cast<T>(p.scale), b.x + row * kKeyTile + j);
+                    });
+                });
       mask(p, b, key, keys);
       if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
@@ -164,8 +166,8 @@ struct Decode {
       logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * p.batch * p.heads * p.queries;
     }
     for (int64_t r = 0; r < rows.count; ++r)
-      Forward<T>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r], sum[r], output, {},
-                            logsumexp, nullptr);
+      Forward<T>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r], sum[r], output,
+                            {}, logsumexp, nullptr);
   }
 
   static void mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {

@@ -84,7 +84,8 @@ struct Forward {
   }
 
   template <int N>
-  static ATTN_INLINE void softmax_and_rescale(const ForwardParams& p, RowState& state, T* x, int64_t keys, int64_t lane) {
+  static ATTN_INLINE void softmax_and_rescale(const ForwardParams& p, RowState& state, T* x, int64_t keys,
+                                              int64_t lane) {
     Vec<T> correction[N];
     if (!softmax<N>(x + lane, keys, state.maximum + lane, state.sum + lane, correction, state.started)) return;
     for (int64_t d = 0; d < p.value_dim; ++d)
@@ -108,8 +109,8 @@ struct Forward {
           store<T>(b.x + i, load<T>(b.x + i) * load<T>(b.factor + i));
     }
     // O^T += V^T P^T
-    Gemm<T>::template run<true>(p.value_dim, lanes, keys, value_rows.data, value_rows.ld, b.x, kRowTile, state.output_t, kRowTile,
-                                state.started);
+    Gemm<T>::template run<true>(p.value_dim, lanes, keys, value_rows.data, value_rows.ld, b.x, kRowTile, state.output_t,
+                                kRowTile, state.started);
     state.started = true;
   }
 
@@ -165,7 +166,7 @@ struct Forward {
       const Rows<T> value_rows =
           rows_of(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
       for (int64_t t = 0; t < tiles; ++t)
-        if (!p.causal || key <= b.states[t].rows.max_position) 
+        if (!p.causal || key <= b.states[t].rows.max_position)
           visit(p, b, b.states[t], key_rows, value_rows, key, keys);
     }
 

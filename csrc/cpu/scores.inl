@@ -31,8 +31,8 @@ void store_logsumexp(T* pair, T maximum, T sum) {
 
 // Up to kRowTile consecutive rows of a group of heads (Problem::group): the lanes of a tile.
 struct RowTile {
-  int64_t n;            // flat batch index
-  int64_t count;        // rows
+  int64_t n;      // flat batch index
+  int64_t count;  // rows
   int64_t min_position;
   int64_t max_position;
   int64_t head[kRowTile];
@@ -199,8 +199,8 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<
             T* bias, T* x) {
   constexpr int W = kLanes<T>;
   const int64_t lanes = rows.lanes<T>();
-  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_rows.data, key_rows.ld, query_t, kRowTile, x, kRowTile, false,
-                                static_cast<T>(p.scale));
+  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_rows.data, key_rows.ld, query_t, kRowTile, x, kRowTile,
+                               false, static_cast<T>(p.scale));
   const Vec<T> masked = splat<T>(-kInfinity<T>);
   if (p.has_mask) {
     pack_mask<T>(p, p.mask, rows, key, keys, bias);

@@ -19,7 +19,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kEnoughTasks = 32;  // below this a call cuts finer, so that many cores find work
+constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
 constexpr int64_t kEnoughChunks = 16;  // of the backward: each costs a grad_query of its own
 constexpr int64_t kRowsPerRange = 64;
 
@@ -154,16 +154,16 @@ Tensors4 gradients(Params& p, ProblemBuilder& builder, const BackwardKernels<Par
     if (!is_wanted) return Tensor();
     // Written at the broadcast shape; reduced() sums it back to the input's.
     Tensor grad = input.sym_sizes() == c10::SymIntArrayRef(sizes) ? empty_gradient(input)
-                                                                 : at::empty_symint(sizes, input.options());
+                                                                  : at::empty_symint(sizes, input.options());
     builder.add_result(operand, grad);
     return grad;
   };
-  const Tensor grad_query = gradient(wanted[0], p.grad_query, query,
-                                     shape.expanded(shape.heads, shape.queries, shape.head_dim));
-  const Tensor grad_key = gradient(wanted[1], p.grad_key, key,
-                                   shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
-  const Tensor grad_value = gradient(wanted[2], p.grad_value, value,
-                                     shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
+  const Tensor grad_query =
+      gradient(wanted[0], p.grad_query, query, shape.expanded(shape.heads, shape.queries, shape.head_dim));
+  const Tensor grad_key =
+      gradient(wanted[1], p.grad_key, key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
+  const Tensor grad_value =
+      gradient(wanted[2], p.grad_value, value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
   Tensor grad_mask;
   if (wanted[3]) {
     grad_mask = at::zeros_like(*attn_mask);  // tiles that causality hides are never written
@@ -191,7 +191,8 @@ Tensors4 gradients(Params& p, ProblemBuilder& builder, const BackwardKernels<Par
       run_ranges(rows, kRowsPerRange, 2.0 * p.chunks * rows * p.head_dim, workspace,
                  [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
     if (p.mask_is_shared)
-      run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
+      run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace,
+                [&](int64_t task, char* own) { k.mask(p, task, own); });
   }
   const auto reduced = [](const Tensor& grad, const Tensor& input) {
     if (!grad.defined() || grad.sizes() == input.sizes()) return grad;

@@ -22,11 +22,11 @@ struct Tangent {
     T* output_t;          // [Ev][kRowTile]
     T* tangent_output_t;  // [Ev][kRowTile]
     Logsumexp<T>* logsumexp;
-    T* guess;             // [kRowTile]: r
-    T* has_guess;         // [kRowTile]: 1 once there is one, else 0
-    T* moved;             // [kRowTile]: c - r
+    T* guess;                                      // [kRowTile]: r
+    T* has_guess;                                  // [kRowTile]: 1 once there is one, else 0
+    T* moved;                                      // [kRowTile]: c - r
     T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
-    T *x, *tx;            // [kKeyTile][kRowTile]
+    T *x, *tx;                                     // [kKeyTile][kRowTile]
     T *bias, *factor;
     int64_t ld_key, ld_value;
     int64_t size;

@@ -90,9 +90,12 @@ void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inne
           for (int y = 0; y < W; ++y) store<T>(tile + (o + y) * ld + i, rows[y]);
         } else {
           for (int x = 0; x < W; ++x) {
-            if (x >= count) rows[x] = Vec<T>{};
-            else if (depth == W) rows[x] = load_as<T>(from + x * inner);
-            else rows[x] = load_some<T>(from + x * inner, depth);
+            if (x >= count)
+              rows[x] = Vec<T>{};
+            else if (depth == W)
+              rows[x] = load_as<T>(from + x * inner);
+            else
+              rows[x] = load_some<T>(from + x * inner, depth);
           }
           transpose<T>(rows);
           for (int y = 0; y < depth; ++y) store_some<T>(tile + (o + y) * ld + i, rows[y], count);
@@ -162,8 +165,7 @@ void unpack_to(S* target, const T* tile, int64_t ld, int64_t outer, int64_t inne
     for (int64_t o = 0; o < outers; ++o) {
       int64_t i = 0;
       for (; i + W <= inners; i += W) store_as(target + o * outer + i, load<T>(tile + o * ld + i));
-      if (i < inners)
-        store_some<T>(target + o * outer + i, load_some<T>(tile + o * ld + i, inners - i), inners - i);
+      if (i < inners) store_some<T>(target + o * outer + i, load_some<T>(tile + o * ld + i, inners - i), inners - i);
     }
   } else if (outer == 1) {
     for (int64_t i = 0; i < inners; i += W) {
@@ -186,8 +188,7 @@ void unpack_to(S* target, const T* tile, int64_t ld, int64_t outer, int64_t inne
     }
   } else {
     for (int64_t o = 0; o < outers; ++o)
-      for (int64_t i = 0; i < inners; ++i)
-        store_some<T>(target + o * outer + i * inner, splat<T>(tile[o * ld + i]), 1);
+      for (int64_t i = 0; i < inners; ++i) store_some<T>(target + o * outer + i * inner, splat<T>(tile[o * ld + i]), 1);
   }
 }
 
