@@ -17,6 +17,7 @@ devices would have to draw one mask together.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.util
 import itertools
@@ -150,7 +151,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _DTENSOR:
             return None
-        sys.meta_path.remove(self)
+        with contextlib.suppress(ValueError):  # another thread was first
+            sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
