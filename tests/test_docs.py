@@ -1,6 +1,7 @@
 """The examples of the documentation run as they stand there."""
 
 import doctest
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from torch import nn
 import torch_attn
 from torch_attn import functional
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DERIVATIVES = ROOT / "docs" / "derivatives.md"
+
+
+def examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def test_docstrings() -> None:
@@ -23,13 +30,30 @@ def test_docstrings() -> None:
 
 
 def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {"model": tiny_model()}
-    for block in blocks:
+    for block in examples(README):
         exec(block, names)  # one after the other, as a reader would
     assert names["model"].config._attn_implementation == "attn"
     assert names["weights"].shape == (2, 8, 100, 120)
     assert "torch.Size([8, 100, 120])" in capsys.readouterr().out
+
+
+def test_derivatives_page() -> None:
+    names: dict[str, Any] = {}
+    for block in examples(DERIVATIVES):
+        exec(block, names)
+    assert names["gradients"].shape == (8, 4, 50, 32)
+
+
+def test_table_of_derivatives() -> None:
+    """The committed table is what its script finds now."""
+    script = ROOT / "docs" / "make_support_table.py"
+    spec = importlib.util.spec_from_file_location("make_support_table", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = DERIVATIVES.read_text()
+    assert module.with_table(page) == page
 
 
 def tiny_model() -> nn.Module:
