@@ -53,7 +53,7 @@ def _lengths() -> list[Case]:
     cases = []
     for L, S in itertools.product(LENGTHS, LENGTHS):
         choose = random.Random(1000 * L + S).choice
-        E, Ev = choose((1, 8, 20, 64)), choose((1, 8, 20, 64))
+        E, Ev = choose((1, 8, 20, 64)), choose((3, 8, 20, 64))
         causal = {"is_causal": True} if choose((True, False)) else {}
         mask = choose((None, (1, S), (L, 1), (L, S), (2, 1, L, S), (2, 3, 1, S)))
         kind, dtype = choose(MASK_KINDS), choose(DTYPES)

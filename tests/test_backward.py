@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_attn
+from _accuracy import check
 from _cases import CASES, Case
 from helpers import (
     DTYPES,
@@ -13,7 +14,6 @@ from helpers import (
     LAYOUTS,
     Inputs,
     assert_same_bits,
-    check,
     make_grad_output,
     make_inputs,
     results,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import torch_attn
+from _accuracy import check
 from helpers import (
     CPU_CAPABILITIES,
     DTYPES,
     SEED,
     Inputs,
     assert_same_bits,
-    check,
     cpu_capability_set_to,
     kept,
     make_grad_output,

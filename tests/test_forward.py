@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import torch_attn
+from _accuracy import check
 from _cases import CASES, Case
-from helpers import DTYPES, INF, LAYOUTS, Inputs, check, make_inputs, results
+from helpers import DTYPES, INF, LAYOUTS, Inputs, make_inputs, results
 
 pytestmark = pytest.mark.usefixtures("cpu_capability")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from helpers import DTYPES, Inputs, check, kept
+from _accuracy import check
+from helpers import DTYPES, Inputs, kept
 
 [OP_INFO] = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
 

@@ -10,13 +10,13 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import torch_attn
+from _accuracy import check
 from helpers import (
     DTYPES,
     LAYOUTS,
     MASK_KINDS,
     Inputs,
     assert_same_bits,
-    check,
     make_grad_output,
     make_mask,
     results,

@@ -201,6 +201,7 @@ def test_sparse_tensors(argument: str) -> None:
         (6, "logsumexp", floats(2, 4, 6)),
         (6, "logsumexp", floats(2, 4, 5, dtype=torch.float64)),
         (7, "rng_state", torch.zeros(1, dtype=torch.int32)),
+        (8, "residual", torch.zeros(1)),
     ],
 )
 def test_backward_operator(position: int, name: str, wrong: Tensor) -> None:

@@ -1,0 +1,208 @@
+"""The suite's one bound: at most twice the built-in's error, plus one ulp of the largest value."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torch_attn
+from helpers import (
+    INF,
+    SEED,
+    Inputs,
+    builtin_sdpa,
+    largest,
+    make_grad_output,
+    results,
+    to_dtype,
+    ulp,
+)
+from torch_attn import reference
+
+
+def check(
+    inputs: Inputs, *, gradients: bool = False, dropout_mask: Tensor | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """Holds the output and, if asked, every gradient of `torch_attn.sdpa` to the bound.
+
+    With dropout, `dropout_mask` is what `helpers.kept` says of the same call. Returns the results.
+    """
+    grad_output = make_grad_output(inputs, **options) if gradients else None
+    problem = Problem(inputs, options, grad_output, dropout_mask)
+    expected = problem.to(torch.float64).solve(reference.sdpa)
+    errors = builtin_errors(problem)
+    # A bound means nothing where the built-in and the reference compute different things.
+    assert max(errors.values()) <= 0.05 * max(map(largest, expected.values())), errors
+    torch.manual_seed(SEED)
+    actual = results(torch_attn.sdpa, inputs, grad_output, **options)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        tensor = inputs.query if name == "output" else getattr(inputs, name.removeprefix("grad_"))
+        assert actual[name].shape == expected[name].shape, name
+        assert actual[name].dtype == tensor.dtype, name
+        error, size = largest(actual[name] - expected[name]), largest(expected[name])
+        step = max(ulp(size, inputs.query.dtype), ulp(size, tensor.dtype))
+        assert error <= 2 * errors[name] + step, (
+            f"{name}: error {error:.3g}, built-in {errors[name]:.3g}, largest value {size:.3g}"
+        )
+    return actual
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call, the gradient given to its backward and the weights that its dropout keeps."""
+
+    inputs: Inputs
+    options: dict[str, Any]
+    grad_output: Tensor | None
+    dropout_mask: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        inputs = Inputs(*(to_dtype(t, dtype) for t in self.inputs))
+        return Problem(inputs, self.options, to_dtype(self.grad_output, dtype), self.dropout_mask)
+
+    def solve(self, sdpa: Callable[..., Tensor]) -> dict[str, Tensor]:
+        dropout = {} if self.dropout_mask is None else {"dropout_mask": self.dropout_mask}
+        return results(sdpa, self.inputs, self.grad_output, **self.options, **dropout)
+
+    def errors(self, sdpa: Callable[..., Tensor]) -> dict[str, float]:
+        """The largest error of each result."""
+        expected = self.to(torch.float64).solve(reference.sdpa)
+        return {name: largest(t - expected[name]) for name, t in self.solve(sdpa).items()}
+
+    def without_dropout(self) -> Problem:
+        options = {name: option for name, option in self.options.items() if name != "dropout_p"}
+        return Problem(self.inputs, options, self.grad_output, None)
+
+    def reordered(self, generator: torch.Generator) -> Problem:
+        """The same sums in another order: of columns and, unless causal, of keys and queries."""
+        query, key, value, attn_mask = self.inputs
+
+        def order(n: int, fixed: bool | None = False) -> Tensor:
+            return torch.arange(n) if fixed else torch.randperm(n, generator=generator)
+
+        def moved(tensor: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
+            if tensor is None:
+                return None
+            tensor = tensor if tensor.size(-2) == 1 else tensor.index_select(-2, rows)
+            return tensor if tensor.size(-1) == 1 else tensor.index_select(-1, columns)
+
+        causal = self.options.get("is_causal")
+        queries, keys = order(query.size(-2), causal), order(key.size(-2), causal)
+        columns, value_columns = order(query.size(-1)), order(value.size(-1))
+        return Problem(
+            Inputs(
+                moved(query, queries, columns),
+                moved(key, keys, columns),
+                moved(value, keys, value_columns),
+                moved(attn_mask, queries, keys),
+            ),
+            self.options,
+            moved(self.grad_output, queries, value_columns),
+            moved(self.dropout_mask, queries, keys),
+        )
+
+    def digest(self) -> bytes:
+        """Equal for problems of equal content."""
+        content = hashlib.blake2b(repr(sorted(self.options.items())).encode())
+        for tensor in (*self.inputs, self.grad_output, self.dropout_mask):
+            if tensor is None:
+                content.update(b"None")
+            else:
+                content.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+                content.update(tensor.flatten().view(torch.uint8).numpy())
+        return content.digest()
+
+
+_known_errors: dict[bytes, dict[str, float]] = {}
+
+
+def builtin_errors(problem: Problem) -> dict[str, float]:
+    """The largest error of each of the built-in's results at the precision of the inputs.
+
+    It has two algorithms, fused and with all scores in memory; ours is the fused one, for whatever
+    arguments. The larger error of the two counts, over several orders of summation, so that it does
+    not depend on which of them the built-in's rules pick, nor on how lucky its rounding was.
+    """
+    key = problem.digest()
+    if key not in _known_errors:  # the same for every instruction set
+        generator = torch.Generator().manual_seed(SEED)
+        small = sum(t.numel() for t in problem.inputs if t is not None) < 1 << 17
+        worst: dict[str, float] = {}
+        for _ in range(8 if small else 2):
+            for name, error in _errors(problem):
+                worst[name] = max(error, worst.get(name, 0.0))
+            problem = problem.reordered(generator)
+        _known_errors[key] = worst
+    return _known_errors[key]
+
+
+def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
+    """Each result with an error that the built-in makes in it."""
+    dtype = problem.inputs.query.dtype
+    if dtype == torch.float64:
+        # The reference is no better than the built-in here. Rounding errors grow with eps: take
+        # those of float32, scaled, and half as much again for the reference's own.
+        factor = 1.5 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+        yield from ((name, factor * e) for name, e in _errors(problem.to(torch.float32)))
+        return
+    yield from problem.errors(builtin_sdpa).items()
+    if all(t.numel() for t in problem.inputs[:3]):
+        # It has no dropout, which makes weights, and so errors, 1 / (1 - p) as large.
+        factor = 1 / (1 - problem.options.get("dropout_p", 0.0))
+        for name, error in problem.without_dropout().errors(fused_sdpa).items():
+            if name != "grad_attn_mask" or dtype == torch.float32:
+                yield name, factor * error
+
+
+def fused_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The built-in's fused kernel, on a problem that it takes: 4-D, equal heads and sizes.
+
+    It has no gradient for a mask. In float32 the mask is made of inner products instead: queries
+    get the rows of the unit matrix as further columns, keys the columns of the mask.
+    """
+    if enable_gqa:
+        heads = query.size(-3)
+        key = key.repeat_interleave(heads // key.size(-3), -3)
+        value = value.repeat_interleave(heads // value.size(-3), -3)
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    L, S, E, Ev = query.size(-2), key.size(-2), query.size(-1), value.size(-1)
+    scale = 1 / math.sqrt(max(E, 1)) if scale is None else scale
+    if attn_mask is not None and attn_mask.is_floating_point() and query.dtype == torch.float32:
+        columns = attn_mask.masked_fill(attn_mask == -INF, 0).expand(*lead, L, S).mT
+        key = torch.cat([key.expand(*lead, S, E), columns], -1)
+        query = torch.cat([query * scale, torch.eye(L).expand(*query.shape[:-1], L)], -1)
+        attn_mask, scale = attn_mask != -INF, 1.0
+    if attn_mask is not None:
+        if is_causal:
+            seen = torch.ones(L, S, dtype=torch.bool).tril()
+            masked = False if attn_mask.dtype == torch.bool else -INF
+            attn_mask, is_causal = torch.where(seen, attn_mask.detach(), masked), False
+        attn_mask = attn_mask.detach().expand(*lead, L, S).reshape(-1, 1, L, S)
+    size = max(query.size(-1), Ev)
+    padded = (F.pad(t, (0, size - t.size(-1))).contiguous() for t in (query, key, value))
+    query, key, value = (
+        t.expand(*lead, *t.shape[-2:]).reshape(-1, 1, *t.shape[-2:]) for t in padded
+    )
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale
+        )
+    return output[..., :Ev].reshape(*lead, L, Ev)
