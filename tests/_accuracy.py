@@ -118,7 +118,7 @@ class Problem:
                 content.update(b"None")
             else:
                 content.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-                content.update(tensor.flatten().view(torch.uint8).numpy())
+                content.update(tensor.flatten().contiguous().view(torch.uint8).numpy())
         return content.digest()
 
 
