@@ -84,8 +84,7 @@ Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS
   Tensor output = at::matmul(weighted - weights * tangent_logsumexp, repeat_heads(widened(value), shape));
   if (tangent_value) output = output + at::matmul(weights, repeat_heads(widened(*tangent_value), shape));
   const Tensor rounded = output.to(query.scalar_type());
-  const Tensor residual =
-      rounded.is_same(output) ? at::empty({0}, output.options()) : (output - rounded).to(rounded.scalar_type());
+  const Tensor residual = rounded.is_same(output) ? at::empty({0}, output.options()) : output - rounded;
   return {rounded, tangent_logsumexp.squeeze(-1), residual};
 }
 

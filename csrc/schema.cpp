@@ -23,7 +23,7 @@ TORCH_LIBRARY(attn, m) {
   // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): the number, and what rounding took
   //             from it (params.h)
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
-  // residual    exact output - rounded output, for bfloat16 and float16, else empty: rowsum(grad * output) would else be
+  // residual    exact output - rounded output, float32, for bfloat16 and float16, else empty: rowsum(grad * output) would else be
   //             the only thing that the backward does not compute in float32, and its largest error
   m.def("_sdpa_forward(" CALL
         ", Tensor? rng_state=None) -> (Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual)",

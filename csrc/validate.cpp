@@ -148,7 +148,7 @@ void check_internal(const char* op, const char* name, const Tensor& t, c10::SymI
 
 void check_residual(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {
   if (has_residual(query))
-    check_internal(op, name, t, shape.output(), query.scalar_type(), query);
+    check_internal(op, name, t, shape.output(), at::kFloat, query);
   else
     check_internal(op, name, t, {0}, query.scalar_type(), query);
 }
@@ -235,7 +235,8 @@ Tensor empty_statistic(const Shape& shape, const Tensor& query) {
 }
 
 Tensor empty_residual(const Tensor& output) {
-  return has_residual(output) ? at::empty_like(output) : at::empty({0}, output.options());
+  return has_residual(output) ? at::empty_like(output, output.options().dtype(at::kFloat))
+                              : at::empty({0}, output.options());
 }
 
 Tensor empty_gradient(const Tensor& input) { return at::empty_like(input); }

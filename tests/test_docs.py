@@ -49,7 +49,8 @@ def test_table_of_derivatives() -> None:
     """The committed table is what its script finds now."""
     script = ROOT / "docs" / "make_support_table.py"
     spec = importlib.util.spec_from_file_location("make_support_table", script)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     page = DERIVATIVES.read_text()
