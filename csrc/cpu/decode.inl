@@ -6,12 +6,13 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct Decode {
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 8;  // at most so many queries share a pass over the keys
-  static constexpr int kAtOnce = 4;    // queries, and vectors of a value, that share registers
+  static constexpr int64_t kRows = 8;        // at most so many queries share a pass over the keys
+  static constexpr int64_t kManyKeys = 256;  // below this the other kernel is as fast
+  static constexpr int kAtOnce = 4;          // queries, and vectors of a value, that share registers
 
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
-  static bool takes(const ForwardParams& p) { return p.rows() <= kRows && !p.logsumexp; }
+  static bool takes(const ForwardParams& p) { return p.rows() <= kRows && p.keys >= kManyKeys && !p.logsumexp; }
 
   struct Buffers {
     RowTile* rows;
