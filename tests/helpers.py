@@ -216,7 +216,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# --- instruction sets and processes ---------------------------------------------------------------
+# --- instruction sets, threads, processes ---------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -228,6 +228,16 @@ def cpu_capability_set_to(name: str) -> Iterator[None]:
         yield
     finally:
         torch.ops.attn._set_cpu_capability(previous)
+
+
+@contextlib.contextmanager
+def threads_set_to(number: int) -> Iterator[None]:
+    previous = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
