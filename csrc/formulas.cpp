@@ -85,7 +85,7 @@ Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS
   if (tangent_value) output = output + at::matmul(weights, repeat_heads(widened(*tangent_value), shape));
   const Tensor rounded = output.to(query.scalar_type());
   const Tensor residual = rounded.is_same(output) ? at::empty({0}, output.options()) : output - rounded;
-  return {rounded, tangent_logsumexp.squeeze(-1), residual};
+  return {rounded, at::constant_pad_nd(tangent_logsumexp, {0, 1}), residual};
 }
 
 Tensors4 second_formula(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS,

@@ -43,7 +43,7 @@ Tensors3 tangent_meta(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATT
   validate_saved(op, shape, query, dropout_p, ATTN_SAVED);
   validate_tangents(op, ATTN_INPUTS, ATTN_TANGENTS);
   const Tensor tangent_output = empty_output(shape, query);
-  return {tangent_output, empty_statistic(shape, query), empty_residual(tangent_output)};
+  return {tangent_output, empty_logsumexp(shape, query), empty_residual(tangent_output)};
 }
 
 Tensors4 second_meta(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_MOVED_ARGS,

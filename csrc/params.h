@@ -129,7 +129,7 @@ struct TangentParams : Problem {
   const void* logsumexp = nullptr;
   Operand tangent_output;
   Operand tangent_residual;
-  void* tangent_logsumexp = nullptr;  // the derivative of logsumexp along t
+  void* tangent_logsumexp = nullptr;  // [batch, heads, L, 2]: the derivative of logsumexp along t, as a sum of two
 
   int64_t rows_per_task = 0;
   int64_t tasks() const { return batch * groups() * row_tasks(); }

@@ -32,7 +32,8 @@ TORCH_LIBRARY(attn, m) {
   m.def("_sdpa_backward(Tensor grad_output, " INPUTS ", " SAVED ", " OPTIONS
         ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
         plain);
-  // J t for a direction t, with the derivative of logsumexp along it and the residual of J t.
+  // J t for a direction t, with the derivative of logsumexp along it (a sum of two, [*, H, L, 2]) and the
+  // residual of J t.
   m.def("_sdpa_tangent(" INPUTS ", " SAVED ", " TANGENTS ", " OPTIONS
         ") -> (Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual)",
         plain);

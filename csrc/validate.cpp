@@ -93,12 +93,6 @@ c10::SymDimVector Shape::expanded(const SymInt& tensor_heads, const SymInt& rows
   return sizes;
 }
 
-c10::SymDimVector Shape::statistic() const {
-  auto sizes = expanded(heads, queries, 1);
-  sizes.pop_back();
-  return sizes;
-}
-
 Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   (void)is_causal;  // any value fits any shape
   check_tensor("query", query, query);
@@ -195,7 +189,7 @@ void validate_tangents(const char* op, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS) {
 
 void validate_moved(const char* op, const Shape& shape, const Tensor& query, ATTN_MOVED_ARGS) {
   validate_like_output(op, "tangent_output", tangent_output, shape, query);
-  check_internal(op, "tangent_logsumexp", tangent_logsumexp, shape.statistic(), statistics_dtype(query), query);
+  check_internal(op, "tangent_logsumexp", tangent_logsumexp, shape.logsumexp(), statistics_dtype(query), query);
   check_residual(op, "tangent_residual", tangent_residual, shape, query);
 }
 
@@ -228,10 +222,6 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
 
 Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
   return at::empty_symint(shape.logsumexp(), query.options().dtype(statistics_dtype(query)));
-}
-
-Tensor empty_statistic(const Shape& shape, const Tensor& query) {
-  return at::empty_symint(shape.statistic(), query.options().dtype(statistics_dtype(query)));
 }
 
 Tensor empty_residual(const Tensor& output) {

@@ -16,7 +16,6 @@ struct Shape {
 
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
-  c10::SymDimVector statistic() const;  // one number a row: [*batch, heads, L]
   c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
 };
 
@@ -36,7 +35,6 @@ void validate_wanted(const char* op, const std::optional<at::Tensor>& attn_mask,
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
-at::Tensor empty_statistic(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_residual(const at::Tensor& output);
 at::Tensor empty_gradient(const at::Tensor& input);
 // int64 (seed, offset, period), see params.h; empty without dropout.

@@ -45,20 +45,20 @@ class Batch {
   bool is_mapped(const Tensor& t) const { return at::functorch::isBatchedAtLevel(t, layer_.layerId()); }
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
-  // The tensor below vmap: as it is if it is not mapped, else [mapped, 1..., own dimensions] of rank rank - `fewer`.
-  Tensor physical(const Tensor& t, int64_t fewer = 0) const {
+  // The tensor below vmap: as it is if it is not mapped, else [mapped, 1..., own dimensions] of rank rank_.
+  Tensor physical(const Tensor& t) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     if (!dim) return x;
     x = x.movedim(*dim, 0);
-    return padded(x, fewer);
+    return padded(x);
   }
   std::optional<Tensor> physical(const std::optional<Tensor>& t) const {
     return t ? std::optional(physical(*t)) : std::nullopt;
   }
   // The same, mapped in any case, by a view.
-  Tensor expanded(const Tensor& t, int64_t fewer = 0) const {
-    if (is_mapped(t)) return physical(t, fewer);
-    const Tensor x = padded(at::functorch::unwrapTensorAtLevel(t, layer_.layerId()), fewer);
+  Tensor expanded(const Tensor& t) const {
+    if (is_mapped(t)) return physical(t);
+    const Tensor x = padded(at::functorch::unwrapTensorAtLevel(t, layer_.layerId()));
     c10::SymDimVector sizes(x.sym_sizes());
     sizes[0] = size_;
     return x.expand_symint(sizes);
@@ -78,15 +78,14 @@ class Batch {
     return at::functorch::makeBatched(t, 0, layer_.layerId());
   }
   Tensor logical_output(const Tensor& t) const { return logical(t, dims_); }
-  Tensor logical_statistic(const Tensor& t) const { return logical(t, dims_ - 1); }
 
  private:
-  Tensor padded(Tensor x, int64_t fewer) const {
-    while (x.dim() < rank_ - fewer) x = x.unsqueeze(1);
+  Tensor padded(Tensor x) const {
+    while (x.dim() < rank_) x = x.unsqueeze(1);
     return x;
   }
-  Tensor padded(std::tuple<Tensor, std::optional<int64_t>> unmapped, int64_t fewer) const {
-    return padded(std::get<0>(unmapped).unsqueeze(0), fewer);
+  Tensor padded(std::tuple<Tensor, std::optional<int64_t>> unmapped) const {
+    return padded(std::get<0>(unmapped).unsqueeze(0));
   }
 
   at::functorch::DynamicLayer layer_;
@@ -211,7 +210,7 @@ Tensors3 tangent_vmap(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATT
   auto [tangent_output, tangent_logsumexp, tangent_residual] =
       tangent_op().call(ATTN_CALL(c), batch.expanded(tangent_query), batch.expanded(tangent_key),
                         batch.expanded(tangent_value), batch.expanded(tangent_mask), ATTN_OPTIONS);
-  return {batch.logical_output(tangent_output), batch.logical_statistic(tangent_logsumexp),
+  return {batch.logical_output(tangent_output), batch.logical_output(tangent_logsumexp),
           logical_residual(batch, tangent_residual)};
 }
 
@@ -222,7 +221,7 @@ Tensors4 second_vmap(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARG
   const Tensors4 grads = second_op().call(
       batch.expanded(grad_output), ATTN_CALL(c), batch.expanded(tangent_query), batch.expanded(tangent_key),
       batch.expanded(tangent_value), batch.expanded(tangent_mask), batch.expanded(tangent_output),
-      batch.expanded(tangent_logsumexp, 1), mapped_residual(batch, tangent_residual), ATTN_OPTIONS, grad_input_mask);
+      batch.expanded(tangent_logsumexp), mapped_residual(batch, tangent_residual), ATTN_OPTIONS, grad_input_mask);
   return logical_gradients(batch, grads, ATTN_INPUTS);
 }
 

@@ -58,6 +58,41 @@ def check(
     return actual
 
 
+class Order:
+    """The same sums in another order: of columns and, unless causal, of keys and queries."""
+
+    def __init__(self, inputs: Inputs, causal: bool, generator: torch.Generator) -> None:
+        def order(n: int, fixed: bool = False) -> Tensor:
+            return torch.arange(n) if fixed else torch.randperm(n, generator=generator)
+
+        query, key, value, _ = inputs
+        self.queries, self.keys = order(query.size(-2), causal), order(key.size(-2), causal)
+        self.columns, self.value_columns = order(query.size(-1)), order(value.size(-1))
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """Of the inputs, or of a direction along which some of them move."""
+        query, key, value, attn_mask = inputs
+        return Inputs(
+            self._moved(query, self.queries, self.columns),
+            self._moved(key, self.keys, self.columns),
+            self._moved(value, self.keys, self.value_columns),
+            self.scores(attn_mask),
+        )
+
+    def output(self, tensor: Tensor | None) -> Tensor | None:
+        return self._moved(tensor, self.queries, self.value_columns)
+
+    def scores(self, tensor: Tensor | None) -> Tensor | None:
+        return self._moved(tensor, self.queries, self.keys)
+
+    @staticmethod
+    def _moved(tensor: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor = tensor if tensor.size(-2) == 1 else tensor.index_select(-2, rows)
+        return tensor if tensor.size(-1) == 1 else tensor.index_select(-1, columns)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call, the gradient given to its backward and the weights that its dropout keeps."""
@@ -85,31 +120,12 @@ class Problem:
         return Problem(self.inputs, options, self.grad_output, None)
 
     def reordered(self, generator: torch.Generator) -> Problem:
-        """The same sums in another order: of columns and, unless causal, of keys and queries."""
-        query, key, value, attn_mask = self.inputs
-
-        def order(n: int, fixed: bool | None = False) -> Tensor:
-            return torch.arange(n) if fixed else torch.randperm(n, generator=generator)
-
-        def moved(tensor: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
-            if tensor is None:
-                return None
-            tensor = tensor if tensor.size(-2) == 1 else tensor.index_select(-2, rows)
-            return tensor if tensor.size(-1) == 1 else tensor.index_select(-1, columns)
-
-        causal = self.options.get("is_causal")
-        queries, keys = order(query.size(-2), causal), order(key.size(-2), causal)
-        columns, value_columns = order(query.size(-1)), order(value.size(-1))
+        order = Order(self.inputs, bool(self.options.get("is_causal")), generator)
         return Problem(
-            Inputs(
-                moved(query, queries, columns),
-                moved(key, keys, columns),
-                moved(value, keys, value_columns),
-                moved(attn_mask, queries, keys),
-            ),
+            order.inputs(self.inputs),
             self.options,
-            moved(self.grad_output, queries, value_columns),
-            moved(self.dropout_mask, queries, keys),
+            order.output(self.grad_output),
+            order.scores(self.dropout_mask),
         )
 
     def digest(self) -> bytes:

@@ -41,7 +41,7 @@ struct Backward {
     // for kSecond
     T* tangent_query_t;
     T* tangent_query;
-    T* moved;          // [kRowTile]: c
+    T *guess, *moved;  // [kRowTile]: c = guess + moved
     T* tangent_delta;  // [kRowTile]
   };
   struct Buffers {
@@ -94,6 +94,7 @@ struct Backward {
         state.delta = arena.take<T>(kRowTile);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
+        state.guess = arena.take<T>(kSecond ? kRowTile : 0);
         state.moved = arena.take<T>(kSecond ? kRowTile : 0);
         state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
       }
@@ -121,7 +122,7 @@ struct Backward {
         rows.pack_transposed(p, p.t.query, p.head_dim, state.tangent_query_t);
         if (p.grad_key.data) finite_rows(p.t.query, state.tangent_query);
       }
-      rows.load_statistic(p, p.tangent_logsumexp, state.moved);
+      rows.load_pairs(p, p.tangent_logsumexp, state.guess, state.moved);
       dot_grad_output(p, b, state, p.tangent_output, p.tangent_residual, state.tangent_delta);
     }
   }
@@ -201,7 +202,8 @@ struct Backward {
         const auto masked = weight == zero;
         if constexpr (kSecond) {
           const Vec<T> slope = load<T>(b.dx + at) * factor - delta;
-          const Vec<T> tweight = weight * (load<T>(b.tx + at) - load<T>(state.moved + lane));
+          const Vec<T> moved = (load<T>(b.tx + at) - load<T>(state.guess + lane)) - load<T>(state.moved + lane);
+          const Vec<T> tweight = weight * moved;
           const Vec<T> tslope = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
           store<T>(b.x + at, masked ? zero : tweight * factor);
           store<T>(b.dx + at, masked ? zero : weight * slope);

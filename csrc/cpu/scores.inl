@@ -121,9 +121,12 @@ struct RowTile {
     }
   }
   template <class T>
-  void load_statistic(const Problem& p, const void* statistics, T* lanes_of) const {
-    for (int64_t i = 0; i < kRowTile; ++i)
-      lanes_of[i] = i < count ? static_cast<const T*>(statistics)[statistic(p, i)] : 0;
+  void load_pairs(const Problem& p, const void* pairs, T* high, T* low) const {
+    for (int64_t i = 0; i < kRowTile; ++i) {
+      const T* pair = static_cast<const T*>(pairs) + 2 * (i < count ? statistic(p, i) : 0);
+      high[i] = i < count ? pair[0] : 0;
+      low[i] = i < count ? pair[1] : 0;
+    }
   }
 
   // tile[lane * ld + d] = x(lane, d)

@@ -275,7 +275,7 @@ Tensors3 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN
   ProblemBuilder builder(p, shape);
   Tensor contiguous_logsumexp;
   const Tensor tangent_output = empty_output(shape, query);
-  const Tensor tangent_logsumexp = empty_statistic(shape, query);
+  const Tensor tangent_logsumexp = empty_logsumexp(shape, query);
   const Tensor tangent_residual = empty_residual(tangent_output);
   describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
   describe_saved(p, builder, contiguous_logsumexp, ATTN_SAVED);

@@ -152,8 +152,11 @@ struct Tangent {
     subtract(p.output);
     subtract(p.residual);
     rows.template unpack_rounded<T>(p, p.tangent_output, p.tangent_residual, p.value_dim, b.tangent_output_t, b.x);
-    for (int64_t i = 0; i < rows.count; ++i)
-      static_cast<T*>(p.tangent_logsumexp)[rows.statistic(p, i)] = b.guess[i] + b.moved[i];
+    for (int64_t i = 0; i < rows.count; ++i) {
+      T* pair = static_cast<T*>(p.tangent_logsumexp) + 2 * rows.statistic(p, i);
+      pair[0] = b.guess[i];
+      pair[1] = b.moved[i];
+    }
   }
 };
 
