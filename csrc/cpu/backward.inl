@@ -23,18 +23,20 @@
 
 namespace attn::ATTN_ISA {
 
-// Params: BackwardParams for the gradients, SecondParams for their derivative along t.
-template <class T, class Params>
+// Params: BackwardParams for the gradients, SecondParams for their derivative along t. F: the format of the operands of
+// the products.
+template <class F, class Params>
 struct Backward {
+  using T = typename F::Number;
   static constexpr int W = kLanes<T>;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
 
   struct RowState {
     RowTile rows;
-    T* query_t;        // [E][kRowTile]
-    T* query;          // [kRowTile][E], finite: a NaN query reaches dK through dS, and only at keys it attends to
-    T* grad_output_t;  // [Ev][kRowTile]
-    T* grad_output;    // [kRowTile][Ev]
+    T* query_t;        // [slots of E][kRowTile]
+    T* query;          // [slots of kRowTile][E], finite: a NaN reaches dK through dS, and only at keys attended to
+    T* grad_output_t;  // [slots of Ev][kRowTile]
+    T* grad_output;    // [slots of kRowTile][Ev]
     T* grad_query;     // [kRowTile][E]
     Logsumexp<T>* logsumexp;
     T* delta;  // [kRowTile]
@@ -46,9 +48,10 @@ struct Backward {
   };
   struct Buffers {
     RowState* states;
-    T* key;         // [kKeyTile][E]
-    T* key_finite;  // the same for dQ, where a NaN in a masked key must not meet dS = 0
-    T* value;       // [kKeyTile][Ev]
+    T* key;         // [kKeyTile][slots of E]
+    T* key_finite;  // [slots of kKeyTile][E], for dQ, where a NaN in a masked key must not meet dS = 0
+    T* value;       // [kKeyTile][slots of Ev]
+    T* lanes;       // [kKeyTile][slots of kRowTile]: P * Z or dS
     T* x;           // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
@@ -69,8 +72,9 @@ struct Backward {
       ld_value = round_up(p.value_dim, W);
       states = arena.take<RowState>(row_tiles);
       key = arena.take<T>(kKeyTile * ld_key);
-      key_finite = arena.take<T>(kKeyTile * ld_key);
+      key_finite = arena.take<T>(slots_of<F>(kKeyTile) * ld_key);
       value = arena.take<T>(kKeyTile * ld_value);
+      lanes = arena.take<T>(F::kNumbers == 1 ? 0 : kKeyTile * slots_of<F>(kRowTile));
       x = arena.take<T>(tile);
       dx = arena.take<T>(tile);
       bias = arena.take<T>(p.has_mask ? tile : 0);
@@ -85,10 +89,10 @@ struct Backward {
       for (int64_t t = 0; t < row_tiles; ++t) {
         RowState measured;
         RowState& state = base ? states[t] : measured;
-        state.query_t = arena.take<T>(p.head_dim * kRowTile);
-        state.query = arena.take<T>(kRowTile * ld_key);
-        state.grad_output_t = arena.take<T>(p.value_dim * kRowTile);
-        state.grad_output = arena.take<T>(kRowTile * ld_value);
+        state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
+        state.query = arena.take<T>(slots_of<F>(kRowTile) * ld_key);
+        state.grad_output_t = arena.take<T>(slots_of<F>(p.value_dim) * kRowTile);
+        state.grad_output = arena.take<T>(slots_of<F>(kRowTile) * ld_value);
         state.grad_query = arena.take<T>(kRowTile * ld_key);
         state.logsumexp = arena.take<Logsumexp<T>>(1);
         state.delta = arena.take<T>(kRowTile);
@@ -108,18 +112,18 @@ struct Backward {
   static void load_rows(const Params& p, const Buffers& b, RowState& state) {
     const RowTile& rows = state.rows;
     const auto finite_rows = [&](const Operand& x, T* tile) {
-      rows.pack_rows(p, x, p.head_dim, tile, b.ld_key);
-      make_finite(tile, tile, rows.count * b.ld_key);
+      rows.template pack_lanes<F>(p, x, p.head_dim, tile, b.ld_key);
+      F::make_finite(tile, slots_of<F>(rows.count) * b.ld_key);
     };
-    rows.pack_transposed(p, p.query, p.head_dim, state.query_t);
-    rows.pack_transposed(p, p.grad_output, p.value_dim, state.grad_output_t);
+    rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
+    rows.template pack_columns<F>(p, p.grad_output, p.value_dim, state.grad_output_t);
     if (p.grad_key.data) finite_rows(p.query, state.query);
-    if (p.grad_value.data) rows.pack_rows(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
+    if (p.grad_value.data) rows.template pack_lanes<F>(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
     rows.load_logsumexp(p, p.logsumexp, *state.logsumexp);
     dot_grad_output(p, b, state, p.output, p.residual, state.delta);
     if constexpr (kSecond) {
       if (p.t.query.data) {
-        rows.pack_transposed(p, p.t.query, p.head_dim, state.tangent_query_t);
+        rows.template pack_columns<F>(p, p.t.query, p.head_dim, state.tangent_query_t);
         if (p.grad_key.data) finite_rows(p.t.query, state.tangent_query);
       }
       rows.load_pairs(p, p.tangent_logsumexp, state.guess, state.moved);
@@ -131,63 +135,73 @@ struct Backward {
   // key only, O is that V, and dP - delta is then exactly 0.
   static void dot_grad_output(const Params& p, const Buffers& b, const RowState& state, const Operand& y,
                               const Operand& rest, T* dots) {
-    constexpr int64_t kDepth = Gemm<T>::kDepth;
+    constexpr int64_t kDepth = Gemm<F>::kDepth, kNumbers = F::kNumbers;
+    const int64_t lanes = state.rows.template lanes<T>();
     fill_zero(dots, kRowTile);
-    for (int64_t first = 0; first < p.value_dim; first += kDepth) {
-      const int64_t depth = smaller(kDepth, p.value_dim - first);
-      state.rows.pack_transposed(p, y, depth, b.x, first);
-      if (rest.data) {
-        state.rows.pack_transposed(p, rest, depth, b.dx, first);
-        for (int64_t i = 0; i < depth * kRowTile; i += W) store<T>(b.x + i, load<T>(b.x + i) + load<T>(b.dx + i));
-      }
-      for (int64_t lane = 0; lane < state.rows.template lanes<T>(); lane += W) {
-        Vec<T> sum{};
-        for (int64_t d = 0; d < depth; ++d)
-          sum += load<T>(b.x + d * kRowTile + lane) * load<T>(state.grad_output_t + (first + d) * kRowTile + lane);
-        store<T>(dots + lane, load<T>(dots + lane) + sum);
+    for (int64_t first = 0; first < p.value_dim; first += kDepth * kNumbers) {
+      const int64_t cols = smaller(kDepth * kNumbers, p.value_dim - first), depth = slots_of<F>(cols);
+      state.rows.template pack_columns<F>(p, y, cols, b.x, first);
+      if (rest.data) state.rows.pack_transposed(p, rest, cols, b.dx, first);
+      const T* grad_output_t = state.grad_output_t + first / kNumbers * kRowTile;
+      for (int64_t lane = 0; lane < lanes; lane += W) {
+        Vec<T> sum{}, sum_of_rest{};
+        for (int64_t d = 0; d < depth; ++d) {
+          const Vec<T> slot = load<T>(grad_output_t + d * kRowTile + lane);
+          sum = F::multiply_add(sum, load<T>(b.x + d * kRowTile + lane), slot);
+          if (!rest.data) continue;
+          for (int64_t k = 0; k < smaller(kNumbers, cols - d * kNumbers); ++k)
+            sum_of_rest += load<T>(b.dx + (d * kNumbers + k) * kRowTile + lane) * F::number(slot, k);
+        }
+        store<T>(dots + lane, load<T>(dots + lane) + (sum + sum_of_rest));
       }
     }
   }
 
   struct Keys {
-    const T* key;  // finite, for the products with dS
-    const T* tangent_key;
+    Rows<T> key, value;
+    Rows<T> tangent_key, tangent_value;
   };
 
   static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys) {
     const int64_t key_head = head / (p.heads / p.key_heads);
     const int64_t value_head = head / (p.heads / p.value_heads);
-    const auto finite = [&](T* copy, const T* tile) { return make_finite(copy, tile, keys * b.ld_key) ? copy : tile; };
-    pack_rows<T>(b.key, b.ld_key, block_of(p, p.key, n, key_head, key), keys, p.head_dim);
-    pack_rows<T>(b.value, b.ld_value, block_of(p, p.value, n, value_head, key), keys, p.value_dim);
-    Keys result{finite(b.key_finite, b.key), nullptr};
+    const auto finite = [&](const Operand& x, T* tile) {
+      if (!p.grad_query.data) return;
+      F::pack_along_rows(block_of(p, x, n, key_head, key), 0, keys, p.head_dim, tile, b.ld_key);
+      F::make_finite(tile, slots_of<F>(keys) * b.ld_key);
+    };
+    Keys k{};
+    k.key = F::along_columns(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
+    k.value = F::along_columns(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
+    finite(p.key, b.key_finite);
     if constexpr (kSecond) {
-      if (p.t.key.data) {
-        pack_rows<T>(b.tangent_key, b.ld_key, block_of(p, p.t.key, n, key_head, key), keys, p.head_dim);
-        result.tangent_key = finite(b.tangent_key_finite, b.tangent_key);
-      }
-      if (p.t.value.data)
-        pack_rows<T>(b.tangent_value, b.ld_value, block_of(p, p.t.value, n, value_head, key), keys, p.value_dim);
+      const auto along_columns = [&](const Operand& x, int64_t x_head, int64_t cols, T* tile, int64_t ld) {
+        return x.data ? F::along_columns(block_of(p, x, n, x_head, key), keys, cols, tile, ld) : Rows<T>{};
+      };
+      k.tangent_key = along_columns(p.t.key, key_head, p.head_dim, b.tangent_key, b.ld_key);
+      k.tangent_value = along_columns(p.t.value, value_head, p.value_dim, b.tangent_value, b.ld_value);
+      if (p.t.key.data) finite(p.t.key, b.tangent_key_finite);
     }
-    return result;
+    return k;
   }
 
   // Fills x with P * Z (tP * Z), dx with dS if `want_dx`, and for kSecond tdx with t(dS).
-  static void weights(const Params& p, const Buffers& b, const RowState& state, int64_t key, int64_t keys,
-                      bool want_dx) {
+  static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, int64_t key,
+                      int64_t keys, bool want_dx) {
     const RowTile& rows = state.rows;
     const int64_t lanes = rows.template lanes<T>();
-    scores<T>(p, rows, state.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
-    if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, b.factor);
-    if (want_dx || kSecond)
-      Gemm<T>::template run<false>(keys, lanes, p.value_dim, b.value, b.ld_value, state.grad_output_t, kRowTile, b.dx,
-                                   kRowTile, false);
+    scores<F>(p, rows, state.query_t, k.key, key, keys, b.bias, b.x);
+    if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
+    const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
+      Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.value_dim), value.data, value.ld, state.grad_output_t,
+                                   kRowTile, dots, kRowTile, false);
+    };
+    if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
     if constexpr (kSecond) {
-      tangent_scores<T>(p, p.t, rows, state.query_t, state.tangent_query_t, b.key, b.tangent_key, b.ld_key, key, keys,
-                        b.bias, b.tx);
+      tangent_scores<F>(p, p.t, rows, state.query_t, state.tangent_query_t, k.key, k.tangent_key, key, keys, b.bias,
+                        b.tx);
       if (p.t.value.data)
-        Gemm<T>::template run<false>(keys, lanes, p.value_dim, b.tangent_value, b.ld_value, state.grad_output_t,
-                                     kRowTile, b.tdx, kRowTile, false);
+        dot_with_grad_output(k.tangent_value, b.tdx);
       else
         fill_zero(b.tdx, keys * kRowTile);
     }
@@ -261,29 +275,32 @@ struct Backward {
     if (p.causal) last_key = smaller(last_key, last_position + 1);
     for (int64_t key = first_key; key < last_key; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, last_key - key);
-      const Keys finite = load_keys(p, b, n, head, key, keys);
+      const Keys k = load_keys(p, b, n, head, key, keys);
       T* grad_key = b.grad_key + (key - first_key) * b.ld_key;
       T* grad_value = b.grad_value + (key - first_key) * b.ld_value;
       for (int64_t t = 0; t < tiles; ++t) {
         RowState& state = b.states[t];
         const RowTile& rows = state.rows;
         if (p.causal && key > rows.max_position) continue;
-        weights(p, b, state, key, keys, want_dx);
-        const auto add_to_keys = [&](T* grad, int64_t ld, const T* weight, const T* x) {
-          Gemm<T>::template run<false>(keys, ld, rows.count, weight, kRowTile, x, ld, grad, ld, true);
+        const int64_t lanes = rows.template lanes<T>();
+        weights(p, b, state, k, key, keys, want_dx);
+        const auto add_to_keys = [&](T* grad, int64_t ld, const T* tile, const T* x) {
+          const Rows<T> a = F::along_lanes(tile, keys, lanes, b.lanes);
+          Gemm<F>::template run<false>(keys, ld, slots_of<F>(rows.count), a.data, a.ld, x, ld, grad, ld, true);
         };
-        const auto add_to_queries = [&](const T* weight, const T* x) {
-          Gemm<T>::template run<true>(rows.count, b.ld_key, keys, weight, kRowTile, x, b.ld_key, state.grad_query,
-                                      b.ld_key, true);
+        const auto add_to_queries = [&](T* tile, const T* x) {  // overwrites the tile
+          const T* a = F::along_keys(tile, keys, lanes);
+          Gemm<F>::template run<true>(rows.count, b.ld_key, slots_of<F>(keys), a, kRowTile, x, b.ld_key,
+                                      state.grad_query, b.ld_key, true);
         };
         if (p.grad_value.data) add_to_keys(grad_value, b.ld_value, b.x, state.grad_output);
         if (p.grad_key.data) add_to_keys(grad_key, b.ld_key, b.ds(), state.query);
-        if (p.grad_query.data) add_to_queries(b.ds(), finite.key);
+        if (direct_mask) rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
+        if (p.grad_query.data) add_to_queries(b.ds(), b.key_finite);
         if constexpr (kSecond) {
           if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, b.ld_key, b.dx, state.tangent_query);
-          if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, finite.tangent_key);
+          if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, b.tangent_key_finite);
         }
-        if (direct_mask) rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
       }
     }
     if (!p.grad_query.data) return;
@@ -348,8 +365,8 @@ struct Backward {
         load_rows(p, b, state);
         const int64_t end = p.causal ? smaller(last_key, state.rows.max_position + 1) : last_key;
         if (end <= first_key) continue;
-        load_keys(p, b, n, head, first_key, end - first_key);
-        weights(p, b, state, first_key, end - first_key, true);
+        const Keys k = load_keys(p, b, n, head, first_key, end - first_key);
+        weights(p, b, state, k, first_key, end - first_key, true);
         const int64_t lanes = state.rows.template lanes<T>();
         for (int64_t j = 0; j < end - first_key; ++j)
           for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W)
@@ -384,6 +401,11 @@ struct Backward {
     }
   }
 
+  // Of run() and mask().
+  static int64_t workspace(const Params& p) {
+    return larger(Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_chunk).size,
+                  Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * static_cast<int64_t>(sizeof(T)));
+  }
   static int64_t tiles_per_pass(const Params& p) { return (p.rows_per_pass + kRowTile - 1) / kRowTile; }
 };
 

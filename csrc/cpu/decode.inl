@@ -128,7 +128,7 @@ struct Decode {
     const int64_t key_head = first_head / (p.heads / p.key_heads);
     const int64_t value_head = first_head / (p.heads / p.value_heads);
     rows.set(p, n, first_head, 0, p.rows());
-    rows.pack_rows(p, p.query, p.head_dim, b.query, b.ld_key);
+    rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, b.query, b.ld_key);
     fill_zero(b.output, kRows * b.ld_value);
     T maximum[kRows], sum[kRows] = {}, correction[kRows];
     for (T& m : maximum) m = -kInfinity<T>;
@@ -147,7 +147,7 @@ struct Decode {
                     });
                 });
       mask(p, b, key, keys);
-      if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, b.factor);
+      if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value,
                 [&](const auto* at, int64_t ld) {
@@ -163,12 +163,12 @@ struct Decode {
     T* logsumexp = nullptr;
     Operand output = p.output;
     if (p.splits > 1) {
-      output = Forward<T>::partial_output(p, split);
+      output = Forward<Singles<T>>::partial_output(p, split);
       logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * p.batch * p.heads * p.queries;
     }
     for (int64_t r = 0; r < rows.count; ++r)
-      Forward<T>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r], sum[r], output,
-                            {}, logsumexp, nullptr);
+      Forward<Singles<T>>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r],
+                                     sum[r], output, {}, logsumexp, nullptr);
   }
 
   static void mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {

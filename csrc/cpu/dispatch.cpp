@@ -15,20 +15,28 @@ struct Capability {
   const char* name;
   const Kernels* (*kernels)();
   bool (*supported)();  // all that the file is compiled for
+  bool (*preferred)();  // to those above, where supported
 };
 
-// Slowest first.
-constexpr Capability kCapabilities[] = {
-    {"default", kernels_default, [] { return true; }},
+bool always() { return true; }
+
 #if defined(__x86_64__)
-    {"avx2", kernels_avx2,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
-    {"avx512", kernels_avx512,
-     [] {
-       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-              __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-     }},
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+constexpr Capability kCapabilities[] = {
+    {"default", kernels_default, always, always},
+#if defined(__x86_64__)
+    {"avx2", kernels_avx2, has_avx2, always},
+    {"avx512", kernels_avx512, has_avx512, always},
+    {"avx512_bf16", kernels_avx512_bf16, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); },
+     [] { return __builtin_cpu_is("amd") != 0; }},
 #endif
 };
 
@@ -43,7 +51,7 @@ const Capability& initial() {
   if (const char* name = std::getenv("ATTN_CPU_CAPABILITY")) return find(name, "ATTN_CPU_CAPABILITY");
   const Capability* best = &kCapabilities[0];
   for (const Capability& c : kCapabilities)
-    if (c.supported()) best = &c;
+    if (c.supported() && c.preferred()) best = &c;
   return *best;
 }
 

@@ -4,23 +4,25 @@
 
 namespace attn::ATTN_ISA {
 
-template <class T>
+// F: the format of the operands of the products.
+template <class F>
 struct Forward {
+  using T = typename F::Number;
   static constexpr int W = kLanes<T>;
 
   // Per tile of rows, kept while the keys pass.
   struct RowState {
     RowTile rows;
     bool started;  // some keys were seen: maximum, sum and output_t hold values
-    T* query_t;    // [E][kRowTile]
+    T* query_t;    // [slots of E][kRowTile]
     T* output_t;   // [Ev][kRowTile]
     T* maximum;    // [kRowTile]
     T* sum;
   };
   struct Buffers {
     RowState* states;
-    T* key;     // [kKeyTile][E]
-    T* value;   // [kKeyTile][Ev]
+    T* key;     // [kKeyTile][slots of E]
+    T* value;   // [slots of kKeyTile][Ev]
     T* x;       // [kKeyTile][kRowTile]: scores, then weights
     T* bias;    // as x
     T* factor;  // as x
@@ -42,7 +44,7 @@ struct Forward {
       for (int64_t t = 0; t < tiles; ++t) {
         RowState measured;
         RowState& state = base ? states[t] : measured;
-        state.query_t = arena.take<T>(p.head_dim * kRowTile);
+        state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.output_t = arena.take<T>(p.value_dim * kRowTile);
         state.maximum = arena.take<T>(kRowTile);
         state.sum = arena.take<T>(kRowTile);
@@ -97,24 +99,25 @@ struct Forward {
 
   static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& key_rows,
                     const Rows<T>& value_rows, int64_t key, int64_t keys) {
-    scores<T>(p, state.rows, state.query_t, key_rows, key, keys, b.bias, b.x);
+    scores<F>(p, state.rows, state.query_t, key_rows, key, keys, b.bias, b.x);
     const int64_t lanes = state.rows.template lanes<T>();
     int64_t lane = 0;
     for (; lane + 4 * W <= lanes; lane += 4 * W) softmax_and_rescale<4>(p, state, b.x, keys, lane);
     for (; lane < lanes; lane += W) softmax_and_rescale<1>(p, state, b.x, keys, lane);
     if (p.has_dropout) {
-      dropout_factors<T>(p, state.rows, key, keys, b.factor);
+      dropout_factors<T>(p, state.rows, key, keys, 1, b.factor);
       for (int64_t j = 0; j < keys; ++j)
         for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W)
           store<T>(b.x + i, load<T>(b.x + i) * load<T>(b.factor + i));
     }
     // O^T += V^T P^T
-    Gemm<T>::template run<true>(p.value_dim, lanes, keys, value_rows.data, value_rows.ld, b.x, kRowTile, state.output_t,
-                                kRowTile, state.started);
+    Gemm<F>::template run<true>(p.value_dim, lanes, slots_of<F>(keys), value_rows.data, value_rows.ld,
+                                F::along_keys(b.x, keys, lanes), kRowTile, state.output_t, kRowTile, state.started);
     state.started = true;
   }
 
-  // Divides by the sum and writes the rows; a row that saw no key is 0, its logsumexp -inf.
+  // Divides by the sum, multiplies by the factor of what dropout kept (a factor that a bfloat16 does not hold), and
+  // writes the rows; a row that saw no key is 0, its logsumexp -inf.
   static void finish(const ForwardParams& p, RowState& state, const Operand& output, const Operand& residual,
                      T* logsumexp, T* scratch) {
     const RowTile& rows = state.rows;
@@ -122,7 +125,7 @@ struct Forward {
     for (int64_t i = 0; i < lanes; i += W) {
       const Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{};
       const auto empty = sum == Vec<T>{};
-      const Vec<T> inverse = static_cast<T>(1) / (empty ? splat<T>(1) : sum);
+      const Vec<T> inverse = static_cast<T>(p.keep_scale) / (empty ? splat<T>(1) : sum);
       for (int64_t d = 0; d < p.value_dim; ++d) {
         T* at = state.output_t + d * kRowTile + i;
         store<T>(at, empty ? Vec<T>{} : load<T>(at) * inverse);
@@ -153,7 +156,7 @@ struct Forward {
       RowState& state = b.states[tiles];
       state.started = false;
       state.rows.set(p, n, first_head, r, smaller(kRowTile, last_row - r));
-      state.rows.pack_transposed(p, p.query, p.head_dim, state.query_t);
+      state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
       last_position = larger(last_position, state.rows.max_position);
     }
 
@@ -162,9 +165,10 @@ struct Forward {
     if (p.causal) last_key = smaller(last_key, last_position + 1);
     for (int64_t key = first_key; key < last_key; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, last_key - key);
-      const Rows<T> key_rows = rows_of(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
+      const Rows<T> key_rows =
+          F::along_columns(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
       const Rows<T> value_rows =
-          rows_of(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
+          F::along_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
       for (int64_t t = 0; t < tiles; ++t)
         if (!p.causal || key <= b.states[t].rows.max_position)
           visit(p, b, b.states[t], key_rows, value_rows, key, keys);

@@ -2,13 +2,16 @@
 //
 // B and C are row-major with N a multiple of the vector length: a vector holds neighbouring columns. Elements of A are
 // broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] when `kTransposed`.
+// The elements of A and B are slots of the format F (operands.inl), and K counts slots; those of C are numbers.
 //
-// Every kDepth products are summed from zero and then added to C: short chains keep the rounding error of long sums low.
+// Every kDepth slots are summed from zero and then added to C: short chains keep the rounding error of long sums low.
 
 namespace attn::ATTN_ISA {
 
-template <class T>
+template <class F>
 struct Gemm {
+  using T = typename F::Number;
+
   // A register tile of `rows` x `columns` vectors needs rows * columns accumulators, `columns` vectors of B and one
   // element of A.
   static constexpr int kMaxColumns = kRegisters == 32 ? 4 : 2;
@@ -28,9 +31,9 @@ struct Gemm {
       for (int n = 0; n < N; ++n) row[n] = load<T>(b + k * ldb + n * kLanes<T>);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const T element = kTransposed ? a[k * lda + m] : a[m * lda + k];
+        const T* element = a + (kTransposed ? k * lda + m : m * lda + k);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[m][n] += element * row[n];
+        for (int n = 0; n < N; ++n) sum[m][n] = F::multiply_add(sum[m][n], element, row[n]);
       }
     }
 #pragma GCC unroll 8

@@ -49,5 +49,6 @@ struct Kernels {
 const Kernels* kernels_default();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
+const Kernels* kernels_avx512_bf16();
 
 }  // namespace attn

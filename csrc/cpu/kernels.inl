@@ -15,18 +15,18 @@ struct ForwardEntry {
     const int64_t task = with_compute_type(p, [&](auto t) {
       using T = decltype(t);
       return Decode<T>::takes(p) ? typename Decode<T>::Buffers(p, nullptr).size
-                                 : typename Forward<T>::Buffers(p, nullptr).size;
+                                 : typename Forward<Singles<T>>::Buffers(p, nullptr).size;
     });
     return larger(task, (2 * p.value_dim + kVectorBytes) * size_of_compute(p));  // merge: two rows
   }
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     with_compute_type(p, [&](auto t) {
       using T = decltype(t);
-      Decode<T>::takes(p) ? Decode<T>::run(p, task, workspace) : Forward<T>::run(p, task, workspace);
+      Decode<T>::takes(p) ? Decode<T>::run(p, task, workspace) : Forward<Singles<T>>::run(p, task, workspace);
     });
   }
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
-    with_compute_type(p, [&](auto t) { Forward<decltype(t)>::merge(p, first, last, workspace); });
+    with_compute_type(p, [&](auto t) { Forward<Singles<decltype(t)>>::merge(p, first, last, workspace); });
   }
 };
 
@@ -43,22 +43,18 @@ struct TangentEntry {
 template <class Params>
 struct BackwardEntry {
   static int64_t workspace(const Params& p) {
-    const int64_t task = with_compute_type(p, [&](auto t) {
-      using Kernel = Backward<decltype(t), Params>;
-      using Buffers = typename Kernel::Buffers;
-      return larger(Buffers(p, nullptr, Kernel::tiles_per_pass(p), p.keys_per_chunk).size,
-                    Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * static_cast<int64_t>(sizeof(t)));
-    });
+    const int64_t task =
+        with_compute_type(p, [&](auto t) { return Backward<Singles<decltype(t)>, Params>::workspace(p); });
     return larger(task, p.head_dim * size_of_compute(p));  // merge: one row
   }
   static void run(const Params& p, int64_t task, char* workspace) {
-    with_compute_type(p, [&](auto t) { Backward<decltype(t), Params>::run(p, task, workspace); });
+    with_compute_type(p, [&](auto t) { Backward<Singles<decltype(t)>, Params>::run(p, task, workspace); });
   }
   static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
-    with_compute_type(p, [&](auto t) { Backward<decltype(t), Params>::merge(p, first, last, workspace); });
+    with_compute_type(p, [&](auto t) { Backward<Singles<decltype(t)>, Params>::merge(p, first, last, workspace); });
   }
   static void mask(const Params& p, int64_t task, char* workspace) {
-    with_compute_type(p, [&](auto t) { Backward<decltype(t), Params>::mask(p, task, workspace); });
+    with_compute_type(p, [&](auto t) { Backward<Singles<decltype(t)>, Params>::mask(p, task, workspace); });
   }
   static constexpr BackwardKernels<Params> table = {workspace, run, merge, mask};
 };

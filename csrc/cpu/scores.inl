@@ -129,11 +129,20 @@ struct RowTile {
     }
   }
 
-  // tile[lane * ld + d] = x(lane, d)
-  template <class T>
-  void pack_rows(const Problem& p, const Operand& x, int64_t cols, T* tile, int64_t ld) const {
+  // Operands of format F: tile[slot of columns * kRowTile + lane],
+  template <class F>
+  void pack_columns(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile,
+                    int64_t first_col = 0) const {
     each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
-      ATTN_ISA::pack_rows<T>(tile + lane * ld, ld, block_of(p, x, n, h, l), rows, cols);
+      const int64_t width = lane + rows == count ? lanes<typename F::Number>() - lane : rows;
+      F::pack_transposed(block_of(p, x, n, h, l, first_col), rows, cols, tile + lane, width);
+    });
+  }
+  // and tile[slot of lanes * ld + column].
+  template <class F>
+  void pack_lanes(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile, int64_t ld) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      F::pack_along_rows(block_of(p, x, n, h, l), lane, rows, cols, tile, ld);
     });
   }
 };
@@ -154,9 +163,9 @@ ATTN_INLINE void philox(Vec<uint64_t> (&c)[4], uint64_t seed) {
   }
 }
 
-// factor[j * kRowTile + lane] = 1 / (1 - p) where the weight is kept, 0 where dropped. `key` is a multiple of 4.
+// factor[j * kRowTile + lane] = `kept` where the weight is kept, 0 where dropped. `key` is a multiple of 4.
 template <class T>
-void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* factor) {
+void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T kept, T* factor) {
   constexpr int W = kLanes<uint64_t>;
   using Narrow = typename VectorOf<typename Float<T>::UInt, W>::type;
   const Block rng = block_of(p, p.rng, rows.n, 0, 0);
@@ -164,8 +173,7 @@ void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t
   const auto seed = static_cast<uint64_t>(state[0]);
   const auto offset = static_cast<uint64_t>(state[rng.col]);
   const auto period = static_cast<uint64_t>(larger(1, state[2 * rng.col]));
-  const T keep_scale = static_cast<T>(p.keep_scale);
-  const uint64_t kept = bit_cast<typename Float<T>::UInt>(keep_scale);
+  const uint64_t bits_if_kept = bit_cast<typename Float<T>::UInt>(kept);
   for (int64_t lane = 0; lane < rows.count; lane += W) {
     Vec<uint64_t> position{}, head{};
     for (int64_t i = 0; i < smaller(W, rows.count - lane); ++i) {
@@ -177,7 +185,8 @@ void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t
                                 splat<uint64_t>(offset)};
       philox(words, seed);
       for (int64_t w = 0; w < smaller(4, keys - j); ++w) {
-        const Vec<uint64_t> bits = words[w] < splat<uint64_t>(p.keep_below) ? splat<uint64_t>(kept) : Vec<uint64_t>{};
+        const Vec<uint64_t> bits =
+            words[w] < splat<uint64_t>(p.keep_below) ? splat<uint64_t>(bits_if_kept) : Vec<uint64_t>{};
         const Narrow narrow = __builtin_convertvector(bits, Narrow);
         __builtin_memcpy(factor + (j + w) * kRowTile + lane, &narrow, sizeof narrow);
       }
@@ -197,13 +206,13 @@ void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, int64
 // x[j * kRowTile + lane], keys [key, key + keys): scale q.k -> + mask -> masked by mask and causality.
 // `query_t` is the tile of queries, transposed; `bias` is workspace.
 // What is masked becomes -inf by selection, not by addition: a NaN in a masked key does not get through.
-template <class T>
+template <class F, class T = typename F::Number>
 void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
             T* bias, T* x) {
   constexpr int W = kLanes<T>;
   const int64_t lanes = rows.lanes<T>();
-  Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_rows.data, key_rows.ld, query_t, kRowTile, x, kRowTile,
-                               false, static_cast<T>(p.scale));
+  Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t, kRowTile, x,
+                               kRowTile, false, static_cast<T>(p.scale));
   const Vec<T> masked = splat<T>(-kInfinity<T>);
   if (p.has_mask) {
     pack_mask<T>(p, p.mask, rows, key, keys, bias);
@@ -226,22 +235,19 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<
 }
 
 // tx, the derivative of the scores along t: s (tQ K^T + Q tK^T) + tM. Meaningless where the score is masked.
-template <class T>
+template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const RowTile& rows, const T* query_t,
-                    const T* tangent_query_t, const T* key_tile, const T* tangent_key_tile, int64_t ld_key, int64_t key,
+                    const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, int64_t key,
                     int64_t keys, T* bias, T* tx) {
   const int64_t lanes = rows.lanes<T>();
   bool started = false;
-  if (t.query.data) {
-    Gemm<T>::template run<false>(keys, lanes, p.head_dim, key_tile, ld_key, tangent_query_t, kRowTile, tx, kRowTile,
-                                 started, static_cast<T>(p.scale));
+  const auto add = [&](const Rows<T>& keys_of, const T* queries) {
+    Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), keys_of.data, keys_of.ld, queries, kRowTile, tx,
+                                 kRowTile, started, static_cast<T>(p.scale));
     started = true;
-  }
-  if (t.key.data) {
-    Gemm<T>::template run<false>(keys, lanes, p.head_dim, tangent_key_tile, ld_key, query_t, kRowTile, tx, kRowTile,
-                                 started, static_cast<T>(p.scale));
-    started = true;
-  }
+  };
+  if (t.query.data) add(key_rows, tangent_query_t);
+  if (t.key.data) add(tangent_key_rows, query_t);
   if (!started) fill_zero(tx, keys * kRowTile);
   if (!t.mask.data) return;
   pack_mask<T>(p, t.mask, rows, key, keys, bias);

@@ -60,7 +60,7 @@ struct Tangent {
   static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
     const int64_t lanes = b.rows->template lanes<T>();
     const Vec<T> zero{}, one = splat<T>(1);
-    if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, b.factor);
+    if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
@@ -127,15 +127,15 @@ struct Tangent {
       load_tile(p.value, value_head, b.value, b.ld_value, p.value_dim);
       load_tile(p.t.key, key_head, b.tangent_key, b.ld_key, p.head_dim);
       load_tile(p.t.value, value_head, b.tangent_value, b.ld_value, p.value_dim);
-      scores<T>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
-      tangent_scores<T>(p, p.t, rows, b.query_t, b.tangent_query_t, b.key, b.tangent_key, b.ld_key, key, keys, b.bias,
-                        b.tx);
+      scores<Singles<T>>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
+      tangent_scores<Singles<T>>(p, p.t, rows, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
+                                 {b.tangent_key, b.ld_key}, key, keys, b.bias, b.tx);
       weights(p, b, key, keys);
-      Gemm<T>::template run<true>(p.value_dim, lanes, keys, b.value, b.ld_value, b.tx, kRowTile, b.tangent_output_t,
-                                  kRowTile, true);
+      Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys, b.value, b.ld_value, b.tx, kRowTile,
+                                           b.tangent_output_t, kRowTile, true);
       if (p.t.value.data)
-        Gemm<T>::template run<true>(p.value_dim, lanes, keys, b.tangent_value, b.ld_value, b.x, kRowTile,
-                                    b.tangent_output_t, kRowTile, true);
+        Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys, b.tangent_value, b.ld_value, b.x, kRowTile,
+                                             b.tangent_output_t, kRowTile, true);
     }
 
     const auto subtract = [&](const Operand& output) {  // (c - r) O

@@ -131,24 +131,6 @@ template <class T>
 void pack_rows(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols) {
   pack<T>(tile, ld, block.data, block.dtype, block.row, block.col, rows, cols, ld);
 }
-// Rows of a tensor that are read one element at a time: where they lie, or packed.
-template <class T>
-struct Rows {
-  const T* data;
-  int64_t ld;
-};
-
-// Packs into `tile` only what is not usable in place: another dtype, a column stride, or rows so far apart that a column
-// of them would fall into few sets of the cache.
-template <class T>
-Rows<T> rows_of(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
-  constexpr int64_t kFarApart = 256;
-  const bool same_type = block.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32);
-  if (same_type && block.col == 1 && (block.row <= kFarApart || rows == 1))
-    return {reinterpret_cast<const T*>(block.data), block.row};
-  pack_rows<T>(tile, ld, block, rows, cols);
-  return {tile, ld};
-}
 
 // tile[d * ld + i] = block(i, d): a vector holds one column of neighbouring rows.
 template <class T>
@@ -222,19 +204,6 @@ template <class T>
 void scale_tile(T* tile, int64_t count, T factor) {
   if (factor == 1) return;
   for (int64_t i = 0; i < count; i += kLanes<T>) store<T>(tile + i, load<T>(tile + i) * factor);
-}
-
-// Infinities and NaNs become 0; says whether there were any.
-template <class T>
-bool make_finite(T* to, const T* from, int64_t count) {
-  Vec<typename Float<T>::Int> found{};
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    const Vec<T> v = load<T>(from + i);
-    const auto bad = (v - v) != Vec<T>{};
-    found |= bad;
-    store<T>(to + i, bad ? Vec<T>{} : v);
-  }
-  return any(found);
 }
 
 }  // namespace attn::ATTN_ISA
