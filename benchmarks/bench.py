@@ -1,224 +1,176 @@
 """Ours against the built-in, in one process, alternating: ``python benchmarks/bench.py``.
 
 Times are medians; ``ratio`` is the built-in's time divided by ours (above 1: ours is faster), the
-spread is the distance between the quartiles relative to the median. The second table takes second
-derivatives and forward mode, which the built-in has on its math backend only, with the growth of
-the process's peak memory, each case in a process of its own.
+spread is the distance between the quartiles relative to the median, the peak what peak.cpp measures
+first. Further tables: two threads against one; and second derivatives and forward mode, which the
+built-in has on its math backend only, with the growth of the process's peak memory, each case in a
+process of its own. ``--chart`` draws speed over length.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import DTYPES, HELD_TO, Case, Machine, about, alternate, hold_to, runner
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import torch_attn
-
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One shape: query [batch, heads, queries, head_dim], key and value with their own heads."""
-
-    name: str
-    batch: int
-    heads: int
-    queries: int
-    head_dim: int
-    keys: int | None = None
-    kv_heads: int | None = None
-    value_dim: int | None = None
-    causal: bool = False
-    mask: str | None = None  # "bool", or "grad": a floating mask that wants a gradient
-    dropout: float = 0.0
-    flat: bool = False  # 3-D input
-    passes: tuple[str, ...] = ("forward", "backward")
-    dtypes: tuple[str, ...] = ("f32", "bf16", "f16")
-
-    def inputs(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        keys, kv_heads = self.keys or self.queries, self.kv_heads or self.heads
-        shapes = [
-            (self.batch, self.heads, self.queries, self.head_dim),
-            (self.batch, kv_heads, keys, self.head_dim),
-            (self.batch, kv_heads, keys, self.value_dim or self.head_dim),
-        ]
-        if self.flat:
-            shapes = [shape[1:] for shape in shapes]
-        tensors = tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
-        options: dict[str, Any] = {"is_causal": self.causal, "dropout_p": self.dropout}
-        if kv_heads != self.heads:
-            options["enable_gqa"] = True
-        if self.mask == "bool":
-            options["attn_mask"] = torch.rand(self.queries, keys) > 0.3
-        if self.mask == "grad":
-            options["attn_mask"] = torch.randn(self.heads, self.queries, keys).to(dtype)
-        return tensors, options
-
-    def flops(self) -> float:
-        """Of the forward: two products over every visible pair of query and key."""
-        keys = self.keys or self.queries
-        pairs = self.batch * self.heads * self.queries * keys * (0.5 if self.causal else 1)
-        return 2 * pairs * (self.head_dim + (self.value_dim or self.head_dim))
-
+import torch_attn  # noqa: F401  (registers the operators)
 
 FORWARD = ("forward",)
 CASES = [
-    Case("1x12x2048", 1, 12, 2048, 64),
+    Case("1x12x2048", 1, 12, 2048),
     Case("1x8x2048 D128", 1, 8, 2048, 128),
-    Case("causal 1x12x2048", 1, 12, 2048, 64, causal=True),
-    Case("causal 2x12x512", 2, 12, 512, 64, causal=True),
-    Case("bool mask 2x12x1024", 2, 12, 1024, 64, mask="bool", passes=FORWARD),
-    Case("8x12x128", 8, 12, 128, 64),
-    Case("4x12x197", 4, 12, 197, 64),
-    Case("64x12x16", 64, 12, 16, 64),
+    Case("causal 1x12x2048", 1, 12, 2048, causal=True),
+    Case("causal 2x12x512", 2, 12, 512, causal=True),
+    Case("bool mask 2x12x1024", 2, 12, 1024, mask="bool", passes=FORWARD),
+    Case("8x12x128", 8, 12, 128),
+    Case("4x12x197", 4, 12, 197),
+    Case("64x12x16", 64, 12, 16),
     Case("8x12x128 D32", 8, 12, 128, 32),
     Case("decode 32 heads x 4k D128", 1, 32, 1, 128, keys=4096, passes=FORWARD),
     Case("decode GQA 32:8 x 4k D128", 1, 32, 1, 128, keys=4096, kv_heads=8, passes=FORWARD),
     Case("decode MQA 8:1 x 16k D128", 1, 8, 1, 128, keys=16384, kv_heads=1, passes=FORWARD),
     Case("decode 1 head x 64k D128", 1, 1, 1, 128, keys=65536, passes=FORWARD),
-    Case("dropout 0.1 1x12x1024", 1, 12, 1024, 64, dropout=0.1),
-    Case("d_v = 96 1x12x1024", 1, 12, 1024, 64, value_dim=96),
-    Case("mask gradient 1x12x1024", 1, 12, 1024, 64, mask="grad", passes=("backward",)),
-    Case("3-D 12x1024", 1, 12, 1024, 64, flat=True),
-    Case("1x1x1 (call overhead)", 1, 1, 1, 64),
+    Case("dropout 0.1 1x12x1024", 1, 12, 1024, dropout=0.1),
+    Case("d_v = 96 1x12x1024", 1, 12, 1024, value_dim=96),
+    Case("mask gradient 1x12x1024", 1, 12, 1024, mask="grad", passes=("backward",)),
+    Case("3-D 12x1024", 1, 12, 1024, flat=True),
+    Case("1x1x1 (call overhead)", 1, 1, 1),
+]
+CHART_DTYPES = ("f32", "bf16")
+CHART_CASES = [
+    Case(f"length 1x12x{n}", 1, 12, n, dtypes=CHART_DTYPES)
+    for n in (64, 128, 256, 512, 1024, 2048, 4096)
+]
+THREAD_CASES = [
+    Case("threads 1x12x2048", 1, 12, 2048, dtypes=CHART_DTYPES),
+    Case("threads one head 1x1x4096", 1, 1, 4096, dtypes=CHART_DTYPES),
+    Case("threads 8x12x128", 8, 12, 128, dtypes=CHART_DTYPES),
 ]
 
-
-@dataclass
-class Timing:
-    """Seconds of repeated runs of one thing."""
-
-    samples: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-    @property
-    def spread(self) -> float:
-        if len(self.samples) < 4:
-            return 0.0
-        low, _, high = statistics.quantiles(self.samples, n=4)
-        return (high - low) / self.median
+# Both through torch.ops: it costs microseconds that a call of one query would count.
+OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention)
 
 
-def alternate(functions: list[Callable[[], Any]], seconds: float) -> list[Timing]:
-    """Times the functions in turn until `seconds` have passed, at least five rounds each.
-
-    Functions of microseconds are called many times a sample.
-    """
-    repeats = []
-    for function in functions:
-        function()
-        start = time.perf_counter()
-        function()
-        repeats.append(max(1, int(2e-3 / max(time.perf_counter() - start, 1e-7))))
-    timings = [Timing() for _ in functions]
-    deadline = time.perf_counter() + seconds
-    while len(timings[0].samples) < 5 or time.perf_counter() < deadline:
-        for function, timing, repeat in zip(functions, timings, repeats, strict=True):
-            start = time.perf_counter()
-            for _ in range(repeat):
-                function()
-            timing.samples.append((time.perf_counter() - start) / repeat)
-    return timings
-
-
-def runner(
-    operator: Callable[..., torch.Tensor], case: Case, dtype: torch.dtype, which: str
-) -> Callable[[], Any]:
-    torch.manual_seed(0)
-    tensors, options = case.inputs(dtype)
-    if which == "forward":
-
-        def forward() -> torch.Tensor:
-            with torch.inference_mode():
-                return operator(*tensors, **options)
-
-        return forward
-    inputs = [t.requires_grad_() for t in tensors]
-    if case.mask == "grad":
-        inputs.append(options["attn_mask"].requires_grad_())
-    output = operator(*tensors, **options)
-    gradient = torch.randn_like(output)
-    return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
-
-
-def peak_flops() -> float:
-    """float32 matrix products per second: the machine's practical peak, measured now."""
-    a = torch.randn(2048, 2048)
-    (timing,) = alternate([lambda: a @ a], 1.0)
-    return 2 * 2048**3 / timing.median
-
-
-def bench_speed(console: Console, seconds: float, wanted: str) -> list[dict[str, Any]]:
-    peak = peak_flops()
-    console.print(f"float32 matmul on {torch.get_num_threads()} threads: {peak / 1e9:.0f} GFLOP/s")
-    # Both through torch.ops: it costs microseconds that a call of one query would count.
-    operators = [torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention]
-    rows = []
-    jobs = [
+def jobs_of(cases: list[Case], wanted: str) -> list[tuple[Case, str, str]]:
+    return [
         (case, which, name)
-        for case in CASES
+        for case in cases
         for which in case.passes
         for name in case.dtypes
         if wanted in f"{case.name} {which} {name}"
     ]
+
+
+def bench_speed(
+    console: Console, cases: list[Case], seconds: float, wanted: str
+) -> list[dict[str, Any]]:
+    jobs = jobs_of(cases, wanted)
+    if not jobs:
+        return []
+    machine = Machine()
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gflops.items())
+    console.print(f"peak of {torch.get_num_threads()} threads, GFLOP/s: {rates}")
+    rows = []
     for case, which, name in track(jobs, description="forward and backward", console=console):
-        functions = [runner(operator, case, DTYPES[name], which) for operator in operators]
+        dtype = DTYPES[name]
+        functions = [runner(operator, case, dtype, which) for operator in OPERATORS]
         ours, builtin = alternate(functions, seconds)
-        flops = case.flops() * (2.5 if which == "backward" else 1)
-        rows.append(
-            {
-                "case": case.name,
-                "pass": which,
-                "dtype": name,
-                "ours_ms": ours.median * 1e3,
-                "builtin_ms": builtin.median * 1e3,
-                "ratio": builtin.median / ours.median,
-                "spread": max(ours.spread, builtin.spread),
-                "gflops": flops / ours.median / 1e9,
-                "of_f32_matmul": flops / ours.median / peak,
-            }
-        )
+        row = {
+            "case": case.name,
+            "pass": which,
+            "dtype": name,
+            "length": case.queries,
+            "ours_ms": ours.median * 1e3,
+            "builtin_ms": builtin.median * 1e3,
+            "ratio": builtin.median / ours.median,
+            "spread": max(ours.spread, builtin.spread),
+            "gflops": case.flops(which) / ours.median / 1e9,
+            "builtin_gflops": case.flops(which) / builtin.median / 1e9,
+        }
+        row["of_peak"] = row["gflops"] / machine.gflops[name]
+        if case.queries == 1 and case.keys:  # bound by reading key and value
+            row["gbytes"] = case.bytes_of_keys(dtype) / ours.median / 1e9
+            row["of_peak"] = row["gbytes"] / machine.read_gbytes(case.bytes_of_keys(dtype))
+        rows.append(row)
     return rows
 
 
 def speed_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Time of one call")
-    for heading in ("shape (B x H x L, D = 64)", "pass", "dtype"):
+    table = Table(title="Time of one call, B x H x L, D = 64; peak: of FMAs, or of reading (GB/s)")
+    for heading in ("shape", "pass", "dtype"):
         table.add_column(heading)
-    for heading in ("attn ms", "built-in ms", "ratio", "spread", "GFLOP/s", "of f32 matmul"):
+    for heading in ("attn ms", "built-in ms", "ratio", "spread", "GFLOP/s", "of peak"):
         table.add_column(heading, justify="right")
     for r in rows:
-        color = "green" if r["ratio"] >= 1 else "red"
+        rate = f"{r['gbytes']:.0f} GB/s" if "gbytes" in r else f"{r['gflops']:.0f}"
         table.add_row(
             r["case"],
             r["pass"],
             r["dtype"],
             f"{r['ours_ms']:.3f}",
             f"{r['builtin_ms']:.3f}",
-            f"[{color}]{r['ratio']:.2f}[/]",
+            f"[{'green' if r['ratio'] >= 1 else 'red'}]{r['ratio']:.2f}[/]",
             f"{r['spread']:.0%}",
-            f"{r['gflops']:.0f}",
-            f"{r['of_f32_matmul']:.0%}",
+            rate,
+            f"{r['of_peak']:.0%}",
         )
+    return table
+
+
+# ---------------------------------------------------------------------------------------------
+# Threads
+
+
+def bench_threads(console: Console, seconds: float, wanted: str) -> list[dict[str, Any]]:
+    """Ours on one thread and on all."""
+    threads = torch.get_num_threads()
+    rows = []
+    jobs = jobs_of(THREAD_CASES, wanted) if threads > 1 else []
+    for case, which, name in track(jobs, description="threads", console=console):
+        run = runner(OPERATORS[0], case, DTYPES[name], which)
+
+        def on(n: int, run: Callable[[], Any] = run) -> Callable[[], Any]:
+            def call() -> None:
+                torch.set_num_threads(n)
+                run()
+
+            return call
+
+        one, all_of_them = alternate([on(1), on(threads)], seconds)
+        rows.append(
+            {
+                "case": case.name.removeprefix("threads "),
+                "pass": which,
+                "dtype": name,
+                "threads": threads,
+                "one_ms": one.median * 1e3,
+                "all_ms": all_of_them.median * 1e3,
+                "ratio": one.median / all_of_them.median,
+            }
+        )
+    return rows
+
+
+def threads_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"{rows[0]['threads']} threads against one")
+    for heading in ("shape", "pass", "dtype"):
+        table.add_column(heading)
+    for heading in ("one ms", "all ms", "ratio"):
+        table.add_column(heading, justify="right")
+    for r in rows:
+        times = (f"{r['one_ms']:.2f}", f"{r['all_ms']:.2f}", f"{r['ratio']:.2f}")
+        table.add_row(r["case"], r["pass"], r["dtype"], *times)
     return table
 
 
@@ -322,26 +274,6 @@ def derivatives_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def machine() -> dict[str, Any]:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1]
-            for line in cpuinfo.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = names[0].strip() if names else model
-    return {
-        "date": date.today().isoformat(),
-        "cpu": model,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "torch_attn": torch_attn.__version__,
-        "capability": torch.ops.attn._cpu_capability(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short runs, short sequences")
@@ -349,8 +281,16 @@ def main() -> None:
         "--filter", default="", help="only cases whose 'shape pass dtype' contains this"
     )
     parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--chart", type=Path, help="also draw speed over length, a PNG, here")
+    parser.add_argument(
+        "--capability",
+        choices=HELD_TO,
+        help="hold ours, and PyTorch's libraries, to this instruction set",
+    )
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.capability:
+        hold_to(arguments.capability)
     if arguments.memory_of:
         kind, whose, length = arguments.memory_of
         print(measure_memory(kind, whose == "attn", int(length)))
@@ -358,20 +298,30 @@ def main() -> None:
 
     console = Console()
     console = Console(width=max(console.width, 120))  # numbers are not cut, also where piped
-    about = machine()
-    console.print(", ".join(f"{k} {v}" for k, v in about.items()))
+    machine = about()
+    console.print(", ".join(f"{k} {v}" for k, v in machine.items()))
     seconds = 0.1 if arguments.quick else 1.0
     lengths = [512, 1024] if arguments.quick else [512, 1024, 2048, 4096, 8192]
-    speed = bench_speed(console, seconds, arguments.filter)
+    cases = CASES + (CHART_CASES if arguments.chart else [])
+    speed = bench_speed(console, cases, seconds, arguments.filter)
     if speed:
         console.print(speed_table(speed))
+    threads = bench_threads(console, seconds, arguments.filter)
+    if threads:
+        console.print(threads_table(threads))
     derivatives = bench_derivatives(console, seconds, lengths, arguments.filter)
     if derivatives:
         console.print(derivatives_table(derivatives))
+    result = {"machine": machine, "speed": speed, "threads": threads, "derivatives": derivatives}
     if arguments.json:
-        result = {"machine": about, "speed": speed, "derivatives": derivatives}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written: {arguments.json}")
+    if arguments.chart:
+        from chart import draw
+
+        draw(result, arguments.chart)
+        console.print(f"written: {arguments.chart}")
 
 
 if __name__ == "__main__":

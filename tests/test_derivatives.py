@@ -17,7 +17,7 @@ from torch.autograd.gradcheck import gradcheck, gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_attn
-from _accuracy import Order
+from _accuracy import Neighbour
 from _cases import LENGTHS, Case
 from helpers import (
     DTYPES,
@@ -267,7 +267,7 @@ def math_sdpa(*args: Any, **options: Any) -> Tensor:
 def builtin_errors(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, float]:
     """The largest errors of the built-in's math backend.
 
-    The largest over eight orders of summation: of few numbers it is a matter of luck.
+    The largest over eight neighbours: of few numbers it is a matter of luck.
     """
     if u.dtype == F64:
         # The reference is no better than the built-in here. Rounding errors grow with eps: take
@@ -285,10 +285,10 @@ def builtin_errors(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str,
         # A bound means nothing where the built-in and the reference compute different things.
         assert max(errors.values()) <= 0.05 * max(map(largest, exact.values())), errors
         largest_errors = {n: max(e, largest_errors.get(n, 0)) for n, e in errors.items()}
-        order = Order(x, bool(options.get("is_causal")), generator)
-        x, t, u = order.inputs(x), order.inputs(t), order.output(u)
+        other = Neighbour(x, bool(options.get("is_causal")), generator)
+        x, t, u = other.inputs(x), other.inputs(t), other.output(u)
         if "dropout_mask" in options:
-            options["dropout_mask"] = order.scores(options["dropout_mask"])
+            options["dropout_mask"] = other.scores(options["dropout_mask"])
     return largest_errors
 
 

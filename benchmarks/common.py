@@ -1,0 +1,197 @@
+"""What the benchmarks share: the cases, alternating measurement, and what the machine can do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+# What holds PyTorch's libraries to an instruction set, for a comparison on equal terms.
+HELD_TO = {
+    "default": ("default", "SSE4_2", "SSE41"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512", "AVX512_CORE"),
+}
+
+
+def hold_to(capability: str) -> None:
+    """Starts this program again with ours and PyTorch's kernels held to an instruction set."""
+    names = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+    wanted = dict(zip(names, HELD_TO[capability], strict=True))
+    wanted["ATTN_CPU_CAPABILITY"] = capability
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape: query [batch, heads, queries, head_dim], key and value with their own heads."""
+
+    name: str
+    batch: int
+    heads: int
+    queries: int
+    head_dim: int = 64
+    keys: int | None = None
+    kv_heads: int | None = None
+    value_dim: int | None = None
+    causal: bool = False
+    mask: str | None = None  # "bool", or "grad": a floating mask that wants a gradient
+    dropout: float = 0.0
+    flat: bool = False  # 3-D input
+    passes: tuple[str, ...] = ("forward", "backward")
+    dtypes: tuple[str, ...] = ("f32", "bf16", "f16")
+
+    def inputs(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        keys, kv_heads = self.keys or self.queries, self.kv_heads or self.heads
+        shapes = [
+            (self.batch, self.heads, self.queries, self.head_dim),
+            (self.batch, kv_heads, keys, self.head_dim),
+            (self.batch, kv_heads, keys, self.value_dim or self.head_dim),
+        ]
+        if self.flat:
+            shapes = [shape[1:] for shape in shapes]
+        tensors = tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
+        options: dict[str, Any] = {"is_causal": self.causal, "dropout_p": self.dropout}
+        if kv_heads != self.heads:
+            options["enable_gqa"] = True
+        if self.mask == "bool":
+            options["attn_mask"] = torch.rand(self.queries, keys) > 0.3
+        if self.mask == "grad":
+            options["attn_mask"] = torch.randn(self.heads, self.queries, keys).to(dtype)
+        return tensors, options
+
+    def flops(self, which: str) -> float:
+        """Two products over every visible pair of query and key; five in the backward."""
+        keys = self.keys or self.queries
+        pairs = self.batch * self.heads * self.queries * keys * (0.5 if self.causal else 1)
+        forward = 2 * pairs * (self.head_dim + (self.value_dim or self.head_dim))
+        return forward * (2.5 if which == "backward" else 1)
+
+    def bytes_of_keys(self, dtype: torch.dtype) -> int:
+        """Of key and value: what decoding has to read."""
+        heads, dims = self.kv_heads or self.heads, self.head_dim + (self.value_dim or self.head_dim)
+        return self.batch * heads * (self.keys or self.queries) * dims * dtype.itemsize
+
+
+@dataclass
+class Timing:
+    """Seconds of repeated runs of one thing."""
+
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles, relative to the median."""
+        if len(self.samples) < 4:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4)
+        return (high - low) / self.median
+
+
+def alternate(functions: list[Callable[[], Any]], seconds: float) -> list[Timing]:
+    """Times the functions in turn until `seconds` have passed, at least five rounds each.
+
+    Functions of microseconds are called many times a sample.
+    """
+    repeats = []
+    for function in functions:
+        function()
+        start = time.perf_counter()
+        function()
+        repeats.append(max(1, int(2e-3 / max(time.perf_counter() - start, 1e-7))))
+    timings = [Timing() for _ in functions]
+    deadline = time.perf_counter() + seconds
+    while len(timings[0].samples) < 5 or time.perf_counter() < deadline:
+        for function, timing, repeat in zip(functions, timings, repeats, strict=True):
+            start = time.perf_counter()
+            for _ in range(repeat):
+                function()
+            timing.samples.append((time.perf_counter() - start) / repeat)
+    return timings
+
+
+def runner(
+    operator: Callable[..., torch.Tensor], case: Case, dtype: torch.dtype, which: str
+) -> Callable[[], Any]:
+    """One call of the forward or of the backward of `operator`."""
+    torch.manual_seed(0)
+    tensors, options = case.inputs(dtype)
+    if which == "forward":
+
+        def forward() -> torch.Tensor:
+            with torch.inference_mode():
+                return operator(*tensors, **options)
+
+        return forward
+    inputs = [t.requires_grad_() for t in tensors]
+    if case.mask == "grad":
+        inputs.append(options["attn_mask"].requires_grad_())
+    output = operator(*tensors, **options)
+    gradient = torch.randn_like(output)
+    return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+
+
+class Machine:
+    """What the machine can do, measured now by peak.cpp on as many threads as PyTorch uses."""
+
+    def __init__(self) -> None:
+        self._program = Path(tempfile.mkdtemp(prefix="attn-bench-")) / "peak"
+        compiler = os.environ.get("CXX", "c++")
+        flags = ["-O3", "-std=c++20", "-march=native", "-fopenmp"]
+        source, target = str(HERE / "peak.cpp"), str(self._program)
+        subprocess.run([compiler, *flags, source, "-o", target], check=True)
+        f32, *bf16 = map(float, self._run("flops").split())
+        self.gflops = {"f32": f32, "f16": f32, "bf16": bf16[0] if bf16 else f32}
+        self._read: dict[int, float] = {}
+
+    def read_gbytes(self, size: int) -> float:
+        """GB/s of reading `size` bytes again and again: of a cache, or of the memory."""
+        if size not in self._read:
+            self._read[size] = float(self._run("read", str(size)))
+        return self._read[size]
+
+    def _run(self, *arguments: str) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        command = [str(self._program), *arguments]
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+
+def about() -> dict[str, Any]:
+    """Machine, versions and date."""
+    import torch_attn
+
+    cpuinfo = Path("/proc/cpuinfo")
+    model = platform.processor()
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        names = [line.split(":", 1)[1] for line in lines if line.startswith("model name")]
+        model = names[0].strip() if names else model
+    return {
+        "date": date.today().isoformat(),
+        "cpu": model,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "torch_attn": torch_attn.__version__,
+        "capability": torch.ops.attn._cpu_capability(),
+    }
