@@ -73,14 +73,9 @@ def jobs_of(cases: list[Case], wanted: str) -> list[tuple[Case, str, str]]:
 
 
 def bench_speed(
-    console: Console, cases: list[Case], seconds: float, wanted: str
+    console: Console, machine: Machine, cases: list[Case], seconds: float, wanted: str
 ) -> list[dict[str, Any]]:
     jobs = jobs_of(cases, wanted)
-    if not jobs:
-        return []
-    machine = Machine()
-    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gflops.items())
-    console.print(f"peak of {torch.get_num_threads()} threads, GFLOP/s: {rates}")
     rows = []
     for case, which, name in track(jobs, description="forward and backward", console=console):
         dtype = DTYPES[name]
@@ -298,12 +293,16 @@ def main() -> None:
 
     console = Console()
     console = Console(width=max(console.width, 120))  # numbers are not cut, also where piped
-    machine = about()
-    console.print(", ".join(f"{k} {v}" for k, v in machine.items()))
+    about_it = about()
+    console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
+    machine = Machine()
+    about_it["peak_gflops"] = machine.gflops
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gflops.items())
+    console.print(f"peak of {torch.get_num_threads()} threads, GFLOP/s: {rates}")
     seconds = 0.1 if arguments.quick else 1.0
     lengths = [512, 1024] if arguments.quick else [512, 1024, 2048, 4096, 8192]
     cases = CASES + (CHART_CASES if arguments.chart else [])
-    speed = bench_speed(console, cases, seconds, arguments.filter)
+    speed = bench_speed(console, machine, cases, seconds, arguments.filter)
     if speed:
         console.print(speed_table(speed))
     threads = bench_threads(console, seconds, arguments.filter)
@@ -312,7 +311,7 @@ def main() -> None:
     derivatives = bench_derivatives(console, seconds, lengths, arguments.filter)
     if derivatives:
         console.print(derivatives_table(derivatives))
-    result = {"machine": machine, "speed": speed, "threads": threads, "derivatives": derivatives}
+    result = {"machine": about_it, "speed": speed, "threads": threads, "derivatives": derivatives}
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -29,7 +29,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [str(n) for n in lengths])
         axis.minorticks_off()
-        axis.set_ylim(bottom=0)
+        peak = result["machine"]["peak_gflops"][dtype]
+        axis.axhline(peak, color="0.4", linestyle="--", label="peak of the machine")
+        axis.set_ylim(0, 1.1 * peak)
         axis.set_title(f"{which}, {dtype}", loc="left", fontweight="bold")
         axis.grid(color="0.9")
         axis.spines[["top", "right"]].set_visible(False)
@@ -37,7 +39,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_ylabel("GFLOP/s")
     for axis in axes[-1]:
         axis.set_xlabel("length: queries = keys")
-    axes[0, 0].legend(frameon=False)
+    axes[0, 0].legend(frameon=False, loc="lower right")
     machine = result["machine"]
     figure.suptitle(
         f"Attention, 1 x 12 heads x length, head_dim 64: {machine['cpu']}, "

@@ -1,8 +1,10 @@
 // What the machine can do, with all threads: `peak flops` prints GFLOP/s of float32 FMAs and, where the processor has
-// VDPBF16PS, of bfloat16 products, from registers alone; `peak read BYTES` prints GB/s of reading that many, repeatedly.
+// VDPBF16PS, of bfloat16 products, from registers alone; `peak read BYTES` prints GB/s of reading that many,
+// repeatedly, in the median.
 // Compiled and run by common.py.
 #include <omp.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -20,16 +22,14 @@ constexpr int kBytes = 16;
 #endif
 typedef float Vec __attribute__((vector_size(kBytes)));
 
-double seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Twelve independent chains: more than any processor needs to hide the latency of one.
 template <class Step>
 Vec chains(long rounds, Step step) {
   // of different values, else the compiler makes one of them
   Vec s0{}, s1 = s0 + 1, s2 = s0 + 2, s3 = s0 + 3, s4 = s0 + 4, s5 = s0 + 5, s6 = s0 + 6, s7 = s0 + 7, s8 = s0 + 8,
-      s9 = s0 + 9, s10 = s0 + 10, s11 = s0 + 11;
+            s9 = s0 + 9, s10 = s0 + 10, s11 = s0 + 11;
   for (long i = 0; i < rounds; ++i) {
     s0 = step(s0), s1 = step(s1), s2 = step(s2), s3 = step(s3), s4 = step(s4), s5 = step(s5);
     s6 = step(s6), s7 = step(s7), s8 = step(s8), s9 = step(s9), s10 = step(s10), s11 = step(s11);
@@ -57,8 +57,8 @@ double read_gbytes(long bytes) {
   const long size = vectors * omp_get_max_threads() * kBytes;
   char* data = static_cast<char*>(std::aligned_alloc(64, size / 64 * 64 + 64));
   std::memset(data, 1, size);
-  double best = 0;
-  for (double end = seconds() + 0.5; seconds() < end;) {
+  std::vector<double> rates;
+  for (double end = seconds() + 1; seconds() < end;) {
     float sink = 0;
     const double start = seconds();
 #pragma omp parallel reduction(+ : sink)
@@ -70,10 +70,11 @@ double read_gbytes(long bytes) {
       for (const Vec& s : sum) sink += s[0];
     }
     const double rate = size / (seconds() - start) / 1e9;
-    if (rate > best && sink == sink) best = rate;
+    if (sink == sink) rates.push_back(rate);
   }
   std::free(data);
-  return best;
+  std::nth_element(rates.begin(), rates.begin() + rates.size() / 2, rates.end());
+  return rates[rates.size() / 2];
 }
 
 int main(int argc, char** argv) {
@@ -85,11 +86,11 @@ int main(int argc, char** argv) {
   std::printf("%.1f", gflops(2.0 * kBytes / 4, [&](Vec s) { return s * a + b; }));
 #if defined(__AVX512BF16__)
   std::printf(" %.1f", gflops(2.0 * kBytes / 2, [&](Vec s) {
-    __m512bh x, y;
-    std::memcpy(&x, &a, sizeof x);
-    std::memcpy(&y, &b, sizeof y);
-    return (Vec)_mm512_dpbf16_ps((__m512)s, x, y);
-  }));
+                __m512bh x, y;
+                std::memcpy(&x, &a, sizeof x);
+                std::memcpy(&y, &b, sizeof y);
+                return (Vec)_mm512_dpbf16_ps((__m512)s, x, y);
+              }));
 #endif
   std::printf("\n");
 }
