@@ -8,17 +8,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 TORCH := $(VENV)/torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/installed
+PEERS := $(VENV)/peers
 LIBRARY := torch_attn/libattn.so
-CXX_FILES := $(shell find csrc examples tests -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test bench lint format
+.PHONY: help demo test bench bench-peers lint format
 
 help: ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1 \t\2/p' $(MAKEFILE_LIST)
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{17}) *\|/\1/'
 
 demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table and a picture, into out/
 	@$(BIN)/python -m examples.demo
@@ -26,8 +27,11 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 test: $(INSTALLED) $(LIBRARY) ## all tests
 	@$(BIN)/python -m pytest tests
 
-bench: $(INSTALLED) $(LIBRARY) ## speed: this operator, the built-in and peers in one run
-	@$(BIN)/python benchmarks/bench.py
+bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in, and a chart, into out/
+	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png
+
+bench-peers: $(PEERS) $(LIBRARY) ## speed against the other attentions of a CPU
+	@$(BIN)/python benchmarks/peers.py --json out/peers.json
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check .
@@ -57,4 +61,9 @@ $(INSTALLED): $(TORCH) pyproject.toml
 	@$(MAKE) --no-print-directory $(LIBRARY)
 	@echo "==> Installing torch_attn and what demo, tests and lint need"
 	$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[demo,test,lint]'
+	@touch $@
+
+$(PEERS): $(INSTALLED)
+	@echo "==> Installing what bench-peers compares"
+	$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[peers]'
 	@touch $@

@@ -101,6 +101,13 @@ void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_s
   problem.scale = scale_or_default(scale, problem.head_dim);
   problem.causal = is_causal;
   problem.has_mask = attn_mask.has_value();
+  // float32: as torch.set_float32_matmul_precision("medium") has it for matrix products.
+  // bfloat16: but a float32 mask, and its gradient, ask for weights that are not rounded.
+  const auto mask_dtype = attn_mask ? attn_mask->scalar_type() : query.scalar_type();
+  problem.bf16_products = query.scalar_type() == at::kFloat
+                              ? at::globalContext().float32Precision(
+                                    at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) == at::Float32Precision::BF16
+                              : query.scalar_type() == at::kBFloat16 && mask_dtype != at::kFloat;
   builder.add(problem.query, query);
   builder.add(problem.key, key);
   builder.add(problem.value, value);

@@ -139,20 +139,28 @@ struct Backward {
     const int64_t lanes = state.rows.template lanes<T>();
     fill_zero(dots, kRowTile);
     for (int64_t first = 0; first < p.value_dim; first += kDepth * kNumbers) {
-      const int64_t cols = smaller(kDepth * kNumbers, p.value_dim - first), depth = slots_of<F>(cols);
-      state.rows.template pack_columns<F>(p, y, cols, b.x, first);
-      if (rest.data) state.rows.pack_transposed(p, rest, cols, b.dx, first);
+      const int64_t cols = smaller(kDepth * kNumbers, p.value_dim - first);
       const T* grad_output_t = state.grad_output_t + first / kNumbers * kRowTile;
-      for (int64_t lane = 0; lane < lanes; lane += W) {
-        Vec<T> sum{}, sum_of_rest{};
-        for (int64_t d = 0; d < depth; ++d) {
-          const Vec<T> slot = load<T>(grad_output_t + d * kRowTile + lane);
-          sum = F::multiply_add(sum, load<T>(b.x + d * kRowTile + lane), slot);
-          if (!rest.data) continue;
-          for (int64_t k = 0; k < smaller(kNumbers, cols - d * kNumbers); ++k)
-            sum_of_rest += load<T>(b.dx + (d * kNumbers + k) * kRowTile + lane) * F::number(slot, k);
+      for (const Operand* x : {&y, &rest}) {
+        if (!x->data) continue;
+        const bool as_operand = x == &y && F::holds(y.dtype);
+        if (as_operand)
+          state.rows.template pack_columns<F>(p, *x, cols, b.x, first);
+        else
+          state.rows.pack_transposed(p, *x, cols, b.x, first);
+        for (int64_t lane = 0; lane < lanes; lane += W) {
+          Vec<T> sum{};
+          for (int64_t d = 0; d < slots_of<F>(cols); ++d) {
+            const Vec<T> slot = load<T>(grad_output_t + d * kRowTile + lane);
+            if (as_operand) {
+              sum = F::multiply_add(sum, load<T>(b.x + d * kRowTile + lane), slot);
+              continue;
+            }
+            for (int64_t k = 0; k < smaller(kNumbers, cols - d * kNumbers); ++k)
+              sum += load<T>(b.x + (d * kNumbers + k) * kRowTile + lane) * F::number(slot, k);
+          }
+          store<T>(dots + lane, load<T>(dots + lane) + sum);
         }
-        store<T>(dots + lane, load<T>(dots + lane) + (sum + sum_of_rest));
       }
     }
   }

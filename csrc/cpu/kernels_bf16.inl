@@ -1,15 +1,10 @@
-// The table of an instruction set that multiplies bfloat16 itself: that of AVX-512, but for the products of bfloat16
-// inputs. Decoding reads every number once, so the products do not count there. A float32 mask, and its gradient, ask
-// for weights that are not rounded to bfloat16.
+// The table of an instruction set that multiplies bfloat16 itself: that of AVX-512, but where products may be of
+// bfloat16. Decoding reads every number once, so they do not count there.
 
 namespace attn::ATTN_ISA {
 
-inline bool fits_pairs(const Problem& p) {
-  return p.query.dtype == DType::bf16 && !(p.has_mask && p.mask.dtype == DType::f32);
-}
-
 struct ForwardEntry {
-  static bool takes(const ForwardParams& p) { return fits_pairs(p) && !Decode<float>::takes(p); }
+  static bool takes(const ForwardParams& p) { return p.bf16_products && !Decode<float>::takes(p); }
   static int64_t workspace(const ForwardParams& p) {
     const int64_t others = kernels_avx512()->forward.workspace(p);
     return takes(p) ? larger(others, Forward<Pairs>::Buffers(p, nullptr).size) : others;
@@ -21,7 +16,7 @@ struct ForwardEntry {
 
 struct BackwardEntry {
   using Kernel = Backward<Pairs, BackwardParams>;
-  static bool takes(const BackwardParams& p) { return fits_pairs(p); }
+  static bool takes(const BackwardParams& p) { return p.bf16_products; }
   static int64_t workspace(const BackwardParams& p) {
     const int64_t others = kernels_avx512()->backward.workspace(p);
     return takes(p) ? larger(others, Kernel::workspace(p)) : others;

@@ -23,6 +23,8 @@ struct Singles {
   using Number = T;
   static constexpr int64_t kNumbers = 1;
 
+  static constexpr bool holds(DType) { return true; }  // without rounding
+
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 
@@ -66,12 +68,14 @@ struct Singles {
 };
 
 #ifdef ATTN_BF16_PAIRS
-// Slots of two bfloat16, the first in the low half; their products are summed in float32 (VDPBF16PS).
+// Slots of two bfloat16, the first in the low half; their products are summed in float32 (VDPBF16PS). float32 tensors are
+// rounded to them.
 struct Pairs {
   using Number = float;
   using Bits = Vec<uint32_t>;
   static constexpr int64_t kNumbers = 2;
   static constexpr int W = kLanes<float>;
+  static constexpr bool holds(DType dtype) { return dtype == DType::bf16; }
 
   static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, const float* a, Vec<float> b) {
     uint32_t slot;
@@ -83,12 +87,14 @@ struct Pairs {
   }
 
   static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
-    if (block.col == 1 && cols % kNumbers == 0 && block.row % kNumbers == 0)
+    if (block.dtype == DType::bf16 && block.col == 1 && cols % kNumbers == 0 && block.row % kNumbers == 0)
       return {reinterpret_cast<const float*>(block.data), block.row / kNumbers};
     for (int64_t i = 0; i < rows; ++i) {
-      auto* row = reinterpret_cast<uint16_t*>(tile + i * ld);
-      copy_row(block, i, cols, row);
-      row[cols] = 0;  // of the last slot; else never read
+      for (int64_t d = 0; d < cols; d += W) {
+        const int64_t count = smaller(cols - d, W);
+        const Shorts<float> numbers = load_numbers(block, i, d, count);
+        __builtin_memcpy(tile + i * ld + d / kNumbers, &numbers, slots_of<Pairs>(count) * sizeof(float));
+      }
     }
     return {tile, ld};
   }
@@ -101,7 +107,7 @@ struct Pairs {
       float* to = tile + (first + i) / kNumbers * ld;
       const bool second = (first + i) % kNumbers == 1;
       for (int64_t d = 0; d < ld; d += W) {
-        const Bits number = load_numbers(block, i, d, smaller(cols - d, W));
+        const Bits number = __builtin_convertvector(load_numbers(block, i, d, smaller(cols - d, W)), Bits);
         const Bits slot = second ? bit_cast<Bits>(load<float>(to + d)) | number << 16 : number;
         store<float>(to + d, bit_cast<Vec<float>>(slot));
       }
@@ -109,7 +115,7 @@ struct Pairs {
   }
   static void pack_transposed(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t width) {
     constexpr int64_t kSlots = 32;  // that a pass takes
-    float packed[kRowTile * kSlots + 1];
+    float packed[kRowTile * kSlots];
     for (int64_t d = 0; d < cols; d += kSlots * kNumbers) {
       const int64_t depth = smaller(cols - d, kSlots * kNumbers);
       Block part = block;
@@ -164,25 +170,25 @@ struct Pairs {
     return bit_cast<Vec<float>>(_mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(joined)));
   }
 
-  static void copy_row(const Block& block, int64_t i, int64_t cols, uint16_t* to) {
-    const auto* row = reinterpret_cast<const uint16_t*>(block.data) + i * block.row;
-    if (block.col == 1) {
-      __builtin_memcpy(to, row, cols * sizeof(uint16_t));
-      return;
-    }
-    for (int64_t d = 0; d < cols; ++d) to[d] = row[d * block.col];
-  }
-
   // Numbers (i, d), (i, d + 1), ... of the block, `count` of them if fewer than W, and zeros.
-  static Bits load_numbers(const Block& block, int64_t i, int64_t d, int64_t count) {
-    Shorts<float> numbers{};
-    const auto* from = reinterpret_cast<const uint16_t*>(block.data) + i * block.row + d * block.col;
-    if (block.col == 1 && count >= W) {
-      __builtin_memcpy(&numbers, from, sizeof numbers);
-    } else {
-      for (int64_t k = 0; k < count; ++k) numbers[k] = from[k * block.col];
+  static Shorts<float> load_numbers(const Block& block, int64_t i, int64_t d, int64_t count) {
+    const int64_t at = i * block.row + d * block.col;
+    if (block.dtype == DType::f32) {
+      const auto rounded = _mm512_cvtneps_pbh(
+          bit_cast<__m512>(gathered<Vec<float>>(reinterpret_cast<const float*>(block.data) + at, block.col, count)));
+      return bit_cast<Shorts<float>>(rounded);
     }
-    return __builtin_convertvector(numbers, Bits);
+    return gathered<Shorts<float>>(reinterpret_cast<const uint16_t*>(block.data) + at, block.col, count);
+  }
+  template <class V, class S>
+  static ATTN_INLINE V gathered(const S* from, int64_t stride, int64_t count) {
+    V v{};
+    if (stride == 1 && count >= W) {
+      __builtin_memcpy(&v, from, sizeof v);
+    } else {
+      for (int64_t k = 0; k < count; ++k) v[k] = from[k * stride];
+    }
+    return v;
   }
 };
 #endif

@@ -38,7 +38,14 @@ void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, const std::
 #pragma omp parallel num_threads(threads)
   {
     char* const own = workspace + omp_get_thread_num() * stride;
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(task, own);
+    // Neighbours lie side by side in memory, often in one page: a thread takes several, fewer towards the end.
+    int64_t first = next.load(std::memory_order_relaxed), last;
+    while (first < tasks) {
+      last = first + std::max<int64_t>(1, (tasks - first) / (4 * threads));
+      if (!next.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
+      for (int64_t task = first; task < last; ++task) f(task, own);
+      first = next.load(std::memory_order_relaxed);
+    }
   }
 }
 

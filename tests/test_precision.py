@@ -1,0 +1,75 @@
+"""`torch.set_float32_matmul_precision`: "medium" allows bfloat16 products, the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import torch_attn
+from helpers import (
+    Inputs,
+    assert_same_bits,
+    builtin_sdpa,
+    largest,
+    make_grad_output,
+    make_inputs,
+    results,
+    to_dtype,
+)
+from torch_attn import reference
+
+SIZES = [
+    {"L": 70, "S": 91, "E": 64, "Ev": 64},
+    {"L": 33, "S": 130, "E": 33, "Ev": 65},
+    {"L": 5, "S": 7, "E": 8, "Ev": 3, "mask": (5, 7)},
+]
+
+
+@pytest.fixture(autouse=True)
+def _restore_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_medium(cpu_capability: str, sizes: dict[str, int], layout: str) -> None:
+    """Bfloat16 products where the instruction set has them, with the error of a bfloat16 call."""
+    inputs = make_inputs(**sizes)
+    if layout == "transposed":
+        inputs = inputs.map(lambda t: t.mT.contiguous().mT)
+    grad_output = make_grad_output(inputs)
+    torch.set_float32_matmul_precision("medium")
+    medium = results(torch_attn.sdpa, inputs, grad_output)
+    torch.set_float32_matmul_precision("highest")
+    highest = results(torch_attn.sdpa, inputs, grad_output)
+    if cpu_capability != "avx512_bf16":
+        assert_same_bits(medium, highest)
+        return
+    exact = results(reference.sdpa, inputs.map(torch.Tensor.double), grad_output.double())
+    rounded = Inputs(*(to_dtype(t, torch.bfloat16) for t in inputs))
+    builtin = results(builtin_sdpa, rounded, grad_output.bfloat16())
+    for name, tensor in medium.items():
+        assert tensor.dtype == torch.float32
+        error = largest(tensor - exact[name])
+        assert largest(highest[name] - exact[name]) < error, name
+        assert error <= 2 * largest(builtin[name] - exact[name]), name
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_the_others_are_float32(cpu_capability: str, precision: str) -> None:
+    inputs = make_inputs(65, 130, 64)
+    grad_output = make_grad_output(inputs)
+    before = results(torch_attn.sdpa, inputs, grad_output)
+    torch.set_float32_matmul_precision(precision)
+    assert_same_bits(results(torch_attn.sdpa, inputs, grad_output), before)
+
+
+def test_float64_is_float64(cpu_capability: str) -> None:
+    inputs = make_inputs(65, 130, 64, dtype=torch.float64)
+    before = results(torch_attn.sdpa, inputs)
+    torch.set_float32_matmul_precision("medium")
+    assert_same_bits(results(torch_attn.sdpa, inputs), before)
