@@ -44,6 +44,21 @@ def cpu_capability(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of avx512_bf16, only what it does itself: other dtypes run the functions of avx512."""
+    taken, left = [], []
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        params = callspec.params if callspec else {}
+        dtypes = {
+            v if isinstance(v, torch.dtype) else getattr(v, "dtype", None) for v in params.values()
+        }
+        others = dtypes & {torch.float64, torch.float32, torch.float16}
+        (left if params.get("cpu_capability") == "avx512_bf16" and others else taken).append(item)
+    items[:] = taken
+    config.hook.pytest_deselected(items=left)
+
+
 @pytest.fixture(autouse=True)
 def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
