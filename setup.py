@@ -2,6 +2,9 @@
 
 Everything else about the package is in pyproject.toml. The library contains no Python: the package
 loads it with ``torch.ops.load_library``.
+
+With ``ATTN_STAND_IN=amx`` in the environment the tile instructions of AMX are replaced by software
+(tests/stand_in), to test on processors without them what uses them.
 """
 
 import json
@@ -20,6 +23,9 @@ from torch.utils.cpp_extension import (
 )
 
 CSRC = Path("csrc")
+STAND_IN = os.environ.get("ATTN_STAND_IN", "")
+if STAND_IN not in ("", "amx"):
+    raise SystemExit(f'ATTN_STAND_IN is "{STAND_IN}"; it must be "amx" or not set')
 
 # BuildExtension looks for ninja on the PATH only, and a virtual environment need not be activated.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -46,7 +52,7 @@ class BuildLibrary(BuildExtension):
         super().finalize_options()
         # One directory of objects per torch, shared by every way to build, so that all of them,
         # also `pip install -e .`, compile only what changed.
-        self.build_temp = str(Path("build") / f"torch-{torch.__version__}")
+        self.build_temp = str(Path("build", f"torch-{torch.__version__}", STAND_IN))
 
     def run(self):
         super().run()
@@ -63,6 +69,7 @@ library = CppExtension(
     include_dirs=[str(CSRC.resolve())],
     py_limited_api=True,  # leaves libtorch_python out
     extra_compile_args=[
+        *(["-DATTN_STAND_IN", f"-I{Path('tests').resolve()}"] if STAND_IN else []),
         "-std=c++20",
         "-O3",
         "-g0",

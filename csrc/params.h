@@ -52,7 +52,8 @@ struct Problem {
   uint64_t keep_below = 0;
   double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
 
-  bool bf16_products = false;  // a kernel may round the factors of products to bfloat16
+  // The factors of products may be rounded to so many bits: 53, 24, 16 or, as bfloat16, 8.
+  int factor_bits = 53;
 
   // Heads [g * group, (g + 1) * group) read the same key head and the same value head: their rows form one
   // long list, row r being query r % L of head g * group + r / L.

@@ -95,19 +95,37 @@ void ProblemBuilder::merge_batch_dims() {
   problem_.batch_dims = merged;
 }
 
+namespace {
+
+int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return 53;
+    case at::kFloat:  // as torch.set_float32_matmul_precision has it for matrix products
+      switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
+        case at::Float32Precision::BF16:
+          return 8;
+        case at::Float32Precision::TF32:
+          return 16;
+        default:
+          return 24;
+      }
+    case at::kHalf:
+      return 16;
+    default:  // bfloat16; but a float32 mask, and its gradient, ask for weights that are not rounded to it
+      return mask_dtype == at::kFloat ? 16 : 8;
+  }
+}
+
+}  // namespace
+
 void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_state, ATTN_INPUTS_ARGS,
               ATTN_OPTIONS_ARGS) {
   (void)enable_gqa;  // is in the numbers of heads
   problem.scale = scale_or_default(scale, problem.head_dim);
   problem.causal = is_causal;
   problem.has_mask = attn_mask.has_value();
-  // float32: as torch.set_float32_matmul_precision("medium") has it for matrix products.
-  // bfloat16: but a float32 mask, and its gradient, ask for weights that are not rounded.
-  const auto mask_dtype = attn_mask ? attn_mask->scalar_type() : query.scalar_type();
-  problem.bf16_products = query.scalar_type() == at::kFloat
-                              ? at::globalContext().float32Precision(
-                                    at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) == at::Float32Precision::BF16
-                              : query.scalar_type() == at::kBFloat16 && mask_dtype != at::kFloat;
+  problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   builder.add(problem.query, query);
   builder.add(problem.key, key);
   builder.add(problem.value, value);

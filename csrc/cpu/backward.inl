@@ -37,7 +37,7 @@ struct Backward {
     T* query;          // [slots of kRowTile][E], finite: a NaN reaches dK through dS, and only at keys attended to
     T* grad_output_t;  // [slots of Ev][kRowTile]
     T* grad_output;    // [slots of kRowTile][Ev]
-    T* grad_query;     // [kRowTile][E]
+    T* grad_query_t;   // [E][kRowTile]
     Logsumexp<T>* logsumexp;
     T* delta;  // [kRowTile]
     // for kSecond
@@ -49,9 +49,10 @@ struct Backward {
   struct Buffers {
     RowState* states;
     T* key;         // [kKeyTile][slots of E]
-    T* key_finite;  // [slots of kKeyTile][E], for dQ, where a NaN in a masked key must not meet dS = 0
+    T* key_finite;  // [slots of kKeyTile][E], for dQ^T, where a NaN in a masked key must not meet dS = 0
     T* value;       // [kKeyTile][slots of Ev]
-    T* lanes;       // [kKeyTile][slots of kRowTile]: P * Z or dS
+    T* lanes;       // [kKeyTile][slots of kRowTile]: P * Z or dS, for dV and dK
+    T* weights;     // [slots of kKeyTile][kRowTile]: dS, for dQ^T, where the format can't have it in dx
     T* x;           // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
@@ -68,13 +69,14 @@ struct Backward {
     Buffers(const Params& p, char* base, int64_t row_tiles, int64_t accumulated_keys) {
       Arena arena(base);
       const int64_t tile = kKeyTile * kRowTile;
-      ld_key = round_up(p.head_dim, W);
-      ld_value = round_up(p.value_dim, W);
+      ld_key = row_of<F>(p.head_dim);
+      ld_value = row_of<F>(p.value_dim);
       states = arena.take<RowState>(row_tiles);
       key = arena.take<T>(kKeyTile * ld_key);
       key_finite = arena.take<T>(slots_of<F>(kKeyTile) * ld_key);
       value = arena.take<T>(kKeyTile * ld_value);
       lanes = arena.take<T>(F::kNumbers == 1 ? 0 : kKeyTile * slots_of<F>(kRowTile));
+      weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
       x = arena.take<T>(tile);
       dx = arena.take<T>(tile);
       bias = arena.take<T>(p.has_mask ? tile : 0);
@@ -93,7 +95,7 @@ struct Backward {
         state.query = arena.take<T>(slots_of<F>(kRowTile) * ld_key);
         state.grad_output_t = arena.take<T>(slots_of<F>(p.value_dim) * kRowTile);
         state.grad_output = arena.take<T>(slots_of<F>(kRowTile) * ld_value);
-        state.grad_query = arena.take<T>(kRowTile * ld_key);
+        state.grad_query_t = arena.take<T>(p.head_dim * kRowTile);
         state.logsumexp = arena.take<Logsumexp<T>>(1);
         state.delta = arena.take<T>(kRowTile);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
@@ -131,64 +133,86 @@ struct Backward {
     }
   }
 
-  // dots[lane] = <G, y + rest>, summed in the order in which the matrix product sums <G, V>: where a row attends to one
-  // key only, O is that V, and dP - delta is then exactly 0.
+  // dots[lane] = <G, y + rest>
   static void dot_grad_output(const Params& p, const Buffers& b, const RowState& state, const Operand& y,
                               const Operand& rest, T* dots) {
-    constexpr int64_t kDepth = Gemm<F>::kDepth, kNumbers = F::kNumbers;
-    const int64_t lanes = state.rows.template lanes<T>();
     fill_zero(dots, kRowTile);
-    for (int64_t first = 0; first < p.value_dim; first += kDepth * kNumbers) {
-      const int64_t cols = smaller(kDepth * kNumbers, p.value_dim - first);
-      const T* grad_output_t = state.grad_output_t + first / kNumbers * kRowTile;
-      for (const Operand* x : {&y, &rest}) {
-        if (!x->data) continue;
-        const bool as_operand = x == &y && F::holds(y.dtype);
-        if (as_operand)
-          state.rows.template pack_columns<F>(p, *x, cols, b.x, first);
-        else
-          state.rows.pack_transposed(p, *x, cols, b.x, first);
+    if (y.data) F::holds(y.dtype) ? add_products(p, b, state, y, dots) : add_numbers(p, b, state, y, dots);
+    if (rest.data) add_numbers(p, b, state, rest, dots);
+  }
+
+  // Adds <G, y> in the order in which the matrix product sums <G, V>: where a row attends to one key only, O is that V,
+  // and dP - delta is then exactly 0.
+  static void add_products(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
+    const int64_t lanes = state.rows.template lanes<T>();
+    if constexpr (F::kTiles) {  // the diagonal of that product
+      state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+        F::pack_along_columns(block_of(p, y, state.rows.n, h, l), rows, p.value_dim, b.value + lane * b.ld_value,
+                              b.ld_value);
+      });
+      for (int64_t lane = 0; lane < lanes; lane += W) {
+        Gemm<F>::template run<false>(W, W, slots_of<F>(p.value_dim), b.value + lane * b.ld_value, b.ld_value,
+                                     state.grad_output_t + lane, kRowTile, b.x, W, false);
+        for (int64_t i = 0; i < smaller(W, state.rows.count - lane); ++i) dots[lane + i] += b.x[i * W + i];
+      }
+    } else {
+      constexpr int64_t kDepth = Gemm<F>::kDepth, kNumbers = F::kNumbers;
+      for (int64_t first = 0; first < p.value_dim; first += kDepth * kNumbers) {
+        const int64_t cols = smaller(kDepth * kNumbers, p.value_dim - first);
+        const T* grad_output_t = state.grad_output_t + first / kNumbers * kRowTile;
+        state.rows.template pack_columns<F>(p, y, cols, b.x, first);
         for (int64_t lane = 0; lane < lanes; lane += W) {
           Vec<T> sum{};
-          for (int64_t d = 0; d < slots_of<F>(cols); ++d) {
-            const Vec<T> slot = load<T>(grad_output_t + d * kRowTile + lane);
-            if (as_operand) {
-              sum = F::multiply_add(sum, load<T>(b.x + d * kRowTile + lane), slot);
-              continue;
-            }
-            for (int64_t k = 0; k < smaller(kNumbers, cols - d * kNumbers); ++k)
-              sum += load<T>(b.x + (d * kNumbers + k) * kRowTile + lane) * F::number(slot, k);
-          }
+          for (int64_t d = 0; d < slots_of<F>(cols); ++d)
+            sum =
+                F::multiply_add(sum, load<T>(b.x + d * kRowTile + lane), load<T>(grad_output_t + d * kRowTile + lane));
           store<T>(dots + lane, load<T>(dots + lane) + sum);
         }
       }
     }
   }
 
+  // The same for y that the format would round.
+  static void add_numbers(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
+    const int64_t lanes = state.rows.template lanes<T>();
+    for (int64_t first = 0; first < p.value_dim; first += kKeyTile) {
+      const int64_t cols = smaller(kKeyTile, p.value_dim - first);
+      state.rows.pack_transposed(p, y, cols, b.x, first);
+      for (int64_t lane = 0; lane < lanes; lane += W) {
+        Vec<T> sum{};
+        for (int64_t d = 0; d < cols; ++d)
+          for (int64_t part = 0; part < F::kParts; ++part) {
+            const Vec<T> slots = load<T>(state.grad_output_t + F::slot(first + d, part) * kRowTile + lane);
+            sum += load<T>(b.x + d * kRowTile + lane) * F::number(slots, d % F::kNumbers);
+          }
+        store<T>(dots + lane, load<T>(dots + lane) + sum);
+      }
+    }
+  }
+
   struct Keys {
-    Rows<T> key, value;
-    Rows<T> tangent_key, tangent_value;
+    Rows<T> key, key_finite, value;
+    Rows<T> tangent_key, tangent_key_finite, tangent_value;
   };
 
   static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys) {
     const int64_t key_head = head / (p.heads / p.key_heads);
     const int64_t value_head = head / (p.heads / p.value_heads);
     const auto finite = [&](const Operand& x, T* tile) {
-      if (!p.grad_query.data) return;
-      F::pack_along_rows(block_of(p, x, n, key_head, key), 0, keys, p.head_dim, tile, b.ld_key);
-      F::make_finite(tile, slots_of<F>(keys) * b.ld_key);
+      if (!p.grad_query.data) return Rows<T>{};
+      return F::finite_along_rows(block_of(p, x, n, key_head, key), keys, p.head_dim, tile, b.ld_key);
     };
     Keys k{};
     k.key = F::along_columns(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
     k.value = F::along_columns(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
-    finite(p.key, b.key_finite);
+    k.key_finite = finite(p.key, b.key_finite);
     if constexpr (kSecond) {
       const auto along_columns = [&](const Operand& x, int64_t x_head, int64_t cols, T* tile, int64_t ld) {
         return x.data ? F::along_columns(block_of(p, x, n, x_head, key), keys, cols, tile, ld) : Rows<T>{};
       };
       k.tangent_key = along_columns(p.t.key, key_head, p.head_dim, b.tangent_key, b.ld_key);
       k.tangent_value = along_columns(p.t.value, value_head, p.value_dim, b.tangent_value, b.ld_value);
-      if (p.t.key.data) finite(p.t.key, b.tangent_key_finite);
+      if (p.t.key.data) k.tangent_key_finite = finite(p.t.key, b.tangent_key_finite);
     }
     return k;
   }
@@ -214,11 +238,12 @@ struct Backward {
         fill_zero(b.tdx, keys * kRowTile);
     }
     const Vec<T> zero{};
+    const T unit = unit_of_scores<F>(p);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       const Vec<T> delta = load<T>(state.delta + lane);
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = state.logsumexp->weight(load<T>(b.x + at), lane);
+        const Vec<T> weight = state.logsumexp->template weight<F>(F::scaled(load<T>(b.x + at), unit), lane);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
         // by selection: nothing of a masked key or its value may come through, not even a NaN
         const auto masked = weight == zero;
@@ -277,7 +302,7 @@ struct Backward {
       RowState& state = b.states[tiles];
       state.rows.set(p, n, head, r, smaller(kRowTile, last_row - r));
       load_rows(p, b, state);
-      if (p.grad_query.data) fill_zero(state.grad_query, kRowTile * b.ld_key);
+      if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
       last_position = larger(last_position, state.rows.max_position);
     }
     if (p.causal) last_key = smaller(last_key, last_position + 1);
@@ -292,38 +317,39 @@ struct Backward {
         if (p.causal && key > rows.max_position) continue;
         const int64_t lanes = rows.template lanes<T>();
         weights(p, b, state, k, key, keys, want_dx);
-        const auto add_to_keys = [&](T* grad, int64_t ld, const T* tile, const T* x) {
+        const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* tile, const T* x) {
           const Rows<T> a = F::along_lanes(tile, keys, lanes, b.lanes);
-          Gemm<F>::template run<false>(keys, ld, slots_of<F>(rows.count), a.data, a.ld, x, ld, grad, ld, true);
+          Gemm<F>::template run<false>(keys, round_up(cols, W), slots_of<F>(rows.count), a.data, a.ld, x, ld, grad, ld,
+                                       true);
         };
-        const auto add_to_queries = [&](T* tile, const T* x) {  // overwrites the tile
-          const T* a = F::along_keys(tile, keys, lanes);
-          Gemm<F>::template run<true>(rows.count, b.ld_key, slots_of<F>(keys), a, kRowTile, x, b.ld_key,
-                                      state.grad_query, b.ld_key, true);
+        const auto add_to_queries = [&](T* tile, const Rows<T>& x) {  // overwrites the tile
+          const T* dx = F::along_keys(tile, keys, lanes, b.weights);
+          Gemm<F>::template run<true>(p.head_dim, lanes, slots_of<F>(keys), x.data, x.ld, dx, kRowTile,
+                                      state.grad_query_t, kRowTile, true);
         };
-        if (p.grad_value.data) add_to_keys(grad_value, b.ld_value, b.x, state.grad_output);
-        if (p.grad_key.data) add_to_keys(grad_key, b.ld_key, b.ds(), state.query);
+        if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);
+        if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
         if (direct_mask) rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
-        if (p.grad_query.data) add_to_queries(b.ds(), b.key_finite);
+        if (p.grad_query.data) add_to_queries(b.ds(), k.key_finite);
         if constexpr (kSecond) {
-          if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, b.ld_key, b.dx, state.tangent_query);
-          if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, b.tangent_key_finite);
+          if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.dx, state.tangent_query);
+          if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, k.tangent_key_finite);
         }
       }
     }
     if (!p.grad_query.data) return;
     for (int64_t t = 0; t < tiles; ++t) {
       RowState& state = b.states[t];
-      scale_tile<T>(state.grad_query, kRowTile * b.ld_key, static_cast<T>(p.scale));
+      scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, static_cast<T>(p.scale));
       state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
-        const T* from = state.grad_query + lane * b.ld_key;
+        const T* from = state.grad_query_t + lane;
         if (p.chunks == 1) {
-          unpack_rows<T>(block_of(p, p.grad_query, n, h, l), from, b.ld_key, count, p.head_dim);
+          unpack_transposed<T>(block_of(p, p.grad_query, n, h, l), from, kRowTile, count, p.head_dim);
         } else {
           T* to = static_cast<T*>(p.partial_grad_query) +
                   (((chunk * p.batch + n) * p.heads + h) * p.queries + l) * p.head_dim;
           const Block block{reinterpret_cast<char*>(to), sizeof(T) == 8 ? DType::f64 : DType::f32, p.head_dim, 1};
-          unpack_rows<T>(block, from, b.ld_key, count, p.head_dim);
+          unpack_transposed<T>(block, from, kRowTile, count, p.head_dim);
         }
       });
     }

@@ -7,6 +7,14 @@
 #include <atomic>
 #include <cstdlib>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace attn {
 
 namespace {
@@ -28,6 +36,25 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+#ifdef ATTN_STAND_IN
+bool has_amx() { return has_avx512_bf16(); }  // tiles in software
+#else
+// The processor has tiles, and the operating system saves them and lets this process use them.
+bool has_amx() {
+#if defined(__linux__)
+  unsigned eax, ebx, ecx, edx;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24;
+  if (!(edx & kBFloat16) || !(edx & kTile)) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of <asm/prctl.h>
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 #endif
 
 constexpr Capability kCapabilities[] = {
@@ -35,8 +62,8 @@ constexpr Capability kCapabilities[] = {
 #if defined(__x86_64__)
     {"avx2", kernels_avx2, has_avx2, always},
     {"avx512", kernels_avx512, has_avx512, always},
-    {"avx512_bf16", kernels_avx512_bf16, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); },
-     [] { return __builtin_cpu_is("amd") != 0; }},
+    {"avx512_bf16", kernels_avx512_bf16, has_avx512_bf16, [] { return __builtin_cpu_is("amd") != 0; }},
+    {"amx", kernels_amx, has_amx, always},
 #endif
 };
 

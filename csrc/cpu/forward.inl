@@ -21,11 +21,12 @@ struct Forward {
   };
   struct Buffers {
     RowState* states;
-    T* key;     // [kKeyTile][slots of E]
-    T* value;   // [slots of kKeyTile][Ev]
-    T* x;       // [kKeyTile][kRowTile]: scores, then weights
-    T* bias;    // as x
-    T* factor;  // as x
+    T* key;      // [kKeyTile][slots of E]
+    T* value;    // [slots of kKeyTile][Ev]
+    T* x;        // [kKeyTile][kRowTile]: scores, then weights
+    T* weights;  // [slots of kKeyTile][kRowTile], where the format can't have them in x
+    T* bias;     // as x
+    T* factor;   // as x
     int64_t ld_key, ld_value;
     int64_t size;
 
@@ -34,11 +35,12 @@ struct Forward {
       const int64_t tiles = (p.rows_per_task + kRowTile - 1) / kRowTile;
       states = arena.take<RowState>(tiles);
       // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
-      ld_key = round_up(p.head_dim, W) + W;
-      ld_value = round_up(p.value_dim, W) + W;
+      ld_key = row_of<F>(p.head_dim) + W;
+      ld_value = row_of<F>(p.value_dim) + W;
       key = arena.take<T>(kKeyTile * ld_key);
-      value = arena.take<T>(kKeyTile * ld_value);
+      value = arena.take<T>(slots_of<F>(kKeyTile) * ld_value);
       x = arena.take<T>(kKeyTile * kRowTile);
+      weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
       for (int64_t t = 0; t < tiles; ++t) {
@@ -53,10 +55,10 @@ struct Forward {
     }
   };
 
-  // Turns N vectors of lanes of x from scores into unnormalised weights exp(x - maximum); returns whether some lane's
-  // maximum moved, with `correction` = exp(m_old - m_new).
+  // Turns N vectors of lanes of x from scores, in units of 1 / `unit`, into unnormalised weights exp(x - maximum);
+  // returns whether some lane's maximum moved, with `correction` = exp(m_old - m_new).
   template <int N>
-  static ATTN_INLINE bool softmax(T* x, int64_t keys, T* maximum, T* sum, Vec<T>* correction, bool started) {
+  static ATTN_INLINE bool softmax(T* x, int64_t keys, T unit, T* maximum, T* sum, Vec<T>* correction, bool started) {
     Vec<T> old[N], best[N], shift[N], total[N];
     for (int v = 0; v < N; ++v) best[v] = old[v] = started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
     for (int64_t j = 0; j < keys; ++j)
@@ -69,14 +71,14 @@ struct Forward {
     for (int64_t j = 0; j < keys; ++j)
       for (int v = 0; v < N; ++v) {
         T* at = x + j * kRowTile + v * W;
-        const Vec<T> weight = exp<T>(load<T>(at) - shift[v]);
+        const Vec<T> weight = F::exp(load<T>(at) - shift[v], unit);
         total[v] += weight;
         store<T>(at, weight);
       }
     bool moved = false;
     for (int v = 0; v < N; ++v) {
       if (started) {
-        correction[v] = exp<T>(old[v] - shift[v]);
+        correction[v] = F::exp(old[v] - shift[v], unit);
         total[v] += load<T>(sum + v * W) * correction[v];
         moved |= any(correction[v] != static_cast<T>(1));
       }
@@ -89,7 +91,8 @@ struct Forward {
   static ATTN_INLINE void softmax_and_rescale(const ForwardParams& p, RowState& state, T* x, int64_t keys,
                                               int64_t lane) {
     Vec<T> correction[N];
-    if (!softmax<N>(x + lane, keys, state.maximum + lane, state.sum + lane, correction, state.started)) return;
+    const T unit = unit_of_scores<F>(p);
+    if (!softmax<N>(x + lane, keys, unit, state.maximum + lane, state.sum + lane, correction, state.started)) return;
     for (int64_t d = 0; d < p.value_dim; ++d)
       for (int v = 0; v < N; ++v) {
         T* at = state.output_t + d * kRowTile + lane + v * W;
@@ -112,7 +115,8 @@ struct Forward {
     }
     // O^T += V^T P^T
     Gemm<F>::template run<true>(p.value_dim, lanes, slots_of<F>(keys), value_rows.data, value_rows.ld,
-                                F::along_keys(b.x, keys, lanes), kRowTile, state.output_t, kRowTile, state.started);
+                                F::along_keys(b.x, keys, lanes, b.weights), kRowTile, state.output_t, kRowTile,
+                                state.started);
     state.started = true;
   }
 
@@ -135,7 +139,8 @@ struct Forward {
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
       T* pair = logsumexp + 2 * rows.statistic(p, i);
-      state.started ? store_logsumexp<T>(pair, state.maximum[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
+      state.started ? store_logsumexp<T>(pair, state.maximum[i] * unit_of_scores<F>(p), state.sum[i])
+                    : store_logsumexp<T>(pair, 0, 0);
     }
   }
 

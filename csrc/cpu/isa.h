@@ -50,5 +50,6 @@ const Kernels* kernels_default();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_bf16();
+const Kernels* kernels_amx();
 
 }  // namespace attn

@@ -12,7 +12,7 @@
 #endif
 #define ATTN_ISA avx512_bf16
 #define ATTN_VECTOR_BYTES 64
-#define ATTN_BF16_PAIRS
+#define ATTN_BFLOAT16
 #include "isa.inl"
 
 const attn::Kernels* attn::kernels_avx512_bf16() { return &avx512_bf16::table; }

@@ -12,8 +12,10 @@ struct Logsumexp {
   T high[kRowTile];
   T low[kRowTile];
 
+  // Of x in units of the score.
+  template <class F>
   ATTN_INLINE Vec<T> weight(Vec<T> x, int64_t lane) const {
-    return exp<T>((x - load<T>(high + lane)) - load<T>(low + lane));
+    return F::exp((x - load<T>(high + lane)) - load<T>(low + lane), 1);
   }
 };
 
@@ -203,6 +205,13 @@ void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, int64
   });
 }
 
+// What a tile of scores() must yet be multiplied by: tiles of the processor don't apply the scale.
+template <class F, class T = typename F::Number>
+ATTN_INLINE T unit_of_scores(const Problem& p) {
+  const bool later = F::kTiles && !p.has_mask && p.scale > 0;
+  return later ? static_cast<T>(p.scale) : 1;
+}
+
 // x[j * kRowTile + lane], keys [key, key + keys): scale q.k -> + mask -> masked by mask and causality.
 // `query_t` is the tile of queries, transposed; `bias` is workspace.
 // What is masked becomes -inf by selection, not by addition: a NaN in a masked key does not get through.
@@ -211,16 +220,19 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<
             T* bias, T* x) {
   constexpr int W = kLanes<T>;
   const int64_t lanes = rows.lanes<T>();
+  const T scale = static_cast<T>(p.scale);
   Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t, kRowTile, x,
-                               kRowTile, false, static_cast<T>(p.scale));
+                               kRowTile, false, F::kTiles ? 1 : scale);
   const Vec<T> masked = splat<T>(-kInfinity<T>);
   if (p.has_mask) {
     pack_mask<T>(p, p.mask, rows, key, keys, bias);
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W) {
         const Vec<T> b = load<T>(bias + i);
-        store<T>(x + i, b == masked ? masked : load<T>(x + i) + b);
+        store<T>(x + i, b == masked ? masked : F::scaled(load<T>(x + i), scale) + b);
       }
+  } else if (F::kTiles && unit_of_scores<F>(p) == 1) {
+    scale_tile<T>(x, keys * kRowTile, scale);
   }
   if (p.causal && key + keys - 1 > rows.min_position) {
     T limit[kRowTile] = {};  // lane's last visible key, counted from `key`

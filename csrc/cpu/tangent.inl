@@ -65,7 +65,7 @@ struct Tangent {
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = b.logsumexp->weight(load<T>(b.x + at), lane);
+        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(load<T>(b.x + at), lane);
         total += weight;
         mean += weight == zero ? zero : weight * load<T>(b.tx + at);
         store<T>(b.x + at, weight);
