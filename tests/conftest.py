@@ -45,7 +45,11 @@ def cpu_capability(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of avx512_bf16, only what it does itself: other dtypes run the functions of avx512."""
+    """Of an instruction set, only what it does itself: other dtypes run the functions of avx512."""
+    of_avx512 = {
+        "avx512_bf16": {torch.float64, torch.float32, torch.float16},
+        "amx": {torch.float64},
+    }
     taken, left = [], []
     for item in items:
         callspec = getattr(item, "callspec", None)
@@ -53,8 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dtypes = {
             v if isinstance(v, torch.dtype) else getattr(v, "dtype", None) for v in params.values()
         }
-        others = dtypes & {torch.float64, torch.float32, torch.float16}
-        (left if params.get("cpu_capability") == "avx512_bf16" and others else taken).append(item)
+        others = dtypes & of_avx512.get(params.get("cpu_capability", ""), set())
+        (left if others else taken).append(item)
     items[:] = taken
     config.hook.pytest_deselected(items=left)
 

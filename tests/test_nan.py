@@ -108,9 +108,10 @@ def test_key(S: int, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["bool", "-inf", "float32 -inf"])
 @pytest.mark.parametrize("S", KEYS)
-def test_key_that_no_row_attends_to(S: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("L", [20, 21])
+def test_key_that_no_row_attends_to(L: int, S: int, kind: str, dtype: torch.dtype) -> None:
     """Padding may hold anything: no result sees it, no gradient reaches it."""
-    inputs = make_inputs(20, S, 9, dtype=dtype)
+    inputs = make_inputs(L, S, 9, dtype=dtype)
     padding = torch.zeros(1, S, dtype=torch.bool)
     padding[:, S // 2 :] = True
     inputs = inputs._replace(attn_mask=masks_that_hide(padding, dtype)[kind])

@@ -318,7 +318,7 @@ struct Backward {
         const int64_t lanes = rows.template lanes<T>();
         weights(p, b, state, k, key, keys, want_dx);
         const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* tile, const T* x) {
-          const Rows<T> a = F::along_lanes(tile, keys, lanes, b.lanes);
+          const Rows<T> a = F::along_lanes(tile, keys, rows.count, b.lanes);
           Gemm<F>::template run<false>(keys, round_up(cols, W), slots_of<F>(rows.count), a.data, a.ld, x, ld, grad, ld,
                                        true);
         };

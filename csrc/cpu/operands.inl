@@ -76,7 +76,7 @@ struct Singles {
   // The tile of weights x[key * kRowTile + lane], slots along the keys: [slot][lane], in x or in `tile`. Overwrites x.
   static constexpr bool kWeightsInPlace = true;
   static const T* along_keys(T* x, int64_t, int64_t, T*) { return x; }
-  // The same, slots along the lanes: [key][slot], in `tile`.
+  // The same, slots along the lanes: [key][slot], in `tile`. Lanes without a row hold anything, slots 0 for them.
   static Rows<T> along_lanes(const T* x, int64_t, int64_t, T*) { return {x, kRowTile}; }
 
   // Where `part` of number i is, and the k-th numbers of slots.

@@ -118,10 +118,14 @@ struct Bfloat16s {
   }
   static Rows<float> along_lanes(const float* x, int64_t keys, int64_t lanes, float* tile) {
     constexpr int64_t ld = slots_of<Bfloat16s>(kRowTile);
+    const auto load_lanes = [&](const float* from, int64_t i) {
+      if (i + W <= lanes) return load<float>(from + i);
+      return i < lanes ? load_some<float>(from + i, lanes - i) : Vec<float>{};
+    };
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = 0; i < lanes; i += 2 * W) {
-        Vec<float> first = load<float>(x + j * kRowTile + i);
-        Vec<float> second = i + W < lanes ? load<float>(x + j * kRowTile + i + W) : Vec<float>{};
+        Vec<float> first = load_lanes(x + j * kRowTile, i);
+        Vec<float> second = load_lanes(x + j * kRowTile, i + W);
         for (int64_t g = 0; g < kParts; ++g)
           store<float>(tile + j * ld + slot(i, g), take_part(first, second, g, joined));
       }
@@ -179,7 +183,7 @@ struct Bfloat16s {
   static ATTN_INLINE Shorts<float> rounded(Vec<float> x) {
     return bit_cast<Shorts<float>>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
   }
-  // What is left of x; an infinity or a NaN is in its first part alone.
+  // What is left of a weight; an infinity or a NaN is in its first part alone.
   static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
     const Vec<float> rest = x - part;
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};
@@ -208,16 +212,21 @@ struct Bfloat16s {
       x = half_to_float(gathered<Shorts<float>>(reinterpret_cast<const uint16_t*>(block.data) + at, block.col, count));
     else
       x = gathered<Vec<float>>(reinterpret_cast<const float*>(block.data) + at, block.col, count);
-    for (int64_t g = 0; g < kParts; ++g) {
-      part[g] = rounded(x);
-      if (g + 1 == kParts) return;
-      // A number above the largest bfloat16 is rounded down to that, not to infinity.
-      if (g == 0)
-        part[0] = (part[0] & 0x7fffu) == 0x7f80u && __builtin_convertvector(x - x == Vec<float>{}, Shorts<float>)
-                      ? part[0] - 1u
-                      : part[0];
-      x = without(x, bfloat16_to_float(part[g]));
+    if constexpr (kParts == 1) {
+      part[0] = rounded(x);
+      return;
     }
+    // The largest finite bfloat16 if x is larger than that. Infinities and NaNs are in the last part, which meets one
+    // part only of the other factor: they must not be multiplied with a part that is 0.
+    const auto finite = x - x == Vec<float>{};
+    Vec<float> rest = finite ? x : Vec<float>{};
+    for (int64_t g = 0; g < kParts; ++g) {
+      part[g] = rounded(rest);
+      const auto infinite = (part[g] & static_cast<uint16_t>(0x7fff)) == static_cast<uint16_t>(0x7f80);
+      part[g] = infinite ? part[g] - static_cast<uint16_t>(1) : part[g];
+      rest = rest - bfloat16_to_float(part[g]);
+    }
+    part[kParts - 1] = __builtin_convertvector(finite, Shorts<float>) ? part[kParts - 1] : rounded(x);
   }
   template <class V, class S>
   static ATTN_INLINE V gathered(const S* from, int64_t stride, int64_t count) {
