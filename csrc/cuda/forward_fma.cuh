@@ -24,13 +24,14 @@ struct ForwardFma {
       };
       alignas(16) T value[kFmaDepth * kValueStride];  // [key][d]
     };
+    Task task;
     RowTile<kFmaTile> rows;
     uint32_t head_number[kFmaTile];  // of dropout's counters
   };
 
   const ForwardParams& p;
   Shared& shared;
-  const Task task;
+  const Task& task;
   const FmaThread thread;
   const int64_t first_col;  // of the output
   const Dropout dropout;
@@ -39,10 +40,11 @@ struct ForwardFma {
   T maximum[kFmaRows];
   T sum[kFmaRows] = {};
 
-  __device__ ForwardFma(const ForwardParams& p, Shared& shared, int64_t task_number, int64_t first_col)
+  // shared.task is there.
+  __device__ ForwardFma(const ForwardParams& p, Shared& shared, int64_t first_col)
       : p(p),
         shared(shared),
-        task(p, task_number),
+        task(shared.task),
         first_col(first_col),
         dropout(p, task.n),
         query_base(batch_offset(p, p.query, task.n)),
@@ -199,8 +201,10 @@ __global__ void __launch_bounds__(kFmaThreads) forward_fma(const __grid_constant
   const int64_t number = block_number(), tasks = p.tasks();
   const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));
   if (number >= tasks * passes) return;
-  Kernel(p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory()), number % tasks, number / tasks * kValueCols)
-      .run();
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
+  if (threadIdx.x == 0) shared.task.set(p, number % tasks);
+  __syncthreads();
+  Kernel(p, shared, number / tasks * kValueCols).run();
 }
 
 }  // namespace attn::cuda

@@ -23,16 +23,30 @@ __global__ void write_rng_state(const __grid_constant__ RngState r) {
   r.state[2] = r.period;
 }
 
-template <class T>
+bool is_16_bits(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
+
+bool uses_mma(const Problem& p) { return is_16_bits(p.query.dtype) && larger(p.head_dim, p.value_dim) <= kMmaMaxDim; }
+
+template <class S>
+Error run_forward_mma(const ForwardParams& p, Stream stream) {
+  const int64_t dim = larger(p.head_dim, p.value_dim);
+  if (dim <= 64) return launch_forward_mma<S, 64>(p, stream);
+  if (dim <= 128) return launch_forward_mma<S, 128>(p, stream);
+  return launch_forward_mma<S, 256>(p, stream);
+}
+
 Error run_forward(const ForwardParams& p, Stream stream) {
-  if (Error error = launch_forward_fma<T>(p, stream)) return error;
-  return p.splits > 1 ? launch_merge_splits<T>(p, stream) : nullptr;
+  if (p.query.dtype == DType::f64) return launch_forward_fma<double>(p, stream);
+  if (!uses_mma(p)) return launch_forward_fma<float>(p, stream);
+  return p.query.dtype == DType::bf16 ? run_forward_mma<BFloat16>(p, stream) : run_forward_mma<Half>(p, stream);
 }
 
 }  // namespace
 
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
+  constexpr int64_t kMmaRows = 64;  // 16 of each of four warps
   p.rows_per_task = kRowTile;
+  if (uses_mma(p)) p.rows_per_task = kMmaRows * forward_mma_tiles(larger(p.head_dim, p.value_dim), is_general(p));
   p.keys_per_split = round_up(larger(1, p.keys), kKeysPerTile);
   // With fewer blocks than the device can run at a time, keys are cut too; each split has some tiles of them.
   const int64_t wanted = 2 * multiprocessors, enough_keys = 4 * kKeysPerTile;
@@ -43,7 +57,9 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
 }
 
 Error launch_forward(const ForwardParams& p, Stream stream) {
-  return p.query.dtype == DType::f64 ? run_forward<double>(p, stream) : run_forward<float>(p, stream);
+  if (Error error = run_forward(p, stream)) return error;
+  if (p.splits == 1) return nullptr;
+  return p.query.dtype == DType::f64 ? launch_merge_splits<double>(p, stream) : launch_merge_splits<float>(p, stream);
 }
 
 Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period, Stream stream) {

@@ -40,8 +40,8 @@ struct RowTile {
   }
 };
 
-// One block's share of the problem, the same in all its threads. Blocks of the same keys are neighbours, those with most
-// keys under causality first.
+// One block's share of the problem, in shared memory: one thread computes it, and no register has to keep it. Blocks of
+// the same keys are neighbours, those with most keys under causality first.
 struct Task {
   int64_t n;           // flat batch index
   int64_t first_head;  // of the group
@@ -52,8 +52,9 @@ struct Task {
   int64_t first_key, last_key;        // no row of the tile sees others
   int64_t min_position, max_position;  // of its rows
 
+  // Called by one thread, followed by a barrier.
   template <class Params>
-  __device__ Task(const Params& p, int64_t number) {
+  __device__ void set(const Params& p, int64_t number) {
     const int64_t row_tasks = p.row_tasks();
     first_row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task;
     number /= row_tasks;
