@@ -25,6 +25,7 @@ struct ForwardFma {
       alignas(16) T value[kFmaDepth * kValueStride];  // [key][d]
     };
     Task task;
+    Dropout dropout;
     RowTile<kFmaTile> rows;
     uint32_t head_number[kFmaTile];  // of dropout's counters
   };
@@ -34,19 +35,21 @@ struct ForwardFma {
   const Task& task;
   const FmaThread thread;
   const int64_t first_col;  // of the output
-  const Dropout dropout;
   const int64_t query_base, key_base, value_base, mask_base;
   T output[kFmaRows][kN] = {};
   T maximum[kFmaRows];
   T sum[kFmaRows] = {};
 
-  // shared.task is there.
+  // One thread fills what all need, before a barrier and the constructor.
+  __device__ static void set(const ForwardParams& p, Shared& shared, int64_t task_number) {
+    shared.task.set(p, task_number);
+    if (p.has_dropout) shared.dropout.set(p, shared.task.n);
+  }
   __device__ ForwardFma(const ForwardParams& p, Shared& shared, int64_t first_col)
       : p(p),
         shared(shared),
         task(shared.task),
         first_col(first_col),
-        dropout(p, task.n),
         query_base(batch_offset(p, p.query, task.n)),
         key_base(batch_offset(p, p.key, task.n) + task.key_head * p.key.head),
         value_base(batch_offset(p, p.value, task.n) + task.value_head * p.value.head),
@@ -60,7 +63,7 @@ struct ForwardFma {
     __syncthreads();
     if (p.has_dropout)
       for (int i = threadIdx.x; i < kFmaTile; i += kFmaThreads)
-        shared.head_number[i] = dropout.head(p, task.n, shared.rows.head[i]);
+        shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
     for (int64_t key = task.first_key; key < task.last_key; key += kFmaTile) {
       T x[kFmaRows][kFmaCols] = {};
       add_scores(x, key);
@@ -146,7 +149,7 @@ struct ForwardFma {
     for (int i = 0; i < kFmaRows; ++i) {
       const int row = thread.row(i);
       const unsigned kept =
-          dropout.kept((key + thread.col(0)) / 4, shared.rows.position[row], shared.head_number[row]);
+          shared.dropout.kept((key + thread.col(0)) / 4, shared.rows.position[row], shared.head_number[row]);
 #pragma unroll
       for (int j = 0; j < kFmaCols; ++j) x[i][j] *= static_cast<T>(kept >> j & 1);
     }
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(kFmaThreads) forward_fma(const __grid_constant
   const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));
   if (number >= tasks * passes) return;
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
-  if (threadIdx.x == 0) shared.task.set(p, number % tasks);
+  if (threadIdx.x == 0) Kernel::set(p, shared, number % tasks);
   __syncthreads();
   Kernel(p, shared, number / tasks * kValueCols).run();
 }

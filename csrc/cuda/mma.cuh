@@ -34,13 +34,14 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
                                           int64_t rows, int64_t cols, Offset offset) {
   constexpr int kChunks = kCols / kChunk;
   constexpr int kRowsAtOnce = kMmaThreads / kChunks;
-  const int chunk = threadIdx.x % kChunks;
+  const int thread = thread_index();
+  const int chunk = thread % kChunks;
   const int64_t first = chunk * kChunk;
   const int64_t left = smaller(kChunk, cols - first);
   const int there = left > 0 ? static_cast<int>(left) : 0;  // numbers of the chunk
   if (aligned) {
 #pragma unroll 4
-    for (int i = threadIdx.x / kChunks; i < kRows; i += kRowsAtOnce) {
+    for (int i = thread / kChunks; i < kRows; i += kRowsAtOnce) {
       const bool inside = i < rows && there > 0;
       copy_async(tile.at(i, chunk), inside ? data + offset(i) + first : data,
                  inside ? there * static_cast<int>(sizeof(S)) : 0);
@@ -48,30 +49,43 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
     return;
   }
 #pragma unroll 1
-  for (int i = threadIdx.x / kChunks; i < kRows; i += kRowsAtOnce) {
+  for (int i = thread / kChunks; i < kRows; i += kRowsAtOnce) {
     const S* from = data + offset(i) + first * col;
     S* to = tile.at(i, chunk);
     for (int k = 0; k < kChunk; ++k) to[k] = i < rows && k < there ? from[k * col] : S{0};
   }
 }
 
-// Fragments of a warp, see ptx.cuh. A 16 x 16: rows from `row`, columns from 16 k.
+// Where a thread's elements of fragments lie, see ptx.cuh.
+struct MmaThread {
+  int warp, lane, group, place;
+
+  __device__ __forceinline__ MmaThread() {
+    const int thread = thread_index();
+    warp = thread / 32;
+    lane = thread % 32;
+    group = lane / 4;
+    place = lane % 4;
+  }
+  // The columns of elements 0 and 2 (or 1 and 3, one further) of fragment n of a row of fragments.
+  __device__ __forceinline__ int col(int n) const { return 8 * n + 2 * place; }
+};
+
+// Fragments of a warp. A 16 x 16: rows from `row`, columns from 16 k.
 template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int row, int k) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int k) {
   load_matrices(a, tile.at(row + lane % 16, 2 * k + lane / 16));
 }
 // Two B of 16 x 8 as the transpose of rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight rows, b[2],
 // b[3] of the others.
 template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int row, int k) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int k) {
   load_matrices(b, tile.at(row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 }
 // Two B of 16 x 8 as they lie: rows [row, row + 16), columns from 8 chunk: b[0], b[1] of the first eight columns.
 template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int row, int chunk) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row,
+                                       int chunk) {
   load_matrices_transposed(b, tile.at(row + lane % 16, chunk + lane / 16));
 }
 

@@ -21,6 +21,13 @@ __device__ __forceinline__ unsigned char* shared_memory() {
   return attn_shared_memory;
 }
 
+// threadIdx.x, read anew: what a phase of a kernel computes from it does not take registers during the others.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -29,15 +29,15 @@ __device__ __forceinline__ T shift_of(T maximum) {
   return maximum == -infinity<T>() ? static_cast<T>(0) : maximum;
 }
 
-// Dropout's decisions; see Problem::rng.
+// Dropout's decisions, in shared memory; see Problem::rng.
 struct Dropout {
+  uint64_t keep_below;
+  uint64_t period;
   uint32_t key[2];
   uint32_t offset;
-  uint64_t period;
-  uint64_t keep_below;
 
-  __device__ Dropout(const Problem& p, int64_t n) {
-    if (!p.has_dropout) return;
+  // Of batch entry n.
+  __device__ void set(const Problem& p, int64_t n) {
     const auto* state = static_cast<const int64_t*>(p.rng.data) + batch_offset(p, p.rng, n);
     key[0] = static_cast<uint32_t>(state[0]);
     key[1] = static_cast<uint32_t>(static_cast<uint64_t>(state[0]) >> 32);

@@ -17,6 +17,8 @@ struct BFloat16 {
 
 inline unsigned char* shared_memory() { return stand_in::shared_memory(); }
 
+inline int thread_index() { return static_cast<int>(threadIdx.x); }
+
 inline float to_float(Half x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
 inline float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
