@@ -1,9 +1,11 @@
 // What the glue asks of torch about the device.
 #pragma once
 
-#include <ATen/cuda/CUDAContext.h>
+// Not ATen/cuda/CUDAContext.h: it wants the headers of cuBLAS and cuSPARSE.
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <mutex>
 
@@ -17,17 +19,23 @@ namespace attn::cuda {
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const at::Tensor& tensor) : guard_(tensor.device()) {
-    const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-    TORCH_CHECK(device.major >= 8, "attn::sdpa: query is on ", tensor.device(), ", a ", device.name,
-                " of compute capability ", device.major, ".", device.minor, "; it must be 8.0 (Ampere) or higher");
-    multiprocessors = device.multiProcessorCount;
-    stream = at::cuda::getCurrentCUDAStream();
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+    TORCH_CHECK(major >= 8, "attn::sdpa: query is on ", tensor.device(), ", a GPU of compute capability ", major, ".",
+                attribute(cudaDevAttrComputeCapabilityMinor), "; it must be 8.0 (Ampere) or higher");
+    multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    stream = c10::cuda::getCurrentCUDAStream();
   }
 
   int64_t multiprocessors;
   Stream stream;
 
  private:
+  int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, guard_.current_device().index()));
+    return value;
+  }
+
   c10::cuda::CUDAGuard guard_;
 };
 

@@ -49,7 +49,7 @@ template <class T, int M, int N>
 __device__ __forceinline__ void add_products(T (&sum)[M][N], const FmaThread& t, const T* a, int lda, const T* b,
                                              int ldb, int depth) {
   static_assert(M == kFmaRows && N % kFmaCols == 0);
-#pragma unroll 4
+#pragma unroll(sizeof(T) == 8 ? 2 : 4)
   for (int k = 0; k < depth; ++k) {
     T left[M], right[N];
     load_quads(left, a + k * lda + t.row(0));

@@ -199,7 +199,7 @@ struct ForwardFma {
 };
 
 template <class T, int kValueCols>
-__global__ void __launch_bounds__(kFmaThreads) forward_fma(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kFmaThreads, 2) forward_fma(const __grid_constant__ ForwardParams p) {
   using Kernel = ForwardFma<T, kValueCols>;
   const int64_t number = block_number(), tasks = p.tasks();
   const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));

@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include <bit>
 #include <functional>
@@ -110,3 +111,13 @@ cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, int value) {
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "invalid configuration argument";
 }
+template <class T>
+cudaError_t cudaMallocManaged(T** memory, size_t bytes) {
+  *memory = static_cast<T*>(malloc(bytes));
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* memory) {
+  free(memory);
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
