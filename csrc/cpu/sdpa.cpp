@@ -60,8 +60,7 @@ void plan(ForwardParams& p) {
 
 Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<Tensor>& given_state) {
   ForwardParams p;
-  const Tensors4 result =
-      describe_forward(p, for_derivatives, ATTN_INPUTS, ATTN_OPTIONS, given_state, draw_rng_state);
+  const Tensors4 result = describe_forward(p, for_derivatives, ATTN_INPUTS, ATTN_OPTIONS, given_state, draw_rng_state);
   if (no_rows(p)) return result;
   plan(p);
   const auto partial = allocate_splits(p, query);

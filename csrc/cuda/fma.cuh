@@ -10,9 +10,9 @@
 namespace attn::cuda {
 
 constexpr int kFmaThreads = 128;
-constexpr int kFmaTile = 64;  // rows, columns
-constexpr int kFmaRows = 8;   // of a thread
-constexpr int kFmaCols = 4;   // of a thread, of every kFmaTile
+constexpr int kFmaTile = 64;   // rows, columns
+constexpr int kFmaRows = 8;    // of a thread
+constexpr int kFmaCols = 4;    // of a thread, of every kFmaTile
 constexpr int kFmaDepth = 32;  // of the factors that are in shared memory at a time
 
 // Between rows of a tile: a multiple of 16 bytes, and columns of it fall into different banks.

@@ -26,6 +26,7 @@ struct ForwardFma {
     };
     Task task;
     Dropout dropout;
+    int64_t query_base, key_base, value_base, mask_base;  // where the batch entry, and the head, begins
     RowTile<kFmaTile> rows;
     uint32_t head_number[kFmaTile];  // of dropout's counters
   };
@@ -35,7 +36,6 @@ struct ForwardFma {
   const Task& task;
   const FmaThread thread;
   const int64_t first_col;  // of the output
-  const int64_t query_base, key_base, value_base, mask_base;
   T output[kFmaRows][kN] = {};
   T maximum[kFmaRows];
   T sum[kFmaRows] = {};
@@ -43,17 +43,15 @@ struct ForwardFma {
   // One thread fills what all need, before a barrier and the constructor.
   __device__ static void set(const ForwardParams& p, Shared& shared, int64_t task_number) {
     shared.task.set(p, task_number);
-    if (p.has_dropout) shared.dropout.set(p, shared.task.n);
+    const Task& task = shared.task;
+    if (p.has_dropout) shared.dropout.set(p, task.n);
+    shared.query_base = batch_offset(p, p.query, task.n);
+    shared.key_base = batch_offset(p, p.key, task.n) + task.key_head * p.key.head;
+    shared.value_base = batch_offset(p, p.value, task.n) + task.value_head * p.value.head;
+    shared.mask_base = p.has_mask ? batch_offset(p, p.mask, task.n) : 0;
   }
   __device__ ForwardFma(const ForwardParams& p, Shared& shared, int64_t first_col)
-      : p(p),
-        shared(shared),
-        task(shared.task),
-        first_col(first_col),
-        query_base(batch_offset(p, p.query, task.n)),
-        key_base(batch_offset(p, p.key, task.n) + task.key_head * p.key.head),
-        value_base(batch_offset(p, p.value, task.n) + task.value_head * p.value.head),
-        mask_base(p.has_mask ? batch_offset(p, p.mask, task.n) : 0) {
+      : p(p), shared(shared), task(shared.task), first_col(first_col) {
 #pragma unroll
     for (T& m : maximum) m = -infinity<T>();
   }
@@ -80,9 +78,9 @@ struct ForwardFma {
   __device__ __forceinline__ void add_scores(T (&x)[kFmaRows][kFmaCols], int64_t key) {
     for (int64_t d = 0; d < p.head_dim; d += kFmaDepth) {
       __syncthreads();  // what is in shared memory has been read
-      load_transposed(shared.query, p.query, query_base, task.rows, p.head_dim, d,
+      load_transposed(shared.query, p.query, shared.query_base, task.rows, p.head_dim, d,
                       [&](int i) { return shared.rows.offset(p.query, i); });
-      load_transposed(shared.key, p.key, key_base + key * p.key.row, task.last_key - key, p.head_dim, d,
+      load_transposed(shared.key, p.key, shared.key_base + key * p.key.row, task.last_key - key, p.head_dim, d,
                       [&](int j) { return j * p.key.row; });
       __syncthreads();
       add_products(x, thread, shared.query, kStride, shared.key, kStride, kFmaDepth);
@@ -100,7 +98,7 @@ struct ForwardFma {
       with_type<T>(p.mask.data, p.mask.dtype, [&](const auto* data) {
 #pragma unroll
         for (int i = 0; i < kFmaRows; ++i) {
-          const auto* row = data + mask_base + shared.rows.offset(p.mask, thread.row(i)) + key * p.mask.col;
+          const auto* row = data + shared.mask_base + shared.rows.offset(p.mask, thread.row(i)) + key * p.mask.col;
 #pragma unroll
           for (int j = 0; j < kFmaCols; ++j) {
             if (key + thread.col(j) >= task.last_key) continue;
@@ -170,7 +168,8 @@ struct ForwardFma {
   __device__ __forceinline__ void add_values(int64_t key) {
     for (int first = 0; first < kFmaTile && key + first < task.last_key; first += kFmaDepth) {
       __syncthreads();
-      load_rows<kValueCols>(shared.value, p.value, value_base, key + first, task.last_key, p.value_dim, first_col);
+      load_rows<kValueCols>(shared.value, p.value, shared.value_base, key + first, task.last_key, p.value_dim,
+                            first_col);
       __syncthreads();
       add_products(output, thread, shared.weights + first * kStride, kStride, shared.value, kValueStride, kFmaDepth);
     }

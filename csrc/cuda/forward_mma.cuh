@@ -46,27 +46,24 @@ struct ForwardMma {
     if (p.has_dropout) s.dropout.set(p, s.task.n);
     const int64_t n = s.task.n;
     s.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, n) + s.task.key_head * p.key.head;
-    s.value_data =
-        static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
+    s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
     s.key_aligned = chunks_are_aligned(p, p.key, p.head_dim);
     s.value_aligned = chunks_are_aligned(p, p.value, p.value_dim);
   }
 
   // The row of the block's tile where tile t of a warp begins; that of a thread's elements 0, 1 (half 0) or 2, 3 (1).
-  __device__ static __forceinline__ int row(const MmaThread& thread, int t) {
-    return 16 * (kTiles * thread.warp + t);
-  }
+  __device__ static __forceinline__ int row(const MmaThread& thread, int t) { return 16 * (kTiles * thread.warp + t); }
   __device__ static __forceinline__ int row(const MmaThread& thread, int t, int half) {
     return row(thread, t) + thread.group + 8 * half;
   }
 
   __device__ __forceinline__ void load_key(int64_t key) {
-    load_tile(shared.key, shared.key_data + key * p.key.row, p.key.col, shared.key_aligned, task.last_key - key, p.head_dim,
-              [&](int j) { return j * p.key.row; });
+    load_tile(shared.key, shared.key_data + key * p.key.row, p.key.col, shared.key_aligned, task.last_key - key,
+              p.head_dim, [&](int j) { return j * p.key.row; });
   }
   __device__ __forceinline__ void load_value(int64_t key) {
-    load_tile(shared.value, shared.value_data + key * p.value.row, p.value.col, shared.value_aligned, task.last_key - key,
-              p.value_dim, [&](int j) { return j * p.value.row; });
+    load_tile(shared.value, shared.value_data + key * p.value.row, p.value.col, shared.value_aligned,
+              task.last_key - key, p.value_dim, [&](int j) { return j * p.value.row; });
   }
 
   __device__ __forceinline__ void run() {
@@ -140,8 +137,7 @@ struct ForwardMma {
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int c = 0; c < 4; ++c) x[t][n][c] *= scale;
-      if (p.has_mask)
-        with_type<float>(p.mask.data, p.mask.dtype, [&](const auto* data) { add_mask(x, key, data); });
+      if (p.has_mask) with_type<float>(p.mask.data, p.mask.dtype, [&](const auto* data) { add_mask(x, key, data); });
     }
     const bool diagonal = p.causal && key + kKeys - 1 > task.min_position;
     if (!diagonal && key + kKeys <= task.last_key) return;
@@ -232,7 +228,7 @@ struct ForwardMma {
         const int i = row(thread, t, half);
         const int64_t position = shared.rows.position[i];
         const uint32_t head_number = shared.head_number[i];
-        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
+      // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
 #pragma unroll
         for (int n = 0; n < kKeys / 8; n += 2) {
           const int mine = n + thread.place % 2;
@@ -296,7 +292,8 @@ struct ForwardMma {
         for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
           for (int c = 0; c < 2; ++c)
-            if (thread.col(n) + c < p.value_dim) to.write(thread.col(n) + c, empty ? 0 : output[t][n][2 * half + c] * inverse);
+            if (thread.col(n) + c < p.value_dim)
+              to.write(thread.col(n) + c, empty ? 0 : output[t][n][2 * half + c] * inverse);
         const float scale = kGeneral ? 1.f : static_cast<float>(p.scale);
         if (thread.place == 0) to.write_logsumexp(task.split, empty ? 0 : shared.maximum[i] * scale, total);
       }

@@ -79,13 +79,13 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols
 // Two B of 16 x 8 as the transpose of rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight rows, b[2],
 // b[3] of the others.
 template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int k) {
+__device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row,
+                                                  int k) {
   load_matrices(b, tile.at(row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 }
 // Two B of 16 x 8 as they lie: rows [row, row + 16), columns from 8 chunk: b[0], b[1] of the first eight columns.
 template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row,
-                                       int chunk) {
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int chunk) {
   load_matrices_transposed(b, tile.at(row + lane % 16, chunk + lane / 16));
 }
 

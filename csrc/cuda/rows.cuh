@@ -6,9 +6,7 @@
 namespace attn::cuda {
 
 // This block's number in a grid made by grid_of(), launch.cuh.
-__device__ __forceinline__ int64_t block_number() {
-  return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
-}
+__device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
 
 // Where batch entry n of an operand begins, in elements.
 __device__ inline int64_t batch_offset(const Problem& p, const Operand& x, int64_t n) {
@@ -49,7 +47,7 @@ struct Task {
   int64_t first_row;  // of the group's list
   int rows;
   int64_t split;
-  int64_t first_key, last_key;        // no row of the tile sees others
+  int64_t first_key, last_key;         // no row of the tile sees others
   int64_t min_position, max_position;  // of its rows
 
   // Called by one thread, followed by a barrier.

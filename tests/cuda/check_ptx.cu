@@ -42,8 +42,8 @@ void check_conversions() {
   }
   floats[0] = 1e30f;
   floats[3] = -INFINITY;
-  require_launched(launch(convert_all<S>, Buffers{floats.data(), numbers.data(), words.data(), results.data()},
-                          kBlocks, 32, 0, nullptr));
+  require_launched(launch(convert_all<S>, Buffers{floats.data(), numbers.data(), words.data(), results.data()}, kBlocks,
+                          32, 0, nullptr));
   for (int i = 0; i < kSize; ++i) {
     uint32_t bits = numbers[i];
     if (i % 3 == 1) bits += bits & 1;  // a tie goes to the even one

@@ -56,8 +56,8 @@ void load(void** of_lane) {
   for (int l = 0; l < 32; ++l)
     for (int m = 0; m < 4; ++m) {
       const int i = l / 4, j = 2 * (l % 4);
-      static_cast<Load*>(of_lane[l])->r[m] = kTransposed ? number(m, j, i) | number(m, j + 1, i) << 16
-                                                         : number(m, i, j) | number(m, i, j + 1) << 16;
+      static_cast<Load*>(of_lane[l])->r[m] =
+          kTransposed ? number(m, j, i) | number(m, j + 1, i) << 16 : number(m, i, j) | number(m, i, j + 1) << 16;
     }
 }
 inline void load(const char* name, uint32_t* r, const void* row, void (*f)(void**)) {
@@ -74,9 +74,7 @@ struct Product {
 };
 template <class S>
 void multiply_add(void** of_lane) {
-  const auto half = [](uint32_t r, int k) {
-    return to_float(S{static_cast<uint16_t>(k ? r >> 16 : r)});
-  };
+  const auto half = [](uint32_t r, int k) { return to_float(S{static_cast<uint16_t>(k ? r >> 16 : r)}); };
   float a[16][16], b[16][8];
   for (int l = 0; l < 32; ++l) {
     const auto& x = *static_cast<Product*>(of_lane[l]);
@@ -95,8 +93,7 @@ void multiply_add(void** of_lane) {
     for (int k = 0; k < 16; ++k)
       for (int j = 0; j < 8; ++j) c[i][j] += a[i][k] * b[k][j];
   for (int l = 0; l < 32; ++l)
-    for (int i = 0; i < 4; ++i)
-      static_cast<Product*>(of_lane[l])->c[i] += c[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2];
+    for (int i = 0; i < 4; ++i) static_cast<Product*>(of_lane[l])->c[i] += c[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2];
 }
 
 }  // namespace fragments
