@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,6 +18,10 @@ import torch_attn  # noqa: F401, registers the operators
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "stand_in"
 LIBRARY = BUILD / "cuda" / "torch_attn" / "libattn.so"
+# The fibers switch stacks with a few instructions of x86.
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="not run: the stand-in is written for x86_64"
+)
 COMPILER = shutil.which("g++") or "g++"
 
 
@@ -44,7 +49,7 @@ def _library() -> None:
 
 # Tests of other files with the numbers of them that there are at least.
 FORWARD = {
-    "tests/test_forward.py": 866,
+    "tests/test_forward.py": 885,
     "tests/test_nan.py -k 'test_query or test_value or test_mask or test_fully or test_many'": 268,
     "tests/test_dropout.py -k 'rate or independent or test_mask_does_not'": 19,
     "tests/test_validate.py -k 'not operator and not gradient'": 439,

@@ -20,9 +20,13 @@ template <class T>
 constexpr int kFmaStride = kFmaTile + 16 / static_cast<int>(sizeof(T));
 
 struct FmaThread {
-  int x = threadIdx.x % 16;
-  int y = threadIdx.x / 16;
+  int x, y;
 
+  __device__ __forceinline__ FmaThread() {
+    const int thread = thread_index();
+    x = thread % 16;
+    y = thread / 16;
+  }
   __device__ __forceinline__ int row(int i) const { return y * kFmaRows + i; }
   __device__ __forceinline__ int col(int j) const { return j / kFmaCols * kFmaTile + x * kFmaCols + j % kFmaCols; }
 };
@@ -49,7 +53,7 @@ template <class T, int M, int N>
 __device__ __forceinline__ void add_products(T (&sum)[M][N], const FmaThread& t, const T* a, int lda, const T* b,
                                              int ldb, int depth) {
   static_assert(M == kFmaRows && N % kFmaCols == 0);
-#pragma unroll(sizeof(T) == 8 ? 2 : 4)
+#pragma unroll 4
   for (int k = 0; k < depth; ++k) {
     T left[M], right[N];
     load_quads(left, a + k * lda + t.row(0));

@@ -28,17 +28,15 @@ struct ForwardFma {
     Dropout dropout;
     int64_t query_base, key_base, value_base, mask_base;  // where the batch entry, and the head, begins
     RowTile<kFmaTile> rows;
-    uint32_t head_number[kFmaTile];  // of dropout's counters
+    T maximum[kFmaTile], sum[kFmaTile];  // read and written once a tile of keys: registers need not keep them
+    uint32_t head_number[kFmaTile];      // of dropout's counters
   };
 
   const ForwardParams& p;
   Shared& shared;
   const Task& task;
-  const FmaThread thread;
   const int64_t first_col;  // of the output
   T output[kFmaRows][kN] = {};
-  T maximum[kFmaRows];
-  T sum[kFmaRows] = {};
 
   // One thread fills what all need, before a barrier and the constructor.
   __device__ static void set(const ForwardParams& p, Shared& shared, int64_t task_number) {
@@ -51,17 +49,18 @@ struct ForwardFma {
     shared.mask_base = p.has_mask ? batch_offset(p, p.mask, task.n) : 0;
   }
   __device__ ForwardFma(const ForwardParams& p, Shared& shared, int64_t first_col)
-      : p(p), shared(shared), task(shared.task), first_col(first_col) {
-#pragma unroll
-    for (T& m : maximum) m = -infinity<T>();
-  }
+      : p(p), shared(shared), task(shared.task), first_col(first_col) {}
 
   __device__ void run() {
     shared.rows.set(p, task.first_head, task.first_row, task.rows);
-    __syncthreads();
+    for (int i = threadIdx.x; i < kFmaTile; i += kFmaThreads) {
+      shared.maximum[i] = -infinity<T>();
+      shared.sum[i] = 0;
+    }
     if (p.has_dropout)
-      for (int i = threadIdx.x; i < kFmaTile; i += kFmaThreads)
+      for (int i = threadIdx.x; i < kFmaTile; i += kFmaThreads)  // the rows that this thread has set
         shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
+    __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kFmaTile) {
       T x[kFmaRows][kFmaCols] = {};
       add_scores(x, key);
@@ -76,7 +75,9 @@ struct ForwardFma {
 
   // x = scale <q, k>
   __device__ __forceinline__ void add_scores(T (&x)[kFmaRows][kFmaCols], int64_t key) {
-    for (int64_t d = 0; d < p.head_dim; d += kFmaDepth) {
+    const FmaThread thread;
+    int64_t d = 0;
+    do {                // also for no columns at all: the barriers are needed
       __syncthreads();  // what is in shared memory has been read
       load_transposed(shared.query, p.query, shared.query_base, task.rows, p.head_dim, d,
                       [&](int i) { return shared.rows.offset(p.query, i); });
@@ -84,7 +85,8 @@ struct ForwardFma {
                       [&](int j) { return j * p.key.row; });
       __syncthreads();
       add_products(x, thread, shared.query, kStride, shared.key, kStride, kFmaDepth);
-    }
+      d += kFmaDepth;
+    } while (d < p.head_dim);
     const T scale = static_cast<T>(p.scale);
 #pragma unroll
     for (auto& row : x)
@@ -94,6 +96,7 @@ struct ForwardFma {
 
   // + mask; -inf, by selection, where a key is masked or there is none.
   __device__ __forceinline__ void mask(T (&x)[kFmaRows][kFmaCols], int64_t key) {
+    const FmaThread thread;
     if (p.has_mask)
       with_type<T>(p.mask.data, p.mask.dtype, [&](const auto* data) {
 #pragma unroll
@@ -121,9 +124,12 @@ struct ForwardFma {
 
   // Scores become weights exp(x - maximum).
   __device__ __forceinline__ void soften(T (&x)[kFmaRows][kFmaCols]) {
+    const FmaThread thread;
 #pragma unroll
     for (int i = 0; i < kFmaRows; ++i) {
-      T best = maximum[i];
+      const int row = thread.row(i);
+      const T old = shared.maximum[row], old_sum = shared.sum[row];
+      T best = old;
 #pragma unroll
       for (T score : x[i]) best = max_number(score, best);
 #pragma unroll
@@ -134,15 +140,18 @@ struct ForwardFma {
       for (T& score : x[i]) total += score = exp(score - shift);
 #pragma unroll
       for (int lanes = 1; lanes < 16; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
-      const T correction = exp(maximum[i] - shift);
-      maximum[i] = best;
-      sum[i] = sum[i] * correction + total;
+      const T correction = exp(old - shift);
+      if (thread.x == 0) {  // all of the row have read: the shuffles have brought them together
+        shared.maximum[row] = best;
+        shared.sum[row] = old_sum * correction + total;
+      }
 #pragma unroll
       for (T& o : output[i]) o *= correction;
     }
   }
 
   __device__ __forceinline__ void drop(T (&x)[kFmaRows][kFmaCols], int64_t key) {
+    const FmaThread thread;
 #pragma unroll
     for (int i = 0; i < kFmaRows; ++i) {
       const int row = thread.row(i);
@@ -154,6 +163,7 @@ struct ForwardFma {
   }
 
   __device__ __forceinline__ void store_weights(const T (&x)[kFmaRows][kFmaCols]) {
+    const FmaThread thread;
 #pragma unroll
     for (int j = 0; j < kFmaCols; ++j)
 #pragma unroll
@@ -166,6 +176,7 @@ struct ForwardFma {
   }
 
   __device__ __forceinline__ void add_values(int64_t key) {
+    const FmaThread thread;
     for (int first = 0; first < kFmaTile && key + first < task.last_key; first += kFmaDepth) {
       __syncthreads();
       load_rows<kValueCols>(shared.value, p.value, shared.value_base, key + first, task.last_key, p.value_dim,
@@ -177,14 +188,16 @@ struct ForwardFma {
 
   // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
   __device__ __forceinline__ void write() {
+    const FmaThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);
     const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
 #pragma unroll
     for (int i = 0; i < kFmaRows; ++i) {
       const int row = thread.row(i);
       if (row >= task.rows) break;
-      const bool empty = sum[i] == 0;
-      const T inverse = static_cast<T>(p.keep_scale) / (empty ? 1 : sum[i]);
+      const T sum = shared.sum[row];
+      const bool empty = sum == 0;
+      const T inverse = static_cast<T>(p.keep_scale) / (empty ? 1 : sum);
       const OutputRow<T> to(p, task.n, output_base, residual_base, shared.rows.head[row], shared.rows.position[row],
                             task.split);
 #pragma unroll
@@ -192,7 +205,7 @@ struct ForwardFma {
         const int64_t d = first_col + thread.col(j);
         if (d < p.value_dim) to.write(d, empty ? 0 : output[i][j] * inverse);
       }
-      if (thread.x == 0 && first_col == 0) to.write_logsumexp(task.split, maximum[i], sum[i]);
+      if (thread.x == 0 && first_col == 0) to.write_logsumexp(task.split, shared.maximum[row], sum);
     }
   }
 };

@@ -71,11 +71,11 @@ struct ForwardMma {
     for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.maximum[i] = -infinity<float>();
     for (auto& sums : shared.sum) sums[threadIdx.x] = 0;
     shared.rows.set(p, task.first_head, task.first_row, task.rows);
-    __syncthreads();
     if constexpr (kGeneral)
       if (p.has_dropout)
-        for (int i = threadIdx.x; i < kRows; i += kMmaThreads)
+        for (int i = threadIdx.x; i < kRows; i += kMmaThreads)  // the rows that this thread has set
           shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
+    __syncthreads();
     if (task.first_key < task.last_key) {
       const S* query = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, task.n);
       load_tile(shared.query, query, p.query.col, chunks_are_aligned(p, p.query, p.head_dim), task.rows, p.head_dim,
@@ -89,13 +89,14 @@ struct ForwardMma {
       load_value(key);
       commit_copies();
       Scores x = {};
-      multiply_keys(x);
+      if (has_rows()) multiply_keys(x);
       wait_for_copies<0>();
       __syncthreads();  // the values are there, and the keys have been read
       if (key + kKeys < task.last_key) {
         load_key(key + kKeys);
         commit_copies();
       }
+      if (!has_rows()) continue;
       mask(x, key);
       soften(x, output);
       if constexpr (kGeneral)
@@ -104,6 +105,9 @@ struct ForwardMma {
     }
     write(output);
   }
+
+  // Of few rows the first warps have all; the others only copy.
+  __device__ __forceinline__ bool has_rows() const { return row(MmaThread(), 0) < task.rows; }
 
   // x = <q, k>
   __device__ __forceinline__ void multiply_keys(Scores& x) {

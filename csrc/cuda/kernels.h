@@ -14,6 +14,8 @@ constexpr int64_t kMmaMaxDim = 256;
 constexpr bool is_general(const Problem& p) { return p.has_mask || p.has_dropout || !(p.scale > 0); }
 // Tiles of 16 rows of a warp: as many as its registers hold.
 constexpr int forward_mma_tiles(int64_t dim, bool general) { return dim <= 64 || (dim <= 128 && !general) ? 2 : 1; }
+// Rows of a block of four warps.
+constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
 // S: Half or BFloat16.
 template <class S, int kDim>

@@ -44,12 +44,15 @@ Error run_forward(const ForwardParams& p, Stream stream) {
 }  // namespace
 
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
-  constexpr int64_t kMmaRows = 64;  // 16 of each of four warps
   p.rows_per_task = kRowTile;
-  if (uses_mma(p)) p.rows_per_task = kMmaRows * forward_mma_tiles(larger(p.head_dim, p.value_dim), is_general(p));
+  if (uses_mma(p)) {
+    const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim), is_general(p));
+    p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? tiles : 1);
+  }
   p.keys_per_split = round_up(larger(1, p.keys), kKeysPerTile);
-  // With fewer blocks than the device can run at a time, keys are cut too; each split has some tiles of them.
-  const int64_t wanted = 2 * multiprocessors, enough_keys = 4 * kKeysPerTile;
+  // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
+  // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way.
+  const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
   if (p.tasks() >= wanted || p.keys < 2 * enough_keys) return;
   const int64_t splits = smaller(divide_up(wanted, p.tasks()), p.keys / enough_keys);
   p.keys_per_split = round_up(divide_up(p.keys, splits), kKeysPerTile);
