@@ -10,7 +10,7 @@ TORCH := $(VENV)/torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/installed
 PEERS := $(VENV)/peers
 LIBRARY := torch_attn/libattn.so
-CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu')
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

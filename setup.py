@@ -2,9 +2,6 @@
 
 Everything else about the package is in pyproject.toml. The library contains no Python: the package
 loads it with ``torch.ops.load_library``.
-
-With ``ATTN_STAND_IN=amx`` in the environment the tile instructions of AMX are replaced by software
-(tests/stand_in), to test on processors without them what uses them.
 """
 
 import json
@@ -16,16 +13,40 @@ from pathlib import Path
 import torch
 from setuptools import setup
 from torch.utils.cpp_extension import (
+    CUDA_HOME,
     BuildExtension,
     CppExtension,
+    CUDAExtension,
     get_cxx_compiler,
     include_paths,
 )
 
 CSRC = Path("csrc")
+STAND_INS = Path("tests") / "stand_in"
+
+# For tests, what the machine has not, in software. "amx": the tile instructions of AMX. "cuda": the CUDA kernels compiled
+# as C++ for tensors of the CPU, without csrc/cpu.
 STAND_IN = os.environ.get("ATTN_STAND_IN", "")
-if STAND_IN not in ("", "amx"):
-    raise SystemExit(f'ATTN_STAND_IN is "{STAND_IN}"; it must be "amx" or not set')
+if STAND_IN not in ("", "amx", "cuda"):
+    raise SystemExit(f"ATTN_STAND_IN is {STAND_IN!r}; it must be 'amx', 'cuda' or not set")
+
+
+def with_cuda() -> bool:
+    """Whether torch has CUDA and nvcc is there; ATTN_CUDA=0 or 1 decides otherwise."""
+    wanted = os.environ.get("ATTN_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"ATTN_CUDA is {wanted!r}; it must be 0 or 1")
+    missing = {
+        "a torch with CUDA (this is a build without)": torch.version.cuda is None,
+        "nvcc (set CUDA_HOME to the directory of the CUDA toolkit)": CUDA_HOME is None,
+    }
+    lacking = " and ".join(what for what, is_missing in missing.items() if is_missing)
+    if wanted == "1" and lacking:
+        raise SystemExit(f"ATTN_CUDA is 1, which needs {lacking}")
+    return wanted != "0" and not lacking and not STAND_IN
+
+
+CUDA = with_cuda()
 
 # BuildExtension looks for ninja on the PATH only, and a virtual environment need not be activated.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -33,7 +54,21 @@ os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ[
 
 def listed_sources() -> list[str]:
     lines = (CSRC / "sources.txt").read_text().splitlines()
-    return [str(CSRC / line) for line in lines if line and not line.startswith("#")]
+    sources = [line for line in lines if line and not line.startswith("#")]
+    if STAND_IN == "cuda":
+        sources = [line for line in sources if not line.startswith("cpu/")]
+        return [*map(as_cpp, sources), *sorted(map(str, STAND_INS.glob("*.cpp")))]
+    return [str(CSRC / line) for line in sources if CUDA or not line.startswith("cuda/")]
+
+
+def as_cpp(source: str) -> str:
+    """A C++ file that includes the CUDA file: torch would give a .cu file to nvcc."""
+    if not source.endswith(".cu"):
+        return str(CSRC / source)
+    path = Path("build") / "stand_in" / Path(source).with_suffix(".cpp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#include "{source}"\n')
+    return str(path)
 
 
 def compiler_version() -> str:
@@ -52,34 +87,53 @@ class BuildLibrary(BuildExtension):
         super().finalize_options()
         # One directory of objects per torch, shared by every way to build, so that all of them,
         # also `pip install -e .`, compile only what changed.
-        self.build_temp = str(Path("build", f"torch-{torch.__version__}", STAND_IN))
+        if not STAND_IN:
+            self.build_temp = str(Path("build") / f"torch-{torch.__version__}")
 
     def run(self):
         super().run()
-        built_with = {"torch": torch.__version__, "compiler": compiler_version(), "cuda": False}
+        built_with = {"torch": torch.__version__, "compiler": compiler_version(), "cuda": CUDA}
         for extension in self.extensions:
             library = Path(self.get_ext_fullpath(extension.name))
             library.with_suffix(".json").write_text(json.dumps(built_with) + "\n")
 
 
-library = CppExtension(
+library = (CUDAExtension if CUDA else CppExtension)(
     name="torch_attn.libattn",
     sources=listed_sources(),
-    depends=sorted(str(path) for path in CSRC.rglob("*") if path.suffix in {".h", ".inl", ".txt"}),
-    include_dirs=[str(CSRC.resolve())],
+    depends=sorted(
+        str(path)
+        for directory in (CSRC, STAND_INS)
+        for path in directory.rglob("*")
+        if path.suffix in {".h", ".inl", ".cuh", ".cu", ".txt"}
+    ),
+    # A stand-in's headers come before those of the same name.
+    include_dirs=[str(path.resolve()) for path in ([STAND_INS] if STAND_IN else []) + [CSRC]],
     py_limited_api=True,  # leaves libtorch_python out
-    extra_compile_args=[
-        *(["-DATTN_STAND_IN", f"-I{Path('tests').resolve()}"] if STAND_IN else []),
-        "-std=c++20",
-        "-O3",
-        "-g0",
-        "-fopenmp",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Wextra",
-        # torch's headers as system headers: warnings are about our code only.
-        *(f"-isystem{path}" for path in include_paths()),
-    ],
+    extra_compile_args={
+        "cxx": [
+            "-std=c++20",
+            "-O3",
+            "-g0",
+            "-fopenmp",
+            "-fvisibility=hidden",
+            "-Wall",
+            "-Wextra",
+            *(["-DATTN_STAND_IN"] if STAND_IN else []),
+            *(["-march=native", "-Wno-unknown-pragmas"] if STAND_IN == "cuda" else []),
+            # torch's headers as system headers: warnings are about our code only.
+            *(f"-isystem{path}" for path in include_paths()),
+        ],
+        "nvcc": [
+            "-std=c++20",
+            "-O3",
+            "--expt-relaxed-constexpr",
+            "-Xcompiler=-fvisibility=hidden",
+            # Binaries for A100 and H100, PTX for whatever comes after them.
+            "-gencode=arch=compute_80,code=sm_80",
+            "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+        ],
+    },
     extra_link_args=["-fopenmp"],
 )
 

@@ -137,4 +137,41 @@ void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_s
   problem.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
+Tensors4 describe_forward(ForwardParams& p, bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS,
+                          const std::optional<at::Tensor>& given_state, DrawRngState draw) {
+  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
+  if (given_state) validate_rng_state("attn::_sdpa_forward", *given_state, shape, query, dropout_p);
+  ProblemBuilder builder(p, shape);
+  const at::Tensor output = empty_output(shape, query);
+  at::Tensor rng_state, logsumexp, residual;
+  if (given_state)
+    rng_state = given_state->clone();
+  else
+    rng_state = dropout_p > 0 ? draw(query, std::max<int64_t>(1, p.batch * p.heads)) : empty_rng_state(query, 0);
+  describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
+  builder.add_result(p.output, output);
+  if (for_derivatives) {
+    logsumexp = empty_logsumexp(shape, query);
+    residual = empty_residual(output);
+    p.logsumexp = logsumexp.mutable_data_ptr();
+    if (residual.dim() > 1) builder.add_result(p.residual, residual);
+  }
+  if (!no_rows(p)) builder.merge_batch_dims();
+  return {output, logsumexp, rng_state, residual};
+}
+
+std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query) {
+  if (p.splits == 1) return {};
+  const int64_t rows = p.splits * p.batch * p.heads * p.queries;
+  const std::array<at::Tensor, 2> partial = {at::empty({rows, p.value_dim}, compute_options(query)),
+                                             at::empty({rows, 2}, compute_options(query))};
+  p.partial_output = partial[0].mutable_data_ptr();
+  p.partial_logsumexp = partial[1].mutable_data_ptr();
+  return partial;
+}
+
+at::TensorOptions compute_options(const at::Tensor& query) {
+  return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
 }  // namespace attn

@@ -117,10 +117,12 @@ def test_no_keys(dtype: torch.dtype) -> None:
         assert torch.equal(output, torch.zeros(2, 3, 5, 16, dtype=dtype))
 
 
-def test_head_dim_zero() -> None:
+@pytest.mark.parametrize("S", [7, 200])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_head_dim_zero(S: int, dtype: torch.dtype) -> None:
     """E = 0: all scores are 0, the output is the mean of the values."""
-    value = torch.randn(2, 3, 7, 8)
-    output = torch_attn.sdpa(torch.empty(2, 3, 5, 0), torch.empty(2, 3, 7, 0), value)
+    query, key, value, _ = make_inputs(5, S, 0, 8, dtype=dtype)
+    output = torch_attn.sdpa(query, key, value)
     torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand(2, 3, 5, 8))
 
 
@@ -138,3 +140,27 @@ def test_strides_follow_query(Ev: int, dtype: torch.dtype) -> None:
     assert torch_attn.sdpa(columns, key, value).is_contiguous()
     assert torch_attn.sdpa(query[:1].expand(2, -1, -1, -1), key, value).is_contiguous()
     assert torch_attn.sdpa(query[:, :1], key, value).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("L", "S", "E"), [(33, 70, 16), (3, 2000, 64), (130, 65, 96), (5, 9, 300)])
+def test_what_derivatives_need(L: int, S: int, E: int, dtype: torch.dtype) -> None:
+    """The logsumexp is a pair; the residual is what rounding took from the output."""
+    query, key, value, mask = make_inputs(L, S, E, mask=(L, S), kind="-inf", dtype=dtype)
+    assert mask is not None
+    mask[0] = -INF
+    output, logsumexp, _, residual = torch.ops.attn._sdpa_forward(query, key, value, mask)
+    scores = query.double() @ key.double().mT / E**0.5 + mask.double()
+    expected = scores.logsumexp(-1)
+    assert (logsumexp[:, :, 0, 0] == -INF).all()
+    assert (logsumexp[:, :, 0, 1] == 0).all()
+    # E products and S weights are added; scores, and so the errors, are of the order of 1.
+    step = torch.finfo(logsumexp.dtype).eps
+    error = logsumexp.double().sum(-1)[:, :, 1:] - expected[:, :, 1:]
+    assert error.abs().max() <= 8 * step * max(1, expected[:, :, 1:].abs().max())
+    if dtype in (torch.float64, torch.float32):
+        assert residual.numel() == 0
+        return
+    assert residual.dtype == torch.float32
+    assert (residual != 0).any()
+    assert torch.equal((output.double() + residual.double()).to(dtype), output)

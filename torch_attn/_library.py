@@ -1,12 +1,14 @@
 """Loads libattn.so, the library with the operators, if it fits the running torch."""
 
 import json
+import os
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
-_LIBRARY = Path(__file__).parent / "libattn.so"
+# ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build.
+_LIBRARY = Path(os.environ.get("ATTN_LIBRARY", Path(__file__).parent / "libattn.so"))
 _BUILD = "Build it for this environment: pip install --no-build-isolation -e ."
 
 

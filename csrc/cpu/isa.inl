@@ -8,11 +8,7 @@
 #endif
 #include "gemm.inl"
 #ifdef ATTN_AMX
-#ifdef ATTN_STAND_IN
-#include "stand_in/amx.inl"
-#else
-#include "amx.inl"
-#endif
+#include "cpu/amx.inl"  // by the include path: tests/stand_in has one in software
 #include "gemm_tiles.inl"
 #endif
 #include "scores.inl"

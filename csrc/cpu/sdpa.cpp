@@ -31,23 +31,15 @@ double product_flops(const Problem& p) {
   return 2.0 * p.batch * p.heads * p.queries * p.keys * std::max(p.head_dim, p.value_dim);
 }
 
-bool no_rows(const Problem& p) { return p.batch * p.heads * p.queries == 0; }
-
-// The workspace in which partial results are kept: the type that the kernels compute in.
-at::TensorOptions compute_options(const Tensor& query) {
-  return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-}
-
-Tensor draw_rng_state(const Tensor& query, double dropout_p, const Problem& p) {
-  Tensor state = empty_rng_state(query, dropout_p);
-  if (dropout_p == 0) return state;
+Tensor draw_rng_state(const Tensor& query, int64_t heads) {
+  Tensor state = empty_rng_state(query, 1);
   auto* generator =
       at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
   std::lock_guard<std::mutex> lock(generator->mutex_);
   auto* values = state.mutable_data_ptr<int64_t>();
   values[0] = static_cast<int64_t>(generator->random64());
   values[1] = 0;
-  values[2] = std::max<int64_t>(1, p.batch * p.heads);
+  values[2] = heads;
   return state;
 }
 
@@ -67,38 +59,16 @@ void plan(ForwardParams& p) {
 }
 
 Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<Tensor>& given_state) {
-  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
   ForwardParams p;
-  ProblemBuilder builder(p, shape);
-  const Tensor output = empty_output(shape, query);
-  if (given_state) validate_rng_state("attn::_sdpa_forward", *given_state, shape, query, dropout_p);
-  const Tensor rng_state = given_state ? given_state->clone() : draw_rng_state(query, dropout_p, p);
-  Tensor logsumexp, residual;
-  describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
-  builder.add_result(p.output, output);
-  if (for_derivatives) {
-    logsumexp = empty_logsumexp(shape, query);
-    residual = empty_residual(output);
-    p.logsumexp = logsumexp.mutable_data_ptr();
-    if (residual.dim() > 1) builder.add_result(p.residual, residual);
-  }
-  const Tensors4 result{output, logsumexp, rng_state, residual};
+  const Tensors4 result = describe_forward(p, for_derivatives, ATTN_INPUTS, ATTN_OPTIONS, given_state, draw_rng_state);
   if (no_rows(p)) return result;
-  builder.merge_batch_dims();
   plan(p);
-
-  Tensor partial_output, partial_logsumexp;
-  const int64_t rows = p.batch * p.heads * p.queries;
-  if (p.splits > 1) {
-    partial_output = at::empty({p.splits * rows, p.value_dim}, compute_options(query));
-    partial_logsumexp = at::empty({p.splits * rows, 2}, compute_options(query));
-    p.partial_output = partial_output.mutable_data_ptr();
-    p.partial_logsumexp = partial_logsumexp.mutable_data_ptr();
-  }
+  const auto partial = allocate_splits(p, query);
 
   const ForwardKernels& k = kernels().forward;
   const int64_t workspace = k.workspace(p);
   run_tasks(p.tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
+  const int64_t rows = p.batch * p.heads * p.queries;
   if (p.splits > 1)
     run_ranges(rows, kRowsPerRange, 2.0 * p.splits * rows * p.value_dim, workspace,
                [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });

@@ -1,0 +1,108 @@
+// Products of tiles in shared memory with plain multiply-adds, for 128 threads.
+//
+// A tile of 64 x 64 results, or 64 x 64 n, is shared out so: thread (y, x) of 8 x 16 has the rows 8 y ... 8 y + 7 and of
+// every 64 columns those from 4 x to 4 x + 3. Factors lie with the dimension that is summed over outermost: per
+// step a thread reads 8 + 4 n neighbours for 32 n multiply-adds.
+#pragma once
+
+#include "rows.cuh"
+
+namespace attn::cuda {
+
+constexpr int kFmaThreads = 128;
+constexpr int kFmaTile = 64;   // rows, columns
+constexpr int kFmaRows = 8;    // of a thread
+constexpr int kFmaCols = 4;    // of a thread, of every kFmaTile
+constexpr int kFmaDepth = 32;  // of the factors that are in shared memory at a time
+
+// Between rows of a tile: a multiple of 16 bytes, and columns of it fall into different banks.
+template <class T>
+constexpr int kFmaStride = kFmaTile + 16 / static_cast<int>(sizeof(T));
+
+struct FmaThread {
+  int x, y;
+
+  __device__ __forceinline__ FmaThread() {
+    const int thread = thread_index();
+    x = thread % 16;
+    y = thread / 16;
+  }
+  __device__ __forceinline__ int row(int i) const { return y * kFmaRows + i; }
+  __device__ __forceinline__ int col(int j) const { return j / kFmaCols * kFmaTile + x * kFmaCols + j % kFmaCols; }
+};
+
+// 16 bytes, moved at once.
+template <class T>
+struct alignas(16) Quad {
+  static constexpr int kSize = 16 / sizeof(T);
+  T at[kSize];
+};
+
+template <int N, class T>
+__device__ __forceinline__ void load_quads(T (&to)[N], const T* from, int offset = 0) {
+#pragma unroll
+  for (int i = 0; i < N; i += Quad<T>::kSize) {
+    const Quad<T> q = *reinterpret_cast<const Quad<T>*>(from + offset + i);
+#pragma unroll
+    for (int k = 0; k < Quad<T>::kSize; ++k) to[i + k] = q.at[k];
+  }
+}
+
+// sum[i][j] += sum_k a[k * lda + row(i)] b[k * ldb + col(j)]
+template <class T, int M, int N>
+__device__ __forceinline__ void add_products(T (&sum)[M][N], const FmaThread& t, const T* a, int lda, const T* b,
+                                             int ldb, int depth) {
+  static_assert(M == kFmaRows && N % kFmaCols == 0);
+#pragma unroll 4
+  for (int k = 0; k < depth; ++k) {
+    T left[M], right[N];
+    load_quads(left, a + k * lda + t.row(0));
+#pragma unroll
+    for (int j = 0; j < N; j += kFmaCols) {
+      T quad[kFmaCols];
+      load_quads(quad, b + k * ldb + t.col(j));
+#pragma unroll
+      for (int c = 0; c < kFmaCols; ++c) right[j + c] = quad[c];
+    }
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[i][j] += left[i] * right[j];
+  }
+}
+
+// Fills tile[outer * stride + inner], outer < outers, inner < inners, from x(outer, inner), 0 beyond `outer_count` and
+// `inner_count`. `outer_is_fast`: neighbouring threads read neighbours along the outer dimension.
+template <class T, class Source>
+__device__ __forceinline__ void fill_tile(T* tile, int stride, int outers, int inners, int64_t outer_count,
+                                          int64_t inner_count, bool outer_is_fast, Source x) {
+  for (int i = threadIdx.x; i < outers * inners; i += kFmaThreads) {
+    const int outer = outer_is_fast ? i % outers : i / inners;
+    const int inner = outer_is_fast ? i / outers : i % inners;
+    tile[outer * stride + inner] = outer < outer_count && inner < inner_count ? x(outer, inner) : static_cast<T>(0);
+  }
+}
+
+// tile[d * kFmaStride + i] = x(row i, first_col + d), d < kFmaDepth; row i lies offset(i) elements behind `base`.
+template <class T, class Offset>
+__device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
+                                                int64_t first_col, Offset offset) {
+  with_type<T>(x.data, x.dtype, [&](const auto* data) {
+    const auto* from = data + base + first_col * x.col;
+    fill_tile(tile, kFmaStride<T>, kFmaDepth, kFmaTile, cols - first_col, rows, x.col <= 1,
+              [&](int d, int i) { return convert<T>(from[offset(i) + d * x.col]); });
+  });
+}
+
+// tile[i * (kCols + padding) + d] = x(first_row + i, first_col + d), i < kFmaDepth, d < kCols
+template <int kCols, class T>
+__device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t first_row, int64_t last_row,
+                                          int64_t cols, int64_t first_col) {
+  with_type<T>(x.data, x.dtype, [&](const auto* data) {
+    const auto* from = data + base + first_row * x.row + first_col * x.col;
+    fill_tile(tile, kCols + kFmaStride<T> - kFmaTile, kFmaDepth, kCols, last_row - first_row, cols - first_col,
+              x.col > 1, [&](int i, int d) { return convert<T>(from[i * x.row + d * x.col]); });
+  });
+}
+
+}  // namespace attn::cuda

@@ -1,0 +1,318 @@
+// The forward of forward_fma.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256, in the shape of
+// FlashAttention-2 (Dao, 2023): a warp owns rows, their weights stay in registers between the two products.
+// Of K and V one tile is in use while the other's copy is under way.
+#pragma once
+
+#include "mma.cuh"
+#include "softmax.cuh"
+
+namespace attn::cuda {
+
+// S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: of 16 rows, of a warp. kGeneral:
+// with a mask, dropout or a scale that is not positive.
+template <class S, int kDim, int kTiles, bool kGeneral>
+struct ForwardMma {
+  static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
+  static constexpr int kKeys = 64;
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  struct Shared {
+    MmaTile<S, kRows, kDim> query;
+    MmaTile<S, kKeys, kDim> key;
+    MmaTile<S, kKeys, kDim> value;
+    Task task;
+    Dropout dropout;
+    const S* key_data;  // of the batch entry and head
+    const S* value_data;
+    bool key_aligned, value_aligned;
+    RowTile<kRows> rows;
+    // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
+    float maximum[kRows];
+    float sum[2 * kTiles][kMmaThreads];
+    uint32_t head_number[kGeneral ? kRows : 1];  // of dropout's counters
+  };
+  static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
+  using Scores = float[kTiles][kKeys / 8][4];
+  using Output = float[kTiles][kDim / 8][4];
+
+  const ForwardParams& p;
+  Shared& shared;
+  const Task& task;
+
+  __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
+
+  __device__ static void set(const ForwardParams& p, Shared& s, int64_t number) {
+    s.task.set(p, number);
+    if (p.has_dropout) s.dropout.set(p, s.task.n);
+    const int64_t n = s.task.n;
+    s.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, n) + s.task.key_head * p.key.head;
+    s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
+    s.key_aligned = chunks_are_aligned(p, p.key, p.head_dim);
+    s.value_aligned = chunks_are_aligned(p, p.value, p.value_dim);
+  }
+
+  // The row of the block's tile where tile t of a warp begins; that of a thread's elements 0, 1 (half 0) or 2, 3 (1).
+  __device__ static __forceinline__ int row(const MmaThread& thread, int t) { return 16 * (kTiles * thread.warp + t); }
+  __device__ static __forceinline__ int row(const MmaThread& thread, int t, int half) {
+    return row(thread, t) + thread.group + 8 * half;
+  }
+
+  __device__ __forceinline__ void load_key(int64_t key) {
+    load_tile(shared.key, shared.key_data + key * p.key.row, p.key.col, shared.key_aligned, task.last_key - key,
+              p.head_dim, [&](int j) { return j * p.key.row; });
+  }
+  __device__ __forceinline__ void load_value(int64_t key) {
+    load_tile(shared.value, shared.value_data + key * p.value.row, p.value.col, shared.value_aligned,
+              task.last_key - key, p.value_dim, [&](int j) { return j * p.value.row; });
+  }
+
+  __device__ __forceinline__ void run() {
+    Output output = {};
+    for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.maximum[i] = -infinity<float>();
+    for (auto& sums : shared.sum) sums[threadIdx.x] = 0;
+    shared.rows.set(p, task.first_head, task.first_row, task.rows);
+    if constexpr (kGeneral)
+      if (p.has_dropout)
+        for (int i = threadIdx.x; i < kRows; i += kMmaThreads)  // the rows that this thread has set
+          shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
+    __syncthreads();
+    if (task.first_key < task.last_key) {
+      const S* query = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, task.n);
+      load_tile(shared.query, query, p.query.col, chunks_are_aligned(p, p.query, p.head_dim), task.rows, p.head_dim,
+                [&](int i) { return shared.rows.offset(p.query, i); });
+      load_key(task.first_key);
+      commit_copies();
+    }
+    for (int64_t key = task.first_key; key < task.last_key; key += kKeys) {
+      wait_for_copies<0>();
+      __syncthreads();  // the keys are there, and the last values have been read
+      load_value(key);
+      commit_copies();
+      Scores x = {};
+      if (has_rows()) multiply_keys(x);
+      wait_for_copies<0>();
+      __syncthreads();  // the values are there, and the keys have been read
+      if (key + kKeys < task.last_key) {
+        load_key(key + kKeys);
+        commit_copies();
+      }
+      if (!has_rows()) continue;
+      mask(x, key);
+      soften(x, output);
+      if constexpr (kGeneral)
+        if (p.has_dropout) drop(x, key);
+      multiply_values(x, output);
+    }
+    write(output);
+  }
+
+  // Of few rows the first warps have all; the others only copy.
+  __device__ __forceinline__ bool has_rows() const { return row(MmaThread(), 0) < task.rows; }
+
+  // x = <q, k>
+  __device__ __forceinline__ void multiply_keys(Scores& x) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) load_a(a[t], shared.query, thread.lane, row(thread, t), k);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; n += 2) {
+        uint32_t b[4];
+        load_b_transposed(b, shared.key, thread.lane, 8 * n, k);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          multiply_add<S>(x[t][n], a[t], b[0], b[1]);
+          multiply_add<S>(x[t][n + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Products become scores, or, if not kGeneral, scores / scale; -inf, by selection, where a key is masked or there is
+  // none.
+  __device__ __forceinline__ void mask(Scores& x, int64_t key) {
+    if constexpr (kGeneral) {
+      const float scale = static_cast<float>(p.scale);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) x[t][n][c] *= scale;
+      if (p.has_mask) with_type<float>(p.mask.data, p.mask.dtype, [&](const auto* data) { add_mask(x, key, data); });
+    }
+    const bool diagonal = p.causal && key + kKeys - 1 > task.min_position;
+    if (!diagonal && key + kKeys <= task.last_key) return;
+    const MmaThread thread;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int64_t last = task.last_key - 1;
+        if (diagonal) last = smaller(last, shared.rows.position[row(thread, t, half)]);
+        const int visible = static_cast<int>(smaller(last - key, kKeys));  // columns up to this one
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            if (thread.col(n) + c > visible) x[t][n][2 * half + c] = -infinity<float>();
+      }
+  }
+
+  template <class M>
+  __device__ __forceinline__ void add_mask(Scores& x, int64_t key, const M* data) {
+    const MmaThread thread;
+    data += batch_offset(p, p.mask, task.n) + key * p.mask.col;
+    const int keys = static_cast<int>(smaller(kKeys, task.last_key - key));
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const M* mask_row = data + shared.rows.offset(p.mask, row(thread, t, half));
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int j = thread.col(n) + c;
+            if (j >= keys) continue;
+            const float bias = convert<float>(mask_row[j * p.mask.col]);
+            float& score = x[t][n][2 * half + c];
+            score = bias == -infinity<float>() ? bias : score + bias;
+          }
+      }
+  }
+
+  // exp(score - maximum) of what mask() leaves.
+  __device__ __forceinline__ float weight(float x, float shift) const {
+    if constexpr (kGeneral) return exp2_approx((x - shift) * kLog2E);
+    const float scale = static_cast<float>(p.scale) * kLog2E;
+    return exp2_approx(x * scale - shift * scale);
+  }
+
+  // Scores become weights.
+  __device__ __forceinline__ void soften(Scores& x, Output& output) {
+    const MmaThread thread;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& sum = shared.sum[2 * t + half][32 * thread.warp + thread.lane];
+        const float old = shared.maximum[row(thread, t, half)];
+        float best = old;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+          best = max_number(x[t][n][2 * half], max_number(x[t][n][2 * half + 1], best));
+        best = max_number(__shfl_xor_sync(~0u, best, 1), best);
+        best = max_number(__shfl_xor_sync(~0u, best, 2), best);
+        const float shift = shift_of(best);
+        const float correction = weight(old, shift);
+        if (thread.place == 0) shared.maximum[row(thread, t, half)] = best;
+        float total = 0;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int c = 2 * half; c < 2 * half + 2; ++c) total += x[t][n][c] = weight(x[t][n][c], shift);
+        sum = sum * correction + total;  // of this lane's columns
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          output[t][n][2 * half] *= correction;
+          output[t][n][2 * half + 1] *= correction;
+        }
+      }
+  }
+
+  __device__ __forceinline__ void drop(Scores& x, int64_t key) {
+    const MmaThread thread;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = row(thread, t, half);
+        const int64_t position = shared.rows.position[i];
+        const uint32_t head_number = shared.head_number[i];
+      // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; n += 2) {
+          const int mine = n + thread.place % 2;
+          const unsigned own = shared.dropout.kept((key + 8 * mine) / 4 + thread.place / 2, position, head_number);
+          const unsigned other = __shfl_xor_sync(~0u, own, 1);
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const unsigned bits = (m == thread.place % 2 ? own : other) >> 2 * (thread.place % 2);
+            x[t][n + m][2 * half] *= static_cast<float>(bits & 1);
+            x[t][n + m][2 * half + 1] *= static_cast<float>(bits >> 1 & 1);
+          }
+        }
+      }
+  }
+
+  __device__ __forceinline__ void multiply_values(const Scores& x, Output& output) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      // The C of two products, [16 x 8] each, is the A [16 x 16] of this one.
+      uint32_t a[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        a[t][0] = pack<S>(x[t][2 * k][0], x[t][2 * k][1]);
+        a[t][1] = pack<S>(x[t][2 * k][2], x[t][2 * k][3]);
+        a[t][2] = pack<S>(x[t][2 * k + 1][0], x[t][2 * k + 1][1]);
+        a[t][3] = pack<S>(x[t][2 * k + 1][2], x[t][2 * k + 1][3]);
+      }
+#pragma unroll
+      for (int n = 0; n < kDim / 8; n += 2) {
+        uint32_t b[4];
+        load_b(b, shared.value, thread.lane, 16 * k, n);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          multiply_add<S>(output[t][n], a[t], b[0], b[1]);
+          multiply_add<S>(output[t][n + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
+  __device__ __forceinline__ void write(const Output& output) {
+    const MmaThread thread;
+    const int64_t output_base = batch_offset(p, p.output, task.n);
+    const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float total = shared.sum[2 * t + half][threadIdx.x];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        const int i = row(thread, t, half);
+        if (i >= task.rows) continue;
+        const bool empty = total == 0;
+        const float inverse = static_cast<float>(p.keep_scale) / (empty ? 1 : total);
+        const OutputRow<float> to(p, task.n, output_base, residual_base, shared.rows.head[i], shared.rows.position[i],
+                                  task.split);
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            if (thread.col(n) + c < p.value_dim)
+              to.write(thread.col(n) + c, empty ? 0 : output[t][n][2 * half + c] * inverse);
+        const float scale = kGeneral ? 1.f : static_cast<float>(p.scale);
+        if (thread.place == 0) to.write_logsumexp(task.split, empty ? 0 : shared.maximum[i] * scale, total);
+      }
+  }
+};
+
+template <class S, int kDim, int kTiles, bool kGeneral>
+__global__ void __launch_bounds__(kMmaThreads) forward_mma(const __grid_constant__ ForwardParams p) {
+  using Kernel = ForwardMma<S, kDim, kTiles, kGeneral>;
+  const int64_t number = block_number();
+  if (number >= p.tasks()) return;
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
+  if (threadIdx.x == 0) Kernel::set(p, shared, number);
+  __syncthreads();
+  Kernel(p, shared).run();
+}
+
+}  // namespace attn::cuda

@@ -1,0 +1,7 @@
+#include "inst_forward_mma.cuh"
+
+namespace attn::cuda {
+
+template Error launch_forward_mma<BFloat16, 64>(const ForwardParams& p, Stream stream);
+
+}  // namespace attn::cuda

@@ -1,0 +1,72 @@
+// Which kernel serves which problem, and how its work is cut.
+#include "launch.cuh"
+
+#include "kernels.h"
+
+namespace attn::cuda {
+
+namespace {
+
+struct RngState {
+  int64_t* state;
+  RngNumber seed, offset;
+  int64_t period;
+};
+
+__global__ void write_rng_state(const __grid_constant__ RngState r) {
+  if (threadIdx.x > 0) return;
+  const auto value = [](const RngNumber& x) {
+    return static_cast<int64_t>((x.pointer ? static_cast<uint64_t>(*x.pointer) : 0) + x.number);
+  };
+  r.state[0] = value(r.seed);
+  r.state[1] = value(r.offset);
+  r.state[2] = r.period;
+}
+
+bool is_16_bits(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
+
+bool uses_mma(const Problem& p) { return is_16_bits(p.query.dtype) && larger(p.head_dim, p.value_dim) <= kMmaMaxDim; }
+
+template <class S>
+Error run_forward_mma(const ForwardParams& p, Stream stream) {
+  const int64_t dim = larger(p.head_dim, p.value_dim);
+  if (dim <= 64) return launch_forward_mma<S, 64>(p, stream);
+  if (dim <= 128) return launch_forward_mma<S, 128>(p, stream);
+  return launch_forward_mma<S, 256>(p, stream);
+}
+
+Error run_forward(const ForwardParams& p, Stream stream) {
+  if (p.query.dtype == DType::f64) return launch_forward_fma<double>(p, stream);
+  if (!uses_mma(p)) return launch_forward_fma<float>(p, stream);
+  return p.query.dtype == DType::bf16 ? run_forward_mma<BFloat16>(p, stream) : run_forward_mma<Half>(p, stream);
+}
+
+}  // namespace
+
+void plan_forward(ForwardParams& p, int64_t multiprocessors) {
+  p.rows_per_task = kRowTile;
+  if (uses_mma(p)) {
+    const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim), is_general(p));
+    p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? tiles : 1);
+  }
+  p.keys_per_split = round_up(larger(1, p.keys), kKeysPerTile);
+  // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
+  // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way.
+  const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
+  if (p.tasks() >= wanted || p.keys < 2 * enough_keys) return;
+  const int64_t splits = smaller(divide_up(wanted, p.tasks()), p.keys / enough_keys);
+  p.keys_per_split = round_up(divide_up(p.keys, splits), kKeysPerTile);
+  p.splits = divide_up(p.keys, p.keys_per_split);
+}
+
+Error launch_forward(const ForwardParams& p, Stream stream) {
+  if (Error error = run_forward(p, stream)) return error;
+  if (p.splits == 1) return nullptr;
+  return p.query.dtype == DType::f64 ? launch_merge_splits<double>(p, stream) : launch_merge_splits<float>(p, stream);
+}
+
+Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period, Stream stream) {
+  return launch(write_rng_state, RngState{state, seed, offset, period}, 1, 32, 0, stream);
+}
+
+}  // namespace attn::cuda

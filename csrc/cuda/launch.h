@@ -1,0 +1,31 @@
+// What the kernels look like from outside: C++ without torch and without CUDA's headers.
+#pragma once
+
+#include "../params.h"
+
+struct CUstream_st;
+
+namespace attn::cuda {
+
+using Stream = CUstream_st*;
+// Of a launch: null, or what CUDA says went wrong.
+using Error = const char*;
+
+// Where the two numbers of a generator come from. Under capture of a graph they are not known yet: `pointer` is where
+// they will be when it runs, and `number` is added to it.
+struct RngNumber {
+  uint64_t number = 0;
+  const int64_t* pointer = nullptr;
+};
+
+// Cuts the work into blocks for a device with so many multiprocessors: the fields of ForwardParams that say how. The
+// caller then allocates the partial results.
+void plan_forward(ForwardParams& p, int64_t multiprocessors);
+
+[[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
+
+// Writes (seed, offset, period) to `state`.
+[[nodiscard]] Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period,
+                                           Stream stream);
+
+}  // namespace attn::cuda

@@ -1,0 +1,50 @@
+// The splits of the keys put together: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
+#pragma once
+
+#include "softmax.cuh"
+
+namespace attn::cuda {
+
+constexpr int kMergeThreads = 128;
+constexpr int kMergeRows = kMergeThreads / 32;  // of a block, a warp each
+
+template <class T>
+__global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
+  const int64_t all_rows = p.batch * p.heads * p.queries;
+  const int64_t r = block_number() * kMergeRows + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (r >= all_rows) return;
+  const auto* partial = static_cast<const T*>(p.partial_logsumexp);
+  const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
+  T best_high = part(0)[0], best_low = part(0)[1];
+  for (int64_t s = 1; s < p.splits; ++s) {
+    const T high = part(s)[0], low = part(s)[1];
+    if (high > best_high || (high == best_high && low > best_low)) best_high = high, best_low = low;
+  }
+  const T shift = shift_of(best_high);
+  const auto weight = [&](int64_t s) { return exp((part(s)[0] - shift) + (part(s)[1] - best_low)); };
+  T sum = 0;
+  for (int64_t s = 0; s < p.splits; ++s) sum += weight(s);
+
+  const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
+  const int64_t output_at = batch_offset(p, p.output, n) + h * p.output.head + l * p.output.row;
+  const int64_t residual_at = batch_offset(p, p.residual, n) + h * p.residual.head + l * p.residual.row;
+  for (int64_t d = lane; d < p.value_dim; d += 32) {
+    T total = 0;
+    for (int64_t s = 0; s < p.splits; ++s) {
+      const T w = weight(s);
+      // its output is 0 where it saw no key
+      if (w != 0) total += w * static_cast<const T*>(p.partial_output)[(s * all_rows + r) * p.value_dim + d];
+    }
+    const T exact = sum == 0 ? 0 : total / sum;
+    const T stored = store_rounded(p.output.data, p.output.dtype, output_at + d * p.output.col, exact);
+    if (p.residual.data) static_cast<float*>(p.residual.data)[residual_at + d * p.residual.col] = exact - stored;
+  }
+  if (p.logsumexp && lane == 0) {
+    T* pair = static_cast<T*>(p.logsumexp) + 2 * r;
+    store_logsumexp(pair, shift, sum);
+    if (sum != 0) pair[1] += best_low;
+  }
+}
+
+}  // namespace attn::cuda

@@ -1,0 +1,141 @@
+// Everything that C++ cannot say: one wrapper an instruction. Nothing else in this directory has inline PTX, so that a
+// replacement of this one header, and of cuda_runtime.h, runs the kernels on a CPU (tests/stand_in).
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace attn::cuda {
+
+// 16-bit numbers as they lie in memory.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// The block's dynamic shared memory, all that a kernel uses.
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(128) unsigned char attn_shared_memory[];
+  return attn_shared_memory;
+}
+
+// threadIdx.x, read anew: what a phase of a kernel computes from it does not take registers during the others.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// --- conversions, to nearest even; infinite where too large -----------------------------------------------------------
+
+__device__ __forceinline__ float to_float(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ __forceinline__ float to_float(BFloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+template <class S>
+__device__ __forceinline__ S from_float(float x);
+template <>
+__device__ __forceinline__ Half from_float<Half>(float x) {
+  Half y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
+  BFloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+// Two numbers in a register, the first in the low half.
+template <class S>
+__device__ __forceinline__ uint32_t pack(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t pack<Half>(float first, float second) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+  return y;
+}
+template <>
+__device__ __forceinline__ uint32_t pack<BFloat16>(float first, float second) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+  return y;
+}
+
+// 2^x, to 2 ulp; 0 for -inf.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// --- tensor cores -----------------------------------------------------------------------------------------------------
+// Lane l of a warp has group l / 4 and place l % 4. A fragment of two numbers a register:
+//   A [16 x 16]: a[0] (group, 2 place), a[1] (group + 8, 2 place), a[2] (group, 2 place + 8), a[3] (group + 8, 2 place + 8)
+//   B [16 x 8]:  b[0] (2 place, group), b[1] (2 place + 8, group), pairs along the rows
+//   C [16 x 8], float: c[0], c[1] (group, 2 place + 0, 1), c[2], c[3] (group + 8, 2 place + 0, 1)
+
+// Four 8 x 8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8, 16 bytes. Lane l gets
+// in r[m], of matrix m, the numbers (l / 4, 2 (l % 4) + 0, 1).
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+// The same of the transposed matrices.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// C += A B
+template <class S>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply_add<Half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply_add<BFloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                       uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// --- asynchronous copies ----------------------------------------------------------------------------------------------
+
+// Copies `bytes` of 16 from global to shared memory, zeros in place of the rest. Both addresses are multiples of 16; with
+// 0 bytes nothing is read. What was copied may be read after commit_copies(), wait_for_copies() and a barrier.
+__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+// All copies of this thread since the last call are one group.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `kLeft` of this thread's groups, the latest, are still under way.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+}  // namespace attn::cuda

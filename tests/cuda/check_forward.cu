@@ -1,0 +1,90 @@
+// One forward of each kernel against a plain loop, without torch: for compute-sanitizer, and to see that an error put
+// into a kernel is found.
+#include <bit>
+#include <cmath>
+#include <vector>
+
+#include "check.h"
+#include "cuda/inst_forward_fma.cuh"
+#include "cuda/inst_forward_mma.cuh"
+
+namespace attn::cuda {
+namespace {
+
+// Whole numbers / 8 below 2: every dtype holds them.
+float draw(std::mt19937& random) { return static_cast<float>(static_cast<int>(random() % 31) - 15) / 8; }
+
+void store(float* to, float x) { *to = x; }
+void store(BFloat16* to, float x) { to->bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
+
+// `causal`, with keys left over in the last tile and rows in the last block.
+template <class S>
+void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), bool mask, double tolerance) {
+  constexpr int kQueries = 150, kKeys = 150, kDim = 64, kHeads = 2;
+  Array<S> query(kHeads * kQueries * kDim), key(kHeads * kKeys * kDim), value(kHeads * kKeys * kDim);
+  Array<float> output(kHeads * kQueries * kDim), bias(kQueries * kKeys);
+  std::vector<float> q(query.size()), k(key.size()), v(value.size());
+  std::mt19937 random(3);
+  const auto fill = [&](Array<S>& array, std::vector<float>& copy) {
+    for (int64_t i = 0; i < array.size(); ++i) store(&array[i], copy[i] = draw(random));
+  };
+  fill(query, q);
+  fill(key, k);
+  fill(value, v);
+  for (int64_t i = 0; i < bias.size(); ++i) bias[i] = i % 7 == 3 ? -INFINITY : draw(random);
+
+  ForwardParams p;
+  p.heads = p.key_heads = p.value_heads = kHeads;
+  p.queries = kQueries;
+  p.keys = kKeys;
+  p.head_dim = p.value_dim = kDim;
+  p.scale = 0.125;
+  p.causal = true;
+  p.has_mask = mask;
+  const auto operand = [](auto& array, DType type, int rows, int cols) {
+    Operand x;
+    x.data = array.data();
+    x.dtype = type;
+    x.head = int64_t{rows} * cols;
+    x.row = cols;
+    x.col = 1;
+    return x;
+  };
+  p.query = operand(query, dtype, kQueries, kDim);
+  p.key = operand(key, dtype, kKeys, kDim);
+  p.value = operand(value, dtype, kKeys, kDim);
+  p.output = operand(output, DType::f32, kQueries, kDim);
+  p.mask = operand(bias, DType::f32, 0, kKeys);
+  p.rows_per_task = sizeof(S) == 2 ? 128 : 64;
+  p.keys_per_split = 192;
+  require_launched(kernel(p, nullptr));
+
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < kQueries; ++i) {
+      double sum = 0, expected[kDim] = {};
+      for (int j = 0; j <= i; ++j) {
+        double score = 0;
+        for (int d = 0; d < kDim; ++d)
+          score += static_cast<double>(q[(h * kQueries + i) * kDim + d]) * k[(h * kKeys + j) * kDim + d];
+        const double weight = std::exp(score * p.scale + (mask ? bias[i * kKeys + j] : 0));
+        sum += weight;
+        for (int d = 0; d < kDim; ++d) expected[d] += weight * v[(h * kKeys + j) * kDim + d];
+      }
+      for (int d = 0; d < kDim; ++d)
+        require(std::fabs(output[(h * kQueries + i) * kDim + d] - expected[d] / sum) <= tolerance, name);
+    }
+}
+
+}  // namespace
+}  // namespace attn::cuda
+
+int main() {
+  using namespace attn;
+  using namespace attn::cuda;
+  // Of values up to 2: weights are rounded to bfloat16 (2^-9), the rest is float32's rounding.
+  check<float>("fma", DType::f32, launch_forward_fma<float>, false, 1e-5);
+  check<float>("fma, mask", DType::f32, launch_forward_fma<float>, true, 1e-5);
+  check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64>, false, 0x1p-8);
+  check<BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64>, true, 0x1p-8);
+  std::printf("right\n");
+}

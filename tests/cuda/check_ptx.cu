@@ -1,0 +1,174 @@
+// Every wrapper of ptx.cuh against what its comment says.
+#include <bit>
+#include <cmath>
+
+#include "check.h"
+#include "cuda/ptx.cuh"
+
+namespace attn::cuda {
+namespace {
+
+struct Buffers {
+  const float* floats;
+  const uint16_t* numbers;
+  uint32_t* words;
+  float* results;
+};
+
+template <class S>
+__global__ void convert_all(const __grid_constant__ Buffers b) {
+  const int i = blockIdx.x * 32 + threadIdx.x;
+  b.words[i] = from_float<S>(b.floats[i]).bits;
+  b.words[gridDim.x * 32 + i] = pack<S>(b.floats[i], -b.floats[i]);
+  b.results[i] = to_float(S{b.numbers[i]});
+  b.results[gridDim.x * 32 + i] = exp2_approx(b.floats[i]);
+}
+
+template <class S, bool kIsHalf>
+void check_conversions() {
+  constexpr int kBlocks = 4, kSize = 32 * kBlocks;
+  Array<float> floats(kSize), results(2 * kSize);
+  Array<uint16_t> numbers(kSize);
+  Array<uint32_t> words(2 * kSize);
+  std::mt19937 random(1);
+  for (int i = 0; i < kSize; ++i) {
+    numbers[i] = static_cast<uint16_t>(random() % 0x7000 | (random() % 2 << 15));
+    if (!kIsHalf) numbers[i] = static_cast<uint16_t>((numbers[i] & 0x87ff) | 0x3800);
+    floats[i] = host_float(numbers[i], kIsHalf);
+    // a tie between it and the next; then what is above the tie
+    const float next = host_float(static_cast<uint16_t>(numbers[i] + 1), kIsHalf);
+    if (i % 3 == 1) floats[i] = (floats[i] + next) / 2;
+    if (i % 3 == 2) floats[i] = std::nextafter((floats[i] + next) / 2, next);
+  }
+  floats[0] = 1e30f;
+  floats[3] = -INFINITY;
+  require_launched(launch(convert_all<S>, Buffers{floats.data(), numbers.data(), words.data(), results.data()}, kBlocks,
+                          32, 0, nullptr));
+  for (int i = 0; i < kSize; ++i) {
+    uint32_t bits = numbers[i];
+    if (i % 3 == 1) bits += bits & 1;  // a tie goes to the even one
+    if (i % 3 == 2) bits += 1;
+    if (i == 0) bits = kIsHalf ? 0x7c00 : std::bit_cast<uint32_t>(1e30f * (1 + 0x1p-9f)) >> 16;
+    if (i == 3) bits = kIsHalf ? 0xfc00 : 0xff80;
+    if (i != 0 || kIsHalf) {
+      require(words[i] == bits, "from_float");
+      require(words[kSize + i] == (bits | (bits ^ 0x8000) << 16), "pack");
+    }
+    require(results[i] == host_float(numbers[i], kIsHalf), "to_float");
+    const double exact = std::exp2(static_cast<double>(floats[i]));
+    if (exact < 0x1p-126)
+      require(results[kSize + i] == 0, "exp2_approx of a small number");
+    else if (exact < 0x1p127)
+      require(std::fabs(results[kSize + i] - exact) <= exact * 0x1p-21, "exp2_approx");
+  }
+}
+
+// Shared memory holds a 32 x 8 matrix of numbers 0 ... 255, row by row.
+__global__ void load_fragments(const __grid_constant__ Buffers b) {
+  auto* rows = reinterpret_cast<uint16_t*>(shared_memory());
+  for (int i = thread_index(); i < 256; i += 32) rows[i] = static_cast<uint16_t>(i);
+  __syncthreads();
+  uint32_t plain[4], transposed[4];
+  load_matrices(plain, rows + 8 * threadIdx.x);
+  load_matrices_transposed(transposed, rows + 8 * threadIdx.x);
+  for (int m = 0; m < 4; ++m) {
+    b.words[32 * m + threadIdx.x] = plain[m];
+    b.words[128 + 32 * m + threadIdx.x] = transposed[m];
+  }
+}
+
+void check_fragments() {
+  Array<uint32_t> words(256);
+  require_launched(launch(load_fragments, Buffers{nullptr, nullptr, words.data(), nullptr}, 1, 32, 512, nullptr));
+  for (uint32_t m = 0; m < 4; ++m)
+    for (uint32_t l = 0; l < 32; ++l) {
+      const uint32_t i = l / 4, j = 2 * (l % 4);
+      const auto number = [&](uint32_t row, uint32_t col) { return 64 * m + 8 * row + col; };
+      require(words[32 * m + l] == (number(i, j) | number(i, j + 1) << 16), "load_matrices");
+      require(words[128 + 32 * m + l] == (number(j, i) | number(j + 1, i) << 16), "load_matrices_transposed");
+    }
+}
+
+// C = C0 + A B, A [16 x 16] and B [16 x 8] in `numbers`, C0 [16 x 8] in `floats`.
+template <class S>
+__global__ void multiply(const __grid_constant__ Buffers b) {
+  const int group = threadIdx.x / 4, place = threadIdx.x % 4;
+  const auto pair = [&](int first, int second) {
+    return b.numbers[first] | static_cast<uint32_t>(b.numbers[second]) << 16;
+  };
+  const auto of_a = [&](int i, int k) { return pair(16 * i + k, 16 * i + k + 1); };
+  const auto of_b = [&](int k, int j) { return pair(256 + 8 * k + j, 256 + 8 * (k + 1) + j); };
+  const uint32_t a[4] = {of_a(group, 2 * place), of_a(group + 8, 2 * place), of_a(group, 2 * place + 8),
+                         of_a(group + 8, 2 * place + 8)};
+  float c[4];
+  for (int i = 0; i < 4; ++i) c[i] = b.floats[8 * (group + i / 2 * 8) + 2 * place + i % 2];
+  multiply_add<S>(c, a, of_b(2 * place, group), of_b(2 * place + 8, group));
+  for (int i = 0; i < 4; ++i) b.results[8 * (group + i / 2 * 8) + 2 * place + i % 2] = c[i];
+}
+
+template <class S, bool kIsHalf>
+void check_products() {
+  Array<uint16_t> numbers(16 * 16 + 16 * 8);
+  Array<float> floats(16 * 8), results(16 * 8);
+  std::mt19937 random(2);
+  // Small whole numbers: sums are exact in any order.
+  for (int64_t i = 0; i < numbers.size(); ++i) {
+    const float x = static_cast<float>(random() % 17) - 8;
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t half = (bits >> 31 << 15) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023);
+    numbers[i] = static_cast<uint16_t>(!kIsHalf ? bits >> 16 : x == 0 ? 0 : half);
+  }
+  for (int64_t i = 0; i < floats.size(); ++i) floats[i] = static_cast<float>(random() % 100);
+  require_launched(
+      launch(multiply<S>, Buffers{floats.data(), numbers.data(), nullptr, results.data()}, 1, 32, 0, nullptr));
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 8; ++j) {
+      float sum = floats[8 * i + j];
+      for (int k = 0; k < 16; ++k)
+        sum += host_float(numbers[16 * i + k], kIsHalf) * host_float(numbers[256 + 8 * k + j], kIsHalf);
+      require(results[8 * i + j] == sum, "multiply_add");
+    }
+}
+
+// Lane l copies 16 bytes, of them those that `l % 17` says, in one of two groups.
+__global__ void copy(const __grid_constant__ Buffers b) {
+  auto* shared = reinterpret_cast<uint32_t*>(shared_memory());
+  const int lane = threadIdx.x;
+  copy_async(shared + 4 * lane, b.numbers + 8 * lane, lane % 17);
+  commit_copies();
+  copy_async(shared + 4 * (lane + 32), b.numbers + 8 * lane, 16);
+  commit_copies();
+  wait_for_copies<1>();
+  __syncthreads();
+  for (int i = lane; i < 128; i += 32) b.words[i] = shared[i];
+  wait_for_copies<0>();
+  __syncthreads();
+  for (int i = lane; i < 128; i += 32) b.words[128 + i] = shared[128 + i];
+}
+
+void check_copies() {
+  Array<uint16_t> numbers(256);
+  Array<uint32_t> words(256);
+  for (int i = 0; i < 256; ++i) numbers[i] = static_cast<uint16_t>(257 * i + 3);
+  require_launched(launch(copy, Buffers{nullptr, numbers.data(), words.data(), nullptr}, 1, 32, 1024, nullptr));
+  const auto* from = reinterpret_cast<const unsigned char*>(numbers.data());
+  const auto* to = reinterpret_cast<const unsigned char*>(words.data());
+  for (int i = 0; i < 512; ++i) {
+    require(to[i] == (i % 16 < i / 16 % 17 ? from[i] : 0), "copy_async of some bytes");
+    require(to[512 + i] == from[i], "copy_async");
+  }
+}
+
+}  // namespace
+}  // namespace attn::cuda
+
+int main() {
+  using namespace attn::cuda;
+  check_conversions<Half, true>();
+  check_conversions<BFloat16, false>();
+  check_fragments();
+  check_products<Half, true>();
+  check_products<BFloat16, false>();
+  check_copies();
+  std::printf("right\n");
+}

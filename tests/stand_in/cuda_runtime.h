@@ -1,0 +1,123 @@
+// The part of CUDA that the kernels in csrc/cuda use, on a CPU. A block's threads are fibers of one thread of the
+// system; who runs next is drawn at random, so that a missing barrier gives a wrong result on some seed
+// (ATTN_STAND_IN_SEED). Shared memory starts as NaN and ends at a page that cannot be read. It cannot see errors of
+// memory order, registers or bank conflicts: those need a GPU.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include <bit>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __restrict__
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// Of the fiber that runs.
+extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace stand_in {
+
+int lane();
+
+// Waits for all threads of the block.
+void barrier();
+// Waits for all lanes of the warp, then the last one calls f with what every lane has brought. `name`: all lanes must
+// have come for the same.
+void collective(const char* name, void* mine, void (*f)(void** of_lane));
+// For this thread, runs `copy` when it waits so that at most `left` groups are under way.
+void start_copy(void* to, const void* from, int bytes);
+void commit_copies();
+void wait_for_copies(int left);
+
+unsigned char* shared_memory();
+// Whether [pointer, pointer + bytes) lies in the block's shared memory.
+bool is_shared(const void* pointer, size_t bytes);
+
+[[noreturn]] void fail(const char* what);
+
+void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
+
+}  // namespace stand_in
+
+inline void __syncthreads() { stand_in::barrier(); }
+
+inline void __syncwarp(unsigned mask = ~0u) {
+  if (mask != ~0u) stand_in::fail("__syncwarp of a part of a warp");
+  stand_in::collective("__syncwarp", nullptr, [](void**) {});
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  if (mask != ~0u) stand_in::fail("__shfl_xor_sync of a part of a warp");
+  struct Lane {
+    T value, result;
+    int from;
+  } lane{value, {}, stand_in::lane() ^ lane_mask};
+  stand_in::collective("__shfl_xor_sync", &lane, [](void** of_lane) {
+    for (int l = 0; l < 32; ++l) {
+      auto* to = static_cast<Lane*>(of_lane[l]);
+      to->result = static_cast<Lane*>(of_lane[to->from])->value;
+    }
+  });
+  return lane.result;
+}
+
+inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t{a} * b) >> 32); }
+
+// --- host -------------------------------------------------------------------------------------------------------------
+
+enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  void* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+constexpr size_t kStandInSharedMemory = 99 << 10;  // of sm_86 and sm_89, the smallest of all supported
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  const uint64_t threads = uint64_t{c->blockDim.x} * c->blockDim.y * c->blockDim.z;
+  if (!c->gridDim.x || !c->gridDim.y || c->gridDim.x > 0x7fffffffu || c->gridDim.y > 65535 || threads > 1024 ||
+      c->dynamicSmemBytes > kStandInSharedMemory)
+    return cudaErrorInvalidConfiguration;
+  stand_in::run(c->gridDim, c->blockDim, c->dynamicSmemBytes, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class F>
+cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, int value) {
+  return static_cast<size_t>(value) <= kStandInSharedMemory ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "invalid configuration argument";
+}
+template <class T>
+cudaError_t cudaMallocManaged(T** memory, size_t bytes) {
+  *memory = static_cast<T*>(malloc(bytes));
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* memory) {
+  free(memory);
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }

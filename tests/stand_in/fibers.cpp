@@ -1,0 +1,245 @@
+// Threads of a CUDA block as fibers of one thread; see cuda_runtime.h here.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+// Saves the registers that a call keeps, and the stack, of the caller and continues where `to` was left.
+extern "C" void attn_stand_in_switch(void** from, void* to);
+asm(R"(
+.text
+.type attn_stand_in_switch, @function
+attn_stand_in_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace stand_in {
+
+namespace {
+
+constexpr size_t kStackBytes = 256 << 10;
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+};
+
+struct Fiber {
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  void* stack_pointer = nullptr;
+  dim3 thread;
+  int index = 0;
+  bool done = false;
+  const char* waits_for = nullptr;
+  std::vector<Copy> started;                // not committed
+  std::deque<std::vector<Copy>> under_way;  // groups
+};
+thread_local Fiber* running;
+
+struct Warp {
+  int waiting = 0;
+  const char* name = nullptr;
+  void* of_lane[32] = {};
+};
+
+// Pages for shared memory, the last of which cannot be touched: a block's memory ends right before it.
+class SharedMemory {
+ public:
+  SharedMemory() {
+    page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    capacity_ = (kStandInSharedMemory + page_ - 1) / page_ * page_;
+    base_ = static_cast<unsigned char*>(
+        mmap(nullptr, capacity_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (base_ == MAP_FAILED || mprotect(base_ + capacity_, page_, PROT_NONE) != 0) fail("no memory");
+  }
+  ~SharedMemory() { munmap(base_, capacity_ + page_); }
+  void poison(size_t bytes) {
+    bytes_ = (bytes + 127) / 128 * 128;
+    std::memset(begin(), 0xff, bytes_);  // NaN in every format
+  }
+  unsigned char* begin() const { return base_ + capacity_ - bytes_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t page_, capacity_, bytes_ = 0;
+  unsigned char* base_;
+};
+
+struct Block {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Warp> warps;
+  std::vector<Fiber*> ready;
+  std::vector<Fiber*> at_barrier;
+  size_t threads = 0, live = 0;
+  SharedMemory shared;
+  std::minstd_rand random;
+  void* caller = nullptr;
+  const std::function<void()>* kernel = nullptr;
+
+  Block() {
+    const char* seed = std::getenv("ATTN_STAND_IN_SEED");
+    random.seed(seed ? static_cast<unsigned>(std::atoi(seed)) + 1 : 1);
+  }
+};
+thread_local std::unique_ptr<Block> block;
+
+// Continues some fiber that can run, or the caller of run() when all have ended.
+void switch_from(void** stack_pointer) {
+  if (block->ready.empty()) {
+    if (block->live == 0) return attn_stand_in_switch(stack_pointer, block->caller);
+    for (size_t i = 0; i < block->threads; ++i) {
+      const Fiber& f = *block->fibers[i];
+      std::fprintf(stderr, "thread %d: %s\n", f.index, f.done ? "has returned" : f.waits_for);
+    }
+    fail("deadlock: threads wait for others that do not come");
+  }
+  std::swap(block->ready[block->random() % block->ready.size()], block->ready.back());
+  Fiber* next = block->ready.back();
+  block->ready.pop_back();
+  if (next == running && stack_pointer == &next->stack_pointer) return;
+  running = next;
+  threadIdx = next->thread;
+  attn_stand_in_switch(stack_pointer, next->stack_pointer);
+}
+
+void wait(const char* what) {
+  Fiber* me = running;
+  me->waits_for = what;
+  switch_from(&me->stack_pointer);
+}
+
+void fiber_main() {
+  (*block->kernel)();
+  Fiber* me = running;
+  if (!me->started.empty() || !me->under_way.empty()) fail("a thread returned with copies under way");
+  me->done = true;
+  --block->live;
+  switch_from(&me->stack_pointer);
+  std::abort();
+}
+
+void prepare(Fiber& f) {
+  auto top = reinterpret_cast<uintptr_t>(f.stack.get() + kStackBytes) & ~uintptr_t{15};
+  void** stack = reinterpret_cast<void**>(top);
+  *--stack = nullptr;  // so that the stack is aligned as after a call
+  *--stack = reinterpret_cast<void*>(fiber_main);
+  for (int i = 0; i < 6; ++i) *--stack = nullptr;
+  f.stack_pointer = stack;
+}
+
+}  // namespace
+
+void fail(const char* what) {
+  std::fprintf(stderr, "CUDA stand-in: block (%u, %u), thread %u: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what);
+  std::abort();
+}
+
+int lane() { return running->index % 32; }
+
+void barrier() {
+  block->at_barrier.push_back(running);
+  if (block->at_barrier.size() == block->threads) {
+    block->ready.insert(block->ready.end(), block->at_barrier.begin(), block->at_barrier.end());
+    block->at_barrier.clear();
+  }
+  wait("__syncthreads");
+}
+
+void collective(const char* name, void* mine, void (*f)(void** of_lane)) {
+  const int index = running->index, first = index / 32 * 32;
+  Warp& warp = block->warps[index / 32];
+  if (warp.waiting == 0) warp.name = name;
+  if (std::strcmp(warp.name, name) != 0) fail("lanes of a warp came for different collectives");
+  warp.of_lane[lane()] = mine;
+  if (++warp.waiting == 32) {
+    f(warp.of_lane);
+    warp.waiting = 0;
+    for (int l = 0; l < 32; ++l) block->ready.push_back(block->fibers[first + l].get());
+  }
+  wait(name);
+}
+
+void start_copy(void* to, const void* from, int bytes) {
+  if (!is_shared(to, 16)) fail("cp.async to what is not shared memory");
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("cp.async is not aligned");
+  if (bytes < 0 || bytes > 16) fail("cp.async of more than 16 bytes");
+  std::memset(to, 0xff, 16);  // what was there is lost at once, what comes is late
+  running->started.push_back({to, from, bytes});
+}
+void commit_copies() {
+  running->under_way.push_back(std::move(running->started));
+  running->started.clear();
+}
+void wait_for_copies(int left) {
+  auto& groups = running->under_way;
+  for (; groups.size() > static_cast<size_t>(left); groups.pop_front())
+    for (const Copy& c : groups.front()) {
+      std::memset(c.to, 0, 16);
+      std::memcpy(c.to, c.from, static_cast<size_t>(c.bytes));
+    }
+}
+
+unsigned char* shared_memory() { return block->shared.begin(); }
+bool is_shared(const void* pointer, size_t bytes) {
+  const auto* p = static_cast<const unsigned char*>(pointer);
+  return p >= block->shared.begin() && p + bytes <= block->shared.begin() + block->shared.bytes();
+}
+
+void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<void()>& kernel) {
+  if (!block) block = std::make_unique<Block>();
+  Block& b = *block;
+  b.threads = size_t{block_size.x} * block_size.y * block_size.z;
+  if (b.threads % 32) fail("a block of incomplete warps");
+  while (b.fibers.size() < b.threads) {
+    b.fibers.push_back(std::make_unique<Fiber>());
+    b.fibers.back()->index = static_cast<int>(b.fibers.size()) - 1;
+  }
+  b.kernel = &kernel;
+  blockDim = block_size;
+  gridDim = grid;
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x) {
+        blockIdx = {x, y, z};
+        b.warps.assign(b.threads / 32, {});
+        b.ready.clear();
+        b.live = b.threads;
+        b.shared.poison(shared_bytes);
+        for (size_t i = 0; i < b.threads; ++i) {
+          Fiber& f = *b.fibers[i];
+          const auto t = static_cast<unsigned>(i);
+          f.thread = {t % block_size.x, t / block_size.x % block_size.y, t / block_size.x / block_size.y};
+          f.done = false;
+          prepare(f);
+          b.ready.push_back(&f);
+        }
+        switch_from(&b.caller);
+      }
+}
+
+}  // namespace stand_in
