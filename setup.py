@@ -24,8 +24,8 @@ from torch.utils.cpp_extension import (
 CSRC = Path("csrc")
 STAND_INS = Path("tests") / "stand_in"
 
-# For tests, what the machine has not, in software. "amx": the tile instructions of AMX. "cuda": the CUDA kernels compiled
-# as C++ for tensors of the CPU, without csrc/cpu.
+# For tests, what the machine has not, in software. "amx": the tile instructions of AMX.
+# "cuda": the CUDA kernels compiled as C++ for tensors of the CPU, without csrc/cpu.
 STAND_IN = os.environ.get("ATTN_STAND_IN", "")
 if STAND_IN not in ("", "amx", "cuda"):
     raise SystemExit(f"ATTN_STAND_IN is {STAND_IN!r}; it must be 'amx', 'cuda' or not set")

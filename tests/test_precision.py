@@ -1,4 +1,4 @@
-"""`torch.set_float32_matmul_precision`: "medium" allows bfloat16 products, the others do not."""
+"""`torch.set_float32_matmul_precision`: "medium" allows factors of 8 bits, "high" of 16."""
 
 from __future__ import annotations
 
@@ -59,12 +59,31 @@ def test_medium(cpu_capability: str, sizes: dict[str, int], layout: str) -> None
         assert error <= 2 * largest(builtin[name] - exact[name]), name
 
 
-@pytest.mark.parametrize("precision", ["high", "highest"])
-def test_the_others_are_float32(cpu_capability: str, precision: str) -> None:
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_high(cpu_capability: str, sizes: dict[str, int]) -> None:
+    """Factors of two bfloat16 where tiles multiply them, a hundredth of the error of "medium"."""
+    inputs = make_inputs(**sizes)
+    grad_output = make_grad_output(inputs)
+    highest = results(torch_attn.sdpa, inputs, grad_output)
+    torch.set_float32_matmul_precision("high")
+    high = results(torch_attn.sdpa, inputs, grad_output)
+    if cpu_capability != "amx":
+        assert_same_bits(high, highest)
+        return
+    exact = results(reference.sdpa, inputs.map(torch.Tensor.double), grad_output.double())
+    torch.set_float32_matmul_precision("medium")
+    medium = results(torch_attn.sdpa, inputs, grad_output)
+    for name, tensor in high.items():
+        error = largest(tensor - exact[name])
+        assert largest(highest[name] - exact[name]) < error, name
+        assert 100 * error <= largest(medium[name] - exact[name]), name
+
+
+def test_highest_is_the_default(cpu_capability: str) -> None:
     inputs = make_inputs(65, 130, 64)
     grad_output = make_grad_output(inputs)
     before = results(torch_attn.sdpa, inputs, grad_output)
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision("highest")
     assert_same_bits(results(torch_attn.sdpa, inputs, grad_output), before)
 
 

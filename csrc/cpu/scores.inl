@@ -205,6 +205,29 @@ void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, int64
   });
 }
 
+// The same of a boolean mask whose keys are neighbours, in bits: bit `lane` of row j. A byte a score would have to be
+// transposed as a float.
+struct MaskBits {
+  static_assert(kRowTile == 64 && kKeyTile == 64);
+  uint64_t row[kKeyTile];
+
+  static bool holds(const Operand& mask) { return mask.dtype == DType::boolean && mask.col == 1; }
+
+  MaskBits(const Problem& p, const RowTile& rows, int64_t key, int64_t keys) {
+    for (uint64_t& bits : row) bits = ~uint64_t{};
+    rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
+      const Block block = block_of(p, p.mask, rows.n, h, l, key);
+      for (int64_t i = 0; i < count; ++i) {
+        const auto* from = reinterpret_cast<const uint8_t*>(block.data) + i * block.row;
+        uint8_t some[kKeyTile] = {};
+        if (keys < kKeyTile) __builtin_memcpy(some, from, static_cast<size_t>(keys));
+        row[lane + i] = nonzero_bytes(keys < kKeyTile ? some : from);
+      }
+    });
+    transpose_bits(row);
+  }
+};
+
 // What a tile of scores() must yet be multiplied by: tiles of the processor don't apply the scale.
 template <class F, class T = typename F::Number>
 ATTN_INLINE T unit_of_scores(const Problem& p) {
@@ -224,7 +247,14 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<
   Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t, kRowTile, x,
                                kRowTile, false, F::kTiles ? 1 : scale);
   const Vec<T> masked = splat<T>(-kInfinity<T>);
-  if (p.has_mask) {
+  if (p.has_mask && MaskBits::holds(p.mask)) {
+    const MaskBits mask(p, rows, key, keys);
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < lanes; i += W) {
+        T* at = x + j * kRowTile + i;
+        store<T>(at, lanes_of_bits<T>(mask.row[j] >> i) ? F::scaled(load<T>(at), scale) : masked);
+      }
+  } else if (p.has_mask) {
     pack_mask<T>(p, p.mask, rows, key, keys, bias);
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W) {

@@ -302,6 +302,47 @@ ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
+// Bit i: whether byte i of 64 is not 0.
+ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
+#if ATTN_VECTOR_BYTES == 64
+  const __m512i v = _mm512_loadu_si512(bytes);
+  return _mm512_test_epi8_mask(v, v);
+#else
+  uint64_t bits = 0;
+  for (int i = 0; i < 64; i += 16) {
+#if defined(__SSE2__)
+    const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i));
+    const auto zeros = static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(v, _mm_setzero_si128())));
+    bits |= static_cast<uint64_t>(~zeros & 0xffffu) << i;
+#else
+    for (int k = i; k < i + 16; ++k) bits |= static_cast<uint64_t>(bytes[k] != 0) << k;
+#endif
+  }
+  return bits;
+#endif
+}
+
+// Bit i of row j becomes bit j of row i (Warren, Hacker's Delight, section 7-3).
+ATTN_INLINE void transpose_bits(uint64_t (&rows)[64]) {
+  uint64_t low = 0x00000000ffffffffu;  // of every 2 * step bits, the lower half
+  for (int step = 32; step != 0; step /= 2, low ^= low << step)
+    for (int block = 0; block < 64; block += 2 * step)
+      for (int k = block; k < block + step; ++k) {
+        const uint64_t swapped = ((rows[k] >> step) ^ rows[k + step]) & low;
+        rows[k] ^= swapped << step;
+        rows[k + step] ^= swapped;
+      }
+}
+
+// Lane i: all bits set if bit i is, else 0.
+template <class T>
+ATTN_INLINE auto lanes_of_bits(uint64_t bits) {
+  using U = typename Float<T>::UInt;
+  Vec<U> bit;
+  for (int i = 0; i < kLanes<T>; ++i) bit[i] = U{1} << i;
+  return (splat<U>(static_cast<U>(bits)) & bit) != Vec<U>{};
+}
+
 // 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
 ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
 #if ATTN_VECTOR_BYTES == 64
