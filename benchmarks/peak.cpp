@@ -1,6 +1,6 @@
 // What the machine can do, with all threads: `peak flops` prints GFLOP/s of float32 FMAs and, where the processor has
-// VDPBF16PS, of bfloat16 products, from registers alone; `peak read BYTES` prints GB/s of reading that many,
-// repeatedly, in the median.
+// VDPBF16PS and AMX, of bfloat16 products with these, from registers alone; `peak read BYTES` prints GB/s of reading
+// that many, repeatedly, in the median.
 // Compiled and run by common.py.
 #include <omp.h>
 
@@ -11,6 +11,11 @@
 #include <cstring>
 #include <string>
 #include <vector>
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -52,6 +57,37 @@ double gflops(double flops_per_step, Step step) {
   return best;
 }
 
+#if defined(__AMX_BF16__)
+// Four independent tiles of sums; 0 where the operating system does not grant tiles.
+double tile_gflops() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of <asm/prctl.h>
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return 0;
+  struct alignas(64) {
+    unsigned char palette = 1, start_row = 0, reserved[14] = {};
+    unsigned short bytes_of_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    unsigned char rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } const configuration;
+  constexpr long kRounds = 2000000;
+  double best = 0;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const double start = seconds();
+#pragma omp parallel
+    {
+      _tile_loadconfig(&configuration);
+      for (long i = 0; i < kRounds; ++i) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_release();
+    }
+    best = std::max(best, kRounds * 4 * 16384.0 * omp_get_max_threads() / (seconds() - start) / 1e9);
+  }
+  return best;
+}
+#endif
+
 double read_gbytes(long bytes) {
   const long vectors = bytes / kBytes / omp_get_max_threads() / 8 * 8;
   const long size = vectors * omp_get_max_threads() * kBytes;
@@ -91,6 +127,9 @@ int main(int argc, char** argv) {
                 std::memcpy(&y, &b, sizeof y);
                 return (Vec)_mm512_dpbf16_ps((__m512)s, x, y);
               }));
+#endif
+#if defined(__AMX_BF16__)
+  std::printf(" %.1f", tile_gflops());
 #endif
   std::printf("\n");
 }
