@@ -89,6 +89,7 @@ struct BackwardParams : Problem {
   Operand residual;
   Operand grad_output;
   const void* logsumexp = nullptr;
+  void* delta = nullptr;  // on CUDA: <grad_output, output + residual> of every row, [batch, heads, L]
 
   // Null data where a gradient is not wanted.
   Operand grad_query;
@@ -146,6 +147,7 @@ struct SecondParams : BackwardParams {
   Operand tangent_output;
   Operand tangent_residual;
   const void* tangent_logsumexp = nullptr;
+  void* tangent_delta = nullptr;  // on CUDA: its derivative
 };
 
 constexpr int64_t kRowTile = 64;  // queries of one tile of scores: the lanes of the kernels
