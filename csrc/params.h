@@ -89,6 +89,7 @@ struct BackwardParams : Problem {
   Operand residual;
   Operand grad_output;
   const void* logsumexp = nullptr;
+  void* delta = nullptr;  // on CUDA: <grad_output, output + residual> of every row, [batch, heads, L]
 
   // Null data where a gradient is not wanted.
   Operand grad_query;
