@@ -223,8 +223,8 @@ MUTATIONS = {
     ),
     "backward: rows that see the first key are skipped": (
         "backward_mma.cuh",
-        "|| last >= key) return row;",
-        "|| last > key) return row;",
+        "row % p.queries + kOther - 1;",
+        "row % p.queries;",
     ),
     "backward: delta of other rows": (
         "backward_mma.cuh",

@@ -138,9 +138,8 @@ struct BackwardMma {
     }
     Sums first = {}, second = {};
     for (int64_t head = first_head; head < first_head + readers; head += p.group) {
-      __syncthreads();  // the last group's tiles have been read
       if (thread_index() == 0) set_key_heads(head);
-      __syncthreads();
+      __syncthreads();  // the last group's tiles have been read
       int64_t row = visible_row(0);
       if (row >= p.rows()) continue;
       load_keys(shared.own_first, shared.own_second, shared.first_key, shared.last_key);
@@ -190,9 +189,7 @@ struct BackwardMma {
     if (thread_index() == 0) {
       set(number / row_tasks / p.groups());
       set_key_heads(head);
-      const int64_t last_position = smaller(row % p.queries + count, p.queries) - 1;
-      const bool one_head = row % p.queries + count <= p.queries;
-      shared.last_key = p.causal ? smaller(p.keys, (one_head ? last_position : p.queries - 1) + 1) : p.keys;
+      shared.last_key = p.causal ? smaller(p.keys, smaller(row % p.queries + count, p.queries)) : p.keys;
     }
     __syncthreads();
     shared.rows[0].set(p, shared.dropout, shared.n, head, row, count);
