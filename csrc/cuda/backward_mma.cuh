@@ -509,7 +509,7 @@ __host__ __device__ int64_t backward_mma_tasks(const BackwardParams& p) {
 }
 
 template <class S, int kDim, MmaGradient kOf, bool kGeneral>
-__global__ void __launch_bounds__(kMmaThreads, kDim <= 64 && !kGeneral ? 3 : 2)
+__global__ void __launch_bounds__(kMmaThreads, kDim <= 64 && kOf == MmaGradient::query && !kGeneral ? 3 : 2)
     backward_mma(const __grid_constant__ BackwardParams p) {
   using Kernel = BackwardMma<S, kDim, kOf, kGeneral>;
   const int64_t number = block_number();
