@@ -147,6 +147,7 @@ struct SecondParams : BackwardParams {
   Operand tangent_output;
   Operand tangent_residual;
   const void* tangent_logsumexp = nullptr;
+  void* tangent_delta = nullptr;  // on CUDA: its derivative
 };
 
 constexpr int64_t kRowTile = 64;  // queries of one tile of scores: the lanes of the kernels

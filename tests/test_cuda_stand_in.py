@@ -62,6 +62,20 @@ def test_forward(tests: str, seed: int) -> None:
     run_tests(tests, FORWARD[tests], seed)
 
 
+DERIVATIVES = {
+    "tests/test_backward.py": 827,
+    "tests/test_nan.py -k 'test_key and (200 or 17)'": 80,
+    "tests/test_dropout.py -k 'test_all or test_none or draws'": 9,
+    "tests/test_derivatives.py -k 'masked or layouts or subsets or empty or expanded'": 72,
+    "tests/test_derivatives.py -k 'gradgradcheck or reverse_over_forward'": 64,
+}
+
+
+@pytest.mark.parametrize("tests", DERIVATIVES)
+def test_derivatives(tests: str) -> None:
+    run_tests(tests, DERIVATIVES[tests], seed=1)
+
+
 @pytest.mark.parametrize("seed", [2, 3])
 def test_forward_in_another_order_of_threads(seed: int) -> None:
     run_tests("tests/test_forward.py -k 'layouts or expanded or many_dimensions'", 85, seed)
@@ -171,12 +185,12 @@ MUTATIONS = {
     ),
     "sums are not corrected": ("forward_mma.cuh", "sum = sum * correction", "sum = sum"),
     "tiles are overwritten while read": (
-        "forward_fma.cuh",
+        "scores_fma.cuh",
         "      __syncthreads();  // what is in shared memory has been read\n",
         "",
     ),
     "tiles are used before they are there": (
-        "forward_fma.cuh",
+        "scores_fma.cuh",
         "      __syncthreads();\n      add_products(x",
         "      add_products(x",
     ),

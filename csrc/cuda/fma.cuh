@@ -10,10 +10,13 @@
 namespace attn::cuda {
 
 constexpr int kFmaThreads = 128;
-constexpr int kFmaTile = 64;   // rows, columns
-constexpr int kFmaRows = 8;    // of a thread
-constexpr int kFmaCols = 4;    // of a thread, of every kFmaTile
-constexpr int kFmaDepth = 32;  // of the factors that are in shared memory at a time
+constexpr int kFmaTile = 64;  // rows, columns
+constexpr int kFmaRows = 8;   // of a thread
+constexpr int kFmaCols = 4;   // of a thread, of every kFmaTile
+
+// Of the factors that are in shared memory at a time.
+template <class T>
+constexpr int kFmaDepth = 128 / static_cast<int>(sizeof(T));
 
 // Between rows of a tile: a multiple of 16 bytes, and columns of it fall into different banks.
 template <class T>
@@ -48,13 +51,16 @@ __device__ __forceinline__ void load_quads(T (&to)[N], const T* from, int offset
   }
 }
 
-// sum[i][j] += sum_k a[k * lda + row(i)] b[k * ldb + col(j)]
+// float sums kFmaDepth products from zero before it adds them to others: short chains keep the error of long sums low.
+template <class T>
+constexpr bool kShortChains = sizeof(T) == 4;
+
 template <class T, int M, int N>
-__device__ __forceinline__ void add_products(T (&sum)[M][N], const FmaThread& t, const T* a, int lda, const T* b,
-                                             int ldb, int depth) {
+__device__ __forceinline__ void add_chain(T (&sum)[M][N], const FmaThread& t, const T* a, int lda, const T* b,
+                                          int ldb) {
   static_assert(M == kFmaRows && N % kFmaCols == 0);
 #pragma unroll 4
-  for (int k = 0; k < depth; ++k) {
+  for (int k = 0; k < kFmaDepth<T>; ++k) {
     T left[M], right[N];
     load_quads(left, a + k * lda + t.row(0));
 #pragma unroll
@@ -67,7 +73,23 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const FmaThread& t,
 #pragma unroll
     for (int i = 0; i < M; ++i)
 #pragma unroll
-      for (int j = 0; j < N; ++j) sum[i][j] += left[i] * right[j];
+      for (int j = 0; j < N; ++j) sum[i][j] = fma(left[i], right[j], sum[i][j]);
+  }
+}
+
+// sum[i][j] += sum_k a[k * lda + row(i)] b[k * ldb + col(j)], k < kFmaDepth
+template <class T, int M, int N>
+__device__ __forceinline__ void add_products(T (&sum)[M][N], const FmaThread& t, const T* a, int lda, const T* b,
+                                             int ldb) {
+  if constexpr (kShortChains<T>) {
+    T chain[M][N] = {};
+    add_chain(chain, t, a, lda, b, ldb);
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[i][j] += chain[i][j];
+  } else {
+    add_chain(sum, t, a, lda, b, ldb);
   }
 }
 
@@ -83,25 +105,40 @@ __device__ __forceinline__ void fill_tile(T* tile, int stride, int outers, int i
   }
 }
 
-// tile[d * kFmaStride + i] = x(row i, first_col + d), d < kFmaDepth; row i lies offset(i) elements behind `base`.
+// tile[d * kFmaStride + i] = x(row i, first_col + d), d < kFmaDepth<T>; row i lies offset(i) elements behind `base`.
 template <class T, class Offset>
 __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                                 int64_t first_col, Offset offset) {
   with_type<T>(x.data, x.dtype, [&](const auto* data) {
     const auto* from = data + base + first_col * x.col;
-    fill_tile(tile, kFmaStride<T>, kFmaDepth, kFmaTile, cols - first_col, rows, x.col <= 1,
+    fill_tile(tile, kFmaStride<T>, kFmaDepth<T>, kFmaTile, cols - first_col, rows, x.col <= 1,
               [&](int d, int i) { return convert<T>(from[offset(i) + d * x.col]); });
   });
 }
 
-// tile[i * (kCols + padding) + d] = x(first_row + i, first_col + d), i < kFmaDepth, d < kCols
-template <int kCols, class T>
-__device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t first_row, int64_t last_row,
-                                          int64_t cols, int64_t first_col) {
+// 0 in place of infinities and NaNs.
+struct Finite {
+  template <class T>
+  __device__ __forceinline__ T operator()(T x) const {
+    return x - x == 0 ? x : static_cast<T>(0);
+  }
+};
+struct AsItIs {
+  template <class T>
+  __device__ __forceinline__ T operator()(T x) const {
+    return x;
+  }
+};
+
+// tile[i * (kCols + padding) + d] = as(x(row i, first_col + d)), i < kFmaDepth<T>, d < kCols; row i lies offset(i) elements
+// behind `base`.
+template <int kCols, class As, class T, class Offset>
+__device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
+                                          int64_t first_col, Offset offset) {
   with_type<T>(x.data, x.dtype, [&](const auto* data) {
-    const auto* from = data + base + first_row * x.row + first_col * x.col;
-    fill_tile(tile, kCols + kFmaStride<T> - kFmaTile, kFmaDepth, kCols, last_row - first_row, cols - first_col,
-              x.col > 1, [&](int i, int d) { return convert<T>(from[i * x.row + d * x.col]); });
+    const auto* from = data + base + first_col * x.col;
+    fill_tile(tile, kCols + kFmaStride<T> - kFmaTile, kFmaDepth<T>, kCols, rows, cols - first_col, x.col > 1,
+              [&](int i, int d) { return As()(convert<T>(from[offset(i) + d * x.col])); });
   });
 }
 

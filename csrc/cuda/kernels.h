@@ -30,5 +30,12 @@ template <class T>
 Error launch_forward_fma(const ForwardParams& p, Stream stream);
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream);
+// Params: BackwardParams for the gradients, SecondParams for their derivative. `delta` first.
+template <class T, class Params>
+Error launch_delta_fma(const Params& p, Stream stream);
+template <class T, class Params>
+Error launch_gradients_fma(const Params& p, Stream stream);
+template <class T>
+Error launch_tangent_fma(const TangentParams& p, Stream stream);
 
 }  // namespace attn::cuda

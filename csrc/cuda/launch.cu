@@ -41,6 +41,32 @@ Error run_forward(const ForwardParams& p, Stream stream) {
   return p.query.dtype == DType::bf16 ? run_forward_mma<BFloat16>(p, stream) : run_forward_mma<Half>(p, stream);
 }
 
+template <class T, class Params>
+Error run_gradients_fma(const Params& p, Stream stream) {
+  if (Error error = launch_delta_fma<T>(p, stream)) return error;
+  return launch_gradients_fma<T>(p, stream);
+}
+
+template <class S>
+Error run_backward_mma(const BackwardParams& p, Stream stream) {
+  const int64_t dim = larger(p.head_dim, p.value_dim);
+  if (dim <= 64) return launch_backward_mma<S, 64>(p, stream);
+  if (dim <= 128) return launch_backward_mma<S, 128>(p, stream);
+  return launch_backward_mma<S, 256>(p, stream);
+}
+
+// The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
+Error run_backward_mma(const BackwardParams& p, Stream stream) {
+  if (Error error = launch_delta_fma<float>(p, stream)) return error;
+  if (Error error =
+          p.query.dtype == DType::bf16 ? run_backward_mma<BFloat16>(p, stream) : run_backward_mma<Half>(p, stream))
+    return error;
+  if (!p.mask_is_shared) return nullptr;
+  BackwardParams only_mask = p;
+  only_mask.grad_query.data = only_mask.grad_key.data = only_mask.grad_value.data = nullptr;
+  return launch_gradients_fma<float>(only_mask, stream);
+}
+
 }  // namespace
 
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
@@ -63,6 +89,24 @@ Error launch_forward(const ForwardParams& p, Stream stream) {
   if (Error error = run_forward(p, stream)) return error;
   if (p.splits == 1) return nullptr;
   return p.query.dtype == DType::f64 ? launch_merge_splits<double>(p, stream) : launch_merge_splits<float>(p, stream);
+}
+
+Error launch_backward(const BackwardParams& p, Stream stream) {
+  if (p.query.dtype == DType::f64) return run_gradients_fma<double>(p, stream);
+  if (uses_mma(p)) return run_backward_mma(p, stream);
+  return run_gradients_fma<float>(p, stream);
+}
+
+Error launch_second(const SecondParams& p, Stream stream) {
+  if (p.query.dtype == DType::f64) return run_gradients_fma<double>(p, stream);
+  return run_gradients_fma<float>(p, stream);
+}
+
+void plan_tangent(TangentParams& p) { p.rows_per_task = kRowTile; }
+
+Error launch_tangent(const TangentParams& p, Stream stream) {
+  if (p.query.dtype == DType::f64) return launch_tangent_fma<double>(p, stream);
+  return launch_tangent_fma<float>(p, stream);
 }
 
 Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period, Stream stream) {

@@ -24,6 +24,13 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
 
+// The caller allocates `delta` (and `tangent_delta`) before.
+[[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
+[[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
+
+void plan_tangent(TangentParams& p);
+[[nodiscard]] Error launch_tangent(const TangentParams& p, Stream stream);
+
 // Writes (seed, offset, period) to `state`.
 [[nodiscard]] Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period,
                                            Stream stream);

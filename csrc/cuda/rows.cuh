@@ -50,28 +50,38 @@ struct Task {
   int64_t first_key, last_key;         // no row of the tile sees others
   int64_t min_position, max_position;  // of its rows
 
-  // Called by one thread, followed by a barrier.
-  template <class Params>
-  __device__ void set(const Params& p, int64_t number) {
-    const int64_t row_tasks = p.row_tasks();
-    first_row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task;
-    number /= row_tasks;
-    split = number % p.splits;
-    number /= p.splits;
-    first_head = number % p.groups() * p.group;
-    n = number / p.groups();
-    key_head = first_head / (p.heads / p.key_heads);
-    value_head = first_head / (p.heads / p.value_heads);
-    rows = static_cast<int>(smaller(p.rows_per_task, p.rows() - first_row));
-    min_position = first_row % p.queries;
+  // Rows of the list that begins with `head`. Called by one thread, followed by a barrier.
+  __device__ void set_rows(const Problem& p, int64_t head, int64_t first, int64_t count) {
+    first_head = head;
+    key_head = head / (p.heads / p.key_heads);
+    value_head = head / (p.heads / p.value_heads);
+    first_row = first;
+    rows = static_cast<int>(count);
+    min_position = first % p.queries;
     max_position = min_position + rows - 1;
     if (max_position >= p.queries) {  // the end of one head and the beginning of the next
       min_position = 0;
       max_position = p.queries - 1;
     }
-    first_key = split * p.keys_per_split;
-    last_key = smaller(first_key + p.keys_per_split, p.keys);
+  }
+  // The keys that rows up to max_position see.
+  __device__ void set_keys(const Problem& p, int64_t first, int64_t last) {
+    first_key = first;
+    last_key = smaller(last, p.keys);
     if (p.causal) last_key = smaller(last_key, max_position + 1);
+  }
+
+  // The same.
+  template <class Params>
+  __device__ void set(const Params& p, int64_t number) {
+    const int64_t row_tasks = p.row_tasks();
+    const int64_t row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task;
+    number /= row_tasks;
+    split = number % p.splits;
+    number /= p.splits;
+    n = number / p.groups();
+    set_rows(p, number % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
+    set_keys(p, split * p.keys_per_split, (split + 1) * p.keys_per_split);
   }
 };
 

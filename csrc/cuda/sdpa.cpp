@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "../problem.h"
+#include "../derivatives.h"
 #include "cuda/device.h"
 #include "launch.h"
 
@@ -41,11 +41,49 @@ Tensors4 forward_cuda(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<T
   return forward(true, ATTN_INPUTS, ATTN_OPTIONS, rng_state);
 }
 
+// A number of every row.
+Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data) {
+  const Tensor rows = at::empty({p.batch, p.heads, p.queries}, compute_options(query));
+  data = rows.mutable_data_ptr();
+  return rows;
+}
+
+Tensors4 backward_cuda(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_OPTIONS_ARGS,
+                       Wanted grad_input_mask) {
+  return derive_backward(grad_output, ATTN_INPUTS, ATTN_SAVED, ATTN_OPTIONS, grad_input_mask, [&](BackwardParams& p) {
+    const OnDeviceOf device(query);
+    const Tensor delta = allocate_rows(p, query, p.delta);
+    check(launch_backward(p, device.stream));
+  });
+}
+
+Tensors3 tangent_cuda(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
+  return derive_tangent(ATTN_INPUTS, ATTN_SAVED, ATTN_TANGENTS, ATTN_OPTIONS, [&](TangentParams& p) {
+    const OnDeviceOf device(query);
+    plan_tangent(p);
+    check(launch_tangent(p, device.stream));
+  });
+}
+
+Tensors4 second_cuda(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_MOVED_ARGS,
+                     ATTN_OPTIONS_ARGS, Wanted grad_input_mask) {
+  return derive_second(grad_output, ATTN_INPUTS, ATTN_SAVED, ATTN_TANGENTS, ATTN_MOVED, ATTN_OPTIONS, grad_input_mask,
+                       [&](SecondParams& p) {
+                         const OnDeviceOf device(query);
+                         const Tensor delta = allocate_rows(p, query, p.delta);
+                         const Tensor tangent_delta = allocate_rows(p, query, p.tangent_delta);
+                         check(launch_second(p, device.stream));
+                       });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, ATTN_CUDA_KEY, m) {
   m.impl("sdpa", sdpa_cuda);
   m.impl("_sdpa_forward", forward_cuda);
+  m.impl("_sdpa_backward", backward_cuda);
+  m.impl("_sdpa_tangent", tangent_cuda);
+  m.impl("_sdpa_second", second_cuda);
 }
 
 }  // namespace attn::cuda
