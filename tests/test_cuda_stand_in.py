@@ -149,7 +149,9 @@ def compile_and_run(name: str, csrc: Path, to: Path, seeds: tuple[int, ...]) -> 
     return outputs
 
 
-@pytest.mark.parametrize("name", ["check_ptx", "check_forward"])
+@pytest.mark.parametrize(
+    "name", ["check_ptx", "check_forward", "check_backward", "check_backward_sizes"]
+)
 def test_program(name: str, tmp_path: Path) -> None:
     assert set(compile_and_run(name, ROOT / "csrc", tmp_path, (0, 1, 2))) == {"right\n"}
 
@@ -193,6 +195,56 @@ MUTATIONS = {
         "      add_products(x",
     ),
     "the diagonal is seen from one row up": ("rows.cuh", "max_position + 1", "max_position"),
+    "backward: rows are read before they have arrived": (
+        "backward_mma.cuh",
+        "        wait_for_copies<0>();\n        __syncthreads();  // the rows are there",
+        "        __syncthreads();  // the rows are there",
+    ),
+    "backward: rows are read before all threads have copied": (
+        "backward_mma.cuh",
+        "        __syncthreads();  // the rows are there, and those before have been read\n",
+        "",
+    ),
+    "backward: rows are copied before it is known where they lie": (
+        "backward_mma.cuh",
+        "          __syncthreads();  // it is known where the next rows lie\n",
+        "",
+    ),
+    "backward: keys are read before they have arrived": (
+        "backward_mma.cuh",
+        "      wait_for_copies<0>();\n      __syncthreads();  // the keys are there",
+        "      __syncthreads();  // the keys are there",
+    ),
+    "backward: keys are read before all threads have copied": (
+        "backward_mma.cuh",
+        "      __syncthreads();  // the keys are there, and those before have been read\n",
+        "",
+    ),
+    "backward: tiles are overwritten by the next group of heads": (
+        "backward_mma.cuh",
+        "      __syncthreads();  // the last group's tiles have been read\n",
+        "",
+    ),
+    "backward: weights of the wrong rows": (
+        "backward_mma.cuh",
+        "a[n / 2][2 * (n % 2) + half] = pack",
+        "a[n / 2][2 * half + n % 2] = pack",
+    ),
+    "backward: dropout of the wrong keys": (
+        "backward_mma.cuh",
+        "        bits >>= thread.group % 4;\n",
+        "",
+    ),
+    "backward: rows that see the first key are skipped": (
+        "backward_mma.cuh",
+        "row % p.queries + kOther - 1;",
+        "row % p.queries;",
+    ),
+    "backward: delta of other rows": (
+        "backward_mma.cuh",
+        "rows.delta[row_of(thread, n, c / 2, c % 2)]",
+        "rows.delta[row_of(thread, n, c % 2, c / 2)]",
+    ),
 }
 
 
@@ -209,7 +261,8 @@ def test_mutation_is_found(mutation: str, tmp_path: Path) -> None:
     source = (csrc / "cuda" / file).read_text()
     assert source.count(right) == 1, f"{file} has changed: {right!r}"
     (csrc / "cuda" / file).write_text(source.replace(right, wrong))
-    outputs = compile_and_run("check_forward", csrc, tmp_path, (0, 1, 2, 3))
+    program = "check_backward" if mutation.startswith("backward: ") else "check_forward"
+    outputs = compile_and_run(program, csrc, tmp_path, (0, 1, 2, 3))
     assert set(outputs) != {"right\n"}
 
 

@@ -21,6 +21,10 @@ constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 template <class S, int kDim>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
 
+// grad_query, grad_key, grad_value, and grad_mask where each number of it belongs to one score. `delta` is there.
+template <class S, int kDim>
+Error launch_backward_mma(const BackwardParams& p, Stream stream);
+
 // Computing in float or double.
 template <class T>
 Error launch_forward_fma(const ForwardParams& p, Stream stream);

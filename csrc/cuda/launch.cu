@@ -47,6 +47,26 @@ Error run_gradients_fma(const Params& p, Stream stream) {
   return launch_gradients_fma<T>(p, stream);
 }
 
+template <class S>
+Error run_backward_mma(const BackwardParams& p, Stream stream) {
+  const int64_t dim = larger(p.head_dim, p.value_dim);
+  if (dim <= 64) return launch_backward_mma<S, 64>(p, stream);
+  if (dim <= 128) return launch_backward_mma<S, 128>(p, stream);
+  return launch_backward_mma<S, 256>(p, stream);
+}
+
+// The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
+Error run_backward_mma(const BackwardParams& p, Stream stream) {
+  if (Error error = launch_delta_fma<float>(p, stream)) return error;
+  if (Error error =
+          p.query.dtype == DType::bf16 ? run_backward_mma<BFloat16>(p, stream) : run_backward_mma<Half>(p, stream))
+    return error;
+  if (!p.mask_is_shared) return nullptr;
+  BackwardParams only_mask = p;
+  only_mask.grad_query.data = only_mask.grad_key.data = only_mask.grad_value.data = nullptr;
+  return launch_gradients_fma<float>(only_mask, stream);
+}
+
 }  // namespace
 
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
@@ -73,6 +93,7 @@ Error launch_forward(const ForwardParams& p, Stream stream) {
 
 Error launch_backward(const BackwardParams& p, Stream stream) {
   if (p.query.dtype == DType::f64) return run_gradients_fma<double>(p, stream);
+  if (uses_mma(p)) return run_backward_mma(p, stream);
   return run_gradients_fma<float>(p, stream);
 }
 

@@ -1,0 +1,520 @@
+// The gradients of backward_fma.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256. A block owns 64 keys (dK
+// and dV, over all rows that read them) or 64 rows (dQ, over all keys); a warp owns 16 of those. Every product is one of
+//
+//   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
+//   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
+//
+// so that weights stay in registers from the first to the second, and sums are added up in the order of the tiles.
+#pragma once
+
+#include <type_traits>
+
+#include "mma.cuh"
+#include "softmax.cuh"
+
+namespace attn::cuda {
+
+// What the backward knows of up to kRows consecutive rows of a group of heads, in shared memory.
+template <int kRows>
+struct BackwardRows {
+  RowTile<kRows> rows;
+  float logsumexp[kRows];  // +inf for a row that attends to no key: its weights are 0
+  float logsumexp_low[kRows];
+  float delta[kRows];
+  uint32_t head_number[kRows];  // of dropout's counters
+  int count;
+  int64_t min_position;
+
+  // Called by all threads, followed by a barrier.
+  __device__ __forceinline__ void set(const BackwardParams& p, const Dropout& dropout, int64_t n, int64_t first_head,
+                                      int64_t first, int rows_there) {
+    rows.set(p, first_head, first, rows_there);
+    for (int i = thread_index(); i < kRows; i += kMmaThreads) {  // the rows that this thread has set
+      const int64_t r = (n * p.heads + rows.head[i]) * p.queries + rows.position[i];
+      const float* pair = static_cast<const float*>(p.logsumexp) + 2 * r;
+      const bool empty = pair[0] == -infinity<float>();
+      logsumexp[i] = empty ? infinity<float>() : pair[0];
+      logsumexp_low[i] = empty ? 0 : pair[1];
+      delta[i] = static_cast<const float*>(p.delta)[r];
+      if (p.has_dropout) head_number[i] = dropout.head(p, n, rows.head[i]);
+      if (i > 0) continue;
+      count = rows_there;
+      const int64_t position = first % p.queries;
+      min_position = position + rows_there > p.queries ? 0 : position;  // 0 where the next head begins
+    }
+  }
+};
+
+// Which gradients a block owns parts of. Of head sizes above 128 the sums of two would not fit in registers.
+enum class MmaGradient { query, key, value, key_and_value };
+
+template <class S, int kDim, MmaGradient kOf, bool kGeneral>
+struct BackwardMma {
+  static constexpr bool kOwnsKeys = kOf != MmaGradient::query;
+  static constexpr bool kFirst = kOf != MmaGradient::value;  // dQ or dK
+  static constexpr bool kSecond = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;
+  static constexpr int kOwn = 64;
+  static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 ? 32 : 16;  // as registers and shared memory allow
+  static constexpr int kStages = 2;  // of the other tiles: the next is being copied
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  using Own = MmaTile<S, kOwn, kDim>;
+  using Other = MmaTile<S, kOther, kDim>;
+  struct Shared {
+    Own own_first, own_second;  // K and V, or Q and G
+    struct {
+      Other first, second;  // Q and G, or K and V
+    } other[kStages];
+    BackwardRows<kOwnsKeys ? kOther : kOwn> rows[kOwnsKeys ? kStages : 1];
+    Dropout dropout;
+    int64_t n;
+    int64_t first_key;                                               // of the block that owns keys
+    int64_t last_key;                                                // no row of the block sees others
+    const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
+    bool query_aligned, grad_output_aligned, key_aligned, value_aligned;
+    int64_t mask_base, grad_mask_base;
+  };
+  static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
+  using Scores = float[kOther / 8][4];
+  using Sums = float[kDim / 8][4];
+
+  const BackwardParams& p;
+  Shared& shared;
+
+  // What one thread computes for the block, before a barrier.
+  __device__ void set(int64_t n) {
+    shared.n = n;
+    if (p.has_dropout) shared.dropout.set(p, n);
+    shared.query_data = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, n);
+    shared.grad_output_data = static_cast<const S*>(p.grad_output.data) + batch_offset(p, p.grad_output, n);
+    shared.query_aligned = chunks_are_aligned(p, p.query, p.head_dim);
+    shared.grad_output_aligned = chunks_are_aligned(p, p.grad_output, p.value_dim);
+    shared.key_aligned = chunks_are_aligned(p, p.key, p.head_dim);
+    shared.value_aligned = chunks_are_aligned(p, p.value, p.value_dim);
+    if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
+    if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
+  }
+  // Of the group of heads that begins with `head`.
+  __device__ void set_key_heads(int64_t head) {
+    shared.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, shared.n) +
+                      head / (p.heads / p.key_heads) * p.key.head;
+    shared.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, shared.n) +
+                        head / (p.heads / p.value_heads) * p.value.head;
+  }
+
+  template <class Tile>
+  __device__ __forceinline__ void load_keys(Tile& key_tile, Tile& value_tile, int64_t key, int64_t last) {
+    load_tile(key_tile, shared.key_data + key * p.key.row, p.key.col, shared.key_aligned, last - key, p.head_dim,
+              [&](int j) { return j * p.key.row; });
+    if constexpr (kFirst)
+      load_tile(value_tile, shared.value_data + key * p.value.row, p.value.col, shared.value_aligned, last - key,
+                p.value_dim, [&](int j) { return j * p.value.row; });
+  }
+  // `rows` have been set, by threads that a barrier has waited for.
+  template <class Tile, class Rows>
+  __device__ __forceinline__ void load_rows(Tile& query_tile, Tile& grad_output_tile, const Rows& rows) {
+    load_tile(query_tile, shared.query_data, p.query.col, shared.query_aligned, rows.count, p.head_dim,
+              [&](int i) { return rows.rows.offset(p.query, i); });
+    load_tile(grad_output_tile, shared.grad_output_data, p.grad_output.col, shared.grad_output_aligned, rows.count,
+              p.value_dim, [&](int i) { return rows.rows.offset(p.grad_output, i); });
+  }
+
+  __device__ __forceinline__ void run(int64_t number) {
+    if constexpr (kOwnsKeys)
+      run_keys(number);
+    else
+      run_query(number);
+  }
+
+  __device__ __forceinline__ void run_keys(int64_t number) {
+    const int64_t heads = kFirst ? p.key_heads : p.value_heads;
+    const int64_t key_tasks = divide_up(p.keys, kOwn);
+    const int64_t readers = p.heads / heads;
+    const int64_t first_head = number / key_tasks % heads * readers;
+    if (thread_index() == 0) {
+      set(number / key_tasks / heads);
+      shared.first_key = number % key_tasks * kOwn;
+      shared.last_key = smaller(shared.first_key + kOwn, p.keys);
+    }
+    Sums first = {}, second = {};
+    for (int64_t head = first_head; head < first_head + readers; head += p.group) {
+      if (thread_index() == 0) set_key_heads(head);
+      __syncthreads();  // the last group's tiles have been read
+      int64_t row = visible_row(0);
+      if (row >= p.rows()) continue;
+      load_keys(shared.own_first, shared.own_second, shared.first_key, shared.last_key);
+      set_rows(head, row, 0);
+      __syncthreads();
+      load_rows(shared.other[0].first, shared.other[0].second, shared.rows[0]);
+      commit_copies();
+      for (int stage = 0; row < p.rows(); stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();  // the rows are there, and those before have been read
+        row = visible_row(row + kOther);
+        if (row < p.rows()) {
+          set_rows(head, row, stage ^ 1);
+          __syncthreads();  // it is known where the next rows lie
+          load_rows(shared.other[stage ^ 1].first, shared.other[stage ^ 1].second, shared.rows[stage ^ 1]);
+          commit_copies();
+        }
+        add_tile(first, second, stage, shared.first_key);
+      }
+    }
+    if constexpr (kFirst)
+      if (p.grad_key.data) write_keys(p.grad_key, first_head / readers, p.head_dim, first, static_cast<float>(p.scale));
+    if constexpr (kSecond)
+      if (p.grad_value.data)
+        write_keys(p.grad_value, first_head / readers, p.value_dim, second, static_cast<float>(p.keep_scale));
+  }
+
+  __device__ __forceinline__ void set_rows(int64_t head, int64_t row, int stage) {
+    shared.rows[stage].set(p, shared.dropout, shared.n, head, row, static_cast<int>(smaller(kOther, p.rows() - row)));
+  }
+
+  // The first tile of rows from `row` on, a multiple of kOther, that sees the block's first key.
+  __device__ __forceinline__ int64_t visible_row(int64_t row) const {
+    const int64_t key = shared.first_key;
+    if (!p.causal) return row;
+    if (key >= p.queries) return p.rows();
+    const int64_t last = row % p.queries + kOther - 1;  // within a head
+    if (last >= p.queries || last >= key) return row;
+    return row + divide_up(key - last, kOther) * kOther;
+  }
+
+  __device__ __forceinline__ void run_query(int64_t number) {
+    const int64_t row_tasks = divide_up(p.rows(), kOwn);
+    const int64_t row = (row_tasks - 1 - number % row_tasks) * kOwn;  // those with most keys under causality first
+    const int64_t head = number / row_tasks % p.groups() * p.group;
+    const int count = static_cast<int>(smaller(kOwn, p.rows() - row));
+    if (thread_index() == 0) {
+      set(number / row_tasks / p.groups());
+      set_key_heads(head);
+      shared.last_key = p.causal ? smaller(p.keys, smaller(row % p.queries + count, p.queries)) : p.keys;
+    }
+    __syncthreads();
+    shared.rows[0].set(p, shared.dropout, shared.n, head, row, count);
+    __syncthreads();
+    Sums first = {}, second = {};
+    if (shared.last_key > 0) {
+      load_rows(shared.own_first, shared.own_second, shared.rows[0]);
+      load_keys(shared.other[0].first, shared.other[0].second, 0, shared.last_key);
+      commit_copies();
+    }
+    int stage = 0;
+    for (int64_t key = 0; key < shared.last_key; key += kOther, stage ^= 1) {
+      wait_for_copies<0>();
+      __syncthreads();  // the keys are there, and those before have been read
+      if (key + kOther < shared.last_key) {
+        load_keys(shared.other[stage ^ 1].first, shared.other[stage ^ 1].second, key + kOther, shared.last_key);
+        commit_copies();
+      }
+      add_tile(first, second, stage, key);
+    }
+    if (!p.grad_query.data) return;
+    const MmaThread thread;
+    const int64_t base = batch_offset(p, p.grad_query, shared.n);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = own(thread, half);
+      if (i < count)
+        write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, first, half,
+              static_cast<float>(p.scale));
+    }
+  }
+
+  // Which of the block's 64 a thread's elements 0, 1 (half 0) or 2, 3 (1) belong to.
+  static __device__ __forceinline__ int own(const MmaThread& thread, int half) {
+    return 16 * thread.warp + thread.group + 8 * half;
+  }
+  // The row and key, in their tiles, of element (half, c) of fragment n.
+  static __device__ __forceinline__ int row_of(const MmaThread& thread, int n, int half, int c) {
+    return kOwnsKeys ? thread.col(n) + c : own(thread, half);
+  }
+  static __device__ __forceinline__ int key_of(const MmaThread& thread, int n, int half, int c) {
+    return kOwnsKeys ? own(thread, half) : thread.col(n) + c;
+  }
+
+  // Adds what the tile of rows or keys of a stage contributes; `key` is the first of the tile of keys.
+  __device__ __forceinline__ void add_tile(Sums& first, Sums& second, int stage, int64_t key) {
+    auto& other = shared.other[stage];
+    const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
+    Scores x = {};
+    multiply(x, shared.own_first, other.first);
+    const bool finite = all_finite(x);
+    score(x, rows, key);
+    soften(x, rows);
+    uint32_t kept[2] = {~0u, ~0u};
+    if constexpr (kGeneral)
+      if (p.has_dropout) draw(kept, rows, key);
+    if constexpr (kSecond)
+      if (p.grad_value.data) {
+        uint32_t a[kOther / 16][4];
+        pack_kept(a, x, kept);
+        accumulate<false>(second, a, other.second);
+      }
+    if constexpr (kFirst) {
+      if (kOwnsKeys && !p.grad_key.data) return;
+      Scores dx = {};
+      multiply(dx, shared.own_second, other.second);
+      differentiate(x, dx, rows, kept);
+      if constexpr (!kOwnsKeys)
+        if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, key);
+      if (!kOwnsKeys && !p.grad_query.data) return;
+      uint32_t a[kOther / 16][4];
+      const uint32_t all[2] = {~0u, ~0u};
+      pack_kept(a, x, all);
+      if (finite)
+        accumulate<false>(first, a, other.first);
+      else
+        accumulate<true>(first, a, other.first);
+    }
+  }
+
+  // x += own other^T
+  static __device__ __forceinline__ void multiply(Scores& x, Own& own_tile, Other& other) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[4];
+      load_a(a, own_tile, thread.lane, 16 * thread.warp, k);
+#pragma unroll
+      for (int n = 0; n < kOther / 8; n += 2) {
+        uint32_t b[4];
+        load_b_transposed(b, other, thread.lane, 8 * n, k);
+        multiply_add<S>(x[n], a, b[0], b[1]);
+        multiply_add<S>(x[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Whether all products of the warp are numbers. One with a query or key that has a NaN or an infinity is not.
+  static __device__ __forceinline__ bool all_finite(const Scores& x) {
+    float zeros = 0;
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) zeros += x[n][c] * 0;
+#pragma unroll
+    for (int lane = 1; lane < 32; lane *= 2) zeros += __shfl_xor_sync(~0u, zeros, lane);
+    return zeros == 0;
+  }
+
+  // Products become scores; -inf, by selection, where a key is masked or there is no row or key.
+  template <class Rows>
+  __device__ __forceinline__ void score(Scores& x, const Rows& rows, int64_t key) {
+    const float scale = static_cast<float>(p.scale);
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[n][c] *= scale;
+    if constexpr (kGeneral)
+      if (p.has_mask)
+        with_type<float>(p.mask.data, p.mask.dtype, [&](const auto* data) { add_mask(x, rows, key, data); });
+    const int keys = static_cast<int>(smaller(shared.last_key - key, kOwnsKeys ? kOwn : kOther));
+    const bool diagonal = p.causal && key + (kOwnsKeys ? kOwn : kOther) - 1 > rows.min_position;
+    const bool whole = kOwnsKeys ? rows.count == kOther : keys == kOther;
+    if (!diagonal && whole) return;
+    const MmaThread thread;
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int i = row_of(thread, n, c / 2, c % 2), j = key_of(thread, n, c / 2, c % 2);
+        if (i >= rows.count || j >= keys || (diagonal && key + j > rows.rows.position[i])) x[n][c] = -infinity<float>();
+      }
+  }
+
+  template <class M, class Rows>
+  __device__ __forceinline__ void add_mask(Scores& x, const Rows& rows, int64_t key, const M* data) {
+    const MmaThread thread;
+    data += shared.mask_base + key * p.mask.col;
+    const int64_t keys = shared.last_key - key;
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int j = key_of(thread, n, c / 2, c % 2);
+        if (j >= keys) continue;
+        const float bias =
+            convert<float>(data[rows.rows.offset(p.mask, row_of(thread, n, c / 2, c % 2)) + j * p.mask.col]);
+        x[n][c] = bias == -infinity<float>() ? bias : x[n][c] + bias;
+      }
+  }
+
+  // Scores become weights, exp(score - logsumexp).
+  template <class Rows>
+  static __device__ __forceinline__ void soften(Scores& x, const Rows& rows) {
+    const MmaThread thread;
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int i = row_of(thread, n, c / 2, c % 2);
+        const float shifted = (x[n][c] - rows.logsumexp[i]) - rows.logsumexp_low[i];
+        x[n][c] = x[n][c] == -infinity<float>() ? 0 : exp2_approx(shifted * kLog2E);
+      }
+  }
+
+  // Which weights dropout keeps: bit 2 n + c of kept[half].
+  template <class Rows>
+  __device__ __forceinline__ void draw(uint32_t (&kept)[2], const Rows& rows, int64_t key) {
+    const MmaThread thread;
+    kept[0] = kept[1] = 0;
+    if constexpr (kOwnsKeys) {
+      // Four lanes, of one place and neighbouring groups, hold the keys of one counter: each computes that of one
+      // element, and all get the bits of all.
+      const int mine = thread.group % 4;
+      const int64_t quad = (key + own(thread, mine / 2)) / 4;
+#pragma unroll
+      for (int n = 0; n < kOther / 8; ++n) {
+        const int i = thread.col(n) + mine % 2;
+        uint32_t bits = shared.dropout.kept(quad, rows.rows.position[i], rows.head_number[i]) << 4 * mine;
+        bits |= __shfl_xor_sync(~0u, bits, 4);
+        bits |= __shfl_xor_sync(~0u, bits, 8);
+        bits >>= thread.group % 4;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) kept[c / 2] |= (bits >> 4 * c & 1) << (2 * n + c % 2);
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = own(thread, half);
+        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
+#pragma unroll
+        for (int n = 0; n < kOther / 8; n += 2) {
+          const int mine = n + thread.place % 2;
+          const unsigned mine_kept =
+              shared.dropout.kept((key + 8 * mine) / 4 + thread.place / 2, rows.rows.position[i], rows.head_number[i]);
+          const unsigned other_kept = __shfl_xor_sync(~0u, mine_kept, 1);
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const unsigned bits = (m == thread.place % 2 ? mine_kept : other_kept) >> 2 * (thread.place % 2);
+            kept[half] |= (bits & 3) << 2 * (n + m);
+          }
+        }
+      }
+    }
+  }
+
+  // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is: nothing of a masked key or its value
+  // may come through, not even a NaN.
+  template <class Rows>
+  __device__ __forceinline__ void differentiate(Scores& x, const Scores& dx, const Rows& rows,
+                                                const uint32_t (&kept)[2]) {
+    const MmaThread thread;
+    const float keep_scale = kGeneral && p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float slope = dx[n][c];
+        if constexpr (kGeneral) slope *= kept[c / 2] >> (2 * n + c % 2) & 1 ? keep_scale : 0.f;
+        const float gradient = x[n][c] * (slope - rows.delta[row_of(thread, n, c / 2, c % 2)]);
+        x[n][c] = x[n][c] == 0 ? 0 : gradient;
+      }
+  }
+
+  template <class Rows>
+  __device__ __forceinline__ void write_mask(const Scores& ds, const Rows& rows, int64_t key) {
+    const MmaThread thread;
+    const int64_t base = shared.grad_mask_base + key * p.grad_mask.col;
+    const int64_t keys = shared.last_key - key;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = own(thread, half);
+      if (i >= rows.count) continue;
+      const int64_t row = base + rows.rows.offset(p.grad_mask, i);
+#pragma unroll
+      for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (thread.col(n) + c < keys)
+            store_rounded(p.grad_mask.data, p.grad_mask.dtype, row + (thread.col(n) + c) * p.grad_mask.col,
+                          ds[n][2 * half + c]);
+    }
+  }
+
+  // The C of two products, [16 x 8] each, is the A [16 x 16] of the next; 0 where dropped.
+  static __device__ __forceinline__ void pack_kept(uint32_t (&a)[kOther / 16][4], const Scores& x,
+                                                   const uint32_t (&kept)[2]) {
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float pair[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          pair[c] =
+              kGeneral ? x[n][2 * half + c] * static_cast<float>(kept[half] >> (2 * n + c) & 1) : x[n][2 * half + c];
+        a[n / 2][2 * (n % 2) + half] = pack<S>(pair[0], pair[1]);
+      }
+  }
+
+  // 0 in place of infinities and NaNs.
+  static __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
+    constexpr uint32_t kExponent = std::is_same_v<S, Half> ? 0x7c00 : 0x7f80;
+    const uint32_t low = (two & kExponent) == kExponent ? 0 : two & 0xffffu;
+    const uint32_t high = (two >> 16 & kExponent) == kExponent ? 0 : two & 0xffff0000u;
+    return low | high;
+  }
+
+  // sum += a other. kFinite: with 0 in place of infinities and NaNs in `other`. A NaN reaches dQ and dK through dS, and
+  // only where a row attends to the key.
+  template <bool kFinite>
+  static __device__ __forceinline__ void accumulate(Sums& sum, const uint32_t (&a)[kOther / 16][4], Other& other) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kOther / 16; ++k)
+#pragma unroll
+      for (int n = 0; n < kDim / 8; n += 2) {
+        uint32_t b[4];
+        load_b(b, other, thread.lane, 16 * k, n);
+        if constexpr (kFinite)
+#pragma unroll
+          for (uint32_t& two : b) two = make_finite(two);
+        multiply_add<S>(sum[n], a[k], b[0], b[1]);
+        multiply_add<S>(sum[n + 1], a[k], b[2], b[3]);
+      }
+  }
+
+  __device__ __forceinline__ void write_keys(const Operand& to, int64_t head, int64_t cols, const Sums& sum,
+                                             float scale) {
+    const MmaThread thread;
+    const int64_t base = batch_offset(p, to, shared.n) + head * to.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t key = shared.first_key + own(thread, half);
+      if (key < shared.last_key) write(to, base + key * to.row, cols, sum, half, scale);
+    }
+  }
+
+  static __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const Sums& sum, int half,
+                                               float scale) {
+    const MmaThread thread;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (thread.col(n) + c < cols)
+          store_rounded(to.data, to.dtype, base + (thread.col(n) + c) * to.col, sum[n][2 * half + c] * scale);
+  }
+};
+
+// Blocks of a gradient.
+template <MmaGradient kOf>
+__host__ __device__ int64_t backward_mma_tasks(const BackwardParams& p) {
+  constexpr int64_t kOwn = 64;
+  if (kOf == MmaGradient::query) return p.batch * p.groups() * divide_up(p.rows(), kOwn);
+  return p.batch * (kOf == MmaGradient::value ? p.value_heads : p.key_heads) * divide_up(p.keys, kOwn);
+}
+
+template <class S, int kDim, MmaGradient kOf, bool kGeneral>
+__global__ void __launch_bounds__(kMmaThreads, kDim <= 64 && kOf == MmaGradient::query && !kGeneral ? 3 : 2)
+    backward_mma(const __grid_constant__ BackwardParams p) {
+  using Kernel = BackwardMma<S, kDim, kOf, kGeneral>;
+  const int64_t number = block_number();
+  if (number >= backward_mma_tasks<kOf>(p)) return;
+  Kernel{p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())}.run(number);
+}
+
+}  // namespace attn::cuda

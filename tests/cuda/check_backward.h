@@ -1,0 +1,232 @@
+// Gradients of the tensor-core kernels against plain loops in double, without torch.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <vector>
+
+#include "check.h"
+#include "cuda/inst_backward_mma.cuh"
+
+namespace attn::cuda {
+constexpr int kHeads = 4;
+
+struct Case {
+  const char* name;
+  int queries, keys, head_dim, value_dim;
+  int key_heads = kHeads, value_heads = kHeads;
+  bool causal = false, mask = false, dropout = false;
+  bool transposed = false;  // columns are not neighbours
+};
+
+// Whole numbers / 8 below 2: every dtype holds them.
+inline float draw(std::mt19937& random) { return static_cast<float>(static_cast<int>(random() % 31) - 15) / 8; }
+
+inline void store(BFloat16* to, float x) { to->bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
+inline void store(Half* to, float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const int exponent = static_cast<int>(bits >> 23 & 255) - 127 + 15;
+  to->bits = static_cast<uint16_t>(bits >> 16 & 0x8000) |
+             static_cast<uint16_t>(x == 0 ? 0 : exponent << 10 | (bits >> 13 & 1023));
+}
+
+// [heads, rows, cols], and what the kernel is told of it.
+template <class S>
+struct Matrix {
+  int heads, rows, cols;
+  bool transposed;
+  Array<S> array;
+
+  Matrix(int heads, int rows, int cols, bool transposed)
+      : heads(heads), rows(rows), cols(cols), transposed(transposed), array(int64_t{heads} * rows * cols) {}
+  int64_t at(int h, int i, int d) const {
+    return transposed ? (int64_t{h} * cols + d) * rows + i : (int64_t{h} * rows + i) * cols + d;
+  }
+  Operand operand(DType dtype) {
+    Operand x;
+    x.data = array.data();
+    x.dtype = dtype;
+    x.head = int64_t{rows} * cols;
+    x.row = transposed ? 1 : cols;
+    x.col = transposed ? rows : 1;
+    return x;
+  }
+};
+
+template <class S>
+struct Input : Matrix<S> {
+  std::vector<double> values;
+  Input(int heads, int rows, int cols, bool transposed, std::mt19937& random)
+      : Matrix<S>(heads, rows, cols, transposed), values(static_cast<size_t>(this->array.size())) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      const float x = draw(random);
+      values[i] = x;
+      store(&this->array[static_cast<int64_t>(i)], x);
+    }
+  }
+  double operator()(int h, int i, int d) const { return values[static_cast<size_t>(this->at(h, i, d))]; }
+};
+
+// A sum, and how far from it a result may be: factors are rounded to S, the rest is the rounding of float32.
+struct Sum {
+  double value = 0, error = 0;
+  void add(double factor, double error_of_factor, double x, double unit) {
+    value += factor * x;
+    error += (std::fabs(factor) * (unit + 0x1p-17) + error_of_factor) * std::fabs(x);
+  }
+};
+
+// unit: of rounding a factor to nearest; smallest: the same of a factor that is not normal.
+template <class S, int kDim>
+void check(const Case& c, DType dtype, double unit, double smallest) {
+  std::mt19937 random(3);
+  const int queries = c.queries, keys = c.keys;
+  Input<S> query(kHeads, queries, c.head_dim, c.transposed, random),
+      key(c.key_heads, keys, c.head_dim, c.transposed, random),
+      value(c.value_heads, keys, c.value_dim, c.transposed, random),
+      grad_output(kHeads, queries, c.value_dim, c.transposed, random);
+  Matrix<float> grad_query(kHeads, queries, c.head_dim, c.transposed),
+      grad_key(c.key_heads, keys, c.head_dim, c.transposed), grad_value(c.value_heads, keys, c.value_dim, c.transposed),
+      mask(kHeads, queries, keys, c.transposed), grad_mask(kHeads, queries, keys, c.transposed);
+  for (int64_t i = 0; i < mask.array.size(); ++i) mask.array[i] = i % 7 == 3 ? -INFINITY : draw(random);
+  if (c.mask)
+    for (int j = 0; j < keys; ++j) mask.array[mask.at(1, queries / 2, j)] = -INFINITY;  // a row without any key
+  Array<float> logsumexp(2 * kHeads * queries), delta(kHeads * queries);
+  Array<int64_t> rng(3);
+  rng[0] = 12345678901234, rng[1] = 7, rng[2] = kHeads;
+
+  BackwardParams p;
+  p.heads = kHeads;
+  p.key_heads = c.key_heads;
+  p.value_heads = c.value_heads;
+  p.group = kHeads / (c.key_heads > c.value_heads ? c.key_heads : c.value_heads);
+  p.queries = queries;
+  p.keys = keys;
+  p.head_dim = c.head_dim;
+  p.value_dim = c.value_dim;
+  p.scale = 0.125;
+  p.causal = c.causal;
+  p.has_mask = c.mask;
+  p.has_dropout = c.dropout;
+  p.rng.data = rng.data();
+  p.rng.col = 1;
+  p.keep_below = uint64_t{3} << 30;
+  p.keep_scale = c.dropout ? 1 / 0.75 : 1;
+  p.query = query.operand(dtype);
+  p.key = key.operand(dtype);
+  p.value = value.operand(dtype);
+  p.grad_output = grad_output.operand(dtype);
+  p.mask = mask.operand(DType::f32);
+  p.grad_query = grad_query.operand(DType::f32);
+  p.grad_key = grad_key.operand(DType::f32);
+  p.grad_value = grad_value.operand(DType::f32);
+  if (c.mask) p.grad_mask = grad_mask.operand(DType::f32);
+  p.logsumexp = logsumexp.data();
+  p.delta = delta.data();
+  Dropout dropout;
+  if (c.dropout) dropout.set(p, 0);
+
+  std::vector<Sum> to_query(query.values.size()), to_key(key.values.size()), to_value(value.values.size()),
+      to_mask(static_cast<size_t>(mask.array.size()));
+  for (int h = 0; h < kHeads; ++h) {
+    const int kh = h / (kHeads / c.key_heads), vh = h / (kHeads / c.value_heads);
+    for (int i = 0; i < queries; ++i) {
+      std::vector<double> weight(keys), slope(keys), factor(keys);
+      double total = 0, dot = 0, size = 0;
+      for (int j = 0; j < keys; ++j) {
+        double score = 0;
+        for (int d = 0; d < c.head_dim; ++d) score += query(h, i, d) * key(kh, j, d);
+        weight[j] = c.causal && j > i ? 0 : std::exp(score * p.scale + (c.mask ? mask.array[mask.at(h, i, j)] : 0));
+        total += weight[j];
+        factor[j] = !c.dropout ? 1 : dropout.kept(j / 4, i, dropout.head(p, 0, h)) >> j % 4 & 1 ? p.keep_scale : 0;
+        for (int d = 0; d < c.value_dim; ++d) slope[j] += grad_output(h, i, d) * value(vh, j, d) * factor[j];
+      }
+      for (int j = 0; j < keys; ++j) {
+        if (total > 0) weight[j] /= total;
+        dot += weight[j] * slope[j];
+        size += weight[j] * std::fabs(slope[j]);
+      }
+      const int row = h * queries + i;
+      logsumexp[2 * row] = static_cast<float>(std::log(total));
+      logsumexp[2 * row + 1] = total > 0 ? static_cast<float>(std::log(total) - logsumexp[2 * row]) : 0;
+      delta[row] = static_cast<float>(dot);
+      for (int j = 0; j < keys; ++j) {
+        const double ds = weight[j] * (slope[j] - dot);
+        const double error = weight[j] * (std::fabs(slope[j]) + size) * 0x1p-17 + smallest;
+        to_mask[static_cast<size_t>(mask.at(h, i, j))].add(ds, error, 1, 0);
+        for (int d = 0; d < c.head_dim; ++d) {
+          to_query[static_cast<size_t>(query.at(h, i, d))].add(ds * p.scale, error, key(kh, j, d), unit);
+          to_key[static_cast<size_t>(key.at(kh, j, d))].add(ds * p.scale, error, query(h, i, d), unit);
+        }
+        for (int d = 0; d < c.value_dim; ++d)
+          to_value[static_cast<size_t>(value.at(vh, j, d))].add(weight[j] * factor[j], smallest, grad_output(h, i, d),
+                                                                unit);
+      }
+    }
+  }
+
+  require_launched(launch_backward_mma<S, kDim>(p, nullptr));
+  const auto compare = [&](const char* what, Array<float>& actual, const std::vector<Sum>& expected) {
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double error = std::fabs(actual[static_cast<int64_t>(i)] - expected[i].value);
+      if (error <= expected[i].error + 1e-9) continue;
+      std::printf("%s, element %zu: %g, not %g\n", what, i, static_cast<double>(actual[static_cast<int64_t>(i)]),
+                  expected[i].value);
+      require(false, c.name);
+    }
+  };
+  compare("grad_query", grad_query.array, to_query);
+  compare("grad_key", grad_key.array, to_key);
+  compare("grad_value", grad_value.array, to_value);
+  if (c.mask) compare("grad_mask", grad_mask.array, to_mask);
+}
+
+// Of head sizes that are padded to kDim.
+template <class S, int kDim>
+void check_all(DType dtype, double unit, double smallest) {
+  constexpr int kOdd = kDim - 11;
+  const Case cases[] = {
+      {.name = "plain", .queries = 128, .keys = 128, .head_dim = kDim, .value_dim = kDim},
+      {.name = "causal", .queries = 70, .keys = 90, .head_dim = kDim, .value_dim = kDim, .causal = true},
+      {.name = "causal, more queries than keys",
+       .queries = 150,
+       .keys = 70,
+       .head_dim = kDim,
+       .value_dim = kOdd,
+       .key_heads = 2,
+       .value_heads = 2,
+       .causal = true},
+      {.name = "mask", .queries = 70, .keys = 90, .head_dim = kOdd, .value_dim = kDim, .mask = true},
+      {.name = "mask, causal, heads that read different keys and values",
+       .queries = 37,
+       .keys = 70,
+       .head_dim = kOdd,
+       .value_dim = kDim,
+       .key_heads = 2,
+       .value_heads = 1,
+       .causal = true,
+       .mask = true},
+      {.name = "dropout, few queries",
+       .queries = 5,
+       .keys = 133,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .key_heads = 1,
+       .value_heads = 1,
+       .dropout = true},
+      {.name = "all, transposed",
+       .queries = 67,
+       .keys = 70,
+       .head_dim = kDim,
+       .value_dim = kOdd,
+       .key_heads = 1,
+       .value_heads = 2,
+       .causal = true,
+       .mask = true,
+       .dropout = true,
+       .transposed = true},
+  };
+  for (const Case& c : cases) check<S, kDim>(c, dtype, unit, smallest);
+}
+
+}  // namespace attn::cuda
