@@ -174,21 +174,25 @@ struct GradientFma : ScoresFma<T, Params, kOf == Gradient::key || kOf == Gradien
     return static_cast<T>(kept >> bit & 1) * static_cast<T>(p.keep_scale);
   }
 
-  // x becomes P * Z (tP * Z).
+  // x becomes P * Z (tP * Z). x is 0 before.
   __device__ __forceinline__ void value_weights(Scores& x, int64_t key) {
-    this->scores(x, key);
-    const uint32_t attended = soften(x), kept = this->kept(key);
-    this->each(x, [&](T& weight, int, int, int bit) { weight *= factor(kept, bit); });
     if constexpr (kSecond) {
+      __syncthreads();  // the rows are there, and the last weights have been read
+      tangent_scores(x, key);
       this->store_weights(x);
       clear(x);
-      tangent_scores(x, key);
-      this->each(x, [&](T& tangent, int row, int k, int bit) {
-        const TangentStatistics& s = shared.tangent_row[row];
-        const T moved = this->weight(row, k) * ((tangent - s.guess) - s.moved);
-        tangent = attended >> bit & 1 ? moved : 0;
-      });
     }
+    this->scores(x, key);
+    soften(x);
+    const uint32_t kept = this->kept(key);
+    this->each(x, [&](T& weight, int row, int k, int bit) {
+      T product = weight * factor(kept, bit);
+      if constexpr (kSecond) {
+        const TangentStatistics& s = shared.tangent_row[row];
+        product *= (this->weight(row, k) - s.guess) - s.moved;
+      }
+      weight = weight == 0 ? 0 : product;
+    });
   }
 
   // x becomes dS (t(dS), and shared memory holds dS).
