@@ -25,7 +25,11 @@ __global__ void write_rng_state(const __grid_constant__ RngState r) {
 
 bool is_16_bits(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
 
-bool uses_mma(const Problem& p) { return is_16_bits(p.query.dtype) && larger(p.head_dim, p.value_dim) <= kMmaMaxDim; }
+// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits.
+bool uses_mma(const Problem& p) {
+  const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
+  return is_16_bits(p.query.dtype) && !exact_weights && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
+}
 
 template <class S>
 Error run_forward_mma(const ForwardParams& p, Stream stream) {
