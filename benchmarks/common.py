@@ -161,8 +161,8 @@ class Machine:
         subprocess.run([compiler, *flags, source, "-o", target], check=True)
         fma, *others = map(float, self._run("flops").split())
         pairs, tiles = (*others, 0.0, 0.0)[:2]
-        # With tiles, float16 and float32 take three and six products of bfloat16.
-        peaks = {"f32": tiles / 6, "f16": tiles / 3, "bf16": max(pairs, tiles)}
+        # With tiles, float16 and float32 take four and six products of bfloat16.
+        peaks = {"f32": tiles / 6, "f16": tiles / 4, "bf16": max(pairs, tiles)}
         self.gflops = {name: max(fma, peak) for name, peak in peaks.items()}
         self._read: dict[int, float] = {}
 

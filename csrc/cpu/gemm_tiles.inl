@@ -7,12 +7,12 @@ template <int kParts>
 struct Gemm<Tiles<kParts>> {
   static constexpr int64_t kTile = 16;  // rows, and slots of a row
 
-  // Which parts of A and B are multiplied: those whose product is not below the last part.
+  // Which parts of A and B are multiplied: of two parts all, of three those whose product is not below the last part.
   struct Pair {
     int a, b;
   };
   static constexpr Pair kProducts[] = {{0, 0}, {0, 1}, {1, 0}, {1, 1}, {0, 2}, {2, 0}};
-  static constexpr int kCount = kParts * (kParts + 1) / 2;
+  static constexpr int kCount = kParts == 1 ? 1 : 2 * kParts;
 
   // M x N tiles of C, of whose rows the last tile has `rows`.
   template <int M, int N>

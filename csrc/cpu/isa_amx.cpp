@@ -1,5 +1,5 @@
 // AMX with bfloat16 (Sapphire Rapids and later), its vector code that of AVX-512 with bfloat16. float16 and float32 are
-// sums of two and three bfloat16, multiplied in three and six products.
+// sums of two and three bfloat16, multiplied in four and six products.
 #include "isa.h"
 
 #if defined(__x86_64__)
