@@ -230,7 +230,7 @@ MUTATIONS = {
         "a[n / 2][2 * half + n % 2] = pack",
     ),
     "backward: dropout of the wrong keys": (
-        "backward_mma.cuh",
+        "scores_mma.cuh",
         "        bits >>= thread.group % 4;\n",
         "",
     ),
@@ -241,8 +241,8 @@ MUTATIONS = {
     ),
     "backward: delta of other rows": (
         "backward_mma.cuh",
-        "rows.delta[row_of(thread, n, c / 2, c % 2)]",
-        "rows.delta[row_of(thread, n, c % 2, c / 2)]",
+        "[&](float& slope, int i, int, int, int) { slope -= rows.delta[i]; }",
+        "[&](float& slope, int, int j, int, int) { slope -= rows.delta[j % 16]; }",
     ),
 }
 

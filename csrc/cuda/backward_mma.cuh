@@ -9,8 +9,7 @@
 
 #include <type_traits>
 
-#include "mma.cuh"
-#include "softmax.cuh"
+#include "scores_mma.cuh"
 
 namespace attn::cuda {
 
@@ -75,7 +74,9 @@ struct BackwardMma {
     int64_t mask_base, grad_mask_base;
   };
   static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
-  using Scores = float[kOther / 8][4];
+  using Fragments = ScoresMma<kOther / 8, kOwnsKeys>;
+  using Scores = typename Fragments::Scores;
+  using Kept = typename Fragments::Kept;
   using Sums = float[kDim / 8][4];
 
   const BackwardParams& p;
@@ -222,16 +223,14 @@ struct BackwardMma {
     }
   }
 
-  // Which of the block's 64 a thread's elements 0, 1 (half 0) or 2, 3 (1) belong to.
+  // Which of the block's 64 are the warp's 16, and a thread's elements 0, 1 (half 0) or 2, 3 (1) of them.
+  static __device__ __forceinline__ int own(const MmaThread& thread) { return 16 * thread.warp; }
   static __device__ __forceinline__ int own(const MmaThread& thread, int half) {
-    return 16 * thread.warp + thread.group + 8 * half;
+    return own(thread) + thread.group + 8 * half;
   }
-  // The row and key, in their tiles, of element (half, c) of fragment n.
-  static __device__ __forceinline__ int row_of(const MmaThread& thread, int n, int half, int c) {
-    return kOwnsKeys ? thread.col(n) + c : own(thread, half);
-  }
-  static __device__ __forceinline__ int key_of(const MmaThread& thread, int n, int half, int c) {
-    return kOwnsKeys ? own(thread, half) : thread.col(n) + c;
+  template <class F>
+  static __device__ __forceinline__ void each(Scores& x, F f) {
+    Fragments::each(x, own(MmaThread()), f);
   }
 
   // Adds what the tile of rows or keys of a stage contributes; `key` is the first of the tile of keys.
@@ -243,9 +242,9 @@ struct BackwardMma {
     const bool finite = all_finite(x);
     score(x, rows, key);
     soften(x, rows);
-    uint32_t kept[2] = {~0u, ~0u};
+    Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)
-      if (p.has_dropout) draw(kept, rows, key);
+      if (p.has_dropout) Fragments::draw(kept, own(MmaThread()), shared.dropout, rows.rows, rows.head_number, key);
     if constexpr (kSecond)
       if (p.grad_value.data) {
         uint32_t a[kOther / 16][4];
@@ -261,7 +260,7 @@ struct BackwardMma {
         if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, key);
       if (!kOwnsKeys && !p.grad_query.data) return;
       uint32_t a[kOther / 16][4];
-      const uint32_t all[2] = {~0u, ~0u};
+      const Kept all = {~0u, ~0u};
       pack_kept(a, x, all);
       if (finite)
         accumulate<false>(first, a, other.first);
@@ -276,7 +275,7 @@ struct BackwardMma {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t a[4];
-      load_a(a, own_tile, thread.lane, 16 * thread.warp, k);
+      load_a(a, own_tile, thread.lane, own(thread), k);
 #pragma unroll
       for (int n = 0; n < kOther / 8; n += 2) {
         uint32_t b[4];
@@ -288,155 +287,64 @@ struct BackwardMma {
   }
 
   // Whether all products of the warp are numbers. One with a query or key that has a NaN or an infinity is not.
-  static __device__ __forceinline__ bool all_finite(const Scores& x) {
+  static __device__ __forceinline__ bool all_finite(Scores& x) {
     float zeros = 0;
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) zeros += x[n][c] * 0;
+    each(x, [&](float& product, int, int, int, int) { zeros += product * 0; });
 #pragma unroll
     for (int lane = 1; lane < 32; lane *= 2) zeros += __shfl_xor_sync(~0u, zeros, lane);
     return zeros == 0;
   }
 
-  // Products become scores; -inf, by selection, where a key is masked or there is no row or key.
+  // Products become scores; -inf where a key is masked or there is no row or key.
   template <class Rows>
   __device__ __forceinline__ void score(Scores& x, const Rows& rows, int64_t key) {
+    constexpr int kKeys = kOwnsKeys ? kOwn : kOther;
+    const int first = own(MmaThread()), keys = static_cast<int>(smaller(kKeys, shared.last_key - key));
     const float scale = static_cast<float>(p.scale);
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) x[n][c] *= scale;
+    each(x, [&](float& score, int, int, int, int) { score *= scale; });
     if constexpr (kGeneral)
-      if (p.has_mask)
-        with_type<float>(p.mask.data, p.mask.dtype, [&](const auto* data) { add_mask(x, rows, key, data); });
-    const int keys = static_cast<int>(smaller(shared.last_key - key, kOwnsKeys ? kOwn : kOther));
-    const bool diagonal = p.causal && key + (kOwnsKeys ? kOwn : kOther) - 1 > rows.min_position;
+      if (p.has_mask) Fragments::add_mask(x, first, p, shared.mask_base, rows.rows, key, keys);
+    const bool diagonal = p.causal && key + kKeys - 1 > rows.min_position;
     const bool whole = kOwnsKeys ? rows.count == kOther : keys == kOther;
-    if (!diagonal && whole) return;
-    const MmaThread thread;
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int i = row_of(thread, n, c / 2, c % 2), j = key_of(thread, n, c / 2, c % 2);
-        if (i >= rows.count || j >= keys || (diagonal && key + j > rows.rows.position[i])) x[n][c] = -infinity<float>();
-      }
-  }
-
-  template <class M, class Rows>
-  __device__ __forceinline__ void add_mask(Scores& x, const Rows& rows, int64_t key, const M* data) {
-    const MmaThread thread;
-    data += shared.mask_base + key * p.mask.col;
-    const int64_t keys = shared.last_key - key;
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int j = key_of(thread, n, c / 2, c % 2);
-        if (j >= keys) continue;
-        const float bias =
-            convert<float>(data[rows.rows.offset(p.mask, row_of(thread, n, c / 2, c % 2)) + j * p.mask.col]);
-        x[n][c] = bias == -infinity<float>() ? bias : x[n][c] + bias;
-      }
+    if (diagonal || !whole) Fragments::hide(x, first, rows.rows, rows.count, key, keys, diagonal);
   }
 
   // Scores become weights, exp(score - logsumexp).
   template <class Rows>
   static __device__ __forceinline__ void soften(Scores& x, const Rows& rows) {
-    const MmaThread thread;
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int i = row_of(thread, n, c / 2, c % 2);
-        const float shifted = (x[n][c] - rows.logsumexp[i]) - rows.logsumexp_low[i];
-        x[n][c] = x[n][c] == -infinity<float>() ? 0 : exp2_approx(shifted * kLog2E);
-      }
-  }
-
-  // Which weights dropout keeps: bit 2 n + c of kept[half].
-  template <class Rows>
-  __device__ __forceinline__ void draw(uint32_t (&kept)[2], const Rows& rows, int64_t key) {
-    const MmaThread thread;
-    kept[0] = kept[1] = 0;
-    if constexpr (kOwnsKeys) {
-      // Four lanes, of one place and neighbouring groups, hold the keys of one counter: each computes that of one
-      // element, and all get the bits of all.
-      const int mine = thread.group % 4;
-      const int64_t quad = (key + own(thread, mine / 2)) / 4;
-#pragma unroll
-      for (int n = 0; n < kOther / 8; ++n) {
-        const int i = thread.col(n) + mine % 2;
-        uint32_t bits = shared.dropout.kept(quad, rows.rows.position[i], rows.head_number[i]) << 4 * mine;
-        bits |= __shfl_xor_sync(~0u, bits, 4);
-        bits |= __shfl_xor_sync(~0u, bits, 8);
-        bits >>= thread.group % 4;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) kept[c / 2] |= (bits >> 4 * c & 1) << (2 * n + c % 2);
-      }
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = own(thread, half);
-        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
-#pragma unroll
-        for (int n = 0; n < kOther / 8; n += 2) {
-          const int mine = n + thread.place % 2;
-          const unsigned mine_kept =
-              shared.dropout.kept((key + 8 * mine) / 4 + thread.place / 2, rows.rows.position[i], rows.head_number[i]);
-          const unsigned other_kept = __shfl_xor_sync(~0u, mine_kept, 1);
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const unsigned bits = (m == thread.place % 2 ? mine_kept : other_kept) >> 2 * (thread.place % 2);
-            kept[half] |= (bits & 3) << 2 * (n + m);
-          }
-        }
-      }
-    }
+    each(x, [&](float& score, int i, int, int, int) {
+      const float shifted = (score - rows.logsumexp[i]) - rows.logsumexp_low[i];
+      score = score == -infinity<float>() ? 0 : exp2_approx(shifted * kLog2E);
+    });
   }
 
   // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is: nothing of a masked key or its value
-  // may come through, not even a NaN.
+  // may come through, not even a NaN. dx holds dP.
   template <class Rows>
-  __device__ __forceinline__ void differentiate(Scores& x, const Scores& dx, const Rows& rows,
-                                                const uint32_t (&kept)[2]) {
-    const MmaThread thread;
-    const float keep_scale = kGeneral && p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
+  __device__ __forceinline__ void differentiate(Scores& x, Scores& dx, const Rows& rows, const Kept& kept) {
+    if constexpr (kGeneral) {
+      const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
+      each(dx, [&](float& slope, int, int, int half, int bit) { slope *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
+    }
+    each(dx, [&](float& slope, int i, int, int, int) { slope -= rows.delta[i]; });
 #pragma unroll
     for (int n = 0; n < kOther / 8; ++n)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        float slope = dx[n][c];
-        if constexpr (kGeneral) slope *= kept[c / 2] >> (2 * n + c % 2) & 1 ? keep_scale : 0.f;
-        const float gradient = x[n][c] * (slope - rows.delta[row_of(thread, n, c / 2, c % 2)]);
-        x[n][c] = x[n][c] == 0 ? 0 : gradient;
-      }
+      for (int c = 0; c < 4; ++c) x[n][c] = x[n][c] == 0 ? 0 : x[n][c] * dx[n][c];
   }
 
   template <class Rows>
-  __device__ __forceinline__ void write_mask(const Scores& ds, const Rows& rows, int64_t key) {
-    const MmaThread thread;
-    const int64_t base = shared.grad_mask_base + key * p.grad_mask.col;
-    const int64_t keys = shared.last_key - key;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = own(thread, half);
-      if (i >= rows.count) continue;
-      const int64_t row = base + rows.rows.offset(p.grad_mask, i);
-#pragma unroll
-      for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (thread.col(n) + c < keys)
-            store_rounded(p.grad_mask.data, p.grad_mask.dtype, row + (thread.col(n) + c) * p.grad_mask.col,
-                          ds[n][2 * half + c]);
-    }
+  __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int64_t key) {
+    const Operand& to = p.grad_mask;
+    const int64_t base = shared.grad_mask_base + key * to.col, keys = shared.last_key - key;
+    each(ds, [&](float& gradient, int i, int j, int, int) {
+      if (i < rows.count && j < keys)
+        store_rounded(to.data, to.dtype, base + rows.rows.offset(to, i) + j * to.col, gradient);
+    });
   }
 
   // The C of two products, [16 x 8] each, is the A [16 x 16] of the next; 0 where dropped.
-  static __device__ __forceinline__ void pack_kept(uint32_t (&a)[kOther / 16][4], const Scores& x,
-                                                   const uint32_t (&kept)[2]) {
+  static __device__ __forceinline__ void pack_kept(uint32_t (&a)[kOther / 16][4], const Scores& x, const Kept& kept) {
 #pragma unroll
     for (int n = 0; n < kOther / 8; ++n)
 #pragma unroll

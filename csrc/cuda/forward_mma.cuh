@@ -3,8 +3,7 @@
 // Of K and V one tile is in use while the other's copy is under way.
 #pragma once
 
-#include "mma.cuh"
-#include "softmax.cuh"
+#include "scores_mma.cuh"
 
 namespace attn::cuda {
 
@@ -25,6 +24,7 @@ struct ForwardMma {
     const S* key_data;  // of the batch entry and head
     const S* value_data;
     bool key_aligned, value_aligned;
+    int64_t mask_base;  // where the batch entry begins
     RowTile<kRows> rows;
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
     float maximum[kRows];
@@ -32,7 +32,8 @@ struct ForwardMma {
     uint32_t head_number[kGeneral ? kRows : 1];  // of dropout's counters
   };
   static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
-  using Scores = float[kTiles][kKeys / 8][4];
+  using Fragments = ScoresMma<kKeys / 8, false>;
+  using Scores = Fragments::Scores[kTiles];
   using Output = float[kTiles][kDim / 8][4];
 
   const ForwardParams& p;
@@ -49,6 +50,7 @@ struct ForwardMma {
     s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
     s.key_aligned = chunks_are_aligned(p, p.key, p.head_dim);
     s.value_aligned = chunks_are_aligned(p, p.value, p.value_dim);
+    s.mask_base = p.has_mask ? batch_offset(p, p.mask, n) : 0;
   }
 
   // The row of the block's tile where tile t of a warp begins; that of a thread's elements 0, 1 (half 0) or 2, 3 (1).
@@ -130,58 +132,23 @@ struct ForwardMma {
     }
   }
 
-  // Products become scores, or, if not kGeneral, scores / scale; -inf, by selection, where a key is masked or there is
-  // none.
+  // Products become scores, or, if not kGeneral, scores / scale; -inf where a key is masked or there is none.
   __device__ __forceinline__ void mask(Scores& x, int64_t key) {
+    const int keys = static_cast<int>(smaller(kKeys, task.last_key - key));
     if constexpr (kGeneral) {
       const float scale = static_cast<float>(p.scale);
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) x[t][n][c] *= scale;
-      if (p.has_mask) with_type<float>(p.mask.data, p.mask.dtype, [&](const auto* data) { add_mask(x, key, data); });
+      for (int t = 0; t < kTiles; ++t) {
+        const int own = row(MmaThread(), t);
+        Fragments::each(x[t], own, [&](float& score, int, int, int, int) { score *= scale; });
+        if (p.has_mask) Fragments::add_mask(x[t], own, p, shared.mask_base, shared.rows, key, keys);
+      }
     }
     const bool diagonal = p.causal && key + kKeys - 1 > task.min_position;
-    if (!diagonal && key + kKeys <= task.last_key) return;
-    const MmaThread thread;
+    if (!diagonal && keys == kKeys) return;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int64_t last = task.last_key - 1;
-        if (diagonal) last = smaller(last, shared.rows.position[row(thread, t, half)]);
-        const int visible = static_cast<int>(smaller(last - key, kKeys));  // columns up to this one
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            if (thread.col(n) + c > visible) x[t][n][2 * half + c] = -infinity<float>();
-      }
-  }
-
-  template <class M>
-  __device__ __forceinline__ void add_mask(Scores& x, int64_t key, const M* data) {
-    const MmaThread thread;
-    data += batch_offset(p, p.mask, task.n) + key * p.mask.col;
-    const int keys = static_cast<int>(smaller(kKeys, task.last_key - key));
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const M* mask_row = data + shared.rows.offset(p.mask, row(thread, t, half));
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int j = thread.col(n) + c;
-            if (j >= keys) continue;
-            const float bias = convert<float>(mask_row[j * p.mask.col]);
-            float& score = x[t][n][2 * half + c];
-            score = bias == -infinity<float>() ? bias : score + bias;
-          }
-      }
+      Fragments::hide(x[t], row(MmaThread(), t), shared.rows, kRows, key, keys, diagonal);
   }
 
   // exp(score - maximum) of what mask() leaves.
@@ -224,28 +191,15 @@ struct ForwardMma {
   }
 
   __device__ __forceinline__ void drop(Scores& x, int64_t key) {
-    const MmaThread thread;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = row(thread, t, half);
-        const int64_t position = shared.rows.position[i];
-        const uint32_t head_number = shared.head_number[i];
-      // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; n += 2) {
-          const int mine = n + thread.place % 2;
-          const unsigned own = shared.dropout.kept((key + 8 * mine) / 4 + thread.place / 2, position, head_number);
-          const unsigned other = __shfl_xor_sync(~0u, own, 1);
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const unsigned bits = (m == thread.place % 2 ? own : other) >> 2 * (thread.place % 2);
-            x[t][n + m][2 * half] *= static_cast<float>(bits & 1);
-            x[t][n + m][2 * half + 1] *= static_cast<float>(bits >> 1 & 1);
-          }
-        }
-      }
+    for (int t = 0; t < kTiles; ++t) {
+      const int own = row(MmaThread(), t);
+      typename Fragments::Kept kept;
+      Fragments::draw(kept, own, shared.dropout, shared.rows, shared.head_number, key);
+      Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
+        weight *= static_cast<float>(kept[half] >> bit & 1);
+      });
+    }
   }
 
   __device__ __forceinline__ void multiply_values(const Scores& x, Output& output) {
