@@ -10,7 +10,6 @@ process of its own. ``--chart`` draws speed over length.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DTYPES, HELD_TO, Case, Machine, about, alternate, hold_to, runner
+from common import (
+    DTYPES,
+    HELD_TO,
+    Case,
+    Machine,
+    about,
+    alternate,
+    hold_to,
+    jobs_of,
+    runner,
+    write,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -60,16 +70,6 @@ THREAD_CASES = [
 
 # Both through torch.ops: it costs microseconds that a call of one query would count.
 OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention)
-
-
-def jobs_of(cases: list[Case], wanted: str) -> list[tuple[Case, str, str]]:
-    return [
-        (case, which, name)
-        for case in cases
-        for which in case.passes
-        for name in case.dtypes
-        if wanted in f"{case.name} {which} {name}"
-    ]
 
 
 def bench_speed(
@@ -313,8 +313,7 @@ def main() -> None:
         console.print(derivatives_table(derivatives))
     result = {"machine": about_it, "speed": speed, "threads": threads, "derivatives": derivatives}
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(result, arguments.json)
         console.print(f"written: {arguments.json}")
     if arguments.chart:
         from chart import draw
