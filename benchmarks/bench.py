@@ -1,5 +1,7 @@
 """Ours against the built-in, in one process, alternating: ``python benchmarks/bench.py``.
 
+On a GPU, if there is one and the library has kernels for it, gpu.py does it. On the CPU:
+
 Times are medians; ``ratio`` is the built-in's time divided by ours (above 1: ours is faster), the
 spread is the distance between the quartiles relative to the median, the peak what peak.cpp measures
 first. Further tables: two threads against one; and second derivatives and forward mode, which the
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu
 import torch
 from common import (
     DTYPES,
@@ -277,13 +280,16 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--chart", type=Path, help="also draw speed over length, a PNG, here")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if it can be")
     parser.add_argument(
         "--capability",
         choices=HELD_TO,
-        help="hold ours, and PyTorch's libraries, to this instruction set",
+        help="hold ours, and PyTorch's libraries, to this instruction set; of the CPU",
     )
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not gpu.usable():
+        parser.error("no GPU, or no CUDA in torch or torch_attn: see python -m torch_attn")
     if arguments.capability:
         hold_to(arguments.capability)
     if arguments.memory_of:
@@ -291,8 +297,24 @@ def main() -> None:
         print(measure_memory(kind, whose == "attn", int(length)))
         return
 
+    on_gpu = arguments.device == "cuda" or not (
+        arguments.device or arguments.capability or not gpu.usable()
+    )
     console = Console()
-    console = Console(width=max(console.width, 120))  # numbers are not cut, also where piped
+    # Numbers are not cut, also where piped.
+    console = Console(width=max(console.width, 150 if on_gpu else 120))
+    if on_gpu:
+        gpu.main(
+            console,
+            gpu.QUICK if arguments.quick else gpu.CASES,
+            seconds=0.1 if arguments.quick else 0.3,
+            limit=45 if arguments.quick else 270,
+            wanted=arguments.filter,
+            json=arguments.json,
+            chart=arguments.chart,
+        )
+        return
+
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
     machine = Machine()
