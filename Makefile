@@ -34,7 +34,7 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 test: $(INSTALLED) $(LIBRARY) ## all tests
 	@$(BIN)/python -m pytest tests
 
-bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in, and a chart, into out/
+bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there is one), and a chart, into out/
 	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png
 
 bench-peers: $(PEERS) $(LIBRARY) ## speed against the other attentions of a CPU

@@ -1,5 +1,7 @@
 """Ours against the built-in, in one process, alternating: ``python benchmarks/bench.py``.
 
+On a GPU, if there is one and the library has kernels for it, gpu.py does it. On the CPU:
+
 Times are medians; ``ratio`` is the built-in's time divided by ours (above 1: ours is faster), the
 spread is the distance between the quartiles relative to the median, the peak what peak.cpp measures
 first. Further tables: two threads against one; and second derivatives and forward mode, which the
@@ -10,15 +12,26 @@ process of its own. ``--chart`` draws speed over length.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu
 import torch
-from common import DTYPES, HELD_TO, Case, Machine, about, alternate, hold_to, runner
+from common import (
+    DTYPES,
+    HELD_TO,
+    Case,
+    Machine,
+    about,
+    alternate,
+    hold_to,
+    jobs_of,
+    runner,
+    write,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -60,16 +73,6 @@ THREAD_CASES = [
 
 # Both through torch.ops: it costs microseconds that a call of one query would count.
 OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention)
-
-
-def jobs_of(cases: list[Case], wanted: str) -> list[tuple[Case, str, str]]:
-    return [
-        (case, which, name)
-        for case in cases
-        for which in case.passes
-        for name in case.dtypes
-        if wanted in f"{case.name} {which} {name}"
-    ]
 
 
 def bench_speed(
@@ -277,13 +280,16 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--chart", type=Path, help="also draw speed over length, a PNG, here")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if it can be")
     parser.add_argument(
         "--capability",
         choices=HELD_TO,
-        help="hold ours, and PyTorch's libraries, to this instruction set",
+        help="hold ours, and PyTorch's libraries, to this instruction set; of the CPU",
     )
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not gpu.usable():
+        parser.error("no GPU, or no CUDA in torch or torch_attn: see python -m torch_attn")
     if arguments.capability:
         hold_to(arguments.capability)
     if arguments.memory_of:
@@ -291,8 +297,24 @@ def main() -> None:
         print(measure_memory(kind, whose == "attn", int(length)))
         return
 
+    on_gpu = arguments.device == "cuda" or not (
+        arguments.device or arguments.capability or not gpu.usable()
+    )
     console = Console()
-    console = Console(width=max(console.width, 120))  # numbers are not cut, also where piped
+    # Numbers are not cut, also where piped.
+    console = Console(width=max(console.width, 150 if on_gpu else 120))
+    if on_gpu:
+        gpu.main(
+            console,
+            gpu.QUICK if arguments.quick else gpu.CASES,
+            seconds=0.1 if arguments.quick else 0.3,
+            limit=45 if arguments.quick else 270,
+            wanted=arguments.filter,
+            json=arguments.json,
+            chart=arguments.chart,
+        )
+        return
+
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
     machine = Machine()
@@ -313,8 +335,7 @@ def main() -> None:
         console.print(derivatives_table(derivatives))
     result = {"machine": about_it, "speed": speed, "threads": threads, "derivatives": derivatives}
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(result, arguments.json)
         console.print(f"written: {arguments.json}")
     if arguments.chart:
         from chart import draw

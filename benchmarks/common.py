@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -56,7 +57,9 @@ class Case:
     passes: tuple[str, ...] = ("forward", "backward")
     dtypes: tuple[str, ...] = ("f32", "bf16", "f16")
 
-    def inputs(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    def inputs(
+        self, dtype: torch.dtype, device: str = "cpu"
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         keys, kv_heads = self.keys or self.queries, self.kv_heads or self.heads
         shapes = [
             (self.batch, self.heads, self.queries, self.head_dim),
@@ -65,14 +68,15 @@ class Case:
         ]
         if self.flat:
             shapes = [shape[1:] for shape in shapes]
-        tensors = tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
+        tensors = tuple(torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
         options: dict[str, Any] = {"is_causal": self.causal, "dropout_p": self.dropout}
         if kv_heads != self.heads:
             options["enable_gqa"] = True
         if self.mask == "bool":
-            options["attn_mask"] = torch.rand(self.queries, keys) > 0.3
+            options["attn_mask"] = torch.rand(self.queries, keys, device=device) > 0.3
         if self.mask == "grad":
-            options["attn_mask"] = torch.randn(self.heads, self.queries, keys).to(dtype)
+            shape = (1, self.heads, self.queries, keys)
+            options["attn_mask"] = torch.randn(shape, device=device).to(dtype)
         return tensors, options
 
     def flops(self, which: str) -> float:
@@ -86,6 +90,17 @@ class Case:
         """Of key and value: what decoding has to read."""
         heads, dims = self.kv_heads or self.heads, self.head_dim + (self.value_dim or self.head_dim)
         return self.batch * heads * (self.keys or self.queries) * dims * dtype.itemsize
+
+
+def jobs_of(cases: list[Case], wanted: str) -> list[tuple[Case, str, str]]:
+    """Case, pass and dtype of those whose name, of all three, contains `wanted`."""
+    return [
+        (case, which, name)
+        for case in cases
+        for which in case.passes
+        for name in case.dtypes
+        if wanted in f"{case.name} {which} {name}"
+    ]
 
 
 @dataclass
@@ -107,7 +122,20 @@ class Timing:
         return (high - low) / self.median
 
 
-def alternate(functions: list[Callable[[], Any]], seconds: float) -> list[Timing]:
+# Seconds that one of so many calls of a function takes.
+Clock = Callable[[Callable[[], Any], int], float]
+
+
+def wall_clock(function: Callable[[], Any], repeat: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeat):
+        function()
+    return (time.perf_counter() - start) / repeat
+
+
+def alternate(
+    functions: list[Callable[[], Any]], seconds: float, clock: Clock = wall_clock
+) -> list[Timing]:
     """Times the functions in turn until `seconds` have passed, at least five rounds each.
 
     Functions of microseconds are called many times a sample.
@@ -115,26 +143,25 @@ def alternate(functions: list[Callable[[], Any]], seconds: float) -> list[Timing
     repeats = []
     for function in functions:
         function()
-        start = time.perf_counter()
-        function()
-        repeats.append(max(1, int(2e-3 / max(time.perf_counter() - start, 1e-7))))
+        repeats.append(max(1, int(2e-3 / max(clock(function, 1), 1e-7))))
     timings = [Timing() for _ in functions]
     deadline = time.perf_counter() + seconds
     while len(timings[0].samples) < 5 or time.perf_counter() < deadline:
         for function, timing, repeat in zip(functions, timings, repeats, strict=True):
-            start = time.perf_counter()
-            for _ in range(repeat):
-                function()
-            timing.samples.append((time.perf_counter() - start) / repeat)
+            timing.samples.append(clock(function, repeat))
     return timings
 
 
 def runner(
-    operator: Callable[..., torch.Tensor], case: Case, dtype: torch.dtype, which: str
+    operator: Callable[..., torch.Tensor],
+    case: Case,
+    dtype: torch.dtype,
+    which: str,
+    device: str = "cpu",
 ) -> Callable[[], Any]:
-    """One call of the forward or of the backward of `operator`."""
+    """One call of the forward, of the backward or of the "double backward" of `operator`."""
     torch.manual_seed(0)
-    tensors, options = case.inputs(dtype)
+    tensors, options = case.inputs(dtype, device)
     if which == "forward":
 
         def forward() -> torch.Tensor:
@@ -147,7 +174,12 @@ def runner(
         inputs.append(options["attn_mask"].requires_grad_())
     output = operator(*tensors, **options)
     gradient = torch.randn_like(output)
-    return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+    if which == "backward":
+        return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+    inputs.append(gradient.requires_grad_())
+    first = torch.autograd.grad(output, inputs[:-1], gradient, create_graph=True)
+    tangents = [torch.randn_like(g) for g in first]
+    return lambda: torch.autograd.grad(first, inputs, tangents, retain_graph=True)
 
 
 class Machine:
@@ -198,3 +230,11 @@ def about() -> dict[str, Any]:
         "torch_attn": torch_attn.__version__,
         "capability": torch.ops.attn._cpu_capability(),
     }
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """As JSON; a run that is cut here leaves the file whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.replace(path)

@@ -7,7 +7,6 @@ the same number of threads. Every process first compares its result with the tex
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DTYPES, Case, about, alternate
+from common import DTYPES, Case, about, alternate, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -217,9 +216,7 @@ def main() -> None:
         table.add_row(case.name, dtype, *cells)
     console.print(table)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": about(), "peers": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write({"machine": about(), "peers": rows}, arguments.json)
         console.print(f"written: {arguments.json}")
 
 
