@@ -1,4 +1,4 @@
-// Gradients of the tensor-core kernels against plain loops in double, without torch.
+// Gradients of a kernel against plain loops in double, without torch.
 #pragma once
 
 #include <bit>
@@ -6,10 +6,13 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/inst_backward_mma.cuh"
+#include "cuda/softmax.cuh"
 
 namespace attn::cuda {
 constexpr int kHeads = 4;
+
+// All gradients that are asked for; `delta` is there.
+using Kernel = Error (*)(const BackwardParams& p, Stream stream);
 
 struct Case {
   const char* name;
@@ -22,6 +25,7 @@ struct Case {
 // Whole numbers / 8 below 2: every dtype holds them.
 inline float draw(std::mt19937& random) { return static_cast<float>(static_cast<int>(random() % 31) - 15) / 8; }
 
+inline void store(float* to, float x) { *to = x; }
 inline void store(BFloat16* to, float x) { to->bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
 inline void store(Half* to, float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -77,8 +81,8 @@ struct Sum {
 };
 
 // unit: of rounding a factor to nearest; smallest: the same of a factor that is not normal.
-template <class S, int kDim>
-void check(const Case& c, DType dtype, double unit, double smallest) {
+template <class S>
+void check(const Case& c, Kernel kernel, DType dtype, double unit, double smallest) {
   std::mt19937 random(3);
   const int queries = c.queries, keys = c.keys;
   Input<S> query(kHeads, queries, c.head_dim, c.transposed, random),
@@ -121,6 +125,9 @@ void check(const Case& c, DType dtype, double unit, double smallest) {
   p.grad_key = grad_key.operand(DType::f32);
   p.grad_value = grad_value.operand(DType::f32);
   if (c.mask) p.grad_mask = grad_mask.operand(DType::f32);
+  p.mask_slices = kHeads;
+  p.mask_row_tasks = divide_up(queries, kRowTile);
+  p.mask_key_tasks = divide_up(keys, kKeyTile);
   p.logsumexp = logsumexp.data();
   p.delta = delta.data();
   Dropout dropout;
@@ -165,7 +172,7 @@ void check(const Case& c, DType dtype, double unit, double smallest) {
     }
   }
 
-  require_launched(launch_backward_mma<S, kDim>(p, nullptr));
+  require_launched(kernel(p, nullptr));
   const auto compare = [&](const char* what, Array<float>& actual, const std::vector<Sum>& expected) {
     for (size_t i = 0; i < expected.size(); ++i) {
       const double error = std::fabs(actual[static_cast<int64_t>(i)] - expected[i].value);
@@ -183,7 +190,7 @@ void check(const Case& c, DType dtype, double unit, double smallest) {
 
 // Of head sizes that are padded to kDim.
 template <class S, int kDim>
-void check_all(DType dtype, double unit, double smallest) {
+void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
   constexpr int kOdd = kDim - 11;
   const Case cases[] = {
       {.name = "plain", .queries = 128, .keys = 128, .head_dim = kDim, .value_dim = kDim},
@@ -226,7 +233,7 @@ void check_all(DType dtype, double unit, double smallest) {
        .dropout = true,
        .transposed = true},
   };
-  for (const Case& c : cases) check<S, kDim>(c, dtype, unit, smallest);
+  for (const Case& c : cases) check<S>(c, kernel, dtype, unit, smallest);
 }
 
 }  // namespace attn::cuda

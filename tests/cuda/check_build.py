@@ -27,7 +27,8 @@ def main() -> None:
     assert torch.version.cuda, "this torch is a build without CUDA"
     assert built_with()["cuda"], "the library was built without CUDA"
     kernels = [name for name in OPERATORS if has_kernel(name, "CPU")]
-    assert {"attn::sdpa", "attn::_sdpa_forward", "attn::_sdpa_backward"} <= set(kernels), kernels
+    assert {
+  "attn::sdpa", "attn::_sdpa_forward", "attn::_sdpa_backward"} <= set(kernels), kernels
     missing = [name for name in kernels if not has_kernel(name, "CUDA")]
     assert not missing, f"no kernel for CUDA: {missing}"
     for operator in ("attn::sdpa", "attn::_sdpa_forward", "attn::_sdpa_backward"):
