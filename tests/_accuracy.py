@@ -19,6 +19,7 @@ from helpers import (
     SEED,
     Inputs,
     builtin_sdpa,
+    causal_mask,
     largest,
     make_grad_output,
     results,
@@ -71,10 +72,14 @@ class Neighbour:
         self.generator = generator
         self.change = change
 
-        def order(n: int, fixed: bool = False) -> Tensor:
-            return torch.arange(n) if fixed else torch.randperm(n, generator=generator)
-
         query, key, value, _ = inputs
+        device = query.device
+
+        def order(n: int, fixed: bool = False) -> Tensor:
+            if fixed:
+                return torch.arange(n, device=device)
+            return torch.randperm(n, generator=generator, device=device)
+
         self.queries, self.keys = order(query.size(-2), causal), order(key.size(-2), causal)
         self.columns, self.value_columns = order(query.size(-1)), order(value.size(-1))
 
@@ -101,7 +106,9 @@ class Neighbour:
         tensor = tensor if tensor.size(-1) == 1 else tensor.index_select(-1, columns)
         if not self.change or not tensor.is_floating_point():
             return tensor
-        change = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float64)
+        change = torch.rand(
+            tensor.shape, generator=self.generator, dtype=torch.float64, device=tensor.device
+        )
         changed = tensor * (0.99 + 0.02 * change).to(tensor.dtype)
         return changed.where(changed.isfinite(), tensor)  # finfo.min stays
 
@@ -149,8 +156,8 @@ class Problem:
             if tensor is None:
                 content.update(b"None")
             else:
-                content.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-                content.update(tensor.flatten().contiguous().view(torch.uint8).numpy())
+                content.update(f"{tensor.device}{tensor.dtype}{list(tensor.shape)}".encode())
+                content.update(tensor.flatten().contiguous().view(torch.uint8).cpu().numpy())
         return content.digest()
 
 
@@ -166,7 +173,7 @@ def builtin_errors(problem: Problem) -> dict[str, float]:
     """
     key = problem.digest()
     if key not in _known_errors:  # the same for every instruction set
-        generator = torch.Generator().manual_seed(SEED)
+        generator = torch.Generator(problem.inputs.query.device).manual_seed(SEED)
         small = sum(t.numel() for t in problem.inputs if t is not None) < 1 << 17
         worst: dict[str, float] = {}
         for change in [False] * 8 + [True] * 4 if small else [False] * 2:
@@ -192,6 +199,9 @@ def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
         yield from problem.errors(reference.sdpa).items()
         return
     yield from problem.errors(builtin_sdpa).items()
+    query, _, _, attn_mask = problem.inputs
+    if query.is_cuda and attn_mask is not None and attn_mask.dtype not in (dtype, torch.bool):
+        return  # The fused kernel has no such mask, with which ours keeps its weights in float32.
     # The fused kernel has no dropout, which makes weights, and so errors, 1 / (1 - p) as large.
     factor = 1 / (1 - problem.options.get("dropout_p", 0.0))
     for name, error in problem.without_dropout().errors(fused_sdpa).items():
@@ -211,9 +221,11 @@ def fused_sdpa(
 ) -> Tensor:
     """The built-in's fused kernel, on a problem that it takes: 4-D, equal heads and sizes.
 
-    It has no gradient for a mask. In float32 the mask is made of inner products instead: queries
-    get the rows of the unit matrix as further columns, keys the columns of the mask.
+    On the CPU it has no gradient for a mask. In float32 the mask is made of inner products instead:
+    queries get the rows of the unit matrix as further columns, keys the columns of the mask.
+    On CUDA it is the one that has masks, and wants rows of a multiple of 16 bytes.
     """
+    on_cuda = query.is_cuda
     if enable_gqa:
         heads = query.size(-3)
         key = key.repeat_interleave(heads // key.size(-3), -3)
@@ -224,23 +236,29 @@ def fused_sdpa(
     if is_causal and attn_mask is None and S > L:
         # It leaves the gradients of keys that no query sees as they lie in memory.
         S, key, value = L, key[..., :L, :], value[..., :L, :]
-    if attn_mask is not None and attn_mask.is_floating_point() and query.dtype == torch.float32:
-        columns = attn_mask.masked_fill(attn_mask == -INF, 0).expand(*lead, L, S).mT
-        key = torch.cat([key.expand(*lead, S, E), columns], -1)
-        query = torch.cat([query * scale, torch.eye(L).expand(*query.shape[:-1], L)], -1)
-        attn_mask, scale = attn_mask != -INF, 1.0
+    if attn_mask is not None and attn_mask.is_floating_point():
+        if on_cuda:  # It multiplies by log2(e): finfo.min would be masked.
+            attn_mask = torch.where(attn_mask < -1e38, attn_mask + 1.5e38, attn_mask)
+        elif query.dtype == torch.float32:
+            columns = attn_mask.masked_fill(attn_mask == -INF, 0).expand(*lead, L, S).mT
+            rows = torch.eye(L, device=query.device).expand(*query.shape[:-1], L)
+            key = torch.cat([key.expand(*lead, S, E), columns], -1)
+            query = torch.cat([query * scale, rows], -1)
+            attn_mask, scale = attn_mask != -INF, 1.0
     if attn_mask is not None:
+        attn_mask = attn_mask if on_cuda else attn_mask.detach()
         if is_causal:
-            seen = torch.ones(L, S, dtype=torch.bool).tril()
             masked = False if attn_mask.dtype == torch.bool else -INF
-            attn_mask, is_causal = torch.where(seen, attn_mask.detach(), masked), False
-        attn_mask = attn_mask.detach().expand(*lead, L, S).reshape(-1, 1, L, S)
+            attn_mask, is_causal = torch.where(causal_mask(query, key), attn_mask, masked), False
+        attn_mask = attn_mask.expand(*lead, L, S).reshape(-1, 1, L, S)
+        attn_mask = attn_mask.clone(memory_format=torch.contiguous_format)
     size = max(query.size(-1), Ev)
+    size = (size + 7) // 8 * 8 if on_cuda else size
     padded = (F.pad(t, (0, size - t.size(-1))).contiguous() for t in (query, key, value))
     query, key, value = (
         t.expand(*lead, *t.shape[-2:]).reshape(-1, 1, *t.shape[-2:]) for t in padded
     )
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if on_cuda else SDPBackend.FLASH_ATTENTION):
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale
         )

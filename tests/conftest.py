@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one seed, one run per instruction set, restored thread counts."""
+"""Fixtures of the whole suite: one seed, a run per instruction set and device, restored threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import hypothesis
 import pytest
 import torch
 
-from helpers import CPU_CAPABILITIES, cpu_capability_set_to
+from helpers import (
+    CPU_CAPABILITIES,
+    DEVICES,
+    KERNELS,
+    cpu_capability_set_to,
+    kernels_set_to,
+)
 
 # Compiled graphs of an earlier build of the operators must not be used again.
 _CACHE = tempfile.mkdtemp(prefix="attn-inductor-")
@@ -44,6 +50,28 @@ def cpu_capability(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once with every instruction set and, where there is a GPU, on that.
+
+    New tensors are then on "cuda" unless told otherwise.
+    """
+    # else the built-in, to which ours is compared, would round float32 to TF32
+    assert torch.get_float32_matmul_precision() == "highest"
+    with kernels_set_to(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once on the CPU, as fast as it can, and on the GPU where there is one."""
+    if request.param == "cpu":
+        yield request.param
+        return
+    with torch.device(request.param):
+        yield request.param
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of an instruction set, only what it does itself: other dtypes run the functions of avx512."""
     of_avx512 = {
@@ -57,7 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dtypes = {
             v if isinstance(v, torch.dtype) else getattr(v, "dtype", None) for v in params.values()
         }
-        others = dtypes & of_avx512.get(params.get("cpu_capability", ""), set())
+        capability = params.get("kernels", params.get("cpu_capability", ""))
+        others = dtypes & of_avx512.get(capability, set())
         (left if others else taken).append(item)
     items[:] = taken
     config.hook.pytest_deselected(items=left)

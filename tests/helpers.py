@@ -1,4 +1,4 @@
-"""What the tests share: inputs, the accuracy bound, memory layouts, instruction sets, processes."""
+"""What the tests share: inputs, the accuracy bound, memory layouts, devices, processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_attn
 from torch_attn import reference
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CPU_CAPABILITIES: list[str] = torch.ops.attn._cpu_capabilities()
+GPU = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(
+    "attn::sdpa", "CUDA"
+)
+DEVICES = ["cpu", "cuda"] if GPU else ["cpu"]
+KERNELS = [*CPU_CAPABILITIES, "cuda"] if GPU else CPU_CAPABILITIES
 SEED = 7
 INF = math.inf
 NAN = math.nan
@@ -90,6 +96,7 @@ def builtin_sdpa(
 
     It refuses, or reads wrongly, some that ours takes: mask and causal, a mask with more leading
     dimensions than query and key, a float32 mask for float64, and has no public `dropout_mask`.
+    On CUDA by its math backend.
     """
     if attn_mask is not None:
         lead = torch.broadcast_shapes(query.shape[:-2], attn_mask.shape[:-2])
@@ -99,16 +106,22 @@ def builtin_sdpa(
         if dropout_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -INF)
         if is_causal:
-            causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
+            causal = causal_mask(query, key)
             masked = False if attn_mask.dtype == torch.bool else -INF
             attn_mask, is_causal = torch.where(causal, attn_mask, masked), False
     if dropout_mask is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, **options
-        )
+        with sdpa_kernel(SDPBackend.MATH) if query.is_cuda else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, **options
+            )
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, **options
     )[0]
+
+
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """[L, S], True where the query may attend to the key."""
+    return query.new_ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
 
 
 def ulp(x: float, dtype: torch.dtype) -> float:
@@ -137,7 +150,7 @@ def results(
 def make_grad_output(inputs: Inputs, *, enable_gqa: bool = False, **_: Any) -> Tensor:
     """A random gradient of the output of a call with these options, in the dtype of the query."""
     output = reference.sdpa(*inputs.map(lambda t: t.to("meta")), enable_gqa=enable_gqa)
-    return torch.randn(output.shape, dtype=inputs.query.dtype)
+    return torch.randn(output.shape, dtype=inputs.query.dtype, device=inputs.query.device)
 
 
 def to_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -156,7 +169,8 @@ def kept(inputs: Inputs, p: float, seed: int | None = SEED, **options: Any) -> T
     With the unit matrix as value the output is the weights themselves, those dropped being 0.
     """
     S = inputs.key.size(-2)
-    identity = torch.eye(S, dtype=inputs.value.dtype).expand(*inputs.value.shape[:-1], S)
+    identity = torch.eye(S, dtype=inputs.value.dtype, device=inputs.value.device)
+    identity = identity.expand(*inputs.value.shape[:-1], S)
     if seed is not None:
         torch.manual_seed(seed)
     return torch_attn.sdpa(*inputs._replace(value=identity), dropout_p=p, **options) != 0
@@ -174,7 +188,7 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 def place(tensor: Tensor, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
     """The tensor's values as a view into a larger storage that is otherwise NaN (True for bool)."""
     filler = NAN if tensor.is_floating_point() else True
-    view = torch.full(shape, filler, dtype=tensor.dtype)[index]
+    view = tensor.new_full(shape, filler)[index]
     return view.copy_(tensor)
 
 
@@ -216,7 +230,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# --- instruction sets, threads, processes ---------------------------------------------------------
+# --- instruction sets, devices, threads, processes ------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -228,6 +242,16 @@ def cpu_capability_set_to(name: str) -> Iterator[None]:
         yield
     finally:
         torch.ops.attn._set_cpu_capability(previous)
+
+
+def kernels_set_to(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Of `KERNELS`: an instruction set, or "cuda", where new tensors then are."""
+    return cpu_capability_set_to(name) if name in CPU_CAPABILITIES else torch.device("cuda")
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """Of the generator from which calls on the device draw."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextlib.contextmanager

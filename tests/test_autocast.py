@@ -14,9 +14,9 @@ LOW = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtype_is_the_builtins(dtype: torch.dtype, low: torch.dtype) -> None:
+def test_dtype_is_the_builtins(device: str, dtype: torch.dtype, low: torch.dtype) -> None:
     query, key, value, _ = make_inputs(5, 7, dtype=dtype)
-    with torch.autocast("cpu", low):
+    with torch.autocast(device, low):
         actual = torch_attn.sdpa(query, key, value)
         builtin = F.scaled_dot_product_attention(query, key, value)
     assert actual.dtype == builtin.dtype == (dtype if dtype == torch.float64 else low)
@@ -24,50 +24,50 @@ def test_dtype_is_the_builtins(dtype: torch.dtype, low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_same_bits_as_cast_by_hand(kind: str, low: torch.dtype) -> None:
+def test_same_bits_as_cast_by_hand(device: str, kind: str, low: torch.dtype) -> None:
     inputs = make_inputs(33, 70, mask=(33, 70), kind=kind)
-    with torch.autocast("cpu", low):
+    with torch.autocast(device, low):
         actual = torch_attn.sdpa(*inputs, is_causal=True)
     by_hand = torch_attn.sdpa(*(to_dtype(t, low) for t in inputs), is_causal=True)
     assert torch.equal(actual, by_hand)
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_gradients_have_the_dtype_of_the_inputs(low: torch.dtype) -> None:
+def test_gradients_have_the_dtype_of_the_inputs(device: str, low: torch.dtype) -> None:
     inputs = make_inputs(33, 70, mask=(1, 70))
     grad_output = make_grad_output(inputs).to(low)
-    with torch.autocast("cpu", low):
+    with torch.autocast(device, low):
         actual = results(torch_attn.sdpa, inputs, grad_output)
     by_hand = results(torch_attn.sdpa, Inputs(*(to_dtype(t, low) for t in inputs)), grad_output)
     for name in ("grad_query", "grad_key", "grad_value", "grad_attn_mask"):
         assert torch.equal(actual[name], by_hand[name].float()), name
 
 
-def test_mixed_dtypes_become_one() -> None:
+def test_mixed_dtypes_become_one(device: str) -> None:
     query, key, value, _ = make_inputs(5, 7)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         output = torch_attn.sdpa(query, key.bfloat16(), value.half())
     assert output.dtype == torch.bfloat16
 
 
-def test_disabled() -> None:
+def test_disabled(device: str) -> None:
     inputs = make_inputs(5, 7)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(device, enabled=False):
         output = torch_attn.sdpa(*inputs)
     assert torch.equal(output, torch_attn.sdpa(*inputs))
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_float64_is_left_alone(mask: str | None) -> None:
+def test_float64_is_left_alone(device: str, mask: str | None) -> None:
     inputs = make_inputs(5, 7, mask=mask and (5, 7), kind=mask or "bool", dtype=torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         output = torch_attn.sdpa(*inputs)
     assert torch.equal(output, torch_attn.sdpa(*inputs))
 
 
-def test_weights_too() -> None:
+def test_weights_too(device: str) -> None:
     inputs = make_inputs(5, 7, mask=(5, 7))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         output, weights, scores = torch_attn.sdpa_with_weights(*inputs)
         assert torch.equal(output, torch_attn.sdpa(*inputs))
     assert output.dtype == torch.bfloat16

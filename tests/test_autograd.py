@@ -63,7 +63,7 @@ def make_kind(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Inputs, di
     return inputs, options
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(kind: str) -> None:
     inputs, options = make_kind(kind)
@@ -97,7 +97,7 @@ class BackwardCalls(TorchDispatchMode):
         return result
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 def test_only_gradients_asked_for(subset: tuple[str, ...]) -> None:
     """Each of the 15 subsets: the same bits as with all four, and nothing else is computed."""
@@ -119,6 +119,7 @@ def test_only_gradients_asked_for(subset: tuple[str, ...]) -> None:
             assert leaf.grad is None, name
 
 
+@pytest.mark.usefixtures("device")
 def test_boolean_mask_gets_no_gradient() -> None:
     inputs = make_inputs(5, 7, mask=(5, 7), kind="bool").require_grad()
     with BackwardCalls() as backward:
@@ -126,6 +127,7 @@ def test_boolean_mask_gets_no_gradient() -> None:
     assert backward.calls == [([True, True, True, False],) * 2]
 
 
+@pytest.mark.usefixtures("device")
 def test_every_gradient_is_given_for_empty_tensors() -> None:
     inputs = make_inputs(5, 0, mask=(5, 0)).require_grad()
     torch_attn.sdpa(*inputs).sum().backward()
@@ -133,6 +135,7 @@ def test_every_gradient_is_given_for_empty_tensors() -> None:
         assert torch.equal(leaf.grad, torch.zeros_like(leaf)), name
 
 
+@pytest.mark.usefixtures("device")
 def test_flags() -> None:
     inputs = make_inputs(5, 7, mask=(5, 7))
     assert not torch_attn.sdpa(*inputs).requires_grad
@@ -151,6 +154,7 @@ def test_flags() -> None:
     assert torch_attn.sdpa(*inputs[:3], leaves.attn_mask).requires_grad
 
 
+@pytest.mark.usefixtures("device")
 def test_graph_can_be_kept_or_not() -> None:
     inputs = make_inputs(5, 7, mask=(5, 7)).require_grad()
     output = torch_attn.sdpa(*inputs)
@@ -161,6 +165,7 @@ def test_graph_can_be_kept_or_not() -> None:
         torch.autograd.grad(output.sum(), inputs)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("tensor", [*TENSORS, "output"])
 def test_input_changed_before_backward_is_noticed(tensor: str) -> None:
     inputs = make_inputs(5, 7, mask=(5, 7)).require_grad()
@@ -171,6 +176,7 @@ def test_input_changed_before_backward_is_noticed(tensor: str) -> None:
         output.backward(torch.ones_like(output))
 
 
+@pytest.mark.usefixtures("device")
 def test_hooks_and_checkpoint() -> None:
     """Recomputing the forward in the backward draws the same dropout."""
     inputs = make_inputs(9, 33, mask=(1, 33))
@@ -193,6 +199,7 @@ def opcheck_samples() -> list[Any]:
     ]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("kind", "grad"), opcheck_samples())
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights", "_sdpa_forward"])
 def test_opcheck(name: str, kind: str, grad: bool) -> None:
@@ -223,6 +230,7 @@ def backward_arguments(inputs: Inputs, **options: Any) -> tuple[tuple[Any, ...],
     return positional, keywords
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_backward(kind: str) -> None:
     inputs, options = make_kind(kind, torch.float32)
@@ -251,6 +259,7 @@ def test_schema_is_the_builtins() -> None:
     assert ARGUMENTS in str(torch.ops.attn.sdpa_with_weights.default._schema)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", ["plain", "mask and causal", "unequal groups", "bool mask"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(kind: str, dynamic: bool) -> None:
@@ -268,6 +277,7 @@ def test_compile(kind: str, dynamic: bool) -> None:
         assert_same_bits(results(compiled, inputs, grad_output), expected)
 
 
+@pytest.mark.usefixtures("device")
 def test_compile_with_inductor() -> None:
     """The default backend, with operations around ours and with dropout in the graph."""
 
@@ -286,6 +296,7 @@ def test_compile_with_inductor() -> None:
     assert not torch.equal(dropped["output"], expected["output"])
 
 
+@pytest.mark.usefixtures("device")
 def test_export() -> None:
     """torch.export keeps the operator whole, for any batch and length."""
 

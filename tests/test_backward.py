@@ -19,7 +19,7 @@ from helpers import (
     results,
 )
 
-pytestmark = pytest.mark.usefixtures("cpu_capability")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

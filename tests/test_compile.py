@@ -73,6 +73,7 @@ def make_option(option: str, length: int, **more: Any) -> tuple[Inputs, dict[str
     return make_inputs(**arguments), options
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("dynamic", "compiles"), [(True, 1), (None, 2)])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_one_compile_for_all_lengths(option: str, dynamic: bool | None, compiles: int) -> None:
@@ -135,6 +136,7 @@ DERIVATIVES: dict[str, tuple[Callable[..., Any], set[Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_inside(name: str) -> None:
     """A derivative within the compiled function is part of its one graph, by our operators."""
@@ -148,6 +150,7 @@ def test_derivatives_inside(name: str) -> None:
     assert expected <= set(used) <= expected | {ops._sdpa_forward, ops._sdpa_backward}
 
 
+@pytest.mark.usefixtures("device")
 def test_inductor() -> None:
     """The default backend, with a second derivative in the graph."""
     function = DERIVATIVES["forward over reverse"][0]
@@ -165,6 +168,7 @@ def test_double_backward_of_a_compiled_graph_is_refused_by_torch() -> None:
         torch.autograd.grad(gradients[0].sum(), inputs)
 
 
+@pytest.mark.usefixtures("device")
 def test_dropout() -> None:
     """The backward drops what the forward dropped: <u, A V> = <A'u, V> for the weights kept, A."""
     compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
@@ -180,9 +184,9 @@ def test_dropout() -> None:
     assert not torch.equal(*outputs)
 
 
-def test_autocast() -> None:
+def test_autocast(device: str) -> None:
     def function(*x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             return torch_attn.sdpa(*x)
 
     inputs = make_inputs(9, 13, mask=(9, 13))
@@ -193,6 +197,7 @@ def test_autocast() -> None:
     assert_same_bits(results(compiled, inputs, grad_output), expected)
 
 
+@pytest.mark.usefixtures("device")
 def test_weights() -> None:
     inputs = make_inputs(9, 13, mask=(9, 13))
     compiled = torch.compile(torch_attn.sdpa_with_weights, fullgraph=True, backend="aot_eager")
@@ -206,6 +211,7 @@ def test_error_names_the_argument() -> None:
         compiled(query, key[..., :3], key)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(mode: str) -> None:
     """A trace has the operators, and holds for other sizes."""

@@ -129,7 +129,7 @@ def directional(case: Case) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     return tangent, (*point, *(torch.randn_like(t).requires_grad_() for t in point))
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", SMALL)
 def test_gradgradcheck(case: str) -> None:
     """Forward mode, and second order by reverse and by forward over reverse."""
@@ -138,11 +138,13 @@ def test_gradgradcheck(case: str) -> None:
     assert gradgradcheck(function, tensors, check_fwd_over_rev=True)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("case", SMALL)
 def test_reverse_over_forward(case: str) -> None:
     assert gradcheck(*directional(SMALL[case]))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("case", ["mask and causal", "grouped heads", "mask with -inf"])
 def test_third_order(case: str) -> None:
     """Reverse and forward over each way to the second order, and forward thrice."""
@@ -157,6 +159,7 @@ def test_third_order(case: str) -> None:
     assert gradgradcheck(gradients, point, check_fwd_over_rev=True)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("case", ["mask and causal", "grouped heads", "mask of keys"])
 def test_forward_over_forward(case: str) -> None:
     """The second and the third derivative along a line."""
@@ -176,6 +179,7 @@ def test_forward_over_forward(case: str) -> None:
     torch.testing.assert_close(along(torch_attn.sdpa), along(reference.sdpa))
 
 
+@pytest.mark.usefixtures("device")
 def test_third_order_with_dropout_is_an_error() -> None:
     tangent, both = directional(SMALL["dropout"])
     first = torch.autograd.grad(tangent(*both).sum(), both, create_graph=True)
@@ -276,7 +280,7 @@ def builtin_errors(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str,
         errors = builtin_errors(x, u.float(), t, **options)
         scale = 2 * torch.finfo(F64).eps / torch.finfo(torch.float32).eps
         return {name: scale * error for name, error in errors.items()}
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(u.device).manual_seed(SEED)
     largest_errors: dict[str, float] = {}
     for change in [False] * 8 + [True] * 4:
         exact = exact_results(x, u, t, **options)
@@ -312,8 +316,15 @@ class Problem(NamedTuple):
     errors: dict[str, float]
 
 
+Make = Callable[..., tuple[Inputs, dict[str, Any]]]
+
+
+def problem(make: Make, *arguments: Any) -> Problem:
+    return problem_on(torch.get_default_device(), make, *arguments)
+
+
 @functools.cache  # the same for every instruction set
-def problem(make: Callable[..., tuple[Inputs, dict[str, Any]]], *arguments: Any) -> Problem:
+def problem_on(_: torch.device, make: Make, *arguments: Any) -> Problem:
     torch.manual_seed(0)
     x, options = make(*arguments)
     u, t = make_grad_output(x, **options), directions(x)
@@ -381,14 +392,14 @@ def make_large(case: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
     return make_inputs(**sizes, dtype=dtype), options
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", LARGE)
 def test_accuracy(case: str, dtype: torch.dtype) -> None:
     check_second(problem(make_large, case, dtype))
 
 
-MASKED_ROWS = torch.tensor([0, 3, 8])
+MASKED_ROWS = [0, 3, 8]
 
 
 def make_masked_rows(S: int, kind: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
@@ -400,7 +411,7 @@ def make_masked_rows(S: int, kind: str, dtype: torch.dtype) -> tuple[Inputs, dic
     ), {}
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
 @pytest.mark.parametrize("S", [1, 5, 70])
@@ -413,7 +424,7 @@ def test_fully_masked_rows(S: int, kind: str, dtype: torch.dtype) -> None:
         assert (actual["second_attn_mask"][MASKED_ROWS] == 0).all()
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("sizes", [(0, 7, 4, 4), (5, 0, 4, 4), (5, 7, 0, 4), (5, 7, 4, 0)], ids=str)
 def test_empty(sizes: tuple[int, int, int, int]) -> None:
     """As of the reference, which for S = 0 has nothing but zeros."""
@@ -426,7 +437,7 @@ def test_empty(sizes: tuple[int, int, int, int]) -> None:
             torch.testing.assert_close(actual[name], expected[name], msg=f"{way.__name__} {name}")
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_of_a_masked_key_stays_hidden(dtype: torch.dtype) -> None:
     """Neither the key nor its direction reaches a query that does not attend to it."""
@@ -447,7 +458,7 @@ def test_nan_of_a_masked_key_stays_hidden(dtype: torch.dtype) -> None:
 SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TENSORS, n)]
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 def test_subsets(subset: tuple[str, ...]) -> None:
     """A direction without a tensor has the bits of one with zeros there."""
@@ -465,7 +476,7 @@ def test_subsets(subset: tuple[str, ...]) -> None:
         assert_same_bits(way(torch_attn.sdpa, x, u, some, **options), expected)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("gradient", TENSORS)
 def test_derivative_of_one_gradient(gradient: str) -> None:
     """The gradients not differentiated count as zero, as does a direction not given."""
@@ -481,7 +492,7 @@ def test_derivative_of_one_gradient(gradient: str) -> None:
     )
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("which", ["x", "u", "t"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, which: str) -> None:
@@ -499,7 +510,7 @@ def test_layouts(layout: str, which: str) -> None:
         assert_same_bits(way(torch_attn.sdpa, *views), expected)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 def test_expanded() -> None:
     """Stride 0, as of `sum()` of an output and of a gradient."""
     x = make_inputs(35, 70, mask=(35, 70))
@@ -522,6 +533,7 @@ def test_repeats_and_threads(case: str) -> None:
         assert_same_bits(double_backward(torch_attn.sdpa, x, u, t, **options), expected)
 
 
+@pytest.mark.usefixtures("device")
 def test_changed_tensor_is_noticed() -> None:
     """What a second backward reads may not change after the first."""
     for change in ("query", "attn_mask", "u"):
@@ -552,6 +564,7 @@ def operator_arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any],
 OPERATORS = ["_sdpa_tangent", "_sdpa_second"]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [*list(SMALL)[::3], "dropout and all else"])
 @pytest.mark.parametrize("name", OPERATORS)
@@ -561,6 +574,7 @@ def test_opcheck(name: str, case: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(getattr(torch.ops.attn, name).default, tuple(arguments), keywords)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_direction_that_does_not_fit_is_an_error(name: str) -> None:
     arguments, keywords = operator_arguments(name, make_inputs(5, 7, mask=(5, 7)))
@@ -604,6 +618,7 @@ def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
 WAYS = {way.__name__: way for way in (double_backward, over_forward, over_reverse)}
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_no_tensor_of_scores(option: str, way: str) -> None:
@@ -655,7 +670,7 @@ def loss(sdpa: Sdpa, *tensors: Tensor) -> Tensor:
     return sdpa(query.tanh(), key, value.sin(), mask, is_causal=True).square().mean()
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 def test_hessian_vector_products() -> None:
     x = make_inputs(20, 30, mask=(3, 20, 1), dtype=F64)
     v = tuple(directions(x))
@@ -676,7 +691,7 @@ def test_hessian_vector_products() -> None:
         torch.testing.assert_close(product, expected)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 def test_gradient_penalty_trains() -> None:
     """A loss with the norm of a gradient in it: parameters get the reference's gradients."""
 

@@ -58,7 +58,7 @@ def test_repeats_and_threads(case: str, dtype: torch.dtype) -> None:
         assert_same_bits(compute(inputs, grad_output, **options), expected)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", CASES)
 def test_batch_and_heads_do_not_mix(case: str) -> None:
     """A head's result is that of a call of its own, to rounding: nothing leaks between heads."""
@@ -75,7 +75,7 @@ def test_batch_and_heads_do_not_mix(case: str) -> None:
     assert actual[1].isnan().all()
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left_unwritten(case: str, dtype: torch.dtype) -> None:
@@ -93,7 +93,7 @@ def test_nothing_is_left_unwritten(case: str, dtype: torch.dtype) -> None:
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 def test_concurrent_calls() -> None:
     """Python threads that call at the same time, each with inputs of its own."""
     torch.set_num_threads(2)

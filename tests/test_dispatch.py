@@ -37,8 +37,8 @@ def test_every_instruction_set_is_tested(
     """The kernels' tests were collected, and none is skipped, for each of them."""
     tested = set()
     for item in request.session.items:
-        if "cpu_capability" in getattr(item, "fixturenames", ()):
-            tested.add((item.path, item.callspec.params["cpu_capability"]))
+        for fixture in {"kernels", "cpu_capability"} & set(getattr(item, "fixturenames", ())):
+            tested.add((item.path, item.callspec.params[fixture]))
             assert not any(mark.name.startswith("skip") for mark in item.iter_markers()), item
     assert cpu_capability == torch.ops.attn._cpu_capability()
     for path in {path for path, _ in tested}:

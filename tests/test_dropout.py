@@ -20,12 +20,14 @@ from helpers import (
     assert_same_bits,
     cpu_capability_set_to,
     kept,
+    kernels_set_to,
     make_grad_output,
     make_inputs,
     results,
+    rng_state,
 )
 
-pytestmark = pytest.mark.usefixtures("cpu_capability")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def flat_inputs(B: int, H: int, L: int, S: int) -> Inputs:
@@ -89,9 +91,9 @@ def test_same_mask_with_and_without_gradient() -> None:
 def test_backward_draws_nothing() -> None:
     inputs = make_inputs(33, 70).require_grad()
     output = torch_attn.sdpa(*inputs, dropout_p=0.5)
-    state = torch.get_rng_state()
+    state = rng_state(output.device)
     output.sum().backward()
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(rng_state(output.device), state)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,9 +101,9 @@ def test_none(dtype: torch.dtype) -> None:
     """p = 0 is no dropout at all; it draws nothing."""
     inputs = make_inputs(33, 70, dtype=dtype)
     grad_output = make_grad_output(inputs)
-    state = torch.get_rng_state()
+    state = rng_state(grad_output.device)
     actual = results(torch_attn.sdpa, inputs, grad_output, dropout_p=0.0)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(rng_state(grad_output.device), state)
     assert_same_bits(actual, results(torch_attn.sdpa, inputs, grad_output))
 
 
@@ -151,19 +153,21 @@ def test_columns_are_independent() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_mask_does_not_depend_on_what_is_computed(case: str, cpu_capability: str) -> None:
+def test_mask_does_not_depend_on_what_is_computed(case: str, kernels: str) -> None:
     """One mask for every instruction set, dtype and size of the heads: the tiles have no say."""
     sizes, options = CASES[case]
     expected = None
-    for dtype, E, capability in itertools.product(DTYPES, (1, 40), {cpu_capability, "default"}):
+    others = {"default"} if kernels in CPU_CAPABILITIES else set()
+    for dtype, E, name in itertools.product(DTYPES, (1, 40), {kernels, *others}):
         inputs = make_inputs(**{**sizes, "E": E, "mask": None}, dtype=dtype)
         inputs = inputs._replace(query=inputs.query * 0)
-        with cpu_capability_set_to(capability):
+        with kernels_set_to(name):
             mask = kept(inputs, 0.3, **options)
         expected = mask if expected is None else expected
-        assert torch.equal(mask, expected), (dtype, E, capability)
+        assert torch.equal(mask, expected), (dtype, E, name)
 
 
+@pytest.mark.parametrize("kernels", CPU_CAPABILITIES, indirect=True)
 def test_gradients_are_the_same_on_every_instruction_set() -> None:
     """What one has kept, every other one keeps, in backward too: zero stays zero."""
     inputs = flat_inputs(2, 3, 33, 70)._replace(value=torch.rand(2, 3, 70, 1) + 1)

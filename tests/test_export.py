@@ -43,6 +43,7 @@ def check(program: Callable[..., Tensor], sizes: tuple[tuple[int, int, int], ...
         torch.testing.assert_close(program(*inputs), Attention()(*inputs))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("strict", [False, True])
 def test_any_lengths(strict: bool) -> None:
     """The operator stays whole, also when the program is decomposed."""
@@ -76,6 +77,7 @@ def test_aot_inductor(tmp_path: Path) -> None:
     in_fresh_process(run_package, path)
 
 
+@pytest.mark.usefixtures("device")
 def test_symbolic_trace() -> None:
     """torch.fx sees one call, of the operator."""
     traced = torch.fx.symbolic_trace(Attention())

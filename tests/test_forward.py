@@ -10,7 +10,7 @@ from _accuracy import check
 from _cases import CASES, Case
 from helpers import DTYPES, INF, LAYOUTS, Inputs, make_inputs, results
 
-pytestmark = pytest.mark.usefixtures("cpu_capability")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -104,7 +104,7 @@ def gradients(argnums: tuple[int, ...], **options: Any) -> Callable[..., tuple[T
     return grad(lambda *x: torch_attn.sdpa(*x, **options).sin().sum(), argnums)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_vmap(sample: str, subset: tuple[str, ...]) -> None:
@@ -122,6 +122,7 @@ def test_vmap(sample: str, subset: tuple[str, ...]) -> None:
     torch.testing.assert_close(actual, loop(function, in_dims, *inputs))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("first", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("order", ["grad", "jvp"])
 def test_nested(order: str, first: tuple[str, ...]) -> None:
@@ -145,7 +146,7 @@ def test_nested(order: str, first: tuple[str, ...]) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("sample", [s for s in SAMPLES if SAMPLES[s][0].get("kind") != "bool"])
 @pytest.mark.parametrize("subset", [TENSORS, ("query",), ("key", "attn_mask")], ids="-".join)
 def test_vmap_of_derivatives(sample: str, subset: tuple[str, ...]) -> None:
@@ -169,7 +170,7 @@ def test_vmap_of_derivatives(sample: str, subset: tuple[str, ...]) -> None:
     torch.testing.assert_close(actual, loop(derivatives, in_dims, *inputs))
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("argnum", range(4), ids=TENSORS)
 @pytest.mark.parametrize("sample", ["heads", "grouped heads", "mask of queries"])
 def test_jacobians(sample: str, argnum: int) -> None:
@@ -195,6 +196,7 @@ def test_jacobians(sample: str, argnum: int) -> None:
     torch.testing.assert_close(derivatives(torch_attn.sdpa), derivatives(reference.sdpa))
 
 
+@pytest.mark.usefixtures("device")
 def test_mixed_hessian() -> None:
     """All blocks, query against key and so on, mapped over samples."""
     inputs, in_dims, options = make_mapped("2-D", ("query", "value"))
@@ -206,6 +208,7 @@ def test_mixed_hessian() -> None:
     torch.testing.assert_close(blocks(torch_attn.sdpa), blocks(reference.sdpa))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("case", ["mask and causal", "grouped heads", "mask of keys", "dropout"])
 def test_batched_gradcheck(case: str) -> None:
     """`is_grads_batched` and vmap over tangents."""
@@ -239,6 +242,7 @@ class Block(nn.Module):
         return output.transpose(-3, -2).flatten(-2)
 
 
+@pytest.mark.usefixtures("device")
 def test_gradients_of_each_sample() -> None:
     """Of every parameter for every sample, as backward of one sample at a time."""
     model, x = Block(), torch.randn(N, 6, 8, dtype=F64)
@@ -255,6 +259,7 @@ def test_gradients_of_each_sample() -> None:
             torch.testing.assert_close(actual[name][n], parameter.grad)
 
 
+@pytest.mark.usefixtures("device")
 def test_ensemble() -> None:
     """Models stacked, one input."""
     models, x = [Block() for _ in range(N)], torch.randn(6, 8, dtype=F64)
@@ -263,6 +268,7 @@ def test_ensemble() -> None:
     torch.testing.assert_close(actual, torch.stack([model(x) for model in models]))
 
 
+@pytest.mark.usefixtures("device")
 def test_weights() -> None:
     inputs, in_dims, options = make_mapped("heads", ("query", "attn_mask"))
 
@@ -293,6 +299,7 @@ def dropped(value: Tensor, query: Tensor | None = None) -> Tensor:
     return torch_attn.sdpa(query, torch.zeros(S, 1, dtype=F64), value, None, P)
 
 
+@pytest.mark.usefixtures("device")
 def test_randomness_error() -> None:
     value = torch.eye(30, dtype=F64)
     with pytest.raises(RuntimeError, match="randomness='different' or 'same'"):
@@ -303,6 +310,7 @@ def test_randomness_error() -> None:
     assert no_dropout.shape == (N, 30, 30)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("which", ["value", "query", "nothing of ours"])
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_randomness(randomness: str, which: str) -> None:
@@ -328,6 +336,7 @@ def test_randomness(randomness: str, which: str) -> None:
     assert not torch.equal(again, masks)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("outer", ["same", "different"])
 @pytest.mark.parametrize("inner", ["same", "different"])
 def test_randomness_nested(inner: str, outer: str) -> None:
@@ -339,7 +348,7 @@ def test_randomness_nested(inner: str, outer: str) -> None:
             assert torch.equal(masks[i, j], masks[k, l]) == same, (i, j, k, l)
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_backward_sees_the_mask_of_the_forward(randomness: str) -> None:
     value = torch.randn(N, 3, 30, 8, dtype=F64)
@@ -371,6 +380,7 @@ def test_backward_sees_the_mask_of_the_forward(randomness: str) -> None:
         torch.testing.assert_close(difference, torch.zeros_like(difference))
 
 
+@pytest.mark.usefixtures("device")
 def test_jacobians_with_dropout() -> None:
     """Within vmap, of a call that draws: the rows and columns of one mask."""
     value = torch.randn(N, 30, 2, dtype=F64)
@@ -385,6 +395,7 @@ def test_jacobians_with_dropout() -> None:
     torch.testing.assert_close(torch.einsum("abcd,cd->ab", jacobian, value[0]), output)
 
 
+@pytest.mark.usefixtures("device")
 def test_gradients_of_each_sample_with_dropout() -> None:
     """Per-sample gradients of a model that drops: repeatable, and other for every sample."""
     model = Block(dropout_p=P)

@@ -69,6 +69,7 @@ class LargestAllocation(TorchDispatchMode):
         return result
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_no_tensor_of_scores(option: str, dtype: torch.dtype) -> None:
@@ -89,6 +90,7 @@ def test_tensor_of_scores_would_be_noticed() -> None:
     assert largest.elements >= 512 * 512
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_mask_of_all_scores(kind: str) -> None:
     """A mask that is itself L x S is not copied; only its gradient is as large."""

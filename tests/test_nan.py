@@ -19,7 +19,7 @@ from helpers import (
     results,
 )
 
-pytestmark = pytest.mark.usefixtures("cpu_capability")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 # Below, at and above the width of vectors and tiles.
 KEYS = (1, 2, 5, 8, 15, 16, 17, 40, 64, 65, 200)

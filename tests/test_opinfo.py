@@ -15,12 +15,12 @@ from helpers import DTYPES, Inputs, kept
 
 
 def samples(dtype: torch.dtype) -> Iterator[tuple[Inputs, dict[str, object]]]:
-    for sample in OP_INFO.sample_inputs("cpu", dtype):
+    for sample in OP_INFO.sample_inputs(torch.get_default_device(), dtype):
         options = dict(sample.kwargs)
         yield Inputs(sample.input, *sample.args, attn_mask=options.pop("attn_mask", None)), options
 
 
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_samples(dtype: torch.dtype) -> None:
     count = 0

@@ -36,7 +36,7 @@ def _restore_precision() -> Iterator[None]:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_medium(cpu_capability: str, sizes: dict[str, int], layout: str) -> None:
+def test_medium(kernels: str, sizes: dict[str, int], layout: str) -> None:
     """Bfloat16 products where the instruction set has them, with the error of a bfloat16 call."""
     inputs = make_inputs(**sizes)
     if layout == "transposed":
@@ -46,7 +46,7 @@ def test_medium(cpu_capability: str, sizes: dict[str, int], layout: str) -> None
     medium = results(torch_attn.sdpa, inputs, grad_output)
     torch.set_float32_matmul_precision("highest")
     highest = results(torch_attn.sdpa, inputs, grad_output)
-    if cpu_capability not in ("avx512_bf16", "amx"):
+    if kernels not in ("avx512_bf16", "amx"):
         assert_same_bits(medium, highest)
         return
     exact = results(reference.sdpa, inputs.map(torch.Tensor.double), grad_output.double())
@@ -60,14 +60,14 @@ def test_medium(cpu_capability: str, sizes: dict[str, int], layout: str) -> None
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_high(cpu_capability: str, sizes: dict[str, int]) -> None:
+def test_high(kernels: str, sizes: dict[str, int]) -> None:
     """Factors of two bfloat16 where tiles multiply them, a hundredth of the error of "medium"."""
     inputs = make_inputs(**sizes)
     grad_output = make_grad_output(inputs)
     highest = results(torch_attn.sdpa, inputs, grad_output)
     torch.set_float32_matmul_precision("high")
     high = results(torch_attn.sdpa, inputs, grad_output)
-    if cpu_capability != "amx":
+    if kernels != "amx":
         assert_same_bits(high, highest)
         return
     exact = results(reference.sdpa, inputs.map(torch.Tensor.double), grad_output.double())
@@ -79,7 +79,7 @@ def test_high(cpu_capability: str, sizes: dict[str, int]) -> None:
         assert 100 * error <= largest(medium[name] - exact[name]), name
 
 
-def test_highest_is_the_default(cpu_capability: str) -> None:
+def test_highest_is_the_default(kernels: str) -> None:
     inputs = make_inputs(65, 130, 64)
     grad_output = make_grad_output(inputs)
     before = results(torch_attn.sdpa, inputs, grad_output)
@@ -87,7 +87,7 @@ def test_highest_is_the_default(cpu_capability: str) -> None:
     assert_same_bits(results(torch_attn.sdpa, inputs, grad_output), before)
 
 
-def test_float64_is_float64(cpu_capability: str) -> None:
+def test_float64_is_float64(kernels: str) -> None:
     inputs = make_inputs(65, 130, 64, dtype=torch.float64)
     before = results(torch_attn.sdpa, inputs)
     torch.set_float32_matmul_precision("medium")

@@ -22,7 +22,7 @@ from helpers import (
     results,
 )
 
-pytestmark = pytest.mark.usefixtures("cpu_capability")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 LENGTHS = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 63, 64, 65, 100, 129]))
 HEAD_DIMS = st.one_of(st.integers(0, 20), st.sampled_from([31, 33, 64, 65]))

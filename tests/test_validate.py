@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torch_attn
+from helpers import DEVICES, rng_state
 
 CALLS: dict[str, Callable[..., Any]] = {
     "torch.ops.attn.sdpa": torch.ops.attn.sdpa,
@@ -146,16 +147,16 @@ def assert_raises(
     assert names[0] == says[0]
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input(bad: str, call: str, device: str) -> None:
     changed, says = BAD[bad]
     arguments = {**{name: floats(*size) for name, size in SIZES.items()}, **changed}
     on_device = {n: a.to(device) if isinstance(a, Tensor) else a for n, a in arguments.items()}
-    state = torch.get_rng_state()
+    state = rng_state(torch.device(device))
     assert_raises(CALLS[call], on_device, says)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(rng_state(torch.device(device)), state)
 
 
 @pytest.mark.parametrize("call", CALLS)

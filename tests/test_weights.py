@@ -37,6 +37,7 @@ def make_case(case: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
     return inputs, options
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_values(case: str, dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ def test_values(case: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(scores, exact_scores.to(dtype))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_sum_to_one_or_zero(dtype: torch.dtype) -> None:
     query, key, value, _ = make_inputs(5, 7, dtype=dtype)
@@ -62,6 +64,7 @@ def test_rows_sum_to_one_or_zero(dtype: torch.dtype) -> None:
     assert (scores[..., 2, :] == -INF).all()
 
 
+@pytest.mark.usefixtures("device")
 def test_weights_are_those_before_dropout() -> None:
     inputs = make_inputs(5, 7)
     torch.manual_seed(SEED)
@@ -73,6 +76,7 @@ def test_weights_are_those_before_dropout() -> None:
     assert torch.equal(scores, plain_scores)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "which", [0, 1, 2, slice(None)], ids=["output", "weights", "scores", "all"]
@@ -93,6 +97,7 @@ def test_gradients(which: int | slice, case: str) -> None:
     assert torch.autograd.gradcheck(function, tuple(inputs.require_grad()))
 
 
+@pytest.mark.usefixtures("device")
 def test_fully_masked_row_has_finite_gradients() -> None:
     inputs = make_inputs(5, 7, mask=(5, 7), kind="float").require_grad()
     with torch.no_grad():

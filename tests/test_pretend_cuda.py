@@ -1,0 +1,50 @@
+"""The device tests run, on a pretended GPU: else nobody without one would see that they do not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# Some of every file, without what would take long or asks the device itself.
+TESTS = {
+    "test_cuda.py": "not (repeats or peak or would_be or mixed or second_device or sanitizer)",
+    "test_forward.py": "packed or expanded or lowest or no_keys or need",
+    "test_backward.py": "masked or several or expanded",
+    "test_nan.py": "many or fully or infinite",
+    "test_dropout.py": "test_seed or accuracy or depend or rate or draws",
+    "test_determinism.py": "mix or concurrent",
+    "test_precision.py": "float64",
+    "test_opinfo.py": "dtype3",
+    "test_weights.py": "values",
+    "test_autocast.py": "cuda",
+    "test_autograd.py": "gradcheck or asked or flags",
+    "test_derivatives.py": "hessian or penalty or masked or empty or gradgradcheck and plain",
+    "test_functional.py": "ensemble or each_sample or randomness or mixed or heads-query",
+    "test_memory.py": "cuda",
+    "test_validate.py": "bad_input",
+}
+
+
+def test_device_tests() -> None:
+    chosen = " or ".join(f"({file} and ({names}))" for file, names in TESTS.items())
+    options = ["-q", "-p", "no:cacheprovider", "-p", "pretend_cuda", "-k", f"cuda and ({chosen})"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in TESTS)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed, run.stdout
+    assert int(passed[1]) >= 700, run.stdout[-1000:]
