@@ -32,7 +32,7 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 	@$(BIN)/python -m examples.demo
 
 test: $(INSTALLED) $(LIBRARY) ## all tests
-	@$(BIN)/python -m pytest tests
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile tests
 
 bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there is one), and a chart, into out/
 	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png

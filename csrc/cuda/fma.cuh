@@ -98,6 +98,7 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const FmaThread& t,
 template <class T, class Source>
 __device__ __forceinline__ void fill_tile(T* tile, int stride, int outers, int inners, int64_t outer_count,
                                           int64_t inner_count, bool outer_is_fast, Source x) {
+#pragma unroll 4
   for (int i = threadIdx.x; i < outers * inners; i += kFmaThreads) {
     const int outer = outer_is_fast ? i % outers : i / inners;
     const int inner = outer_is_fast ? i / outers : i % inners;
@@ -109,11 +110,9 @@ __device__ __forceinline__ void fill_tile(T* tile, int stride, int outers, int i
 template <class T, class Offset>
 __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                                 int64_t first_col, Offset offset) {
-  with_type<T>(x.data, x.dtype, [&](const auto* data) {
-    const auto* from = data + base + first_col * x.col;
-    fill_tile(tile, kFmaStride<T>, kFmaDepth<T>, kFmaTile, cols - first_col, rows, x.col <= 1,
-              [&](int d, int i) { return convert<T>(from[offset(i) + d * x.col]); });
-  });
+  base += first_col * x.col;
+  fill_tile(tile, kFmaStride<T>, kFmaDepth<T>, kFmaTile, cols - first_col, rows, x.col <= 1,
+            [&](int d, int i) { return read<T>(x, base + offset(i) + d * x.col); });
 }
 
 // 0 in place of infinities and NaNs.
@@ -135,11 +134,9 @@ struct AsItIs {
 template <int kCols, class As, class T, class Offset>
 __device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                           int64_t first_col, Offset offset) {
-  with_type<T>(x.data, x.dtype, [&](const auto* data) {
-    const auto* from = data + base + first_col * x.col;
-    fill_tile(tile, kCols + kFmaStride<T> - kFmaTile, kFmaDepth<T>, kCols, rows, cols - first_col, x.col > 1,
-              [&](int i, int d) { return As()(convert<T>(from[offset(i) + d * x.col])); });
-  });
+  base += first_col * x.col;
+  fill_tile(tile, kCols + kFmaStride<T> - kFmaTile, kFmaDepth<T>, kCols, rows, cols - first_col, x.col > 1,
+            [&](int i, int d) { return As()(read<T>(x, base + offset(i) + d * x.col)); });
 }
 
 }  // namespace attn::cuda

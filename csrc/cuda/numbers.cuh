@@ -11,43 +11,23 @@ __device__ __forceinline__ T infinity() {
   return static_cast<T>(HUGE_VALF);
 }
 
-// How a mask's boolean reads as a number that is added to the score.
-struct Boolean {
-  uint8_t attend;
-};
-
+// Number `index` of an operand, not boolean. A kernel that computes in double meets no 16-bit numbers. The dtype is
+// looked at for each number and not once outside of a loop: the loop is compiled once, the loads are predicated.
 template <class T>
-__device__ __forceinline__ T convert(float x) {
-  return static_cast<T>(x);
-}
-template <class T>
-__device__ __forceinline__ T convert(double x) {
-  return static_cast<T>(x);
-}
-template <class T>
-__device__ __forceinline__ T convert(Half x) {
-  return static_cast<T>(to_float(x));
-}
-template <class T>
-__device__ __forceinline__ T convert(BFloat16 x) {
-  return static_cast<T>(to_float(x));
-}
-template <class T>
-__device__ __forceinline__ T convert(Boolean x) {
-  return x.attend ? static_cast<T>(0) : -infinity<T>();
-}
-
-// Calls f with a pointer of the operand's type. A kernel that computes in double meets no 16-bit numbers.
-template <class T, class F>
-__device__ __forceinline__ void with_type(const void* data, DType dtype, F f) {
-  if (dtype == DType::boolean) return f(static_cast<const Boolean*>(data));
-  if (dtype == DType::f32) return f(static_cast<const float*>(data));
+__device__ __forceinline__ T read(const Operand& x, int64_t index) {
+  if (x.dtype == DType::f32) return static_cast<const float*>(x.data)[index];
   if constexpr (sizeof(T) == 8) {
-    f(static_cast<const double*>(data));
+    return static_cast<const double*>(x.data)[index];
   } else {
-    if (dtype == DType::bf16) return f(static_cast<const BFloat16*>(data));
-    f(static_cast<const Half*>(data));
+    const uint16_t bits = static_cast<const uint16_t*>(x.data)[index];
+    return x.dtype == DType::bf16 ? to_float(BFloat16{bits}) : to_float(Half{bits});
   }
+}
+// What a mask adds to the score.
+template <class T>
+__device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
+  if (x.dtype != DType::boolean) return read<T>(x, index);
+  return static_cast<const uint8_t*>(x.data)[index] ? static_cast<T>(0) : -infinity<T>();
 }
 
 // Writes x rounded to the dtype; returns what is stored.

@@ -120,17 +120,15 @@ struct ScoresFma {
   template <class F>
   __device__ __forceinline__ void each_of_mask(Scores& x, const Operand& mask, int64_t base, int64_t key, F f) {
     const FmaThread thread;
-    with_type<T>(mask.data, mask.dtype, [&](const auto* data) {
 #pragma unroll
-      for (int a = 0; a < kRows; ++a) {
-        const auto* row = data + base + shared_scores.rows.offset(mask, row_of(thread, a)) + key * mask.col;
+    for (int a = 0; a < kRows; ++a) {
+      const int64_t row = base + shared_scores.rows.offset(mask, row_of(thread, a)) + key * mask.col;
 #pragma unroll
-        for (int b = 0; b < kKeys; ++b) {
-          if (key + key_of(thread, b) >= task.last_key) continue;
-          f(of(x, a, b), convert<T>(row[key_of(thread, b) * mask.col]));
-        }
+      for (int b = 0; b < kKeys; ++b) {
+        if (key + key_of(thread, b) >= task.last_key) continue;
+        f(of(x, a, b), read_mask<T>(mask, row + key_of(thread, b) * mask.col));
       }
-    });
+    }
   }
 
   __device__ __forceinline__ void hide(Scores& x, int64_t key) {

@@ -33,13 +33,11 @@ struct ScoresMma {
   template <class Rows>
   static __device__ __forceinline__ void add_mask(Scores& x, int own, const Problem& p, int64_t base, const Rows& rows,
                                                   int64_t key, int keys) {
-    with_type<float>(p.mask.data, p.mask.dtype, [&](const auto* data) {
-      data += base + key * p.mask.col;
-      each(x, own, [&](float& score, int i, int j, int, int) {
-        if (j >= keys) return;
-        const float bias = convert<float>(data[rows.offset(p.mask, i) + j * p.mask.col]);
-        score = bias == -infinity<float>() ? bias : score + bias;
-      });
+    base += key * p.mask.col;
+    each(x, own, [&](float& score, int i, int j, int, int) {
+      if (j >= keys) return;
+      const float bias = read_mask<float>(p.mask, base + rows.offset(p.mask, i) + j * p.mask.col);
+      score = bias == -infinity<float>() ? bias : score + bias;
     });
   }
 

@@ -159,9 +159,7 @@ struct TangentFma : ScoresFma<T, TangentParams, false, kCols> {
       for (int j = 0; j < kN; ++j) {
         const int64_t d = first_col + thread.col(j);
         if (d >= p.value_dim) continue;
-        T exact = sum[i][j];
-        with_type<T>(p.output.data, p.output.dtype,
-                     [&](const auto* from) { exact -= moved * convert<T>(from[at(p.output, output_base, d)]); });
+        T exact = sum[i][j] - moved * read<T>(p.output, at(p.output, output_base, d));
         if (p.residual.data)
           exact -= moved * static_cast<const float*>(p.residual.data)[at(p.residual, residual_base, d)];
         const T stored =
