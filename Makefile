@@ -79,7 +79,7 @@ $(INSTALLED): $(TORCH) pyproject.toml
 $(CUDA_VENV)/installed:
 	@echo "==> Making $(CUDA_VENV) with a CUDA build of torch $(TORCH_VERSION) (5 GB)"
 	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_BIN)/python -m pip --disable-pip-version-check install 'torch===$(TORCH_VERSION)' ninja numpy 'setuptools>=77' ninja
+	$(CUDA_BIN)/python -m pip --disable-pip-version-check install 'torch===$(TORCH_VERSION)' numpy 'setuptools>=77' ninja
 	@touch $@
 
 $(PEERS): $(INSTALLED)
