@@ -30,7 +30,9 @@ template <class Params>
     config.stream = stream;
     error = cudaLaunchKernelEx(&config, kernel, p);
   }
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // else whoever asks next would take it for an error of theirs
+  return cudaGetErrorString(error);
 }
 
 }  // namespace attn::cuda
