@@ -74,7 +74,7 @@ struct ForwardParams : Problem {
   int64_t rows_per_task = 0;
   // With few rows and many keys the keys are cut in `splits` chunks of `keys_per_split`; each writes a partial output
   // [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L, 2], merged in order afterwards.
-  // The cut depends on the shape alone, so that the bits do not depend on the number of threads.
+  // The cut depends on the shape alone (on CUDA also on the device), so that the bits do not depend on threads.
   int64_t splits = 1;
   int64_t keys_per_split = 0;
   void* partial_output = nullptr;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -106,6 +108,19 @@ def test_lowest_double_in_a_mask() -> None:
     mask = torch.full((4, 33), torch.finfo(torch.float64).min, dtype=torch.float64)
     expected = value.mean(-2, keepdim=True).expand(2, 3, 4, 16)
     torch.testing.assert_close(torch_attn.sdpa(query, key, value, mask), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_keys_weigh_alike(dtype: torch.dtype) -> None:
+    """What is summed over earlier keys is not changed where the largest score is not."""
+    query = torch.full((32, 1, 16), 255 / 16, dtype=dtype)
+    key = torch.full((32, 8192, 16), 229 / 16, dtype=dtype)
+    value = torch.arange(8192)[:, None].ge(4096).expand(32, 8192, 8).to(dtype)
+    output, logsumexp, _, _ = torch.ops.attn._sdpa_forward(query, key, value)
+    assert (output == 0.5).all()
+    expected = 16 * 255 / 16 * 229 / 16 / 4 + math.log(8192)
+    error = logsumexp.double().sum(-1) - expected
+    assert error.abs().max() <= torch.finfo(logsumexp.dtype).eps * math.sqrt(8192)  # of the sum
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

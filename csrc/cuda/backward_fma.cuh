@@ -14,8 +14,8 @@ namespace attn::cuda {
 
 enum class Gradient { query, key, value, mask };
 
-// delta = <G, O + residual>, of 64 rows, summed in the order in which <G, V> is: where a row attends to one key only, O is
-// that V, and dP - delta is then exactly 0. For SecondParams also its derivative, <G, tO>.
+// delta = <G, O + residual>, of 64 rows, summed in the order in which these kernels sum <G, V>: where a row attends to one
+// key only, O is that V, and dP - delta is then exactly 0. For SecondParams also its derivative, <G, tO>.
 template <class T, class Params>
 struct DeltaFma {
   struct Shared {

@@ -39,7 +39,8 @@ class OnDeviceOf {
   c10::cuda::CUDAGuard guard_;
 };
 
-// Numbers of the device's generator that no other call gets; right also where a graph is captured.
+// Numbers of the device's generator that no other call gets; right also where a graph is captured. Of torch's own
+// kernels the last word of a counter is 0; ours is the offset, one more than a multiple of four.
 inline void draw(const at::Tensor& on_device, RngNumber& seed, RngNumber& offset) {
   constexpr uint64_t kStep = 4;  // the generator counts in fours
   auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
@@ -48,10 +49,10 @@ inline void draw(const at::Tensor& on_device, RngNumber& seed, RngNumber& offset
   const at::PhiloxCudaState state = generator->philox_cuda_state(kStep);
   if (state.captured_) {
     seed = {0, state.seed_.ptr};
-    offset = {state.offset_intragraph_, state.offset_.ptr};
+    offset = {state.offset_intragraph_ + 1, state.offset_.ptr};
   } else {
     seed = {state.seed_.val, nullptr};
-    offset = {state.offset_.val, nullptr};
+    offset = {state.offset_.val + 1, nullptr};
   }
 }
 

@@ -94,7 +94,7 @@ struct ForwardFma : ScoresFma<T, ForwardParams, false, kValueCols> {
         const int64_t d = first_col + thread.col(j);
         if (d < p.value_dim) to.write(d, empty ? 0 : output[i][j] * inverse);
       }
-      if (thread.x == 0 && first_col == 0) to.write_logsumexp(task.split, shared.maximum[row], sum);
+      if (thread.x == 0 && first_col == 0) to.write_logsumexp(task.split, shared.maximum[row], 0, sum);
     }
   }
 };

@@ -151,11 +151,19 @@ struct ForwardMma {
       Fragments::hide(x[t], row(MmaThread(), t), shared.rows, kRows, key, keys, diagonal);
   }
 
+  // Of what mask() leaves, the power of 2 that it stands for. Rounded, so that weights that were shifted by the same
+  // maximum, and what corrects them for another, have the same factor, which division by their sum takes away again.
+  __device__ __forceinline__ float power(float x) const { return __fmul_rn(x, static_cast<float>(p.scale) * kLog2E); }
+
   // exp(score - maximum) of what mask() leaves.
   __device__ __forceinline__ float weight(float x, float shift) const {
     if constexpr (kGeneral) return exp2_approx((x - shift) * kLog2E);
-    const float scale = static_cast<float>(p.scale) * kLog2E;
-    return exp2_approx(x * scale - shift * scale);
+    return exp2_approx(fmaf(x, static_cast<float>(p.scale) * kLog2E, -power(shift)));
+  }
+  // What weights shifted by `old` are multiplied by; 1 where nothing has changed.
+  __device__ __forceinline__ float correction(float old, float shift) const {
+    if constexpr (kGeneral) return weight(old, shift);
+    return exp2_approx(power(old) - power(shift));
   }
 
   // Scores become weights.
@@ -174,18 +182,18 @@ struct ForwardMma {
         best = max_number(__shfl_xor_sync(~0u, best, 1), best);
         best = max_number(__shfl_xor_sync(~0u, best, 2), best);
         const float shift = shift_of(best);
-        const float correction = weight(old, shift);
+        const float factor = correction(old, shift);
         if (thread.place == 0) shared.maximum[row(thread, t, half)] = best;
         float total = 0;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int c = 2 * half; c < 2 * half + 2; ++c) total += x[t][n][c] = weight(x[t][n][c], shift);
-        sum = sum * correction + total;  // of this lane's columns
+        sum = sum * factor + total;  // of this lane's columns
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
-          output[t][n][2 * half] *= correction;
-          output[t][n][2 * half + 1] *= correction;
+          output[t][n][2 * half] *= factor;
+          output[t][n][2 * half + 1] *= factor;
         }
       }
   }
@@ -252,8 +260,16 @@ struct ForwardMma {
           for (int c = 0; c < 2; ++c)
             if (thread.col(n) + c < p.value_dim)
               to.write(thread.col(n) + c, empty ? 0 : output[t][n][2 * half + c] * inverse);
-        const float scale = kGeneral ? 1.f : static_cast<float>(p.scale);
-        if (thread.place == 0) to.write_logsumexp(task.split, empty ? 0 : shared.maximum[i] * scale, total);
+        if (thread.place > 0) continue;
+        const float best = empty ? 0 : shared.maximum[i];
+        float maximum = best, maximum_low = 0;
+        if constexpr (!kGeneral) {
+          const float scale = static_cast<float>(p.scale);
+          maximum = __fmul_rn(best, scale);
+          // What rounding took from it, and the factor that all weights have.
+          maximum_low = fmaf(best, scale, -maximum) - fmaf(best, scale * kLog2E, -power(best)) / kLog2E;
+        }
+        to.write_logsumexp(task.split, maximum, maximum_low, total);
       }
   }
 };

@@ -11,7 +11,9 @@ constexpr int64_t kKeysPerTile = 64;
 // Head sizes up to this one run on tensor cores, padded to 64, 128 or 256.
 constexpr int64_t kMmaMaxDim = 256;
 // What needs more registers than the plain softmax of scale * products.
-constexpr bool is_general(const Problem& p) { return p.has_mask || p.has_dropout || !(p.scale > 0); }
+constexpr bool is_general(const Problem& p) {
+  return p.has_mask || p.has_dropout || !(static_cast<float>(p.scale) > 0);
+}
 // Tiles of 16 rows of a warp: as many as its registers hold.
 constexpr int forward_mma_tiles(int64_t dim, bool general) { return dim <= 64 || (dim <= 128 && !general) ? 2 : 1; }
 // Rows of a block of four warps.

@@ -79,14 +79,15 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
     const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim), is_general(p));
     p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? tiles : 1);
   }
-  p.keys_per_split = round_up(larger(1, p.keys), kKeysPerTile);
+  const int64_t keys = p.causal ? smaller(p.keys, p.queries) : p.keys;  // that some query sees
+  p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
   // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
   // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
-  if (p.tasks() >= wanted || p.keys < 2 * enough_keys) return;
-  const int64_t splits = smaller(divide_up(wanted, p.tasks()), p.keys / enough_keys);
-  p.keys_per_split = round_up(divide_up(p.keys, splits), kKeysPerTile);
-  p.splits = divide_up(p.keys, p.keys_per_split);
+  if (p.tasks() >= wanted || keys < 2 * enough_keys) return;
+  const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);
+  p.keys_per_split = round_up(divide_up(keys, splits), kKeysPerTile);
+  p.splits = divide_up(keys, p.keys_per_split);
 }
 
 Error launch_forward(const ForwardParams& p, Stream stream) {

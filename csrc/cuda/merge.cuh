@@ -41,9 +41,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
     if (p.residual.data) static_cast<float*>(p.residual.data)[residual_at + d * p.residual.col] = exact - stored;
   }
   if (p.logsumexp && lane == 0) {
-    T* pair = static_cast<T*>(p.logsumexp) + 2 * r;
-    store_logsumexp(pair, shift, sum);
-    if (sum != 0) pair[1] += best_low;
+    store_logsumexp(static_cast<T*>(p.logsumexp) + 2 * r, shift, best_low, sum);
   }
 }
 

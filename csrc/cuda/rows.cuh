@@ -71,7 +71,7 @@ struct Task {
     if (p.causal) last_key = smaller(last_key, max_position + 1);
   }
 
-  // The same.
+  // All of it, of task `number`. Called by one thread, followed by a barrier.
   template <class Params>
   __device__ void set(const Params& p, int64_t number) {
     const int64_t row_tasks = p.row_tasks();

@@ -15,10 +15,11 @@ using at::Tensor;
 void check(Error error) { TORCH_CHECK(!error, "attn::sdpa: a CUDA kernel could not be launched: ", error); }
 
 Tensor draw_rng_state(const Tensor& query, int64_t heads) {
+  const OnDeviceOf device(query);
   const Tensor state = empty_rng_state(query, 1);
   RngNumber seed, offset;
   draw(query, seed, offset);
-  check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, OnDeviceOf(query).stream));
+  check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
   return state;
 }
 

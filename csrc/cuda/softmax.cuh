@@ -5,16 +5,16 @@
 
 namespace attn::cuda {
 
-// Writes maximum + log(sum) as a pair (params.h); -inf for a row without keys.
+// Writes maximum + maximum_low + log(sum) as a pair (params.h); -inf for a row without keys.
 template <class T>
-__device__ inline void store_logsumexp(T* pair, T maximum, T sum) {
+__device__ inline void store_logsumexp(T* pair, T maximum, T maximum_low, T sum) {
   const T log_sum = static_cast<T>(log(static_cast<double>(sum)));
   const T high = maximum + log_sum;
   const T of_log = high - maximum;  // Knuth's two-sum: low is exactly what rounding took from high
   const T low = (maximum - (high - of_log)) + (log_sum - of_log);
   const bool finite = high - high == 0;
   pair[0] = sum == 0 ? -infinity<T>() : high;
-  pair[1] = sum == 0 || !finite ? 0 : low;
+  pair[1] = sum == 0 || !finite ? 0 : low + maximum_low;
 }
 
 // The larger number; a NaN in `x` is passed over, as its weight will be NaN.
@@ -97,10 +97,10 @@ struct OutputRow {
     const T stored = store_rounded(p.output.data, p.output.dtype, output_at + d * p.output.col, x);
     if (p.residual.data) static_cast<float*>(p.residual.data)[residual_at + d * p.residual.col] = x - stored;
   }
-  __device__ void write_logsumexp(int64_t split, T maximum, T sum) const {
+  __device__ void write_logsumexp(int64_t split, T maximum, T maximum_low, T sum) const {
     T* to = static_cast<T*>(p.logsumexp);
     if (p.splits > 1) to = static_cast<T*>(p.partial_logsumexp) + 2 * split * p.batch * p.heads * p.queries;
-    if (to) store_logsumexp(to + 2 * row, maximum, sum);
+    if (to) store_logsumexp(to + 2 * row, maximum, maximum_low, sum);
   }
 };
 
