@@ -78,7 +78,7 @@ MUTATIONS = {
         "        best = max_number(__shfl_xor_sync(~0u, best, 2), best);\n",
         "",
     ),
-    "sums are not corrected": ("forward_mma.cuh", "sum = sum * correction", "sum = sum"),
+    "sums are not corrected": ("forward_mma.cuh", "sum = sum * factor", "sum = sum"),
     "tiles are overwritten while read": (
         "scores_fma.cuh",
         "      __syncthreads();  // what is in shared memory has been read\n",
@@ -140,20 +140,15 @@ MUTATIONS = {
         "[&](float& slope, int i, int, int, int) { slope -= rows.delta[i]; }",
         "[&](float& slope, int, int j, int, int) { slope -= rows.delta[j % 16]; }",
     ),
-    "backward without tensor cores: rows are replaced while read": (
-        "backward_fma.cuh",
-        "    __syncthreads();  // what is in shared memory has been read\n",
-        "",
-    ),
     "backward without tensor cores: the next rows are chosen while these are read": (
         "backward_fma.cuh",
         "    __syncthreads();  // all have read\n    if (threadIdx.x == 0) shared.task.first_head",
         "    if (threadIdx.x == 0) shared.task.first_head",
     ),
-    "backward without tensor cores: the last row that sees a key": (
+    "backward without tensor cores: tiles on the diagonal are skipped": (
         "backward_fma.cuh",
         "task.max_position >= task.first_key)",
-        "task.max_position > task.first_key)",
+        "task.max_position >= task.last_key)",
     ),
     "backward without tensor cores: dropped weights have no share in the gradient of scores": (
         "backward_fma.cuh",
