@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import torch_attn
+from _second_order import Sdpa, directions, make_grad_output, named, present
 from helpers import (
     DTYPES,
     GPU,
@@ -29,7 +30,6 @@ from helpers import (
     results,
 )
 from test_cuda_stand_in import weights_kept
-from test_derivatives import Sdpa, directions, make_grad_output, named, present
 from test_memory import OPTIONS, make_option
 from test_subsystems import Attention
 from torch_attn import reference

@@ -45,14 +45,13 @@ def _library() -> None:
     )
 
 
-# Tests of other files with the numbers of them that there are at least. Of the derivatives, those
-# that measure the memory of a process are left out: here it has the stacks of the threads.
+# Tests of other files with the numbers of them that there are at least.
 TESTS = {
     "tests/test_forward.py": 885,
     "tests/test_backward.py": 827,
     "tests/test_nan.py": 901,
     "tests/test_dropout.py": 75,
-    "tests/test_derivatives.py -k 'not memory and not peak and not beyond and not scores'": 300,
+    "tests/test_derivatives.py": 300,
     "tests/test_validate.py -k 'not operator and not gradient'": 439,
 }
 

@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode: gradgradcheck, accuracy, bits, memory, every way to ask."""
+"""Second derivatives and forward mode: gradgradcheck, accuracy, bits, every way to ask."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_attn
-from _accuracy import Neighbour
-from _cases import LENGTHS, Case
+from _cases import Case
+from _second_order import (
+    F64,
+    Sdpa,
+    check_second,
+    directions,
+    double_backward,
+    make_grad_output,
+    named,
+    over_forward,
+    over_reverse,
+    problem,
+)
 from helpers import (
     DTYPES,
     INF,
@@ -26,24 +34,14 @@ from helpers import (
     SEED,
     Inputs,
     assert_same_bits,
-    builtin_sdpa,
-    cpu_capability_set_to,
-    in_fresh_process,
-    kept,
-    largest,
     make_inputs,
-    to_dtype,
-    ulp,
 )
-from test_memory import OPTIONS, GuardedMemory, LargestAllocation, make_option, resident
 from torch_attn import reference
 
 # of PyTorch's, by its own forward mode
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
-Sdpa = Callable[..., Tensor]
 TENSORS = Inputs._fields
-F64 = torch.float64
 CAUSAL: dict[str, Any] = {"is_causal": True}
 GQA: dict[str, Any] = {"enable_gqa": True}
 DROPOUT: dict[str, Any] = {"dropout_p": 0.4}
@@ -191,168 +189,6 @@ def test_third_order_with_dropout_is_an_error() -> None:
 
 
 # --- accuracy, in every precision -----------------------------------------------------------------
-
-
-def directions(inputs: Inputs) -> Inputs:
-    return Inputs(
-        *(None if t is None or t.dtype == torch.bool else torch.randn_like(t) for t in inputs)
-    )
-
-
-def named(prefix: str, inputs: Inputs, tensors: Any) -> dict[str, Tensor]:
-    """The tensors by the names of those inputs that are not None."""
-    names = [name for name, t in inputs._asdict().items() if t is not None]
-    return {f"{prefix}{name}": t.detach() for name, t in zip(names, tensors, strict=True)}
-
-
-def present(inputs: Inputs) -> list[Tensor]:
-    return [t for t in inputs if t is not None]
-
-
-def double_backward(
-    sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any
-) -> dict[str, Tensor]:
-    """J t and H(u; x; t) = grad_x <u, J t>, as the gradients of J'u in direction t.
-
-    Only where t has a tensor does x require a gradient.
-    """
-    x = Inputs(
-        *(a if d is None else a.detach().requires_grad_() for a, d in zip(x, t, strict=True))
-    )
-    u = u.detach().requires_grad_()
-    wanted = [a for a, d in zip(x, t, strict=True) if d is not None]
-    torch.manual_seed(SEED)
-    gradients = torch.autograd.grad(sdpa(*x, **options), wanted, u, create_graph=True)
-    tangent, *second = torch.autograd.grad(
-        gradients, [u, *wanted], present(t), materialize_grads=True
-    )
-    return {"tangent": tangent.detach(), **named("second_", t, second)}
-
-
-def duals(x: Inputs, t: Inputs) -> tuple[Inputs, list[Tensor]]:
-    """x with tangent t, and the leaves: those tensors that have a tangent."""
-    leaves = Inputs(
-        *(a if d is None else a.detach().requires_grad_() for a, d in zip(x, t, strict=True))
-    )
-    return Inputs(
-        *(a if d is None else forward_ad.make_dual(a, d) for a, d in zip(leaves, t, strict=True))
-    ), [a for a, d in zip(leaves, t, strict=True) if d is not None]
-
-
-def over_forward(sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
-    """The same, reverse over forward."""
-    torch.manual_seed(SEED)
-    with forward_ad.dual_level():
-        dual, leaves = duals(x, t)
-        tangent = forward_ad.unpack_dual(sdpa(*dual, **options)).tangent
-        second = torch.autograd.grad(tangent, leaves, u, materialize_grads=True)
-    return {"tangent": tangent.detach(), **named("second_", t, second)}
-
-
-def over_reverse(sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
-    """The same, forward over reverse."""
-    torch.manual_seed(SEED)
-    with forward_ad.dual_level():
-        dual, _ = duals(x, t)
-        output = sdpa(*dual, **options)
-        wanted = [a for a, d in zip(dual, t, strict=True) if d is not None]
-        gradients = torch.autograd.grad(output, wanted, u)
-        second = [forward_ad.unpack_dual(g).tangent for g in gradients]
-        tangent = forward_ad.unpack_dual(output).tangent
-    return {"tangent": tangent.detach(), **named("second_", t, second)}
-
-
-def math_sdpa(*args: Any, **options: Any) -> Tensor:
-    """The built-in by its backend that has second derivatives."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return builtin_sdpa(*args, **options)
-
-
-def builtin_errors(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, float]:
-    """The largest errors of the built-in's math backend.
-
-    The largest over twelve neighbours: of few numbers it is a matter of luck.
-    """
-    if u.dtype == F64:
-        # The reference is no better than the built-in here. Rounding errors grow with eps: take
-        # those of float32, scaled, and as much again for the reference's own.
-        x, t = (Inputs(*(to_dtype(a, torch.float32) for a in tensors)) for tensors in (x, t))
-        errors = builtin_errors(x, u.float(), t, **options)
-        scale = 2 * torch.finfo(F64).eps / torch.finfo(torch.float32).eps
-        return {name: scale * error for name, error in errors.items()}
-    generator = torch.Generator(u.device).manual_seed(SEED)
-    largest_errors: dict[str, float] = {}
-    for change in [False] * 8 + [True] * 4:
-        exact = exact_results(x, u, t, **options)
-        builtin = double_backward(math_sdpa, x, u, t, **options)
-        errors = {name: largest(builtin[name] - exact[name]) for name in exact}
-        # A bound means nothing where the built-in and the reference compute different things.
-        assert max(errors.values()) <= 0.05 * max(map(largest, exact.values())), errors
-        largest_errors = {n: max(e, largest_errors.get(n, 0)) for n, e in errors.items()}
-        other = Neighbour(x, bool(options.get("is_causal")), generator, change=change)
-        x, t, u = other.inputs(x), other.inputs(t), other.output(u)
-        if "dropout_mask" in options:
-            options["dropout_mask"] = other.scores(options["dropout_mask"])
-    return largest_errors
-
-
-def exact_results(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
-    x, t = (Inputs(*(to_dtype(a, F64) for a in tensors)) for tensors in (x, t))
-    return double_backward(reference.sdpa, x, u.double(), t, **options)
-
-
-def make_grad_output(x: Inputs, **options: Any) -> Tensor:
-    return torch.randn_like(torch_attn.sdpa(*x, **options))
-
-
-class Problem(NamedTuple):
-    """A point, a gradient of the output, a direction; what is exact there, and how exact."""
-
-    x: Inputs
-    u: Tensor
-    t: Inputs
-    options: dict[str, Any]
-    exact: dict[str, Tensor]
-    errors: dict[str, float]
-
-
-Make = Callable[..., tuple[Inputs, dict[str, Any]]]
-
-
-def problem(make: Make, *arguments: Any) -> Problem:
-    return problem_on(torch.get_default_device(), make, *arguments)
-
-
-@functools.cache  # the same for every instruction set
-def problem_on(_: torch.device, make: Make, *arguments: Any) -> Problem:
-    torch.manual_seed(0)
-    x, options = make(*arguments)
-    u, t = make_grad_output(x, **options), directions(x)
-    told = dict(options)
-    if p := options.get("dropout_p"):
-        del told["dropout_p"]
-        told = {**options, "dropout_mask": kept(x, p, **told)}
-    return Problem(
-        x, u, t, options, exact_results(x, u, t, **told), builtin_errors(x, u, t, **told)
-    )
-
-
-def check_second(given: Problem) -> dict[str, Tensor]:
-    """The suite's bound held to J t and H; all ways there give the same bits."""
-    x, u, t, options, exact, errors = given
-    actual = double_backward(torch_attn.sdpa, x, u, t, **options)
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        source = x.query if name == "tangent" else getattr(x, name.removeprefix("second_"))
-        assert actual[name].shape == exact[name].shape, name
-        assert actual[name].dtype == source.dtype, name
-        error, scale = largest(actual[name] - exact[name]), largest(exact[name])
-        assert error <= 2 * errors[name] + ulp(scale, source.dtype), (
-            f"{name}: error {error:.3g}, built-in {errors[name]:.3g}, largest value {scale:.3g}"
-        )
-    assert_same_bits(over_forward(torch_attn.sdpa, x, u, t, **options), actual)
-    assert_same_bits(over_reverse(torch_attn.sdpa, x, u, t, **options), actual)
-    return actual
 
 
 LARGE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -584,81 +420,6 @@ def test_a_direction_that_does_not_fit_is_an_error(name: str) -> None:
         wrong[names.index(argument)] = wrong[names.index(argument)][..., :3, :]
         with pytest.raises(RuntimeError, match=argument):
             getattr(torch.ops.attn, name)(*wrong, **keywords)
-
-
-def run_guarded(capability: str, at_end: bool) -> int:
-    """Second derivatives of many sizes between forbidden pages; the number of calls survived."""
-    torch.set_num_threads(1)
-    memories = [GuardedMemory(1 << 18, at_end) for _ in range(9)]
-    calls = 0
-    with cpu_capability_set_to(capability):
-        for L, S in zip(LENGTHS, [*LENGTHS[7:], *LENGTHS[:7]], strict=True):
-            for dtype in DTYPES:
-                for E, Ev in ((1, 3), (7, 17), (33, 20)):
-                    x = make_inputs(L, S, E, Ev, batch=(), heads=1, mask=(L, S), dtype=dtype)
-                    u, t = make_grad_output(x), directions(x)
-                    placed = [m.tensor(a) for m, a in zip(memories, (*x, *t, u), strict=True)]
-                    over_reverse(
-                        torch_attn.sdpa, Inputs(*placed[:4]), placed[8], Inputs(*placed[4:8])
-                    )
-                    calls += 1
-    return calls
-
-
-@pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
-def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
-    """A read outside of a tensor ends the process, as tests/test_memory.py shows."""
-    calls = in_fresh_process(run_guarded, cpu_capability, at_end)
-    assert calls == len(LENGTHS) * len(DTYPES) * 3
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-WAYS = {way.__name__: way for way in (double_backward, over_forward, over_reverse)}
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_no_tensor_of_scores(option: str, way: str) -> None:
-    L = S = 512
-    x, options = make_option(option, L, S), OPTIONS[option][1]
-    u, t = make_grad_output(x, **options), directions(x)
-    with LargestAllocation() as largest_allocation:
-        WAYS[way](torch_attn.sdpa, x, u, t, **options)
-    assert 0 < largest_allocation.elements < L * S // 2
-
-
-def test_tensor_of_scores_would_be_noticed() -> None:
-    x = make_inputs(512, 512, batch=(), heads=1)
-    with LargestAllocation() as largest_allocation:
-        double_backward(math_sdpa, x, torch.ones_like(x.query), directions(x))
-    assert largest_allocation.elements >= 512 * 512
-
-
-def peak_growth(option: str, way: str, lengths: tuple[int, ...]) -> list[int]:
-    """How far resident memory rises, at each length."""
-    torch.set_num_threads(2)
-    growth = []
-    for length in (64, *lengths):
-        x, options = make_option(option, length, length), OPTIONS[option][1]
-        u, t = make_grad_output(x, **options), directions(x)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = resident("VmRSS")
-        WAYS[way](torch_attn.sdpa, x, u, t, **options)
-        growth.append(resident("VmHWM") - before)
-        del x, u, t
-    return growth[1:]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("option", ["causal", "all"])
-def test_peak_grows_linearly(option: str, way: str) -> None:
-    """From L = S = 4096 to 8192; the scores of one head are 256 MiB then."""
-    small, large = in_fresh_process(peak_growth, option, way, (4096, 8192))
-    assert large <= 2 * small + (24 << 20), (small, large)
-    assert large <= 64 << 20, (small, large)
 
 
 # --- what it is for -------------------------------------------------------------------------------

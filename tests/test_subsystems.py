@@ -24,8 +24,8 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn
+from _second_order import directions, double_backward, over_forward, over_reverse
 from helpers import SEED, Inputs, assert_same_bits, in_fresh_process, make_inputs
-from test_derivatives import directions, double_backward, over_forward, over_reverse
 
 # of PyTorch's, by its own forward mode
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
