@@ -23,8 +23,8 @@ struct Forward {
     RowState* states;
     T* key;      // [kKeyTile][slots of E]
     T* value;    // [slots of kKeyTile][Ev]
-    T* x;        // [kKeyTile][kRowTile]: scores, then weights
-    T* weights;  // [slots of kKeyTile][kRowTile], where the format can't have them in x
+    T* x;        // [kKeyTile][kRowTile]: scores
+    T* weights;  // [slots of kKeyTile][kRowTile], in x if the format can have them there
     T* bias;     // as x
     T* factor;   // as x
     int64_t ld_key, ld_value;
@@ -40,7 +40,7 @@ struct Forward {
       key = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(slots_of<F>(kKeyTile) * ld_value);
       x = arena.take<T>(kKeyTile * kRowTile);
-      weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
+      weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
       for (int64_t t = 0; t < tiles; ++t) {
@@ -55,12 +55,18 @@ struct Forward {
     }
   };
 
-  // Turns N vectors of lanes of x from scores, in units of 1 / `unit`, into unnormalised weights exp(x - maximum);
-  // returns whether some lane's maximum moved, with `correction` = exp(m_old - m_new).
+  // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - maximum), times the
+  // factors of dropout if there are any, with slots along the keys. Where a maximum moves, what was accumulated before is
+  // multiplied by the correction exp(m_old - m_new).
   template <int N>
-  static ATTN_INLINE bool softmax(T* x, int64_t keys, T unit, T* maximum, T* sum, Vec<T>* correction, bool started) {
+  static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, int64_t keys,
+                                  int64_t lane) {
+    const T unit = unit_of_scores<T>(p);
+    const T* const x = b.x + lane;
+    const T* const factor = p.has_dropout ? b.factor + lane : nullptr;
+    T *const weights = b.weights + lane, *const maximum = state.maximum + lane, *const sum = state.sum + lane;
     Vec<T> old[N], best[N], shift[N], total[N];
-    for (int v = 0; v < N; ++v) best[v] = old[v] = started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
+    for (int v = 0; v < N; ++v) best[v] = old[v] = state.started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
     for (int64_t j = 0; j < keys; ++j)
       for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
     for (int v = 0; v < N; ++v) {
@@ -68,31 +74,28 @@ struct Forward {
       shift[v] = best[v] == -kInfinity<T> ? Vec<T>{} : best[v];  // a row without any key so far: exp(-inf - 0) = 0
       total[v] = Vec<T>{};
     }
-    for (int64_t j = 0; j < keys; ++j)
+    for (int64_t j = 0; j < keys; j += F::kNumbers)
       for (int v = 0; v < N; ++v) {
-        T* at = x + j * kRowTile + v * W;
-        const Vec<T> weight = F::exp(load<T>(at) - shift[v], unit);
-        total[v] += weight;
-        store<T>(at, weight);
+        Vec<T> weight[F::kNumbers] = {};
+        for (int64_t k = 0; k < F::kNumbers && j + k < keys; ++k) {
+          const int64_t at = (j + k) * kRowTile + v * W;
+          weight[k] = F::exp(load<T>(x + at) - shift[v], unit);
+          total[v] += weight[k];
+          if (factor) weight[k] *= load<T>(factor + at);
+        }
+        F::store_along_keys(weights + v * W, j, weight);
       }
     bool moved = false;
+    Vec<T> correction[N];
     for (int v = 0; v < N; ++v) {
-      if (started) {
+      if (state.started) {
         correction[v] = F::exp(old[v] - shift[v], unit);
         total[v] += load<T>(sum + v * W) * correction[v];
         moved |= any(correction[v] != static_cast<T>(1));
       }
       store<T>(sum + v * W, total[v]);
     }
-    return moved;
-  }
-
-  template <int N>
-  static ATTN_INLINE void softmax_and_rescale(const ForwardParams& p, RowState& state, T* x, int64_t keys,
-                                              int64_t lane) {
-    Vec<T> correction[N];
-    const T unit = unit_of_scores<F>(p);
-    if (!softmax<N>(x + lane, keys, unit, state.maximum + lane, state.sum + lane, correction, state.started)) return;
+    if (!moved) return;
     for (int64_t d = 0; d < p.value_dim; ++d)
       for (int v = 0; v < N; ++v) {
         T* at = state.output_t + d * kRowTile + lane + v * W;
@@ -104,19 +107,14 @@ struct Forward {
                     const Rows<T>& value_rows, int64_t key, int64_t keys) {
     scores<F>(p, state.rows, state.query_t, key_rows, key, keys, b.bias, b.x);
     const int64_t lanes = state.rows.template lanes<T>();
+    if (p.has_dropout) dropout_factors<T>(p, state.rows, key, keys, 1, b.factor);
     int64_t lane = 0;
-    for (; lane + 4 * W <= lanes; lane += 4 * W) softmax_and_rescale<4>(p, state, b.x, keys, lane);
-    for (; lane < lanes; lane += W) softmax_and_rescale<1>(p, state, b.x, keys, lane);
-    if (p.has_dropout) {
-      dropout_factors<T>(p, state.rows, key, keys, 1, b.factor);
-      for (int64_t j = 0; j < keys; ++j)
-        for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W)
-          store<T>(b.x + i, load<T>(b.x + i) * load<T>(b.factor + i));
-    }
+    for (; lane + 4 * W <= lanes; lane += 4 * W) softmax<4>(p, b, state, keys, lane);
+    for (; lane < lanes; lane += W) softmax<1>(p, b, state, keys, lane);
+    F::end_along_keys(b.weights, keys, lanes);
     // O^T += V^T P^T
-    Gemm<F>::template run<true>(p.value_dim, lanes, slots_of<F>(keys), value_rows.data, value_rows.ld,
-                                F::along_keys(b.x, keys, lanes, b.weights), kRowTile, state.output_t, kRowTile,
-                                state.started);
+    Gemm<F>::template run<true>(p.value_dim, lanes, slots_of<F>(keys), value_rows.data, value_rows.ld, b.weights,
+                                kRowTile, state.output_t, kRowTile, state.started);
     state.started = true;
   }
 
@@ -139,7 +137,7 @@ struct Forward {
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
       T* pair = logsumexp + 2 * rows.statistic(p, i);
-      state.started ? store_logsumexp<T>(pair, state.maximum[i] * unit_of_scores<F>(p), state.sum[i])
+      state.started ? store_logsumexp<T>(pair, state.maximum[i] * unit_of_scores<T>(p), state.sum[i])
                     : store_logsumexp<T>(pair, 0, 0);
     }
   }

@@ -1,4 +1,4 @@
-// C[M x N] = alpha A[M x K] B[K x N], or C += alpha A B: the one matrix product of all kernels, on tiles in the cache.
+// C[M x N] = A[M x K] B[K x N], or C += A B: the one matrix product of all kernels, on tiles in the cache.
 //
 // B and C are row-major with N a multiple of the vector length: a vector holds neighbouring columns. Elements of A are
 // broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] when `kTransposed`.
@@ -22,8 +22,7 @@ struct Gemm {
   }
 
   template <int M, int N, bool kTransposed>
-  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
-                   T alpha) {
+  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
     Vec<T> sum[M][N] = {};
     for (int64_t k = 0; k < K; ++k) {
       Vec<T> row[N];
@@ -36,29 +35,33 @@ struct Gemm {
         for (int n = 0; n < N; ++n) sum[m][n] = F::multiply_add(sum[m][n], element, row[n]);
       }
     }
+    T* row = c;
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        T* at = c + m * ldc + n * kLanes<T>;
-        store<T>(at, accumulate ? load<T>(at) + alpha * sum[m][n] : alpha * sum[m][n]);
+        T* at = row + n * kLanes<T>;
+        store<T>(at, accumulate ? load<T>(at) + sum[m][n] : sum[m][n]);
       }
+      row += ldc;
+      asm("" : "+r"(row));  // or the compiler works out the M * N addresses before the loop
+    }
   }
 
   // `rows` register rows out of 1..M, known only now.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                                  int64_t ldc, bool accumulate, T alpha) {
+                                  int64_t ldc, bool accumulate) {
     if (rows == M) {
-      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate, alpha);
+      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate);
     } else if constexpr (M > 1) {
-      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate, alpha);
+      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate);
     }
   }
 
   template <int N, bool kTransposed>
   static void columns(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                      bool accumulate, T alpha) {
+                      bool accumulate) {
     constexpr int kMax = max_rows(N);
     int64_t blocks = (M + kMax - 1) / kMax;
     for (int64_t m = 0; m < M; --blocks) {
@@ -68,7 +71,7 @@ struct Gemm {
       do {
         const int64_t depth = K - k < kDepth ? K - k : kDepth;
         tile_of<kMax, N, kTransposed>(rows, depth, block + (kTransposed ? k * lda : k), lda, b + k * ldb, ldb,
-                                      c + m * ldc, ldc, accumulate || k > 0, alpha);
+                                      c + m * ldc, ldc, accumulate || k > 0);
         k += depth;
       } while (k < K);
       m += rows;
@@ -77,16 +80,16 @@ struct Gemm {
 
   template <bool kTransposed>
   static void run(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                  bool accumulate, T alpha = 1) {
+                  bool accumulate) {
     constexpr int W = kLanes<T>;
     int64_t n = 0;
     for (; n + kMaxColumns * W <= N; n += kMaxColumns * W)
-      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
+      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
     const int64_t left = (N - n) / W;
-    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
+    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
     if constexpr (kMaxColumns == 4) {
-      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
-      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, alpha);
+      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
+      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
     }
   }
 };

@@ -70,10 +70,10 @@ struct Gemm<Tiles<kParts>> {
     if (has_edge) copy_edge(true);
   }
 
-  // As Gemm::run, but for K, whole steps, A(m, k) = a[m * lda + k] in any case, and no factor.
+  // As Gemm::run, but for K, whole steps, and A(m, k) = a[m * lda + k] in any case.
   template <bool kTransposed>
   static void run(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                  int64_t ldc, bool accumulate, float = 1) {
+                  int64_t ldc, bool accumulate) {
     for (int64_t n = 0; n < N; n += 2 * kTile)
       for (int64_t m = 0; m < M; m += 2 * kTile) {
         const bool two_rows = M - m > kTile, two_columns = N - n > kTile;

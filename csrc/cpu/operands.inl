@@ -73,8 +73,15 @@ struct Singles {
     ATTN_ISA::pack_transposed<T>(tile, kRowTile, block, rows, cols, width);
   }
 
-  // The tile of weights x[key * kRowTile + lane], slots along the keys: [slot][lane], in x or in `tile`. Overwrites x.
+  // A tile of weights with slots along the keys, [slot][lane], may take the place of the tile [key][lane].
   static constexpr bool kWeightsInPlace = true;
+  // Stores weights of keys [key, key + kNumbers) in the lanes at `tile`.
+  static ATTN_INLINE void store_along_keys(T* tile, int64_t key, Vec<T> (&weights)[1]) {
+    store<T>(tile + key * kRowTile, weights[0]);
+  }
+  // Fills the last step of a product.
+  static void end_along_keys(T*, int64_t, int64_t) {}
+  // The tile x[key][lane] with slots along the keys, in x or in `tile`. Overwrites x.
   static const T* along_keys(T* x, int64_t, int64_t, T*) { return x; }
   // The same, slots along the lanes: [key][slot], in `tile`. Lanes without a row hold anything, slots 0 for them.
   static Rows<T> along_lanes(const T* x, int64_t, int64_t, T*) { return {x, kRowTile}; }
@@ -90,9 +97,16 @@ struct Singles {
     }
   }
 
-  // x in units of the score, and e to that power: `unit` is 1, as the products apply the scale.
-  static ATTN_INLINE Vec<T> scaled(Vec<T> x, T) { return x; }
-  static ATTN_INLINE Vec<T> exp(Vec<T> x, T) { return ATTN_ISA::exp<T>(x); }
+  // e^(x unit) for x unit <= 0
+  static ATTN_INLINE Vec<T> exp(Vec<T> x, T unit) {
+#if ATTN_VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) {
+      const Vec<T> power = x * (unit * kLog2E);
+      return power < -126.0f ? Vec<T>{} : exp2_of_degree<6>(power);  // 0 where it is not a normal number
+    }
+#endif
+    return ATTN_ISA::exp<T>(x * unit);
+  }
 };
 
 }  // namespace attn::ATTN_ISA

@@ -102,18 +102,23 @@ struct Bfloat16s {
   }
 
   static constexpr bool kWeightsInPlace = kParts == 1;
+  static ATTN_INLINE void store_along_keys(float* tile, int64_t key, Vec<float> (&weights)[2]) {
+    for (int64_t g = 0; g < kParts; ++g)
+      store<float>(tile + slot(key, g) * kRowTile, take_part(weights[0], weights[1], g, interleaved));
+  }
+  static void end_along_keys(float* tile, int64_t keys, int64_t lanes) {
+    for (int64_t j = round_up(keys, kNumbers); j < round_up(keys, kNumbers * kStep); j += kNumbers)
+      for (int64_t g = 0; g < kParts; ++g) fill_zero(tile + slot(j, g) * kRowTile, lanes);
+  }
   static const float* along_keys(float* x, int64_t keys, int64_t lanes, float* tile) {
     float* const to = kWeightsInPlace ? x : tile;
-    for (int64_t i = 0; i < lanes; i += W) {
+    for (int64_t i = 0; i < lanes; i += W)
       for (int64_t j = 0; j < keys; j += kNumbers) {
-        Vec<float> first = load<float>(x + j * kRowTile + i);
-        Vec<float> second = j + 1 < keys ? load<float>(x + (j + 1) * kRowTile + i) : Vec<float>{};
-        for (int64_t g = 0; g < kParts; ++g)
-          store<float>(to + slot(j, g) * kRowTile + i, take_part(first, second, g, interleaved));
+        const float* at = x + j * kRowTile + i;
+        Vec<float> weights[2] = {load<float>(at), j + 1 < keys ? load<float>(at + kRowTile) : Vec<float>{}};
+        store_along_keys(to + i, j, weights);
       }
-      for (int64_t j = round_up(keys, kNumbers); j < round_up(keys, kNumbers * kStep); j += kNumbers)
-        for (int64_t g = 0; g < kParts; ++g) store<float>(to + slot(j, g) * kRowTile + i, Vec<float>{});
-    }
+    end_along_keys(to, keys, lanes);
     return to;
   }
   static Rows<float> along_lanes(const float* x, int64_t keys, int64_t lanes, float* tile) {
@@ -149,12 +154,9 @@ struct Bfloat16s {
     }
   }
 
-  static ATTN_INLINE Vec<float> scaled(Vec<float> x, float unit) { return kTiles ? x * unit : x; }
-  // As accurate as the parts that its value is rounded to: 2^x of x times log2(e).
+  // As accurate as the parts that its value is rounded to.
   static ATTN_INLINE Vec<float> exp(Vec<float> x, float unit) {
-    if constexpr (kParts == 3) return ATTN_ISA::exp<float>(x * unit);
-    constexpr float kLog2E = 1.4426950408889634074f;
-    return exp2_of_degree<kParts == 1 ? 4 : 5>(x * (kTiles ? unit * kLog2E : kLog2E));
+    return exp2_of_degree<3 + kParts>(x * (unit * kLog2E));
   }
 
  private:

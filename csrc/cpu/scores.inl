@@ -228,14 +228,17 @@ struct MaskBits {
   }
 };
 
-// What a tile of scores() must yet be multiplied by: tiles of the processor don't apply the scale.
-template <class F, class T = typename F::Number>
+// What a tile of scores() must yet be multiplied by: the scale if that changes neither which score of a row is the
+// largest nor what a mask adds.
+template <class T>
 ATTN_INLINE T unit_of_scores(const Problem& p) {
-  const bool later = F::kTiles && !p.has_mask && p.scale > 0;
-  return later ? static_cast<T>(p.scale) : 1;
+  const bool adds = p.has_mask && p.mask.dtype != DType::boolean;
+  const T scale = static_cast<T>(p.scale);
+  return !adds && scale > 0 ? scale : 1;
 }
 
-// x[j * kRowTile + lane], keys [key, key + keys): scale q.k -> + mask -> masked by mask and causality.
+// x[j * kRowTile + lane], keys [key, key + keys): scale q.k -> + mask -> masked by mask and causality; in units of
+// unit_of_scores().
 // `query_t` is the tile of queries, transposed; `bias` is workspace.
 // What is masked becomes -inf by selection, not by addition: a NaN in a masked key does not get through.
 template <class F, class T = typename F::Number>
@@ -243,25 +246,25 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<
             T* bias, T* x) {
   constexpr int W = kLanes<T>;
   const int64_t lanes = rows.lanes<T>();
-  const T scale = static_cast<T>(p.scale);
+  const T scale = unit_of_scores<T>(p) == 1 ? static_cast<T>(p.scale) : 1;  // what is applied here
   Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t, kRowTile, x,
-                               kRowTile, false, F::kTiles ? 1 : scale);
+                               kRowTile, false);
   const Vec<T> masked = splat<T>(-kInfinity<T>);
   if (p.has_mask && MaskBits::holds(p.mask)) {
     const MaskBits mask(p, rows, key, keys);
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = 0; i < lanes; i += W) {
         T* at = x + j * kRowTile + i;
-        store<T>(at, lanes_of_bits<T>(mask.row[j] >> i) ? F::scaled(load<T>(at), scale) : masked);
+        store<T>(at, lanes_of_bits<T>(mask.row[j] >> i) ? load<T>(at) * scale : masked);
       }
   } else if (p.has_mask) {
     pack_mask<T>(p, p.mask, rows, key, keys, bias);
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W) {
         const Vec<T> b = load<T>(bias + i);
-        store<T>(x + i, b == masked ? masked : F::scaled(load<T>(x + i), scale) + b);
+        store<T>(x + i, b == masked ? masked : load<T>(x + i) * scale + b);
       }
-  } else if (F::kTiles && unit_of_scores<F>(p) == 1) {
+  } else {
     scale_tile<T>(x, keys * kRowTile, scale);
   }
   if (p.causal && key + keys - 1 > rows.min_position) {
@@ -285,12 +288,13 @@ void tangent_scores(const Problem& p, const Tangents& t, const RowTile& rows, co
   bool started = false;
   const auto add = [&](const Rows<T>& keys_of, const T* queries) {
     Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), keys_of.data, keys_of.ld, queries, kRowTile, tx,
-                                 kRowTile, started, static_cast<T>(p.scale));
+                                 kRowTile, started);
     started = true;
   };
   if (t.query.data) add(key_rows, tangent_query_t);
   if (t.key.data) add(tangent_key_rows, query_t);
   if (!started) fill_zero(tx, keys * kRowTile);
+  scale_tile<T>(tx, keys * kRowTile, static_cast<T>(p.scale));
   if (!t.mask.data) return;
   pack_mask<T>(p, t.mask, rows, key, keys, bias);
   for (int64_t i = 0; i < keys * kRowTile; i += kLanes<T>) store<T>(tx + i, load<T>(tx + i) + load<T>(bias + i));

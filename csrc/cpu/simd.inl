@@ -113,16 +113,21 @@ ATTN_INLINE Vec<T> exp(Vec<T> x) {
   return x < F::exp_lowest ? Vec<T>{} : p * bit_cast<Vec<T>>(two_to_n);
 }
 
+constexpr float kLog2E = 1.4426950408889634074f;
+
 #if ATTN_VECTOR_BYTES == 64
-// 2^x for x <= 0 by a polynomial of the given degree in x - floor(x), whose relative error is at most 3e-6 (4) or 2e-7
-// (5); 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the lowest held at 1.
+// 2^x for x <= 0 by a polynomial of the given degree in x - floor(x), whose relative error is at most 3e-6 (4), 1e-7 (5)
+// or 2e-8 (6); 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the lowest held at 1.
 template <int kDegree>
 ATTN_INLINE Vec<float> exp2_of_degree(Vec<float> x) {
   static constexpr float kFour[] = {0.013426683843135834f, 0.052242472767829895f, 0.241280198097229f,
                                     0.6930448412895203f, 1};
   static constexpr float kFive[] = {0.0018671300495043397f, 0.009017030708491802f, 0.05579991266131401f,
                                     0.24016444385051727f,   0.6931512951850891f,   1};
-  const float* c = kDegree == 4 ? kFour : kFive;
+  static constexpr float kSix[] = {0.00021612914861179888f, 0.0012467846972867846f, 0.009675451554358006f,
+                                   0.055485282093286514f,   0.2402293086051941f,    0.6931470632553101f,
+                                   1};
+  const float* c = kDegree == 4 ? kFour : kDegree == 5 ? kFive : kSix;
   const Vec<float> r = bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF));
   Vec<float> p = splat(c[0]);
 #pragma GCC unroll 8
