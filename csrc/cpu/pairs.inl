@@ -72,18 +72,23 @@ struct Bfloat16s {
     return packed;
   }
   static void pack_along_rows(const Block& block, int64_t first, int64_t rows, int64_t cols, float* tile, int64_t ld) {
-    for (int64_t i = first; i < first + rows; ++i) {
-      const bool second = i % kNumbers == 1;
+    const int64_t last = first + rows;
+    for (int64_t i = first; i < last;) {
+      const bool is_second = i % kNumbers == 1, is_pair = !is_second && i + 1 < last;
       if (kTiles && i % (kNumbers * kStep) == 0) fill_zero(tile + slot(i, 0) * ld, kStep * kParts * ld);
       for (int64_t d = 0; d < ld; d += W) {
-        Shorts<float> part[kParts];
+        Shorts<float> part[kParts], next[kParts];
         load_parts(block, i - first, d, smaller(cols - d, W), part);
+        if (is_pair) load_parts(block, i + 1 - first, d, smaller(cols - d, W), next);
         for (int64_t g = 0; g < kParts; ++g) {
           float* to = tile + slot(i, g) * ld + d;
-          const Bits number = __builtin_convertvector(part[g], Bits);
-          store<float>(to, bit_cast<Vec<float>>(second ? bit_cast<Bits>(load<float>(to)) | number << 16 : number));
+          Bits bits = __builtin_convertvector(part[g], Bits);
+          if (is_pair) bits |= __builtin_convertvector(next[g], Bits) << 16;
+          if (is_second) bits = bit_cast<Bits>(load<float>(to)) | bits << 16;
+          store<float>(to, bit_cast<Vec<float>>(bits));
         }
       }
+      i += is_pair ? 2 : 1;
     }
   }
   static void pack_transposed(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t width) {

@@ -124,8 +124,12 @@ ATTN_INLINE Vec<float> exp2_of_degree(Vec<float> x) {
                                     0.6930448412895203f, 1};
   static constexpr float kFive[] = {0.0018671300495043397f, 0.009017030708491802f, 0.05579991266131401f,
                                     0.24016444385051727f,   0.6931512951850891f,   1};
-  static constexpr float kSix[] = {0.00021612914861179888f, 0.0012467846972867846f, 0.009675451554358006f,
-                                   0.055485282093286514f,   0.2402293086051941f,    0.6931470632553101f,
+  static constexpr float kSix[] = {0.00021612914861179888f,
+                                   0.0012467846972867846f,
+                                   0.009675451554358006f,
+                                   0.055485282093286514f,
+                                   0.2402293086051941f,
+                                   0.6931470632553101f,
                                    1};
   const float* c = kDegree == 4 ? kFour : kDegree == 5 ? kFive : kSix;
   const Vec<float> r = bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF));
