@@ -8,11 +8,14 @@ struct Decode {
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kRows = 8;        // at most so many queries share a pass over the keys
   static constexpr int64_t kManyKeys = 256;  // below this the other kernel is as fast
-  static constexpr int kAtOnce = 4;          // queries, and vectors of a value, that share registers
+  static constexpr int kAtOnce = 4;          // queries that share a load
 
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
   static bool takes(const ForwardParams& p) { return p.rows() <= kRows && p.keys >= kManyKeys && !p.logsumexp; }
+
+  // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once.
+  static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 2 / R); }
 
   struct Buffers {
     RowTile* rows;
@@ -78,11 +81,11 @@ struct Decode {
     Vec<T> sum[R][N] = {};
     for (int64_t j = 0; j < keys; ++j) {
       Vec<T> v[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) v[n] = load_as<T>(value + j * ld + n * W);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sum[r][n] += x[r * kKeyTile + j] * v[n];
     }
     for (int r = 0; r < R; ++r)
@@ -92,13 +95,11 @@ struct Decode {
       }
   }
 
-  // Calls f(std::integral_constant<int, R>, first row) for groups of rows of 4, 2 or 1.
-  template <class F>
-  static ATTN_INLINE void each_group(int64_t rows, F f) {
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>(), r);
-    if (r + 2 <= rows) f(std::integral_constant<int, 2>(), r), r += 2;
-    if (r < rows) f(std::integral_constant<int, 1>(), r);
+  // Calls f(std::integral_constant<int, N>, first) for groups of N = kMost, kMost / 2, ... 1 of `count`.
+  template <int kMost, class F>
+  static ATTN_INLINE void each_group(int64_t count, F f, int64_t first = 0) {
+    for (; first + kMost <= count; first += kMost) f(std::integral_constant<int, kMost>(), first);
+    if constexpr (kMost > 1) each_group<kMost / 2>(count, f, first);
   }
 
   // Calls f(typed pointer, distance of rows) with the rows of a block as they lie, or packed if they cannot be read in
@@ -141,7 +142,7 @@ struct Decode {
       with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key,
                 [&](const auto* at, int64_t ld) {
                   for (int64_t j = 0; j < keys; j += W)
-                    each_group(rows.count, [&](auto r, int64_t row) {
+                    each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
                       dot<r()>(at + j * ld, ld, smaller(W, keys - j), b.query + row * b.ld_key, b.ld_key, b.sums,
                                static_cast<T>(p.scale), b.x + row * kKeyTile + j);
                     });
@@ -151,8 +152,8 @@ struct Decode {
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value,
                 [&](const auto* at, int64_t ld) {
-                  each_group(rows.count, [&](auto r, int64_t row) {
-                    each_group(b.ld_value / W, [&](auto vectors, int64_t first) {
+                  each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
+                    each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {
                       average<r(), vectors()>(at + first * W, ld, keys, b.x + row * kKeyTile, correction + row,
                                               b.output + row * b.ld_value + first * W, b.ld_value);
                     });

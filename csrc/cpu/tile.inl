@@ -3,7 +3,7 @@
 namespace attn::ATTN_ISA {
 
 ATTN_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-ATTN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr ATTN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 ATTN_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Hands out 64-byte aligned pieces of the workspace. Over a null base it only measures.
