@@ -271,44 +271,55 @@ ATTN_INLINE void store_some(S* p, Vec<T> v, int64_t count) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Transposition of kLanes rows of kLanes elements in registers: log2(kLanes) perfect shuffles.
+// Transposition of kLanes rows of kLanes elements in registers. n rows of n units are transposed by taking, log2(n) times,
+// every other unit of neighbouring rows: of all neighbours the even ones, then of all the odd ones. Units are first the
+// elements of 128 bits, then those 128 bits: these are the shuffles that processors do in one step.
 
-template <class T, class Indices>
-struct Interleave;
-template <class T, int... I>
-struct Interleave<T, std::integer_sequence<int, I...>> {
-  static constexpr int N = kLanes<T>;
-  static ATTN_INLINE Vec<T> low(Vec<T> a, Vec<T> b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, ((I % 2) * N + I / 2)...);
-#else
-    return __builtin_shuffle(a, b, Vec<typename Float<T>::Int>{((I % 2) * N + I / 2)...});
-#endif
+template <class T, int kUnit, int kSpan, class Indices>
+struct EveryOther;
+template <class T, int kUnit, int kSpan, int... I>
+struct EveryOther<T, kUnit, kSpan, std::integer_sequence<int, I...>> {
+  // Where element i comes from, span by span of kSpan elements; those of b are counted on from kLanes.
+  static constexpr int source(int i, int odd) {
+    const int unit = i % kSpan / kUnit, units = kSpan / kUnit;
+    const int from = 2 * unit % units + odd;
+    return (2 * unit >= units ? kLanes<T> : 0) + i / kSpan * kSpan + from * kUnit + i % kUnit;
   }
-  static ATTN_INLINE Vec<T> high(Vec<T> a, Vec<T> b) {
+  template <int kOdd>
+  static ATTN_INLINE Vec<T> of(Vec<T> a, Vec<T> b) {
 #if defined(__clang__)
-    return __builtin_shufflevector(a, b, ((I % 2) * N + N / 2 + I / 2)...);
+    return __builtin_shufflevector(a, b, (source(I, kOdd))...);
 #else
-    return __builtin_shuffle(a, b, Vec<typename Float<T>::Int>{((I % 2) * N + N / 2 + I / 2)...});
+    return __builtin_shuffle(a, b, Vec<typename Float<T>::Int>{source(I, kOdd)...});
 #endif
   }
 };
 
+// Transposes kCount units of the rows 0, kDistance, 2 * kDistance, ...
+template <class T, int kCount, int kDistance, int kUnit, int kSpan>
+ATTN_INLINE void transpose_units(Vec<T>* rows) {
+  using Units = EveryOther<T, kUnit, kSpan, std::make_integer_sequence<int, kLanes<T>>>;
+#pragma GCC unroll 4
+  for (int step = 1; step < kCount; step *= 2) {
+    Vec<T> next[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount / 2; ++i) {
+      const Vec<T> a = rows[2 * i * kDistance], b = rows[(2 * i + 1) * kDistance];
+      next[i] = Units::template of<0>(a, b);
+      next[i + kCount / 2] = Units::template of<1>(a, b);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) rows[i * kDistance] = next[i];
+  }
+}
+
 template <class T>
 ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
-  constexpr int N = kLanes<T>;
-  using Shuffle = Interleave<T, std::make_integer_sequence<int, N>>;
+  constexpr int N = kLanes<T>, kIn128 = 16 / sizeof(T);
 #pragma GCC unroll 8
-  for (int step = 1; step < N; step *= 2) {
-    Vec<T> next[N];
-#pragma GCC unroll 16
-    for (int i = 0; i < N / 2; ++i) {
-      next[2 * i] = Shuffle::low(rows[i], rows[i + N / 2]);
-      next[2 * i + 1] = Shuffle::high(rows[i], rows[i + N / 2]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) rows[i] = next[i];
-  }
+  for (int i = 0; i < N; i += kIn128) transpose_units<T, kIn128, 1, 1, kIn128>(rows + i);
+#pragma GCC unroll 4
+  for (int i = 0; i < kIn128; ++i) transpose_units<T, N / kIn128, kIn128, kIn128, N>(rows + i);
 }
 
 // Bit i: whether byte i of 64 is not 0.
