@@ -57,6 +57,9 @@ inline Block block_of(const Problem& p, const Operand& x, int64_t n, int64_t h, 
   return {static_cast<char*>(x.data) + offset * size_of(x.dtype), x.dtype, x.row, x.col};
 }
 
+// Where rows are transposed, those further on are asked for, in the hope that they are next: processors do not see
+// columns of rows coming.
+
 // tile[o * ld + i] = source[o * outer + i * inner], o < outers, i < inners; zeros for inners <= i < width.
 template <class T, class S>
 void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inner, int64_t outers, int64_t inners) {
@@ -85,6 +88,8 @@ void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inne
         if (count == W && depth == W) {
 #pragma GCC unroll 16
           for (int x = 0; x < W; ++x) rows[x] = load_as<T>(from + x * inner);
+#pragma GCC unroll 16
+          for (int x = 0; x < W; ++x) __builtin_prefetch(from + (x + 2 * W) * inner);
           transpose<T>(rows);
 #pragma GCC unroll 16
           for (int y = 0; y < W; ++y) store<T>(tile + (o + y) * ld + i, rows[y]);
@@ -161,6 +166,8 @@ void unpack_to(S* target, const T* tile, int64_t ld, int64_t outer, int64_t inne
           transpose<T>(rows);
 #pragma GCC unroll 16
           for (int x = 0; x < W; ++x) store_as(target + o + (i + x) * inner, rows[x]);
+#pragma GCC unroll 16
+          for (int x = 0; x < W; ++x) __builtin_prefetch(target + o + (i + x + W) * inner, 1);
         } else {
           for (int y = 0; y < W; ++y) rows[y] = y < depth ? load_some<T>(tile + (o + y) * ld + i, count) : Vec<T>{};
           transpose<T>(rows);
