@@ -15,7 +15,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "libattn.so"
     path.write_text("not a library")
     pretend_built_for(torch.__version__, path)
-    monkeypatch.setattr(_library, "_LIBRARY", path)
+    monkeypatch.setattr(_library, "LIBRARY", path)
     return path
 
 

@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 
 # ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build.
-_LIBRARY = Path(os.environ.get("ATTN_LIBRARY", Path(__file__).parent / "libattn.so"))
+LIBRARY = Path(os.environ.get("ATTN_LIBRARY", Path(__file__).parent / "libattn.so"))
 _BUILD = "Build it for this environment: pip install --no-build-isolation -e ."
 
 
@@ -27,23 +27,23 @@ def load() -> None:
         ImportError: the library is not there, was built for another torch, or does not load.
         RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine does not have.
     """
-    if not _LIBRARY.exists():
-        raise ImportError(f"torch_attn: {_LIBRARY} is not there. {_BUILD}")
+    if not LIBRARY.exists():
+        raise ImportError(f"torch_attn: {LIBRARY} is not there. {_BUILD}")
     # torch keeps its C++ ABI within a minor release.
     built_for = built_with()["torch"]
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
-            f"torch_attn: {_LIBRARY} was built for torch {built_for}, "
+            f"torch_attn: {LIBRARY} was built for torch {built_for}, "
             f"but this is torch {torch.__version__}. {_BUILD}"
         )
     try:
-        torch.ops.load_library(_LIBRARY)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise ImportError(f"torch_attn: {_LIBRARY} does not load: {error}. {_BUILD}") from error
+        raise ImportError(f"torch_attn: {LIBRARY} does not load: {error}. {_BUILD}") from error
     torch.ops.attn._cpu_capability()  # now, not at the first call: ATTN_CPU_CAPABILITY may be wrong
 
 
 def built_with() -> BuiltWith:
     """What the library was compiled with."""
-    contents: BuiltWith = json.loads(_LIBRARY.with_suffix(".json").read_text())
+    contents: BuiltWith = json.loads(LIBRARY.with_suffix(".json").read_text())
     return contents

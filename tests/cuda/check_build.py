@@ -2,19 +2,24 @@
 
 The library loads, its kernels are registered for CUDA and for gradients of CUDA tensors, and every
 operator gives results of the right shapes on fake CUDA tensors and, with autograd, meta tensors.
+No kernel keeps in memory what should be in registers.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import torch_attn
-from torch_attn._library import built_with
+from torch_attn._library import LIBRARY, built_with
 
 OPERATORS = sorted(
     name.removesuffix(".default")
@@ -54,6 +59,26 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     assert_like(second, x, device)
 
 
+def check_registers() -> int:
+    """Of every kernel of the library; returns how many there are.
+
+    Those of float64, whose numbers take two registers each, may have some in memory.
+    """
+    # of the toolkit, or the one that comes with torch's build for CUDA
+    of_triton = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = shutil.which("cuobjdump") or of_triton
+    usage = subprocess.run(
+        [tool, "-res-usage", LIBRARY], capture_output=True, text=True, check=True
+    ).stdout
+    architectures = re.findall(r"^arch = (\w+)$", usage, re.MULTILINE)
+    assert set(architectures) == {"sm_80", "sm_90"}, architectures
+    kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
+    for name, *numbers in kernels:
+        allowed = 256 if "_fmaId" in name else 0  # bytes
+        assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"
+    return len(kernels)
+
+
 def main() -> None:
     assert torch.version.cuda, "this torch is a build without CUDA"
     assert built_with()["cuda"], "the library was built without CUDA"
@@ -72,8 +97,13 @@ def main() -> None:
     gradients = torch.autograd.grad(torch_attn.sdpa(*x).sum(), x)
     assert_like(gradients, x, "meta")
 
+    compiled = check_registers()
+    assert compiled >= 2 * 18, f"{compiled} kernels for two architectures"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: kernels not run"
-    print(f"torch {torch.__version__}, {len(kernels)} operators with CUDA kernels; GPU: {gpu}")
+    print(
+        f"torch {torch.__version__}: {len(kernels)} operators on CUDA, {compiled} kernels that "
+        f"spill no registers but of float64; GPU: {gpu}"
+    )
 
 
 if __name__ == "__main__":
