@@ -85,15 +85,16 @@ struct Forward {
         }
         F::store_along_keys(weights + v * W, j, weight);
       }
+    if (!state.started) {
+      for (int v = 0; v < N; ++v) store<T>(sum + v * W, total[v]);
+      return;
+    }
     bool moved = false;
     Vec<T> correction[N];
     for (int v = 0; v < N; ++v) {
-      if (state.started) {
-        correction[v] = F::exp(old[v] - shift[v], unit);
-        total[v] += load<T>(sum + v * W) * correction[v];
-        moved |= any(correction[v] != static_cast<T>(1));
-      }
-      store<T>(sum + v * W, total[v]);
+      correction[v] = F::exp(old[v] - shift[v], unit);
+      store<T>(sum + v * W, load<T>(sum + v * W) * correction[v] + total[v]);
+      moved |= any(correction[v] != static_cast<T>(1));
     }
     if (!moved) return;
     for (int64_t d = 0; d < p.value_dim; ++d)
