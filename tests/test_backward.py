@@ -79,6 +79,23 @@ def test_large_scores(options: dict, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [None, 7.7, 1e30])
+def test_one_key_has_all_the_weight(scale: float | None, dtype: torch.dtype, kernels: str) -> None:
+    """However large its score: value receives the gradient as it is, the score none."""
+    query, key = 1000 * torch.randn(2, 3, 8, 17).to(dtype), torch.randn(2, 3, 1, 17).to(dtype)
+    grad_output = torch.randint(-4, 5, (2, 3, 8, 5)).to(dtype)  # so that sums are exact
+    inputs = Inputs(query, key, torch.randn(2, 3, 1, 5).to(dtype))
+    gradients = results(torch_attn.sdpa, inputs, grad_output, scale=scale)
+    # Tensor cores sum dP in another order than delta, and large scores are rounded twice.
+    tensor_cores = kernels == "cuda" and dtype.itemsize == 2
+    if not tensor_cores or scale is None:
+        assert torch.equal(gradients["grad_value"], grad_output.sum(-2, keepdim=True))
+    if not tensor_cores:
+        assert (gradients["grad_query"] == 0).all()
+        assert (gradients["grad_key"] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tensor_in_several_places(dtype: torch.dtype) -> None:
     """One tensor as query, key and value gets the sum of the three gradients."""
     x = torch.randn(2, 3, 20, 8, dtype=dtype)

@@ -288,6 +288,20 @@ def test_nan_of_a_masked_key_stays_hidden(dtype: torch.dtype) -> None:
         assert_same_bits(double_backward(torch_attn.sdpa, x, u, t), expected)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_key_has_all_the_weight(dtype: torch.dtype) -> None:
+    """However large its score: the output moves as the value does."""
+    query, key = 1000 * torch.randn(2, 3, 8, 17).to(dtype), torch.randn(2, 3, 1, 17).to(dtype)
+    value, tangent = torch.randn(2, 2, 3, 1, 5).to(dtype)
+
+    def attend(v: Tensor) -> Tensor:
+        return torch_attn.sdpa(query, key, v)
+
+    moved = torch.func.jvp(attend, (value,), (tangent,))[1]
+    assert torch.equal(moved, tangent.expand_as(moved))
+
+
 # --- subsets, layouts, bits -----------------------------------------------------------------------
 
 

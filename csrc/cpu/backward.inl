@@ -243,7 +243,7 @@ struct Backward {
       const Vec<T> delta = load<T>(state.delta + lane);
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = state.logsumexp->template weight<F>(load<T>(b.x + at) * unit, lane);
+        const Vec<T> weight = state.logsumexp->template weight<F>(scaled(b.x + at, unit), lane);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
         // by selection: nothing of a masked key or its value may come through, not even a NaN
         const auto masked = weight == zero;

@@ -66,10 +66,12 @@ struct Forward {
     const T* const factor = p.has_dropout ? b.factor + lane : nullptr;
     T *const weights = b.weights + lane, *const maximum = state.maximum + lane, *const sum = state.sum + lane;
     Vec<T> old[N], best[N], shift[N], total[N];
-    for (int v = 0; v < N; ++v) best[v] = old[v] = state.started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
+    for (int v = 0; v < N; ++v) best[v] = splat<T>(-kInfinity<T>);
     for (int64_t j = 0; j < keys; ++j)
       for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
     for (int v = 0; v < N; ++v) {
+      old[v] = state.started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
+      best[v] = max_number(uncontracted(best[v] * unit), old[v]);
       store<T>(maximum + v * W, best[v]);
       shift[v] = best[v] == -kInfinity<T> ? Vec<T>{} : best[v];  // a row without any key so far: exp(-inf - 0) = 0
       total[v] = Vec<T>{};
@@ -79,7 +81,7 @@ struct Forward {
         Vec<T> weight[F::kNumbers] = {};
         for (int64_t k = 0; k < F::kNumbers && j + k < keys; ++k) {
           const int64_t at = (j + k) * kRowTile + v * W;
-          weight[k] = F::exp(load<T>(x + at) - shift[v], unit);
+          weight[k] = F::exp(scaled(x + at, unit) - shift[v]);
           total[v] += weight[k];
           if (factor) weight[k] *= load<T>(factor + at);
         }
@@ -92,7 +94,7 @@ struct Forward {
     bool moved = false;
     Vec<T> correction[N];
     for (int v = 0; v < N; ++v) {
-      correction[v] = F::exp(old[v] - shift[v], unit);
+      correction[v] = F::exp(old[v] - shift[v]);
       store<T>(sum + v * W, load<T>(sum + v * W) * correction[v] + total[v]);
       moved |= any(correction[v] != static_cast<T>(1));
     }
@@ -138,8 +140,7 @@ struct Forward {
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
       T* pair = logsumexp + 2 * rows.statistic(p, i);
-      state.started ? store_logsumexp<T>(pair, state.maximum[i] * unit_of_scores<T>(p), state.sum[i])
-                    : store_logsumexp<T>(pair, 0, 0);
+      state.started ? store_logsumexp<T>(pair, state.maximum[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
     }
   }
 

@@ -97,15 +97,15 @@ struct Singles {
     }
   }
 
-  // e^(x unit) for x unit <= 0
-  static ATTN_INLINE Vec<T> exp(Vec<T> x, T unit) {
+  // e^x for x <= 0
+  static ATTN_INLINE Vec<T> exp(Vec<T> x) {
 #if ATTN_VECTOR_BYTES == 64
     if constexpr (sizeof(T) == 4) {
-      const Vec<T> power = x * (unit * kLog2E);
+      const Vec<T> power = x * kLog2E;
       return power < -126.0f ? Vec<T>{} : exp2_of_degree<6>(power);  // 0 where it is not a normal number
     }
 #endif
-    return ATTN_ISA::exp<T>(x * unit);
+    return ATTN_ISA::exp<T>(x);
   }
 };
 

@@ -160,9 +160,7 @@ struct Bfloat16s {
   }
 
   // As accurate as the parts that its value is rounded to.
-  static ATTN_INLINE Vec<float> exp(Vec<float> x, float unit) {
-    return exp2_of_degree<3 + kParts>(x * (unit * kLog2E));
-  }
+  static ATTN_INLINE Vec<float> exp(Vec<float> x) { return exp2_of_degree<3 + kParts>(x * kLog2E); }
 
  private:
   // Two vectors as bfloat16, rounded to nearest even, the first in the low half,

@@ -15,7 +15,7 @@ struct Logsumexp {
   // Of x in units of the score.
   template <class F>
   ATTN_INLINE Vec<T> weight(Vec<T> x, int64_t lane) const {
-    return F::exp((x - load<T>(high + lane)) - load<T>(low + lane), 1);
+    return F::exp((x - load<T>(high + lane)) - load<T>(low + lane));
   }
 };
 
@@ -228,13 +228,19 @@ struct MaskBits {
   }
 };
 
-// What a tile of scores() must yet be multiplied by: the scale if that changes neither which score of a row is the
-// largest nor what a mask adds.
+// What a tile of scores() must yet be multiplied by, by scaled(): the scale if that changes neither which score of a row
+// is the largest nor what a mask adds.
 template <class T>
 ATTN_INLINE T unit_of_scores(const Problem& p) {
   const bool adds = p.has_mask && p.mask.dtype != DType::boolean;
   const T scale = static_cast<T>(p.scale);
   return !adds && scale > 0 ? scale : 1;
+}
+
+// The scores, rounded alike in every kernel: what the forward makes of them and what the gradients do must agree.
+template <class T>
+ATTN_INLINE Vec<T> scaled(const T* x, T unit) {
+  return uncontracted(load<T>(x) * unit);
 }
 
 // x[j * kRowTile + lane], keys [key, key + keys): scale q.k -> + mask -> masked by mask and causality; in units of

@@ -80,6 +80,17 @@ ATTN_INLINE To bit_cast(From from) {
   return to;
 }
 
+// x as it was rounded: compilers contract a product and the sum that follows it, if they see both.
+template <class V>
+ATTN_INLINE V uncontracted(V x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 // The larger of the two; a NaN in `x` is passed over.
 template <class V>
 ATTN_INLINE V max_number(V x, V best) {
@@ -116,7 +127,7 @@ ATTN_INLINE Vec<T> exp(Vec<T> x) {
 constexpr float kLog2E = 1.4426950408889634074f;
 
 #if ATTN_VECTOR_BYTES == 64
-// 2^x for x <= 0 by a polynomial of the given degree in x - floor(x), whose relative error is at most 3e-6 (4), 1e-7 (5)
+// 2^x for x <= 0 by a polynomial of the given degree in x - floor(x), the polynomial's relative error being at most 3e-6 (4), 1e-7 (5)
 // or 2e-8 (6); 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the lowest held at 1.
 template <int kDegree>
 ATTN_INLINE Vec<float> exp2_of_degree(Vec<float> x) {

@@ -66,7 +66,7 @@ struct Tangent {
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(load<T>(b.x + at) * unit, lane);
+        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(scaled(b.x + at, unit), lane);
         total += weight;
         mean += weight == zero ? zero : weight * load<T>(b.tx + at);
         store<T>(b.x + at, weight);
