@@ -3,6 +3,10 @@
 
 #include <stdint.h>
 
+// An inline function that is never one of the object file: compiled for one instruction set, it might be the copy that
+// the linker keeps for all (cpu/isa.h).
+#define ATTN_INLINE inline __attribute__((always_inline))
+
 namespace attn {
 
 enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
@@ -58,8 +62,8 @@ struct Problem {
   // Heads [g * group, (g + 1) * group) read the same key head and the same value head: their rows form one
   // long list, row r being query r % L of head g * group + r / L.
   int64_t group = 1;
-  constexpr int64_t rows() const { return group * queries; }
-  constexpr int64_t groups() const { return heads / group; }
+  ATTN_INLINE constexpr int64_t rows() const { return group * queries; }
+  ATTN_INLINE constexpr int64_t groups() const { return heads / group; }
 };
 
 // Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs). The logsumexp is a pair,
@@ -80,8 +84,8 @@ struct ForwardParams : Problem {
   void* partial_output = nullptr;
   void* partial_logsumexp = nullptr;
 
-  constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
-  constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
+  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
 };
 
 struct BackwardParams : Problem {
@@ -106,7 +110,7 @@ struct BackwardParams : Problem {
   int64_t keys_per_chunk = 0;
   void* partial_grad_query = nullptr;
 
-  constexpr int64_t tasks() const { return batch * (heads / span) * chunks; }
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * (heads / span) * chunks; }
 
   // The gradient of a mask that several scores share is summed in a pass of its own, over tasks that own disjoint
   // parts of it; one that belongs to a single score is written by the main pass.
@@ -114,7 +118,7 @@ struct BackwardParams : Problem {
   int64_t mask_slices = 0;     // different (batch, head) slices of the mask
   int64_t mask_row_tasks = 0;  // blocks of queries, 1 if all queries share one row
   int64_t mask_key_tasks = 0;  // blocks of keys
-  constexpr int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
+  ATTN_INLINE constexpr int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
 };
 
 // A direction t in the space of inputs, for derivatives along it. Null data where it is zero.
@@ -136,8 +140,8 @@ struct TangentParams : Problem {
   void* tangent_logsumexp = nullptr;  // [batch, heads, L, 2]: the derivative of logsumexp along t, as a sum of two
 
   int64_t rows_per_task = 0;
-  constexpr int64_t tasks() const { return batch * groups() * row_tasks(); }
-  constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks(); }
+  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
 };
 
 // H(u; x; t) = grad_x <u, J(x) t>, the derivative along t of the gradients J'u: the fields of BackwardParams hold those

@@ -59,7 +59,7 @@ struct BackwardEntry {
   static constexpr BackwardKernels<Params> table = {workspace, run, merge, mask};
 };
 
-inline constexpr Kernels table = {
+inline constinit const Kernels table = {
     {ForwardEntry::workspace, ForwardEntry::run, ForwardEntry::merge},
     {TangentEntry::workspace, TangentEntry::run},
     BackwardEntry<BackwardParams>::table,

@@ -57,15 +57,22 @@ struct BackwardEntry {
   }
 };
 
-inline Kernels make_table() {
-  Kernels table = *kernels_avx512();
-  table.forward.workspace = ForwardEntry::workspace;
-  table.forward.run = ForwardEntry::run;
-  table.backward.workspace = BackwardEntry::workspace;
-  table.backward.run = BackwardEntry::run;
-  table.backward.mask = BackwardEntry::mask;
-  return table;
+// What AVX-512's table has at this place, found when it is called: that table is another file's, so its entries are not
+// constants here, and nothing may run when the library is loaded.
+template <auto kPart, auto kFunction, class... Args>
+auto avx512(Args... args) {
+  return (kernels_avx512()->*kPart.*kFunction)(args...);
 }
-inline const Kernels table = make_table();
+
+using SecondKernels = BackwardKernels<SecondParams>;
+
+inline constinit const Kernels table = {
+    {ForwardEntry::workspace, ForwardEntry::run, avx512<&Kernels::forward, &ForwardKernels::merge>},
+    {avx512<&Kernels::tangent, &TangentKernels::workspace>, avx512<&Kernels::tangent, &TangentKernels::run>},
+    {BackwardEntry::workspace, BackwardEntry::run,
+     avx512<&Kernels::backward, &BackwardKernels<BackwardParams>::merge>, BackwardEntry::mask},
+    {avx512<&Kernels::second, &SecondKernels::workspace>, avx512<&Kernels::second, &SecondKernels::run>,
+     avx512<&Kernels::second, &SecondKernels::merge>, avx512<&Kernels::second, &SecondKernels::mask>},
+};
 
 }  // namespace attn::ATTN_ISA

@@ -4,8 +4,6 @@
 
 namespace attn::ATTN_ISA {
 
-#define ATTN_INLINE inline __attribute__((always_inline))
-
 constexpr int kVectorBytes = ATTN_VECTOR_BYTES;
 constexpr int kRegisters = kVectorBytes == 64 ? 32 : 16;
 
