@@ -20,6 +20,8 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <mutex>
+
 #include "compat.h"
 #include "formulas.h"
 
@@ -117,6 +119,10 @@ struct SavedInputs {
 };
 
 // What the nodes of all operators keep: the point, the forward's results there, the options.
+//
+// Several threads may run backward through one node at once, and the first one that has done so may release what the
+// node keeps. So apply() and release_variables() hold the node's mutex, in every node, as in the nodes that torch
+// generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
 struct AttentionNode : torch::autograd::Node {
   SavedInputs point;
   SavedVariable output, logsumexp, rng_state, residual;
@@ -132,6 +138,10 @@ struct AttentionNode : torch::autograd::Node {
   }
   Saved saved() { return {output.unpack(pointer_to(this)), logsumexp.unpack(), rng_state.unpack(), residual.unpack()}; }
   void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    release();
+  }
+  virtual void release() {  // with the mutex held
     point.release();
     for (SavedVariable* v : {&output, &logsumexp, &rng_state, &residual}) v->reset_data();
   }
@@ -149,6 +159,7 @@ struct SdpaBackward : AttentionNode {
   std::string name() const override { return "SdpaBackward"; }
 
   variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
     if (!grads[0].defined()) return variable_list(4);
     return list(backward(grads[0], point.unpack(), saved(), options, wanted(0)));
   }
@@ -159,12 +170,13 @@ struct SdpaDoubleBackward : AttentionNode {
   SavedVariable grad_output;
 
   std::string name() const override { return "SdpaDoubleBackward"; }
-  void release_variables() override {
-    AttentionNode::release_variables();
+  void release() override {
+    AttentionNode::release();
     grad_output.reset_data();
   }
 
   variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
     const Inputs t{grads[0], grads[1], grads[2], grads[3]};
     variable_list result(5);
     if (!t.any()) return result;
@@ -186,8 +198,8 @@ struct SdpaTangentBackward : AttentionNode {
   SavedVariable tangent_output, tangent_logsumexp, tangent_residual;
 
   std::string name() const override { return "SdpaTangentBackward"; }
-  void release_variables() override {
-    AttentionNode::release_variables();
+  void release() override {
+    AttentionNode::release();
     direction.release();
     tangent_output.reset_data();
     tangent_logsumexp.reset_data();
@@ -195,6 +207,7 @@ struct SdpaTangentBackward : AttentionNode {
   }
 
   variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
     variable_list result(8);
     if (!grads[0].defined()) return result;
     const Inputs x = point.unpack();
@@ -222,6 +235,7 @@ struct SdpaSecondBackward : torch::autograd::Node {
 
   std::string name() const override { return "SdpaSecondBackward"; }
   void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
     grad_output.reset_data();
     point.release();
     direction.release();
@@ -240,8 +254,10 @@ struct SdpaSecondBackward : torch::autograd::Node {
     const auto aliases = [&](const Inputs& i) {
       return Inputs{alias(i.query), alias(i.key), alias(i.value), alias(i.attn_mask)};
     };
+    std::unique_lock<std::mutex> lock(mutex_);
     const Tensor u = alias(grad_output.unpack());
     const Inputs x = aliases(point.unpack()), t = aliases(direction.unpack());
+    lock.unlock();  // The engine, which is called below, runs other nodes, which wait for mutexes of their own.
     const variable_list h =
         list(second_formula(u, ATTN_INPUTS_OF(x), ATTN_TANGENTS_OF(t), ATTN_OPTIONS_OF(options), outputs));
     variable_list from, with, to;

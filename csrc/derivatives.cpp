@@ -32,9 +32,10 @@ Tensors4 gradients(Params& p, ProblemBuilder& builder, const Shape& shape, ATTN_
                    Run<Params> run) {
   const auto gradient = [&](bool is_wanted, Operand& operand, const Tensor& input, const c10::SymDimVector& sizes) {
     if (!is_wanted) return Tensor();
-    // Written at the broadcast shape; reduced() sums it back to the input's.
+    // Of an input that was broadcast, the gradient is written at the broadcast shape and reduced() sums it back to the
+    // input's: rounded to a half type before the sum, large gradients of opposite signs would be infinities.
     Tensor grad = input.sym_sizes() == c10::SymIntArrayRef(sizes) ? empty_gradient(input)
-                                                                  : at::empty_symint(sizes, input.options());
+                                                                  : at::empty_symint(sizes, compute_options(input));
     builder.add_result(operand, grad);
     return grad;
   };

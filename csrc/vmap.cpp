@@ -25,9 +25,10 @@ class Batch {
         guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {
     const char* names[] = {"query", "key", "value"};
     for (size_t i = 0; const Tensor* t : inputs) {
-      TORCH_CHECK(t->dim() >= 2, "attn::sdpa: ", names[i++], " has shape ", t->sym_sizes(),
+      TORCH_CHECK(t->dim() >= 2, "attn::sdpa: ", names[i], " has shape ", t->sym_sizes(),
                   " under vmap; it must have at least 2 dimensions: [..., length, head_dim]");
       dims_ = std::max(dims_, t->dim());
+      ++i;
     }
     rank_ = std::max<int64_t>(dims_, 3) + 1;  // a mapped dimension in front of [L, E] must not become the head
   }

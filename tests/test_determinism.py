@@ -121,26 +121,42 @@ def forward_and_backward() -> list[bytes]:
     return [t.numpy().tobytes() for t in (output, *gradients[:3])]
 
 
-def fork_after_a_call() -> tuple[bool, int]:
-    """Whether a forked child came to its end within a minute, and its exit status."""
+def threads_of_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def fork(call_first: bool) -> tuple[bool, int]:
+    """Whether a forked child came to its end within a minute, and its exit status.
+
+    That is 0 if it found the parent's bits, and started a second thread to find them.
+    """
     torch.set_num_threads(2)
     torch.manual_seed(SEED)
-    expected = forward_and_backward()
+    expected = forward_and_backward() if call_first else None
     child = os.fork()
     if child == 0:
+        before = threads_of_process()
         torch.manual_seed(SEED)
-        os._exit(0 if forward_and_backward() == expected else 1)
+        bits = forward_and_backward()
+        new = threads_of_process() - before
+        os._exit(1 if expected not in (None, bits) else 2 if new != 1 else 0)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
-            return True, status
+            torch.manual_seed(SEED)  # The parent, too, goes on with all its threads.
+            assert expected in (None, forward_and_backward())
+            return True, os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
     os.kill(child, 9)
     os.waitpid(child, 0)
     return False, -1
 
 
-def test_forked_child() -> None:
-    """OpenMP's threads do not survive a fork: a child that waits for them would wait forever."""
-    assert in_fresh_process(fork_after_a_call) == (True, 0)
+@pytest.mark.parametrize("call_first", [True, False])
+def test_forked_child(call_first: bool) -> None:
+    """OpenMP's threads do not survive a fork: a child that waits for them would wait forever.
+
+    One that makes none of its own would have a single core for the rest of its life.
+    """
+    assert in_fresh_process(fork, call_first) == (True, 0)

@@ -12,13 +12,16 @@ namespace attn {
 
 namespace {
 
-std::atomic<bool> forked{false};
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+// A forked process has only the thread that forked. If that thread had a team of OpenMP threads, its next parallel region
+// would wait for them for ever. So the team is dissolved before the fork, and parent and child each make a new one when
+// they need it.
+[[maybe_unused]] const int registered =
+    pthread_atfork([] { omp_pause_resource_all(omp_pause_hard); }, nullptr, nullptr);
 
 constexpr double kWorthwhileFlops = 5e5;
 
 int64_t threads_for(int64_t tasks, double flops) {
-  if (tasks <= 1 || flops < kWorthwhileFlops || forked || at::in_parallel_region() || omp_in_parallel()) return 1;
+  if (tasks <= 1 || flops < kWorthwhileFlops || at::in_parallel_region() || omp_in_parallel()) return 1;
   return std::min<int64_t>(tasks, at::get_num_threads());
 }
 
