@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
+#include <array>
 #include <limits>
 
 #include "validate.h"
@@ -23,14 +24,26 @@ Tensor widened(const Tensor& t) {
 Tensor repeat_heads(const Tensor& t, const Shape& shape) {
   if (t.dim() < 3) return t;
   const c10::SymInt heads = t.sym_size(-3);
-  if (heads == shape.heads || heads == 1) return t;
+  if (TORCH_GUARD_OR_FALSE(heads.sym_eq(shape.heads)) || TORCH_GUARD_OR_FALSE(heads.sym_eq(1))) return t;
   return t.repeat_interleave_symint(shape.heads / heads, -3);
 }
 
-// scale * query key^T + mask, without masking.
+// A tensor [..., L, E] as a sum: the tensor with 0 in place of NaN, and of every row the sum of its NaNs, 0 or NaN,
+// [..., L].
+std::array<Tensor, 2> split_nan(const Tensor& t) {
+  const Tensor is_nan = t.isnan();
+  return {t.masked_fill(is_nan, 0), t.masked_fill(is_nan.logical_not(), 0).sum(-1)};
+}
+
+// scale * query key^T, without the mask.
+//
+// The NaNs are added to the scores behind the product. In the product itself, the gradient 0 of a masked score times the
+// NaN of its key would be NaN.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std::optional<double> scale) {
   const double s = scale_or_default(scale, shape.head_dim.guard_int(__FILE__, __LINE__));
-  return at::matmul(widened(query) * s, repeat_heads(widened(key), shape).transpose(-2, -1))
+  const auto [query_numbers, query_nan] = split_nan(widened(query) * s);
+  const auto [key_numbers, key_nan] = split_nan(repeat_heads(widened(key), shape));
+  return (at::matmul(query_numbers, key_numbers.transpose(-2, -1)) + query_nan.unsqueeze(-1) + key_nan.unsqueeze(-2))
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 

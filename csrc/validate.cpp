@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace attn {
@@ -12,6 +13,16 @@ using at::Tensor;
 using c10::SymInt;
 
 SymInt extent(const Tensor& t, int64_t dim_from_end) { return t.sym_sizes()[t.dim() - dim_from_end]; }
+
+// A program may be compiled for a size that only its run tells. Such a size counts as other than 1, and what it must
+// equal is checked in the run.
+bool is_one(const SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); }
+bool must_equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
+bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](const SymInt& x, const SymInt& y) {
+           return must_equal(x, y);
+         });
+}
 
 at::ScalarType statistics_dtype(const Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -24,6 +35,9 @@ SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt
 void check_tensor(const char* name, const Tensor& t, const Tensor& query,
                   const char* shape = "[..., length, head_dim]") {
   TORCH_CHECK(t.defined(), "attn::sdpa: ", name, " is undefined; a tensor is needed");
+  TORCH_CHECK(!t.is_nested(), "attn::sdpa: ", name,
+              " is a nested tensor; it must be a dense one: take query, key and value apart by .unbind() and call "
+              "attn::sdpa for each, or pad them by torch.nested.to_padded_tensor and hide the padding by a mask");
   TORCH_CHECK(t.layout() == at::kStrided, "attn::sdpa: ", name, " has layout ", t.layout(),
               "; it must be a dense (strided) tensor");
   TORCH_CHECK(t.device() == query.device(), "attn::sdpa: ", name, " is on ", t.device(), " but query is on ",
@@ -49,10 +63,14 @@ void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, c
 
 // Query heads are shared out evenly: with grouped-query attention consecutive query heads share a key (value) head.
 void check_heads(const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa) {
-  if (heads == query_heads) return;
-  TORCH_CHECK(enable_gqa, "attn::sdpa: ", name, " has ", heads, " heads but the others have ", query_heads,
-              "; the numbers must be equal or 1, or divide the query's with enable_gqa=True");
-  TORCH_CHECK(heads > 0 && query_heads % heads == 0, "attn::sdpa: ", name, " has ", heads, " heads but query has ",
+  if (!enable_gqa) {
+    TORCH_CHECK(is_one(heads) || must_equal(heads, query_heads), "attn::sdpa: ", name, " has ", heads,
+                " heads but the others have ", query_heads,
+                "; the numbers must be equal or 1, or divide the query's with enable_gqa=True");
+    return;
+  }
+  if (TORCH_GUARD_OR_FALSE(heads.sym_eq(query_heads))) return;
+  TORCH_CHECK(TORCH_GUARD_OR_TRUE(heads.sym_ne(0)) && must_equal(query_heads % heads, 0), "attn::sdpa: ", name, " has ", heads, " heads but query has ",
               query_heads, "; with enable_gqa=True the number must divide the query's");
 }
 
@@ -62,8 +80,8 @@ SymInt broadcast(const Tensor& query, const Tensor& key, const Tensor& value, in
   for (const Tensor* t : {&query, &key, &value}) {
     if (t->dim() < d) continue;
     const SymInt own = extent(*t, d);
-    if (own == 1 || own == common) continue;
-    TORCH_CHECK(common == 1, "attn::sdpa: ", t == &key ? "key" : "value", " has shape ", t->sym_sizes(),
+    if (is_one(own)) continue;
+    TORCH_CHECK(is_one(common) || must_equal(own, common), "attn::sdpa: ", t == &key ? "key" : "value", " has shape ", t->sym_sizes(),
                 ", which does not broadcast against the other leading dimensions: query has ", query.sym_sizes(),
                 ", key ", key.sym_sizes(), "; at dimension ", -d, " the sizes must be equal or 1");
     common = own;
@@ -76,11 +94,19 @@ void check_mask(const Tensor& mask, const Shape& shape) {
   bool fits = mask.dim() >= 2 && mask.dim() <= shape.dims;
   for (int64_t d = 1; fits && d <= mask.dim(); ++d) {
     const SymInt own = extent(mask, d);
-    fits = own == 1 || own == allowed[allowed.size() - d];
+    fits = is_one(own) || must_equal(own, allowed[allowed.size() - d]);
   }
-  TORCH_CHECK(fits, "attn::sdpa: attn_mask has shape ", mask.sym_sizes(),
+  if (fits) return;
+  // One row of keys a sample, as tokenizers give it, misses the dimensions between.
+  const bool is_padding = mask.dim() == 2 && shape.dims >= 3 && allowed[0] == extent(mask, 2) &&
+                          shape.keys == extent(mask, 1);
+  const char* const hint = !is_padding       ? ""
+                           : shape.dims == 3 ? "; a padding mask [batch, S] is given as mask[:, None, :]"
+                           : shape.dims == 4 ? "; a padding mask [batch, S] is given as mask[:, None, None, :]"
+                                             : "; a padding mask [batch, S] needs dimensions of size 1 between the two";
+  TORCH_CHECK(false, "attn::sdpa: attn_mask has shape ", mask.sym_sizes(),
               "; it must have at least 2 dimensions and broadcast to the scores' shape [..., L, S] = ",
-              c10::SymIntArrayRef(allowed));
+              c10::SymIntArrayRef(allowed), hint);
 }
 
 }  // namespace
@@ -103,9 +129,9 @@ Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attn::sdpa: dropout_p is ", dropout_p,
               "; it must be a probability between 0 and 1");
   TORCH_CHECK(!scale || !std::isnan(*scale), "attn::sdpa: scale is NaN; it must be a number");
-  TORCH_CHECK(extent(key, 1) == extent(query, 1), "attn::sdpa: key has head_dim ", extent(key, 1), " but query has ",
+  TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), "attn::sdpa: key has head_dim ", extent(key, 1), " but query has ",
               extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(), "); they must be equal");
-  TORCH_CHECK(extent(value, 2) == extent(key, 2), "attn::sdpa: value has length ", extent(value, 2), " but key has ",
+  TORCH_CHECK(must_equal(extent(value, 2), extent(key, 2)), "attn::sdpa: value has length ", extent(value, 2), " but key has ",
               extent(key, 2), " (value: ", value.sym_sizes(), ", key: ", key.sym_sizes(), "); they must be equal");
 
   Shape shape;
@@ -116,16 +142,13 @@ Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   shape.value_dim = extent(value, 1);
   shape.key_heads = head_count(key);
   shape.value_heads = head_count(value);
-  if (enable_gqa) {
-    shape.heads = head_count(query);
-  } else {
-    shape.heads = head_count(query);
-    if (shape.heads == 1) shape.heads = shape.key_heads;
-    if (shape.heads == 1) shape.heads = shape.value_heads;
+  shape.heads = head_count(query);
+  if (!enable_gqa) {
+    if (is_one(shape.heads)) shape.heads = shape.key_heads;
+    if (is_one(shape.heads)) shape.heads = shape.value_heads;
   }
-  const bool broadcast_heads = !enable_gqa;
-  if (!broadcast_heads || shape.key_heads != 1) check_heads("key", shape.key_heads, shape.heads, enable_gqa);
-  if (!broadcast_heads || shape.value_heads != 1) check_heads("value", shape.value_heads, shape.heads, enable_gqa);
+  check_heads("key", shape.key_heads, shape.heads, enable_gqa);
+  check_heads("value", shape.value_heads, shape.heads, enable_gqa);
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(query, key, value, d));
   if (attn_mask) check_mask(*attn_mask, shape);
   return shape;
@@ -135,7 +158,7 @@ namespace {
 
 void check_internal(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype,
                     const Tensor& query) {
-  TORCH_CHECK(t.defined() && t.sym_sizes() == sizes && t.scalar_type() == dtype && t.device() == query.device(), op,
+  TORCH_CHECK(t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(), op,
               ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ",
               dtype, " of shape ", sizes, " on ", query.device());
 }
@@ -165,9 +188,9 @@ void validate_rng_state(const char* op, const Tensor& rng_state, const Shape& sh
   if (dropout_p == 0) return;
   // one for all, or one for each of the leading dimensions that vmap put in front
   const auto allowed = shape.expanded(1, 1, 3);
-  bool fits = rng_state.dim() >= 1 && rng_state.dim() <= shape.dims && extent(rng_state, 1) == 3;
+  bool fits = rng_state.dim() >= 1 && rng_state.dim() <= shape.dims && must_equal(extent(rng_state, 1), 3);
   for (int64_t d = 2; fits && d <= rng_state.dim(); ++d)
-    fits = extent(rng_state, d) == 1 || extent(rng_state, d) == allowed[allowed.size() - d];
+    fits = is_one(extent(rng_state, d)) || must_equal(extent(rng_state, d), allowed[allowed.size() - d]);
   TORCH_CHECK(fits && rng_state.scalar_type() == at::kLong && rng_state.device() == query.device(), op,
               ": rng_state is ", rng_state.scalar_type(), " of shape ", rng_state.sym_sizes(), " on ",
               rng_state.device(),
@@ -207,10 +230,15 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
   for (int64_t d = 0; d < dims; ++d) order[d] = d;
   bool follow = query.dim() == dims;
   for (int64_t d = 0; follow && d < dims - 1; ++d)
-    follow = query.sym_sizes()[d] == sizes[d] && query.sym_strides()[d] != 0;
-  if (follow)
-    std::stable_sort(order.begin(), order.end() - 1,
-                     [&](int64_t a, int64_t b) { return query.sym_strides()[a] > query.sym_strides()[b]; });
+    follow = TORCH_GUARD_OR_FALSE(query.sym_sizes()[d].sym_eq(sizes[d])) &&
+             TORCH_GUARD_OR_TRUE(query.sym_strides()[d].sym_ne(0));
+  // Sorted by insertion: strides of sizes that only a run tells are not always comparable, and then stay in their order.
+  for (int64_t d = 1; follow && d < dims - 1; ++d)
+    for (int64_t i = d; i > 0; --i) {
+      const auto &outer = query.sym_strides()[order[i - 1]], &inner = query.sym_strides()[order[i]];
+      if (!TORCH_GUARD_OR_FALSE(outer.sym_lt(inner))) break;
+      std::swap(order[i - 1], order[i]);
+    }
   c10::SymDimVector strides(dims);
   SymInt stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) {

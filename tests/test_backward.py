@@ -104,3 +104,21 @@ def test_tensor_in_several_places(dtype: torch.dtype) -> None:
     apart = results(torch_attn.sdpa, Inputs(x, x, x), torch.ones_like(x))
     total = apart["grad_query"] + apart["grad_key"] + apart["grad_value"]
     torch.testing.assert_close(single.grad, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("large", [4e4, 512], ids=["infinite", "without digits"])
+def test_gradients_of_broadcast_inputs_are_summed_before_they_are_rounded(
+    large: float, dtype: torch.dtype
+) -> None:
+    """Two samples share one value. Their gradients nearly cancel; in a half type nothing is left.
+
+    The first sample's is 2 * large + 1, the second's -2 * large.
+    """
+    large = torch.tensor(large, dtype=dtype).item()
+    query, key = torch.zeros(2, 1, 3, 4, dtype=dtype), torch.zeros(2, 1, 1, 4, dtype=dtype)
+    value = torch.ones(1, 1, 1, 4, dtype=dtype, requires_grad=True)
+    rows = torch.tensor([[large, large, 1], [-large, -large, 0]], dtype=dtype)
+    grad_output = rows.view(2, 1, 3, 1).expand(2, 1, 3, 4)
+    (gradient,) = torch.autograd.grad(torch_attn.sdpa(query, key, value), value, grad_output)
+    assert torch.equal(gradient, torch.ones_like(value))

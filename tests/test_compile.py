@@ -237,3 +237,66 @@ def test_functionalize() -> None:
     traced = make_fx(torch.func.functionalize(lambda *x: torch_attn.sdpa(*x)))(*inputs)
     assert operators(traced) == [ops.sdpa]
     assert torch.equal(traced(*inputs), torch_attn.sdpa(*inputs))
+
+
+# Of query [B, 4, L, 8], key and value [B, 4, S, 8] and mask [L, S], the dimensions of which the
+# compiler is told nothing: (argument, dimension).
+UNBACKED = {
+    "batch": [("query", 0), ("key", 0), ("value", 0)],
+    "batch of the key": [("key", 0), ("value", 0)],
+    "heads": [("query", 1), ("key", 1), ("value", 1)],
+    "queries": [("query", 2), ("mask", 0)],
+    "keys": [("key", 2), ("value", 2), ("mask", 1)],
+    "all": [
+        *[("query", 0), ("key", 0), ("value", 0), ("query", 2), ("mask", 0)],
+        *[("key", 2), ("value", 2), ("mask", 1)],
+    ],
+}
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("unbacked", UNBACKED)
+def test_sizes_that_only_a_run_tells(unbacked: str, transposed: bool, requires_grad: bool) -> None:
+    """Such as those of torch.nonzero: no question is asked of them while compiling."""
+
+    def make(batch: int, L: int, S: int) -> dict[str, Tensor]:
+        query, key, value, mask = make_inputs(L, S, 8, batch=(batch,), heads=4, mask=(L, S))
+        if transposed:  # the view that models make of [B, L, H, E]
+            query, key, value = (
+                t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value)
+            )
+        return {"query": query, "key": key, "value": value, "mask": mask}
+
+    inputs = make(3, 5, 7)
+    for name, dimension in UNBACKED[unbacked]:
+        torch._dynamo.decorators.mark_unbacked(inputs[name], dimension)
+    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
+    others = make(
+        3 if unbacked not in ("batch", "all") else 2,
+        5 if unbacked not in ("queries", "all") else 6,
+        7 if unbacked not in ("keys", "all") else 1,
+    )
+    for arguments in (inputs, others):
+        leaves = [t.requires_grad_(requires_grad) for t in arguments.values()]
+        actual, expected = compiled(*leaves), torch_attn.sdpa(*leaves)
+        assert torch.equal(actual, expected)
+        assert actual.stride() == expected.stride()
+        if requires_grad:
+            gradients = (
+                torch.autograd.grad(out.square().sum(), leaves) for out in (actual, expected)
+            )
+            assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.usefixtures("device")
+def test_sizes_that_a_run_finds_unequal() -> None:
+    """What is not asked while compiling is checked in the run."""
+    query, key, value, _ = make_inputs(5, 7, 8)
+    for tensor in (key, value):
+        torch._dynamo.decorators.mark_unbacked(tensor, 2)
+    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
+    compiled(query, key, value)
+    with pytest.raises((RuntimeError, AssertionError)):
+        compiled(query, key[:, :, 1:], value)

@@ -185,12 +185,71 @@ def test_not_a_tensor(wrong: Any, argument: str, call: str) -> None:
     assert "Tensor" in str(error.value)
 
 
-@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask"])
-def test_sparse_tensors(argument: str) -> None:
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse": (lambda t: t.to_sparse(), r"layout Sparse; it must be a dense"),
+    "sparse rows": (lambda t: t.to_sparse_csr(), r"layout SparseCsr; it must be a dense"),
+    "mkldnn": (lambda t: t.to_mkldnn(), r"layout Mkldnn; it must be a dense"),
+    "quantized": (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), r"dtype QInt8"),
+    "nested": (
+        lambda t: torch.nested.nested_tensor(list(t.unbind())),
+        r"is a nested tensor.*\.unbind\(\).*to_padded_tensor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning", "ignore:.*nested.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantiz.*:UserWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_not_dense(layout: str, argument: str, call: str, requires_grad: bool) -> None:
+    """Not the dispatcher's error, which names no argument."""
+    convert, says = LAYOUTS[layout]
     arguments = {n: floats(*size) for n, size in SIZES.items()} | {"attn_mask": floats(5, 7)}
-    arguments[argument] = arguments[argument].to_sparse()
-    with pytest.raises(RuntimeError, match=r"(?i)sparse"):
-        torch_attn.sdpa(**arguments)
+    converted = arguments if argument == "all" else [argument]
+    for name in converted:
+        arguments[name] = convert(arguments[name])
+    if requires_grad:
+        for tensor in arguments.values():
+            tensor.requires_grad_(tensor.is_floating_point())
+    assert_raises(CALLS[call], arguments, (next(iter(converted)), says))
+
+
+# Of a mask [batch, S], what a tokenizer gives: the index that makes it fit.
+PADDING = {
+    3: ((4, 5, 8), "mask[:, None, :]"),
+    4: ((4, 2, 5, 8), "mask[:, None, None, :]"),
+    5: ((4, 3, 2, 5, 8), "dimensions of size 1"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dims", PADDING)
+def test_padding_mask(dims: int, call: str) -> None:
+    size, advice = PADDING[dims]
+    arguments = {name: floats(*size) for name in SIZES}
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match=re.escape(advice)):
+        CALLS[call](**arguments, attn_mask=mask)
+    fitting = mask[(slice(None), *[None] * (dims - 2))]
+    if dims == 5:
+        fitting = mask.view(4, 1, 1, 1, 5)
+    CALLS[call](**arguments, attn_mask=fitting)
+    with pytest.raises(RuntimeError) as error:
+        CALLS[call](**arguments, attn_mask=mask[:3])
+    assert "padding" not in str(error.value)
+
+
+@pytest.mark.parametrize("argument", SIZES)
+def test_too_few_dimensions_under_vmap(argument: str) -> None:
+    """As one sample has them; the error names the argument that is wrong, not the first."""
+    arguments = {n: floats(3, *size) for n, size in SIZES.items()} | {argument: floats(3, 8)}
+
+    def call(**samples: Tensor) -> Tensor:
+        return torch.vmap(torch_attn.sdpa)(*samples.values())
+
+    assert_raises(call, arguments, (argument, r"\[8\]", r"at least 2 dim"))
 
 
 @pytest.mark.parametrize(

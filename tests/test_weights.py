@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torch_attn
-from helpers import DTYPES, INF, SEED, Inputs, make_inputs
+from helpers import DTYPES, INF, NAN, SEED, Inputs, make_inputs
 from torch_attn import reference
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -107,3 +107,33 @@ def test_fully_masked_row_has_finite_gradients() -> None:
     for leaf in inputs:
         assert leaf.grad.isfinite().all()
     assert (inputs.query.grad[..., 2, :] == 0).all()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("which", [1, 2], ids=["weights", "scores"])
+@pytest.mark.parametrize("argument", ["query", "key"])
+def test_masked_nan_reaches_no_gradient(argument: str, which: int) -> None:
+    """Nor is one lost that is attended to: its row of weights, and their gradients, are NaN."""
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[:, 2] = False  # Key 2 is seen by no query,
+    mask[1] = False  # and query 1 sees no key.
+
+    def gradients(row: int, number: float) -> dict[str, Tensor]:
+        torch.manual_seed(SEED)
+        inputs = make_inputs(5, 7)
+        with torch.no_grad():
+            getattr(inputs, argument)[..., row, 3] = number
+        leaves = inputs.require_grad()
+        results = torch_attn.sdpa_with_weights(*leaves[:3], mask)
+        visible = results[which].masked_fill(~mask, 0)
+        named = {"query": leaves.query, "key": leaves.key}
+        return dict(
+            zip(named, torch.autograd.grad(visible.square().sum(), named.values()), strict=True)
+        )
+
+    hidden, seen = (1, 0) if argument == "query" else (2, 1)
+    expected, actual = gradients(hidden, 0), gradients(hidden, NAN)
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+    assert gradients(seen, NAN)["query"].isnan().any()
+    assert gradients(seen, NAN)["key"][..., seen, :].isnan().all()

@@ -1,0 +1,50 @@
+"""The library as it was built, on processors older than this one, which qemu-user imitates."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
+# The processor, and the instruction set that is to be chosen on it. The newest that qemu knows has
+# no AVX-512, so what it reports of that is never taken for real.
+PROCESSORS = {"Nehalem": "default", "Haswell": "avx2", "max": "avx2"}
+
+pytestmark = pytest.mark.skipif(QEMU is None, reason="no qemu-x86_64 (Debian: qemu-user)")
+
+
+def run_on(processor: str, *arguments: str) -> str:
+    process = subprocess.run(
+        [str(QEMU), "-cpu", processor, sys.executable, *arguments],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_derivatives_of_every_dtype(processor: str) -> None:
+    """The program compares with the textbook in float64 and ends with an error if it differs."""
+    assert run_on(processor, "tests/old_processor.py", PROCESSORS[processor]) == "all right\n"
+
+
+@pytest.mark.parametrize("processor", ["Nehalem", "Haswell"])
+def test_report(processor: str) -> None:
+    """`python -m torch_attn`, without NumPy, whose own build needs a newer processor."""
+    program = (
+        "import sys, runpy; sys.modules['numpy'] = None; "
+        "runpy.run_module('torch_attn', run_name='__main__')"
+    )
+    rows = run_on(processor, "-W", "ignore", "-c", program)
+    (row,) = [line for line in rows.splitlines() if line.startswith("instruction set")]
+    assert row.split()[2] == PROCESSORS[processor]
