@@ -19,9 +19,8 @@ SymInt extent(const Tensor& t, int64_t dim_from_end) { return t.sym_sizes()[t.di
 bool is_one(const SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); }
 bool must_equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
-  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](const SymInt& x, const SymInt& y) {
-           return must_equal(x, y);
-         });
+  return a.size() == b.size() &&
+         std::equal(a.begin(), a.end(), b.begin(), [](const SymInt& x, const SymInt& y) { return must_equal(x, y); });
 }
 
 at::ScalarType statistics_dtype(const Tensor& query) {
@@ -70,8 +69,8 @@ void check_heads(const char* name, const SymInt& heads, const SymInt& query_head
     return;
   }
   if (TORCH_GUARD_OR_FALSE(heads.sym_eq(query_heads))) return;
-  TORCH_CHECK(TORCH_GUARD_OR_TRUE(heads.sym_ne(0)) && must_equal(query_heads % heads, 0), "attn::sdpa: ", name, " has ", heads, " heads but query has ",
-              query_heads, "; with enable_gqa=True the number must divide the query's");
+  TORCH_CHECK(TORCH_GUARD_OR_TRUE(heads.sym_ne(0)) && must_equal(query_heads % heads, 0), "attn::sdpa: ", name, " has ",
+              heads, " heads but query has ", query_heads, "; with enable_gqa=True the number must divide the query's");
 }
 
 // Broadcasts dimension `d` (counted from the end) of the three tensors.
@@ -81,9 +80,9 @@ SymInt broadcast(const Tensor& query, const Tensor& key, const Tensor& value, in
     if (t->dim() < d) continue;
     const SymInt own = extent(*t, d);
     if (is_one(own)) continue;
-    TORCH_CHECK(is_one(common) || must_equal(own, common), "attn::sdpa: ", t == &key ? "key" : "value", " has shape ", t->sym_sizes(),
-                ", which does not broadcast against the other leading dimensions: query has ", query.sym_sizes(),
-                ", key ", key.sym_sizes(), "; at dimension ", -d, " the sizes must be equal or 1");
+    TORCH_CHECK(is_one(common) || must_equal(own, common), "attn::sdpa: ", t == &key ? "key" : "value", " has shape ",
+                t->sym_sizes(), ", which does not broadcast against the other leading dimensions: query has ",
+                query.sym_sizes(), ", key ", key.sym_sizes(), "; at dimension ", -d, " the sizes must be equal or 1");
     common = own;
   }
   return common;
@@ -98,8 +97,8 @@ void check_mask(const Tensor& mask, const Shape& shape) {
   }
   if (fits) return;
   // One row of keys a sample, as tokenizers give it, misses the dimensions between.
-  const bool is_padding = mask.dim() == 2 && shape.dims >= 3 && allowed[0] == extent(mask, 2) &&
-                          shape.keys == extent(mask, 1);
+  const bool is_padding =
+      mask.dim() == 2 && shape.dims >= 3 && allowed[0] == extent(mask, 2) && shape.keys == extent(mask, 1);
   const char* const hint = !is_padding       ? ""
                            : shape.dims == 3 ? "; a padding mask [batch, S] is given as mask[:, None, :]"
                            : shape.dims == 4 ? "; a padding mask [batch, S] is given as mask[:, None, None, :]"
@@ -129,10 +128,12 @@ Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attn::sdpa: dropout_p is ", dropout_p,
               "; it must be a probability between 0 and 1");
   TORCH_CHECK(!scale || !std::isnan(*scale), "attn::sdpa: scale is NaN; it must be a number");
-  TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), "attn::sdpa: key has head_dim ", extent(key, 1), " but query has ",
-              extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(), "); they must be equal");
-  TORCH_CHECK(must_equal(extent(value, 2), extent(key, 2)), "attn::sdpa: value has length ", extent(value, 2), " but key has ",
-              extent(key, 2), " (value: ", value.sym_sizes(), ", key: ", key.sym_sizes(), "); they must be equal");
+  TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), "attn::sdpa: key has head_dim ", extent(key, 1),
+              " but query has ", extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(),
+              "); they must be equal");
+  TORCH_CHECK(must_equal(extent(value, 2), extent(key, 2)), "attn::sdpa: value has length ", extent(value, 2),
+              " but key has ", extent(key, 2), " (value: ", value.sym_sizes(), ", key: ", key.sym_sizes(),
+              "); they must be equal");
 
   Shape shape;
   shape.dims = std::max({query.dim(), key.dim(), value.dim()});
@@ -158,9 +159,10 @@ namespace {
 
 void check_internal(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype,
                     const Tensor& query) {
-  TORCH_CHECK(t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(), op,
-              ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ",
-              dtype, " of shape ", sizes, " on ", query.device());
+  TORCH_CHECK(
+      t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(), op,
+      ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
+      " of shape ", sizes, " on ", query.device());
 }
 
 void check_residual(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {

@@ -69,8 +69,8 @@ using SecondKernels = BackwardKernels<SecondParams>;
 inline constinit const Kernels table = {
     {ForwardEntry::workspace, ForwardEntry::run, avx512<&Kernels::forward, &ForwardKernels::merge>},
     {avx512<&Kernels::tangent, &TangentKernels::workspace>, avx512<&Kernels::tangent, &TangentKernels::run>},
-    {BackwardEntry::workspace, BackwardEntry::run,
-     avx512<&Kernels::backward, &BackwardKernels<BackwardParams>::merge>, BackwardEntry::mask},
+    {BackwardEntry::workspace, BackwardEntry::run, avx512<&Kernels::backward, &BackwardKernels<BackwardParams>::merge>,
+     BackwardEntry::mask},
     {avx512<&Kernels::second, &SecondKernels::workspace>, avx512<&Kernels::second, &SecondKernels::run>,
      avx512<&Kernels::second, &SecondKernels::merge>, avx512<&Kernels::second, &SecondKernels::mask>},
 };
