@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -72,24 +75,69 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="one case of each test and instruction set, all cases of those marked regression, "
+        "none of those marked slow",
+    )
+
+
+@pytest.fixture
+def quick(request: pytest.FixtureRequest) -> bool:
+    """Whether tests that run tests of their own should run few of them."""
+    return bool(request.config.getoption("--quick"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of an instruction set, only what it does itself: other dtypes run the functions of avx512."""
+    """Leaves out repetitions of the same functions and, with --quick, most cases."""
+    taken = [item for item in items if _runs_functions_of_its_own(item)]
+    if config.getoption("--quick"):
+        taken = _one_case_of_each(taken)
+    left = set(items) - set(taken)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = taken
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
+
+
+def _capability(item: pytest.Item) -> str:
+    params = _params(item)
+    name: str = params.get("kernels", params.get("cpu_capability", params.get("device", "")))
+    return name
+
+
+def _runs_functions_of_its_own(item: pytest.Item) -> bool:
+    """Of an instruction set only what it does itself: other dtypes run the functions of avx512."""
     of_avx512 = {
         "avx512_bf16": {torch.float64, torch.float32, torch.float16},
         "amx": {torch.float64},
     }
-    taken, left = [], []
+    dtypes = {
+        v if isinstance(v, torch.dtype) else getattr(v, "dtype", None)
+        for v in _params(item).values()
+    }
+    return not dtypes & of_avx512.get(_capability(item), set())
+
+
+def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each test and instruction set the same case on every run; which one is spread evenly."""
+    cases: dict[tuple[Any, ...], list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        params = callspec.params if callspec else {}
-        dtypes = {
-            v if isinstance(v, torch.dtype) else getattr(v, "dtype", None) for v in params.values()
-        }
-        capability = params.get("kernels", params.get("cpu_capability", ""))
-        others = dtypes & of_avx512.get(capability, set())
-        (left if others else taken).append(item)
-    items[:] = taken
-    config.hook.pytest_deselected(items=left)
+        if item.get_closest_marker("slow"):
+            continue
+        function = getattr(item, "originalname", item.name)
+        regression = item.name if item.get_closest_marker("regression") else ""
+        cases[item.path, function, _capability(item), regression].append(item)
+    taken = {
+        group[zlib.crc32(f"{function} {capability}".encode()) % len(group)]
+        for (_, function, capability, _), group in cases.items()
+    }
+    return [item for item in items if item in taken]
 
 
 @pytest.fixture(autouse=True)

@@ -47,9 +47,10 @@ def _library() -> None:
 
 
 @pytest.mark.parametrize("file", TESTS)
-def test_kernels(file: str) -> None:
+def test_kernels(file: str, quick: bool) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "-k", "[amx", *(["--quick"] if quick else [])]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "[amx", file],
+        [sys.executable, "-m", "pytest", *options, file],
         cwd=ROOT,
         env={**os.environ, "ATTN_LIBRARY": str(LIBRARY)},
         capture_output=True,
@@ -58,4 +59,4 @@ def test_kernels(file: str) -> None:
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed, run.stdout
-    assert int(passed[1]) >= TESTS[file], run.stdout[-1000:]
+    assert int(passed[1]) >= (1 if quick else TESTS[file]), run.stdout[-1000:]

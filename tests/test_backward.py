@@ -71,6 +71,7 @@ def test_fully_masked_rows_give_no_gradient(S: int, dtype: torch.dtype) -> None:
     assert all((gradient == 0).all() for gradient in gradients.values())
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": -1.0}], ids=str)
 def test_large_scores(options: dict, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def test_large_scores(options: dict, dtype: torch.dtype) -> None:
     check(inputs._replace(attn_mask=inputs.attn_mask * 1e4), gradients=True, **options)
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [None, 7.7, 1e30])
 def test_one_key_has_all_the_weight(scale: float | None, dtype: torch.dtype, kernels: str) -> None:
@@ -106,6 +108,7 @@ def test_tensor_in_several_places(dtype: torch.dtype) -> None:
     torch.testing.assert_close(single.grad, total)
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("large", [4e4, 512], ids=["infinite", "without digits"])
 def test_gradients_of_broadcast_inputs_are_summed_before_they_are_rounded(

@@ -254,6 +254,7 @@ UNBACKED = {
 }
 
 
+@pytest.mark.regression
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -57,8 +57,8 @@ TESTS = {
 
 
 @pytest.mark.parametrize("tests", TESTS)
-def test_kernels(tests: str) -> None:
-    run_tests(tests, TESTS[tests], seed=1)
+def test_kernels(tests: str, quick: bool) -> None:
+    run_tests(f"{tests} --quick" if quick else tests, 1 if quick else TESTS[tests], seed=1)
 
 
 @pytest.mark.parametrize("seed", [2, 3])

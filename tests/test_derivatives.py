@@ -273,6 +273,7 @@ def test_empty(sizes: tuple[int, int, int, int]) -> None:
             torch.testing.assert_close(actual[name], expected[name], msg=f"{way.__name__} {name}")
 
 
+@pytest.mark.regression
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_of_a_masked_key_stays_hidden(dtype: torch.dtype) -> None:
@@ -288,6 +289,7 @@ def test_nan_of_a_masked_key_stays_hidden(dtype: torch.dtype) -> None:
         assert_same_bits(double_backward(torch_attn.sdpa, x, u, t), expected)
 
 
+@pytest.mark.regression
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_key_has_all_the_weight(dtype: torch.dtype) -> None:

@@ -153,6 +153,7 @@ def fork(call_first: bool) -> tuple[bool, int]:
     return False, -1
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("call_first", [True, False])
 def test_forked_child(call_first: bool) -> None:
     """OpenMP's threads do not survive a fork: a child that waits for them would wait forever.

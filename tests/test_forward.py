@@ -84,6 +84,7 @@ def test_fully_masked_rows_are_zero(S: int, dtype: torch.dtype) -> None:
     assert (torch_attn.sdpa(*inputs[:3], torch.zeros(1, 1, dtype=torch.bool)) == 0).all()
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": -1.0}], ids=str)
 def test_large_scores(options: dict, dtype: torch.dtype) -> None:
@@ -93,6 +94,7 @@ def test_large_scores(options: dict, dtype: torch.dtype) -> None:
     check(inputs._replace(attn_mask=inputs.attn_mask * 1e4), **options)
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", [1, 7, 33, 130])
 def test_lowest_number_in_a_mask(S: int, dtype: torch.dtype) -> None:
@@ -110,6 +112,7 @@ def test_lowest_double_in_a_mask() -> None:
     torch.testing.assert_close(torch_attn.sdpa(query, key, value, mask), expected)
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_keys_weigh_alike(dtype: torch.dtype) -> None:
     """What is summed over earlier keys is not changed where the largest score is not."""

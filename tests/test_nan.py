@@ -105,6 +105,7 @@ def test_key(S: int, kind: str, dtype: torch.dtype) -> None:
             assert others_untouched, name
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["bool", "-inf", "float32 -inf"])
 @pytest.mark.parametrize("S", KEYS)

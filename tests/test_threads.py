@@ -95,6 +95,7 @@ def stress(name: str) -> tuple[int, int, list[str]]:
     return number, sum(gradients), errors
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("name", GRAPHS)
 def test_backward_in_several_threads(name: str) -> None:
     """Without retain_graph the first that ends releases what the node keeps while others read it.

@@ -224,6 +224,7 @@ PADDING = {
 }
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dims", PADDING)
 def test_padding_mask(dims: int, call: str) -> None:
@@ -241,6 +242,7 @@ def test_padding_mask(dims: int, call: str) -> None:
     assert "padding" not in str(error.value)
 
 
+@pytest.mark.regression
 @pytest.mark.parametrize("argument", SIZES)
 def test_too_few_dimensions_under_vmap(argument: str) -> None:
     """As one sample has them; the error names the argument that is wrong, not the first."""

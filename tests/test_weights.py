@@ -109,6 +109,7 @@ def test_fully_masked_row_has_finite_gradients() -> None:
     assert (inputs.query.grad[..., 2, :] == 0).all()
 
 
+@pytest.mark.regression
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("which", [1, 2], ids=["weights", "scores"])
 @pytest.mark.parametrize("argument", ["query", "key"])
