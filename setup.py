@@ -84,10 +84,11 @@ class BuildLibrary(BuildExtension):
         super().__init__(*args, **kwargs, no_python_abi_suffix=True)
 
     def finalize_options(self):
+        given = self.build_temp
         super().finalize_options()
         # One directory of objects per torch, shared by every way to build, so that all of them,
         # also `pip install -e .`, compile only what changed.
-        if not STAND_IN:
+        if given is None:
             self.build_temp = str(Path("build") / f"torch-{torch.__version__}")
 
     def run(self):
@@ -115,7 +116,6 @@ library = (CUDAExtension if CUDA else CppExtension)(
             "-std=c++20",
             "-O3",
             "-g0",
-            "-fopenmp",
             "-fvisibility=hidden",
             "-Wall",
             "-Wextra",
@@ -134,7 +134,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
             "-gencode=arch=compute_90,code=[sm_90,compute_90]",
         ],
     },
-    extra_link_args=["-fopenmp"],
+    libraries=["gomp"],  # torch's OpenMP, whichever compiler it is: see csrc/cpu/parallel.cpp
 )
 
 setup(

@@ -74,7 +74,14 @@ def run_forced(name: str | None) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", [*NEEDS, "AVX2", "sse", "avx1024", ""])
+def test_empty_environment_variable() -> None:
+    """Counts as one that is not set."""
+    process = run_forced("")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == run_forced(None).stdout
+
+
+@pytest.mark.parametrize("name", [*NEEDS, "AVX2", "sse", "avx1024"])
 def test_environment_variable(name: str) -> None:
     """Forces an instruction set; what the machine does not have, or nobody has, is an error."""
     process = run_forced(name)

@@ -29,8 +29,12 @@ struct Capability {
 bool always() { return true; }
 
 #if defined(__x86_64__)
+// __builtin_cpu_supports also asks whether the operating system saves the registers (XGETBV). Not every clang knows
+// "f16c" there; its instructions use the registers of AVX2.
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned eax, ebx, ecx, edx;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+         (ecx & bit_F16C);
 }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -75,7 +79,8 @@ const Capability& find(const std::string& name, const char* source) {
 }
 
 const Capability& initial() {
-  if (const char* name = std::getenv("ATTN_CPU_CAPABILITY")) return find(name, "ATTN_CPU_CAPABILITY");
+  const char* name = std::getenv("ATTN_CPU_CAPABILITY");
+  if (name && *name) return find(name, "ATTN_CPU_CAPABILITY");
   const Capability* best = &kCapabilities[0];
   for (const Capability& c : kCapabilities)
     if (c.supported() && c.preferred()) best = &c;

@@ -192,7 +192,7 @@ struct Forward {
 
   // The partial output of one split, [batch, heads, L, Ev] contiguous.
   static Operand partial_output(const ForwardParams& p, int64_t split) {
-    Operand o;
+    Operand o{};
     o.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
     o.data = static_cast<T*>(p.partial_output) + split * p.batch * p.heads * p.queries * p.value_dim;
     o.col = 1;

@@ -2,11 +2,18 @@
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
-#include <omp.h>
 #include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
+
+// torch's OpenMP (libgomp) by its own names: GCC compiles `#pragma omp parallel num_threads(threads)` to GOMP_parallel,
+// which calls f(data) on every thread of a team. clang would call LLVM's OpenMP instead, whose threads would wait for
+// work on the same cores beside torch's; so there is no pragma, and every compiler's library has torch's threads.
+extern "C" void GOMP_parallel(void (*f)(void*), void* data, unsigned threads, unsigned flags);
+extern "C" int omp_get_thread_num();
+extern "C" int omp_pause_resource_all(int kind);
+constexpr int kPauseHard = 2;  // omp_pause_hard of <omp.h>
 
 namespace attn {
 
@@ -15,13 +22,12 @@ namespace {
 // A forked process has only the thread that forked. If that thread had a team of OpenMP threads, its next parallel region
 // would wait for them for ever. So the team is dissolved before the fork, and parent and child each make a new one when
 // they need it.
-[[maybe_unused]] const int registered =
-    pthread_atfork([] { omp_pause_resource_all(omp_pause_hard); }, nullptr, nullptr);
+[[maybe_unused]] const int registered = pthread_atfork([] { omp_pause_resource_all(kPauseHard); }, nullptr, nullptr);
 
 constexpr double kWorthwhileFlops = 5e5;
 
 int64_t threads_for(int64_t tasks, double flops) {
-  if (tasks <= 1 || flops < kWorthwhileFlops || at::in_parallel_region() || omp_in_parallel()) return 1;
+  if (tasks <= 1 || flops < kWorthwhileFlops || at::in_parallel_region()) return 1;
   return std::min<int64_t>(tasks, at::get_num_threads());
 }
 
@@ -38,8 +44,7 @@ void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, const std::
     return;
   }
   std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads)
-  {
+  auto take_tasks = [&] {
     char* const own = workspace + omp_get_thread_num() * stride;
     // Neighbours lie side by side in memory, often in one page: a thread takes several, fewer towards the end.
     int64_t first = next.load(std::memory_order_relaxed), last;
@@ -49,7 +54,8 @@ void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, const std::
       for (int64_t task = first; task < last; ++task) f(task, own);
       first = next.load(std::memory_order_relaxed);
     }
-  }
+  };
+  GOMP_parallel([](void* team) { (*static_cast<decltype(&take_tasks)>(team))(); }, &take_tasks, threads, 0);
 }
 
 void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace_bytes,

@@ -248,10 +248,8 @@ ATTN_INLINE Vec<T> load_as(const float* p)
   return __builtin_convertvector(narrow, Vec<T>);
 }
 
-template <class T>
-ATTN_INLINE void store_as(T* p, Vec<T> v) {
-  store<T>(p, v);
-}
+ATTN_INLINE void store_as(float* p, Vec<float> v) { store<float>(p, v); }
+ATTN_INLINE void store_as(double* p, Vec<double> v) { store<double>(p, v); }
 ATTN_INLINE void store_as(BFloat16* p, Vec<float> v) {
   const auto bits = float_to_bfloat16(v);
   __builtin_memcpy(p, &bits, sizeof bits);
