@@ -251,6 +251,17 @@ assert torch.ops.attn.sdpa.default in known and torch.ops.attn._sdpa_second.defa
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
 
 
+def test_registered_where_somebody_has_looked_for_it_first() -> None:
+    code = """
+import importlib.util, torch, torch_attn
+assert importlib.util.find_spec("torch.distributed.tensor") is not None
+import torch.distributed.tensor
+known = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+assert torch.ops.attn.sdpa.default in known and torch.ops.attn._sdpa_second.default in known
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
+
+
 def forward_mode() -> None:
     x = shard(torch.ones(2, 2, 5, 4), init_device_mesh("cpu", (WORLD,)), Head)
     with pytest.raises(NotImplementedError, match="_has_same_storage_numel"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,12 @@ def test_flops_by_module() -> None:
     with FlopCounterMode(display=False) as counter:
         module(torch.randn(3, 6, 8))
     assert counter.flop_counts["Sequential.0"][ops._sdpa_forward] == 2 * 3 * 2 * 36 * (4 + 4)
+
+
+def test_import_anew() -> None:
+    """As notebooks do; the formulas of the first import would be in the way."""
+    code = "import importlib, torch_attn; importlib.reload(torch_attn)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_profiler_names() -> None:

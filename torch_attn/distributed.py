@@ -17,23 +17,16 @@ devices would have to draw one mask together.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.abc
-import importlib.util
 import itertools
 import math
-import sys
-import warnings
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["register", "register_when_imported"]
+from torch_attn._when_imported import when_imported
 
-_DTENSOR = "torch.distributed.tensor"
+__all__ = ["register", "register_when_imported"]
 
 
 def register() -> None:
@@ -137,35 +130,4 @@ def register_when_imported() -> None:
 
     That module takes half as long to import as torch itself, and most programs do without.
     """
-    if _DTENSOR in sys.modules:
-        register()
-    else:
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds DTensor where it is, once, and registers after it has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _DTENSOR:
-            return None
-        with contextlib.suppress(ValueError):  # another thread was first
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            try:
-                register()
-            except Exception as error:  # of another release; programs without attention go on
-                warnings.warn(
-                    f"torch_attn: no sharding strategies for DTensor: {error}", stacklevel=2
-                )
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
+    when_imported("torch.distributed.tensor", register)

@@ -25,7 +25,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 __all__ = ["register"]
 
@@ -43,6 +43,7 @@ def register() -> None:
         (ops._sdpa_tangent, _tangent),
         (ops._sdpa_second, _second),
     ):
+        flop_registry.pop(op, None)  # of an earlier import of the package
         register_flop_formula(op)(_of_arguments(op, count))
 
 
