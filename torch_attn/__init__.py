@@ -5,7 +5,7 @@ Importing the package registers the operators ``torch.ops.attn.sdpa`` and
 documented Python side. :mod:`torch_attn.reference` is the textbook version.
 """
 
-from torch_attn import _library, distributed, flops
+from torch_attn import _library, distributed, flops, subclasses
 from torch_attn.functional import sdpa, sdpa_with_weights
 
 __all__ = ["__version__", "sdpa", "sdpa_with_weights"]
@@ -15,3 +15,4 @@ __version__ = "0.1.0"
 _library.load()
 flops.register()
 distributed.register_when_imported()
+subclasses.register_when_imported()

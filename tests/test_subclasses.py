@@ -1,0 +1,299 @@
+"""Tensor subclasses: each is right or an error that says what to do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import create_block_mask
+
+import torch_attn
+from helpers import Inputs, make_inputs
+from test_memory import LargestAllocation
+from torch_attn import reference
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs"),
+    pytest.mark.filterwarnings("ignore:.*MaskedTensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+
+Calls = dict[str, Callable[..., Any]]
+OUTPUT: Calls = {
+    "torch_attn.sdpa": torch_attn.sdpa,
+    "torch.ops.attn.sdpa": torch.ops.attn.sdpa,
+    "torch.ops.attn.sdpa.default": torch.ops.attn.sdpa.default,
+}
+WITH_WEIGHTS: Calls = {
+    "torch_attn.sdpa_with_weights": torch_attn.sdpa_with_weights,
+    "torch.ops.attn.sdpa_with_weights": torch.ops.attn.sdpa_with_weights,
+    "torch.ops.attn.sdpa_with_weights.default": torch.ops.attn.sdpa_with_weights.default,
+}
+ALL = OUTPUT | WITH_WEIGHTS
+VARIANTS = {"upper left": causal_upper_left, "lower right": causal_lower_right}
+LENGTHS = list(itertools.product((0, 1, 2, 5, 67), (0, 1, 3, 5, 130)))
+
+
+def make_bias(variant: str, L: int, S: int) -> CausalBias:
+    """With NaNs in the memory that nobody is to read."""
+    bias = VARIANTS[variant](L, S)
+    with torch._C.DisableTorchFunctionSubclass():
+        return bias.fill_(math.nan)
+
+
+def make(variant: str, L: int, S: int, **options: Any) -> tuple[Inputs, Tensor]:
+    """Inputs with a CausalBias, and the boolean mask that it stands for."""
+    bias = make_bias(variant, L, S)
+    offset = S - L if variant == "lower right" else 0
+    mask = torch.ones(L, S, dtype=torch.bool).tril(offset)
+    return make_inputs(L, S, 8, 6, **options)._replace(attn_mask=bias), mask
+
+
+# --- CausalBias -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("L", "S"), LENGTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("call", ALL)
+def test_causal_bias(call: str, variant: str, L: int, S: int) -> None:
+    inputs, mask = make(variant, L, S, heads=(4, 2, 1))
+    options = {"scale": 0.3, "enable_gqa": True}
+    expected = reference.sdpa_with_weights(*inputs[:3], mask, **options)
+    actual = ALL[call](*inputs, **options)
+    torch.testing.assert_close(actual, expected if call in WITH_WEIGHTS else expected[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_causal_bias_as_the_builtin_reads_it(variant: str) -> None:
+    for L, S in ((3, 5), (5, 5), (1, 4), (5, 3)):
+        inputs, _ = make(variant, L, S)
+        expected = F.scaled_dot_product_attention(*inputs)
+        torch.testing.assert_close(torch_attn.sdpa(*inputs), expected)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_derivatives_with_a_causal_bias(variant: str) -> None:
+    inputs, mask = make(variant, 5, 7, dtype=torch.float64)
+
+    def derivatives(sdpa: Callable[..., Tensor], attn_mask: Tensor) -> Any:
+        def gradients(*x: Tensor) -> Any:
+            return grad(lambda *y: sdpa(*y, attn_mask).sin().sum(), (0, 1, 2))(*x)
+
+        second = grad(lambda *x: sum(g.square().sum() for g in gradients(*x)), (0, 1, 2))
+        return gradients(*inputs[:3]), second(*inputs[:3])
+
+    actual = derivatives(torch_attn.sdpa, inputs.attn_mask)
+    torch.testing.assert_close(actual, derivatives(reference.sdpa, mask))
+    leaves = inputs[:3]
+    for tensor in leaves:
+        tensor.requires_grad_()
+    torch_attn.sdpa(*inputs).sin().sum().backward()
+    torch.testing.assert_close(tuple(t.grad for t in leaves), actual[0])
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_of_a_causal_bias(variant: str) -> None:
+    """No mask of L x S elements is made of it."""
+    L, S = 512, 640
+    inputs, _ = make(variant, L, S, batch=(), heads=1)
+    leaves = [t.requires_grad_() for t in inputs[:3]]
+    with LargestAllocation() as largest:
+        torch_attn.sdpa(*leaves, inputs.attn_mask).sum().backward()
+    assert 0 < largest.elements < L * S // 2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_causal_bias_and_dropout(variant: str) -> None:
+    inputs, _ = make(variant, 5, 7)
+    assert torch_attn.sdpa(*inputs, dropout_p=1.0).eq(0).all()
+    assert not torch_attn.sdpa(*inputs, dropout_p=0.5).equal(torch_attn.sdpa(*inputs))
+
+
+@pytest.mark.usefixtures("device")
+def test_layout_with_a_causal_bias() -> None:
+    """That of the query, as always."""
+    inputs, _ = make("lower right", 5, 7)
+    query = inputs.query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch_attn.sdpa(query, *inputs[1:]).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("sdpa", ALL.values(), ids=ALL)
+def test_errors_with_a_causal_bias(sdpa: Callable[..., Any]) -> None:
+    inputs, _ = make("lower right", 5, 7)
+    with pytest.raises(ValueError, match=r"is_causal is True and attn_mask a CausalBias.*one of"):
+        sdpa(*inputs, is_causal=True)
+    for variant in VARIANTS:
+        for L, S in ((5, 8), (4, 7), (8, 8), (1, 7)):
+            message = rf"CausalBias of {L} queries and {S} keys, but query is \[2, 3, 5, 8\]"
+            with pytest.raises(RuntimeError, match=message):
+                sdpa(*inputs[:3], make_bias(variant, L, S))
+    with pytest.raises(RuntimeError, match=r"CausalBias of 5 queries .* query is \[8\]"):
+        sdpa(inputs.query[0, 0, 0], *inputs[1:])
+    with pytest.raises(TypeError, match="value is a CausalBias, which only attn_mask may be"):
+        sdpa(*inputs[:2], inputs.attn_mask)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("call", ALL)
+def test_causal_bias_compiled(call: str, variant: str) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(ALL[call], fullgraph=True, backend="aot_eager")
+    for L, S in ((5, 7), (9, 9), (9, 4), (1, 4)):
+        inputs, _ = make(variant, L, S)
+        torch.testing.assert_close(compiled(*inputs), ALL[call](*inputs))
+    torch.compiler.reset()
+
+
+def test_causal_bias_made_in_a_compiled_function() -> None:
+    """PyTorch cannot trace the making; the rest is compiled around it."""
+
+    def function(*x: Tensor) -> Tensor:
+        return torch_attn.sdpa(*x, causal_lower_right(5, 7)) + 1
+
+    inputs, mask = make("lower right", 5, 7)
+    compiled = torch.compile(function, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs[:3]), reference.sdpa(*inputs[:3], mask) + 1)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the check of the lengths
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_causal_bias_in_programs(variant: str) -> None:
+    """Mapped, traced and exported."""
+    inputs, mask = make(variant, 5, 7)
+    expected = reference.sdpa(*inputs[:3], mask)
+    torch.testing.assert_close(vmap(torch_attn.sdpa, (0, 0, 0, None))(*inputs), expected)
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch_attn.sdpa(query, key, value, inputs.attn_mask)
+
+    traced = torch.jit.trace(function, inputs[:3], check_trace=False)
+    torch.testing.assert_close(traced(*inputs[:3]), expected)
+
+    class Module(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return function(query, key, value)
+
+    exported = torch.export.export(Module(), inputs[:3])
+    torch.testing.assert_close(exported.module()(*inputs[:3]), expected)
+
+
+@pytest.mark.parametrize("first", ["torch_attn", "torch.nn.attention.bias"])
+def test_causal_bias_imported_before_or_after(first: str) -> None:
+    code = f"""
+import {first}, torch, torch_attn, sys
+assert ("torch.nn.attention.bias" in sys.modules) == ({first!r} != "torch_attn")
+import torch.nn.attention.bias as bias
+x = torch.randn(2, 5, 8)
+expected = torch.ops.attn.sdpa(x, x, x, is_causal=True)
+assert torch.ops.attn.sdpa(x, x, x, bias.causal_upper_left(5, 5)).equal(expected)
+expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+y = torch.nn.functional.scaled_dot_product_attention(x, x, x, bias.causal_upper_left(5, 5))
+assert y.equal(expected)
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
+
+
+def test_other_functions_of_a_causal_bias() -> None:
+    bias = causal_lower_right(2, 3)
+    assert torch.Tensor.size(bias) == (2, 2, 3)
+    assert str(bias) == str(torch.ones(2, 3, dtype=torch.bool).tril(1))
+
+
+# --- others ---------------------------------------------------------------------------------------
+
+
+class Plain(Tensor):
+    """Overrides nothing."""
+
+
+class Wrapper(Tensor):
+    """Holds another tensor and does with it what is done to the wrapper."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=inner.device,
+            requires_grad=inner.requires_grad,
+        )
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner.detach()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        unwrap = lambda t: t.inner if isinstance(t, Wrapper) else t  # noqa: E731
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        wrap = lambda t: Wrapper(t) if isinstance(t, Tensor) else t  # noqa: E731
+        return torch.utils._pytree.tree_map(wrap, function(*args, **kwargs))
+
+
+# A subclass made of a tensor, and the type that the output has.
+WORKING: dict[str, tuple[Callable[[Tensor], Tensor], type]] = {
+    "Parameter": (torch.nn.Parameter, Tensor),
+    "Buffer": (torch.nn.Buffer, Tensor),
+    "without overrides": (lambda t: t.detach().as_subclass(Plain).requires_grad_(), Plain),
+    "wrapper": (lambda t: Wrapper(t.detach().requires_grad_()), Wrapper),
+}
+
+
+@pytest.mark.parametrize("call", ALL)
+@pytest.mark.parametrize("which", WORKING)
+def test_subclasses_that_work(which: str, call: str) -> None:
+    wrap, type_of_output = WORKING[which]
+    inputs = make_inputs(5, 7, mask=(5, 7))
+    expected = reference.sdpa(*inputs)
+    for wrapped in (inputs.map(wrap), inputs._replace(attn_mask=wrap(inputs.attn_mask))):
+        output = ALL[call](*wrapped)
+        output = output[0] if call in WITH_WEIGHTS else output
+        assert type(output) is type_of_output
+        plain = output.inner if isinstance(output, Wrapper) else output.as_subclass(Tensor)
+        torch.testing.assert_close(plain, expected)
+        if wrapped.attn_mask.requires_grad:
+            output.sum().backward()
+            assert wrapped.attn_mask.grad.shape == (5, 7)
+
+
+@pytest.mark.parametrize("sdpa", ALL.values(), ids=ALL)
+def test_subclasses_that_do_not(sdpa: Callable[..., Any]) -> None:
+    inputs = make_inputs(5, 7, mask=(5, 7))
+    masked = torch.masked.masked_tensor(inputs.attn_mask, inputs.attn_mask > 0)
+    with pytest.raises(TypeError, match="MaskedTensor"):
+        sdpa(*inputs[:3], masked)
+    with pytest.raises(ValueError, match=r"uninitialized parameter in attn\.sdpa"):
+        sdpa(torch.nn.UninitializedParameter(), *inputs[1:])
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 7, device="cpu")
+    message = r"'Optional\[Tensor\]' for argument 'attn_mask' but .* 'BlockMask'"
+    with pytest.raises(RuntimeError, match=message):
+        sdpa(*inputs[:3], block_mask)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("sdpa", ALL.values(), ids=ALL)
+def test_nested_tensors(sdpa: Callable[..., Any], mode: Any) -> None:
+    """The message says which argument is nested and what to do; doing it works."""
+    x = torch.randn(3, 2, 5, 8)
+    with mode():
+        parts = [x[0, :, :4], x[1], x[2, :, :2]]  # [H, L, E]
+        nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        for name in ("query", "key", "value", "attn_mask"):
+            call = {"query": x, "key": x, "value": x, "attn_mask": None, name: nested}
+            with pytest.raises(RuntimeError, match=rf"attn::sdpa.*{name} .*(nested|Jagged)"):
+                sdpa(**call)

@@ -1,0 +1,114 @@
+"""The tensor subclasses of PyTorch that the operators must be told about.
+
+An operator sees a subclass either as the plain tensor inside of it or, if the subclass has its own
+``__torch_dispatch__``, not at all. That suits most. It does not suit
+
+- :class:`torch.nn.attention.bias.CausalBias`, the mask of ``causal_upper_left`` and
+  ``causal_lower_right``: inside is memory that nobody has written, for the mask is in its
+  attributes. Its ``__torch_function__`` knows the built-in attention, and here learns ours;
+- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``, which says of our operators
+  only that it has no implementation of them. Here it learns an error that says what to do.
+
+Where PyTorch takes the subclass away before an operator is called, a CausalBias is read as that
+memory, by the built-in as by ours: as an argument of a function that is scripted or transformed by
+:mod:`torch.func`. Let such a function take it from around it, not as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_attn._when_imported import when_imported
+
+__all__ = ["register_when_imported"]
+
+
+def register_when_imported() -> None:
+    """Tells each subclass about the operators, once its module is there; the package calls it."""
+    when_imported("torch.nn.attention.bias", _register_causal_bias)
+    when_imported("torch.nested._internal.nested_tensor", _register_nested)
+
+
+def _register_causal_bias() -> None:
+    from torch.nn.attention import bias
+
+    causal_bias: Any = bias.CausalBias
+    own = causal_bias.__torch_function__.__func__
+    ops = torch.ops.attn
+    known = (ops.sdpa, ops.sdpa.default, ops.sdpa_with_weights, ops.sdpa_with_weights.default)
+
+    def torch_function(
+        cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in known:
+            return _attend_causally(func, *args, **(kwargs or {}))
+        return own(cls, func, types, args, kwargs)
+
+    causal_bias.__torch_function__ = classmethod(torch_function)
+
+
+def _attend_causally(
+    op: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The operator with the mask that a CausalBias stands for, as the built-in reads it."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, CausalBias):
+            raise TypeError(f"attn::sdpa: {name} is a CausalBias, which only attn_mask may be")
+    if is_causal:
+        raise ValueError(
+            "attn::sdpa: is_causal is True and attn_mask a CausalBias, which says itself what is "
+            "causal; give one of them"
+        )
+    L, S = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if (*query.shape[-2:-1], *key.shape[-2:-1]) != (L, S):
+        raise RuntimeError(
+            f"attn::sdpa: attn_mask is a CausalBias of {L} queries and {S} keys, but query is "
+            f"{list(query.shape)} and key {list(key.shape)}; the lengths must be equal"
+        )
+
+    def attend(query: Tensor, mask: Tensor | None, is_causal: bool = False) -> Any:
+        return op(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    if attn_mask.variant == CausalVariant.UPPER_LEFT or L == S:
+        return attend(query, None, is_causal=True)
+    if L <= 1:
+        return attend(query, None)
+    # Query i sees the keys j <= i + S - L. With the queries in reverse order that is i + j < S: a
+    # mask whose rows are one vector, each beginning one further, so L + S - 1 numbers hold it.
+    mask = torch.arange(L + S - 1, device=query.device).lt(S).unfold(0, S, 1)
+    results = attend(query.flip(-2), mask)
+    if isinstance(results, Tensor):
+        return results.flip(-2)
+    return tuple(result.flip(-2) for result in results)
+
+
+def _register_nested() -> None:
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    def refuse(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> None:
+        names = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        nested = next(name for name in given if isinstance(given[name], NestedTensor))
+        raise RuntimeError(
+            f"attn::sdpa: {nested} is a nested tensor; it must be a dense one. Pad it, "
+            f"{nested}.to_padded_tensor(0.0), and hide the padding with attn_mask, or call attn "
+            f"for each of {nested}.unbind()"
+        )
+
+    for name in ("sdpa", "sdpa_with_weights", "_sdpa_forward"):
+        torch.library.register_torch_dispatch(f"attn::{name}", NestedTensor, refuse)
