@@ -95,20 +95,21 @@ def run_script(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("how", ["trace", "script"])
+@pytest.mark.parametrize("how", ["trace", "script", "script of the operator"])
 def test_torchscript(how: str, tmp_path: Path) -> None:
     """What torch.jit still does, it does: here, and saved, in another process."""
 
-    class Scripted(nn.Module):
+    class OfTheOperator(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
             return torch.ops.attn.sdpa(
                 2 * query, key, value, mask, is_causal=True, enable_gqa=True
             ).relu()
 
     inputs = make(2, 5, 7)
-    program = (
-        torch.jit.trace(Attention(), inputs) if how == "trace" else torch.jit.script(Scripted())
-    )
+    if how == "trace":
+        program = torch.jit.trace(Attention(), inputs)
+    else:
+        program = torch.jit.script(Attention() if how == "script" else OfTheOperator())
     assert "attn::sdpa" in str(program.inlined_graph)
     check(program)
     leaves = [t.requires_grad_() for t in inputs]
@@ -118,3 +119,24 @@ def test_torchscript(how: str, tmp_path: Path) -> None:
     path = str(tmp_path / "attention.pt")
     program.save(path)
     in_fresh_process(run_script, path)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights"])
+def test_torchscript_of_the_function(name: str) -> None:
+    """With every argument, by position and by name, and the defaults of the operator."""
+    function = getattr(torch_attn, name)
+    scripted = torch.jit.script(function)
+    query, key, value, mask = make(2, 5, 7)
+    for options in ({}, {"is_causal": True, "scale": 0.3}, {"dropout_p": 1.0}):
+        expected = function(query, key, value, mask, enable_gqa=True, **options)
+        actual = scripted(query, key, value, mask, enable_gqa=True, **options)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    expected = function(query, query, query)
+    torch.testing.assert_close(scripted(query, query, query), expected, rtol=0, atol=0)
+    of_operator = getattr(torch.ops.attn, name).default._schema.arguments
+    for argument, other in zip(scripted.schema.arguments, of_operator, strict=True):
+        assert (argument.name, str(argument.type)) == (other.name, str(other.type))
+        assert argument.default_value == other.default_value
+    with pytest.raises(RuntimeError, match="key"):
+        scripted(query, key[..., :3], value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 from torch.func import (
@@ -414,3 +415,51 @@ def test_gradients_of_each_sample_with_dropout() -> None:
     for one, other in itertools.combinations(range(N), 2):
         assert not torch.equal(different[one], different[other])
         torch.testing.assert_close(same[one], same[other])
+
+
+# --- numbers that are tensors ---------------------------------------------------------------------
+
+
+FUNCTIONS = {"sdpa": torch_attn.sdpa, "sdpa_with_weights": torch_attn.sdpa_with_weights}
+
+
+@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_number_has_no_derivative(function: Callable[..., Any], name: str) -> None:
+    """Asking for one is an error, as it is with the built-in, and no zero."""
+    x = torch.randn(2, 5, 8)
+    number = torch.tensor(0.5, requires_grad=True)
+
+    def call(number: Tensor) -> Tensor:
+        return torch.utils._pytree.tree_leaves(function(x, x, x, **{name: number}))[0]
+
+    message = f"{name} is a tensor that wants a derivative and would get none; it must be a number"
+    for wanted in (
+        lambda: call(number),
+        lambda: call(nn.Parameter(number.detach())),
+        lambda: grad(lambda n: call(n).sum())(number.detach()),
+        lambda: jvp(call, (number.detach(),), (torch.ones(()),)),
+        lambda: torch.compile(call, backend="eager")(number),
+    ):
+        with pytest.raises(TypeError, match=message):
+            wanted()
+    with pytest.raises(TypeError, match=f"argument '{name}'.* must be float, not Tensor"):
+        F.scaled_dot_product_attention(x, x, x, **{name: number})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_number_may_be_of_any_type(function: Callable[..., Any]) -> None:
+    x = torch.randn(2, 5, 8)
+    expected = function(x, x, x, None, 1.0, scale=2.0)
+    for one, two in ((1, 2), (torch.tensor(1.0), torch.tensor(2.0)), (True, 2.0)):
+        actual = function(x, x, x, None, one, scale=two)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_scale_that_is_learned() -> None:
+    """As the error says."""
+    query, key, value, _ = make_inputs(5, 7, dtype=F64)
+    scale = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    assert gradcheck(lambda s: torch_attn.sdpa(query * s, key, value, scale=1.0), (scale,))
+    expected = torch_attn.sdpa(query, key, value, scale=0.3)
+    torch.testing.assert_close(torch_attn.sdpa(query * scale, key, value, scale=1.0), expected)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["sdpa", "sdpa_with_weights"]
+
+# Both can be compiled by torch.jit.script. It takes no arguments that are given by name only and
+# have a default, so that `scale` and `enable_gqa` may be given by position here.
 
 
 def sdpa(
@@ -15,7 +21,6 @@ def sdpa(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -38,7 +43,8 @@ def sdpa(
         attn_mask: at least 2-D, broadcasts to ``[B..., Hq, L, S]`` without enlarging it. Boolean:
             True = the query may attend to the key. Floating, of query's dtype or float32: added to
             the scaled scores; ``-inf`` masks the key. A floating mask may require a gradient, which
-            has the mask's own shape.
+            has the mask's own shape. Or ``causal_upper_left(L, S)`` or ``causal_lower_right(L, S)``
+            of :mod:`torch.nn.attention.bias`, of which no L x S mask is made.
         dropout_p: probability, in [0, 1], with which each weight is zeroed; the others are divided
             by ``1 - dropout_p``. Applies whenever it is not 0: pass 0 in evaluation. Drawn from
             torch's default generator of the device, so :func:`torch.manual_seed` repeats it.
@@ -56,6 +62,9 @@ def sdpa(
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, or a dropout outside [0, 1]. The
             message names the argument, what it was and what is allowed. Nothing is read or written.
+        TypeError: `scale` or `dropout_p` is a tensor of which a derivative is asked, for they have
+            none. ``torch.ops.attn.sdpa`` itself cannot see that: PyTorch makes a number of it.
+        ValueError: `is_causal` beside one of the two causal biases.
 
     Precision: bfloat16 and float16 accumulate in float32, with the softmax in float32; float64 is
     float64 throughout. Under :class:`torch.autocast` the inputs are cast as the built-in's are.
@@ -94,6 +103,8 @@ def sdpa(
         >>> output.shape, bias.grad.shape
         (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 120]))
     """
+    if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
+        _refuse_derivatives(scale=scale, dropout_p=dropout_p)
     output: Tensor = torch.ops.attn.sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -107,7 +118,6 @@ def sdpa_with_weights(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +141,22 @@ def sdpa_with_weights(
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
+    if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
+        _refuse_derivatives(scale=scale, dropout_p=dropout_p)
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return results
+
+
+def _refuse_derivatives(**numbers: Any) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, Tensor):
+            continue
+        tangent = forward_ad.unpack_dual(number).tangent  # type: ignore[no-untyped-call]
+        if number.requires_grad or tangent is not None:
+            learn = "; to learn it, multiply the query by it and set it to 1"
+            raise TypeError(
+                f"attn::sdpa: {name} is a tensor that wants a derivative and would get none; "
+                f"it must be a number{learn if name == 'scale' else ''}"
+            )
