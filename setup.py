@@ -90,6 +90,9 @@ class BuildLibrary(BuildExtension):
         # also `pip install -e .`, compile only what changed.
         if given is None:
             self.build_temp = str(Path("build") / f"torch-{torch.__version__}")
+        # ninja knows what to compile. Of the library, setuptools would look at the date only and
+        # keep the one that was built for another torch.
+        self.force = True
 
     def run(self):
         super().run()
@@ -102,12 +105,6 @@ class BuildLibrary(BuildExtension):
 library = (CUDAExtension if CUDA else CppExtension)(
     name="torch_attn.libattn",
     sources=listed_sources(),
-    depends=sorted(
-        str(path)
-        for directory in (CSRC, STAND_INS)
-        for path in directory.rglob("*")
-        if path.suffix in {".h", ".inl", ".cuh", ".cu", ".txt"}
-    ),
     # A stand-in's headers come before those of the same name.
     include_dirs=[str(path.resolve()) for path in ([STAND_INS] if STAND_IN else []) + [CSRC]],
     py_limited_api=True,  # leaves libtorch_python out
