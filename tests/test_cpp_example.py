@@ -60,6 +60,21 @@ def test_no_python_in_the_library(installed: Path) -> None:
         assert not re.search(r" U _?Py", run("nm", "--dynamic", library))
 
 
+def test_libraries_are_looked_for_beside_it_and_in_torch(installed: Path) -> None:
+    """Of the package's library nothing is looked for: Python has loaded torch before it."""
+    assert searched(Path(torch_attn.__file__).with_name("libattn.so")) == []
+    torch_lib = str(Path(torch.__file__).parent / "lib")
+    directories = searched(installed / "lib" / "libattn.so")
+    assert directories[:2] == ["$ORIGIN", torch_lib]
+    assert len(directories) == (3 if torch.version.cuda else 2)  # the CUDA toolkit's
+
+
+def searched(library: Path) -> list[str]:
+    """The directories in which the dynamic linker looks for what the library needs."""
+    paths = re.findall(r"\((?:RUNPATH|RPATH)\) .*\[(.*)\]", run("readelf", "--dynamic", library))
+    return [directory for path in paths for directory in path.split(":")]
+
+
 def test_example(installed: Path, tmp_path: Path) -> None:
     cmake_build(ROOT / "examples" / "cpp", tmp_path, installed)
     output = run(tmp_path / "example")
