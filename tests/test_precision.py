@@ -92,3 +92,15 @@ def test_float64_is_float64(kernels: str) -> None:
     before = results(torch_attn.sdpa, inputs)
     torch.set_float32_matmul_precision("medium")
     assert_same_bits(results(torch_attn.sdpa, inputs), before)
+
+
+@pytest.mark.regression
+def test_subnormal_halves_are_numbers(cpu_capability: str) -> None:
+    """torch.set_flush_denormal is about floats: every half is a float that is not subnormal."""
+    value = torch.arange(1, 1025, dtype=torch.int16).view(torch.float16).view(1, 1024)
+    query, key = torch.zeros(1, 8, dtype=torch.float16), torch.zeros(1, 8, dtype=torch.float16)
+    assert torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(torch_attn.sdpa(query, key, value), value)
+    finally:
+        torch.set_flush_denormal(False)

@@ -13,11 +13,12 @@
 extern "C" void GOMP_parallel(void (*f)(void*), void* data, unsigned threads, unsigned flags);
 extern "C" int omp_get_thread_num();
 extern "C" int omp_pause_resource_all(int kind);
-constexpr int kPauseHard = 2;  // omp_pause_hard of <omp.h>
 
 namespace attn {
 
 namespace {
+
+constexpr int kPauseHard = 2;  // omp_pause_hard of <omp.h>
 
 // A forked process has only the thread that forked. If that thread had a team of OpenMP threads, its next parallel region
 // would wait for them for ever. So the team is dissolved before the fork, and parent and child each make a new one when

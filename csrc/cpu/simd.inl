@@ -167,8 +167,8 @@ using Shorts = typename VectorOf<uint16_t, kLanes<T>>::type;
 template <class T>
 using Bytes = typename VectorOf<uint8_t, kLanes<T>>::type;
 
-// IEEE half <-> float by integer arithmetic. A half's exponent and mantissa, moved to a float's place, are the number
-// times 2^-112, subnormals included.
+// IEEE half <-> float by integer arithmetic: a half's exponent and mantissa are moved to a float's place, and the
+// exponent's bias of 15 becomes 127.
 ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
 #if ATTN_VECTOR_BYTES == 64
   return bit_cast<Vec<float>>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
@@ -178,8 +178,11 @@ ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
   using U = Vec<uint32_t>;
   const U wide = __builtin_convertvector(h, U);
   const U magnitude = (wide & 0x7fffu) << 13;
-  U bits = bit_cast<U>(bit_cast<Vec<float>>(magnitude) * 0x1p112f);
+  U bits = magnitude + (112u << 23);
   bits = magnitude >= (0x7c00u << 13) ? (magnitude | 0x7f800000u) : bits;  // infinity, NaN
+  // A subnormal half is an integer times 2^-24. No float here is subnormal: torch.set_flush_denormal would make it 0.
+  const Vec<float> subnormal = __builtin_convertvector(bit_cast<Vec<int32_t>>(wide & 0x3ffu), Vec<float>) * 0x1p-24f;
+  bits = magnitude < (0x0400u << 13) ? bit_cast<U>(subnormal) : bits;
   return bit_cast<Vec<float>>(bits | ((wide & 0x8000u) << 16));
 #endif
 }
