@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import torch_attn
 from torch_attn import functional
@@ -29,13 +28,20 @@ def test_docstrings() -> None:
     assert result.failed == 0
 
 
-def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {"model": tiny_model()}
+@pytest.mark.parametrize("block", examples(README))
+def test_readme(block: str) -> None:
+    """Each runs alone, as somebody runs it who copied no other."""
+    exec(block, {})
+
+
+def test_readme_says_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
     for block in examples(README):
-        exec(block, names)  # one after the other, as a reader would
-    assert names["model"].config._attn_implementation == "attn"
-    assert names["weights"].shape == (2, 8, 100, 120)
-    assert "torch.Size([8, 100, 120])" in capsys.readouterr().out
+        exec(block, {})
+        says = re.findall(r"^print\(.*  # (.*)$", block, re.MULTILINE)
+        printed.append((says, capsys.readouterr().out))
+    assert (["torch.Size([8, 100, 120])"], "torch.Size([8, 100, 120])\n") in printed
+    assert (["2: once a layer"], "2\n") in printed
 
 
 def test_derivatives_page() -> None:
@@ -55,12 +61,3 @@ def test_support_table() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.table() == module.committed()
-
-
-def tiny_model() -> nn.Module:
-    """What the README calls a model you have."""
-    from transformers import BertConfig, BertModel
-
-    return BertModel(
-        BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
-    )
