@@ -7,19 +7,15 @@ loads it with ``torch.ops.load_library``.
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import (
-    CUDA_HOME,
-    BuildExtension,
-    CppExtension,
-    CUDAExtension,
-    get_cxx_compiler,
-    include_paths,
-)
+
+sys.path.insert(0, str(Path(__file__).parent))  # which a build backend does not do
+import cuda_toolkit
 
 CSRC = Path("csrc")
 STAND_INS = Path("tests") / "stand_in"
@@ -30,23 +26,25 @@ STAND_IN = os.environ.get("ATTN_STAND_IN", "")
 if STAND_IN not in ("", "amx", "cuda"):
     raise SystemExit(f"ATTN_STAND_IN is {STAND_IN!r}; it must be 'amx', 'cuda' or not set")
 
+# A source distribution is made without compiling.
+SDIST = "sdist" in sys.argv
 
-def with_cuda() -> bool:
-    """Whether torch has CUDA and nvcc is there; ATTN_CUDA=0 or 1 decides otherwise."""
-    wanted = os.environ.get("ATTN_CUDA", "")
-    if wanted not in ("", "0", "1"):
-        raise SystemExit(f"ATTN_CUDA is {wanted!r}; it must be 0 or 1")
-    missing = {
-        "a torch with CUDA (this is a build without)": torch.version.cuda is None,
-        "nvcc (set CUDA_HOME to the directory of the CUDA toolkit)": CUDA_HOME is None,
-    }
-    lacking = " and ".join(what for what, is_missing in missing.items() if is_missing)
-    if wanted == "1" and lacking:
-        raise SystemExit(f"ATTN_CUDA is 1, which needs {lacking}")
-    return wanted != "0" and not lacking and not STAND_IN
+TOOLKIT = None if STAND_IN or SDIST else cuda_toolkit.choose(torch.version.cuda)
+CUDA = TOOLKIT is not None
+if CUDA:
+    os.environ["CUDA_HOME"] = str(TOOLKIT)
 
+# After CUDA_HOME, which it reads when it is imported.
+from torch.utils.cpp_extension import (  # noqa: E402
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+    get_cxx_compiler,
+    include_paths,
+)
 
-CUDA = with_cuda()
+# The releases of torch that the tests were run with.
+SUPPORTED = "torch>=2.11,<2.16"
 
 # BuildExtension looks for ninja on the PATH only, and a virtual environment need not be activated.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -134,8 +132,21 @@ library = (CUDAExtension if CUDA else CppExtension)(
     libraries=["gomp"],  # torch's OpenMP, whichever compiler it is: see csrc/cpu/parallel.cpp
 )
 
+# What was compiled is good for one minor release of torch, within which torch keeps its C++ ABI,
+# and with CUDA kernels for one major release of CUDA: the version and the dependencies say so. From
+# a source distribution only the dependencies do, as its setup.cfg empties the tag: pip takes only
+# what has the version of the file it comes from.
+major, minor = torch.__version__.split(".")[:2]
+tag = f"+torch{major}.{minor}"
+if CUDA:
+    tag += f".cu{torch.version.cuda.split('.')[0]}"
+
 setup(
     ext_modules=[library],
     cmdclass={"build_ext": BuildLibrary},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    install_requires=[SUPPORTED] if SDIST else [SUPPORTED, f"torch=={major}.{minor}.*"],
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        "egg_info": {"tag_build": "" if SDIST else tag},
+    },
 )

@@ -1,4 +1,4 @@
-// What differs between the supported releases of torch (2.11 to 2.13).
+// What differs between the supported releases of torch (2.11 to 2.15).
 #pragma once
 
 #include <torch/csrc/autograd/function.h>

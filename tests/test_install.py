@@ -1,16 +1,22 @@
-"""What setup.py and MANIFEST.in make: the source distribution, the wheel and the installed package."""
+"""What setup.py makes: the source distribution, the wheel and the installed package."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import torch_attn
+from check_wheel import compute, fresh_environment
 
+PIP = [sys.executable, "-m", "pip"]
+RELEASE = ".".join(torch.__version__.split(".")[:2])
 ROOT = Path(__file__).parents[1]
 
 
@@ -53,3 +59,62 @@ def test_sdist_is_the_checkout(sdist: Path) -> None:
         files = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
     generated = {name for name in files if name.startswith("torch_attn.egg-info/")}
     assert files - generated - {"PKG-INFO", "setup.cfg"} == checked_out()
+
+
+def test_pip_takes_the_sdist_by_its_version(sdist: Path) -> None:
+    """Among files, as on an index, pip refuses one whose metadata has another version."""
+    offline = ["--no-index", "--find-links", sdist.parent, "--no-build-isolation"]
+    dry = ["--dry-run", "--ignore-installed", "--no-deps"]
+    version = torch_attn.__version__
+    output = run(*PIP, "install", *dry, *offline, f"torch-attn=={version}")
+    assert f"Would install torch-attn-{version}\n" in output.replace("torch_attn", "torch-attn")
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("unpacked")
+    run("tar", "-xf", sdist, "--strip-components=1", cwd=directory)
+    return directory
+
+
+@pytest.mark.slow
+def test_install_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
+    """By the pip of this environment into a fresh one, so that the next test compiles nothing."""
+    python = fresh_environment(tmp_path)
+    into = ["--prefix", tmp_path, "--ignore-installed"]
+    run(*PIP, "install", *into, "--no-index", "--no-deps", "--no-build-isolation", unpacked)
+    version = torch_attn.__version__
+    assert compute(python) == f"torch_attn {version} computes with torch {torch.__version__}\n"
+
+
+@pytest.mark.slow
+def test_wheel(unpacked: Path, tmp_path: Path) -> None:
+    """It is for one release of torch, and its name and its dependencies say so."""
+    for name in ("PKG-INFO", "setup.cfg"):  # then it is like a checkout
+        (unpacked / name).unlink(missing_ok=True)
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "dist"]
+    run(*PIP, "wheel", *options, unpacked)
+    (wheel,) = (tmp_path / "dist").iterdir()
+    version = f"{torch_attn.__version__}+torch{RELEASE}"
+    assert re.fullmatch(
+        re.escape(f"torch_attn-{version}") + r"(\.cu\d+)?-cp310-abi3-.*", wheel.stem
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert f"\nRequires-Dist: torch=={RELEASE}.*\n" in archive.read(metadata).decode()
+    output = run(sys.executable, ROOT / "tests" / "check_wheel.py", wheel)
+    assert output.startswith(f"{wheel.name}: torch_attn {version}")
+
+
+def test_the_supported_releases_of_torch_are_the_same_everywhere() -> None:
+    supported = re.findall(r'"(torch>=.*?)"', (ROOT / "setup.py").read_text())
+    assert re.findall(r'"(torch>=.*?)"', (ROOT / "pyproject.toml").read_text()) == supported
+    oldest, after_newest = re.findall(r"2\.(\d+)", supported[0])
+    assert f"find_package(Torch 2.{oldest} " in (ROOT / "CMakeLists.txt").read_text()
+    assert f"2.{oldest} to 2.{int(after_newest) - 1}" in (ROOT / "README.md").read_text()
+    compat = (ROOT / "csrc" / "compat.h").read_text()
+    assert f"(2.{oldest} to 2.{int(after_newest) - 1})" in compat
+    listed = re.search(r"^TORCH_VERSIONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed
+    minors = [version.split(".")[1] for version in listed.group(1).split()]
+    assert minors == [str(minor) for minor in range(int(oldest), int(after_newest))]

@@ -1,0 +1,69 @@
+"""Installs a wheel into a fresh environment and computes with it there: `make wheel` runs it.
+
+The environment has the packages of the running interpreter, torch among them, but not torch_attn.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+# Run in the fresh environment, far from the checkout.
+PROGRAM = """
+import importlib.metadata, sys, torch, torch_attn
+from torch_attn import reference
+
+assert torch_attn.__file__.startswith(sys.prefix), torch_attn.__file__
+x = [torch.randn(2, 3, 50, 16, requires_grad=True) for _ in range(3)]
+output = torch_attn.sdpa(*x, is_causal=True)
+expected = reference.sdpa(*x, is_causal=True)
+torch.testing.assert_close(output, expected)
+gradients = [torch.autograd.grad(o.square().sum(), x) for o in (output, expected)]
+torch.testing.assert_close(*gradients)
+version = importlib.metadata.version("torch-attn")
+print(f"torch_attn {version} computes with torch {torch.__version__}")
+"""
+
+
+def fresh_environment(directory: Path) -> Path:
+    """Makes a virtual environment that has all packages but torch_attn; returns its Python."""
+    venv.create(directory, symlinks=True)
+    python = directory / "bin" / "python"
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout[:-1])
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if "torch_attn" not in package.name:
+            (packages / package.name).symlink_to(package)
+    return python
+
+
+def compute(python: Path) -> str:
+    """Runs the program, far from the checkout; returns what it printed."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("ATTN_LIBRARY", "PYTHONPATH")}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        return subprocess.run(
+            [python, "-c", PROGRAM],
+            cwd=elsewhere,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+
+
+def main() -> None:
+    for wheel in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as directory:
+            python = fresh_environment(Path(directory))
+            install = ["-m", "pip", "install", "--quiet", "--no-index", wheel]
+            subprocess.run([python, *install], check=True)
+            print(f"{Path(wheel).name}: {compute(python)}", end="")
+
+
+if __name__ == "__main__":
+    main()
