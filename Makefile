@@ -2,17 +2,22 @@
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
+# The releases of torch that are supported: `make wheel` builds for each, `make test-torch` tests one.
+TORCH_VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+# A line of ours says what is installed; pip speaks only if it fails.
+INSTALL := -m pip --disable-pip-version-check --quiet install
+PIP := $(BIN)/python $(INSTALL)
 TORCH := $(VENV)/torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/installed
 PEERS := $(VENV)/peers
 CUDA_VENV := .venv-cuda
 CUDA_BIN := $(CUDA_VENV)/bin
-# Where nvcc is, also if the one on the PATH is a script that calls it.
-CUDA_TOOLKIT := nvcc --dryrun -c x.cu 2>&1 | sed -n 's/^\#\$$ _HERE_=\(.*\)\/bin$$/\1/p'
+# What depends on torch most, with one of the instruction sets: a release of torch is supported if this passes.
+CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%.py,library main forward backward derivatives autograd functional \
+  subsystems compile export validate meta autocast weights dropout)
 LIBRARY := torch_attn/libattn.so
 CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu')
 
@@ -23,7 +28,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test bench bench-peers check-cuda lint format
+.PRECIOUS: .venv-torch-%/installed
+.PHONY: help demo test test-torch bench bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{17}) *\|/\1/'
@@ -34,6 +40,12 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 test: $(INSTALLED) $(LIBRARY) ## all tests
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile tests
 
+test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with another torch: TORCH_VERSION=2.15.0
+	@echo "==> Compiling for torch $(TORCH_VERSION)"
+	@.venv-torch-$(TORCH_VERSION)/bin/python setup.py build_ext --build-lib build/test-torch-$(TORCH_VERSION) 2>&1 | $(PROGRESS)
+	@ATTN_LIBRARY=$(CURDIR)/build/test-torch-$(TORCH_VERSION)/torch_attn/libattn.so OMP_WAIT_POLICY=passive \
+	  .venv-torch-$(TORCH_VERSION)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(CORE)
+
 bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there is one), and a chart, into out/
 	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png
 
@@ -42,9 +54,26 @@ bench-peers: $(PEERS) $(LIBRARY) ## speed against the other attentions of a CPU
 
 check-cuda: $(CUDA_VENV)/installed ## a build with CUDA, all that needs no GPU checked; needs nvcc
 	@echo "==> Compiling build/cuda/torch_attn/libattn.so"
-	@CUDA_HOME=$${CUDA_HOME:-$$($(CUDA_TOOLKIT))} ATTN_CUDA=1 $(CUDA_BIN)/python setup.py build_ext \
-	  --build-lib build/cuda 2>&1 | $(PROGRESS)
+	@ATTN_CUDA=1 $(CUDA_BIN)/python setup.py build_ext --build-lib build/cuda 2>&1 | $(PROGRESS)
 	@ATTN_LIBRARY=build/cuda/torch_attn/libattn.so $(CUDA_BIN)/python -m tests.cuda.check_build
+
+sdist: $(TORCH) ## the source distribution, into dist/
+	@echo "==> Packing the sources into dist/"
+	@$(BIN)/python setup.py -q sdist 2>&1 | sed '/no previously-included/d' # what MANIFEST.in leaves out
+
+wheel: $(TORCH_VERSIONS:%=wheel-%) ## a wheel for each of TORCH_VERSIONS, checked and tried, into dist/
+
+# pip would also pack what an earlier build has left in build/lib.
+wheel-%: .venv-torch-%/installed
+	@echo "==> Compiling for torch $*"
+	@rm -rf build/lib.* build/wheel
+	@.venv-torch-$*/bin/python setup.py build_ext 2>&1 | $(PROGRESS)
+	@echo "==> Making the wheel for torch $*"
+	@.venv-torch-$*/bin/python -m pip --quiet wheel --no-index --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@.venv-torch-$*/bin/python -m twine check --strict build/wheel/*.whl
+	@.venv-torch-$*/bin/python tests/check_wheel.py build/wheel/*.whl
+	@mkdir -p dist
+	@mv build/wheel/*.whl dist/
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check .
@@ -58,31 +87,42 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 $(TORCH):
-	@echo "==> Making $(VENV) with torch $(TORCH_VERSION)"
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==$(TORCH_VERSION) numpy 'setuptools>=77' ninja
+	@echo "==> Making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "==> Installing torch $(TORCH_VERSION) (downloads 200 MB, up to 5 GB with CUDA)"
+	@$(PIP) torch==$(TORCH_VERSION) numpy 'setuptools>=77' ninja
 	@touch $@
 
 # sed: of each compiler command, the file it compiles.
-$(LIBRARY): $(TORCH) setup.py $(shell find csrc -type f)
+$(LIBRARY): $(TORCH) setup.py cuda_toolkit.py $(shell find csrc -type f)
 	@echo "==> Compiling $@"
 	@$(BIN)/python setup.py build_ext --inplace 2>&1 | $(PROGRESS)
 
 # torch is named again so that no dependency brings another one.
 $(INSTALLED): $(TORCH) pyproject.toml
 	@$(MAKE) --no-print-directory $(LIBRARY)
-	@echo "==> Installing torch_attn and what demo, tests and lint need"
-	$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[demo,test,lint]'
+	@echo "==> Installing torch_attn and what demo, tests and lint need (downloads 300 MB)"
+	@$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[demo,test,lint]'
 	@touch $@
 
 # Of the same version; === takes the build of the package index, which has CUDA.
 $(CUDA_VENV)/installed:
-	@echo "==> Making $(CUDA_VENV) with a CUDA build of torch $(TORCH_VERSION) (5 GB)"
-	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_BIN)/python -m pip --disable-pip-version-check install 'torch===$(TORCH_VERSION)' numpy 'setuptools>=77' ninja
+	@echo "==> Making $(CUDA_VENV)"
+	@$(PYTHON) -m venv $(CUDA_VENV)
+	@echo "==> Installing torch $(TORCH_VERSION) with CUDA (downloads 3 GB)"
+	@$(CUDA_BIN)/python $(INSTALL) 'torch===$(TORCH_VERSION)' numpy 'setuptools>=77' ninja
+	@touch $@
+
+# One per release of torch, with what test-torch and wheel need.
+.venv-torch-%/installed:
+	@echo "==> Making .venv-torch-$*"
+	@$(PYTHON) -m venv .venv-torch-$*
+	@echo "==> Installing torch $* (downloads 200 MB, up to 5 GB with CUDA)"
+	@.venv-torch-$*/bin/python $(INSTALL) torch==$* expecttest hypothesis ninja numpy pytest pytest-xdist \
+	  'setuptools>=77' twine
 	@touch $@
 
 $(PEERS): $(INSTALLED)
 	@echo "==> Installing what bench-peers compares"
-	$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[peers]'
+	@$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[peers]'
 	@touch $@
