@@ -19,6 +19,8 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%.py,library main forward backward derivatives autograd functional \
   subsystems compile export validate meta autocast weights dropout)
 LIBRARY := torch_attn/libattn.so
+# One process a core, each file of tests in one of them. Idle threads sleep, so that they take no core from others.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu')
 
 # Of what ninja prints, the names of the files.
@@ -29,7 +31,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo test test-torch bench bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo test test-all test-torch bench bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{17}) *\|/\1/'
@@ -37,8 +39,11 @@ help: ## this list
 demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table and a picture, into out/
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) $(LIBRARY) ## all tests
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile tests
+test: $(INSTALLED) $(LIBRARY) ## every test once per instruction set, within 10 minutes on two cores
+	@$(PYTEST) --quick tests
+
+test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000: half an hour
+	@$(PYTEST) tests
 
 test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with another torch: TORCH_VERSION=2.15.0
 	@echo "==> Compiling for torch $(TORCH_VERSION)"
