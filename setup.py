@@ -6,6 +6,7 @@ loads it with ``torch.ops.load_library``.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -141,7 +142,21 @@ tag = f"+torch{major}.{minor}"
 if CUDA:
     tag += f".cu{torch.version.cuda.split('.')[0]}"
 
+
+def description() -> str:
+    """The README as package indexes show it, where a link to a file of the checkout leads nowhere.
+
+    ATTN_REPOSITORY=https://... makes such links absolute; without it the name of the file is left.
+    """
+    repository = os.environ.get("ATTN_REPOSITORY")
+    link = rf"[\1]({repository}/\2)" if repository else r"\1 (`\2`)"
+    text = re.sub(r"\[([^][]+)\]\((?!https?:)([^()]+)\)", link, Path("README.md").read_text())
+    return re.sub(r"(\S+) \(`\1`\)", r"`\1`", text)
+
+
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[library],
     cmdclass={"build_ext": BuildLibrary},
     install_requires=[SUPPORTED] if SDIST else [SUPPORTED, f"torch=={major}.{minor}.*"],

@@ -61,6 +61,19 @@ def test_sdist_is_the_checkout(sdist: Path) -> None:
     assert files - generated - {"PKG-INFO", "setup.cfg"} == checked_out()
 
 
+def test_page_of_a_package_index(sdist: Path) -> None:
+    """It is the README without links to files, which are not there."""
+    with tarfile.open(sdist) as archive:
+        (name,) = [n for n in archive.getnames() if n.count("/") == 1 and n.endswith("PKG-INFO")]
+        page = archive.extractfile(name)
+        assert page is not None
+        text = page.read().decode()
+    assert "text/markdown" in text
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+    assert "start with `torch_attn/reference.py`, the textbook" in text
+    assert "[transformers](https://huggingface.co/docs/transformers)" in text
+
+
 def test_pip_takes_the_sdist_by_its_version(sdist: Path) -> None:
     """Among files, as on an index, pip refuses one whose metadata has another version."""
     offline = ["--no-index", "--find-links", sdist.parent, "--no-build-isolation"]
