@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torch_attn
 from helpers import in_fresh_process, make_inputs
@@ -237,6 +238,23 @@ def test_heads_over_two_dimensions() -> None:
         (R, R),
         (Batch, Head),
     ]
+
+
+def causal_biases() -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    inputs = make_inputs(5, 7, heads=4)[:3]
+    tensors = [distribute_tensor(t, mesh, [Head]) for t in inputs]
+    output = torch_attn.sdpa(*tensors, causal_upper_left(5, 7))
+    assert output.placements == (Head,)
+    expected = torch_attn.sdpa(*inputs, is_causal=True)
+    torch.testing.assert_close(output.full_tensor(), expected)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch_attn.sdpa(*tensors, causal_lower_right(5, 7))
+
+
+def test_causal_biases(run: Run) -> None:
+    run(causal_biases)
 
 
 @pytest.mark.parametrize("first", ["torch_attn", "torch.distributed.tensor"])

@@ -12,7 +12,8 @@ dimensions of the mesh, and derivatives of every order follow them:
 
 All others, over queries, keys or head_dim say, are first redistributed to one of these by DTensor's
 collectives. In any case the result is that of a single process. Dropout is an error, because the
-devices would have to draw one mask together.
+devices would have to draw one mask together. So is ``causal_lower_right`` where it is not square:
+give its mask as a DTensor.
 """
 
 from __future__ import annotations
