@@ -34,7 +34,7 @@ SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt
 void check_tensor(const char* name, const Tensor& t, const Tensor& query,
                   const char* shape = "[..., length, head_dim]") {
   TORCH_CHECK(t.defined(), "attn::sdpa: ", name, " is undefined; a tensor is needed");
-  TORCH_CHECK(!t.is_nested(), "attn::sdpa: ", name,
+  TORCH_CHECK(!t.is_nested() && t.layout() != at::kJagged, "attn::sdpa: ", name,
               " is a nested tensor; it must be a dense one: take query, key and value apart by .unbind() and call "
               "attn::sdpa for each, or pad them by torch.nested.to_padded_tensor and hide the padding by a mask");
   TORCH_CHECK(t.layout() == at::kStrided, "attn::sdpa: ", name, " has layout ", t.layout(),

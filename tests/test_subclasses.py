@@ -295,5 +295,5 @@ def test_nested_tensors(sdpa: Callable[..., Any], mode: Any) -> None:
         nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
         for name in ("query", "key", "value", "attn_mask"):
             call = {"query": x, "key": x, "value": x, "attn_mask": None, name: nested}
-            with pytest.raises(RuntimeError, match=rf"attn::sdpa.*{name} .*(nested|Jagged)"):
+            with pytest.raises(RuntimeError, match=rf"attn::sdpa.*{name} .*to_padded_tensor"):
                 sdpa(**call)
