@@ -31,7 +31,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo test test-all test-torch bench bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo test test-all test-torch fuzz bench bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{17}) *\|/\1/'
@@ -50,6 +50,10 @@ test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with
 	@.venv-torch-$(TORCH_VERSION)/bin/python setup.py build_ext --build-lib build/test-torch-$(TORCH_VERSION) 2>&1 | $(PROGRESS)
 	@ATTN_LIBRARY=$(CURDIR)/build/test-torch-$(TORCH_VERSION)/torch_attn/libattn.so OMP_WAIT_POLICY=passive \
 	  .venv-torch-$(TORCH_VERSION)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(CORE)
+
+SECONDS := 60
+fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz SECONDS=60 SEED=1
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there is one), and a chart, into out/
 	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png
