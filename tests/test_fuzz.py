@@ -17,7 +17,7 @@ from fuzz import relative
 from fuzz.bound import Textbook, arithmetic
 from fuzz.check import Failure, check, shrunk
 from fuzz.problem import MODES, draw
-from helpers import CPU_CAPABILITIES, to_dtype
+from helpers import CPU_CAPABILITIES, cpu_capability_set_to, threads_set_to, to_dtype
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = 150
@@ -112,10 +112,9 @@ def test_wrong_operator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert run.returncode == 1, program
     assert ("RuntimeError: 17 keys" if name == "number of keys" else "AssertionError") in run.stderr
-    with torch.random.fork_rng():
-        capability = torch.ops.attn._cpu_capability()
+    with cpu_capability_set_to(failure.capability), threads_set_to(1):
         exec(program, {})  # of the right operator it finds nothing
-        torch.ops.attn._set_cpu_capability(capability)
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_right_operator() -> None:
