@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_attn
+from _second_order import double_backward, exact_results
 from helpers import (
     Inputs,
     assert_same_bits,
@@ -77,6 +78,27 @@ def test_high(kernels: str, sizes: dict[str, int]) -> None:
         error = largest(tensor - exact[name])
         assert largest(highest[name] - exact[name]) < error, name
         assert 100 * error <= largest(medium[name] - exact[name]), name
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_derivatives_take_the_scores_of_the_forward(kernels: str, precision: str) -> None:
+    """A row that attends to one key has a weight of 1, along a direction too, however large its
+    score is and to however few bits its factors were rounded."""
+    query, key, value, _ = make_inputs(65, 70, 64)
+    x = Inputs(10 * query, 10 * key, value)
+    u, t = (
+        torch.randn(2, 3, 65, 64),
+        x.map(torch.zeros_like)._replace(value=torch.randn_like(value)),
+    )
+    torch.set_float32_matmul_precision(precision)
+    actual = double_backward(torch_attn.sdpa, x, u, t, is_causal=True)
+    assert torch.equal(actual["tangent"][..., 0, :], t.value[..., 0, :])
+    assert torch.equal(actual["second_query"][..., 0, :], torch.zeros(2, 3, 64))
+    exact = exact_results(x, u, t, is_causal=True)
+    # The tangent along the values is the output of these.
+    moved = torch_attn.sdpa(*x._replace(value=t.value), is_causal=True)
+    error = largest(moved - exact["tangent"])
+    assert largest(actual["tangent"] - exact["tangent"]) <= 2 * error
 
 
 def test_highest_is_the_default(kernels: str) -> None:

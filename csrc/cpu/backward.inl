@@ -24,12 +24,13 @@
 namespace attn::ATTN_ISA {
 
 // Params: BackwardParams for the gradients, SecondParams for their derivative along t. F: the format of the operands of
-// the products.
-template <class F, class Params>
+// the products. S: that of queries and keys in the forward, in which the scores are computed again.
+template <class F, class Params, class S = F>
 struct Backward {
   using T = typename F::Number;
   static constexpr int W = kLanes<T>;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
+  static constexpr bool kRoundsScores = !std::is_same_v<F, S>;
 
   struct RowState {
     RowTile rows;
@@ -45,6 +46,8 @@ struct Backward {
     T* tangent_query;
     T *guess, *moved;  // [kRowTile]: c = guess + moved
     T* tangent_delta;  // [kRowTile]
+    // for kRoundsScores
+    T* score_query_t;  // [slots of E][kRowTile]
   };
   struct Buffers {
     RowState* states;
@@ -63,7 +66,9 @@ struct Backward {
     T *tangent_key, *tangent_key_finite, *tangent_value;
     T* tx;   // [kKeyTile][kRowTile]
     T* tdx;  // [kKeyTile][kRowTile]: t(dP), then t(dS)
-    int64_t ld_key, ld_value;
+    // for kRoundsScores
+    T* score_key;  // [kKeyTile][slots of E]
+    int64_t ld_key, ld_value, ld_score_key;
     int64_t size;
 
     Buffers(const Params& p, char* base, int64_t row_tiles, int64_t accumulated_keys) {
@@ -71,6 +76,7 @@ struct Backward {
       const int64_t tile = kKeyTile * kRowTile;
       ld_key = row_of<F>(p.head_dim);
       ld_value = row_of<F>(p.value_dim);
+      ld_score_key = row_of<S>(p.head_dim);
       states = arena.take<RowState>(row_tiles);
       key = arena.take<T>(kKeyTile * ld_key);
       key_finite = arena.take<T>(slots_of<F>(kKeyTile) * ld_key);
@@ -88,6 +94,7 @@ struct Backward {
       tangent_value = arena.take<T>(kSecond ? kKeyTile * ld_value : 0);
       tx = arena.take<T>(kSecond ? tile : 0);
       tdx = arena.take<T>(kSecond ? tile : 0);
+      score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
       for (int64_t t = 0; t < row_tiles; ++t) {
         RowState measured;
         RowState& state = base ? states[t] : measured;
@@ -103,6 +110,7 @@ struct Backward {
         state.guess = arena.take<T>(kSecond ? kRowTile : 0);
         state.moved = arena.take<T>(kSecond ? kRowTile : 0);
         state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
+        state.score_query_t = kRoundsScores ? arena.take<T>(slots_of<S>(p.head_dim) * kRowTile) : state.query_t;
       }
       size = arena.used();
     }
@@ -118,6 +126,7 @@ struct Backward {
       F::make_finite(tile, slots_of<F>(rows.count) * b.ld_key);
     };
     rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
+    if constexpr (kRoundsScores) rows.template pack_columns<S>(p, p.query, p.head_dim, state.score_query_t);
     rows.template pack_columns<F>(p, p.grad_output, p.value_dim, state.grad_output_t);
     if (p.grad_key.data) finite_rows(p.query, state.query);
     if (p.grad_value.data) rows.template pack_lanes<F>(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
@@ -191,7 +200,7 @@ struct Backward {
   }
 
   struct Keys {
-    Rows<T> key, key_finite, value;
+    Rows<T> key, score_key, key_finite, value;
     Rows<T> tangent_key, tangent_key_finite, tangent_value;
   };
 
@@ -204,6 +213,11 @@ struct Backward {
     };
     Keys k{};
     k.key = F::along_columns(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
+    k.score_key = k.key;
+    if constexpr (kRoundsScores) {
+      const Block block = block_of(p, p.key, n, key_head, key);
+      k.score_key = S::along_columns(block, keys, p.head_dim, b.score_key, b.ld_score_key);
+    }
     k.value = F::along_columns(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
     k.key_finite = finite(p.key, b.key_finite);
     if constexpr (kSecond) {
@@ -222,7 +236,7 @@ struct Backward {
                       int64_t keys, bool want_dx) {
     const RowTile& rows = state.rows;
     const int64_t lanes = rows.template lanes<T>();
-    scores<F>(p, rows, state.query_t, k.key, key, keys, b.bias, b.x);
+    scores<S>(p, rows, state.score_query_t, k.score_key, key, keys, b.bias, b.x);
     if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
       Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.value_dim), value.data, value.ld, state.grad_output_t,

@@ -37,23 +37,18 @@ struct ForwardEntry {
   }
 };
 
-struct BackwardEntry {
+// Tangents and second derivatives take only the scores from the format, which must be the forward's.
+struct TangentEntry {
   template <class F>
-  using Kernel = Backward<F, BackwardParams>;
-  static int64_t workspace(const BackwardParams& p) {
-    const int64_t others = kernels_avx512()->backward.workspace(p);
-    if (!has_format(p)) return others;
-    return larger(others, with_format(p, [&](auto f) { return Kernel<decltype(f)>::workspace(p); }));
+  using Kernel = Tangent<float, F>;
+  static int64_t workspace(const TangentParams& p) {
+    if (!has_format(p)) return kernels_avx512()->tangent.workspace(p);
+    return with_format(p, [&](auto f) { return typename Kernel<decltype(f)>::Buffers(p, nullptr).size; });
   }
-  static void run(const BackwardParams& p, int64_t task, char* workspace) {
-    if (!has_format(p)) return kernels_avx512()->backward.run(p, task, workspace);
+  static void run(const TangentParams& p, int64_t task, char* workspace) {
+    if (!has_format(p)) return kernels_avx512()->tangent.run(p, task, workspace);
     const TileUnit unit;
     with_format(p, [&](auto f) { Kernel<decltype(f)>::run(p, task, workspace); });
-  }
-  static void mask(const BackwardParams& p, int64_t task, char* workspace) {
-    if (!has_format(p)) return kernels_avx512()->backward.mask(p, task, workspace);
-    const TileUnit unit;
-    with_format(p, [&](auto f) { Kernel<decltype(f)>::mask(p, task, workspace); });
   }
 };
 
@@ -64,15 +59,38 @@ auto avx512(Args... args) {
   return (kernels_avx512()->*kPart.*kFunction)(args...);
 }
 
-using SecondKernels = BackwardKernels<SecondParams>;
+// Kernel: of a format.
+template <class Params, auto kPart, template <class> class Kernel>
+struct GradientsEntry {
+  static const BackwardKernels<Params>& others() { return kernels_avx512()->*kPart; }
+  static int64_t workspace(const Params& p) {
+    if (!has_format(p)) return others().workspace(p);
+    return larger(others().workspace(p), with_format(p, [&](auto f) { return Kernel<decltype(f)>::workspace(p); }));
+  }
+  static void run(const Params& p, int64_t task, char* workspace) {
+    if (!has_format(p)) return others().run(p, task, workspace);
+    const TileUnit unit;
+    with_format(p, [&](auto f) { Kernel<decltype(f)>::run(p, task, workspace); });
+  }
+  static void mask(const Params& p, int64_t task, char* workspace) {
+    if (!has_format(p)) return others().mask(p, task, workspace);
+    const TileUnit unit;
+    with_format(p, [&](auto f) { Kernel<decltype(f)>::mask(p, task, workspace); });
+  }
+  static constexpr BackwardKernels<Params> table = {workspace, run, avx512<kPart, &BackwardKernels<Params>::merge>,
+                                                    mask};
+};
+
+template <class F>
+using BackwardOf = Backward<F, BackwardParams>;
+template <class F>
+using SecondOf = Backward<Singles<float>, SecondParams, F>;
 
 inline constinit const Kernels table = {
     {ForwardEntry::workspace, ForwardEntry::run, avx512<&Kernels::forward, &ForwardKernels::merge>},
-    {avx512<&Kernels::tangent, &TangentKernels::workspace>, avx512<&Kernels::tangent, &TangentKernels::run>},
-    {BackwardEntry::workspace, BackwardEntry::run, avx512<&Kernels::backward, &BackwardKernels<BackwardParams>::merge>,
-     BackwardEntry::mask},
-    {avx512<&Kernels::second, &SecondKernels::workspace>, avx512<&Kernels::second, &SecondKernels::run>,
-     avx512<&Kernels::second, &SecondKernels::merge>, avx512<&Kernels::second, &SecondKernels::mask>},
+    {TangentEntry::workspace, TangentEntry::run},
+    GradientsEntry<BackwardParams, &Kernels::backward, BackwardOf>::table,
+    GradientsEntry<SecondParams, &Kernels::second, SecondOf>::table,
 };
 
 }  // namespace attn::ATTN_ISA

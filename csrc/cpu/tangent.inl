@@ -11,9 +11,12 @@
 
 namespace attn::ATTN_ISA {
 
-template <class T>
+// F: the format in which the forward multiplied queries and keys. The scores are computed in it again: weights
+// exp(x - logsumexp) of scores that were rounded otherwise would not sum to 1. All else is computed in T.
+template <class T, class F = Singles<T>>
 struct Tangent {
   static constexpr int W = kLanes<T>;
+  static constexpr bool kRoundsScores = !std::is_same_v<F, Singles<T>>;
 
   struct Buffers {
     RowTile* rows;
@@ -26,9 +29,11 @@ struct Tangent {
     T* has_guess;                                  // [kRowTile]: 1 once there is one, else 0
     T* moved;                                      // [kRowTile]: c - r
     T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
+    T* score_query_t;                              // for kRoundsScores, [slots of E][kRowTile]
+    T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
     T *x, *tx;                                     // [kKeyTile][kRowTile]
     T *bias, *factor;
-    int64_t ld_key, ld_value;
+    int64_t ld_key, ld_value, ld_score_key;
     int64_t size;
 
     Buffers(const TangentParams& p, char* base) {
@@ -48,6 +53,9 @@ struct Tangent {
       tangent_key = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(kKeyTile * ld_value);
       tangent_value = arena.take<T>(kKeyTile * ld_value);
+      ld_score_key = row_of<F>(p.head_dim);
+      score_query_t = arena.take<T>(kRoundsScores ? slots_of<F>(p.head_dim) * kRowTile : 0);
+      score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
       x = arena.take<T>(kKeyTile * kRowTile);
       tx = arena.take<T>(kKeyTile * kRowTile);
       bias = arena.take<T>(kKeyTile * kRowTile);
@@ -111,6 +119,7 @@ struct Tangent {
     const RowTile& rows = *b.rows;
     const int64_t lanes = rows.template lanes<T>();
     rows.pack_transposed(p, p.query, p.head_dim, b.query_t);
+    if constexpr (kRoundsScores) rows.template pack_columns<F>(p, p.query, p.head_dim, b.score_query_t);
     if (p.t.query.data) rows.pack_transposed(p, p.t.query, p.head_dim, b.tangent_query_t);
     rows.load_logsumexp(p, p.logsumexp, *b.logsumexp);
     fill_zero(b.guess, kRowTile);
@@ -128,7 +137,13 @@ struct Tangent {
       load_tile(p.value, value_head, b.value, b.ld_value, p.value_dim);
       load_tile(p.t.key, key_head, b.tangent_key, b.ld_key, p.head_dim);
       load_tile(p.t.value, value_head, b.tangent_value, b.ld_value, p.value_dim);
-      scores<Singles<T>>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
+      if constexpr (kRoundsScores) {
+        const Block block = block_of(p, p.key, rows.n, key_head, key);
+        const Rows<T> score_key = F::along_columns(block, keys, p.head_dim, b.score_key, b.ld_score_key);
+        scores<F>(p, rows, b.score_query_t, score_key, key, keys, b.bias, b.x);
+      } else {
+        scores<F>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
+      }
       tangent_scores<Singles<T>>(p, p.t, rows, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
                                  {b.tangent_key, b.ld_key}, key, keys, b.bias, b.tx);
       weights(p, b, key, keys);
