@@ -313,6 +313,8 @@ class Errors:
         tiny = torch.finfo(torch.float64 if a.exact else torch.float32).smallest_normal
         # What sums lose to numbers that are too small to be normal.
         self.lost = tiny * 300 * (1 + big) ** 2
+        # What one product loses whose value is such a number.
+        self.least = 2 * tiny * (2.0**-52 if a.exact else 2.0**-23)
         self.visible = (~t.hidden).double()
 
     def product(self, n: int, factors: float = 0.0) -> float:
@@ -392,7 +394,8 @@ class Errors:
     def e_ds(self) -> Tensor:
         t = self.textbook
         e_slope = self.e_slope
-        return self.e_p * (t.slope.abs() + e_slope) + t.p * e_slope + 3 * self.a.u * t.ds.abs()
+        error = self.e_p * (t.slope.abs() + e_slope) + t.p * e_slope + 3 * self.a.u * t.ds.abs()
+        return error + self.visible * self.least
 
     @functools.cached_property
     def e_ds_factor(self) -> Tensor:
@@ -499,7 +502,8 @@ class SecondErrors(Errors):
         t, u = self.textbook, self.a.u
         move = (t.tx - t.c).masked_fill(t.hidden, 0).abs()
         e_move = self.e_tx + self.e_moved + 3 * u * (move + self.range)
-        return self.e_p * (move + e_move) + t.p * e_move + u * t.tp.abs()
+        error = self.e_p * (move + e_move) + t.p * e_move + u * t.tp.abs()
+        return error + self.visible * self.least
 
     @functools.cached_property
     def e_tslope(self) -> Tensor:
@@ -517,7 +521,8 @@ class SecondErrors(Errors):
         t, u = self.textbook, self.a.u
         error = self.e_tp * (t.slope.abs() + self.e_slope) + t.tp.abs() * self.e_slope
         error = error + self.e_p * (t.tslope.abs() + self.e_tslope) + t.p * self.e_tslope
-        return error + 4 * u * ((t.tp * t.slope).abs() + (t.p * t.tslope).abs())
+        error = error + 4 * u * ((t.tp * t.slope).abs() + (t.p * t.tslope).abs())
+        return error + self.visible * self.least
 
     def second(self) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
         return {
