@@ -24,7 +24,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --
 CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu')
 
 # Of what ninja prints, the names of the files.
-PROGRESS := sed -uE 's!^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) -o .*!\1 \2!; s!^.* -shared .*!linking!'
+PROGRESS := sed -uE '/^(running build_ext|building .torch_attn|copying build|ninja: no work)/d; s!^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) -o .*!\1 \2!; s!^.* -shared .*!linking!'
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -147,4 +147,7 @@ Tensors3 sdpa_with_weights(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
 
 TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { m.impl("sdpa_with_weights", sdpa_with_weights); }
 
+// Under vmap too it is what it calls: torch 2.15 would call it for one sample after the other.
+TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { m.impl("sdpa_with_weights", sdpa_with_weights); }
+
 }  // namespace attn
