@@ -31,7 +31,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo test test-all test-torch fuzz bench bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo test test-all test-torch fuzz sanitize bench bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{17}) *\|/\1/'
@@ -42,8 +42,12 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 test: $(INSTALLED) $(LIBRARY) ## every test once per instruction set, within 10 minutes on two cores
 	@$(PYTEST) --quick tests
 
-test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000: half an hour
+test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000, and sanitize: half an hour
 	@$(PYTEST) tests
+	@$(BIN)/python -m tests.sanitize
+
+sanitize: $(INSTALLED) $(LIBRARY) ## the core of the tests under AddressSanitizer, UBSan and ThreadSanitizer
+	@$(BIN)/python -m tests.sanitize
 
 test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with another torch: TORCH_VERSION=2.15.0
 	@echo "==> Compiling for torch $(TORCH_VERSION)"

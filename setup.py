@@ -27,6 +27,24 @@ STAND_IN = os.environ.get("ATTN_STAND_IN", "")
 if STAND_IN not in ("", "amx", "cuda"):
     raise SystemExit(f"ATTN_STAND_IN is {STAND_IN!r}; it must be 'amx', 'cuda' or not set")
 
+# For tests: the library watched by a sanitizer (`make sanitize`), with errors on purpose in it.
+SANITIZERS = {
+    "": [],
+    "address": [
+        "-Og",
+        "-g1",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=null,vptr",  # a null pointer ends the program anyway; slow to compile
+        "-fno-wrapv",  # Python's own flags define what signed overflow does
+        "-D_GLIBCXX_ASSERTIONS",
+    ],
+    # Optimized code has loads of whole vectors, and of those ThreadSanitizer sees 16 bytes at most.
+    "thread": ["-O0", "-g1", "-fsanitize=thread"],
+}
+SANITIZE = os.environ.get("ATTN_SANITIZE", "")
+if SANITIZE not in SANITIZERS:
+    raise SystemExit(f"ATTN_SANITIZE is {SANITIZE!r}; it must be 'address', 'thread' or not set")
+
 # A source distribution is made without compiling.
 SDIST = "sdist" in sys.argv
 
@@ -57,7 +75,8 @@ def listed_sources() -> list[str]:
     if STAND_IN == "cuda":
         sources = [line for line in sources if not line.startswith("cpu/")]
         return [*map(as_cpp, sources), *sorted(map(str, STAND_INS.glob("*.cpp")))]
-    return [str(CSRC / line) for line in sources if CUDA or not line.startswith("cuda/")]
+    errors = ["tests/sanitize/errors.cpp"] if SANITIZE else []
+    return errors + [str(CSRC / line) for line in sources if CUDA or not line.startswith("cuda/")]
 
 
 def as_cpp(source: str) -> str:
@@ -110,8 +129,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
     extra_compile_args={
         "cxx": [
             "-std=c++20",
-            "-O3",
-            "-g0",
+            *(SANITIZERS[SANITIZE] or ["-O3", "-g0"]),
             "-fvisibility=hidden",
             "-Wall",
             "-Wextra",
@@ -130,6 +148,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
             "-gencode=arch=compute_90,code=[sm_90,compute_90]",
         ],
     },
+    extra_link_args=SANITIZERS[SANITIZE],
     libraries=["gomp"],  # torch's OpenMP, whichever compiler it is: see csrc/cpu/parallel.cpp
 )
 

@@ -109,7 +109,7 @@ struct Bfloat16s {
   static constexpr bool kWeightsInPlace = kParts == 1;
   static ATTN_INLINE void store_along_keys(float* tile, int64_t key, Vec<float> (&weights)[2]) {
     for (int64_t g = 0; g < kParts; ++g)
-      store<float>(tile + slot(key, g) * kRowTile, take_part(weights[0], weights[1], g, interleaved));
+      store<float>(tile + slot(key, g) * kRowTile, take_part<interleaved>(weights[0], weights[1], g));
   }
   static void end_along_keys(float* tile, int64_t keys, int64_t lanes) {
     for (int64_t j = round_up(keys, kNumbers); j < round_up(keys, kNumbers * kStep); j += kNumbers)
@@ -137,7 +137,7 @@ struct Bfloat16s {
         Vec<float> first = load_lanes(x + j * kRowTile, i);
         Vec<float> second = load_lanes(x + j * kRowTile, i + W);
         for (int64_t g = 0; g < kParts; ++g)
-          store<float>(tile + j * ld + slot(i, g), take_part(first, second, g, joined));
+          store<float>(tile + j * ld + slot(i, g), take_part<joined>(first, second, g));
       }
     return {tile, ld};
   }
@@ -176,9 +176,9 @@ struct Bfloat16s {
         _mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(joined(first, second))));
   }
   // The next part of both, which is taken from them if it is not the last.
-  template <class Join>
-  static ATTN_INLINE Vec<float> take_part(Vec<float>& first, Vec<float>& second, int64_t part, Join join) {
-    const Vec<float> slots = join(first, second);
+  template <auto kJoin>
+  static ATTN_INLINE Vec<float> take_part(Vec<float>& first, Vec<float>& second, int64_t part) {
+    const Vec<float> slots = kJoin(first, second);
     if (part + 1 < kParts) {
       first = without(first, bfloat16_to_float(rounded(first)));
       second = without(second, bfloat16_to_float(rounded(second)));

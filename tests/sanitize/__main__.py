@@ -1,0 +1,151 @@
+"""`make sanitize`: the library under three sanitizers, the core of the tests over it, no finding.
+
+AddressSanitizer and UndefinedBehaviorSanitizer watch a build by the compiler of every other build
+(CXX), ThreadSanitizer one by clang. Python and torch are as they are and load the sanitizer first
+(LD_PRELOAD). Each build has errors on purpose (errors.cpp), and all of them must be reported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch.utils.cpp_extension import get_cxx_compiler
+
+from tests._compilers import ROOT, build_library, newest_clang
+
+BUILD = ROOT / "build"
+
+# The core of the tests, one in so many of them: a number that has no factor in common with the
+# numbers of instruction sets and of dtypes, and so meets all of these.
+CORE = [
+    f"tests/test_{name}.py"
+    for name in ("forward", "backward", "derivatives", "nan", "dropout", "validate", "properties")
+]
+CORE_EVERY = 23
+
+# The tests that run on several threads. The one of every node has no sample: there are four.
+THREADED = ["tests/test_determinism.py", "tests/test_subsystems.py::test_threads"]
+THREADED_EVERY = 23
+NODES = ["tests/test_threads.py"]
+
+# Errors of errors.py, and what a report of each says.
+ADDRESS_ERRORS = {
+    "read_past_the_end": "heap-buffer-overflow.*read_past_the_end",
+    "freed_query": "heap-use-after-free.*attn::",
+    "signed_overflow": "signed integer overflow",
+    "front_of_empty_vector": "Assertion '!this->empty",
+}
+THREAD_ERRORS = {
+    "race_in_a_region": "data race.*race_in_a_region",
+    "race_of_a_query": "data race.*attn::",
+}
+
+
+def file_of(compiler: str, *names: str) -> str | None:
+    """The first of these files that the compiler has."""
+    for name in names:
+        path = subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
+        if os.path.isabs(path):
+            return os.path.realpath(path)
+    return None
+
+
+def run(library: Path, preload: Sequence[str], *command: str, **options: str) -> tuple[int, str]:
+    """Runs Python with the sanitizer; its exit status, and all it has written."""
+    environment = {
+        **os.environ,
+        "ATTN_LIBRARY": str(library),
+        "LD_PRELOAD": " ".join(preload),
+        "OMP_WAIT_POLICY": "passive",
+        **options,
+    }
+    process = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return process.returncode, process.stdout
+
+
+def check(
+    library: Path,
+    preload: Sequence[str],
+    options: dict[str, str],
+    errors: dict[str, str],
+    tests: Sequence[tuple[int, Sequence[str]]],
+) -> None:
+    """Every error is reported, and nothing in one of so many `tests`."""
+
+    def reported(error: str) -> None:
+        command = ["-m", "tests.sanitize.errors", error]
+        status, text = run(library, preload, *command, **options)
+        if status == 0 or not re.search(errors[error], text, re.DOTALL):
+            raise SystemExit(f"{text}\n{library}: the error {error} is not reported")
+
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        list(executor.map(reported, errors))
+    print(f"reported, as they must be: {', '.join(errors)}", flush=True)
+
+    for every, names in tests:
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.sanitize.sample"]
+        options["ATTN_EVERY"] = str(every)
+        status, text = run(library, preload, *command, "--numprocesses=auto", *names, **options)
+        if status != 0:
+            raise SystemExit(f"{text}\n{library}: the tests fail")
+        print(text.splitlines()[-1], flush=True)
+
+
+def check_addresses() -> None:
+    compiler = get_cxx_compiler()
+    preload = [
+        file_of(compiler, "libasan.so", "libclang_rt.asan-x86_64.so"),
+        file_of(compiler, "libstdc++.so.6"),  # AddressSanitizer looks there for what it replaces
+    ]
+    print(f"==> AddressSanitizer, UndefinedBehaviorSanitizer: {compiler}", flush=True)
+    if None in preload:
+        raise SystemExit(f"{compiler} has no AddressSanitizer")
+    library = build_library(BUILD / "address", ATTN_SANITIZE="address", ATTN_STAND_IN="amx")
+    options = {
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks on purpose
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    check(library, preload, options, ADDRESS_ERRORS, [(CORE_EVERY, CORE)])
+
+
+def check_threads() -> None:
+    compiler = newest_clang()
+    print(f"==> ThreadSanitizer: {compiler}", flush=True)
+    if compiler is None:
+        print("not run: no clang++ on the PATH")
+        return
+    # LLVM's OpenMP in place of torch's: it tells Archer, and so the sanitizer, who waits for whom.
+    runtime = file_of(compiler, "libclang_rt.tsan-x86_64.so")
+    openmp, archer = file_of(compiler, "libomp.so.5"), file_of(compiler, "libarcher.so")
+    if None in (runtime, openmp, archer):
+        print(f"not run: {compiler} has no libclang_rt.tsan-x86_64.so, libomp.so.5, libarcher.so")
+        return
+    library = build_library(BUILD / "thread", ATTN_SANITIZE="thread", CXX=compiler)
+    suppressions = Path(__file__).with_name("thread.supp")
+    options = {
+        "OMP_TOOL_LIBRARIES": archer,
+        "TSAN_OPTIONS": f"halt_on_error=1:suppressions={suppressions}",
+    }
+    tests = [(THREADED_EVERY, THREADED), (1, NODES)]
+    check(library, [runtime, openmp], options, THREAD_ERRORS, tests)
+
+
+started = time.monotonic()
+check_addresses()
+check_threads()
+print(f"No finding ({time.monotonic() - started:.0f} s)")

@@ -1,0 +1,56 @@
+"""Makes one of the errors on purpose, named on the command line: a sanitizer must report it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+
+import torch_attn
+from torch_attn._library import LIBRARY
+
+library = ctypes.CDLL(str(LIBRARY))
+
+
+def read_past_the_end() -> None:
+    library.read_past_the_end(4)
+
+
+def freed_query() -> None:
+    """The kernels read a tensor whose memory was freed behind its back."""
+    c = ctypes.CDLL(None)
+    c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    memory = c.malloc(4 * 64 * 64)
+    query = torch.frombuffer((ctypes.c_float * 64 * 64).from_address(memory), dtype=torch.float32)
+    c.free(memory)
+    torch_attn.sdpa(query.view(64, 64), *torch.randn(2, 64, 64))
+
+
+def signed_overflow() -> None:
+    library.signed_overflow(2**31 - 1)
+
+
+def front_of_empty_vector() -> None:
+    library.front_of_empty_vector()
+
+
+def race_in_a_region() -> None:
+    torch.set_num_threads(2)
+    library.race_in_a_region()
+
+
+def race_of_a_query() -> None:
+    """The kernels read a tensor that another thread writes."""
+    query, key, value = torch.zeros(3, 64, 64)
+    written = ctypes.c_void_p(query.data_ptr())
+    writer = threading.Thread(target=library.count, args=(written, ctypes.c_int64(10**8)))
+    writer.start()
+    while writer.is_alive():
+        torch_attn.sdpa(query, key, value)
+
+
+error: Callable[[], None] = globals()[sys.argv[1]]
+error()

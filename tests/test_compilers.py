@@ -1,0 +1,60 @@
+"""The library as clang compiles it: right on every instruction set, over torch's own threads."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from _compilers import ROOT, build_library, newest_clang
+
+CLANG = newest_clang()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CLANG is None, reason="not run: no clang++ on the PATH"),
+]
+
+# Tests of other files, over every instruction set and dtype; how many there are at least.
+TESTS = {
+    "tests/test_forward.py::test_layouts": 32,
+    "tests/test_forward.py::test_large_scores": 12,
+    "tests/test_backward.py::test_layouts": 32,
+    "tests/test_nan.py::test_many_keys": 4,
+    "tests/test_precision.py": 5,
+    "tests/test_determinism.py::test_repeats_and_threads": 52,
+    "tests/test_dispatch.py": 10,
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """Built by clang, what changed of it."""
+    assert CLANG is not None
+    return build_library(ROOT / "build" / "clang", CXX=CLANG)
+
+
+def test_only_torch_s_threads(library: Path) -> None:
+    """A second OpenMP would have threads of its own, which wait on the cores of torch's."""
+    needed = subprocess.check_output(["readelf", "--dynamic", library], text=True)
+    assert "libgomp" in needed
+    assert "libomp" not in needed
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_core(library: Path, name: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name],
+        cwd=ROOT,
+        env={**os.environ, "ATTN_LIBRARY": str(library)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed, run.stdout
+    assert int(passed[1]) >= TESTS[name], run.stdout[-1000:]
