@@ -60,3 +60,13 @@ def test_kernels(file: str, quick: bool) -> None:
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed, run.stdout
     assert int(passed[1]) >= (1 if quick else TESTS[file]), run.stdout[-1000:]
+
+
+def test_random_problems() -> None:
+    """`make fuzz` finds nothing in a few of its problems."""
+    command = "-m tests.fuzz --only amx --seed 1 --problems 150"
+    run = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    assert "150 problems; on amx 150" in run.stdout

@@ -77,6 +77,16 @@ def run_tests(tests: str, at_least: int, seed: int) -> None:
     assert int(passed[1]) >= at_least, run.stdout[-1000:]
 
 
+def test_random_problems() -> None:
+    """`make fuzz` finds nothing in a few of its problems."""
+    command = "-m tests.fuzz --only cuda --seed 1 --problems 150"
+    run = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    assert "150 problems; on cuda 150" in run.stdout
+
+
 RNG_STATE = (2**63 - 12345, 2**31 + 5, 7)
 
 
