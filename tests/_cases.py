@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from helpers import DTYPES, MASK_KINDS, Inputs, make_mask
+from helpers import DTYPES, MASK_KINDS, Inputs, make_mask, randn
 
 Shape = tuple[int, ...]
 
@@ -28,7 +28,7 @@ class Case:
 
     def inputs(self) -> Inputs:
         query, key, value = (
-            torch.randn(shape, dtype=self.dtype) for shape in (self.query, self.key, self.value)
+            randn(shape, self.dtype) for shape in (self.query, self.key, self.value)
         )
         mask = None if self.mask is None else make_mask(self.kind, self.mask, self.dtype)
         return Inputs(query, key, value, mask)

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +45,17 @@ class Inputs(NamedTuple):
         return self.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
 
 
+def randn(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
+    """`torch.randn`, whose numbers in half types depend on the release of torch: float32, rounded."""
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.randn(shape, dtype=drawn, device=device).to(dtype)
+
+
 def make_mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A mask of one of `MASK_KINDS`."""
     if kind == "bool":
         return torch.rand(shape) > 0.3
-    mask = torch.randn(shape, dtype=torch.float32 if kind == "float32" else dtype)
+    mask = randn(shape, torch.float32 if kind == "float32" else dtype)
     return mask.masked_fill(torch.rand(shape) < 0.3, -INF) if kind == "-inf" else mask
 
 
@@ -71,9 +77,9 @@ def make_inputs(
     """Random tensors `[*batch, heads, L or S, E or Ev]`; heads is one number or (Hq, Hk, Hv)."""
     Hq, Hk, Hv = (heads,) * 3 if isinstance(heads, int) else heads
     return Inputs(
-        torch.randn(*batch, Hq, L, E, dtype=dtype),
-        torch.randn(*batch, Hk, S, E, dtype=dtype),
-        torch.randn(*batch, Hv, S, E if Ev is None else Ev, dtype=dtype),
+        randn((*batch, Hq, L, E), dtype),
+        randn((*batch, Hk, S, E), dtype),
+        randn((*batch, Hv, S, E if Ev is None else Ev), dtype),
         None if mask is None else make_mask(kind, mask, dtype),
     )
 
@@ -150,7 +156,7 @@ def results(
 def make_grad_output(inputs: Inputs, *, enable_gqa: bool = False, **_: Any) -> Tensor:
     """A random gradient of the output of a call with these options, in the dtype of the query."""
     output = reference.sdpa(*inputs.map(lambda t: t.to("meta")), enable_gqa=enable_gqa)
-    return torch.randn(output.shape, dtype=inputs.query.dtype, device=inputs.query.device)
+    return randn(output.shape, inputs.query.dtype, inputs.query.device)
 
 
 def to_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
