@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 
 def randn(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
-    """`torch.randn`, whose numbers in half types depend on the release of torch: float32, rounded."""
+    """`torch.randn`; in half types float32, rounded, for there releases of torch draw otherwise."""
     drawn = torch.float64 if dtype == torch.float64 else torch.float32
     return torch.randn(shape, dtype=drawn, device=device).to(dtype)
 
