@@ -84,12 +84,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture
-def quick(request: pytest.FixtureRequest) -> bool:
-    """Whether tests that run tests of their own should run few of them."""
-    return bool(request.config.getoption("--quick"))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out repetitions of the same functions and, with --quick, most cases."""
     taken = [item for item in items if _runs_functions_of_its_own(item)]

@@ -19,9 +19,12 @@ from helpers import CPU_CAPABILITIES
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "amx"
 LIBRARY = BUILD / "torch_attn" / "libattn.so"
-pytestmark = pytest.mark.skipif(
-    "avx512_bf16" not in CPU_CAPABILITIES, reason="not run: the vector code needs AVX-512 BF16"
-)
+pytestmark = [
+    pytest.mark.slow,  # compiles a library
+    pytest.mark.skipif(
+        "avx512_bf16" not in CPU_CAPABILITIES, reason="not run: the vector code needs AVX-512 BF16"
+    ),
+]
 
 # Tests of other files, with the numbers of them that there are at least.
 TESTS = {
@@ -47,8 +50,8 @@ def _library() -> None:
 
 
 @pytest.mark.parametrize("file", TESTS)
-def test_kernels(file: str, quick: bool) -> None:
-    options = ["-q", "-p", "no:cacheprovider", "-k", "[amx", *(["--quick"] if quick else [])]
+def test_kernels(file: str) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "-k", "[amx"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, file],
         cwd=ROOT,
@@ -59,7 +62,7 @@ def test_kernels(file: str, quick: bool) -> None:
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed, run.stdout
-    assert int(passed[1]) >= (1 if quick else TESTS[file]), run.stdout[-1000:]
+    assert int(passed[1]) >= TESTS[file], run.stdout[-1000:]
 
 
 def test_random_problems() -> None:

@@ -18,9 +18,12 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "stand_in"
 LIBRARY = BUILD / "cuda" / "torch_attn" / "libattn.so"
 # The fibers switch stacks with a few instructions of x86.
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="not run: the stand-in is written for x86_64"
-)
+pytestmark = [
+    pytest.mark.slow,  # compiles a library
+    pytest.mark.skipif(
+        platform.machine() != "x86_64", reason="not run: the stand-in is written for x86_64"
+    ),
+]
 
 
 def environment(seed: int) -> dict[str, str]:
@@ -57,8 +60,8 @@ TESTS = {
 
 
 @pytest.mark.parametrize("tests", TESTS)
-def test_kernels(tests: str, quick: bool) -> None:
-    run_tests(f"{tests} --quick" if quick else tests, 1 if quick else TESTS[tests], seed=1)
+def test_kernels(tests: str) -> None:
+    run_tests(tests, TESTS[tests], seed=1)
 
 
 @pytest.mark.parametrize("seed", [2, 3])
