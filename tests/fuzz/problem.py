@@ -370,7 +370,11 @@ def weighted(rng: random.Random, weights: dict[Any, int]) -> Any:
 
 
 def draw(seed: int, index: int, device: str = "cpu", plain: bool = False) -> Problem:
-    """Problem `index`. `plain`: of numbers that the built-in, too, computes well."""
+    """Problem `index`. `plain`: of numbers that the built-in, too, computes well.
+
+    And of numbers of their own: where values are expanded along the keys, the gradient of the
+    scores is 0, and the built-in, which computes that of a mask in float32, has no error at all.
+    """
     rng = random.Random(f"{seed} {index} {device}")
     mode = weighted(rng, MODES)
     dtype = weighted(rng, {**DTYPES, "float64": 0} if device == "amx" else DTYPES)
@@ -438,7 +442,7 @@ def draw(seed: int, index: int, device: str = "cpu", plain: bool = False) -> Pro
         floating = [n for n in dims if n != "attn_mask" or values[n] not in ("bool", "rare")]
         wanted = tuple(n for n in floating if rng.random() < 0.75) or (rng.choice(floating),)
     if plain:
-        dropout_p, precision, special = 0.0, "highest", 1.0
+        dropout_p, precision, special, layouts = 0.0, "highest", 1.0, {}
         scale = scale if scale is not None and 0.05 < abs(scale) < 2 else None
     problem = dataclasses.replace(
         problem, mask_dtype=mask_dtype, causal=causal, scale=scale, dropout_p=dropout_p,
