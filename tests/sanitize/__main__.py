@@ -32,7 +32,7 @@ CORE_EVERY = 23
 
 # The tests that run on several threads. The one of every node has no sample: there are four.
 THREADED = ["tests/test_determinism.py", "tests/test_subsystems.py::test_threads"]
-THREADED_EVERY = 23
+THREADED_EVERY = 37
 NODES = ["tests/test_threads.py"]
 
 # Errors of errors.py, and what a report of each says.
@@ -100,7 +100,7 @@ def check(
     for every, names in tests:
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.sanitize.sample"]
         options["ATTN_EVERY"] = str(every)
-        status, text = run(library, preload, *command, "--numprocesses=auto", *names, **options)
+        status, text = run(library, preload, *command, *names, **options)
         if status != 0:
             raise SystemExit(f"{text}\n{library}: the tests fail")
         print(text.splitlines()[-1], flush=True)
@@ -120,7 +120,7 @@ def check_addresses() -> None:
         "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks on purpose
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
-    check(library, preload, options, ADDRESS_ERRORS, [(CORE_EVERY, CORE)])
+    check(library, preload, options, ADDRESS_ERRORS, [(CORE_EVERY, [*CORE, "--numprocesses=auto"])])
 
 
 def check_threads() -> None:
@@ -141,6 +141,7 @@ def check_threads() -> None:
         "OMP_TOOL_LIBRARIES": archer,
         "TSAN_OPTIONS": f"halt_on_error=1:suppressions={suppressions}",
     }
+    # In this process: in those that pytest-xdist starts, Archer is not at work.
     tests = [(THREADED_EVERY, THREADED), (1, NODES)]
     check(library, [runtime, openmp], options, THREAD_ERRORS, tests)
 
