@@ -13,6 +13,8 @@ import torch_attn
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.slow  # compiles the library with CMake
+
 
 def run(*command: str | Path) -> str:
     # cmake and ninja may be those of a virtual environment that is not activated.
