@@ -42,9 +42,10 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 test: $(INSTALLED) $(LIBRARY) ## every test once per instruction set, within 10 minutes on two cores
 	@$(PYTEST) --quick tests
 
+SANITIZE = $(BIN)/python -m tests.sanitize
 test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000, and sanitize: half an hour
-	@$(PYTEST) tests
-	@$(BIN)/python -m tests.sanitize
+	@$(PYTEST) $(ONLY) tests
+	@$(SANITIZE)
 
 sanitize: $(INSTALLED) $(LIBRARY) ## the core of the tests under AddressSanitizer, UBSan and ThreadSanitizer
 	@$(BIN)/python -m tests.sanitize
