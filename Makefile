@@ -43,7 +43,7 @@ test: $(INSTALLED) $(LIBRARY) ## every test once per instruction set, within 10 
 	@$(PYTEST) --quick tests
 
 SANITIZE = $(BIN)/python -m tests.sanitize
-test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000, and sanitize: half an hour
+test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000, and sanitize: about an hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
 
