@@ -42,13 +42,14 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 test: $(INSTALLED) $(LIBRARY) ## every test once per instruction set, within 10 minutes on two cores
 	@$(PYTEST) --quick tests
 
+# ONLY: options of pytest that choose some of the tests, such as ONLY='-m "not slow"'.
 SANITIZE = $(BIN)/python -m tests.sanitize
 test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000, and sanitize: about an hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
 
 sanitize: $(INSTALLED) $(LIBRARY) ## the core of the tests under AddressSanitizer, UBSan and ThreadSanitizer
-	@$(BIN)/python -m tests.sanitize
+	@$(SANITIZE)
 
 test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with another torch: TORCH_VERSION=2.15.0
 	@echo "==> Compiling for torch $(TORCH_VERSION)"
@@ -94,6 +95,7 @@ lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	@awk 'length($$0) > 120 { print FILENAME ":" FNR ": longer than 120 columns"; bad = 1 } END { exit bad }' $(CXX_FILES)
 
 format: $(INSTALLED) ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
@@ -107,7 +109,6 @@ $(TORCH):
 	@$(PIP) torch==$(TORCH_VERSION) numpy 'setuptools>=77' ninja
 	@touch $@
 
-# sed: of each compiler command, the file it compiles.
 $(LIBRARY): $(TORCH) setup.py cuda_toolkit.py $(shell find csrc -type f)
 	@echo "==> Compiling $@"
 	@$(BIN)/python setup.py build_ext --inplace 2>&1 | $(PROGRESS)

@@ -21,8 +21,8 @@ import cuda_toolkit
 CSRC = Path("csrc")
 STAND_INS = Path("tests") / "stand_in"
 
-# For tests, what the machine has not, in software. "amx": the tile instructions of AMX.
-# "cuda": the CUDA kernels compiled as C++ for tensors of the CPU, without csrc/cpu.
+# For tests: software in place of hardware that the machine lacks. "amx": the tile instructions of
+# AMX. "cuda": the CUDA kernels compiled as C++ for tensors of the CPU, without csrc/cpu.
 STAND_IN = os.environ.get("ATTN_STAND_IN", "")
 if STAND_IN not in ("", "amx", "cuda"):
     raise SystemExit(f"ATTN_STAND_IN is {STAND_IN!r}; it must be 'amx', 'cuda' or not set")
@@ -124,7 +124,10 @@ library = (CUDAExtension if CUDA else CppExtension)(
     name="torch_attn.libattn",
     sources=listed_sources(),
     # A stand-in's headers come before those of the same name.
-    include_dirs=[str(path.resolve()) for path in ([STAND_INS] if STAND_IN else []) + [CSRC]],
+    include_dirs=[
+        str(path.resolve())
+        for path in ([STAND_INS] if STAND_IN else []) + [CSRC, CSRC / "torch_lacks"]
+    ],
     py_limited_api=True,  # leaves libtorch_python out
     extra_compile_args={
         "cxx": [

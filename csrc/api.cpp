@@ -5,10 +5,17 @@
 
 namespace attn {
 
-at::Tensor sdpa(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) { return sdpa_op().call(ATTN_INPUTS, ATTN_OPTIONS); }
+using at::Tensor;
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
-  return weights_op().call(ATTN_INPUTS, ATTN_OPTIONS);
+Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
+            double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  return SdpaOp::handle().call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const std::optional<Tensor>& attn_mask, double dropout_p,
+                                                     bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  return WeightsOp::handle().call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
 }  // namespace attn

@@ -7,31 +7,23 @@
 namespace attn {
 namespace {
 
-template <at::DeviceType device, c10::DispatchKey autocast_key>
-struct Autocast {
-  static std::optional<at::Tensor> cast(const std::optional<at::Tensor>& t) {
-    return at::autocast::cached_cast(at::autocast::get_lower_precision_fp_from_device_type(device), t, device);
-  }
+template <class Op, at::DeviceType device, c10::DispatchKey key>
+auto cast_and_call(const Inputs& inputs, const Options& options) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(key);
+  const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
+  const auto cast = [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
+  return Op::call(map_tensors(inputs, cast), options);
+}
 
-  template <const auto& (*op)(), class Result>
-  static Result call(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
-    c10::impl::ExcludeDispatchKeyGuard guard(autocast_key);
-    return op().call(*cast(query), *cast(key), *cast(value), cast(attn_mask), dropout_p, is_causal, scale, enable_gqa);
-  }
-};
+template <at::DeviceType device, c10::DispatchKey key>
+void register_autocast(torch::Library& m) {
+  m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device, key>>);
+  m.impl("sdpa_with_weights", WeightsOp::kernel<cast_and_call<WeightsOp, device, key>>);
+}
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, AutocastCPU, m) {
-  using Cpu = Autocast<at::kCPU, c10::DispatchKey::AutocastCPU>;
-  m.impl("sdpa", Cpu::call<sdpa_op, at::Tensor>);
-  m.impl("sdpa_with_weights", Cpu::call<weights_op, Tensors3>);
-}
-
-TORCH_LIBRARY_IMPL(attn, AutocastCUDA, m) {
-  using Cuda = Autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>;
-  m.impl("sdpa", Cuda::call<sdpa_op, at::Tensor>);
-  m.impl("sdpa_with_weights", Cuda::call<weights_op, Tensors3>);
-}
+TORCH_LIBRARY_IMPL(attn, AutocastCPU, m) { register_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>(m); }
+TORCH_LIBRARY_IMPL(attn, AutocastCUDA, m) { register_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>(m); }
 
 }  // namespace attn

@@ -37,8 +37,8 @@ std::array<Tensor, 2> split_nan(const Tensor& t) {
 
 // scale * query key^T, without the mask.
 //
-// The NaNs are added to the scores behind the product. In the product itself, the gradient 0 of a masked score times the
-// NaN of its key would be NaN.
+// The NaNs are added to the scores behind the product. In the product itself, the gradient 0 of a masked score times
+// the NaN of its key would be NaN.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std::optional<double> scale) {
   const double s = scale_or_default(scale, shape.head_dim.guard_int(__FILE__, __LINE__));
   const auto [query_numbers, query_nan] = split_nan(widened(query) * s);
@@ -66,15 +66,15 @@ void check_no_dropout(double dropout_p) {
 
 }  // namespace
 
-// Inputs have the type to compute in; autocast has no say.
-#define ATTN_NO_AUTOCAST c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset)
+// In the formulas below autocast is off: their inputs have the type to compute in.
 
-Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
-  ATTN_NO_AUTOCAST;
-  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
-  Tensor scores = products(shape, query, key, scale);
+OutputAndWeights attention_formula(const Inputs& inputs, const Options& options) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto& [query, key, value, attn_mask] = inputs;
+  const Shape shape = validate(inputs, options);
+  Tensor scores = products(shape, query, key, options.scale);
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
-  const Tensor masked = masked_positions(shape, query, attn_mask, is_causal);
+  const Tensor masked = masked_positions(shape, query, attn_mask, options.is_causal);
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
@@ -83,42 +83,42 @@ Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   return {output, weights, scores};
 }
 
-Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
-  check_no_dropout(dropout_p);
-  ATTN_NO_AUTOCAST;
-  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
-  const Tensor weights = std::get<1>(attention_formula(ATTN_INPUTS, ATTN_OPTIONS));
+TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const Options& options) {
+  check_no_dropout(options.dropout_p);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Shape shape = validate(inputs, options);
+  const Tensor weights = attention_formula(inputs, options).weights;
   Tensor tangent_scores = at::zeros_like(weights);
-  if (tangent_query) tangent_scores = tangent_scores + products(shape, *tangent_query, key, scale);
-  if (tangent_key) tangent_scores = tangent_scores + products(shape, query, *tangent_key, scale);
-  if (tangent_mask) tangent_scores = tangent_scores + tangent_mask->to(tangent_scores.scalar_type());
+  if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
+  if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
+  if (direction.attn_mask) tangent_scores = tangent_scores + direction.attn_mask->to(tangent_scores.scalar_type());
   const Tensor weighted = weights * tangent_scores;
   const Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
-  Tensor output = at::matmul(weighted - weights * tangent_logsumexp, repeat_heads(widened(value), shape));
-  if (tangent_value) output = output + at::matmul(weights, repeat_heads(widened(*tangent_value), shape));
-  const Tensor rounded = output.to(query.scalar_type());
-  const Tensor residual = rounded.is_same(output) ? at::empty({0}, output.options()) : output - rounded;
+  Tensor output = at::matmul(weighted - weights * tangent_logsumexp, repeat_heads(widened(inputs.value), shape));
+  if (direction.value) output = output + at::matmul(weights, repeat_heads(widened(*direction.value), shape));
+  const Tensor rounded = output.to(inputs.query.scalar_type());
+  const Tensor residual = has_residual(inputs, options) ? output - rounded : at::empty({0}, rounded.options());
   return {rounded, at::constant_pad_nd(tangent_logsumexp, {0, 1}), residual};
 }
 
-Tensors4 second_formula(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS,
-                        Wanted wanted) {
+Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const Direction& direction,
+                         const Options& options, Wanted wanted) {
   using torch::autograd::grad;
   using torch::autograd::variable_list;
-  check_no_dropout(dropout_p);
-  ATTN_NO_AUTOCAST;
+  check_no_dropout(options.dropout_p);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
   const auto variable = [](const Tensor& t) {
     Tensor alias = t.view_as(t);
     return alias.requires_grad() ? alias : alias.requires_grad_();
   };
-  const std::optional<Tensor> directions[] = {ATTN_TANGENTS};
-  variable_list x = {variable(query), variable(key), variable(value)};
-  std::optional<Tensor> mask = attn_mask;
+  const std::optional<Tensor> directions[] = {direction.query, direction.key, direction.value, direction.attn_mask};
+  variable_list x = {variable(inputs.query), variable(inputs.key), variable(inputs.value)};
+  std::optional<Tensor> mask = inputs.attn_mask;
   if (mask && mask->is_floating_point()) x.push_back(*(mask = variable(*mask)));
   const Tensor u = variable(grad_output);
-  const Tensor output = std::get<0>(attention_formula(x[0], x[1], x[2], mask, ATTN_OPTIONS)).to(query.scalar_type());
+  const Tensor output = attention_formula({x[0], x[1], x[2], mask}, options).output.to(inputs.query.scalar_type());
   const variable_list gradients = grad({output}, x, {u}, /*retain_graph=*/true, /*create_graph=*/true);
   variable_list along, t;
   for (size_t i = 0; i < x.size(); ++i) {
@@ -137,17 +137,19 @@ Tensors4 second_formula(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGEN
 
 namespace {
 
-Tensors3 sdpa_with_weights(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
-  const auto dtype = query.scalar_type();
-  auto [output, weights, scores] = attention_formula(ATTN_INPUTS, ATTN_OPTIONS);
-  return {sdpa_op().call(ATTN_INPUTS, ATTN_OPTIONS), weights.to(dtype), scores.to(dtype)};
+OutputAndWeights sdpa_with_weights(const Inputs& inputs, const Options& options) {
+  const auto dtype = inputs.query.scalar_type();
+  const OutputAndWeights results = attention_formula(inputs, options);
+  return {SdpaOp::call(inputs, options), results.weights.to(dtype), results.scores.to(dtype)};
 }
+
+constexpr auto kernel = WeightsOp::kernel<sdpa_with_weights>;
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { m.impl("sdpa_with_weights", sdpa_with_weights); }
+TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { m.impl("sdpa_with_weights", kernel); }
 
 // Under vmap too it is what it calls: torch 2.15 would call it for one sample after the other.
-TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { m.impl("sdpa_with_weights", sdpa_with_weights); }
+TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { m.impl("sdpa_with_weights", kernel); }
 
 }  // namespace attn

@@ -8,11 +8,11 @@ namespace attn {
 
 // (output, weights, scores) without dropout: scores are scaled and masked, weights their softmax, 0 in a fully masked
 // row. Half types are computed, and returned, in float32.
-Tensors3 attention_formula(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS);
+OutputAndWeights attention_formula(const Inputs& inputs, const Options& options);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
-Tensors3 tangent_formula(ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS);
-Tensors4 second_formula(const at::Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS,
-                        Wanted wanted);
+TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const Options& options);
+Gradients second_formula(const at::Tensor& grad_output, const Inputs& inputs, const Direction& direction,
+                         const Options& options, Wanted wanted);
 
 }  // namespace attn

@@ -7,24 +7,20 @@
 namespace attn {
 namespace {
 
-template <class Result>
-Result refuse(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
-  validate(ATTN_INPUTS, ATTN_OPTIONS);
+template <class Result, class... More>
+Result refuse(const Inputs& inputs, const Options& options, const More&...) {
+  validate(inputs, options);
   TORCH_CHECK(false, "attn::sdpa: query, key, value and attn_mask must be dense (strided) tensors");
-}
-
-Tensors4 refuse_forward(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<at::Tensor>&) {
-  return refuse<Tensors4>(ATTN_INPUTS, ATTN_OPTIONS);
 }
 
 // sdpa_with_weights, which is composed of other operators, is found for all but nested tensors, and checks by itself.
 void refuse_all(torch::Library& m) {
-  m.impl("sdpa", refuse<at::Tensor>);
-  m.impl("_sdpa_forward", refuse_forward);
+  m.impl("sdpa", SdpaOp::kernel<refuse<at::Tensor>>);
+  m.impl("_sdpa_forward", ForwardOp::kernel<refuse<Saved, std::optional<at::Tensor>>>);
 }
 void refuse_nested(torch::Library& m) {
   refuse_all(m);
-  m.impl("sdpa_with_weights", refuse<Tensors3>);
+  m.impl("sdpa_with_weights", WeightsOp::kernel<refuse<OutputAndWeights>>);
 }
 
 }  // namespace

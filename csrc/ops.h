@@ -1,59 +1,82 @@
-// The operators as C++ calls through the dispatcher. Their schemas, and what they compute, stand in schema.cpp.
+// The operators as C++ calls them, and the structs that they take and return. Their schemas, and what they compute,
+// stand in schema.cpp.
 #pragma once
-
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <array>
 #include <optional>
-#include <tuple>
 
-// The operators share long lists of arguments. Each list has a name: ATTN_x_ARGS declares it, ATTN_x passes it on.
-
-#define ATTN_INPUTS_ARGS \
-  const at::Tensor &query, const at::Tensor &key, const at::Tensor &value, const std::optional<at::Tensor>&attn_mask
-#define ATTN_INPUTS query, key, value, attn_mask
-
-// The options of the built-in, not differentiated.
-#define ATTN_OPTIONS_ARGS double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa
-#define ATTN_OPTIONS dropout_p, is_causal, scale, enable_gqa
-
-// The results of the forward that derivatives use.
-#define ATTN_SAVED_ARGS \
-  const at::Tensor &output, const at::Tensor &logsumexp, const at::Tensor &rng_state, const at::Tensor &residual
-#define ATTN_SAVED output, logsumexp, rng_state, residual
-
-// A direction in the space of inputs; absent where it is zero.
-#define ATTN_TANGENTS_ARGS                                                                    \
-  const std::optional<at::Tensor>&tangent_query, const std::optional<at::Tensor>&tangent_key, \
-      const std::optional<at::Tensor>&tangent_value, const std::optional<at::Tensor>&tangent_mask
-#define ATTN_TANGENTS tangent_query, tangent_key, tangent_value, tangent_mask
-
-// The derivative of the forward's results along that direction.
-#define ATTN_MOVED_ARGS \
-  const at::Tensor &tangent_output, const at::Tensor &tangent_logsumexp, const at::Tensor &tangent_residual
-#define ATTN_MOVED tangent_output, tangent_logsumexp, tangent_residual
+#include "operator.h"
 
 namespace attn {
 
-using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using Wanted = std::array<bool, 4>;  // which gradients: query, key, value, attn_mask
+struct Inputs {
+  at::Tensor query;                     // [*batch, heads, L, E]
+  at::Tensor key;                       // [*batch, key_heads, S, E]
+  at::Tensor value;                     // [*batch, value_heads, S, Ev]
+  std::optional<at::Tensor> attn_mask;  // broadcasts to [*batch, heads, L, S]: boolean, or floating and differentiable
 
-using SdpaOp = at::Tensor(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS);
-using WeightsOp = Tensors3(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS);
-using ForwardOp = Tensors4(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<at::Tensor>& rng_state);
-using BackwardOp = Tensors4(const at::Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_OPTIONS_ARGS,
-                            Wanted grad_input_mask);
-using TangentOp = Tensors3(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS);
-using SecondOp = Tensors4(const at::Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS,
-                          ATTN_MOVED_ARGS, ATTN_OPTIONS_ARGS, Wanted grad_input_mask);
+  static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask); }
+};
 
-const c10::TypedOperatorHandle<SdpaOp>& sdpa_op();
-const c10::TypedOperatorHandle<WeightsOp>& weights_op();
-const c10::TypedOperatorHandle<ForwardOp>& forward_op();
-const c10::TypedOperatorHandle<BackwardOp>& backward_op();
-const c10::TypedOperatorHandle<TangentOp>& tangent_op();
-const c10::TypedOperatorHandle<SecondOp>& second_op();
+// The options of the built-in; they have no derivatives.
+struct Options {
+  double dropout_p;
+  bool is_causal;
+  std::optional<double> scale;
+  bool enable_gqa;
+
+  static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa); }
+};
+
+// The results of sdpa_with_weights.
+struct OutputAndWeights {
+  at::Tensor output;   // [*batch, heads, L, Ev]
+  at::Tensor weights;  // [*batch, heads, L, S]
+  at::Tensor scores;   // [*batch, heads, L, S]
+
+  static auto fields(auto& r) { return std::tie(r.output, r.weights, r.scores); }
+};
+
+// The results of the forward, which the derivatives use.
+struct Saved {
+  at::Tensor output;     // [*batch, heads, L, Ev]
+  at::Tensor logsumexp;  // [*batch, heads, L, 2]
+  at::Tensor rng_state;  // [3], or [*batch, 1, 1, 3] under vmap; [0] without dropout
+  at::Tensor residual;   // [*batch, heads, L, Ev] where there is one (validate.h), else [0]
+
+  static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
+};
+
+// A direction in the space of inputs: each tensor has the shape of its input, and is absent where it is zero.
+struct Direction {
+  std::optional<at::Tensor> query, key, value, attn_mask;
+
+  static auto fields(auto& t) { return std::tie(t.query, t.key, t.value, t.attn_mask); }
+};
+
+// The derivative of the forward's results along a direction, each with the shape that it has in Saved.
+struct TangentResults {
+  at::Tensor output, logsumexp, residual;
+
+  static auto fields(auto& r) { return std::tie(r.output, r.logsumexp, r.residual); }
+};
+
+// Gradients, each with the shape of its input; undefined where not wanted.
+struct Gradients {
+  at::Tensor query, key, value, attn_mask;
+
+  static auto fields(auto& g) { return std::tie(g.query, g.key, g.value, g.attn_mask); }
+};
+using Wanted = std::array<bool, 4>;  // in the same order
+
+using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, Options)>;
+using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Inputs, Options)>;
+// Last comes rng_state.
+using ForwardOp = Operator<"attn::_sdpa_forward", Saved(Inputs, Options, std::optional<at::Tensor>)>;
+// First comes grad_output, here and in SecondOp.
+using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(at::Tensor, Inputs, Saved, Options, Wanted)>;
+using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, Direction, Options)>;
+using SecondOp =
+    Operator<"attn::_sdpa_second", Gradients(at::Tensor, Inputs, Saved, Direction, TangentResults, Options, Wanted)>;
 
 }  // namespace attn

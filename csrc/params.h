@@ -3,9 +3,13 @@
 
 #include <stdint.h>
 
-// An inline function that is never one of the object file: compiled for one instruction set, it might be the copy that
-// the linker keeps for all (cpu/isa.h).
+// An inline function that is always inlined: compiled for one instruction set, a copy in an object file might be the
+// one that the linker keeps for all (cpu/isa.h). CUDA's kernels call it too.
+#ifdef __CUDACC__
+#define ATTN_INLINE inline __host__ __device__ __attribute__((always_inline))
+#else
 #define ATTN_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace attn {
 
@@ -24,9 +28,8 @@ struct Operand {
   int64_t col = 0;
 };
 
-// The attention problem itself, shared by every kernel.
-//
-// Scores of query i and key j:  x_ij = scale * <q_i, k_j> + mask_ij, or -inf where masked.
+// The attention problem itself, shared by every kernel. What a score is stands in score.h, where a number lies in
+// geometry.h.
 struct Problem {
   int batch_dims = 0;
   int64_t batch_size[kMaxBatchDims] = {};
@@ -72,13 +75,14 @@ struct Problem {
 
 struct ForwardParams : Problem {
   Operand output;
-  Operand residual;           // the exact output minus the rounded one, for bfloat16 and float16; data may be null
+  Operand residual;           // the exact output minus the rounded one; data may be null
   void* logsumexp = nullptr;  // may be null
 
   int64_t rows_per_task = 0;
-  // With few rows and many keys the keys are cut in `splits` chunks of `keys_per_split`; each writes a partial output
-  // [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L, 2], merged in order afterwards.
-  // The cut depends on the shape alone (on CUDA also on the device), so that the bits do not depend on threads.
+  // With few rows and many keys the keys are cut in `splits` chunks of `keys_per_split`, whole tiles; each writes a
+  // partial output [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L, 2], merged in order
+  // afterwards. The cut depends on the shape alone (on CUDA also on the device), so that the bits do not depend on
+  // threads.
   int64_t splits = 1;
   int64_t keys_per_split = 0;
   void* partial_output = nullptr;
@@ -154,7 +158,9 @@ struct SecondParams : BackwardParams {
   void* tangent_delta = nullptr;  // on CUDA: its derivative
 };
 
-constexpr int64_t kRowTile = 64;  // queries of one tile of scores: the lanes of the kernels
-constexpr int64_t kKeyTile = 64;  // keys of one tile of scores
+// A task of the mask's gradient owns so many rows and keys of it. The kernels of every device compute one tile of
+// scores a task, and say so by a static_assert.
+constexpr int64_t kMaskTaskRows = 64;
+constexpr int64_t kMaskTaskKeys = 64;
 
 }  // namespace attn

@@ -76,7 +76,8 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data)
 
 void ProblemBuilder::merge_batch_dims() {
   int merged = 0;
-  const auto mergeable = [&](size_t d) {  // with the dimension kept last
+  // Whether all operands walk through dimension d and the one kept last as through a single dimension.
+  const auto mergeable = [&](size_t d) {
     return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
              return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];
            });
@@ -119,11 +120,12 @@ int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
 
 }  // namespace
 
-void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_state, ATTN_INPUTS_ARGS,
-              ATTN_OPTIONS_ARGS) {
-  (void)enable_gqa;  // is in the numbers of heads
-  problem.scale = scale_or_default(scale, problem.head_dim);
-  problem.causal = is_causal;
+void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const Options& options,
+              const at::Tensor& rng_state) {
+  const auto& [query, key, value, attn_mask] = inputs;
+  const double dropout_p = options.dropout_p;
+  problem.scale = scale_or_default(options.scale, problem.head_dim);
+  problem.causal = options.is_causal;
   problem.has_mask = attn_mask.has_value();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   builder.add(problem.query, query);
@@ -137,32 +139,9 @@ void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_s
   problem.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
-Tensors4 describe_forward(ForwardParams& p, bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS,
-                          const std::optional<at::Tensor>& given_state, DrawRngState draw) {
-  const Shape shape = validate(ATTN_INPUTS, ATTN_OPTIONS);
-  if (given_state) validate_rng_state("attn::_sdpa_forward", *given_state, shape, query, dropout_p);
-  ProblemBuilder builder(p, shape);
-  const at::Tensor output = empty_output(shape, query);
-  at::Tensor rng_state, logsumexp, residual;
-  if (given_state)
-    rng_state = given_state->clone();
-  else
-    rng_state = dropout_p > 0 ? draw(query, std::max<int64_t>(1, p.batch * p.heads)) : empty_rng_state(query, 0);
-  describe(p, builder, rng_state, ATTN_INPUTS, ATTN_OPTIONS);
-  builder.add_result(p.output, output);
-  if (for_derivatives) {
-    logsumexp = empty_logsumexp(shape, query);
-    residual = empty_residual(output);
-    p.logsumexp = logsumexp.mutable_data_ptr();
-    if (residual.dim() > 1) builder.add_result(p.residual, residual);
-  }
-  if (!no_rows(p)) builder.merge_batch_dims();
-  return {output, logsumexp, rng_state, residual};
-}
-
 std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query) {
   if (p.splits == 1) return {};
-  const int64_t rows = p.splits * p.batch * p.heads * p.queries;
+  const int64_t rows = p.splits * number_of_rows(p);
   const std::array<at::Tensor, 2> partial = {at::empty({rows, p.value_dim}, compute_options(query)),
                                              at::empty({rows, 2}, compute_options(query))};
   p.partial_output = partial[0].mutable_data_ptr();

@@ -1,7 +1,7 @@
 // From tensors to the plain data that kernels take; the same for every device.
 #pragma once
 
-#include "params.h"
+#include "geometry.h"
 #include "validate.h"
 
 namespace attn {
@@ -32,22 +32,14 @@ class ProblemBuilder {
   c10::SmallVector<Strides, 8> operands_;
 };
 
-// Adds query, key, value, mask and everything that is not a tensor.
-void describe(Problem& problem, ProblemBuilder& builder, const at::Tensor& rng_state, ATTN_INPUTS_ARGS,
-              ATTN_OPTIONS_ARGS);
-
-// Draws the state of dropout for a call of so many heads (batch * heads).
-using DrawRngState = at::Tensor(const at::Tensor& query, int64_t heads);
-
-// The forward's results, in the order of attn::_sdpa_forward, and params that are complete but for the plan. Without
-// `for_derivatives` only the output is defined.
-Tensors4 describe_forward(ForwardParams& p, bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS,
-                          const std::optional<at::Tensor>& given_state, DrawRngState draw);
+// Adds query, key, value, mask, rng_state and everything that is not a tensor.
+void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const Options& options,
+              const at::Tensor& rng_state);
 
 // What a plan with several splits of the keys writes to; empty for one.
 std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query);
 
-inline bool no_rows(const Problem& p) { return p.batch * p.heads * p.queries == 0; }
+inline bool no_rows(const Problem& p) { return number_of_rows(p) == 0; }
 
 // The workspace in which partial results are kept: the type that the kernels compute in.
 at::TensorOptions compute_options(const at::Tensor& query);

@@ -1,8 +1,6 @@
 // Every operator of the library: the table of contents.
 #include <torch/library.h>
 
-#include "ops.h"
-
 #define INPUTS "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 #define SAVED "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual"
 #define TANGENTS "Tensor? tangent_query, Tensor? tangent_key, Tensor? tangent_value, Tensor? tangent_mask"
@@ -23,8 +21,8 @@ TORCH_LIBRARY(attn, m) {
   // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): the number, and what rounding took
   //             from it (params.h)
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
-  // residual    exact output - rounded output, float32, for bfloat16 and float16, else empty: rowsum(grad * output) would else be
-  //             the only thing that the backward does not compute in float32, and its largest error
+  // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
+  //             is empty
   m.def("_sdpa_forward(" CALL
         ", Tensor? rng_state=None) -> (Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual)",
         random);
@@ -49,20 +47,3 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 }
-
-namespace attn {
-
-#define ATTN_HANDLE(function, Signature, name)                                                          \
-  const c10::TypedOperatorHandle<Signature>& function() {                                               \
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>(); \
-    return op;                                                                                          \
-  }
-
-ATTN_HANDLE(sdpa_op, SdpaOp, "attn::sdpa")
-ATTN_HANDLE(weights_op, WeightsOp, "attn::sdpa_with_weights")
-ATTN_HANDLE(forward_op, ForwardOp, "attn::_sdpa_forward")
-ATTN_HANDLE(backward_op, BackwardOp, "attn::_sdpa_backward")
-ATTN_HANDLE(tangent_op, TangentOp, "attn::_sdpa_tangent")
-ATTN_HANDLE(second_op, SecondOp, "attn::_sdpa_second")
-
-}  // namespace attn

@@ -27,8 +27,6 @@ at::ScalarType statistics_dtype(const Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-bool has_residual(const Tensor& t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
-
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
 void check_tensor(const char* name, const Tensor& t, const Tensor& query,
@@ -118,16 +116,16 @@ c10::SymDimVector Shape::expanded(const SymInt& tensor_heads, const SymInt& rows
   return sizes;
 }
 
-Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
-  (void)is_causal;  // any value fits any shape
+Shape validate(const Inputs& inputs, const Options& options) {
+  const auto& [query, key, value, attn_mask] = inputs;
   check_tensor("query", query, query);
   check_tensor("key", key, query);
   check_tensor("value", value, query);
   if (attn_mask) check_tensor("attn_mask", *attn_mask, query, "[..., L, S]");
   check_dtypes(query, key, value, attn_mask);
-  TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attn::sdpa: dropout_p is ", dropout_p,
+  TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, "attn::sdpa: dropout_p is ", options.dropout_p,
               "; it must be a probability between 0 and 1");
-  TORCH_CHECK(!scale || !std::isnan(*scale), "attn::sdpa: scale is NaN; it must be a number");
+  TORCH_CHECK(!options.scale || !std::isnan(*options.scale), "attn::sdpa: scale is NaN; it must be a number");
   TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), "attn::sdpa: key has head_dim ", extent(key, 1),
               " but query has ", extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(),
               "); they must be equal");
@@ -144,12 +142,12 @@ Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
   shape.key_heads = head_count(key);
   shape.value_heads = head_count(value);
   shape.heads = head_count(query);
-  if (!enable_gqa) {
+  if (!options.enable_gqa) {
     if (is_one(shape.heads)) shape.heads = shape.key_heads;
     if (is_one(shape.heads)) shape.heads = shape.value_heads;
   }
-  check_heads("key", shape.key_heads, shape.heads, enable_gqa);
-  check_heads("value", shape.value_heads, shape.heads, enable_gqa);
+  check_heads("key", shape.key_heads, shape.heads, options.enable_gqa);
+  check_heads("value", shape.value_heads, shape.heads, options.enable_gqa);
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(query, key, value, d));
   if (attn_mask) check_mask(*attn_mask, shape);
   return shape;
@@ -157,71 +155,104 @@ Shape validate(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
 
 namespace {
 
-void check_internal(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype,
-                    const Tensor& query) {
-  TORCH_CHECK(
-      t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(), op,
-      ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
-      " of shape ", sizes, " on ", query.device());
-}
+// Checks what operator `op` takes besides the inputs and options.
+struct Checker {
+  const char* op;
+  const Inputs& inputs;
+  const Options& options;
+  const Shape shape = validate(inputs, options);
+  const Tensor& query = inputs.query;
 
-void check_residual(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {
-  if (has_residual(query))
-    check_internal(op, name, t, shape.output(), at::kFloat, query);
-  else
-    check_internal(op, name, t, {0}, query.scalar_type(), query);
-}
+  void tensor(const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const {
+    TORCH_CHECK(
+        t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(), op,
+        ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
+        " of shape ", sizes, " on ", query.device());
+  }
+  void like_output(const char* name, const Tensor& t) const { tensor(name, t, shape.output(), query.scalar_type()); }
+  void logsumexp(const char* name, const Tensor& t) const {
+    tensor(name, t, shape.logsumexp(), statistics_dtype(query));
+  }
+  void residual(const char* name, const Tensor& t) const {
+    if (has_residual(inputs, options)) return tensor(name, t, shape.output(), at::kFloat);
+    tensor(name, t, {0}, query.scalar_type());
+  }
+  void rng_state(const Tensor& t) const {
+    if (options.dropout_p == 0) return;
+    // One for all samples, or one for each along the leading dimensions that vmap put in front.
+    const auto allowed = shape.expanded(1, 1, 3);
+    bool fits = t.dim() >= 1 && t.dim() <= shape.dims && must_equal(extent(t, 1), 3);
+    for (int64_t d = 2; fits && d <= t.dim(); ++d)
+      fits = is_one(extent(t, d)) || must_equal(extent(t, d), allowed[allowed.size() - d]);
+    TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == query.device(), op, ": rng_state is ",
+                t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),
+                "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
+  }
+  void saved(const Saved& s) const {
+    like_output("output", s.output);
+    logsumexp("logsumexp", s.logsumexp);
+    residual("residual", s.residual);
+    rng_state(s.rng_state);
+  }
+  void direction(const Direction& d) const {
+    const auto like = [&](const char* name, const std::optional<Tensor>& t, const Tensor& input) {
+      if (t) tensor(name, *t, input.sym_sizes(), input.scalar_type());
+    };
+    like("tangent_query", d.query, inputs.query);
+    like("tangent_key", d.key, inputs.key);
+    like("tangent_value", d.value, inputs.value);
+    if (!d.attn_mask) return;
+    const auto& mask = inputs.attn_mask;
+    TORCH_CHECK(mask && mask->is_floating_point(), op, ": tangent_mask is given but attn_mask is ",
+                mask ? "boolean" : "absent", "; only a floating mask has a tangent");
+    like("tangent_mask", d.attn_mask, *mask);
+  }
+  void tangent(const TangentResults& t) const {
+    like_output("tangent_output", t.output);
+    logsumexp("tangent_logsumexp", t.logsumexp);
+    residual("tangent_residual", t.residual);
+  }
+  void wanted(Wanted w) const {
+    const auto& mask = inputs.attn_mask;
+    TORCH_CHECK(!w[3] || (mask && mask->is_floating_point()), op,
+                ": grad_input_mask asks for the gradient of attn_mask, which is ", mask ? "boolean" : "absent",
+                "; only a floating mask has one");
+  }
+};
 
 }  // namespace
 
-void validate_like_output(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& query) {
-  check_internal(op, name, t, shape.output(), query.scalar_type(), query);
+Shape validate_forward(const Inputs& inputs, const Options& options, const std::optional<Tensor>& rng_state) {
+  const Checker check{ForwardOp::name, inputs, options};
+  if (rng_state) check.rng_state(*rng_state);
+  return check.shape;
 }
 
-void validate_saved(const char* op, const Shape& shape, const Tensor& query, double dropout_p, ATTN_SAVED_ARGS) {
-  validate_like_output(op, "output", output, shape, query);
-  check_internal(op, "logsumexp", logsumexp, shape.logsumexp(), statistics_dtype(query), query);
-  check_residual(op, "residual", residual, shape, query);
-  validate_rng_state(op, rng_state, shape, query, dropout_p);
+Shape validate_backward(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Options& options,
+                        Wanted wanted) {
+  const Checker check{BackwardOp::name, inputs, options};
+  check.like_output("grad_output", grad_output);
+  check.saved(saved);
+  check.wanted(wanted);
+  return check.shape;
 }
 
-void validate_rng_state(const char* op, const Tensor& rng_state, const Shape& shape, const Tensor& query,
-                        double dropout_p) {
-  if (dropout_p == 0) return;
-  // one for all, or one for each of the leading dimensions that vmap put in front
-  const auto allowed = shape.expanded(1, 1, 3);
-  bool fits = rng_state.dim() >= 1 && rng_state.dim() <= shape.dims && must_equal(extent(rng_state, 1), 3);
-  for (int64_t d = 2; fits && d <= rng_state.dim(); ++d)
-    fits = is_one(extent(rng_state, d)) || must_equal(extent(rng_state, d), allowed[allowed.size() - d]);
-  TORCH_CHECK(fits && rng_state.scalar_type() == at::kLong && rng_state.device() == query.device(), op,
-              ": rng_state is ", rng_state.scalar_type(), " of shape ", rng_state.sym_sizes(), " on ",
-              rng_state.device(),
-              "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
+Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction, const Options& options) {
+  const Checker check{TangentOp::name, inputs, options};
+  check.saved(saved);
+  check.direction(direction);
+  return check.shape;
 }
 
-void validate_tangents(const char* op, ATTN_INPUTS_ARGS, ATTN_TANGENTS_ARGS) {
-  const auto check = [&](const char* name, const std::optional<Tensor>& t, const Tensor& primal) {
-    if (t) check_internal(op, name, *t, primal.sym_sizes(), primal.scalar_type(), query);
-  };
-  check("tangent_query", tangent_query, query);
-  check("tangent_key", tangent_key, key);
-  check("tangent_value", tangent_value, value);
-  if (!tangent_mask) return;
-  TORCH_CHECK(attn_mask && attn_mask->is_floating_point(), op, ": tangent_mask is given but attn_mask is ",
-              attn_mask ? "boolean" : "absent", "; only a floating mask has a tangent");
-  check("tangent_mask", tangent_mask, *attn_mask);
-}
-
-void validate_moved(const char* op, const Shape& shape, const Tensor& query, ATTN_MOVED_ARGS) {
-  validate_like_output(op, "tangent_output", tangent_output, shape, query);
-  check_internal(op, "tangent_logsumexp", tangent_logsumexp, shape.logsumexp(), statistics_dtype(query), query);
-  check_residual(op, "tangent_residual", tangent_residual, shape, query);
-}
-
-void validate_wanted(const char* op, const std::optional<Tensor>& attn_mask, Wanted wanted) {
-  TORCH_CHECK(!wanted[3] || (attn_mask && attn_mask->is_floating_point()), op,
-              ": grad_input_mask asks for the gradient of attn_mask, which is ", attn_mask ? "boolean" : "absent",
-              "; only a floating mask has one");
+Shape validate_second(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Direction& direction,
+                      const TangentResults& tangent, const Options& options, Wanted wanted) {
+  const Checker check{SecondOp::name, inputs, options};
+  check.like_output("grad_output", grad_output);
+  check.saved(saved);
+  check.direction(direction);
+  check.tangent(tangent);
+  check.wanted(wanted);
+  return check.shape;
 }
 
 Tensor empty_output(const Shape& shape, const Tensor& query) {
@@ -234,7 +265,7 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
   for (int64_t d = 0; follow && d < dims - 1; ++d)
     follow = TORCH_GUARD_OR_FALSE(query.sym_sizes()[d].sym_eq(sizes[d])) &&
              TORCH_GUARD_OR_TRUE(query.sym_strides()[d].sym_ne(0));
-  // Sorted by insertion: strides of sizes that only a run tells are not always comparable, and then stay in their order.
+  // Sorted by insertion: strides of sizes that only a run tells are not always comparable, and then keep their order.
   for (int64_t d = 1; follow && d < dims - 1; ++d)
     for (int64_t i = d; i > 0; --i) {
       const auto &outer = query.sym_strides()[order[i - 1]], &inner = query.sym_strides()[order[i]];
@@ -254,9 +285,17 @@ Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
   return at::empty_symint(shape.logsumexp(), query.options().dtype(statistics_dtype(query)));
 }
 
-Tensor empty_residual(const Tensor& output) {
-  return has_residual(output) ? at::empty_like(output, output.options().dtype(at::kFloat))
-                              : at::empty({0}, output.options());
+bool has_residual(const Inputs& inputs, const Options& options) {
+  const auto dtype = inputs.query.scalar_type();
+  const bool floating_mask = inputs.attn_mask && inputs.attn_mask->is_floating_point();
+  return (dtype == at::kBFloat16 || dtype == at::kHalf) && (floating_mask || options.dropout_p > 0);
+}
+
+SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
+
+Tensor empty_residual(const Tensor& output, const Inputs& inputs, const Options& options) {
+  return has_residual(inputs, options) ? at::empty_like(output, output.options().dtype(at::kFloat))
+                                       : at::empty({0}, output.options());
 }
 
 Tensor empty_gradient(const Tensor& input) { return at::empty_like(input); }

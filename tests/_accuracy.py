@@ -157,7 +157,8 @@ class Problem:
                 content.update(b"None")
             else:
                 content.update(f"{tensor.device}{tensor.dtype}{list(tensor.shape)}".encode())
-                content.update(tensor.flatten().contiguous().view(torch.uint8).cpu().numpy())
+                flat = tensor.flatten().clone(memory_format=torch.contiguous_format)
+                content.update(flat.view(torch.uint8).cpu().numpy())
         return content.digest()
 
 

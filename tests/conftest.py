@@ -14,6 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 
 from helpers import (
     CPU_CAPABILITIES,
@@ -39,6 +40,11 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("attn")
+# Hypothesis also draws constants of the modules that happen to be imported: examples would depend
+# on which other tests run in the process.
+if hasattr(providers, "_get_local_constants"):
+    _none = providers._local_constants
+    providers._get_local_constants = lambda: _none
 
 
 @pytest.fixture(autouse=True)

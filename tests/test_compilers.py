@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from _compilers import ROOT, build_library, newest_clang
+from _variants import BUILD, build_library, newest_clang, run_tests
 
 CLANG = newest_clang()
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow,  # compiles a library
     pytest.mark.skipif(CLANG is None, reason="not run: no clang++ on the PATH"),
 ]
 
@@ -32,9 +29,8 @@ TESTS = {
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    """Built by clang, what changed of it."""
     assert CLANG is not None
-    return build_library(ROOT / "build" / "clang", CXX=CLANG)
+    return build_library(BUILD / "clang", CXX=CLANG)
 
 
 def test_only_torch_s_threads(library: Path) -> None:
@@ -46,15 +42,4 @@ def test_only_torch_s_threads(library: Path) -> None:
 
 @pytest.mark.parametrize("name", TESTS)
 def test_core(library: Path, name: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name],
-        cwd=ROOT,
-        env={**os.environ, "ATTN_LIBRARY": str(library)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed, run.stdout
-    assert int(passed[1]) >= TESTS[name], run.stdout[-1000:]
+    run_tests(name, at_least=TESTS[name], ATTN_LIBRARY=str(library))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 import torch_attn  # noqa: F401, registers the operators
+from _variants import ROOT, build_stand_in, run_fuzz, run_tests
 
-ROOT = Path(__file__).parents[1]
-BUILD = ROOT / "build" / "stand_in"
-LIBRARY = BUILD / "cuda" / "torch_attn" / "libattn.so"
 # The fibers switch stacks with a few instructions of x86.
 pytestmark = [
     pytest.mark.slow,  # compiles a library
@@ -25,29 +22,6 @@ pytestmark = [
     ),
 ]
 
-
-def environment(seed: int) -> dict[str, str]:
-    """Of a process whose calls on the CPU run the CUDA kernels, threads in this random order."""
-    return {
-        **os.environ,
-        "ATTN_LIBRARY": str(LIBRARY),
-        "ATTN_STAND_IN_SEED": str(seed),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _library() -> None:
-    """Builds the variant of the library, what changed of it."""
-    directories = ["--build-lib", str(BUILD / "cuda"), "--build-temp", str(BUILD / "objects")]
-    subprocess.run(
-        [sys.executable, "setup.py", "build_ext", *directories],
-        cwd=ROOT,
-        env={**os.environ, "ATTN_STAND_IN": "cuda"},
-        check=True,
-    )
-
-
 # Tests of other files with the numbers of them that there are at least.
 TESTS = {
     "tests/test_forward.py": 885,
@@ -55,39 +29,39 @@ TESTS = {
     "tests/test_nan.py": 901,
     "tests/test_dropout.py": 75,
     "tests/test_derivatives.py": 300,
-    "tests/test_validate.py -k 'not operator and not gradient'": 439,
+    "tests/test_validate.py": 439,
 }
+WITHOUT_KERNELS = ["-k", "not operator and not gradient"]  # of tests/test_validate.py
 
 
-@pytest.mark.parametrize("tests", TESTS)
-def test_kernels(tests: str) -> None:
-    run_tests(tests, TESTS[tests], seed=1)
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return build_stand_in("cuda")
+
+
+def environment(library: Path, seed: int) -> dict[str, str]:
+    """Of a process whose calls on the CPU run the CUDA kernels, threads in this random order."""
+    return {
+        "ATTN_LIBRARY": str(library),
+        "ATTN_STAND_IN_SEED": str(seed),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+
+
+@pytest.mark.parametrize("file", TESTS)
+def test_kernels(library: Path, file: str) -> None:
+    some = WITHOUT_KERNELS if file == "tests/test_validate.py" else []
+    run_tests(file, *some, at_least=TESTS[file], **environment(library, seed=1))
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_forward_in_another_order_of_threads(seed: int) -> None:
-    run_tests("tests/test_forward.py -k 'layouts or expanded or many_dimensions'", 85, seed)
-
-
-def run_tests(tests: str, at_least: int, seed: int) -> None:
-    command = f"{sys.executable} -m pytest -q -p no:cacheprovider {tests}"
-    run = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment(seed), capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed, run.stdout
-    assert int(passed[1]) >= at_least, run.stdout[-1000:]
+def test_forward_in_another_order_of_threads(library: Path, seed: int) -> None:
+    some = ["-k", "layouts or expanded or many_dimensions"]
+    run_tests("tests/test_forward.py", *some, at_least=85, **environment(library, seed))
 
 
 def test_random_problems() -> None:
-    """`make fuzz` finds nothing in a few of its problems."""
-    command = "-m tests.fuzz --only cuda --seed 1 --problems 150"
-    run = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
-    assert "150 problems; on cuda 150" in run.stdout
+    run_fuzz("cuda", 150)
 
 
 RNG_STATE = (2**63 - 12345, 2**31 + 5, 7)
@@ -113,11 +87,11 @@ torch.save(test_cuda_stand_in.weights_kept(getattr(torch, sys.argv[1])), sys.arg
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_dropout_is_that_of_the_cpu(dtype: str, tmp_path: Path) -> None:
+def test_dropout_is_that_of_the_cpu(library: Path, dtype: str, tmp_path: Path) -> None:
     """Given the state of a generator, both devices drop the same weights."""
     file = tmp_path / "kept"
     command = [sys.executable, "-c", SAVE_KEPT, dtype, file]
-    subprocess.run(command, env=environment(1), check=True)
+    subprocess.run(command, env={**os.environ, **environment(library, seed=1)}, check=True)
     expected = weights_kept(getattr(torch, dtype))
     assert 0.55 < expected.sum() / (2 * 6 * 70 * 71 / 2) < 0.65
     assert torch.equal(torch.load(file), expected)

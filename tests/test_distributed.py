@@ -65,6 +65,12 @@ LOCAL: dict[str, Case] = {
     "3-D": ({"batch": ()}, {}, (Shard(0), Shard(0), Shard(0), R), Shard(0)),
     "5-D": ({"batch": (2, 3)}, {}, (Head, Head, Head, R), Head),
     "bfloat16": ({"dtype": torch.bfloat16}, {}, (Head, Head, Head, R), Head),
+    "mask, bfloat16": (
+        {"dtype": torch.bfloat16, "mask": (2, 4, 5, 7)},
+        {},
+        (Head,) * 4,
+        Head,
+    ),
     "grouped heads": (HEADS, GQA, (Head, Head, Head, R), Head),
     "one key head": ({"heads": (4, 1, 1)}, GQA, (Head, R, R, R), Head),
     "one value head": ({"heads": (4, 2, 1)}, GQA, (Head, Head, R, R), Head),

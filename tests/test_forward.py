@@ -182,3 +182,16 @@ def test_what_derivatives_need(L: int, S: int, E: int, dtype: torch.dtype) -> No
     assert residual.dtype == torch.float32
     assert (residual != 0).any()
     assert torch.equal((output.double() + residual.double()).to(dtype), output)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_residual_is_kept_where_it_counts(dtype: torch.dtype) -> None:
+    """It takes twice the memory of the output."""
+    query, key, value, _ = make_inputs(33, 70, 16, dtype=dtype)
+    seen = torch.ones(33, 70, dtype=torch.bool)
+    for options in ({}, {"is_causal": True}, {"attn_mask": seen}):
+        residual = torch.ops.attn._sdpa_forward(query, key, value, **options)[3]
+        assert residual.shape == (0,)
+    for options in ({"dropout_p": 0.1}, {"attn_mask": seen.to(dtype)}):
+        output, _, _, residual = torch.ops.attn._sdpa_forward(query, key, value, **options)
+        assert residual.shape == output.shape

@@ -1,6 +1,9 @@
 """Loading the library: an import that cannot work says why and what to do."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,12 @@ def test_built_for_another_patch_release_is_tried(library: Path) -> None:
     pretend_built_for(f"{major}.{minor}.99", library)
     with pytest.raises(ImportError, match=r"libattn\.so does not load.*pip install"):
         _library.load()
+
+
+@pytest.mark.regression
+def test_empty_environment_variable() -> None:
+    """As where it is not set."""
+    environment = {**os.environ, "ATTN_LIBRARY": ""}
+    program = "from torch_attn import _library; print(_library.LIBRARY.name)"
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, env=environment, text=True) == "libattn.so\n"

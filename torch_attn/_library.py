@@ -7,8 +7,8 @@ from typing import TypedDict
 
 import torch
 
-# ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build.
-LIBRARY = Path(os.environ.get("ATTN_LIBRARY", Path(__file__).parent / "libattn.so"))
+# ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build. Empty is not set.
+LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or Path(__file__).parent / "libattn.so")
 _BUILD = "Build it for this environment: pip install --no-build-isolation -e ."
 
 

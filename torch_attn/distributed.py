@@ -114,9 +114,11 @@ def _placement(call: dict[str, Any], dim: int, name: str, is_result: bool = Fals
     kind = name.removeprefix("tangent_")
     if kind == "rng_state":
         return Replicate()
-    if kind == "residual":  # like the output, or empty
-        is_empty = call["query"].tensor_meta.dtype not in (torch.bfloat16, torch.float16)
-        return Replicate() if is_empty else Shard(_rank(call) + dim)
+    if kind == "residual":  # like the output, or empty; there is no dropout here
+        mask = call.get("attn_mask")
+        masked = mask is not None and mask.tensor_meta.dtype.is_floating_point
+        half = call["query"].tensor_meta.dtype in (torch.bfloat16, torch.float16)
+        return Shard(_rank(call) + dim) if half and masked else Replicate()
     if kind in ("output", "logsumexp", "grad_output"):
         return Shard(_rank(call) + dim)
     tensor = kind.removeprefix("grad_")

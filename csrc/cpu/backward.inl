@@ -7,10 +7,10 @@
 //   dS_ij    = P_ij (dP_ij - delta_i),   delta_i = sum_j dP_ij P_ij = <G_i, O_i>
 //   dM = dS       dQ = s dS K       dK = s dS^T Q
 //
-// dS is the gradient of x, the scaled score, so the scale enters once in dQ and once in dK, by the chain rule
+// dS is the gradient of x, the scaled score, so that the scale enters once in dQ and once in dK, by the chain rule for
 // x = s q.k. The sum over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates
-// (one weight near 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k, the
-// softmax saturates as d_k grows, and every gradient above dies; s = 1/sqrt(d_k) brings the variance of x back to 1
+// (one weight near 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k,
+// the softmax saturates as d_k grows, and every gradient above dies. s = 1/sqrt(d_k) brings the variance of x back to 1
 // and so keeps dS at a size that does not depend on d_k (Vaswani et al., 2017, section 3.2.1).
 //
 // The same code gives the derivative of these gradients along a direction t = (tQ, tK, tV, tM), with u = G held fixed:
@@ -20,6 +20,10 @@
 //   t(dP)_ij = Z_ij <G_i, tV_j>,   t(delta)_i = <G_i, tO_i>
 //   t(dS) = tP (dP - delta) + P (t(dP) - t(delta))
 //   H_V = (tP * Z)^T G      H_M = t(dS)      H_Q = s (t(dS) K + dS tK)      H_K = s (t(dS)^T Q + dS^T tQ)
+#pragma once
+
+#include "cpu/dropout.inl"
+#include "cpu/scores.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -44,8 +48,8 @@ struct Backward {
     // for kSecond
     T* tangent_query_t;
     T* tangent_query;
-    T *guess, *moved;  // [kRowTile]: c = guess + moved
-    T* tangent_delta;  // [kRowTile]
+    T *shift, *shifted_sum;  // [kRowTile]: c is the sum of both, see tangent.inl
+    T* tangent_delta;        // [kRowTile]
     // for kRoundsScores
     T* score_query_t;  // [slots of E][kRowTile]
   };
@@ -107,8 +111,8 @@ struct Backward {
         state.delta = arena.take<T>(kRowTile);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
-        state.guess = arena.take<T>(kSecond ? kRowTile : 0);
-        state.moved = arena.take<T>(kSecond ? kRowTile : 0);
+        state.shift = arena.take<T>(kSecond ? kRowTile : 0);
+        state.shifted_sum = arena.take<T>(kSecond ? kRowTile : 0);
         state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
         state.score_query_t = kRoundsScores ? arena.take<T>(slots_of<S>(p.head_dim) * kRowTile) : state.query_t;
       }
@@ -137,7 +141,7 @@ struct Backward {
         rows.template pack_columns<F>(p, p.t.query, p.head_dim, state.tangent_query_t);
         if (p.grad_key.data) finite_rows(p.t.query, state.tangent_query);
       }
-      rows.load_pairs(p, p.tangent_logsumexp, state.guess, state.moved);
+      rows.load_pairs(p, p.tangent_logsumexp, state.shift, state.shifted_sum);
       dot_grad_output(p, b, state, p.tangent_output, p.tangent_residual, state.tangent_delta);
     }
   }
@@ -205,8 +209,7 @@ struct Backward {
   };
 
   static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys) {
-    const int64_t key_head = head / (p.heads / p.key_heads);
-    const int64_t value_head = head / (p.heads / p.value_heads);
+    const int64_t key_head = key_head_of(p, head), value_head = value_head_of(p, head);
     const auto finite = [&](const Operand& x, T* tile) {
       if (!p.grad_query.data) return Rows<T>{};
       return F::finite_along_rows(block_of(p, x, n, key_head, key), keys, p.head_dim, tile, b.ld_key);
@@ -252,23 +255,23 @@ struct Backward {
         fill_zero(b.tdx, keys * kRowTile);
     }
     const Vec<T> zero{};
-    const T unit = unit_of_scores<T>(p);
+    const ScoreFunction<T> score = score_of_tile<T>(p);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       const Vec<T> delta = load<T>(state.delta + lane);
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = state.logsumexp->template weight<F>(scaled(b.x + at, unit), lane);
+        const Vec<T> weight = state.logsumexp->template weight<F>(rounded_score(load<T>(b.x + at), score), lane);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
         // by selection: nothing of a masked key or its value may come through, not even a NaN
         const auto masked = weight == zero;
         if constexpr (kSecond) {
-          const Vec<T> slope = load<T>(b.dx + at) * factor - delta;
-          const Vec<T> moved = (load<T>(b.tx + at) - load<T>(state.guess + lane)) - load<T>(state.moved + lane);
-          const Vec<T> tweight = weight * moved;
-          const Vec<T> tslope = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
+          const Vec<T> dp = load<T>(b.dx + at) * factor - delta;
+          const Vec<T> tx_shifted = load<T>(b.tx + at) - load<T>(state.shift + lane);
+          const Vec<T> tweight = weight * (tx_shifted - load<T>(state.shifted_sum + lane));
+          const Vec<T> tdp = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
           store<T>(b.x + at, masked ? zero : tweight * factor);
-          store<T>(b.dx + at, masked ? zero : weight * slope);
-          store<T>(b.tdx + at, masked ? zero : tweight * slope + weight * tslope);
+          store<T>(b.dx + at, masked ? zero : weight * dp);
+          store<T>(b.tdx + at, masked ? zero : tweight * dp + weight * tdp);
         } else {
           store<T>(b.x + at, weight * factor);
           if (want_dx) store<T>(b.dx + at, masked ? zero : weight * (load<T>(b.dx + at) * factor - delta));
@@ -285,7 +288,7 @@ struct Backward {
     const int64_t n = task / spans;
     const int64_t first_head = task % spans * p.span;
     const int64_t first_key = chunk * p.keys_per_chunk;
-    const int64_t keys = smaller(p.keys_per_chunk, p.keys - first_key);
+    const int64_t keys = smaller(p.keys_per_chunk, key_length(p, n, first_head) - first_key);
     const int64_t per_key_head = p.heads / p.key_heads;
     const int64_t per_value_head = p.heads / p.value_heads;
 
@@ -293,10 +296,10 @@ struct Backward {
       if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
       if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
       for (int64_t row = 0; row < p.rows(); row += p.rows_per_pass)
-        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, p.rows()), chunk, first_key, first_key + keys);
+        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, p.rows()), chunk, {first_key, first_key + keys});
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
-        scale_tile<T>(b.grad_key, keys * b.ld_key, static_cast<T>(p.scale));
+        scale_tile<T>(b.grad_key, keys * b.ld_key, ScoreFunction<T>::of(p).slope());
         unpack_rows<T>(block_of(p, p.grad_key, n, head / per_key_head, first_key), b.grad_key, b.ld_key, keys,
                        p.head_dim);
       }
@@ -308,27 +311,28 @@ struct Backward {
 
   // Rows [first_row, last_row) of the group that begins with `head`, against the keys of the task.
   static void pass(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t first_row, int64_t last_row,
-                   int64_t chunk, int64_t first_key, int64_t last_key) {
+                   int64_t chunk, Range own) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
-    int64_t tiles = 0, last_position = 0;
+    Range positions = {p.queries, 0};  // grows to hold those of all tiles
+    int64_t tiles = 0;
     for (int64_t r = first_row; r < last_row; r += kRowTile, ++tiles) {
       RowState& state = b.states[tiles];
       state.rows.set(p, n, head, r, smaller(kRowTile, last_row - r));
       load_rows(p, b, state);
       if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
-      last_position = larger(last_position, state.rows.max_position);
+      positions = hull(positions, state.rows.positions);
     }
-    if (p.causal) last_key = smaller(last_key, last_position + 1);
-    for (int64_t key = first_key; key < last_key; key += kKeyTile) {
-      const int64_t keys = smaller(kKeyTile, last_key - key);
+    const Range seen = in_tiles(common(visible_keys(p, positions, own.last), own), kKeyTile);
+    for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, seen.last - key);
       const Keys k = load_keys(p, b, n, head, key, keys);
-      T* grad_key = b.grad_key + (key - first_key) * b.ld_key;
-      T* grad_value = b.grad_value + (key - first_key) * b.ld_value;
+      T* grad_key = b.grad_key + (key - own.first) * b.ld_key;
+      T* grad_value = b.grad_value + (key - own.first) * b.ld_value;
       for (int64_t t = 0; t < tiles; ++t) {
         RowState& state = b.states[t];
         const RowTile& rows = state.rows;
-        if (p.causal && key > rows.max_position) continue;
+        if (!any_visible(p, rows.positions, {key, key + keys})) continue;
         const int64_t lanes = rows.template lanes<T>();
         weights(p, b, state, k, key, keys, want_dx);
         const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* tile, const T* x) {
@@ -354,14 +358,14 @@ struct Backward {
     if (!p.grad_query.data) return;
     for (int64_t t = 0; t < tiles; ++t) {
       RowState& state = b.states[t];
-      scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, static_cast<T>(p.scale));
+      scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
       state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
         const T* from = state.grad_query_t + lane;
         if (p.chunks == 1) {
           unpack_transposed<T>(block_of(p, p.grad_query, n, h, l), from, kRowTile, count, p.head_dim);
         } else {
-          T* to = static_cast<T*>(p.partial_grad_query) +
-                  (((chunk * p.batch + n) * p.heads + h) * p.queries + l) * p.head_dim;
+          T* to =
+              static_cast<T*>(p.partial_grad_query) + (chunk * number_of_rows(p) + row_number(p, n, h, l)) * p.head_dim;
           const Block block{reinterpret_cast<char*>(to), sizeof(T) == 8 ? DType::f64 : DType::f32, p.head_dim, 1};
           unpack_transposed<T>(block, from, kRowTile, count, p.head_dim);
         }
@@ -369,18 +373,18 @@ struct Backward {
     }
   }
 
-  // Adds the chunks' shares of grad_query, in order, for rows [first, last) of the flat list [batch, heads, L].
+  // Adds the chunks' shares of grad_query, in order, for the rows numbered [first, last).
   static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
     T* row = reinterpret_cast<T*>(workspace);
-    const int64_t all_rows = p.batch * p.heads * p.queries;
+    const int64_t all_rows = number_of_rows(p);
     for (int64_t r = first; r < last; ++r) {
       for (int64_t d = 0; d < p.head_dim; ++d) row[d] = 0;
       for (int64_t c = 0; c < p.chunks; ++c) {
         const T* part = static_cast<const T*>(p.partial_grad_query) + (c * all_rows + r) * p.head_dim;
         for (int64_t d = 0; d < p.head_dim; ++d) row[d] += part[d];
       }
-      const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
-      unpack_rows<T>(block_of(p, p.grad_query, n, h, l), row, p.head_dim, 1, p.head_dim);
+      const Row to = row_of_number(p, r);
+      unpack_rows<T>(block_of(p, p.grad_query, to.n, to.head, to.position), row, p.head_dim, 1, p.head_dim);
     }
   }
 
@@ -402,25 +406,22 @@ struct Backward {
     const int64_t last_key = smaller(first_key + kKeyTile, p.keys);
 
     fill_zero(sum, kKeyTile * kRowTile);
-    int64_t target_n = 0, target_head = 0;
     const int64_t sharers = p.batch * p.heads / p.mask_slices;
     for (int64_t sharer = 0; sharer < sharers; ++sharer) {
-      int64_t n, head;
-      locate(p, slice, sharer, n, head);
-      if (sharer == 0) target_n = n, target_head = head;
+      const Row at = sharer_of_mask(p, p.grad_mask, slice, sharer);
       for (int64_t row = first_row; row < last_row; row += kRowTile) {
-        state.rows.set(p, n, head, row, smaller(kRowTile, last_row - row));
+        state.rows.set(p, at.n, at.head, row, smaller(kRowTile, last_row - row));
         load_rows(p, b, state);
-        const int64_t end = p.causal ? smaller(last_key, state.rows.max_position + 1) : last_key;
-        if (end <= first_key) continue;
-        const Keys k = load_keys(p, b, n, head, first_key, end - first_key);
-        weights(p, b, state, k, first_key, end - first_key, true);
-        const int64_t lanes = state.rows.template lanes<T>();
-        for (int64_t j = 0; j < end - first_key; ++j)
-          for (int64_t i = j * kRowTile; i < j * kRowTile + lanes; i += W)
-            store<T>(sum + i, load<T>(sum + i) + load<T>(b.ds() + i));
+        const Range seen = common(visible_keys(p, state.rows.positions, last_key), {first_key, last_key});
+        if (seen.empty()) continue;
+        const int64_t keys = seen.last - first_key;
+        const Keys k = load_keys(p, b, at.n, at.head, first_key, keys);
+        weights(p, b, state, k, first_key, keys, true);
+        each_vector(sum, keys, state.rows.template lanes<T>(),
+                    [&](Vec<T> s, int64_t j, int64_t i) { return s + load<T>(b.ds() + j * kRowTile + i); });
       }
     }
+    const Row target = sharer_of_mask(p, p.grad_mask, slice, 0);
     const int64_t keys = last_key - first_key;
     int64_t rows = smaller(kRowTile, last_row - first_row);
     if (one_row) {
@@ -428,28 +429,11 @@ struct Backward {
         for (int64_t i = 1; i < rows; ++i) sum[j * kRowTile] += sum[j * kRowTile + i];
       rows = 1;
     }
-    unpack_transposed<T>(block_of(p, p.grad_mask, target_n, target_head, first_row, first_key), sum, kRowTile, rows,
+    unpack_transposed<T>(block_of(p, p.grad_mask, target.n, target.head, first_row, first_key), sum, kRowTile, rows,
                          keys);
   }
 
-  // The `sharer`-th (batch, head) pair that reads mask slice `slice`.
-  static void locate(const Params& p, int64_t slice, int64_t sharer, int64_t& n, int64_t& head) {
-    const auto coordinate = [&](int64_t extent, int64_t stride) {
-      int64_t& from = stride == 0 ? sharer : slice;
-      const int64_t c = from % extent;
-      from /= extent;
-      return c;
-    };
-    head = coordinate(p.heads, p.grad_mask.head);
-    n = 0;
-    int64_t weight = 1;
-    for (int d = p.batch_dims - 1; d >= 0; --d) {
-      n += coordinate(p.batch_size[d], p.grad_mask.batch[d]) * weight;
-      weight *= p.batch_size[d];
-    }
-  }
-
-  // Of run() and mask().
+  // The workspace of run() and of mask().
   static int64_t workspace(const Params& p) {
     return larger(Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_chunk).size,
                   Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * static_cast<int64_t>(sizeof(T)));

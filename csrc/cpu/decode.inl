@@ -1,5 +1,8 @@
 // The forward for few queries (decoding), which is bound by reading K and V. A vector holds neighbouring entries of one
 // key: rows of K and V are read as they lie, whatever their type, once for all queries that share them.
+#pragma once
+
+#include "cpu/forward.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -47,10 +50,10 @@ struct Decode {
     }
   };
 
-  // x[r * kKeyTile + j] = scale <q_r, k_j> for R queries and `keys` <= W keys.
+  // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and `keys` <= W keys.
   template <int R, class S>
-  static void dot(const S* keys_at, int64_t ld, int64_t keys, const T* query, int64_t ld_query, T* sums, T scale,
-                  T* x) {
+  static void dot(const S* keys_at, int64_t ld, int64_t keys, const T* query, int64_t ld_query, T* sums,
+                  ScoreFunction<T> score, T* x) {
     for (int64_t j = 0; j < keys; ++j) {
       Vec<T> sum[R] = {};
       for (int64_t d = 0; d < ld_query; d += W) {
@@ -70,7 +73,7 @@ struct Decode {
       for (int step = W / 2; step > 0; step /= 2)
 #pragma GCC unroll 8
         for (int j = 0; j < step; ++j) lanes[j] += lanes[j + step];
-      store<T>(x + r * kKeyTile, lanes[0] * scale);
+      store<T>(x + r * kKeyTile, score(lanes[0]));
     }
   }
 
@@ -122,29 +125,23 @@ struct Decode {
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     RowTile& rows = *b.rows;
-    const int64_t split = task % p.splits;
-    task /= p.splits;
-    const int64_t first_head = task % p.groups() * p.group;
-    const int64_t n = task / p.groups();
-    const int64_t key_head = first_head / (p.heads / p.key_heads);
-    const int64_t value_head = first_head / (p.heads / p.value_heads);
-    rows.set(p, n, first_head, 0, p.rows());
+    const RowTask own(p, task, p.splits);
+    const int64_t n = own.n, key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
+    rows.set(p, n, own.first_head, 0, p.rows());
     rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, b.query, b.ld_key);
     fill_zero(b.output, kRows * b.ld_value);
     T maximum[kRows], sum[kRows] = {}, correction[kRows];
     for (T& m : maximum) m = -kInfinity<T>;
 
-    const int64_t first_key = split * p.keys_per_split;
-    int64_t last_key = smaller(first_key + p.keys_per_split, p.keys);
-    if (p.causal) last_key = smaller(last_key, rows.max_position + 1);
-    for (int64_t key = first_key; key < last_key; key += kKeyTile) {
-      const int64_t keys = smaller(kKeyTile, last_key - key);
+    const Range all_keys = Forward<Singles<T>>::keys_of_split(p, own, rows.positions);
+    for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, all_keys.last - key);
       with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key,
                 [&](const auto* at, int64_t ld) {
                   for (int64_t j = 0; j < keys; j += W)
                     each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
                       dot<r()>(at + j * ld, ld, smaller(W, keys - j), b.query + row * b.ld_key, b.ld_key, b.sums,
-                               static_cast<T>(p.scale), b.x + row * kKeyTile + j);
+                               ScoreFunction<T>::of(p), b.x + row * kKeyTile + j);
                     });
                 });
       mask(p, b, key, keys);
@@ -164,11 +161,11 @@ struct Decode {
     T* logsumexp = nullptr;
     Operand output = p.output;
     if (p.splits > 1) {
-      output = Forward<Singles<T>>::partial_output(p, split);
-      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * p.batch * p.heads * p.queries;
+      output = Forward<Singles<T>>::partial_output(p, own.split);
+      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * own.split * number_of_rows(p);
     }
     for (int64_t r = 0; r < rows.count; ++r)
-      Forward<Singles<T>>::write_row(p, n, rows.head[r], rows.position[r], b.output + r * b.ld_value, maximum[r],
+      Forward<Singles<T>>::write_row(p, {n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r],
                                      sum[r], output, {}, logsumexp, nullptr);
   }
 
@@ -184,12 +181,16 @@ struct Decode {
           store<T>(at, add == -kInfinity<T> ? add : load<T>(at) + add);
         }
       }
-    if (p.causal)
-      for (int64_t r = 0; r < rows.count; ++r)
-        for (int64_t j = larger(0, rows.position[r] + 1 - key); j < keys; ++j) b.x[r * kKeyTile + j] = -kInfinity<T>;
+    if (all_visible(p, rows.positions, {key, key + keys})) return;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const Range seen = visible_keys(p, {rows.position[r], rows.position[r] + 1}, key + keys);
+      for (int64_t j = 0; j < keys; ++j)
+        if (!seen.contains(key + j)) b.x[r * kKeyTile + j] = -kInfinity<T>;
+    }
   }
 
-  // Scores of row r become weights exp(x - maximum), after dropout; `correction` is what earlier sums are multiplied by.
+  // Scores of row r become weights exp(x - maximum), after dropout; `correction` is what earlier sums are multiplied
+  // by.
   static void softmax(const ForwardParams& p, const Buffers& b, int64_t r, int64_t keys, T& maximum, T& sum,
                       T& correction) {
     T* x = b.x + r * kKeyTile;

@@ -68,6 +68,8 @@ constexpr Capability kCapabilities[] = {
     {"avx512", kernels_avx512, has_avx512, always},
     {"avx512_bf16", kernels_avx512_bf16, has_avx512_bf16, [] { return __builtin_cpu_is("amd") != 0; }},
     {"amx", kernels_amx, has_amx, always},
+#elif defined(__aarch64__)
+    {"neon", kernels_neon, always, always},
 #endif
 };
 

@@ -9,8 +9,8 @@
 namespace attn {
 
 // The best one that this machine has, or the one named in the environment variable
-// ATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16|amx. Throws c10::Error if that name is unknown or not supported
-// here; an empty one counts as none.
+// ATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16|amx|neon. Throws c10::Error if that name is unknown or not
+// supported here; an empty one counts as none.
 const Kernels& kernels();
 std::string cpu_capability();
 

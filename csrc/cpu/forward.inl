@@ -1,6 +1,10 @@
 // O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
 // 2021; Dao et al., FlashAttention, 2022). Per row the running maximum m and sum l are kept; when a tile raises m,
 // what was accumulated before is multiplied by exp(m_old - m_new).
+#pragma once
+
+#include "cpu/dropout.inl"
+#include "cpu/scores.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -55,13 +59,13 @@ struct Forward {
     }
   };
 
-  // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - maximum), times the
-  // factors of dropout if there are any, with slots along the keys. Where a maximum moves, what was accumulated before is
-  // multiplied by the correction exp(m_old - m_new).
+  // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - maximum), times
+  // the factors of dropout if there are any, with slots along the keys. Where a maximum moves, what was accumulated
+  // before is multiplied by the correction exp(m_old - m_new).
   template <int N>
   static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, int64_t keys,
                                   int64_t lane) {
-    const T unit = unit_of_scores<T>(p);
+    const ScoreFunction<T> score = score_of_tile<T>(p);
     const T* const x = b.x + lane;
     const T* const factor = p.has_dropout ? b.factor + lane : nullptr;
     T *const weights = b.weights + lane, *const maximum = state.maximum + lane, *const sum = state.sum + lane;
@@ -71,7 +75,7 @@ struct Forward {
       for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
     for (int v = 0; v < N; ++v) {
       old[v] = state.started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
-      best[v] = max_number(uncontracted(best[v] * unit), old[v]);
+      best[v] = max_number(rounded_score(best[v], score), old[v]);
       store<T>(maximum + v * W, best[v]);
       shift[v] = best[v] == -kInfinity<T> ? Vec<T>{} : best[v];  // a row without any key so far: exp(-inf - 0) = 0
       total[v] = Vec<T>{};
@@ -81,7 +85,7 @@ struct Forward {
         Vec<T> weight[F::kNumbers] = {};
         for (int64_t k = 0; k < F::kNumbers && j + k < keys; ++k) {
           const int64_t at = (j + k) * kRowTile + v * W;
-          weight[k] = F::exp(scaled(x + at, unit) - shift[v]);
+          weight[k] = F::exp(rounded_score(load<T>(x + at), score) - shift[v]);
           total[v] += weight[k];
           if (factor) weight[k] *= load<T>(factor + at);
         }
@@ -139,62 +143,59 @@ struct Forward {
     rows.unpack_rounded(p, output, residual, p.value_dim, state.output_t, scratch);
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
-      T* pair = logsumexp + 2 * rows.statistic(p, i);
+      T* pair = logsumexp + 2 * rows.number(p, i);
       state.started ? store_logsumexp<T>(pair, state.maximum[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
     }
   }
 
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
-    const int64_t split = task % p.splits;
-    task /= p.splits;
-    const int64_t first_row = task % p.row_tasks() * p.rows_per_task;
-    task /= p.row_tasks();
-    const int64_t first_head = task % p.groups() * p.group;
-    const int64_t n = task / p.groups();
-    const int64_t key_head = first_head / (p.heads / p.key_heads);
-    const int64_t value_head = first_head / (p.heads / p.value_heads);
-
-    const int64_t last_row = smaller(first_row + p.rows_per_task, p.rows());
-    int64_t tiles = 0, last_position = 0;
-    for (int64_t r = first_row; r < last_row; r += kRowTile, ++tiles) {
+    const RowTask own(p, task, p.splits);
+    const int64_t n = own.n;
+    Range positions = {p.queries, 0};  // grows to hold those of all tiles
+    int64_t tiles = 0;
+    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile, ++tiles) {
       RowState& state = b.states[tiles];
       state.started = false;
-      state.rows.set(p, n, first_head, r, smaller(kRowTile, last_row - r));
+      state.rows.set(p, n, own.first_head, r, smaller(kRowTile, own.last_row - r));
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-      last_position = larger(last_position, state.rows.max_position);
+      positions = hull(positions, state.rows.positions);
     }
 
-    const int64_t first_key = split * p.keys_per_split;
-    int64_t last_key = smaller(first_key + p.keys_per_split, p.keys);
-    if (p.causal) last_key = smaller(last_key, last_position + 1);
-    for (int64_t key = first_key; key < last_key; key += kKeyTile) {
-      const int64_t keys = smaller(kKeyTile, last_key - key);
-      const Rows<T> key_rows =
-          F::along_columns(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
-      const Rows<T> value_rows =
-          F::along_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
+    const Range keys = keys_of_split(p, own, positions);
+    for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
+      const int64_t count = smaller(kKeyTile, keys.last - key);
+      const Rows<T> key_rows = F::along_columns(block_of(p, p.key, n, key_head_of(p, own.first_head), key), count,
+                                                p.head_dim, b.key, b.ld_key);
+      const Rows<T> value_rows = F::along_rows(block_of(p, p.value, n, value_head_of(p, own.first_head), key), count,
+                                               p.value_dim, b.value, b.ld_value);
       for (int64_t t = 0; t < tiles; ++t)
-        if (!p.causal || key <= b.states[t].rows.max_position)
-          visit(p, b, b.states[t], key_rows, value_rows, key, keys);
+        if (any_visible(p, b.states[t].rows.positions, {key, key + count}))
+          visit(p, b, b.states[t], key_rows, value_rows, key, count);
     }
 
     T* logsumexp = static_cast<T*>(p.logsumexp);
     Operand output = p.output, residual = p.residual;
     if (p.splits > 1) {
-      const int64_t all_rows = p.batch * p.heads * p.queries;
-      output = partial_output(p, split);
+      output = partial_output(p, own.split);
       residual = {};
-      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * all_rows;
+      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * own.split * number_of_rows(p);
     }
     for (int64_t t = 0; t < tiles; ++t) finish(p, b.states[t], output, residual, logsumexp, b.x);
+  }
+
+  // The keys of the task's split that the rows at these positions see, in whole tiles.
+  static Range keys_of_split(const ForwardParams& p, const RowTask& own, Range positions) {
+    const int64_t first = own.split * p.keys_per_split;
+    const Range seen = visible_keys(p, positions, key_length(p, own.n, own.first_head));
+    return in_tiles(common(seen, {first, first + p.keys_per_split}), kKeyTile);
   }
 
   // The partial output of one split, [batch, heads, L, Ev] contiguous.
   static Operand partial_output(const ForwardParams& p, int64_t split) {
     Operand o{};
     o.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
-    o.data = static_cast<T*>(p.partial_output) + split * p.batch * p.heads * p.queries * p.value_dim;
+    o.data = static_cast<T*>(p.partial_output) + split * number_of_rows(p) * p.value_dim;
     o.col = 1;
     o.row = p.value_dim;
     o.head = o.row * p.queries;
@@ -207,24 +208,24 @@ struct Forward {
   }
 
   // Writes the output of one row from its running maximum and sums; `row` is overwritten.
-  static void write_row(const ForwardParams& p, int64_t n, int64_t h, int64_t l, T* row, T maximum, T sum,
-                        const Operand& output, const Operand& residual, T* logsumexp, T* scratch) {
+  static void write_row(const ForwardParams& p, const Row& at, T* row, T maximum, T sum, const Operand& output,
+                        const Operand& residual, T* logsumexp, T* scratch) {
     for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] / sum;
-    const Block to = block_of(p, output, n, h, l);
+    const Block to = block_of(p, output, at.n, at.head, at.position);
     unpack_rows<T>(to, row, p.value_dim, 1, p.value_dim);
     if (residual.data) {
       pack_rows<T>(scratch, p.value_dim, to, 1, p.value_dim);
       for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
-      unpack_rows<T>(block_of(p, residual, n, h, l), row, p.value_dim, 1, p.value_dim);
+      unpack_rows<T>(block_of(p, residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
     }
-    if (logsumexp) store_logsumexp(logsumexp + 2 * ((n * p.heads + h) * p.queries + l), maximum, sum);
+    if (logsumexp) store_logsumexp(logsumexp + 2 * row_number(p, at.n, at.head, at.position), maximum, sum);
   }
 
-  // Merges the splits of rows [first, last) of the flat list [batch, heads, L]:
+  // Merges the splits of the rows numbered [first, last):
   // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
     T* row = reinterpret_cast<T*>(workspace);
-    const int64_t all_rows = p.batch * p.heads * p.queries;
+    const int64_t all_rows = number_of_rows(p);
     const T* partial = static_cast<const T*>(p.partial_logsumexp);
     for (int64_t r = first; r < last; ++r) {
       const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
@@ -243,8 +244,7 @@ struct Forward {
         const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
         for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
       }
-      const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
-      write_row(p, n, h, l, row, high, sum, p.output, p.residual, nullptr, row + round_up(p.value_dim, W));
+      write_row(p, row_of_number(p, r), row, high, sum, p.output, p.residual, nullptr, row + round_up(p.value_dim, W));
       if (p.logsumexp) {
         T* pair = static_cast<T*>(p.logsumexp) + 2 * r;
         store_logsumexp<T>(pair, high, sum);

@@ -5,6 +5,9 @@
 // The elements of A and B are slots of the format F (operands.inl), and K counts slots; those of C are numbers.
 //
 // Every kDepth slots are summed from zero and then added to C: short chains keep the rounding error of long sums low.
+#pragma once
+
+#include "cpu/operands.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -44,11 +47,11 @@ struct Gemm {
         store<T>(at, accumulate ? load<T>(at) + sum[m][n] : sum[m][n]);
       }
       row += ldc;
-      asm("" : "+r"(row));  // or the compiler works out the M * N addresses before the loop
+      asm("" : "+r"(row));  // else the compiler computes all M * N addresses before the loop
     }
   }
 
-  // `rows` register rows out of 1..M, known only now.
+  // tile() for a number of rows, 1 ... M, that is known at run time only.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                                   int64_t ldc, bool accumulate) {

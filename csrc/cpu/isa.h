@@ -11,11 +11,28 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-#include "../params.h"
+#include "params.h"
+
+// Compiles what follows for a processor with these instructions, until ATTN_END_TARGET.
+#define ATTN_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define ATTN_TARGET(instructions) \
+  ATTN_PRAGMA(clang attribute push(__attribute__((target(instructions))), apply_to = function))
+#define ATTN_END_TARGET ATTN_PRAGMA(clang attribute pop)
+#else
+#define ATTN_TARGET(instructions) ATTN_PRAGMA(GCC push_options) ATTN_PRAGMA(GCC target(instructions))
+#define ATTN_END_TARGET ATTN_PRAGMA(GCC pop_options)
+#endif
 
 namespace attn {
+
+// A tile of scores. Keys are its rows and queries its columns, the lanes of vectors.
+constexpr int64_t kRowTile = kMaskTaskRows;
+constexpr int64_t kKeyTile = kMaskTaskKeys;
 
 // A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. Tasks are
 // independent: what a task computes depends on its number alone, so any thread may run it at any time.
@@ -51,5 +68,6 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_bf16();
 const Kernels* kernels_amx();
+const Kernels* kernels_neon();
 
 }  // namespace attn

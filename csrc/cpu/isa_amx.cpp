@@ -1,24 +1,28 @@
-// AMX with bfloat16 (Sapphire Rapids and later), its vector code that of AVX-512 with bfloat16. float16 and float32 are
-// sums of two and three bfloat16, multiplied in four and six products.
-#include "isa.h"
+// AMX with bfloat16 (Sapphire Rapids and later), its vector code that of AVX-512 with VDPBF16PS. float16 and float32
+// are sums of two and three bfloat16, multiplied in four and six products.
+#include "cpu/isa.h"
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false ones in the intrinsics of GCC 12 (bug 105593)
-#endif
+ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define ATTN_ISA amx
-#define ATTN_VECTOR_BYTES 64
-#define ATTN_BFLOAT16
-#define ATTN_AMX
-#include "isa.inl"
+#define ATTN_INSTRUCTIONS "cpu/instructions_avx512.inl"
+#include "cpu/gemm_amx.inl"
+#include "cpu/kernels_bf16.inl"
 
-const attn::Kernels* attn::kernels_amx() { return &amx::table; }
+namespace attn::amx {
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+struct Formats {  // see kernels_bf16.inl
+  static const Kernels& falls_back_to() { return *kernels_avx512(); }
+  using Unit = TileUnit;
+  static bool hold(const Problem& p) { return p.factor_bits <= 24; }
+  template <class Function>
+  static ATTN_INLINE auto with(const Problem& p, Function f) {
+    return p.factor_bits <= 8 ? f(Tiles<1>()) : p.factor_bits <= 16 ? f(Tiles<2>()) : f(Tiles<3>());
+  }
+};
+
+}  // namespace attn::amx
+
+const attn::Kernels* attn::kernels_amx() { return &amx::Bf16Kernels<amx::Formats>::table; }
+ATTN_END_TARGET
 #endif

@@ -1,19 +1,12 @@
 // AVX2 with FMA and F16C (Haswell, Zen and later).
-#include "isa.h"
+#include "cpu/isa.h"
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c")
-#endif
+ATTN_TARGET("avx2,fma,f16c")
 #define ATTN_ISA avx2
-#define ATTN_VECTOR_BYTES 32
-#include "isa.inl"
+#define ATTN_INSTRUCTIONS "cpu/instructions_avx2.inl"
+#include "cpu/kernels.inl"
 
 const attn::Kernels* attn::kernels_avx2() { return &avx2::table; }
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+ATTN_END_TARGET
 #endif

@@ -1,23 +1,29 @@
-// AVX-512 with VDPBF16PS (Zen 4, Cooper Lake and later). Two products a lane and step; it pays where the processor does
-// them at the rate of FMAs, which AMD's do.
-#include "isa.h"
+// AVX-512 with VDPBF16PS (Zen 4, Cooper Lake and later): two products a lane and step. It pays where the processor does
+// them at the rate of FMAs, as AMD's do.
+#include "cpu/isa.h"
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false ones in the intrinsics of GCC 12 (bug 105593)
-#endif
+ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define ATTN_ISA avx512_bf16
-#define ATTN_VECTOR_BYTES 64
-#define ATTN_BFLOAT16
-#include "isa.inl"
+#define ATTN_INSTRUCTIONS "cpu/instructions_avx512.inl"
+#include "cpu/kernels_bf16.inl"
 
-const attn::Kernels* attn::kernels_avx512_bf16() { return &avx512_bf16::table; }
+namespace attn::avx512_bf16 {
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+struct Formats {  // see kernels_bf16.inl
+  static const Kernels& falls_back_to() { return *kernels_avx512(); }
+  struct Unit {
+    Unit() {}
+  };
+  static bool hold(const Problem& p) { return p.factor_bits <= 8; }
+  template <class Function>
+  static ATTN_INLINE auto with(const Problem&, Function f) {
+    return f(Pairs());
+  }
+};
+
+}  // namespace attn::avx512_bf16
+
+const attn::Kernels* attn::kernels_avx512_bf16() { return &avx512_bf16::Bf16Kernels<avx512_bf16::Formats>::table; }
+ATTN_END_TARGET
 #endif

@@ -1,8 +1,4 @@
-// What the compiler may assume anyway: SSE2 on x86-64.
-#include "isa.h"
-
-#define ATTN_ISA baseline
-#define ATTN_VECTOR_BYTES 16
-#include "isa.inl"
+// What the compiler may assume anyway: SSE2 on x86-64, NEON on 64-bit ARM.
+#include "cpu/kernels.inl"
 
 const attn::Kernels* attn::kernels_default() { return &baseline::table; }

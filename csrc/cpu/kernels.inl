@@ -1,4 +1,10 @@
 // The table of one instruction set: entry points that pick the compute type.
+#pragma once
+
+#include "cpu/backward.inl"
+#include "cpu/decode.inl"
+#include "cpu/forward.inl"
+#include "cpu/tangent.inl"
 
 namespace attn::ATTN_ISA {
 

@@ -1,12 +1,16 @@
-// Formats of the operands of a matrix product. An operand is stored in slots of the size of T, the type of the result:
-// what a lane multiplies with another slot in one step. Along the dimension that a product sums over, a slot holds one
-// number (Singles) or two neighbours (pairs.inl). Everything else about the products is the same for all formats.
+// Formats of the operands of a matrix product. An operand is stored in slots: a slot is as large as T, the type of the
+// result, and is what one lane multiplies in one step. Along the dimension that a product sums over, a slot holds one
+// number (Singles) or two neighbours (operands_bf16.inl). Everything else about products is the same for all formats.
 //
 // In C = A B an operand is packed for its place:
-//   A  [row][slots along the columns]        along_columns   (keys, values, weights for dK and dV)
-//   A' [columns of A][rows], read transposed  along_rows      (V of O^T = V^T P^T, K of dQ^T = K^T dS^T)
-//   B  [slots along the columns][row]         pack_transposed (queries, gradients of the output)
-//   B  [slots along the rows][column]         pack_along_rows (the same, for dK and dV)
+//   A  [row][slots along the columns]         along_columns    keys, values, weights for dK and dV
+//   A' [columns of A][rows], read transposed  along_rows       V of O^T = V^T P^T, K of dQ^T = K^T dS^T
+//   B  [slots along the columns][row]         pack_transposed  queries, gradients of the output
+//   B  [slots along the rows][column]         pack_along_rows  the same, for dK and dV
+#pragma once
+
+#include "cpu/exp.inl"
+#include "cpu/tile.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -24,22 +28,22 @@ constexpr int64_t slots_of(int64_t numbers) {
   return (numbers + kStep - 1) / kStep * (F::kStep * F::kParts);
 }
 
-// The length of a packed row of `columns` numbers: as many of them, or slots.
+// The length of a packed row: room for `columns` numbers or, if these are more, for their slots.
 template <class F>
 ATTN_INLINE int64_t row_of(int64_t columns) {
   return round_up(larger(columns, slots_of<F>(columns)), kLanes<typename F::Number>);
 }
 
-// Slots of one number.
+// The format in which a slot is one number.
 template <class T>
 struct Singles {
   using Number = T;
   static constexpr int64_t kNumbers = 1;
   static constexpr int64_t kStep = 1;
   static constexpr int64_t kParts = 1;
-  static constexpr bool kTiles = false;  // products go through the processor's tiles
+  static constexpr bool kTiles = false;  // whether products go through the processor's tiles
 
-  static constexpr bool holds(DType) { return true; }  // without rounding
+  static constexpr bool holds(DType) { return true; }  // whether the format keeps its numbers as they are
 
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
@@ -83,10 +87,11 @@ struct Singles {
   static void end_along_keys(T*, int64_t, int64_t) {}
   // The tile x[key][lane] with slots along the keys, in x or in `tile`. Overwrites x.
   static const T* along_keys(T* x, int64_t, int64_t, T*) { return x; }
-  // The same, slots along the lanes: [key][slot], in `tile`. Lanes without a row hold anything, slots 0 for them.
+  // The same, slots along the lanes: [key][slot], in `tile`. What x holds in lanes
+  // without a row does not matter: their slots are 0.
   static Rows<T> along_lanes(const T* x, int64_t, int64_t, T*) { return {x, kRowTile}; }
 
-  // Where `part` of number i is, and the k-th numbers of slots.
+  // Where `part` of number i is, and the k-th number of every slot.
   static ATTN_INLINE int64_t slot(int64_t i, int64_t) { return i; }
   static ATTN_INLINE Vec<T> number(Vec<T> slots, int64_t) { return slots; }
   // Infinities and NaNs become 0.
@@ -97,16 +102,8 @@ struct Singles {
     }
   }
 
-  // e^x for x <= 0
-  static ATTN_INLINE Vec<T> exp(Vec<T> x) {
-#if ATTN_VECTOR_BYTES == 64
-    if constexpr (sizeof(T) == 4) {
-      const Vec<T> power = x * kLog2E;
-      return power < -126.0f ? Vec<T>{} : exp2_of_degree<6>(power);  // 0 where it is not a normal number
-    }
-#endif
-    return ATTN_ISA::exp<T>(x);
-  }
+  // e^x for x <= 0, as accurate as numbers of the format.
+  static ATTN_INLINE Vec<T> exp(Vec<T> x) { return exp_of_nonpositive<T>(x); }
 };
 
 }  // namespace attn::ATTN_ISA

@@ -20,9 +20,9 @@ namespace {
 
 constexpr int kPauseHard = 2;  // omp_pause_hard of <omp.h>
 
-// A forked process has only the thread that forked. If that thread had a team of OpenMP threads, its next parallel region
-// would wait for them for ever. So the team is dissolved before the fork, and parent and child each make a new one when
-// they need it.
+// A forked process has only the thread that forked. If that thread had a team of OpenMP threads, its next parallel
+// region would wait for them for ever. So the team is dissolved before the fork, and parent and child each make a new
+// one when they need it.
 [[maybe_unused]] const int registered = pthread_atfork([] { omp_pause_resource_all(kPauseHard); }, nullptr, nullptr);
 
 constexpr double kWorthwhileFlops = 5e5;

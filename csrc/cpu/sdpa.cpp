@@ -1,4 +1,4 @@
-// The operators on the CPU: tensors to params, work cut into tasks, threads.
+// The operators on the CPU: work cut into tasks, threads.
 //
 // How the work is cut depends on the shape alone. The number of threads decides only who computes a task, so the
 // result has the same bits with any number of threads.
@@ -9,7 +9,7 @@
 #include <mutex>
 #include <numeric>
 
-#include "../derivatives.h"
+#include "../compute.h"
 #include "dispatch.h"
 #include "parallel.h"
 
@@ -21,9 +21,6 @@ using at::Tensor;
 constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
 constexpr int64_t kEnoughChunks = 16;  // of the backward: each costs a grad_query of its own
 constexpr int64_t kRowsPerRange = 64;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 // Of one product over all pairs of queries and keys.
 double product_flops(const Problem& p) {
@@ -57,29 +54,17 @@ void plan(ForwardParams& p) {
   }
 }
 
-Tensors4 forward(bool for_derivatives, ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<Tensor>& given_state) {
-  ForwardParams p;
-  const Tensors4 result = describe_forward(p, for_derivatives, ATTN_INPUTS, ATTN_OPTIONS, given_state, draw_rng_state);
-  if (no_rows(p)) return result;
+void run_forward(ForwardParams& p, const Tensor& query) {
   plan(p);
   const auto partial = allocate_splits(p, query);
 
   const ForwardKernels& k = kernels().forward;
   const int64_t workspace = k.workspace(p);
   run_tasks(p.tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
-  const int64_t rows = p.batch * p.heads * p.queries;
+  const int64_t rows = number_of_rows(p);
   if (p.splits > 1)
     run_ranges(rows, kRowsPerRange, 2.0 * p.splits * rows * p.value_dim, workspace,
                [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
-  return result;
-}
-
-Tensor sdpa_cpu(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS) {
-  return std::get<0>(forward(false, ATTN_INPUTS, ATTN_OPTIONS, std::nullopt));
-}
-
-Tensors4 forward_cpu(ATTN_INPUTS_ARGS, ATTN_OPTIONS_ARGS, const std::optional<Tensor>& rng_state) {
-  return forward(true, ATTN_INPUTS, ATTN_OPTIONS, rng_state);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -100,18 +85,18 @@ void plan(BackwardParams& p) {
 }
 
 template <class Params>
-void run_gradients(Params& p, const BackwardKernels<Params>& k, const at::TensorOptions& compute) {
+void run_gradients(Params& p, const BackwardKernels<Params>& k, const Tensor& query) {
   plan(p);
   Tensor partial;
   if (p.chunks > 1 && p.grad_query.data) {
-    partial = at::empty({p.chunks, p.batch, p.heads, p.queries, p.head_dim}, compute);
+    partial = at::empty({p.chunks, p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
     p.partial_grad_query = partial.mutable_data_ptr();
   }
   const int64_t workspace = k.workspace(p);
   const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
   if (p.grad_query.data || p.grad_key.data || p.grad_value.data || direct_mask)
     run_tasks(p.tasks(), 5 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
-  const int64_t rows = p.batch * p.heads * p.queries;
+  const int64_t rows = number_of_rows(p);
   if (p.partial_grad_query)
     run_ranges(rows, kRowsPerRange, 2.0 * p.chunks * rows * p.head_dim, workspace,
                [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
@@ -119,37 +104,22 @@ void run_gradients(Params& p, const BackwardKernels<Params>& k, const at::Tensor
     run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
 }
 
-Tensors4 backward_cpu(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_OPTIONS_ARGS,
-                      Wanted grad_input_mask) {
-  return derive_backward(grad_output, ATTN_INPUTS, ATTN_SAVED, ATTN_OPTIONS, grad_input_mask,
-                         [&](BackwardParams& p) { run_gradients(p, kernels().backward, compute_options(query)); });
-}
-
-Tensors4 second_cpu(const Tensor& grad_output, ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_MOVED_ARGS,
-                    ATTN_OPTIONS_ARGS, Wanted grad_input_mask) {
-  return derive_second(grad_output, ATTN_INPUTS, ATTN_SAVED, ATTN_TANGENTS, ATTN_MOVED, ATTN_OPTIONS, grad_input_mask,
-                       [&](SecondParams& p) { run_gradients(p, kernels().second, compute_options(query)); });
-}
+void run_backward(BackwardParams& p, const Tensor& query) { run_gradients(p, kernels().backward, query); }
+void run_second(SecondParams& p, const Tensor& query) { run_gradients(p, kernels().second, query); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Tangent
 
-Tensors3 tangent_cpu(ATTN_INPUTS_ARGS, ATTN_SAVED_ARGS, ATTN_TANGENTS_ARGS, ATTN_OPTIONS_ARGS) {
-  return derive_tangent(ATTN_INPUTS, ATTN_SAVED, ATTN_TANGENTS, ATTN_OPTIONS, [](TangentParams& p) {
-    p.rows_per_task = kRowTile;
-    const TangentKernels& k = kernels().tangent;
-    run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
-  });
+void run_tangent(TangentParams& p, const Tensor&) {
+  p.rows_per_task = kRowTile;
+  const TangentKernels& k = kernels().tangent;
+  run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
 }
+
+constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, CPU, m) {
-  m.impl("sdpa", sdpa_cpu);
-  m.impl("_sdpa_forward", forward_cpu);
-  m.impl("_sdpa_backward", backward_cpu);
-  m.impl("_sdpa_tangent", tangent_cpu);
-  m.impl("_sdpa_second", second_cpu);
-}
+TORCH_LIBRARY_IMPL(attn, CPU, m) { register_kernels<kCpu>(m); }
 
 }  // namespace attn

@@ -5,9 +5,15 @@
 //   tP_ij = P_ij (tx_ij - c_i),   c_i = sum_j P_ij tx_ij    (the derivative of logsumexp_i)
 //   tO = (tP * Z) V + (P * Z) tV = (P * tx * Z) V + (P * Z) tV - c O
 //
-// so one pass over the keys is enough: c and the products are summed together. What is common to the tx of a row cancels in
-// tP; so that it does not cost digits, a guess r of c, the weighted mean of tx over the first keys attended to, is taken
-// off before anything is summed: tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,  c - r = sum_j P_ij (tx_ij - r_i).
+// so that one pass over the keys is enough: c and the products are summed together. What is common to all tx of a row
+// cancels in tP. So that it does not cost digits, tx is shifted before anything is summed, by the weighted mean r of tx
+// over the first keys that the row attends to:
+//
+//   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
+#pragma once
+
+#include "cpu/dropout.inl"
+#include "cpu/scores.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -25,9 +31,9 @@ struct Tangent {
     T* output_t;          // [Ev][kRowTile]
     T* tangent_output_t;  // [Ev][kRowTile]
     Logsumexp<T>* logsumexp;
-    T* guess;                                      // [kRowTile]: r
-    T* has_guess;                                  // [kRowTile]: 1 once there is one, else 0
-    T* moved;                                      // [kRowTile]: c - r
+    T* shift;                                      // [kRowTile]: r
+    T* has_shift;                                  // [kRowTile]: 1 once there is one, else 0
+    T* shifted_sum;                                // [kRowTile]: c - r
     T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
     T* score_query_t;                              // for kRoundsScores, [slots of E][kRowTile]
     T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
@@ -46,9 +52,9 @@ struct Tangent {
       output_t = arena.take<T>(p.value_dim * kRowTile);
       tangent_output_t = arena.take<T>(p.value_dim * kRowTile);
       logsumexp = arena.take<Logsumexp<T>>(1);
-      guess = arena.take<T>(kRowTile);
-      has_guess = arena.take<T>(kRowTile);
-      moved = arena.take<T>(kRowTile);
+      shift = arena.take<T>(kRowTile);
+      has_shift = arena.take<T>(kRowTile);
+      shifted_sum = arena.take<T>(kRowTile);
       key = arena.take<T>(kKeyTile * ld_key);
       tangent_key = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(kKeyTile * ld_value);
@@ -68,68 +74,63 @@ struct Tangent {
   static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
     const int64_t lanes = b.rows->template lanes<T>();
     const Vec<T> zero{}, one = splat<T>(1);
-    const T unit = unit_of_scores<T>(p);
+    const ScoreFunction<T> score = score_of_tile<T>(p);
     if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(scaled(b.x + at, unit), lane);
+        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(rounded_score(load<T>(b.x + at), score), lane);
         total += weight;
         mean += weight == zero ? zero : weight * load<T>(b.tx + at);
         store<T>(b.x + at, weight);
       }
-      const Vec<T> had = load<T>(b.has_guess + lane);
-      const auto guesses = (had == zero) & (total > zero);
-      const Vec<T> guess = guesses ? mean / total : load<T>(b.guess + lane);
-      store<T>(b.guess + lane, guess);
-      store<T>(b.has_guess + lane, guesses ? one : had);
+      const Vec<T> had = load<T>(b.has_shift + lane);
+      const auto begins = (had == zero) & (total > zero);
+      const Vec<T> shift = begins ? mean / total : load<T>(b.shift + lane);
+      store<T>(b.shift + lane, shift);
+      store<T>(b.has_shift + lane, begins ? one : had);
 
-      Vec<T> moved = load<T>(b.moved + lane);
+      Vec<T> shifted_sum = load<T>(b.shifted_sum + lane);
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
         const Vec<T> weight = load<T>(b.x + at);
         // by selection: nothing of a masked key may come through, not even a NaN
-        const Vec<T> product = weight == zero ? zero : weight * (load<T>(b.tx + at) - guess);
+        const Vec<T> product = weight == zero ? zero : weight * (load<T>(b.tx + at) - shift);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : one;
-        moved += product;
+        shifted_sum += product;
         store<T>(b.x + at, weight * factor);
         store<T>(b.tx + at, product * factor);
       }
-      store<T>(b.moved + lane, moved);
+      store<T>(b.shifted_sum + lane, shifted_sum);
     }
   }
 
   static void run(const TangentParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
-    const int64_t first_row = task % p.row_tasks() * p.rows_per_task;
-    task /= p.row_tasks();
-    const int64_t first_head = task % p.groups() * p.group;
-    const int64_t n = task / p.groups();
-    const int64_t key_head = first_head / (p.heads / p.key_heads);
-    const int64_t value_head = first_head / (p.heads / p.value_heads);
-    const int64_t last_row = smaller(first_row + p.rows_per_task, p.rows());
-    for (int64_t r = first_row; r < last_row; r += kRowTile) {
-      b.rows->set(p, n, first_head, r, smaller(kRowTile, last_row - r));
-      tile(p, b, key_head, value_head);
+    const RowTask own(p, task, /*splits=*/1);
+    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile) {
+      b.rows->set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
+      tile(p, b, own.first_head);
     }
   }
 
-  static void tile(const TangentParams& p, const Buffers& b, int64_t key_head, int64_t value_head) {
+  static void tile(const TangentParams& p, const Buffers& b, int64_t first_head) {
     const RowTile& rows = *b.rows;
+    const int64_t key_head = key_head_of(p, first_head), value_head = value_head_of(p, first_head);
     const int64_t lanes = rows.template lanes<T>();
     rows.pack_transposed(p, p.query, p.head_dim, b.query_t);
     if constexpr (kRoundsScores) rows.template pack_columns<F>(p, p.query, p.head_dim, b.score_query_t);
     if (p.t.query.data) rows.pack_transposed(p, p.t.query, p.head_dim, b.tangent_query_t);
     rows.load_logsumexp(p, p.logsumexp, *b.logsumexp);
-    fill_zero(b.guess, kRowTile);
-    fill_zero(b.has_guess, kRowTile);
-    fill_zero(b.moved, kRowTile);
+    fill_zero(b.shift, kRowTile);
+    fill_zero(b.has_shift, kRowTile);
+    fill_zero(b.shifted_sum, kRowTile);
     fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
 
-    const int64_t last_key = p.causal ? smaller(p.keys, rows.max_position + 1) : p.keys;
-    for (int64_t key = 0; key < last_key; key += kKeyTile) {
-      const int64_t keys = smaller(kKeyTile, last_key - key);
+    const Range seen = in_tiles(visible_keys(p, rows.positions, key_length(p, rows.n, first_head)), kKeyTile);
+    for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, seen.last - key);
       const auto load_tile = [&](const Operand& x, int64_t head, T* tile, int64_t ld, int64_t cols) {
         if (x.data) pack_rows<T>(tile, ld, block_of(p, x, rows.n, head, key), keys, cols);
       };
@@ -158,10 +159,10 @@ struct Tangent {
       if (!output.data) return;
       rows.pack_transposed(p, output, p.value_dim, b.output_t);
       for (int64_t i = 0; i < lanes; i += W) {
-        const Vec<T> moved = load<T>(b.moved + i);
+        const Vec<T> shifted_sum = load<T>(b.shifted_sum + i);
         for (int64_t d = 0; d < p.value_dim; ++d) {
           T* at = b.tangent_output_t + d * kRowTile + i;
-          store<T>(at, load<T>(at) - moved * load<T>(b.output_t + d * kRowTile + i));
+          store<T>(at, load<T>(at) - shifted_sum * load<T>(b.output_t + d * kRowTile + i));
         }
       }
     };
@@ -169,9 +170,9 @@ struct Tangent {
     subtract(p.residual);
     rows.template unpack_rounded<T>(p, p.tangent_output, p.tangent_residual, p.value_dim, b.tangent_output_t, b.x);
     for (int64_t i = 0; i < rows.count; ++i) {
-      T* pair = static_cast<T*>(p.tangent_logsumexp) + 2 * rows.statistic(p, i);
-      pair[0] = b.guess[i];
-      pair[1] = b.moved[i];
+      T* pair = static_cast<T*>(p.tangent_logsumexp) + 2 * rows.number(p, i);
+      pair[0] = b.shift[i];
+      pair[1] = b.shifted_sum[i];
     }
   }
 };

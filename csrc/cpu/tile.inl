@@ -1,10 +1,11 @@
-// Moving rectangles between tensors (any dtype, any strides) and workspace tiles (compute type, contiguous).
+// Moving rectangles between tensors, of any dtype and strides, and workspace tiles, contiguous and of the type computed
+// in.
+#pragma once
+
+#include "cpu/storage.inl"
+#include "cpu/transpose.inl"
 
 namespace attn::ATTN_ISA {
-
-ATTN_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-constexpr ATTN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-ATTN_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Hands out 64-byte aligned pieces of the workspace. Over a null base it only measures.
 class Arena {
@@ -47,18 +48,14 @@ ATTN_INLINE int64_t size_of(DType dtype) {
   __builtin_unreachable();
 }
 
-// The rows of operand `x` at flat batch index `n` and head `h`, from row `row` and column `col` on.
-inline Block block_of(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t row, int64_t col = 0) {
-  int64_t offset = h * x.head + row * x.row + col * x.col;
-  for (int d = p.batch_dims - 1; d >= 0; --d) {
-    offset += n % p.batch_size[d] * x.batch[d];
-    n /= p.batch_size[d];
-  }
+// The rows of operand `x` at batch entry `n` and head `h`, from row `row` and column `col` on.
+ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t row, int64_t col = 0) {
+  const int64_t offset = batch_offset(p, x, n) + h * x.head + row * x.row + col * x.col;
   return {static_cast<char*>(x.data) + offset * size_of(x.dtype), x.dtype, x.row, x.col};
 }
 
-// Where rows are transposed, those further on are asked for, in the hope that they are next: processors do not see
-// columns of rows coming.
+// Where rows are transposed, the rows behind them are prefetched: processors do not foresee reads that jump from row to
+// row.
 
 // tile[o * ld + i] = source[o * outer + i * inner], o < outers, i < inners; zeros for inners <= i < width.
 template <class T, class S>

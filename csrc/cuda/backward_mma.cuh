@@ -1,5 +1,6 @@
-// The gradients of backward_fma.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256. A block owns 64 keys (dK
-// and dV, over all rows that read them) or 64 rows (dQ, over all keys); a warp owns 16 of those. Every product is one of
+// The gradients of backward_simt.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256. A block owns 64 keys
+// (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys); a warp owns 16 of those. Every product is
+// one of
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -9,6 +10,8 @@
 
 #include <type_traits>
 
+#include "kernels.h"
+#include "launch.cuh"
 #include "scores_mma.cuh"
 
 namespace attn::cuda {
@@ -22,14 +25,14 @@ struct BackwardRows {
   float delta[kRows];
   uint32_t head_number[kRows];  // of dropout's counters
   int count;
-  int64_t min_position;
+  Range positions;  // holds those of all rows
 
   // Called by all threads, followed by a barrier.
   __device__ __forceinline__ void set(const BackwardParams& p, const Dropout& dropout, int64_t n, int64_t first_head,
                                       int64_t first, int rows_there) {
-    rows.set(p, first_head, first, rows_there);
+    rows.set(p, n, first_head, first, rows_there);
     for (int i = thread_index(); i < kRows; i += kMmaThreads) {  // the rows that this thread has set
-      const int64_t r = (n * p.heads + rows.head[i]) * p.queries + rows.position[i];
+      const int64_t r = row_number(p, n, rows.head[i], rows.position[i]);
       const float* pair = static_cast<const float*>(p.logsumexp) + 2 * r;
       const bool empty = pair[0] == -infinity<float>();
       logsumexp[i] = empty ? infinity<float>() : pair[0];
@@ -38,37 +41,39 @@ struct BackwardRows {
       if (p.has_dropout) head_number[i] = dropout.head(p, n, rows.head[i]);
       if (i > 0) continue;
       count = rows_there;
-      const int64_t position = first % p.queries;
-      min_position = position + rows_there > p.queries ? 0 : position;  // 0 where the next head begins
+      positions = positions_of_rows(p, n, first_head, first, rows_there);
     }
   }
 };
 
-// Which gradients a block owns parts of. Of head sizes above 128 the sums of two would not fit in registers.
+// Keys of a block that owns keys, and rows of one that owns rows.
+constexpr int kMmaOwn = 64;
+
+// The gradients that a block computes a part of: two at once only up to head_dim 128, as registers hold no more sums.
 enum class MmaGradient { query, key, value, key_and_value };
 
 template <class S, int kDim, MmaGradient kOf, bool kGeneral>
 struct BackwardMma {
   static constexpr bool kOwnsKeys = kOf != MmaGradient::query;
-  static constexpr bool kFirst = kOf != MmaGradient::value;  // dQ or dK
-  static constexpr bool kSecond = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;
-  static constexpr int kOwn = 64;
+  static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
+  static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
+  static constexpr int kOwn = kMmaOwn;
   static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 ? 32 : 16;  // as registers and shared memory allow
-  static constexpr int kStages = 2;  // of the other tiles: the next is being copied
+  static constexpr int kStages = 2;  // of the tiles that it does not own: one is used while the next is copied
   static constexpr float kLog2E = 1.4426950408889634f;
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
   struct Shared {
-    Own own_first, own_second;  // K and V, or Q and G
+    // Of the products K Q^T and V G^T, or Q K^T and G V^T, the left factors, which the block owns, and the right ones.
+    Own own_score, own_dp;
     struct {
-      Other first, second;  // Q and G, or K and V
+      Other score, dp;
     } other[kStages];
     BackwardRows<kOwnsKeys ? kOther : kOwn> rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
     int64_t n;
-    int64_t first_key;                                               // of the block that owns keys
-    int64_t last_key;                                                // no row of the block sees others
+    int64_t first_key, last_key;  // the keys that the block owns, or that the rows see which it owns
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     bool query_aligned, grad_output_aligned, key_aligned, value_aligned;
     int64_t mask_base, grad_mask_base;
@@ -82,7 +87,7 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
 
-  // What one thread computes for the block, before a barrier.
+  // Called by one thread, followed by a barrier.
   __device__ void set(int64_t n) {
     shared.n = n;
     if (p.has_dropout) shared.dropout.set(p, n);
@@ -95,23 +100,23 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
   }
-  // Of the group of heads that begins with `head`.
+  // The same, for the group of heads that begins with `head`.
   __device__ void set_key_heads(int64_t head) {
-    shared.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, shared.n) +
-                      head / (p.heads / p.key_heads) * p.key.head;
+    shared.key_data =
+        static_cast<const S*>(p.key.data) + batch_offset(p, p.key, shared.n) + key_head_of(p, head) * p.key.head;
     shared.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, shared.n) +
-                        head / (p.heads / p.value_heads) * p.value.head;
+                        value_head_of(p, head) * p.value.head;
   }
 
   template <class Tile>
   __device__ __forceinline__ void load_keys(Tile& key_tile, Tile& value_tile, int64_t key, int64_t last) {
     load_tile(key_tile, shared.key_data + key * p.key.row, p.key.col, shared.key_aligned, last - key, p.head_dim,
               [&](int j) { return j * p.key.row; });
-    if constexpr (kFirst)
+    if constexpr (kNeedsDs)
       load_tile(value_tile, shared.value_data + key * p.value.row, p.value.col, shared.value_aligned, last - key,
                 p.value_dim, [&](int j) { return j * p.value.row; });
   }
-  // `rows` have been set, by threads that a barrier has waited for.
+  // Called after rows.set() and a barrier.
   template <class Tile, class Rows>
   __device__ __forceinline__ void load_rows(Tile& query_tile, Tile& grad_output_tile, const Rows& rows) {
     load_tile(query_tile, shared.query_data, p.query.col, shared.query_aligned, rows.count, p.head_dim,
@@ -128,25 +133,25 @@ struct BackwardMma {
   }
 
   __device__ __forceinline__ void run_keys(int64_t number) {
-    const int64_t heads = kFirst ? p.key_heads : p.value_heads;
+    const int64_t heads = kNeedsDs ? p.key_heads : p.value_heads;
     const int64_t key_tasks = divide_up(p.keys, kOwn);
     const int64_t readers = p.heads / heads;
     const int64_t first_head = number / key_tasks % heads * readers;
     if (thread_index() == 0) {
       set(number / key_tasks / heads);
       shared.first_key = number % key_tasks * kOwn;
-      shared.last_key = smaller(shared.first_key + kOwn, p.keys);
+      shared.last_key = smaller(shared.first_key + kOwn, key_length(p, shared.n, first_head));
     }
-    Sums first = {}, second = {};
+    Sums of_ds = {}, of_weights = {};
     for (int64_t head = first_head; head < first_head + readers; head += p.group) {
       if (thread_index() == 0) set_key_heads(head);
       __syncthreads();  // the last group's tiles have been read
       int64_t row = visible_row(0);
       if (row >= p.rows()) continue;
-      load_keys(shared.own_first, shared.own_second, shared.first_key, shared.last_key);
+      load_keys(shared.own_score, shared.own_dp, shared.first_key, shared.last_key);
       set_rows(head, row, 0);
       __syncthreads();
-      load_rows(shared.other[0].first, shared.other[0].second, shared.rows[0]);
+      load_rows(shared.other[0].score, shared.other[0].dp, shared.rows[0]);
       commit_copies();
       for (int stage = 0; row < p.rows(); stage ^= 1) {
         wait_for_copies<0>();
@@ -155,31 +160,31 @@ struct BackwardMma {
         if (row < p.rows()) {
           set_rows(head, row, stage ^ 1);
           __syncthreads();  // it is known where the next rows lie
-          load_rows(shared.other[stage ^ 1].first, shared.other[stage ^ 1].second, shared.rows[stage ^ 1]);
+          load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, shared.rows[stage ^ 1]);
           commit_copies();
         }
-        add_tile(first, second, stage, shared.first_key);
+        add_tile(of_ds, of_weights, stage, shared.first_key);
       }
     }
-    if constexpr (kFirst)
-      if (p.grad_key.data) write_keys(p.grad_key, first_head / readers, p.head_dim, first, static_cast<float>(p.scale));
-    if constexpr (kSecond)
+    if constexpr (kNeedsDs)
+      if (p.grad_key.data) write_keys(p.grad_key, first_head / readers, p.head_dim, of_ds, slope());
+    if constexpr (kSumsValue)
       if (p.grad_value.data)
-        write_keys(p.grad_value, first_head / readers, p.value_dim, second, static_cast<float>(p.keep_scale));
+        write_keys(p.grad_value, first_head / readers, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
   __device__ __forceinline__ void set_rows(int64_t head, int64_t row, int stage) {
     shared.rows[stage].set(p, shared.dropout, shared.n, head, row, static_cast<int>(smaller(kOther, p.rows() - row)));
   }
 
-  // The first tile of rows from `row` on, a multiple of kOther, that sees the block's first key.
+  // The first tile of rows from `row` on, a multiple of kOther, that sees one of the block's keys.
   __device__ __forceinline__ int64_t visible_row(int64_t row) const {
-    const int64_t key = shared.first_key;
-    if (!p.causal) return row;
-    if (key >= p.queries) return p.rows();
-    const int64_t last = row % p.queries + kOther - 1;  // within a head
-    if (last >= p.queries || last >= key) return row;
-    return row + divide_up(key - last, kOther) * kOther;
+    const int64_t length = query_length(p, shared.n, 0);  // of every head of the list of rows
+    const Range seen = visible_rows(p, {shared.first_key, shared.last_key}, length);
+    if (seen.empty()) return p.rows();
+    const int64_t first = row % length, last = first + kOther;  // positions of the tile, of whose rows some may be
+    if (last > length || last > seen.first) return row;         // the next head's, which begin with 0 again
+    return row + divide_up(seen.first + 1 - last, kOther) * kOther;
   }
 
   __device__ __forceinline__ void run_query(int64_t number) {
@@ -190,26 +195,29 @@ struct BackwardMma {
     if (thread_index() == 0) {
       set(number / row_tasks / p.groups());
       set_key_heads(head);
-      shared.last_key = p.causal ? smaller(p.keys, smaller(row % p.queries + count, p.queries)) : p.keys;
+      const Range positions = positions_of_rows(p, shared.n, head, row, count);
+      const Range seen = in_tiles(visible_keys(p, positions, key_length(p, shared.n, head)), kOther);
+      shared.first_key = seen.first;
+      shared.last_key = seen.last;
     }
     __syncthreads();
     shared.rows[0].set(p, shared.dropout, shared.n, head, row, count);
     __syncthreads();
-    Sums first = {}, second = {};
-    if (shared.last_key > 0) {
-      load_rows(shared.own_first, shared.own_second, shared.rows[0]);
-      load_keys(shared.other[0].first, shared.other[0].second, 0, shared.last_key);
+    Sums of_ds = {}, of_weights = {};
+    if (shared.first_key < shared.last_key) {
+      load_rows(shared.own_score, shared.own_dp, shared.rows[0]);
+      load_keys(shared.other[0].score, shared.other[0].dp, shared.first_key, shared.last_key);
       commit_copies();
     }
     int stage = 0;
-    for (int64_t key = 0; key < shared.last_key; key += kOther, stage ^= 1) {
+    for (int64_t key = shared.first_key; key < shared.last_key; key += kOther, stage ^= 1) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are there, and those before have been read
       if (key + kOther < shared.last_key) {
-        load_keys(shared.other[stage ^ 1].first, shared.other[stage ^ 1].second, key + kOther, shared.last_key);
+        load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key + kOther, shared.last_key);
         commit_copies();
       }
-      add_tile(first, second, stage, key);
+      add_tile(of_ds, of_weights, stage, key);
     }
     if (!p.grad_query.data) return;
     const MmaThread thread;
@@ -218,12 +226,13 @@ struct BackwardMma {
     for (int half = 0; half < 2; ++half) {
       const int i = own(thread, half);
       if (i < count)
-        write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, first, half,
-              static_cast<float>(p.scale));
+        write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds, half, slope());
     }
   }
 
-  // Which of the block's 64 are the warp's 16, and a thread's elements 0, 1 (half 0) or 2, 3 (1) of them.
+  __device__ __forceinline__ float slope() const { return ScoreFunction<float>::of(p).slope(); }
+
+  // The first of the 16 rows or keys of the warp; and that of a thread's elements 0, 1 (half 0) or 2, 3 (half 1).
   static __device__ __forceinline__ int own(const MmaThread& thread) { return 16 * thread.warp; }
   static __device__ __forceinline__ int own(const MmaThread& thread, int half) {
     return own(thread) + thread.group + 8 * half;
@@ -234,28 +243,29 @@ struct BackwardMma {
   }
 
   // Adds what the tile of rows or keys of a stage contributes; `key` is the first of the tile of keys.
-  __device__ __forceinline__ void add_tile(Sums& first, Sums& second, int stage, int64_t key) {
+  __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int64_t key) {
     auto& other = shared.other[stage];
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
     Scores x = {};
-    multiply(x, shared.own_first, other.first);
+    multiply(x, shared.own_score, other.score);
     const bool finite = all_finite(x);
-    score(x, rows, key);
-    soften(x, rows);
+    make_scores(x, rows, key);
+    recompute_weights(x, rows);
     Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)
-      if (p.has_dropout) Fragments::draw(kept, own(MmaThread()), shared.dropout, rows.rows, rows.head_number, key);
-    if constexpr (kSecond)
+      if (p.has_dropout)
+        Fragments::dropout_mask(kept, own(MmaThread()), shared.dropout, rows.rows, rows.head_number, key);
+    if constexpr (kSumsValue)
       if (p.grad_value.data) {
         uint32_t a[kOther / 16][4];
         pack_kept(a, x, kept);
-        accumulate<false>(second, a, other.second);
+        accumulate<false>(of_weights, a, other.dp);
       }
-    if constexpr (kFirst) {
+    if constexpr (kNeedsDs) {
       if (kOwnsKeys && !p.grad_key.data) return;
       Scores dx = {};
-      multiply(dx, shared.own_second, other.second);
-      differentiate(x, dx, rows, kept);
+      multiply(dx, shared.own_dp, other.dp);
+      compute_ds(x, dx, rows, kept);
       if constexpr (!kOwnsKeys)
         if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, key);
       if (!kOwnsKeys && !p.grad_query.data) return;
@@ -263,9 +273,9 @@ struct BackwardMma {
       const Kept all = {~0u, ~0u};
       pack_kept(a, x, all);
       if (finite)
-        accumulate<false>(first, a, other.first);
+        accumulate<false>(of_ds, a, other.score);
       else
-        accumulate<true>(first, a, other.first);
+        accumulate<true>(of_ds, a, other.score);
     }
   }
 
@@ -286,7 +296,7 @@ struct BackwardMma {
     }
   }
 
-  // Whether all products of the warp are numbers. One with a query or key that has a NaN or an infinity is not.
+  // Whether all products of the warp are finite: those of a query or key that holds a NaN or an infinity are not.
   static __device__ __forceinline__ bool all_finite(Scores& x) {
     float zeros = 0;
     each(x, [&](float& product, int, int, int, int) { zeros += product * 0; });
@@ -297,31 +307,31 @@ struct BackwardMma {
 
   // Products become scores; -inf where a key is masked or there is no row or key.
   template <class Rows>
-  __device__ __forceinline__ void score(Scores& x, const Rows& rows, int64_t key) {
+  __device__ __forceinline__ void make_scores(Scores& x, const Rows& rows, int64_t key) {
     constexpr int kKeys = kOwnsKeys ? kOwn : kOther;
     const int first = own(MmaThread()), keys = static_cast<int>(smaller(kKeys, shared.last_key - key));
-    const float scale = static_cast<float>(p.scale);
-    each(x, [&](float& score, int, int, int, int) { score *= scale; });
+    const auto score_of = ScoreFunction<float>::of(p);
+    each(x, [&](float& score, int, int, int, int) { score = score_of(score); });
     if constexpr (kGeneral)
       if (p.has_mask) Fragments::add_mask(x, first, p, shared.mask_base, rows.rows, key, keys);
-    const bool diagonal = p.causal && key + kKeys - 1 > rows.min_position;
+    const bool hidden = !all_visible(p, rows.positions, {key, key + kKeys});
     const bool whole = kOwnsKeys ? rows.count == kOther : keys == kOther;
-    if (diagonal || !whole) Fragments::hide(x, first, rows.rows, rows.count, key, keys, diagonal);
+    if (hidden || !whole) Fragments::hide_keys(x, first, p, rows.rows, rows.count, key, keys, hidden);
   }
 
   // Scores become weights, exp(score - logsumexp).
   template <class Rows>
-  static __device__ __forceinline__ void soften(Scores& x, const Rows& rows) {
+  static __device__ __forceinline__ void recompute_weights(Scores& x, const Rows& rows) {
     each(x, [&](float& score, int i, int, int, int) {
       const float shifted = (score - rows.logsumexp[i]) - rows.logsumexp_low[i];
       score = score == -infinity<float>() ? 0 : exp2_approx(shifted * kLog2E);
     });
   }
 
-  // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is: nothing of a masked key or its value
-  // may come through, not even a NaN. dx holds dP.
+  // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is: nothing of a masked key or its
+  // value may come through, not even a NaN. dx holds dP.
   template <class Rows>
-  __device__ __forceinline__ void differentiate(Scores& x, Scores& dx, const Rows& rows, const Kept& kept) {
+  __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
       each(dx, [&](float& slope, int, int, int half, int bit) { slope *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
@@ -411,9 +421,8 @@ struct BackwardMma {
 // Blocks of a gradient.
 template <MmaGradient kOf>
 __host__ __device__ int64_t backward_mma_tasks(const BackwardParams& p) {
-  constexpr int64_t kOwn = 64;
-  if (kOf == MmaGradient::query) return p.batch * p.groups() * divide_up(p.rows(), kOwn);
-  return p.batch * (kOf == MmaGradient::value ? p.value_heads : p.key_heads) * divide_up(p.keys, kOwn);
+  if (kOf == MmaGradient::query) return p.batch * p.groups() * divide_up(p.rows(), kMmaOwn);
+  return p.batch * (kOf == MmaGradient::value ? p.value_heads : p.key_heads) * divide_up(p.keys, kMmaOwn);
 }
 
 template <class S, int kDim, MmaGradient kOf, bool kGeneral>
@@ -423,6 +432,33 @@ __global__ void __launch_bounds__(kMmaThreads, kDim <= 64 && kOf == MmaGradient:
   const int64_t number = block_number();
   if (number >= backward_mma_tasks<kOf>(p)) return;
   Kernel{p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())}.run(number);
+}
+
+template <class S, int kDim, MmaGradient kOf>
+Error launch_gradient_mma(const BackwardParams& p, Stream stream) {
+  const auto run = [&](auto kernel, size_t shared_bytes) {
+    return launch(kernel, p, backward_mma_tasks<kOf>(p), kMmaThreads, shared_bytes, stream);
+  };
+  if (p.has_mask || p.has_dropout)
+    return run(backward_mma<S, kDim, kOf, true>, sizeof(typename BackwardMma<S, kDim, kOf, true>::Shared));
+  return run(backward_mma<S, kDim, kOf, false>, sizeof(typename BackwardMma<S, kDim, kOf, false>::Shared));
+}
+
+template <class S, int kDim>
+Error launch_backward_mma(const BackwardParams& p, Stream stream) {
+  if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared))
+    if (Error error = launch_gradient_mma<S, kDim, MmaGradient::query>(p, stream)) return error;
+  BackwardParams of_key = p, of_value = p;  // where one block can't have both
+  of_key.grad_value.data = of_value.grad_key.data = nullptr;
+  if constexpr (kDim <= 128) {
+    constexpr auto kBoth = MmaGradient::key_and_value;
+    if (p.key_heads == p.value_heads && p.grad_key.data && p.grad_value.data)
+      return launch_gradient_mma<S, kDim, kBoth>(p, stream);
+  }
+  if (p.grad_key.data)
+    if (Error error = launch_gradient_mma<S, kDim, MmaGradient::key>(of_key, stream)) return error;
+  if (p.grad_value.data) return launch_gradient_mma<S, kDim, MmaGradient::value>(of_value, stream);
+  return nullptr;
 }
 
 }  // namespace attn::cuda

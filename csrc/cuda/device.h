@@ -41,7 +41,7 @@ class OnDeviceOf {
 
 // Numbers of the device's generator that no other call gets; right also where a graph is captured. Of torch's own
 // kernels the last word of a counter is 0; ours is the offset, one more than a multiple of four.
-inline void draw(const at::Tensor& on_device, RngNumber& seed, RngNumber& offset) {
+inline void draw_numbers(const at::Tensor& on_device, RngNumber& seed, RngNumber& offset) {
   constexpr uint64_t kStep = 4;  // the generator counts in fours
   auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
       std::nullopt, at::cuda::detail::getDefaultCUDAGenerator(on_device.get_device()));

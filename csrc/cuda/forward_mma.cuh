@@ -1,8 +1,10 @@
-// The forward of forward_fma.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256, in the shape of
+// The forward of forward_simt.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256, in the shape of
 // FlashAttention-2 (Dao, 2023): a warp owns rows, their weights stay in registers between the two products.
 // Of K and V one tile is in use while the other's copy is under way.
 #pragma once
 
+#include "kernels.h"
+#include "launch.cuh"
 #include "scores_mma.cuh"
 
 namespace attn::cuda {
@@ -12,7 +14,7 @@ namespace attn::cuda {
 template <class S, int kDim, int kTiles, bool kGeneral>
 struct ForwardMma {
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
-  static constexpr int kKeys = 64;
+  static constexpr int kKeys = kKeysPerTile;
   static constexpr float kLog2E = 1.4426950408889634f;
 
   struct Shared {
@@ -43,7 +45,7 @@ struct ForwardMma {
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
 
   __device__ static void set(const ForwardParams& p, Shared& s, int64_t number) {
-    s.task.set(p, number);
+    s.task.set(p, number, kKeys);
     if (p.has_dropout) s.dropout.set(p, s.task.n);
     const int64_t n = s.task.n;
     s.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, n) + s.task.key_head * p.key.head;
@@ -53,7 +55,8 @@ struct ForwardMma {
     s.mask_base = p.has_mask ? batch_offset(p, p.mask, n) : 0;
   }
 
-  // The row of the block's tile where tile t of a warp begins; that of a thread's elements 0, 1 (half 0) or 2, 3 (1).
+  // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
+  // (half 0) or 2 and 3 (half 1) are of.
   __device__ static __forceinline__ int row(const MmaThread& thread, int t) { return 16 * (kTiles * thread.warp + t); }
   __device__ static __forceinline__ int row(const MmaThread& thread, int t, int half) {
     return row(thread, t) + thread.group + 8 * half;
@@ -72,7 +75,7 @@ struct ForwardMma {
     Output output = {};
     for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.maximum[i] = -infinity<float>();
     for (auto& sums : shared.sum) sums[threadIdx.x] = 0;
-    shared.rows.set(p, task.first_head, task.first_row, task.rows);
+    shared.rows.set(p, task.n, task.first_head, task.first_row, task.rows);
     if constexpr (kGeneral)
       if (p.has_dropout)
         for (int i = threadIdx.x; i < kRows; i += kMmaThreads)  // the rows that this thread has set
@@ -99,8 +102,8 @@ struct ForwardMma {
         commit_copies();
       }
       if (!has_rows()) continue;
-      mask(x, key);
-      soften(x, output);
+      make_scores(x, key);
+      softmax(x, output);
       if constexpr (kGeneral)
         if (p.has_dropout) drop(x, key);
       multiply_values(x, output);
@@ -108,7 +111,7 @@ struct ForwardMma {
     write(output);
   }
 
-  // Of few rows the first warps have all; the others only copy.
+  // If there are few rows, the first warps have all of them, and the others only copy.
   __device__ __forceinline__ bool has_rows() const { return row(MmaThread(), 0) < task.rows; }
 
   // x = <q, k>
@@ -132,42 +135,45 @@ struct ForwardMma {
     }
   }
 
-  // Products become scores, or, if not kGeneral, scores / scale; -inf where a key is masked or there is none.
-  __device__ __forceinline__ void mask(Scores& x, int64_t key) {
+  // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
+  // -inf where a key is hidden or there is none.
+  __device__ __forceinline__ void make_scores(Scores& x, int64_t key) {
     const int keys = static_cast<int>(smaller(kKeys, task.last_key - key));
     if constexpr (kGeneral) {
-      const float scale = static_cast<float>(p.scale);
+      const auto score_of = ScoreFunction<float>::of(p);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int own = row(MmaThread(), t);
-        Fragments::each(x[t], own, [&](float& score, int, int, int, int) { score *= scale; });
+        Fragments::each(x[t], own, [&](float& score, int, int, int, int) { score = score_of(score); });
         if (p.has_mask) Fragments::add_mask(x[t], own, p, shared.mask_base, shared.rows, key, keys);
       }
     }
-    const bool diagonal = p.causal && key + kKeys - 1 > task.min_position;
-    if (!diagonal && keys == kKeys) return;
+    const bool hidden = !all_visible(p, task.positions, {key, key + kKeys});
+    if (!hidden && keys == kKeys) return;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-      Fragments::hide(x[t], row(MmaThread(), t), shared.rows, kRows, key, keys, diagonal);
+      Fragments::hide_keys(x[t], row(MmaThread(), t), p, shared.rows, kRows, key, keys, hidden);
   }
 
-  // Of what mask() leaves, the power of 2 that it stands for. Rounded, so that weights that were shifted by the same
-  // maximum, and what corrects them for another, have the same factor, which division by their sum takes away again.
-  __device__ __forceinline__ float power(float x) const { return __fmul_rn(x, static_cast<float>(p.scale) * kLog2E); }
+  // Base-2 exponent of the score of a product: product * slope * log2(e). Rounded once, so that weights that are
+  // shifted by the same maximum, and what corrects them for another one, share a factor, which the division by their
+  // sum removes.
+  __device__ __forceinline__ float exponent_slope() const { return ScoreFunction<float>::of(p).slope() * kLog2E; }
+  __device__ __forceinline__ float exponent(float product) const { return __fmul_rn(product, exponent_slope()); }
 
-  // exp(score - maximum) of what mask() leaves.
+  // exp(score - maximum) of what make_scores() leaves.
   __device__ __forceinline__ float weight(float x, float shift) const {
     if constexpr (kGeneral) return exp2_approx((x - shift) * kLog2E);
-    return exp2_approx(fmaf(x, static_cast<float>(p.scale) * kLog2E, -power(shift)));
+    return exp2_approx(fmaf(x, exponent_slope(), -exponent(shift)));
   }
-  // What weights shifted by `old` are multiplied by; 1 where nothing has changed.
+  // What weights that were shifted by `old` are multiplied by; 1 where nothing has changed.
   __device__ __forceinline__ float correction(float old, float shift) const {
     if constexpr (kGeneral) return weight(old, shift);
-    return exp2_approx(power(old) - power(shift));
+    return exp2_approx(exponent(old) - exponent(shift));
   }
 
   // Scores become weights.
-  __device__ __forceinline__ void soften(Scores& x, Output& output) {
+  __device__ __forceinline__ void softmax(Scores& x, Output& output) {
     const MmaThread thread;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -203,7 +209,7 @@ struct ForwardMma {
     for (int t = 0; t < kTiles; ++t) {
       const int own = row(MmaThread(), t);
       typename Fragments::Kept kept;
-      Fragments::draw(kept, own, shared.dropout, shared.rows, shared.head_number, key);
+      Fragments::dropout_mask(kept, own, shared.dropout, shared.rows, shared.head_number, key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
         weight *= static_cast<float>(kept[half] >> bit & 1);
       });
@@ -264,10 +270,10 @@ struct ForwardMma {
         const float best = empty ? 0 : shared.maximum[i];
         float maximum = best, maximum_low = 0;
         if constexpr (!kGeneral) {
-          const float scale = static_cast<float>(p.scale);
+          const float scale = ScoreFunction<float>::of(p).slope();
           maximum = __fmul_rn(best, scale);
-          // What rounding took from it, and the factor that all weights have.
-          maximum_low = fmaf(best, scale, -maximum) - fmaf(best, scale * kLog2E, -power(best)) / kLog2E;
+          // What rounding took from the maximum, and the logarithm of the factor that all weights share.
+          maximum_low = fmaf(best, scale, -maximum) - fmaf(best, scale * kLog2E, -exponent(best)) / kLog2E;
         }
         to.write_logsumexp(task.split, maximum, maximum_low, total);
       }
@@ -283,6 +289,25 @@ __global__ void __launch_bounds__(kMmaThreads) forward_mma(const __grid_constant
   if (threadIdx.x == 0) Kernel::set(p, shared, number);
   __syncthreads();
   Kernel(p, shared).run();
+}
+
+template <class S, int kDim, int kTiles, bool kGeneral>
+Error launch_forward_mma_tiles(const ForwardParams& p, Stream stream) {
+  return launch(forward_mma<S, kDim, kTiles, kGeneral>, p, p.tasks(), kMmaThreads,
+                sizeof(typename ForwardMma<S, kDim, kTiles, kGeneral>::Shared), stream);
+}
+
+template <class S, int kDim, bool kGeneral>
+Error launch_forward_mma_of(const ForwardParams& p, Stream stream) {
+  constexpr int kTiles = forward_mma_tiles(kDim, kGeneral);
+  return p.rows_per_task == forward_mma_rows(kTiles) ? launch_forward_mma_tiles<S, kDim, kTiles, kGeneral>(p, stream)
+                                                     : launch_forward_mma_tiles<S, kDim, 1, kGeneral>(p, stream);
+}
+
+template <class S, int kDim>
+Error launch_forward_mma(const ForwardParams& p, Stream stream) {
+  return is_general(p) ? launch_forward_mma_of<S, kDim, true>(p, stream)
+                       : launch_forward_mma_of<S, kDim, false>(p, stream);
 }
 
 }  // namespace attn::cuda

@@ -2,17 +2,21 @@
 #pragma once
 
 #include "launch.h"
+#include "score.h"
 
 namespace attn::cuda {
 
-// The keys of a tile of every kernel.
+// The keys of a tile of the kernels that go over keys.
 constexpr int64_t kKeysPerTile = 64;
+// The rows and the keys of a tile of the kernels without tensor cores (SIMT). One of them computes a mask's gradient.
+constexpr int kSimtTile = 64;
+static_assert(kSimtTile == kMaskTaskRows && kSimtTile == kMaskTaskKeys && kSimtTile == kKeysPerTile);
 
 // Head sizes up to this one run on tensor cores, padded to 64, 128 or 256.
 constexpr int64_t kMmaMaxDim = 256;
-// What needs more registers than the plain softmax of scale * products.
+// Whether products do not simply become weights: that needs more registers.
 constexpr bool is_general(const Problem& p) {
-  return p.has_mask || p.has_dropout || !(static_cast<float>(p.scale) > 0);
+  return p.has_mask || p.has_dropout || !ScoreFunction<float>::of(p).keeps_order();
 }
 // Tiles of 16 rows of a warp: as many as its registers hold.
 constexpr int forward_mma_tiles(int64_t dim, bool general) { return dim <= 64 || (dim <= 128 && !general) ? 2 : 1; }
@@ -27,17 +31,17 @@ Error launch_forward_mma(const ForwardParams& p, Stream stream);
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream);
 
-// Computing in float or double.
+// The kernels without tensor cores. T: float or double.
 template <class T>
-Error launch_forward_fma(const ForwardParams& p, Stream stream);
+Error launch_forward_simt(const ForwardParams& p, Stream stream);
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream);
-// Params: BackwardParams for the gradients, SecondParams for their derivative. `delta` first.
+// Params: BackwardParams for the gradients, SecondParams for their derivative. launch_delta_simt() comes first.
 template <class T, class Params>
-Error launch_delta_fma(const Params& p, Stream stream);
+Error launch_delta_simt(const Params& p, Stream stream);
 template <class T, class Params>
-Error launch_gradients_fma(const Params& p, Stream stream);
+Error launch_gradients_simt(const Params& p, Stream stream);
 template <class T>
-Error launch_tangent_fma(const TangentParams& p, Stream stream);
+Error launch_tangent_simt(const TangentParams& p, Stream stream);
 
 }  // namespace attn::cuda

@@ -7,22 +7,6 @@ namespace attn::cuda {
 
 namespace {
 
-struct RngState {
-  int64_t* state;
-  RngNumber seed, offset;
-  int64_t period;
-};
-
-__global__ void write_rng_state(const __grid_constant__ RngState r) {
-  if (threadIdx.x > 0) return;
-  const auto value = [](const RngNumber& x) {
-    return static_cast<int64_t>((x.pointer ? static_cast<uint64_t>(*x.pointer) : 0) + x.number);
-  };
-  r.state[0] = value(r.seed);
-  r.state[1] = value(r.offset);
-  r.state[2] = r.period;
-}
-
 bool is_16_bits(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
 
 // A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits.
@@ -40,15 +24,15 @@ Error run_forward_mma(const ForwardParams& p, Stream stream) {
 }
 
 Error run_forward(const ForwardParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return launch_forward_fma<double>(p, stream);
-  if (!uses_mma(p)) return launch_forward_fma<float>(p, stream);
+  if (p.query.dtype == DType::f64) return launch_forward_simt<double>(p, stream);
+  if (!uses_mma(p)) return launch_forward_simt<float>(p, stream);
   return p.query.dtype == DType::bf16 ? run_forward_mma<BFloat16>(p, stream) : run_forward_mma<Half>(p, stream);
 }
 
 template <class T, class Params>
-Error run_gradients_fma(const Params& p, Stream stream) {
-  if (Error error = launch_delta_fma<T>(p, stream)) return error;
-  return launch_gradients_fma<T>(p, stream);
+Error run_gradients_simt(const Params& p, Stream stream) {
+  if (Error error = launch_delta_simt<T>(p, stream)) return error;
+  return launch_gradients_simt<T>(p, stream);
 }
 
 template <class S>
@@ -61,25 +45,25 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 
 // The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
-  if (Error error = launch_delta_fma<float>(p, stream)) return error;
+  if (Error error = launch_delta_simt<float>(p, stream)) return error;
   if (Error error =
           p.query.dtype == DType::bf16 ? run_backward_mma<BFloat16>(p, stream) : run_backward_mma<Half>(p, stream))
     return error;
   if (!p.mask_is_shared) return nullptr;
   BackwardParams only_mask = p;
   only_mask.grad_query.data = only_mask.grad_key.data = only_mask.grad_value.data = nullptr;
-  return launch_gradients_fma<float>(only_mask, stream);
+  return launch_gradients_simt<float>(only_mask, stream);
 }
 
 }  // namespace
 
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
-  p.rows_per_task = kRowTile;
+  p.rows_per_task = kSimtTile;
   if (uses_mma(p)) {
     const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim), is_general(p));
     p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? tiles : 1);
   }
-  const int64_t keys = p.causal ? smaller(p.keys, p.queries) : p.keys;  // that some query sees
+  const int64_t keys = visible_keys(p, {0, p.queries}, p.keys).last;  // splits begin with key 0
   p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
   // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
   // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way.
@@ -97,25 +81,21 @@ Error launch_forward(const ForwardParams& p, Stream stream) {
 }
 
 Error launch_backward(const BackwardParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return run_gradients_fma<double>(p, stream);
+  if (p.query.dtype == DType::f64) return run_gradients_simt<double>(p, stream);
   if (uses_mma(p)) return run_backward_mma(p, stream);
-  return run_gradients_fma<float>(p, stream);
+  return run_gradients_simt<float>(p, stream);
 }
 
 Error launch_second(const SecondParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return run_gradients_fma<double>(p, stream);
-  return run_gradients_fma<float>(p, stream);
+  if (p.query.dtype == DType::f64) return run_gradients_simt<double>(p, stream);
+  return run_gradients_simt<float>(p, stream);
 }
 
-void plan_tangent(TangentParams& p) { p.rows_per_task = kRowTile; }
+void plan_tangent(TangentParams& p) { p.rows_per_task = kSimtTile; }
 
 Error launch_tangent(const TangentParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return launch_tangent_fma<double>(p, stream);
-  return launch_tangent_fma<float>(p, stream);
-}
-
-Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period, Stream stream) {
-  return launch(write_rng_state, RngState{state, seed, offset, period}, 1, 32, 0, stream);
+  if (p.query.dtype == DType::f64) return launch_tangent_simt<double>(p, stream);
+  return launch_tangent_simt<float>(p, stream);
 }
 
 }  // namespace attn::cuda

@@ -8,7 +8,7 @@ struct CUstream_st;
 namespace attn::cuda {
 
 using Stream = CUstream_st*;
-// Of a launch: null, or what CUDA says went wrong.
+// What a launch returns: null, or CUDA's description of what went wrong.
 using Error = const char*;
 
 // Where the two numbers of a generator come from. Under capture of a graph they are not known yet: `pointer` is where

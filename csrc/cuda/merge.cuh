@@ -1,6 +1,8 @@
 // The splits of the keys put together: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
 #pragma once
 
+#include "kernels.h"
+#include "launch.cuh"
 #include "softmax.cuh"
 
 namespace attn::cuda {
@@ -10,7 +12,7 @@ constexpr int kMergeRows = kMergeThreads / 32;  // of a block, a warp each
 
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
-  const int64_t all_rows = p.batch * p.heads * p.queries;
+  const int64_t all_rows = number_of_rows(p);
   const int64_t r = block_number() * kMergeRows + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (r >= all_rows) return;
@@ -26,9 +28,11 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   T sum = 0;
   for (int64_t s = 0; s < p.splits; ++s) sum += weight(s);
 
-  const int64_t l = r % p.queries, h = r / p.queries % p.heads, n = r / p.queries / p.heads;
-  const int64_t output_at = batch_offset(p, p.output, n) + h * p.output.head + l * p.output.row;
-  const int64_t residual_at = batch_offset(p, p.residual, n) + h * p.residual.head + l * p.residual.row;
+  const Row row = row_of_number(p, r);
+  const auto offset_in = [&](const Operand& x) {
+    return batch_offset(p, x, row.n) + row.head * x.head + row.position * x.row;
+  };
+  const int64_t output_at = offset_in(p.output), residual_at = offset_in(p.residual);
   for (int64_t d = lane; d < p.value_dim; d += 32) {
     T total = 0;
     for (int64_t s = 0; s < p.splits; ++s) {
@@ -43,6 +47,11 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   if (p.logsumexp && lane == 0) {
     store_logsumexp(static_cast<T*>(p.logsumexp) + 2 * r, shift, best_low, sum);
   }
+}
+
+template <class T>
+Error launch_merge_splits(const ForwardParams& p, Stream stream) {
+  return launch(merge_splits<T>, p, divide_up(number_of_rows(p), kMergeRows), kMergeThreads, 0, stream);
 }
 
 }  // namespace attn::cuda

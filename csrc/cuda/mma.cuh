@@ -76,8 +76,8 @@ template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int k) {
   load_matrices(a, tile.at(row + lane % 16, 2 * k + lane / 16));
 }
-// Two B of 16 x 8 as the transpose of rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight rows, b[2],
-// b[3] of the others.
+// Two B of 16 x 8 as the transpose of rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight rows,
+// b[2], b[3] of the others.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row,
                                                   int k) {

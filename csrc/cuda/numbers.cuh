@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/ptx.cuh"
-#include "params.h"
+#include "geometry.h"
 
 namespace attn::cuda {
 
@@ -42,10 +42,5 @@ __device__ __forceinline__ T store_rounded(void* data, DType dtype, int64_t inde
     return to_float(static_cast<Half*>(data)[index] = from_float<Half>(x));
   }
 }
-
-constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace attn::cuda

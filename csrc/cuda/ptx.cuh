@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- conversions, to nearest even; infinite where too large -----------------------------------------------------------
+// --- conversions, to nearest even; infinite where too large ---
 
 __device__ __forceinline__ float to_float(Half x) {
   float y;
@@ -79,9 +79,10 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// --- tensor cores -----------------------------------------------------------------------------------------------------
+// --- tensor cores ---
 // Lane l of a warp has group l / 4 and place l % 4. A fragment of two numbers a register:
-//   A [16 x 16]: a[0] (group, 2 place), a[1] (group + 8, 2 place), a[2] (group, 2 place + 8), a[3] (group + 8, 2 place + 8)
+//   A [16 x 16]: a[0] (group, 2 place),     a[1] (group + 8, 2 place),
+//                a[2] (group, 2 place + 8), a[3] (group + 8, 2 place + 8)
 //   B [16 x 8]:  b[0] (2 place, group), b[1] (2 place + 8, group), pairs along the rows
 //   C [16 x 8], float: c[0], c[1] (group, 2 place + 0, 1), c[2], c[3] (group + 8, 2 place + 0, 1)
 
@@ -122,10 +123,10 @@ __device__ __forceinline__ void multiply_add<BFloat16>(float (&c)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// --- asynchronous copies ----------------------------------------------------------------------------------------------
+// --- asynchronous copies ---
 
-// Copies `bytes` of 16 from global to shared memory, zeros in place of the rest. Both addresses are multiples of 16; with
-// 0 bytes nothing is read. What was copied may be read after commit_copies(), wait_for_copies() and a barrier.
+// Copies `bytes` of 16 from global to shared memory, zeros in place of the rest. Both addresses are multiples of 16;
+// with 0 bytes nothing is read. What was copied may be read after commit_copies(), wait_for_copies() and a barrier.
 __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                : "memory");

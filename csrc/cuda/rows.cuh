@@ -2,21 +2,12 @@
 #pragma once
 
 #include "numbers.cuh"
+#include "score.h"
 
 namespace attn::cuda {
 
 // This block's number in a grid made by grid_of(), launch.cuh.
 __device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
-
-// Where batch entry n of an operand begins, in elements.
-__device__ inline int64_t batch_offset(const Problem& p, const Operand& x, int64_t n) {
-  int64_t offset = 0;
-  for (int d = p.batch_dims - 1; d >= 0; --d) {
-    offset += n % p.batch_size[d] * x.batch[d];
-    n /= p.batch_size[d];
-  }
-  return offset;
-}
 
 // Up to kRows consecutive rows of a group of heads (Problem::group), in shared memory.
 template <int kRows>
@@ -24,12 +15,13 @@ struct RowTile {
   int64_t head[kRows];
   int64_t position[kRows];
 
-  // Rows of the list that begins with head `first_head`; called by all threads, followed by a barrier.
-  __device__ void set(const Problem& p, int64_t first_head, int64_t first, int count) {
+  // Rows of the list that begins with head `first_head` of batch entry n. Called by all threads, followed by a barrier.
+  __device__ void set(const Problem& p, int64_t n, int64_t first_head, int64_t first, int count) {
+    const int64_t length = query_length(p, n, first_head);
     for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
       const int64_t r = first + smaller(i, count - 1);  // rows past the end repeat the last one and are never written
-      head[i] = first_head + r / p.queries;
-      position[i] = r % p.queries;
+      head[i] = first_head + r / length;
+      position[i] = r % length;
     }
   }
   // Of row i within its batch entry.
@@ -38,42 +30,61 @@ struct RowTile {
   }
 };
 
+// The positions of `count` rows of the list that begins with `head`: of all where the rows of a head end in between.
+__device__ __forceinline__ Range positions_of_rows(const Problem& p, int64_t n, int64_t head, int64_t first,
+                                                   int64_t count) {
+  const int64_t length = query_length(p, n, head), position = first % length;
+  return position + count > length ? Range{0, length} : Range{position, position + count};
+}
+
+// The keys of a range that lie in the tile that begins with `key`, counted from there.
+struct TileRange {
+  int first;
+  unsigned count;
+
+  __device__ __forceinline__ TileRange(Range keys, int64_t key) {
+    // Where all ranges begin with 0, the compiler sees that this is 0, and contains() is one comparison.
+    first = keys.first == 0 ? 0 : static_cast<int>(smaller(larger(0, keys.first - key), kMostKeys));
+    count = static_cast<unsigned>(larger(first, smaller(keys.last - key, kMostKeys)) - first);
+  }
+  __device__ __forceinline__ bool contains(int j) const { return static_cast<unsigned>(j - first) < count; }
+
+ private:
+  static constexpr int64_t kMostKeys = 1 << 16;  // more than a tile has
+};
+
 // One block's share of the problem, in shared memory: one thread computes it, and no register has to keep it. Blocks of
 // the same keys are neighbours, those with most keys under causality first.
 struct Task {
-  int64_t n;           // flat batch index
+  int64_t n;           // the batch entry
   int64_t first_head;  // of the group
   int64_t key_head, value_head;
   int64_t first_row;  // of the group's list
   int rows;
   int64_t split;
-  int64_t first_key, last_key;         // no row of the tile sees others
-  int64_t min_position, max_position;  // of its rows
+  int64_t first_key, last_key;  // no row of the tile sees others
+  Range positions;              // holds those of its rows
 
   // Rows of the list that begins with `head`. Called by one thread, followed by a barrier.
   __device__ void set_rows(const Problem& p, int64_t head, int64_t first, int64_t count) {
     first_head = head;
-    key_head = head / (p.heads / p.key_heads);
-    value_head = head / (p.heads / p.value_heads);
+    key_head = key_head_of(p, head);
+    value_head = value_head_of(p, head);
     first_row = first;
     rows = static_cast<int>(count);
-    min_position = first % p.queries;
-    max_position = min_position + rows - 1;
-    if (max_position >= p.queries) {  // the end of one head and the beginning of the next
-      min_position = 0;
-      max_position = p.queries - 1;
-    }
+    positions = positions_of_rows(p, n, head, first, count);
   }
-  // The keys that rows up to max_position see.
-  __device__ void set_keys(const Problem& p, int64_t first, int64_t last) {
-    first_key = first;
-    last_key = smaller(last, p.keys);
-    if (p.causal) last_key = smaller(last_key, max_position + 1);
+  // The keys of [first, last) that the rows see, in whole tiles.
+  __device__ void set_keys(const Problem& p, int64_t first, int64_t last, int64_t tile) {
+    const Range seen = common(visible_keys(p, positions, key_length(p, n, first_head)), {first, last});
+    const Range tiles = in_tiles(seen, tile);
+    first_key = tiles.first;
+    last_key = tiles.last;
   }
 
-  // All of it, of task `number`. Called by one thread, followed by a barrier.
+  // All of it, of task `number` of a kernel with such tiles of keys. Called by one thread, followed by a barrier.
   template <class Params>
-  __device__ void set(const Params& p, int64_t number) {
+  __device__ void set(const Params& p, int64_t number, int64_t tile) {
     const int64_t row_tasks = p.row_tasks();
     const int64_t row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task;
     number /= row_tasks;
@@ -81,7 +92,7 @@ struct Task {
     number /= p.splits;
     n = number / p.groups();
     set_rows(p, number % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
-    set_keys(p, split * p.keys_per_split, (split + 1) * p.keys_per_split);
+    set_keys(p, split * p.keys_per_split, (split + 1) * p.keys_per_split, tile);
   }
 };
 

@@ -1,5 +1,5 @@
-// The way of a score in fragments of tensor cores, shared by forward and backward: the mask, keys that are hidden, what
-// dropout keeps.
+// Scores (score.h) in the fragments of tensor cores, for forward and backward: the mask, hidden keys, what dropout
+// keeps.
 #pragma once
 
 #include "mma.cuh"
@@ -7,8 +7,8 @@
 
 namespace attn::cuda {
 
-// Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8 kFragments
-// rows.
+// Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8
+// kFragments rows.
 template <int kFragments, bool kOwnsKeys>
 struct ScoresMma {
   using Scores = float[kFragments][4];
@@ -41,36 +41,36 @@ struct ScoresMma {
     });
   }
 
-  // -inf, by selection, where there is no key or, with `diagonal`, causality hides it; where others are rows, also where
-  // there is no row, which must add nothing to sums over them.
+  // -inf where there is no key or, with `hidden`, a row does not see it. Where others are rows, also where there is no
+  // row, which must add nothing to sums over them.
   template <class Rows>
-  static __device__ __forceinline__ void hide(Scores& x, int own, const Rows& rows, int count, int64_t key, int keys,
-                                              bool diagonal) {
-    const auto last = [&](int i) {  // key of the tile that row i sees; 2^31 positions would take years
-      int64_t j = kOwnsKeys && i >= count ? -1 : keys - 1;
-      if (diagonal) j = smaller(j, rows.position[i] - key);
-      return static_cast<int>(j);
+  static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Problem& p, const Rows& rows, int count,
+                                                   int64_t key, int keys, bool hidden) {
+    const auto seen_by = [&](int i) {  // keys of the tile that row i sees
+      const int64_t last = key + (kOwnsKeys && i >= count ? 0 : keys), position = rows.position[i];
+      return TileRange(hidden ? visible_keys(p, {position, position + 1}, last) : Range{0, last}, key);
     };
     if constexpr (kOwnsKeys) {
-      each(x, own, [&](float& score, int i, int j, int, int) { score = j > last(i) ? -infinity<float>() : score; });
+      each(x, own,
+           [&](float& score, int i, int j, int, int) { score = seen_by(i).contains(j) ? score : -infinity<float>(); });
       return;
     }
     const MmaThread thread;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int last_key = last(own + thread.group + 8 * half);
+      const TileRange seen = seen_by(own + thread.group + 8 * half);
 #pragma unroll
       for (int n = 0; n < kFragments; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          if (thread.col(n) + c > last_key) x[n][2 * half + c] = -infinity<float>();
+          if (!seen.contains(thread.col(n) + c)) x[n][2 * half + c] = -infinity<float>();
     }
   }
 
   // Which weights dropout keeps.
   template <class Rows>
-  static __device__ __forceinline__ void draw(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
-                                              const uint32_t* head_number, int64_t key) {
+  static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
+                                                      const uint32_t* head_number, int64_t key) {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {

@@ -52,7 +52,8 @@ struct Dropout {
     return static_cast<uint32_t>(static_cast<uint64_t>(n * p.heads + h) % period);
   }
 
-  // Bit w: key 4 quad + w is kept. Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011).
+  // Bit w: key 4 * quad + w is kept. Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC
+  // 2011).
   __device__ inline unsigned kept(int64_t quad, int64_t position, uint32_t head_number) const {
     uint32_t c[4] = {static_cast<uint32_t>(quad), static_cast<uint32_t>(position), head_number, offset};
     uint32_t key0 = key[0], key1 = key[1];
@@ -83,11 +84,10 @@ struct OutputRow {
   __device__ OutputRow(const ForwardParams& p, int64_t n, int64_t output_base, int64_t residual_base, int64_t h,
                        int64_t l, int64_t split)
       : p(p) {
-    row = (n * p.heads + h) * p.queries + l;
+    row = row_number(p, n, h, l);
     output_at = output_base + h * p.output.head + l * p.output.row;
     residual_at = residual_base + h * p.residual.head + l * p.residual.row;
-    if (p.splits > 1)
-      partial = static_cast<T*>(p.partial_output) + (split * p.batch * p.heads * p.queries + row) * p.value_dim;
+    if (p.splits > 1) partial = static_cast<T*>(p.partial_output) + (split * number_of_rows(p) + row) * p.value_dim;
   }
   __device__ __forceinline__ void write(int64_t d, T x) const {
     if (partial) {
@@ -99,7 +99,7 @@ struct OutputRow {
   }
   __device__ void write_logsumexp(int64_t split, T maximum, T maximum_low, T sum) const {
     T* to = static_cast<T*>(p.logsumexp);
-    if (p.splits > 1) to = static_cast<T*>(p.partial_logsumexp) + 2 * split * p.batch * p.heads * p.queries;
+    if (p.splits > 1) to = static_cast<T*>(p.partial_logsumexp) + 2 * split * number_of_rows(p);
     if (to) store_logsumexp(to + 2 * row, maximum, maximum_low, sum);
   }
 };

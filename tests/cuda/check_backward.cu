@@ -1,6 +1,6 @@
 // One head size, every kind of problem: for compute-sanitizer, and to see that an error put into a kernel is found.
 #include "check_backward.h"
-#include "cuda/inst_backward_mma.cuh"
+#include "cuda/backward_mma.cuh"
 
 int main() {
   using namespace attn;

@@ -1,6 +1,6 @@
 // The other head sizes and float16.
 #include "check_backward.h"
-#include "cuda/inst_backward_mma.cuh"
+#include "cuda/backward_mma.cuh"
 
 int main() {
   using namespace attn;

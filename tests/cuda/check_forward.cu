@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/inst_forward_fma.cuh"
-#include "cuda/inst_forward_mma.cuh"
+#include "cuda/forward_simt.cuh"
+#include "cuda/forward_mma.cuh"
 
 namespace attn::cuda {
 namespace {
@@ -82,8 +82,8 @@ int main() {
   using namespace attn;
   using namespace attn::cuda;
   // Of values up to 2: weights are rounded to bfloat16 (2^-9), the rest is float32's rounding.
-  check<float>("fma", DType::f32, launch_forward_fma<float>, false, 1e-5);
-  check<float>("fma, mask", DType::f32, launch_forward_fma<float>, true, 1e-5);
+  check<float>("simt", DType::f32, launch_forward_simt<float>, false, 1e-5);
+  check<float>("simt, mask", DType::f32, launch_forward_simt<float>, true, 1e-5);
   check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64>, false, 0x1p-8);
   check<BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64>, true, 0x1p-8);
   std::printf("right\n");

@@ -8,38 +8,19 @@ import os
 import platform
 import queue
 import random
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tests._variants import build_stand_in
+
 from .problem import DTYPES, draw
 from .worker import SAMPLE, Report, described, work
 
-ROOT = Path(__file__).parents[2]
-# How ATTN_STAND_IN builds what the machine has not, as the tests of these variants do.
-BUILDS = {"cuda": ("build/stand_in/cuda", "build/stand_in/objects"),
-          "amx": ("build/amx", "build/amx/objects")}  # fmt: skip
 SHARES = {"cpu": 0.75, "cuda": 0.15, "amx": 0.1}  # of the time
-
-
-def library(device: str) -> str | None:
-    """Of a variant for what the machine has not, built anew where something changed."""
-    if device == "cpu":
-        return None
-    where, objects = BUILDS[device]
-    command = ["setup.py", "build_ext", "--build-lib", where, "--build-temp", objects]
-    run = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env={**os.environ, "ATTN_STAND_IN": device},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    if run.returncode:
-        raise SystemExit(run.stdout[-4000:] + run.stderr[-4000:])
-    return str(ROOT / where / "torch_attn" / "libattn.so")
 
 
 def devices() -> list[str]:
@@ -57,7 +38,7 @@ def fuzz(
     device: str, seed: int, problems: int, seconds: float, processes: int, console: Console
 ) -> Report:
     """All processes of one device, to their end."""
-    built = library(device)
+    built = None if device == "cpu" else str(build_stand_in(device))
     # Read when a process loads the library.
     os.environ.update(OMP_WAIT_POLICY="passive", ATTN_STAND_IN_SEED=str(seed))
     os.environ.update({"ATTN_LIBRARY": built} if built else {})

@@ -316,6 +316,19 @@ class Errors:
         # What one product loses whose value is such a number.
         self.least = 2 * tiny * (2.0**-52 if a.exact else 2.0**-23)
         self.visible = (~t.hidden).double()
+        self.rounding, self.smallest = self._rounding_of_outputs()
+
+    def _rounding_of_outputs(self) -> tuple[float, float]:
+        """Of an output as derivatives know it: of half types without what rounding took from it."""
+        p = self.textbook.problem
+        masked = self.textbook.mask is not None and self.textbook.mask.dtype != torch.bool
+        if p.dtype not in ("bfloat16", "float16") or masked or p.dropout_p:
+            return 0.0, 0.0
+        return (BF16, 2.0**-134) if p.dtype == "bfloat16" else (F16, 2.0**-25)
+
+    def rounded_output(self, output: Tensor, error: Tensor) -> Tensor:
+        """The error of such an output, given that before rounding."""
+        return error + (output.abs() + error) * self.rounding + self.smallest
 
     def product(self, n: int, factors: float = 0.0) -> float:
         """The relative error of a sum of n products, of factors that are rounded themselves."""
@@ -387,7 +400,8 @@ class Errors:
         g, v = t.g.abs(), t.x["value"].abs()
         e_dP = t.times_z(g @ v.mT) * (self.product(t.Ev, 2 * self.a.factor) + 3 * u)
         relative = self.product(t.Ev, 2 * self.a.factor) + 3 * u
-        e_delta = (g * (self.e_output * SLACK + t.output.abs() * relative)).sum(-1, keepdim=True)
+        e_output = self.rounded_output(t.output, self.e_output)
+        e_delta = (g * (e_output * SLACK + t.output.abs() * relative)).sum(-1, keepdim=True)
         return e_dP + e_delta + 2 * u * t.slope.abs() + self.lost * self.textbook.keep_scale
 
     @functools.cached_property
@@ -493,7 +507,8 @@ class SecondErrors(Errors):
             weights = self.e_p + t.p * (self.product(t.S) + 3 * self.a.u)
             error = error + t.times_z(weights) @ t.t["value"].abs()
         e_moved = self.e_moved
-        error = error + e_moved * t.output.abs() + (self.range + e_moved) * self.e_output
+        e_output = self.rounded_output(t.output, self.e_output)
+        error = error + e_moved * t.output.abs() + (self.range + e_moved) * e_output
         few = FEW * self.a.u
         return error + few * (self.range * t.output.abs() + t.tangent.abs()) + self.lost
 
@@ -510,7 +525,8 @@ class SecondErrors(Errors):
         t, u = self.textbook, self.a.u
         g = t.g.abs()
         relative = self.product(t.Ev) + 3 * u
-        e_tdelta = g * (self.e_tangent * SLACK + t.tangent.abs() * relative)
+        e_tangent = self.rounded_output(t.tangent, self.e_tangent)
+        e_tdelta = g * (e_tangent * SLACK + t.tangent.abs() * relative)
         error = e_tdelta.sum(-1, keepdim=True) + 2 * u * t.tslope.abs() + self.lost
         if "value" in t.t:
             error = error + t.times_z(g @ t.t["value"].abs().mT) * relative

@@ -18,9 +18,7 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import get_cxx_compiler
 
-from tests._compilers import ROOT, build_library, newest_clang
-
-BUILD = ROOT / "build"
+from tests._variants import BUILD, ROOT, build_library, newest_clang
 
 # The core of the tests, one in so many of them: a number that has no factor in common with the
 # numbers of instruction sets and of dtypes, and so meets all of these.
@@ -28,7 +26,7 @@ CORE = [
     f"tests/test_{name}.py"
     for name in ("forward", "backward", "derivatives", "nan", "dropout", "validate", "properties")
 ]
-CORE_EVERY = 23
+CORE_EVERY = 37
 
 # The tests that run on several threads. The one of every node has no sample: there are four.
 THREADED = ["tests/test_determinism.py", "tests/test_subsystems.py::test_threads"]
@@ -48,10 +46,11 @@ THREAD_ERRORS = {
 }
 
 
-def file_of(compiler: str, *names: str) -> str | None:
-    """The first of these files that the compiler has."""
+def file_of(compiler: str, *names: str, program: bool = False) -> str | None:
+    """The first of these files, or programs, that the compiler has."""
+    option = "-print-prog-name" if program else "-print-file-name"
     for name in names:
-        path = subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
+        path = subprocess.check_output([compiler, f"{option}={name}"], text=True).strip()
         if os.path.isabs(path):
             return os.path.realpath(path)
     return None
@@ -132,14 +131,18 @@ def check_threads() -> None:
     # LLVM's OpenMP in place of torch's: it tells Archer, and so the sanitizer, who waits for whom.
     runtime = file_of(compiler, "libclang_rt.tsan-x86_64.so")
     openmp, archer = file_of(compiler, "libomp.so.5"), file_of(compiler, "libarcher.so")
-    if None in (runtime, openmp, archer):
-        print(f"not run: {compiler} has no libclang_rt.tsan-x86_64.so, libomp.so.5, libarcher.so")
+    # Reports, and what is suppressed of them, go by the names of functions.
+    symbolizer = file_of(compiler, "llvm-symbolizer", program=True)
+    if None in (runtime, openmp, archer, symbolizer):
+        needed = "libclang_rt.tsan-x86_64.so, libomp.so.5, libarcher.so or llvm-symbolizer"
+        print(f"not run: {compiler} has no {needed}")
         return
     library = build_library(BUILD / "thread", ATTN_SANITIZE="thread", CXX=compiler)
     suppressions = Path(__file__).with_name("thread.supp")
     options = {
         "OMP_TOOL_LIBRARIES": archer,
-        "TSAN_OPTIONS": f"halt_on_error=1:suppressions={suppressions}",
+        "TSAN_OPTIONS": f"halt_on_error=1:suppressions={suppressions}:"
+        f"external_symbolizer_path={symbolizer}",
     }
     # In this process: in those that pytest-xdist starts, Archer is not at work.
     tests = [(THREADED_EVERY, THREADED), (1, NODES)]

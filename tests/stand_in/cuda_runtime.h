@@ -77,7 +77,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t{a} * b) >> 32); }
 
-// --- host -------------------------------------------------------------------------------------------------------------
+// --- host ---
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
 struct CUstream_st;

@@ -18,7 +18,7 @@ struct OnDeviceOf {
   Stream stream = nullptr;
 };
 
-inline void draw(const at::Tensor&, RngNumber& seed, RngNumber& offset) {
+inline void draw_numbers(const at::Tensor&, RngNumber& seed, RngNumber& offset) {
   auto* generator =
       at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);

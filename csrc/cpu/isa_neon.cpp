@@ -1,0 +1,10 @@
+// NEON, which every 64-bit ARM has.
+#include "cpu/isa.h"
+
+#if defined(__aarch64__)
+#define ATTN_ISA neon
+#define ATTN_INSTRUCTIONS "cpu/instructions_neon.inl"
+#include "cpu/kernels.inl"
+
+const attn::Kernels* attn::kernels_neon() { return &neon::table; }
+#endif

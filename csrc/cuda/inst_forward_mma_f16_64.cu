@@ -1,7 +1,0 @@
-#include "inst_forward_mma.cuh"
-
-namespace attn::cuda {
-
-template Error launch_forward_mma<Half, 64>(const ForwardParams& p, Stream stream);
-
-}  // namespace attn::cuda

@@ -1,8 +1,0 @@
-#include "inst_backward_fma.cuh"
-
-namespace attn::cuda {
-
-template Error launch_delta_fma<double>(const SecondParams&, Stream);
-template Error launch_gradients_fma<double>(const SecondParams&, Stream);
-
-}  // namespace attn::cuda

@@ -1,0 +1,70 @@
+"""Variants of the library, by another compiler or over a stand-in, and tests that run over them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build"
+# What ATTN_STAND_IN replaces by software, so that its kernels run on a machine without it.
+STAND_INS = {"cuda": BUILD / "stand_in", "amx": BUILD / "amx"}
+
+
+def newest_clang() -> str | None:
+    """A clang++ with its version in its name, as Debian's, or else `clang++`."""
+    names = [*(f"clang++-{version}" for version in range(40, 13, -1)), "clang++"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def build_library(directory: Path, **environment: str) -> Path:
+    """Compiles what changed of the variant that `environment` chooses (see setup.py)."""
+    directories = ["--build-lib", directory, "--build-temp", directory / "objects"]
+    process = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", *directories],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if process.returncode != 0:
+        raise RuntimeError(f"{directory} could not be built:\n{process.stdout[-8000:]}")
+    return directory / "torch_attn" / "libattn.so"
+
+
+def build_stand_in(name: str) -> Path:
+    return build_library(STAND_INS[name], ATTN_STAND_IN=name)
+
+
+def run_python(*arguments: str, **environment: str) -> str:
+    """What the command `python arguments` prints; fails with it."""
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-4000:]
+    return process.stdout
+
+
+def run_tests(*arguments: str, at_least: int, **environment: str) -> None:
+    """Runs pytest in a process of its own; that many tests pass, or more, and none fails."""
+    output = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, **environment)
+    passed = re.search(r"(\d+) passed", output)
+    assert passed, output
+    assert int(passed[1]) >= at_least, output[-1000:]
+
+
+def run_fuzz(device: str, problems: int) -> None:
+    """`make fuzz` finds nothing in the first problems of the device."""
+    command = f"-m tests.fuzz --only {device} --seed 1 --problems {problems}"
+    assert f"{problems} problems; on {device} {problems}" in run_python(*command.split())

@@ -1,0 +1,115 @@
+"""The CPU kernels without torch: on an ARM processor in software, and each of their files alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CPU = ROOT / "csrc" / "cpu"
+ARM = shutil.which("aarch64-linux-gnu-g++")
+EMULATOR = shutil.which("qemu-aarch64")
+NATIVE = shutil.which("g++")
+FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror"]
+
+pytestmark = pytest.mark.slow  # compiles kernels
+
+
+def compiled(compiler: str, csrc: Path, sets: list[str], to: Path, *options: str) -> Path:
+    """The program tests/cpu/check_kernels.cpp over the kernels of these instruction sets."""
+    sources = [csrc / "cpu" / f"isa_{name}.cpp" for name in sets]
+    program = ROOT / "tests" / "cpu" / "check_kernels.cpp"
+    command = [compiler, *FLAGS, "-O2", *options, f"-I{csrc}", program, *sources, "-o", to]
+    subprocess.run(command, check=True)
+    return to
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.skipif(
+    not (ARM and EMULATOR), reason="not run: no aarch64-linux-gnu-g++ or no qemu-aarch64"
+)
+def test_arm(tmp_path: Path) -> None:
+    assert ARM
+    assert EMULATOR
+    sets = ["default", "neon"]
+    program = compiled(ARM, ROOT / "csrc", sets, tmp_path / "check", "-static")
+    assert run(EMULATOR, program, *sets) == "default: right\nneon: right\n"
+
+
+# What the program must see: a line of a file, and what to put there instead.
+MUTATIONS = {
+    "causality": (
+        "score.h",
+        "smaller(limit, positions.last)",
+        "smaller(limit, positions.last - 1)",
+    ),
+    "halves": (
+        "cpu/instructions_portable.inl",
+        "normal = (magnitude - (112u",
+        "normal = (magnitude - (111u",
+    ),
+    "tangent": ("cpu/tangent.inl", "load<T>(at) - shifted_sum *", "load<T>(at) + shifted_sum *"),
+    "second": ("cpu/backward.inl", "tweight * dp + weight * tdp", "tweight * dp - weight * tdp"),
+}
+
+
+@pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
+@pytest.mark.parametrize("name", ["", *MUTATIONS])
+def test_errors_are_found(name: str, tmp_path: Path) -> None:
+    assert NATIVE
+    csrc = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    if name:
+        file, right, wrong = MUTATIONS[name]
+        text = (csrc / file).read_text()
+        assert text.count(right) == 1, f"{file} has changed: {right!r}"
+        (csrc / file).write_text(text.replace(right, wrong))
+    program = compiled(NATIVE, csrc, ["default"], tmp_path / "check")
+    assert (run(program, "default") == "default: right\n") == (not name)
+
+
+# A rule that also hides the keys before a window: no option has one yet, but all loops heed it.
+WINDOW = {
+    "return {0, p.causal": "return {larger(0, positions.first + 1 - ATTN_WINDOW), p.causal",
+    "smaller(keys.first, limit) : 0, limit}": "smaller(keys.first, limit) : 0, "
+    "smaller(limit, keys.last - 1 + ATTN_WINDOW)}",
+    "return !p.causal || keys.last <= positions.first + 1;": "return (!p.causal || "
+    "keys.last <= positions.first + 1) && positions.last - 1 - keys.first < ATTN_WINDOW;",
+}
+
+
+@pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
+@pytest.mark.parametrize("window", [1, 37, 100])
+def test_both_ends_of_what_is_visible(window: int, tmp_path: Path) -> None:
+    assert NATIVE
+    csrc = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    text = (csrc / "score.h").read_text()
+    for right, windowed in WINDOW.items():
+        assert text.count(right) == 1, f"score.h has changed: {right!r}"
+        text = text.replace(right, windowed)
+    (csrc / "score.h").write_text(text)
+    option = f"-DATTN_WINDOW={window}"
+    program = compiled(NATIVE, csrc, ["default"], tmp_path / "check", option)
+    assert run(program, "default") == "default: right\n"
+
+
+@pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
+@pytest.mark.parametrize("file", sorted(path.name for path in CPU.glob("*.inl")))
+def test_file_alone(file: str) -> None:
+    """Every file includes what it uses, so that it can be read and compiled alone."""
+    neon = file == "instructions_neon.inl"
+    compiler = ARM if neon else NATIVE
+    if compiler is None:
+        pytest.skip("not run: no aarch64-linux-gnu-g++")
+    processor = [] if neon else ["-march=sapphirerapids"]
+    flags = [*FLAGS, *processor, f"-I{CPU.parent}", "-fsyntax-only", "-x", "c++"]
+    # included, and not compiled as a main file, in which `#pragma once` is a warning
+    include = f'#include "cpu/{file}"\n'
+    subprocess.run([compiler, *flags, "-"], input=include, text=True, check=True)
