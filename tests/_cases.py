@@ -164,6 +164,11 @@ def _scales() -> list[Case]:
         for scale in (0.0, 1.0, -0.5, 3, 50.0, -50.0)
         for mask in (None, (17, 33))
         for dtype in DTYPES
+    ] + [  # Two keys of which causality hides one; one weight of the other row is nearly 1.
+        Case((1, 1, L, E), (1, 1, S, E), (1, 1, S, 33), dtype=dtype, options=options)
+        for options in ({"is_causal": True, "scale": scale} for scale in (0.0, -1.0))
+        for L, S, E in ((2, 2, 31), (2, 40, 1), (32, 32, 1))
+        for dtype in DTYPES
     ]
 
 

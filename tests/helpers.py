@@ -104,6 +104,8 @@ def builtin_sdpa(
     dimensions than query and key, a float32 mask for float64, and has no public `dropout_mask`.
     On CUDA by its math backend.
     """
+    if is_causal and options.get("scale") is not None:
+        query, options["scale"] = positive_scale(query, options["scale"])
     if attn_mask is not None:
         lead = torch.broadcast_shapes(query.shape[:-2], attn_mask.shape[:-2])
         query = query.expand(*lead, *query.shape[-2:])
@@ -123,6 +125,16 @@ def builtin_sdpa(
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, **options
     )[0]
+
+
+def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same problem for the built-in's fused kernel, which hides keys before it scales.
+
+    Of the score -inf of a key that causality hides, a negative scale makes inf, and 0 makes NaN.
+    """
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (0 * query, 1.0)
 
 
 def causal_mask(query: Tensor, key: Tensor) -> Tensor:

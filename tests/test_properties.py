@@ -76,10 +76,7 @@ def problems(draw: st.DrawFn) -> tuple[Inputs, dict[str, Any]]:
 def test_accuracy(problem: tuple[Inputs, dict[str, Any]]) -> None:
     inputs, options = problem
     event(f"{inputs.query.dtype}, {'mask' if inputs.attn_mask is not None else 'no mask'}")
-    # Gradients of float64 are left to named cases of other tests and to the derived bounds of `make
-    # fuzz`: where one weight of a row is nearly 1, those of one drawn problem were off by 2.9 times
-    # the built-in's error, by the rounding of delta = <G, O>. A known excess, not yet mended.
-    check(inputs, gradients=inputs.query.dtype != torch.float64, **options)
+    check(inputs, gradients=True, **options)
 
 
 @given(problems())
