@@ -433,10 +433,12 @@ struct Backward {
                          keys);
   }
 
-  // The workspace of run() and of mask().
+  // The workspace of run(), of mask() and of merge(), which takes one row.
   static int64_t workspace(const Params& p) {
-    return larger(Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_chunk).size,
-                  Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * static_cast<int64_t>(sizeof(T)));
+    constexpr int64_t kSize = sizeof(T);
+    const int64_t run_size = Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_chunk).size;
+    const int64_t mask_size = Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * kSize;
+    return larger(larger(run_size, mask_size), p.head_dim * kSize);
   }
   static int64_t tiles_per_pass(const Params& p) { return (p.rows_per_pass + kRowTile - 1) / kRowTile; }
 };

@@ -50,6 +50,10 @@ struct Decode {
     }
   };
 
+  static int64_t workspace(const ForwardParams& p) {
+    return larger(Buffers(p, nullptr).size, Forward<Singles<T>>::merge_workspace(p));
+  }
+
   // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and `keys` <= W keys.
   template <int R, class S>
   static void dot(const S* keys_at, int64_t ld, int64_t keys, const T* query, int64_t ld_query, T* sums,

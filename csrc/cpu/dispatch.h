@@ -12,6 +12,15 @@ namespace attn {
 // ATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16|amx|neon. Throws c10::Error if that name is unknown or not
 // supported here; an empty one counts as none.
 const Kernels& kernels();
+
+// Of its tables, from the best one down, the first whose kernels take `p`: kernels_for<&Kernels::forward>(p).
+template <auto kPart, class Params>
+const auto& kernels_for(const Params& p) {
+  const Kernels* table = &kernels();
+  while (!(table->*kPart).takes(p)) table = table->falls_back_to();
+  return table->*kPart;
+}
+
 std::string cpu_capability();
 
 // All that this machine can run, slowest first.

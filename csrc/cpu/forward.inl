@@ -252,6 +252,12 @@ struct Forward {
       }
     }
   }
+
+  // The workspace of run() and of merge().
+  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace(p)); }
+  static int64_t merge_workspace(const ForwardParams& p) {  // two rows
+    return 2 * round_up(p.value_dim, W) * static_cast<int64_t>(sizeof(T));
+  }
 };
 
 }  // namespace attn::ATTN_ISA

@@ -34,22 +34,26 @@ namespace attn {
 constexpr int64_t kRowTile = kMaskTaskRows;
 constexpr int64_t kKeyTile = kMaskTaskKeys;
 
+// takes() says whether a table's kernels do a problem; another table's do it otherwise.
 // A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. Tasks are
 // independent: what a task computes depends on its number alone, so any thread may run it at any time.
 // The functions over rows [first, last) go over the flat list [batch, heads, L].
 struct ForwardKernels {
+  bool (*takes)(const ForwardParams&);
   int64_t (*workspace)(const ForwardParams&);
   void (*run)(const ForwardParams&, int64_t task, char* workspace);
   void (*merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
 };
 
 struct TangentKernels {
+  bool (*takes)(const TangentParams&);
   int64_t (*workspace)(const TangentParams&);
   void (*run)(const TangentParams&, int64_t task, char* workspace);
 };
 
 template <class Params>
 struct BackwardKernels {
+  bool (*takes)(const Params&);
   int64_t (*workspace)(const Params&);
   void (*run)(const Params&, int64_t task, char* workspace);
   void (*merge)(const Params&, int64_t first, int64_t last, char* workspace);
@@ -57,6 +61,7 @@ struct BackwardKernels {
 };
 
 struct Kernels {
+  const Kernels* (*falls_back_to)();  // a function, as the other table is another file's, and no constant in this one
   ForwardKernels forward;
   TangentKernels tangent;
   BackwardKernels<BackwardParams> backward;

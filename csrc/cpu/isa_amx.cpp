@@ -7,22 +7,24 @@ ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define ATTN_ISA amx
 #define ATTN_INSTRUCTIONS "cpu/instructions_avx512.inl"
 #include "cpu/gemm_amx.inl"
-#include "cpu/kernels_bf16.inl"
+#include "cpu/kernels.inl"
+#include "cpu/operands_bf16.inl"
 
 namespace attn::amx {
 
-struct Formats {  // see kernels_bf16.inl
-  static const Kernels& falls_back_to() { return *kernels_avx512(); }
+struct Formats {  // see kernels.inl
   using Unit = TileUnit;
-  static bool hold(const Problem& p) { return p.factor_bits <= 24; }
+  static bool takes(const Problem& p) { return p.factor_bits <= 24; }
   template <class Function>
   static ATTN_INLINE auto with(const Problem& p, Function f) {
     return p.factor_bits <= 8 ? f(Tiles<1>()) : p.factor_bits <= 16 ? f(Tiles<2>()) : f(Tiles<3>());
   }
+  static constexpr bool kDecodes = false;
+  static constexpr auto falls_back_to = kernels_avx512;
 };
 
 }  // namespace attn::amx
 
-const attn::Kernels* attn::kernels_amx() { return &amx::Bf16Kernels<amx::Formats>::table; }
+const attn::Kernels* attn::kernels_amx() { return &amx::KernelTable<amx::Formats>::table; }
 ATTN_END_TARGET
 #endif

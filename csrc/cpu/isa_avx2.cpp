@@ -7,6 +7,6 @@ ATTN_TARGET("avx2,fma,f16c")
 #define ATTN_INSTRUCTIONS "cpu/instructions_avx2.inl"
 #include "cpu/kernels.inl"
 
-const attn::Kernels* attn::kernels_avx2() { return &avx2::table; }
+const attn::Kernels* attn::kernels_avx2() { return &avx2::KernelTable<avx2::SinglesOnly>::table; }
 ATTN_END_TARGET
 #endif

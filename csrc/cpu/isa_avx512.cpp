@@ -7,6 +7,6 @@ ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define ATTN_INSTRUCTIONS "cpu/instructions_avx512.inl"
 #include "cpu/kernels.inl"
 
-const attn::Kernels* attn::kernels_avx512() { return &avx512::table; }
+const attn::Kernels* attn::kernels_avx512() { return &avx512::KernelTable<avx512::SinglesOnly>::table; }
 ATTN_END_TARGET
 #endif

@@ -6,5 +6,5 @@
 #define ATTN_INSTRUCTIONS "cpu/instructions_neon.inl"
 #include "cpu/kernels.inl"
 
-const attn::Kernels* attn::kernels_neon() { return &neon::table; }
+const attn::Kernels* attn::kernels_neon() { return &neon::KernelTable<neon::SinglesOnly>::table; }
 #endif

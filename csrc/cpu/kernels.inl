@@ -1,4 +1,4 @@
-// The table of one instruction set: entry points that pick the compute type.
+// The table of one instruction set.
 #pragma once
 
 #include "cpu/backward.inl"
@@ -8,68 +8,90 @@
 
 namespace attn::ATTN_ISA {
 
-// Calls f with a value of the compute type: float, or double for float64.
-template <class F>
-ATTN_INLINE auto with_compute_type(const Problem& p, F f) {
-  return p.query.dtype == DType::f64 ? f(double()) : f(float());
-}
-
-ATTN_INLINE int64_t size_of_compute(const Problem& p) { return p.query.dtype == DType::f64 ? 8 : 4; }
-
-struct ForwardEntry {
-  static int64_t workspace(const ForwardParams& p) {
-    const int64_t task = with_compute_type(p, [&](auto t) {
-      using T = decltype(t);
-      return Decode<T>::takes(p) ? typename Decode<T>::Buffers(p, nullptr).size
-                                 : typename Forward<Singles<T>>::Buffers(p, nullptr).size;
-    });
-    return larger(task, (2 * p.value_dim + kVectorBytes) * size_of_compute(p));  // merge: two rows
+// Formats says how a set multiplies:
+//   takes(p)        whether it has a format that holds the factors of products, which may be rounded to p.factor_bits
+//   with(p, f)      calls f with that format
+//   Unit            what a kernel owns while it runs
+//   kDecodes        whether the table also decodes: that reads every number once, so that products do not count
+//   falls_back_to   the table for all else; null where nothing is left
+struct SinglesOnly {
+  static bool takes(const Problem&) { return true; }
+  template <class Function>
+  static ATTN_INLINE auto with(const Problem& p, Function f) {
+    return p.query.dtype == DType::f64 ? f(Singles<double>()) : f(Singles<float>());
   }
-  static void run(const ForwardParams& p, int64_t task, char* workspace) {
-    with_compute_type(p, [&](auto t) {
-      using T = decltype(t);
-      Decode<T>::takes(p) ? Decode<T>::run(p, task, workspace) : Forward<Singles<T>>::run(p, task, workspace);
-    });
-  }
-  static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
-    with_compute_type(p, [&](auto t) { Forward<Singles<decltype(t)>>::merge(p, first, last, workspace); });
-  }
+  struct Unit {
+    Unit() {}
+  };
+  static constexpr bool kDecodes = true;
+  static constexpr const Kernels* (*falls_back_to)() = nullptr;
 };
 
-struct TangentEntry {
-  static int64_t workspace(const TangentParams& p) {
-    return with_compute_type(p, [&](auto t) { return typename Tangent<decltype(t)>::Buffers(p, nullptr).size; });
-  }
-  static void run(const TangentParams& p, int64_t task, char* workspace) {
-    with_compute_type(p, [&](auto t) { Tangent<decltype(t)>::run(p, task, workspace); });
-  }
-};
+template <class Formats>
+struct KernelTable {
+  template <class F>
+  struct ForwardOf {
+    using Decoder = Decode<typename F::Number>;
 
-// Params: BackwardParams or SecondParams
-template <class Params>
-struct BackwardEntry {
-  static int64_t workspace(const Params& p) {
-    const int64_t task =
-        with_compute_type(p, [&](auto t) { return Backward<Singles<decltype(t)>, Params>::workspace(p); });
-    return larger(task, p.head_dim * size_of_compute(p));  // merge: one row
-  }
-  static void run(const Params& p, int64_t task, char* workspace) {
-    with_compute_type(p, [&](auto t) { Backward<Singles<decltype(t)>, Params>::run(p, task, workspace); });
-  }
-  static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
-    with_compute_type(p, [&](auto t) { Backward<Singles<decltype(t)>, Params>::merge(p, first, last, workspace); });
-  }
-  static void mask(const Params& p, int64_t task, char* workspace) {
-    with_compute_type(p, [&](auto t) { Backward<Singles<decltype(t)>, Params>::mask(p, task, workspace); });
-  }
-  static constexpr BackwardKernels<Params> table = {workspace, run, merge, mask};
-};
+    static int64_t workspace(const ForwardParams& p) {
+      if constexpr (Formats::kDecodes)
+        if (Decoder::takes(p)) return Decoder::workspace(p);
+      return Forward<F>::workspace(p);
+    }
+    static void run(const ForwardParams& p, int64_t task, char* workspace) {
+      if constexpr (Formats::kDecodes)
+        if (Decoder::takes(p)) return Decoder::run(p, task, workspace);
+      Forward<F>::run(p, task, workspace);
+    }
+    static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
+      Forward<F>::merge(p, first, last, workspace);
+    }
+  };
+  // Tangents and second derivatives take only the scores from the format, which must be the forward's.
+  template <class F>
+  using TangentOf = Tangent<typename F::Number, F>;
+  template <class F>
+  using BackwardOf = Backward<F, BackwardParams>;
+  template <class F>
+  using SecondOf = Backward<Singles<typename F::Number>, SecondParams, F>;
 
-inline constinit const Kernels table = {
-    {ForwardEntry::workspace, ForwardEntry::run, ForwardEntry::merge},
-    {TangentEntry::workspace, TangentEntry::run},
-    BackwardEntry<BackwardParams>::table,
-    BackwardEntry<SecondParams>::table,
+  // Kernel: of a format.
+  template <class Params, template <class> class Kernel>
+  struct Entry {
+    static bool takes(const Params& p) { return Formats::takes(p); }
+    static int64_t workspace(const Params& p) {
+      return Formats::with(p, [&](auto f) { return Kernel<decltype(f)>::workspace(p); });
+    }
+    static void run(const Params& p, int64_t task, char* workspace) {
+      const typename Formats::Unit unit;
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::run(p, task, workspace); });
+    }
+    static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::merge(p, first, last, workspace); });
+    }
+    static void mask(const Params& p, int64_t task, char* workspace) {
+      const typename Formats::Unit unit;
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::mask(p, task, workspace); });
+    }
+  };
+  using ForwardEntry = Entry<ForwardParams, ForwardOf>;
+  using TangentEntry = Entry<TangentParams, TangentOf>;
+
+  static bool takes_forward(const ForwardParams& p) {
+    return Formats::takes(p) && (Formats::kDecodes || !Decode<float>::takes(p));
+  }
+  template <class Params, template <class> class Kernel>
+  static constexpr BackwardKernels<Params> backward() {
+    using E = Entry<Params, Kernel>;
+    return {E::takes, E::workspace, E::run, E::merge, E::mask};
+  }
+  static constexpr Kernels table = {
+      Formats::falls_back_to,
+      {takes_forward, ForwardEntry::workspace, ForwardEntry::run, ForwardEntry::merge},
+      {TangentEntry::takes, TangentEntry::workspace, TangentEntry::run},
+      backward<BackwardParams, BackwardOf>(),
+      backward<SecondParams, SecondOf>(),
+  };
 };
 
 }  // namespace attn::ATTN_ISA

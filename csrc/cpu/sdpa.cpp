@@ -58,7 +58,7 @@ void run_forward(ForwardParams& p, const Tensor& query) {
   plan(p);
   const auto partial = allocate_splits(p, query);
 
-  const ForwardKernels& k = kernels().forward;
+  const ForwardKernels& k = kernels_for<&Kernels::forward>(p);
   const int64_t workspace = k.workspace(p);
   run_tasks(p.tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
   const int64_t rows = number_of_rows(p);
@@ -84,9 +84,10 @@ void plan(BackwardParams& p) {
   }
 }
 
-template <class Params>
-void run_gradients(Params& p, const BackwardKernels<Params>& k, const Tensor& query) {
+template <auto kPart, class Params>
+void run_gradients(Params& p, const Tensor& query) {
   plan(p);
+  const BackwardKernels<Params>& k = kernels_for<kPart>(p);
   Tensor partial;
   if (p.chunks > 1 && p.grad_query.data) {
     partial = at::empty({p.chunks, p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
@@ -104,15 +105,15 @@ void run_gradients(Params& p, const BackwardKernels<Params>& k, const Tensor& qu
     run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
 }
 
-void run_backward(BackwardParams& p, const Tensor& query) { run_gradients(p, kernels().backward, query); }
-void run_second(SecondParams& p, const Tensor& query) { run_gradients(p, kernels().second, query); }
+void run_backward(BackwardParams& p, const Tensor& query) { run_gradients<&Kernels::backward>(p, query); }
+void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::second>(p, query); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Tangent
 
 void run_tangent(TangentParams& p, const Tensor&) {
   p.rows_per_task = kRowTile;
-  const TangentKernels& k = kernels().tangent;
+  const TangentKernels& k = kernels_for<&Kernels::tangent>(p);
   run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
 }
 

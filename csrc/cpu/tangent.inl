@@ -70,6 +70,8 @@ struct Tangent {
     }
   };
 
+  static int64_t workspace(const TangentParams& p) { return Buffers(p, nullptr).size; }
+
   // x becomes P * Z and tx becomes P * (tx - r) * Z; adds up c - r.
   static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
     const int64_t lanes = b.rows->template lanes<T>();
