@@ -236,10 +236,10 @@ struct Backward {
 
   // Fills x with P * Z (tP * Z), dx with dS if `want_dx`, and for kSecond tdx with t(dS).
   static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, int64_t key,
-                      int64_t keys, bool want_dx) {
+                      int64_t keys, const MaskTile<T>& mask, bool want_dx) {
     const RowTile& rows = state.rows;
     const int64_t lanes = rows.template lanes<T>();
-    scores<S>(p, rows, state.score_query_t, k.score_key, key, keys, b.bias, b.x);
+    scores<S>(p, rows, state.score_query_t, k.score_key, key, keys, mask, b.x);
     if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
       Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.value_dim), value.data, value.ld, state.grad_output_t,
@@ -326,15 +326,20 @@ struct Backward {
     const Range seen = in_tiles(common(visible_keys(p, positions, own.last), own), kKeyTile);
     for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, seen.last - key);
-      const Keys k = load_keys(p, b, n, head, key, keys);
+      Keys k{};  // once some row sees them
+      bool is_loaded = false;
       T* grad_key = b.grad_key + (key - own.first) * b.ld_key;
       T* grad_value = b.grad_value + (key - own.first) * b.ld_value;
       for (int64_t t = 0; t < tiles; ++t) {
         RowState& state = b.states[t];
         const RowTile& rows = state.rows;
         if (!any_visible(p, rows.positions, {key, key + keys})) continue;
+        MaskTile<T> mask;
+        if (!mask.read(p, rows, key, keys, b.bias)) continue;
+        if (!is_loaded) k = load_keys(p, b, n, head, key, keys);
+        is_loaded = true;
         const int64_t lanes = rows.template lanes<T>();
-        weights(p, b, state, k, key, keys, want_dx);
+        weights(p, b, state, k, key, keys, mask, want_dx);
         const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* tile, const T* x) {
           const Rows<T> a = F::along_lanes(tile, keys, rows.count, b.lanes);
           Gemm<F>::template run<false>(keys, round_up(cols, W), slots_of<F>(rows.count), a.data, a.ld, x, ld, grad, ld,
@@ -411,12 +416,14 @@ struct Backward {
       const Row at = sharer_of_mask(p, p.grad_mask, slice, sharer);
       for (int64_t row = first_row; row < last_row; row += kRowTile) {
         state.rows.set(p, at.n, at.head, row, smaller(kRowTile, last_row - row));
-        load_rows(p, b, state);
         const Range seen = common(visible_keys(p, state.rows.positions, last_key), {first_key, last_key});
         if (seen.empty()) continue;
         const int64_t keys = seen.last - first_key;
+        MaskTile<T> mask;
+        if (!mask.read(p, state.rows, first_key, keys, b.bias)) continue;
+        load_rows(p, b, state);
         const Keys k = load_keys(p, b, at.n, at.head, first_key, keys);
-        weights(p, b, state, k, first_key, keys, true);
+        weights(p, b, state, k, first_key, keys, mask, true);
         each_vector(sum, keys, state.rows.template lanes<T>(),
                     [&](Vec<T> s, int64_t j, int64_t i) { return s + load<T>(b.ds() + j * kRowTile + i); });
       }

@@ -140,6 +140,7 @@ struct Decode {
     const Range all_keys = Forward<Singles<T>>::keys_of_split(p, own, rows.positions);
     for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, all_keys.last - key);
+      if (!read_mask(p, b, key, keys)) continue;
       with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key,
                 [&](const auto* at, int64_t ld) {
                   for (int64_t j = 0; j < keys; j += W)
@@ -148,7 +149,7 @@ struct Decode {
                                ScoreFunction<T>::of(p), b.x + row * kKeyTile + j);
                     });
                 });
-      mask(p, b, key, keys);
+      hide_keys(p, b, key, keys);
       if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value,
@@ -173,18 +174,29 @@ struct Decode {
                                      sum[r], output, {}, logsumexp, nullptr);
   }
 
-  static void mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {
+  // Reads the rows' masks. Returns whether some row sees some key; where none does, nothing else is read.
+  static bool read_mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {
+    if (!p.has_mask) return true;
+    const RowTile& rows = *b.rows;
+    bool visible = false;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      T* bias = b.bias + r * kKeyTile;
+      pack_rows<T>(bias, kKeyTile, block_of(p, p.mask, rows.n, rows.head[r], rows.position[r], key), 1, keys);
+      for (int64_t j = keys; j < round_up(keys, W); ++j) bias[j] = -kInfinity<T>;
+      for (int64_t j = 0; j < keys && !visible; j += W) visible = any(load<T>(bias + j) != splat<T>(-kInfinity<T>));
+    }
+    return visible;
+  }
+
+  static void hide_keys(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {
     const RowTile& rows = *b.rows;
     if (p.has_mask)
-      for (int64_t r = 0; r < rows.count; ++r) {
-        T* bias = b.bias + r * kKeyTile;
-        pack_rows<T>(bias, kKeyTile, block_of(p, p.mask, rows.n, rows.head[r], rows.position[r], key), 1, keys);
+      for (int64_t r = 0; r < rows.count; ++r)
         for (int64_t j = 0; j < keys; j += W) {
-          const Vec<T> add = load<T>(bias + j);
+          const Vec<T> add = load<T>(b.bias + r * kKeyTile + j);
           T* at = b.x + r * kKeyTile + j;
           store<T>(at, add == -kInfinity<T> ? add : load<T>(at) + add);
         }
-      }
     if (all_visible(p, rows.positions, {key, key + keys})) return;
     for (int64_t r = 0; r < rows.count; ++r) {
       const Range seen = visible_keys(p, {rows.position[r], rows.position[r] + 1}, key + keys);

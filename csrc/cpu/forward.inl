@@ -111,8 +111,8 @@ struct Forward {
   }
 
   static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& key_rows,
-                    const Rows<T>& value_rows, int64_t key, int64_t keys) {
-    scores<F>(p, state.rows, state.query_t, key_rows, key, keys, b.bias, b.x);
+                    const Rows<T>& value_rows, int64_t key, int64_t keys, const MaskTile<T>& mask) {
+    scores<F>(p, state.rows, state.query_t, key_rows, key, keys, mask, b.x);
     const int64_t lanes = state.rows.template lanes<T>();
     if (p.has_dropout) dropout_factors<T>(p, state.rows, key, keys, 1, b.factor);
     int64_t lane = 0;
@@ -165,13 +165,20 @@ struct Forward {
     const Range keys = keys_of_split(p, own, positions);
     for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
       const int64_t count = smaller(kKeyTile, keys.last - key);
-      const Rows<T> key_rows = F::along_columns(block_of(p, p.key, n, key_head_of(p, own.first_head), key), count,
-                                                p.head_dim, b.key, b.ld_key);
-      const Rows<T> value_rows = F::along_rows(block_of(p, p.value, n, value_head_of(p, own.first_head), key), count,
-                                               p.value_dim, b.value, b.ld_value);
-      for (int64_t t = 0; t < tiles; ++t)
-        if (any_visible(p, b.states[t].rows.positions, {key, key + count}))
-          visit(p, b, b.states[t], key_rows, value_rows, key, count);
+      Rows<T> key_rows{}, value_rows{};  // once some row sees them
+      for (int64_t t = 0; t < tiles; ++t) {
+        RowState& state = b.states[t];
+        if (!any_visible(p, state.rows.positions, {key, key + count})) continue;
+        MaskTile<T> mask;
+        if (!mask.read(p, state.rows, key, count, b.bias)) continue;
+        if (!key_rows.data) {
+          key_rows = F::along_columns(block_of(p, p.key, n, key_head_of(p, own.first_head), key), count, p.head_dim,
+                                      b.key, b.ld_key);
+          value_rows = F::along_rows(block_of(p, p.value, n, value_head_of(p, own.first_head), key), count, p.value_dim,
+                                     b.value, b.ld_value);
+        }
+        visit(p, b, state, key_rows, value_rows, key, count, mask);
+      }
     }
 
     T* logsumexp = static_cast<T*>(p.logsumexp);

@@ -55,24 +55,22 @@ void hide_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys,
 }
 
 // x[j * kRowTile + lane] for the keys [key, key + keys), see score.h; products instead of scores where
-// leaves_products(). `query_t`: the tile of queries, transposed. `bias`: workspace, as x.
+// leaves_products(). `query_t`: the tile of queries, transposed.
 template <class F, class T = typename F::Number>
 void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
-            T* bias, T* x) {
+            const MaskTile<T>& mask, T* x) {
   const int64_t lanes = rows.lanes<T>();
   Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t, kRowTile, x,
                                kRowTile, false);
   const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
-  if (p.has_mask && MaskBits::holds(p.mask)) {
-    const MaskBits mask(p, rows, key, keys);
+  if (mask.kind == MaskTile<T>::Kind::bits) {
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
-      return lanes_of_bits<T>(mask.row[j] >> i) ? score(product) : hidden;
+      return lanes_of_bits<T>(mask.bits[j] >> i) ? score(product) : hidden;
     });
-  } else if (p.has_mask) {
-    pack_mask<T>(p, p.mask, rows, key, keys, bias);
+  } else if (mask.kind == MaskTile<T>::Kind::numbers) {
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
-      const Vec<T> b = load<T>(bias + j * kRowTile + i);
+      const Vec<T> b = load<T>(mask.numbers + j * kRowTile + i);
       return b == hidden ? hidden : score(product) + b;
     });
   } else if (!leaves_products<T>(p)) {

@@ -133,6 +133,8 @@ struct Tangent {
     const Range seen = in_tiles(visible_keys(p, rows.positions, key_length(p, rows.n, first_head)), kKeyTile);
     for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, seen.last - key);
+      MaskTile<T> mask;
+      if (!mask.read(p, rows, key, keys, b.bias)) continue;
       const auto load_tile = [&](const Operand& x, int64_t head, T* tile, int64_t ld, int64_t cols) {
         if (x.data) pack_rows<T>(tile, ld, block_of(p, x, rows.n, head, key), keys, cols);
       };
@@ -143,9 +145,9 @@ struct Tangent {
       if constexpr (kRoundsScores) {
         const Block block = block_of(p, p.key, rows.n, key_head, key);
         const Rows<T> score_key = F::along_columns(block, keys, p.head_dim, b.score_key, b.ld_score_key);
-        scores<F>(p, rows, b.score_query_t, score_key, key, keys, b.bias, b.x);
+        scores<F>(p, rows, b.score_query_t, score_key, key, keys, mask, b.x);
       } else {
-        scores<F>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, b.bias, b.x);
+        scores<F>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, mask, b.x);
       }
       tangent_scores<Singles<T>>(p, p.t, rows, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
                                  {b.tangent_key, b.ld_key}, key, keys, b.bias, b.tx);

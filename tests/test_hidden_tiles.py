@@ -1,0 +1,157 @@
+"""Tiles of scores that a mask hides wholly: of their keys and values nothing is read."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_attn
+from helpers import (
+    CPU_CAPABILITIES,
+    DTYPES,
+    INF,
+    NAN,
+    Inputs,
+    assert_same_bits,
+    cpu_capability_set_to,
+    in_fresh_process,
+    make_inputs,
+    randn,
+    results,
+)
+
+TILE = 64
+
+
+def as_mask(visible: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    if kind == "bool":
+        return visible
+    if kind == "bool, keys apart":  # not in the one layout that is read as bits
+        return visible.repeat_interleave(2, -1)[..., ::2]
+    return torch.randn(visible.shape).to(dtype).masked_fill(~visible, -INF)
+
+
+KINDS = ("bool", "bool, keys apart", "-inf")
+
+
+def derivatives(inputs: Inputs, grad_output: Tensor, direction: Inputs) -> dict[str, Tensor]:
+    """The output, the gradients, the derivatives of both along a direction."""
+
+    def gradients(*leaves: Tensor) -> tuple[Tensor, ...]:
+        output, pullback = torch.func.vjp(
+            lambda q, k, v: torch_attn.sdpa(q, k, v, inputs.attn_mask), *leaves
+        )
+        return (output, *pullback(grad_output))
+
+    point, tangents = torch.func.jvp(gradients, inputs[:3], direction[:3])
+    names = ("output", "grad_query", "grad_key", "grad_value")
+    return {
+        **dict(zip(names, point, strict=True)),
+        **{f"d {name}": t for name, t in zip(names, tangents, strict=True)},
+    }
+
+
+@pytest.mark.regression
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("L", [1, 5, 70, 300])
+def test_nothing_of_hidden_tiles_reaches_a_result(L: int, kind: str, dtype: torch.dtype) -> None:
+    """The same bits whatever lies there; where the cache ends within a tile, its rest is finite."""
+    S, used = 5 * TILE, 2 * TILE + 10
+    inputs = make_inputs(L, S, 16, dtype=dtype)
+    mask = as_mask(torch.arange(S).expand(L, S) < used, kind, dtype)
+    inputs = inputs._replace(attn_mask=mask)
+    direction = make_inputs(L, S, 16, dtype=dtype)
+    grad_output = randn(inputs.query.shape, dtype)
+    clean = derivatives(inputs, grad_output, direction)
+
+    def spoilt(x: Inputs) -> Inputs:
+        key, value = x.key.clone(), x.value.clone()
+        key[..., 3 * TILE :, :] = value[..., 3 * TILE :, :] = NAN
+        return x._replace(key=key, value=value)
+
+    dirty = derivatives(spoilt(inputs), grad_output, spoilt(direction))
+    assert all(t.isfinite().all() for t in clean.values())
+    assert_same_bits(dirty, clean)
+    assert (clean["grad_value"][..., used:, :] == 0).all()
+    if L <= 8:  # the kernel for decoding
+        with torch.no_grad():
+            assert_same_bits(
+                results(torch_attn.sdpa, spoilt(inputs)), results(torch_attn.sdpa, inputs)
+            )
+
+
+@pytest.mark.regression
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_have_the_bits_that_they_have_alone(kind: str, dtype: torch.dtype) -> None:
+    """Several sequences in one, each seen by itself alone: a mask of blocks."""
+    lengths = [2 * TILE, TILE, 3 * TILE]
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    mask = as_mask(document[:, None] == document, kind, dtype)
+    inputs = make_inputs(len(document), len(document), 24, dtype=dtype)
+    packed = torch_attn.sdpa(*inputs._replace(attn_mask=mask))
+    for d in range(3):
+        own = document == d
+        alone = inputs.map(lambda t, own=own: t[..., own, :])
+        alone = alone._replace(attn_mask=mask[own][:, own])
+        assert torch.equal(packed[..., own, :], torch_attn.sdpa(*alone))
+
+
+def in_guarded_memory(tensor: Tensor, used: int) -> Tensor:
+    """The tensor [..., S, E], with the rows from `used` on in pages that nobody may read."""
+    size = tensor.element_size()
+    memory = mmap.mmap(-1, tensor.numel() * size)
+    flat = torch.frombuffer(memory, dtype=tensor.dtype)
+    copy = flat.view(tensor.shape).copy_(tensor)
+    S, E = tensor.shape[-2:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for head in range(tensor.shape[:-2].numel()):
+        address = ctypes.c_void_p(copy.data_ptr() + (head * S + used) * E * size)
+        if libc.mprotect(address, ctypes.c_size_t((S - used) * E * size), 0) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect")
+    return copy
+
+
+def attend_to_guarded_memory(capability: str) -> None:
+    """In a process of its own, which a read beyond the keys in use ends."""
+    S, used, E = 16 * TILE, 4 * TILE, 64
+    visible = torch.arange(S) < used - 3
+    torch.manual_seed(0)
+    for dtype, kind, L in itertools.product(DTYPES, KINDS, (1, 100)):
+        inputs = make_inputs(L, S, E, dtype=dtype)
+        direction = make_inputs(L, S, E, dtype=dtype)
+        point, along = (
+            x._replace(
+                key=in_guarded_memory(x.key, used),
+                value=in_guarded_memory(x.value, used),
+                attn_mask=as_mask(visible.expand(L, S), kind, dtype),
+            )
+            for x in (inputs, direction)
+        )
+        with cpu_capability_set_to(capability):
+            torch_attn.sdpa(*point)
+            computed = derivatives(point, randn(inputs.query.shape, dtype), along)
+        assert all(t.isfinite().all() for t in computed.values())
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("cpu_capability", CPU_CAPABILITIES)
+def test_keys_that_no_row_sees_are_not_read(cpu_capability: str) -> None:
+    in_fresh_process(attend_to_guarded_memory, cpu_capability)
+
+
+def test_the_guard_ends_a_process_that_reads_there() -> None:
+    with pytest.raises(Exception, match="terminated abruptly"):
+        in_fresh_process(read_guarded_memory)
+
+
+def read_guarded_memory() -> float:
+    return in_guarded_memory(torch.zeros(1, 128, 64), 64).sum().item()
