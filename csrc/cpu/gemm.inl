@@ -27,7 +27,7 @@ struct Gemm {
   template <int M, int N, bool kTransposed>
   static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
     Vec<T> sum[M][N] = {};
-    for (int64_t k = 0; k < K; ++k) {
+    const auto step = [&](int64_t k, auto is_first) {
       Vec<T> row[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) row[n] = load<T>(b + k * ldb + n * kLanes<T>);
@@ -35,9 +35,14 @@ struct Gemm {
       for (int m = 0; m < M; ++m) {
         const T* element = a + (kTransposed ? k * lda + m : m * lda + k);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[m][n] = F::multiply_add(sum[m][n], element, row[n]);
+        for (int n = 0; n < N; ++n)
+          sum[m][n] = is_first() ? F::multiply(element, row[n]) : F::multiply_add(sum[m][n], element, row[n]);
       }
-    }
+    };
+    int64_t k = 0;
+    // Where processors have 16 registers, they take as long to zero one as to multiply; later ones rename it.
+    if constexpr (kRegisters == 16) step(k++, std::true_type());
+    for (; k < K; ++k) step(k, std::false_type());
     T* row = c;
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
@@ -85,6 +90,11 @@ struct Gemm {
   static void run(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
                   bool accumulate) {
     constexpr int W = kLanes<T>;
+    if (K == 0) {
+      for (int64_t m = 0; m < M && !accumulate; ++m)
+        for (int64_t n = 0; n < N; n += W) store<T>(c + m * ldc + n, Vec<T>{});
+      return;
+    }
     int64_t n = 0;
     for (; n + kMaxColumns * W <= N; n += kMaxColumns * W)
       columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);

@@ -45,6 +45,7 @@ struct Singles {
 
   static constexpr bool holds(DType) { return true; }  // whether the format keeps its numbers as they are
 
+  static ATTN_INLINE Vec<T> multiply(const T* a, Vec<T> b) { return *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 

@@ -25,6 +25,7 @@ struct Bfloat16s {
     return dtype == DType::bf16 || (kParts >= 2 && dtype == DType::f16) || kParts == 3;
   }
 
+  static ATTN_INLINE Vec<float> multiply(const float* a, Vec<float> b) { return multiply_add(Vec<float>{}, a, b); }
   static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, const float* a, Vec<float> b) {
     uint32_t slot;
     __builtin_memcpy(&slot, a, sizeof slot);
