@@ -18,6 +18,10 @@ enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 // Batch dimensions left after neighbours with compatible strides were merged.
 constexpr int kMaxBatchDims = 16;
 
+// Of a tile of a mask.
+constexpr uint8_t kSomeVisible = 1;  // some query may see some key
+constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
+
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
 struct Operand {
   void* data = nullptr;
@@ -50,6 +54,10 @@ struct Problem {
   Operand key;
   Operand value;
   Operand mask;
+  // What the mask does to tiles, so that heads that share it need not read all of it each: of every kMaskTaskRows
+  // queries and kMaskTaskKeys keys a byte of the two bits below, [*batch, head, tile of queries, tile of keys]. Null
+  // data where nobody has looked.
+  Operand mask_tiles;
 
   // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). The weight of query i and key j in head
   // r = (batch * heads + head) % period is decided by Philox4x32-10 with key `seed` and counter (j / 4, i, r, offset):

@@ -62,6 +62,7 @@ struct BackwardKernels {
 
 struct Kernels {
   const Kernels* (*falls_back_to)();  // a function, as the other table is another file's, and no constant in this one
+  void (*look_at_mask)(const Problem&, int64_t task);  // fills in p.mask_tiles
   ForwardKernels forward;
   TangentKernels tangent;
   BackwardKernels<BackwardParams> backward;

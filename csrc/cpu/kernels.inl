@@ -87,6 +87,7 @@ struct KernelTable {
   }
   static constexpr Kernels table = {
       Formats::falls_back_to,
+      look_at_mask,
       {takes_forward, ForwardEntry::workspace, ForwardEntry::run, ForwardEntry::merge},
       {TangentEntry::takes, TangentEntry::workspace, TangentEntry::run},
       backward<BackwardParams, BackwardOf>(),

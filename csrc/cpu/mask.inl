@@ -14,6 +14,55 @@ void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, int64
   });
 }
 
+// Whether a mask is read as bits: a byte a score would have to be transposed as a float, a bit need not.
+ATTN_INLINE bool mask_in_bits(const Operand& mask) { return mask.dtype == DType::boolean && mask.col == 1; }
+
+// Bit j: whether the row of a mask at `from` shows key j, of up to 64 keys.
+ATTN_INLINE uint64_t visible_bits(const uint8_t* from, int64_t keys) {
+  if (keys >= kKeyTile) return nonzero_bytes(from);
+  uint8_t padded[kKeyTile] = {};
+  __builtin_memcpy(padded, from, static_cast<size_t>(keys));
+  return nonzero_bytes(padded);
+}
+ATTN_INLINE uint64_t all_bits(int64_t keys) { return ~uint64_t{} >> (kKeyTile - keys); }
+
+// Whether the first row of a block of a mask shows one of up to 64 keys.
+template <class T>
+bool any_visible_number(const Block& row, int64_t keys) {
+  T numbers[kKeyTile];
+  pack_rows<T>(numbers, kKeyTile, row, 1, keys);
+  for (int64_t j = 0; j < keys; ++j)
+    if (numbers[j] != -kInfinity<T>) return true;
+  return false;
+}
+
+// Fills in p.mask_tiles for one tile of queries of one slice of the mask, see geometry.h. A tile of which all is known
+// is not read further, so that a mask which hides nothing at random places costs a few rows.
+inline void look_at_mask(const Problem& p, int64_t task) {
+  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
+  const int64_t first_row = task % row_tiles * kRowTile;
+  const int64_t last_row = p.mask.row == 0 ? 1 : smaller(first_row + kRowTile, p.queries);
+  const Row at = sharer_of_mask(p, p.mask, task / row_tiles, 0);
+  const bool in_bits = mask_in_bits(p.mask);
+  auto* tiles = reinterpret_cast<uint8_t*>(block_of(p, p.mask_tiles, at.n, at.head, task % row_tiles).data);
+  for (int64_t row = first_row; row < last_row; ++row)
+    for (int64_t key = 0; key < p.keys; key += kKeyTile) {
+      uint8_t& effect = tiles[key / kKeyTile];
+      if (effect == (kSomeVisible | kSomeChanged)) continue;
+      const int64_t keys = smaller(kKeyTile, p.keys - key);
+      const Block block = block_of(p, p.mask, at.n, at.head, row, key);
+      if (in_bits) {
+        const uint64_t bits = visible_bits(reinterpret_cast<const uint8_t*>(block.data), keys);
+        effect |= (bits != 0 ? kSomeVisible : 0) | (bits != all_bits(keys) ? kSomeChanged : 0);
+      } else {
+        effect |= kSomeChanged;
+        if (block.dtype == DType::f64 ? any_visible_number<double>(block, keys)
+                                      : any_visible_number<float>(block, keys))
+          effect |= kSomeVisible;
+      }
+    }
+}
+
 // What a mask does to a tile of scores. It is read before all else of the tile: where it hides every score, nothing else
 // is read or computed.
 template <class T>
@@ -29,8 +78,12 @@ struct MaskTile {
   bool read(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* workspace) {
     kind = Kind::nothing;
     if (!p.has_mask) return true;
-    // A byte a score would have to be transposed as a float; a bit need not.
-    if (p.mask.dtype == DType::boolean && p.mask.col == 1) return read_bits(p, rows, key, keys);
+    if (p.mask_tiles.data) {
+      const uint8_t effect = effect_on(p, rows, key / kKeyTile);
+      if (!(effect & kSomeVisible)) return false;
+      if (!(effect & kSomeChanged)) return true;
+    }
+    if (mask_in_bits(p.mask)) return read_bits(p, rows, key, keys);
     kind = Kind::numbers;
     numbers = workspace;
     pack_mask<T>(p, p.mask, rows, key, keys, workspace);
@@ -38,6 +91,16 @@ struct MaskTile {
   }
 
  private:
+  // That of p.mask_tiles, of all tiles in which the rows lie.
+  static uint8_t effect_on(const Problem& p, const RowTile& rows, int64_t key_tile) {
+    uint8_t effect = 0;
+    rows.each_head([&](int64_t h, int64_t l, int64_t, int64_t count) {
+      for (int64_t tile = l / kRowTile; tile <= (l + count - 1) / kRowTile; ++tile)
+        effect |= *block_of(p, p.mask_tiles, rows.n, h, tile, key_tile).data;
+    });
+    return effect;
+  }
+
   bool read_bits(const Problem& p, const RowTile& rows, int64_t key, int64_t keys) {
     uint64_t some = 0, all = ~uint64_t{};
     for (int64_t i = rows.count; i < kRowTile; ++i) bits[i] = all;
@@ -46,10 +109,7 @@ struct MaskTile {
       uint64_t seen = 0;
       for (int64_t i = 0; i < count; ++i) {
         if (i == 0 || block.row != 0) {
-          const auto* from = reinterpret_cast<const uint8_t*>(block.data) + i * block.row;
-          uint8_t padded[kKeyTile] = {};
-          if (keys < kKeyTile) __builtin_memcpy(padded, from, static_cast<size_t>(keys));
-          seen = nonzero_bytes(keys < kKeyTile ? padded : from);
+          seen = visible_bits(reinterpret_cast<const uint8_t*>(block.data) + i * block.row, keys);
           some |= seen;
           all &= seen;
         }
@@ -57,7 +117,7 @@ struct MaskTile {
       }
     });
     if (some == 0) return false;
-    if (all == ~uint64_t{} >> (kKeyTile - keys)) return true;  // nothing is hidden
+    if (all == all_bits(keys)) return true;
     kind = Kind::bits;
     transpose_bits(bits);
     return true;

@@ -8,6 +8,7 @@
 
 #include <mutex>
 #include <numeric>
+#include <utility>
 
 #include "../compute.h"
 #include "dispatch.h"
@@ -39,6 +40,32 @@ Tensor draw_rng_state(const Tensor& query, int64_t heads) {
   return state;
 }
 
+// Looks once at a mask that several heads share. p.mask_tiles points into the result.
+Tensor look_at_mask(Problem& p, const Tensor& query) {
+  constexpr int64_t kFewQueries = 16;  // read little of the mask, as they go
+  if (!p.has_mask || p.queries < kFewQueries) return {};
+  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
+  const int64_t key_tiles = divide_up(p.keys, kKeyTile);
+  Operand& tiles = p.mask_tiles;
+  tiles.dtype = DType::boolean;
+  tiles.col = 1;
+  tiles.row = p.mask.row == 0 ? 0 : key_tiles;
+  int64_t size = row_tiles * key_tiles;
+  const auto stride = [&](int64_t extent, int64_t stride_of_mask) {
+    if (stride_of_mask == 0) return int64_t{0};
+    return std::exchange(size, size * extent);
+  };
+  tiles.head = stride(p.heads, p.mask.head);
+  for (int d = p.batch_dims - 1; d >= 0; --d) tiles.batch[d] = stride(p.batch_size[d], p.mask.batch[d]);
+  const int64_t slices = size / (row_tiles * key_tiles);
+  if (slices == p.batch * p.heads || size == 0) return {};
+  Tensor bytes = at::zeros({size}, query.options().dtype(at::kByte));
+  tiles.data = bytes.mutable_data_ptr();
+  const double read = 1.0 * slices * (p.mask.row == 0 ? 1 : p.queries) * p.keys;
+  run_tasks(slices * row_tiles, read, 0, [&](int64_t task, char*) { kernels().look_at_mask(p, task); });
+  return bytes;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
@@ -57,6 +84,7 @@ void plan(ForwardParams& p) {
 void run_forward(ForwardParams& p, const Tensor& query) {
   plan(p);
   const auto partial = allocate_splits(p, query);
+  const Tensor mask_tiles = look_at_mask(p, query);
 
   const ForwardKernels& k = kernels_for<&Kernels::forward>(p);
   const int64_t workspace = k.workspace(p);
@@ -87,6 +115,7 @@ void plan(BackwardParams& p) {
 template <auto kPart, class Params>
 void run_gradients(Params& p, const Tensor& query) {
   plan(p);
+  const Tensor mask_tiles = look_at_mask(p, query);
   const BackwardKernels<Params>& k = kernels_for<kPart>(p);
   Tensor partial;
   if (p.chunks > 1 && p.grad_query.data) {
@@ -111,8 +140,9 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 // ---------------------------------------------------------------------------------------------------------------
 // Tangent
 
-void run_tangent(TangentParams& p, const Tensor&) {
+void run_tangent(TangentParams& p, const Tensor& query) {
   p.rows_per_task = kRowTile;
+  const Tensor mask_tiles = look_at_mask(p, query);
   const TangentKernels& k = kernels_for<&Kernels::tangent>(p);
   run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
 }
