@@ -242,8 +242,10 @@ struct Backward {
     scores<S>(p, rows, state.score_query_t, k.score_key, key, keys, mask, b.x);
     if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
-      Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.value_dim), value.data, value.ld, state.grad_output_t,
-                                   kRowTile, dots, kRowTile, false);
+      each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+        Gemm<F>::template run<false>(seen, count, slots_of<F>(p.value_dim), value.data, value.ld,
+                                     state.grad_output_t + lane, kRowTile, dots + lane, kRowTile, false);
+      });
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
     if constexpr (kSecond) {
@@ -341,14 +343,18 @@ struct Backward {
         const int64_t lanes = rows.template lanes<T>();
         weights(p, b, state, k, key, keys, mask, want_dx);
         const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* tile, const T* x) {
-          const Rows<T> a = F::along_lanes(tile, keys, rows.count, b.lanes);
-          Gemm<F>::template run<false>(keys, round_up(cols, W), slots_of<F>(rows.count), a.data, a.ld, x, ld, grad, ld,
-                                       true);
+          each_panel_of_keys<F>(p, rows, key, keys, [&](int64_t j, int64_t count, int64_t lane) {
+            const Rows<T> a = F::along_lanes(tile + j * kRowTile + lane, count, rows.count - lane, b.lanes);
+            Gemm<F>::template run<false>(count, round_up(cols, W), slots_of<F>(rows.count - lane), a.data, a.ld,
+                                         x + F::slot(lane, 0) * ld, ld, grad + j * ld, ld, true);
+          });
         };
         const auto add_to_queries = [&](T* tile, const Rows<T>& x) {  // overwrites the tile
           const T* dx = F::along_keys(tile, keys, lanes, b.weights);
-          Gemm<F>::template run<true>(p.head_dim, lanes, slots_of<F>(keys), x.data, x.ld, dx, kRowTile,
-                                      state.grad_query_t, kRowTile, true);
+          each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+            Gemm<F>::template run<true>(p.head_dim, count, slots_of<F>(seen), x.data, x.ld, dx + lane, kRowTile,
+                                        state.grad_query_t + lane, kRowTile, true);
+          });
         };
         if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);
         if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);

@@ -120,8 +120,10 @@ struct Forward {
     for (; lane < lanes; lane += W) softmax<1>(p, b, state, keys, lane);
     F::end_along_keys(b.weights, keys, lanes);
     // O^T += V^T P^T
-    Gemm<F>::template run<true>(p.value_dim, lanes, slots_of<F>(keys), value_rows.data, value_rows.ld, b.weights,
-                                kRowTile, state.output_t, kRowTile, state.started);
+    each_panel_of_lanes<F>(p, state.rows, key, keys, [&](int64_t at, int64_t count, int64_t seen) {
+      Gemm<F>::template run<true>(p.value_dim, count, slots_of<F>(seen), value_rows.data, value_rows.ld, b.weights + at,
+                                  kRowTile, state.output_t + at, kRowTile, state.started);
+    });
     state.started = true;
   }
 

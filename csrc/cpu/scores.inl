@@ -54,14 +54,49 @@ void hide_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys,
   });
 }
 
+// Where some keys of a tile are hidden from some rows by their position alone (on the diagonal, with causality), products
+// are cut into panels: of lanes, each with the keys up to the last one that it sees, or of keys, each with the rows from
+// the first one that sees it. The scores left out are hidden ones.
+template <class F>
+constexpr int64_t kPanel =
+    2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;
+
+// Calls f(lane, lanes, keys) for each panel of lanes and the number of keys of the tile.
+template <class F, class Function>
+ATTN_INLINE void each_panel_of_lanes(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
+  const int64_t lanes = rows.lanes<typename F::Number>();
+  if (all_visible(p, rows.positions, {key, key + keys})) return f(0, lanes, keys);
+  for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
+    Range positions = {rows.position[lane], rows.position[lane] + 1};
+    for (int64_t i = lane; i < smaller(lane + kPanel<F>, rows.count); ++i)
+      positions = hull(positions, {rows.position[i], rows.position[i] + 1});
+    const Range seen = visible_keys(p, positions, key + keys);
+    f(lane, smaller(kPanel<F>, lanes - lane), larger(0, seen.last - key));
+  }
+}
+
+// Calls f(j, keys, lane) for each panel of keys and the first of the lanes.
+template <class F, class Function>
+ATTN_INLINE void each_panel_of_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
+  const bool one_head = rows.head[0] == rows.head[rows.count - 1];
+  if (!one_head || all_visible(p, rows.positions, {key, key + keys})) return f(0, keys, 0);
+  for (int64_t j = 0; j < keys; j += kPanel<F>) {
+    const int64_t count = smaller(kPanel<F>, keys - j);
+    const Range seeing = common(visible_rows(p, {key + j, key + j + count}, rows.positions.last), rows.positions);
+    if (!seeing.empty()) f(j, count, (seeing.first - rows.positions.first) / kPanel<F> * kPanel<F>);
+  }
+}
+
 // x[j * kRowTile + lane] for the keys [key, key + keys), see score.h; products instead of scores where
 // leaves_products(). `query_t`: the tile of queries, transposed.
 template <class F, class T = typename F::Number>
 void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
             const MaskTile<T>& mask, T* x) {
   const int64_t lanes = rows.lanes<T>();
-  Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t, kRowTile, x,
-                               kRowTile, false);
+  each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+    Gemm<F>::template run<false>(seen, count, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t + lane,
+                                 kRowTile, x + lane, kRowTile, false);
+  });
   const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
   if (mask.kind == MaskTile<T>::Kind::bits) {
