@@ -1,5 +1,5 @@
 // The forward for few queries (decoding), which is bound by reading K and V. A vector holds neighbouring entries of one
-// key: rows of K and V are read as they lie, whatever their type, once for all queries that share them.
+// key: rows of K and V are read as they lie, whatever their type and length, once for all queries that share them.
 #pragma once
 
 #include "cpu/forward.inl"
@@ -9,13 +9,12 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct Decode {
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 8;        // at most so many queries share a pass over the keys
-  static constexpr int64_t kManyKeys = 256;  // below this the other kernel is as fast
-  static constexpr int kAtOnce = 4;          // queries that share a load
+  static constexpr int64_t kRows = 8;  // at most so many queries share a pass over the keys
+  static constexpr int kAtOnce = 4;    // queries that share a load
 
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
-  static bool takes(const ForwardParams& p) { return p.rows() <= kRows && p.keys >= kManyKeys && !p.logsumexp; }
+  static bool takes(const ForwardParams& p) { return p.rows() <= kRows && !p.logsumexp; }
 
   // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once.
   static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 2 / R); }
@@ -54,16 +53,36 @@ struct Decode {
     return larger(Buffers(p, nullptr).size, Forward<Singles<T>>::merge_workspace(p));
   }
 
-  // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and `keys` <= W keys.
+  // Rows that are read in whole vectors, past their end where they end within one: there follows the next row, and
+  // the last one is a copy.
+  template <class S>
+  struct WholeVectors {
+    const S* data;
+    int64_t ld;
+    int64_t copied;  // the number of the row that was copied; -1 if none was
+    const S* copy;
+
+    ATTN_INLINE const S* row(int64_t j) const { return j == copied ? copy : data + j * ld; }
+  };
+
+  // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
   template <int R, class S>
-  static void dot(const S* keys_at, int64_t ld, int64_t keys, const T* query, int64_t ld_query, T* sums,
-                  ScoreFunction<T> score, T* x) {
+  static void dot(const WholeVectors<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query,
+                  int64_t ld_query, T* sums, ScoreFunction<T> score, T* x) {
+    const int64_t whole = cols / W * W;
+    const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - whole);
     for (int64_t j = 0; j < keys; ++j) {
+      const S* const key = rows.row(first + j);
       Vec<T> sum[R] = {};
-      for (int64_t d = 0; d < ld_query; d += W) {
-        const Vec<T> k = load_as<T>(keys_at + j * ld + d);
+      for (int64_t d = 0; d < whole; d += W) {
+        const Vec<T> k = load_as<T>(key + d);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sum[r] += load<T>(query + r * ld_query + d) * k;
+      }
+      if (whole < cols) {  // by selection: what lies behind the row may be NaN
+        const Vec<T> k = ends_here ? load_as<T>(key + whole) : Vec<T>{};
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[r] += load<T>(query + r * ld_query + whole) * k;
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) store<T>(sums + (r * W + j) * W, sum[r]);
@@ -81,15 +100,16 @@ struct Decode {
     }
   }
 
-  // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries.
+  // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries and N vectors of columns from `col` on.
   template <int R, int N, class S>
-  static void average(const S* value, int64_t ld, int64_t keys, const T* x, const T* correction, T* output,
-                      int64_t ld_output) {
+  static void average(const WholeVectors<S>& rows, int64_t col, int64_t keys, const T* x, const T* correction,
+                      T* output, int64_t ld_output) {
     Vec<T> sum[R][N] = {};
     for (int64_t j = 0; j < keys; ++j) {
+      const S* const value = rows.row(j) + col;
       Vec<T> v[N];
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) v[n] = load_as<T>(value + j * ld + n * W);
+      for (int n = 0; n < N; ++n) v[n] = load_as<T>(value + n * W);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -109,21 +129,29 @@ struct Decode {
     if constexpr (kMost > 1) each_group<kMost / 2>(count, f, first);
   }
 
-  // Calls f(typed pointer, distance of rows) with the rows of a block as they lie, or packed if they cannot be read in
-  // whole vectors.
+  // Calls f(WholeVectors) with the rows of a block as they lie, or packed if they cannot be read so.
   template <class F>
   static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, F f) {
-    const bool whole = block.col == 1 && cols % W == 0;
-    if (whole && block.dtype == DType::f32 && sizeof(T) == 4)
-      return f(reinterpret_cast<const float*>(block.data), block.row);
-    if constexpr (sizeof(T) == 4) {
-      if (whole && block.dtype == DType::bf16) return f(reinterpret_cast<const BFloat16*>(block.data), block.row);
-      if (whole && block.dtype == DType::f16) return f(reinterpret_cast<const Half*>(block.data), block.row);
-    } else if (whole) {
-      return f(reinterpret_cast<const double*>(block.data), block.row);
+    const bool ends_within = cols % W != 0;
+    const auto in_place = [&](auto storage) {
+      using S = decltype(storage);
+      const S* data = reinterpret_cast<const S*>(block.data);
+      if (!ends_within) return f(WholeVectors<S>{data, block.row, -1, nullptr});
+      S* const copy = reinterpret_cast<S*>(tile);
+      __builtin_memcpy(copy, data + (rows - 1) * block.row, static_cast<size_t>(cols) * sizeof(S));
+      f(WholeVectors<S>{data, block.row, rows - 1, copy});
+    };
+    if (block.col == 1 && (!ends_within || block.row >= W)) {
+      if constexpr (sizeof(T) == 8) {
+        return in_place(double());
+      } else {
+        if (block.dtype == DType::f32) return in_place(float());
+        if (block.dtype == DType::bf16) return in_place(BFloat16());
+        return in_place(Half());
+      }
     }
     pack_rows<T>(tile, ld, block, rows, cols);
-    f(static_cast<const T*>(tile), ld);
+    f(WholeVectors<T>{tile, ld, -1, nullptr});
   }
 
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
@@ -141,22 +169,21 @@ struct Decode {
     for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, all_keys.last - key);
       if (!read_mask(p, b, key, keys)) continue;
-      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key,
-                [&](const auto* at, int64_t ld) {
-                  for (int64_t j = 0; j < keys; j += W)
-                    each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
-                      dot<r()>(at + j * ld, ld, smaller(W, keys - j), b.query + row * b.ld_key, b.ld_key, b.sums,
-                               ScoreFunction<T>::of(p), b.x + row * kKeyTile + j);
-                    });
-                });
+      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, [&](const auto& key_rows) {
+        for (int64_t j = 0; j < keys; j += W)
+          each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
+            dot<r()>(key_rows, j, smaller(W, keys - j), p.head_dim, b.query + row * b.ld_key, b.ld_key, b.sums,
+                     ScoreFunction<T>::of(p), b.x + row * kKeyTile + j);
+          });
+      });
       hide_keys(p, b, key, keys);
       if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value,
-                [&](const auto* at, int64_t ld) {
+                [&](const auto& value_rows) {
                   each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
                     each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {
-                      average<r(), vectors()>(at + first * W, ld, keys, b.x + row * kKeyTile, correction + row,
+                      average<r(), vectors()>(value_rows, first * W, keys, b.x + row * kKeyTile, correction + row,
                                               b.output + row * b.ld_value + first * W, b.ld_value);
                     });
                   });

@@ -78,6 +78,14 @@ ATTN_INLINE V uncontracted(V x) {
   return x;
 }
 
+// 0, 1, 2, ...
+template <class T>
+ATTN_INLINE Vec<Int<T> > lane_numbers() {
+  Vec<Int<T> > numbers;
+  for (int i = 0; i < kLanes<T>; ++i) numbers[i] = i;
+  return numbers;
+}
+
 // The larger of the two; a NaN in `x` is passed over.
 template <class V>
 ATTN_INLINE V max_number(V x, V best) {
