@@ -43,7 +43,7 @@ Tensor draw_rng_state(const Tensor& query, int64_t heads) {
 // Looks once at a mask that several heads share. p.mask_tiles points into the result.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
   constexpr int64_t kFewQueries = 16;  // read little of the mask, as they go
-  if (!p.has_mask || p.queries < kFewQueries) return {};
+  if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);
   Operand& tiles = p.mask_tiles;
@@ -58,7 +58,7 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   tiles.head = stride(p.heads, p.mask.head);
   for (int d = p.batch_dims - 1; d >= 0; --d) tiles.batch[d] = stride(p.batch_size[d], p.mask.batch[d]);
   const int64_t slices = size / (row_tiles * key_tiles);
-  if (slices == p.batch * p.heads || size == 0) return {};
+  if (slices == p.batch * p.heads) return {};  // nobody shares it
   Tensor bytes = at::zeros({size}, query.options().dtype(at::kByte));
   tiles.data = bytes.mutable_data_ptr();
   const double read = 1.0 * slices * (p.mask.row == 0 ? 1 : p.queries) * p.keys;
