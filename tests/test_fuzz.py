@@ -21,6 +21,9 @@ from helpers import CPU_CAPABILITIES, cpu_capability_set_to, threads_set_to, to_
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = 150
+# Seed and number of problems that were above their bound: the bound took the scores of a second
+# derivative for exact where the forward's were rounded.
+FOUND = [(2, 6793)]
 
 # Operators that are wrong in `changed`; `right` is the operator.
 BEGINNING = """
@@ -119,8 +122,8 @@ def test_wrong_operator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_right_operator() -> None:
     kinds = set()
-    for index in range(PROBLEMS):
-        problem = draw(0, index)
+    for seed, index in [*((0, i) for i in range(PROBLEMS)), *FOUND]:
+        problem = draw(seed, index)
         failure, ratios = check(problem, problem.capabilities(CPU_CAPABILITIES))
         assert failure is None, f"{failure.what}\n{failure.program()}"
         assert ratios or problem.nan or 0 in problem.output_shape

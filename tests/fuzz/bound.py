@@ -252,7 +252,7 @@ class Textbook:
                 "output": self.rounded(self.output, of_forward.e_output),
                 **{f"grad_{n}": self.reduced(n, *gradients[n](), a) for n in wanted},
             }
-        # Tangents and second derivatives round no factors of products.
+        # Tangents and second derivatives round no factors of products but those of scores.
         exact = dataclasses.replace(a, weight=0.0, smallest=0.0, factor=0.0)
         errors = SecondErrors(self, exact, of_forward)
         results = {"tangent": self.rounded(self.tangent, errors.e_tangent)}
@@ -458,6 +458,7 @@ class SecondErrors(Errors):
 
     def __init__(self, textbook: Textbook, a: Arithmetic, forward: Errors) -> None:
         super().__init__(textbook, a)
+        self.e_scores = forward.e_scores  # of factors that are rounded as the forward's
         self.e_output = forward.e_output
         self.e_logsumexp = forward.e_logsumexp
 
