@@ -71,18 +71,15 @@ struct Gemm {
   static void columns(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
                       bool accumulate) {
     constexpr int kMax = max_rows(N);
-    int64_t blocks = (M + kMax - 1) / kMax;
-    for (int64_t m = 0; m < M; --blocks) {
-      const int rows = static_cast<int>((M - m + blocks - 1) / blocks);  // blocks of equal height, not 6, 6, ..., 1
-      const T* block = a + (kTransposed ? m : m * lda);
-      int64_t k = 0;
-      do {
-        const int64_t depth = K - k < kDepth ? K - k : kDepth;
-        tile_of<kMax, N, kTransposed>(rows, depth, block + (kTransposed ? k * lda : k), lda, b + k * ldb, ldb,
+    for (int64_t k = 0; k < K; k += kDepth) {
+      const int64_t depth = smaller(kDepth, K - k);
+      int64_t blocks = divide_up(M, kMax);
+      for (int64_t m = 0; m < M; --blocks) {
+        const int rows = static_cast<int>(divide_up(M - m, blocks));  // blocks of equal height, not 6, 6, ..., 1
+        tile_of<kMax, N, kTransposed>(rows, depth, a + (kTransposed ? k * lda + m : m * lda + k), lda, b + k * ldb, ldb,
                                       c + m * ldc, ldc, accumulate || k > 0);
-        k += depth;
-      } while (k < K);
-      m += rows;
+        m += rows;
+      }
     }
   }
 

@@ -128,10 +128,10 @@ void pack(T* tile, int64_t ld, const void* source, DType dtype, int64_t outer, i
       __builtin_memset(tile + o * ld + inners, 0, static_cast<size_t>(width - inners) * sizeof(T));
 }
 
-// tile[i * ld + d] = block(i, d): a vector holds neighbouring columns of one row.
+// tile[i * ld + d] = block(i, d), zeros up to a whole vector: a vector holds neighbouring columns of one row.
 template <class T>
 void pack_rows(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols) {
-  pack<T>(tile, ld, block.data, block.dtype, block.row, block.col, rows, cols, ld);
+  pack<T>(tile, ld, block.data, block.dtype, block.row, block.col, rows, cols, round_up(cols, kLanes<T>));
 }
 
 // tile[d * ld + i] = block(i, d): a vector holds one column of neighbouring rows.

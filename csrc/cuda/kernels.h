@@ -6,6 +6,8 @@
 
 namespace attn::cuda {
 
+static_assert(sizeof(SecondParams) <= 4096, "CUDA passes at most 4 KiB to a kernel");
+
 // The keys of a tile of the kernels that go over keys.
 constexpr int64_t kKeysPerTile = 64;
 // The rows and the keys of a tile of the kernels without tensor cores (SIMT). One of them computes a mask's gradient.
