@@ -39,7 +39,7 @@ help: ## this list
 demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table and a picture, into out/
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) $(LIBRARY) ## every test once per instruction set, within 10 minutes on two cores
+test: $(INSTALLED) $(LIBRARY) ## the tests once per instruction set, within 10 minutes on two cores
 	@$(PYTEST) --quick tests
 
 # ONLY: options of pytest that choose some of the tests, such as ONLY='-m "not slow"'.

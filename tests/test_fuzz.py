@@ -21,9 +21,10 @@ from helpers import CPU_CAPABILITIES, cpu_capability_set_to, threads_set_to, to_
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = 150
-# Seed and number of problems that were above their bound: the bound took the scores of a second
-# derivative for exact where the forward's were rounded.
-FOUND = [(2, 6793)]
+# Seed and number of problems that were above their bound, which was wrong: it took the scores of a
+# second derivative for exact where the forward's were rounded, and a tangent for finite that
+# float16 cannot hold.
+FOUND = [(2, 6793), (3, 238208)]
 
 # Operators that are wrong in `changed`; `right` is the operator.
 BEGINNING = """

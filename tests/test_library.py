@@ -33,6 +33,18 @@ def test_not_built(library: Path) -> None:
         _library.load()
 
 
+@pytest.mark.regression
+@pytest.mark.parametrize("contents", [None, "", "{}"])
+def test_built_otherwise(contents: str | None, library: Path) -> None:
+    """As the library that CMake installs is."""
+    described = library.with_suffix(".json")
+    described.unlink()
+    if contents is not None:
+        described.write_text(contents)
+    with pytest.raises(ImportError, match=r"no library that setup\.py has built.*libattn\.json"):
+        _library.load()
+
+
 def test_built_for_another_torch(library: Path) -> None:
     pretend_built_for("2.9.1", library)
     message = rf"built for torch 2\.9\.1, but this is torch {torch.__version__}.*pip install"

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import itertools
 import pathlib
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -144,3 +145,17 @@ def test_an_error_is_a_warning(module: str) -> None:
         importlib.import_module(module)
     with pytest.warns(UserWarning, match="what it needs is gone"):
         when_imported(module, function)
+
+
+@pytest.mark.regression
+def test_reloading_the_package() -> None:
+    """It has said all there is to say."""
+    program = """
+import importlib, sys, warnings
+import torch.distributed.tensor, torch.nested._internal.nested_tensor, torch_attn
+warnings.simplefilter("error")
+finders = len(sys.meta_path)
+importlib.reload(torch_attn)
+assert len(sys.meta_path) == finders
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

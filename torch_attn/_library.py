@@ -29,8 +29,14 @@ def load() -> None:
     """
     if not LIBRARY.exists():
         raise ImportError(f"torch_attn: {LIBRARY} is not there. {_BUILD}")
+    try:
+        built_for = built_with()["torch"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ImportError(
+            f"torch_attn: {LIBRARY} is no library that setup.py has built: what it was built with "
+            f"does not stand beside it, in {LIBRARY.with_suffix('.json').name} ({error}). {_BUILD}"
+        ) from error
     # torch keeps its C++ ABI within a minor release.
-    built_for = built_with()["torch"]
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
             f"torch_attn: {LIBRARY} was built for torch {built_for}, "

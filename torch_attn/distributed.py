@@ -18,6 +18,7 @@ give its mask as a DTensor.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -128,6 +129,7 @@ def _placement(call: dict[str, Any], dim: int, name: str, is_result: bool = Fals
     return Partial() if is_result else Replicate()
 
 
+@functools.cache
 def register_when_imported() -> None:
     """Calls :func:`register` now or when ``torch.distributed.tensor`` is imported, if ever.
 

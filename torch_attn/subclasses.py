@@ -16,6 +16,7 @@ memory, by the built-in as by ours: as an argument of a function that is scripte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch_attn._when_imported import when_imported
 __all__ = ["register_when_imported"]
 
 
+@functools.cache
 def register_when_imported() -> None:
     """Tells each subclass about the operators, once its module is there; the package calls it."""
     when_imported("torch.nn.attention.bias", _register_causal_bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,6 +15,7 @@ from .report import check, console, heading, progress, seconds, table
 from .text import PROSE
 
 TOLERANCE = 1e-2  # between the loss curves, in nats a character
+LEAST = 1e-7
 
 
 def draw(losses: dict[str, list[float]], path: Path) -> Path:
@@ -28,8 +28,7 @@ def draw(losses: dict[str, list[float]], path: Path) -> Path:
     left.legend()
 
     differences = [abs(a - b) for a, b in zip(*losses.values(), strict=True)]
-    # Equal losses have no place on a logarithmic axis.
-    right.plot(steps, [d or math.nan for d in differences], ".-", color=BLUE, linewidth=0.8)
+    right.plot(steps, differences, ".", color=BLUE)
     right.axhline(TOLERANCE, color=VERMILION, linestyle="--")
     inside = right.get_yaxis_transform()
     right.text(0.02, 0.8 * TOLERANCE, "allowed", color=VERMILION, va="top", transform=inside)
@@ -37,10 +36,13 @@ def draw(losses: dict[str, list[float]], path: Path) -> Path:
         title="Difference of the two losses",
         xlabel="step",
         ylabel="nats a character",
-        yscale="log",
         xlim=left.get_xlim(),
-        ylim=(1e-8, 3 * TOLERANCE),
     )
+    # Logarithmic, and below the least difference that two such numbers can have linear, down to
+    # losses that are equal.
+    right.set_yscale("symlog", linthresh=LEAST)
+    right.set_ylim(-0.2 * LEAST, 3 * TOLERANCE)
+    right.set_yticks([0, *(10.0**e for e in range(-7, 0) if 10.0**e <= TOLERANCE)])
     return save(picture, path)
 
 

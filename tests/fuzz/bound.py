@@ -328,7 +328,10 @@ class Errors:
 
     def rounded_output(self, output: Tensor, error: Tensor) -> Tensor:
         """The error of such an output, given that before rounding."""
-        return error + (output.abs() + error) * self.rounding + self.smallest
+        error = error + (output.abs() + error) * self.rounding + self.smallest
+        # A tangent that float16 cannot hold is infinite, and so is what is computed from it.
+        largest = torch.finfo(self.textbook.problem.torch_dtype).max
+        return torch.where(output.abs() + error >= largest, INF, error)
 
     def product(self, n: int, factors: float = 0.0) -> float:
         """The relative error of a sum of n products, of factors that are rounded themselves."""
