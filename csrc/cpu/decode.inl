@@ -205,10 +205,17 @@ struct Decode {
   static bool read_mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {
     if (!p.has_mask) return true;
     const RowTile& rows = *b.rows;
+    const auto mask_of = [&](int64_t r) { return block_of(p, p.mask, rows.n, rows.head[r], rows.position[r], key); };
+    if (mask_in_bits(p.mask)) {
+      uint64_t some = 0;
+      for (int64_t r = 0; r < rows.count; ++r)
+        some |= visible_bits(reinterpret_cast<const uint8_t*>(mask_of(r).data), keys);
+      if (some == 0) return false;
+    }
     bool visible = false;
     for (int64_t r = 0; r < rows.count; ++r) {
       T* bias = b.bias + r * kKeyTile;
-      pack_rows<T>(bias, kKeyTile, block_of(p, p.mask, rows.n, rows.head[r], rows.position[r], key), 1, keys);
+      pack_rows<T>(bias, kKeyTile, mask_of(r), 1, keys);
       for (int64_t j = keys; j < round_up(keys, W); ++j) bias[j] = -kInfinity<T>;
       for (int64_t j = 0; j < keys && !visible; j += W) visible = any(load<T>(bias + j) != splat<T>(-kInfinity<T>));
     }

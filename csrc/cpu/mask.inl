@@ -71,23 +71,31 @@ struct MaskTile {
   enum class Kind { nothing, bits, numbers };
 
   Kind kind = Kind::nothing;
-  uint64_t bits[kKeyTile];     // bit `lane` of row j: whether the lane sees the key
-  const T* numbers = nullptr;  // [kKeyTile][kRowTile], to be added; -inf where a lane does not see a key
+  uint64_t bits[kKeyTile];  // bit `lane` of row j: whether the lane sees the key
 
   // Returns whether some row sees some key. `workspace`: a tile, where p.has_mask.
   bool read(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* workspace) {
     kind = Kind::nothing;
     if (!p.has_mask) return true;
-    if (p.mask_tiles.data) {
+    const bool is_known = p.mask_tiles.data;
+    if (is_known) {
       const uint8_t effect = effect_on(p, rows, key / kKeyTile);
       if (!(effect & kSomeVisible)) return false;
       if (!(effect & kSomeChanged)) return true;
     }
-    if (mask_in_bits(p.mask)) return read_bits(p, rows, key, keys);
+    if (mask_in_bits(p.mask)) return read_bits(p, rows, key, keys, is_known);
     kind = Kind::numbers;
-    numbers = workspace;
+    numbers_ = workspace;
+    is_packed_ = !is_known;
+    if (is_known) return true;
     pack_mask<T>(p, p.mask, rows, key, keys, workspace);
     return any_number_visible(rows.count, keys);
+  }
+
+  // [kKeyTile][kRowTile], to be added; -inf where a lane does not see a key.
+  const T* numbers(const Problem& p, const RowTile& rows, int64_t key, int64_t keys) const {
+    if (!is_packed_) pack_mask<T>(p, p.mask, rows, key, keys, numbers_);
+    return numbers_;
   }
 
  private:
@@ -101,23 +109,22 @@ struct MaskTile {
     return effect;
   }
 
-  bool read_bits(const Problem& p, const RowTile& rows, int64_t key, int64_t keys) {
-    uint64_t some = 0, all = ~uint64_t{};
-    for (int64_t i = rows.count; i < kRowTile; ++i) bits[i] = all;
+  bool read_bits(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, bool is_known) {
+    for (int64_t i = rows.count; i < kRowTile; ++i) bits[i] = 0;
     rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
       const Block block = block_of(p, p.mask, rows.n, h, l, key);
-      uint64_t seen = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        if (i == 0 || block.row != 0) {
-          seen = visible_bits(reinterpret_cast<const uint8_t*>(block.data) + i * block.row, keys);
-          some |= seen;
-          all &= seen;
-        }
-        bits[lane + i] = seen;
-      }
+      const auto* from = reinterpret_cast<const uint8_t*>(block.data);
+      for (int64_t i = 0; i < count; ++i) bits[lane + i] = visible_bits(from + i * block.row, keys);
     });
-    if (some == 0) return false;
-    if (all == all_bits(keys)) return true;
+    if (!is_known) {
+      uint64_t some = 0, all = ~uint64_t{};
+      for (int64_t i = 0; i < rows.count; ++i) {
+        some |= bits[i];
+        all &= bits[i];
+      }
+      if (some == 0) return false;
+      if (all == all_bits(keys)) return true;
+    }
     kind = Kind::bits;
     transpose_bits(bits);
     return true;
@@ -126,7 +133,7 @@ struct MaskTile {
   bool any_number_visible(int64_t rows, int64_t keys) const {
     const Vec<T> hidden = splat<T>(-kInfinity<T>);
     for (int64_t j = 0; j < keys; ++j) {
-      const T* row = numbers + j * kRowTile;
+      const T* row = numbers_ + j * kRowTile;
       int64_t i = 0;
       for (; i + kLanes<T> <= rows; i += kLanes<T>)
         if (any(load<T>(row + i) != hidden)) return true;
@@ -135,6 +142,9 @@ struct MaskTile {
     }
     return false;
   }
+
+  T* numbers_ = nullptr;
+  bool is_packed_ = false;
 };
 
 }  // namespace attn::ATTN_ISA

@@ -104,8 +104,9 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<
       return lanes_of_bits<T>(mask.bits[j] >> i) ? score(product) : hidden;
     });
   } else if (mask.kind == MaskTile<T>::Kind::numbers) {
+    const T* numbers = mask.numbers(p, rows, key, keys);
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
-      const Vec<T> b = load<T>(mask.numbers + j * kRowTile + i);
+      const Vec<T> b = load<T>(numbers + j * kRowTile + i);
       return b == hidden ? hidden : score(product) + b;
     });
   } else if (!leaves_products<T>(p)) {
