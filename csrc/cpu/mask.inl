@@ -36,8 +36,8 @@ bool any_visible_number(const Block& row, int64_t keys) {
   return false;
 }
 
-// Fills in p.mask_tiles for one tile of queries of one slice of the mask, see geometry.h. A tile of which all is known
-// is not read further, so that a mask which hides nothing at random places costs a few rows.
+// Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Of a tile that is known to
+// have visible and changed scores no more rows are read: a mask that hides keys here and there costs little.
 inline void look_at_mask(const Problem& p, int64_t task) {
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t first_row = task % row_tiles * kRowTile;
@@ -63,8 +63,8 @@ inline void look_at_mask(const Problem& p, int64_t task) {
     }
 }
 
-// What a mask does to a tile of scores. It is read before all else of the tile: where it hides every score, nothing else
-// is read or computed.
+// What a mask does to a tile of scores. It is read before all else of the tile: where it hides every score, nothing
+// else is read or computed.
 template <class T>
 struct MaskTile {
   static_assert(kRowTile == 64 && kKeyTile == 64);

@@ -54,9 +54,9 @@ void hide_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys,
   });
 }
 
-// Where some keys of a tile are hidden from some rows by their position alone (on the diagonal, with causality), products
-// are cut into panels: of lanes, each with the keys up to the last one that it sees, or of keys, each with the rows from
-// the first one that sees it. The scores left out are hidden ones.
+// Where some keys of a tile are hidden from some rows by their position alone (on the diagonal, with causality),
+// products are cut into panels: of lanes, each with the keys up to the last one that it sees, or of keys, each with the
+// rows from the first one that sees them. The scores left out are hidden ones.
 template <class F>
 constexpr int64_t kPanel =
     2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;

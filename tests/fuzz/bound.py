@@ -76,7 +76,7 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
     if bits > 8 and capability == "avx512_bf16":
         return plain
     # A number is a sum of one, two or three bfloat16, and products of the smallest parts are left
-    # out; the exponential is as accurate (exp2_of_degree of csrc/cpu/simd.inl).
+    # out; the exponential is as accurate (exp2_of_degree of csrc/cpu/instructions_avx512.inl).
     unit = {8: BF16, 16: 2.0**-16, 24: 2.0**-23}[bits]
     exp = {8: 3e-6, 16: 1e-7, 24: 2e-8}[bits] + 4 * u
     given = 8 if problem.dtype == "bfloat16" else 11 if problem.dtype == "float16" else 24
