@@ -44,7 +44,7 @@ test: $(INSTALLED) $(LIBRARY) ## the tests once per instruction set, within 10 m
 
 # ONLY: options of pytest that choose some of the tests, such as ONLY='-m "not slow"'.
 SANITIZE = $(BIN)/python -m tests.sanitize
-test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 13,000, and sanitize: about an hour
+test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 14,000, and sanitize: half an hour to an hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
 

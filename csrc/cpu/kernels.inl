@@ -8,12 +8,14 @@
 
 namespace attn::ATTN_ISA {
 
-// Formats says how a set multiplies:
+// A KernelTable is told how a set multiplies by a struct, its Formats:
 //   takes(p)        whether it has a format that holds the factors of products, which may be rounded to p.factor_bits
 //   with(p, f)      calls f with that format
 //   Unit            what a kernel owns while it runs
 //   kDecodes        whether the table also decodes: that reads every number once, so that products do not count
 //   falls_back_to   the table for all else; null where nothing is left
+//
+// SinglesOnly is that of a set without products of fewer bits.
 struct SinglesOnly {
   static bool takes(const Problem&) { return true; }
   template <class Function>
