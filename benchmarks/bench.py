@@ -4,16 +4,16 @@ On a GPU, if there is one and the library has kernels for it, gpu.py does it. On
 
 Times are medians; ``ratio`` is the built-in's time divided by ours (above 1: ours is faster), the
 spread is the distance between the quartiles relative to the median, the peak what peak.cpp measures
-first. Further tables: two threads against one; and second derivatives and forward mode, which the
-built-in has on its math backend only, with the growth of the process's peak memory, each case in a
-process of its own. ``--chart`` draws speed over length.
+first. Where the processor's cycles can be read (cycles.py), the share of the peak is given in
+cycles as well. Further tables: masks that hide most, against ours
+without (masked.py); two threads against one; second derivatives and forward mode, which the
+built-in has on its math backend only; and the growth of the process's peak memory, each case in a
+process of its own. ``--chart`` draws speed and memory over length.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,12 @@ from common import (
     runner,
     write,
 )
+from cycles import Counter, UnreadableError, cycles_of
+from masked import MASKED, above, bench_masked, masked_table
+from memory import BACKWARD, DOUBLE, DROPOUT, JVP, derivative_runner, memory_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_attn  # noqa: F401  (registers the operators)
 
@@ -60,15 +62,12 @@ CASES = [
     Case("3-D 12x1024", 1, 12, 1024, flat=True),
     Case("1x1x1 (call overhead)", 1, 1, 1),
 ]
-CHART_DTYPES = ("f32", "bf16")
-CHART_CASES = [
-    Case(f"length 1x12x{n}", 1, 12, n, dtypes=CHART_DTYPES)
-    for n in (64, 128, 256, 512, 1024, 2048, 4096)
-]
+CHART_CASES = [Case(f"length 1x12x{n}", 1, 12, n) for n in (64, 128, 256, 512, 1024, 2048, 4096)]
+THREAD_DTYPES = ("f32", "bf16")
 THREAD_CASES = [
-    Case("threads 1x12x2048", 1, 12, 2048, dtypes=CHART_DTYPES),
-    Case("threads one head 1x1x4096", 1, 1, 4096, dtypes=CHART_DTYPES),
-    Case("threads 8x12x128", 8, 12, 128, dtypes=CHART_DTYPES),
+    Case("threads 1x12x2048", 1, 12, 2048, dtypes=THREAD_DTYPES),
+    Case("threads one head 1x1x4096", 1, 1, 4096, dtypes=THREAD_DTYPES),
+    Case("threads 8x12x128", 8, 12, 128, dtypes=THREAD_DTYPES),
 ]
 
 # Both through torch.ops: it costs microseconds that a call of one query would count.
@@ -76,8 +75,14 @@ OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention)
 
 
 def bench_speed(
-    console: Console, machine: Machine, cases: list[Case], seconds: float, wanted: str
+    console: Console,
+    machine: Machine,
+    cases: list[Case],
+    seconds: float,
+    wanted: str,
+    counted: bool,
 ) -> list[dict[str, Any]]:
+    """With the share of the peak in cycles where these are `counted`."""
     jobs = jobs_of(cases, wanted)
     rows = []
     for case, which, name in track(jobs, description="forward and backward", console=console):
@@ -100,6 +105,10 @@ def bench_speed(
         if case.queries == 1 and case.keys:  # bound by reading key and value
             row["gbytes"] = case.bytes_of_keys(dtype) / ours.median / 1e9
             row["of_peak"] = row["gbytes"] / machine.read_gbytes(case.bytes_of_keys(dtype))
+        elif counted:
+            with Counter() as counter:
+                per_cycle = case.flops(which) / cycles_of(functions[0], counter)
+            row["of_peak_cycles"] = per_cycle / machine.per_cycle[name]
         rows.append(row)
     return rows
 
@@ -108,7 +117,9 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Time of one call, B x H x L, D = 64; peak: of FMAs, or of reading (GB/s)")
     for heading in ("shape", "pass", "dtype"):
         table.add_column(heading)
-    for heading in ("attn ms", "built-in ms", "ratio", "spread", "GFLOP/s", "of peak"):
+    counted = any("of_peak_cycles" in r for r in rows)
+    headings = ("attn ms", "built-in ms", "ratio", "spread", "GFLOP/s", "of peak")
+    for heading in (*headings, *(["in cycles"] if counted else [])):
         table.add_column(heading, justify="right")
     for r in rows:
         rate = f"{r['gbytes']:.0f} GB/s" if "gbytes" in r else f"{r['gflops']:.0f}"
@@ -122,6 +133,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
             f"{r['spread']:.0%}",
             rate,
             f"{r['of_peak']:.0%}",
+            *([f"{r['of_peak_cycles']:.0%}"] if "of_peak_cycles" in r else []),
         )
     return table
 
@@ -173,70 +185,17 @@ def threads_table(rows: list[dict[str, Any]]) -> Table:
 
 
 # ---------------------------------------------------------------------------------------------
-# Second derivatives and forward mode, with memory
-
-
-def derivative_runner(kind: str, ours: bool, length: int) -> Callable[[], Any]:
-    """Of 1 x 2 heads x length, D = 64, float32. The built-in runs on its math backend."""
-    torch.manual_seed(0)
-    tensors = [torch.randn(1, 2, length, 64) for _ in range(3)]
-    tangents = [torch.randn_like(t) for t in tensors]
-
-    def attention(*inputs: torch.Tensor) -> torch.Tensor:
-        if ours:
-            return torch.ops.attn.sdpa(*inputs)
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.nn.functional.scaled_dot_product_attention(*inputs)
-
-    if kind == "jvp":
-        return lambda: torch.func.jvp(attention, tuple(tensors), tuple(tangents))
-
-    def double_backward() -> Any:
-        inputs = [t.requires_grad_() for t in tensors]
-        first = torch.autograd.grad(attention(*inputs).square().sum(), inputs, create_graph=True)
-        product = sum((g * t).sum() for g, t in zip(first, tangents, strict=True))
-        return torch.autograd.grad(product, inputs)
-
-    return double_backward
-
-
-def peak_memory() -> float:
-    """MiB this process held at most. (getrusage's ru_maxrss would begin with the parent's.)"""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
-    return int(kib) / 1024
-
-
-def measure_memory(kind: str, ours: bool, length: int) -> float:
-    """MiB by which one call raises the peak of a fresh process above a call of 64 tokens."""
-    derivative_runner(kind, ours, 64)()
-    run = derivative_runner(kind, ours, length)
-    before = peak_memory()
-    run()
-    return peak_memory() - before
-
-
-def memory_of(kind: str, ours: bool, length: int) -> float:
-    command = [
-        sys.executable,
-        __file__,
-        "--memory-of",
-        kind,
-        "attn" if ours else "math",
-        str(length),
-    ]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+# Second derivatives and forward mode; memory
 
 
 def bench_derivatives(
     console: Console, seconds: float, lengths: list[int], wanted: str
 ) -> list[dict[str, Any]]:
     rows = []
-    jobs = [(k, n) for k in ("double backward", "jvp") for n in lengths if wanted in f"{k} {n}"]
+    jobs = [(k, n) for k in (DOUBLE, JVP) for n in lengths if wanted in f"{k} {n}"]
     for kind, length in track(jobs, description="derivatives", console=console):
-        key = "jvp" if kind == "jvp" else "double"
         ours, builtin = alternate(
-            [derivative_runner(key, o, length) for o in (True, False)], seconds
+            [derivative_runner(kind, o, length) for o in (True, False)], seconds
         )
         rows.append(
             {
@@ -245,11 +204,35 @@ def bench_derivatives(
                 "ours_ms": ours.median * 1e3,
                 "builtin_ms": builtin.median * 1e3,
                 "ratio": builtin.median / ours.median,
-                "ours_mib": memory_of(key, True, length),
-                "builtin_mib": memory_of(key, False, length),
             }
         )
+    add_memory(rows)
     return rows
+
+
+def bench_memory(lengths: list[int], wanted: str) -> list[dict[str, Any]]:
+    jobs = [(k, n) for k in (BACKWARD, DROPOUT) for n in lengths if wanted in f"memory {k} {n}"]
+    rows: list[dict[str, Any]] = [{"kind": kind, "length": length} for kind, length in jobs]
+    add_memory(rows)
+    return rows
+
+
+def add_memory(rows: list[dict[str, Any]]) -> None:
+    calls = [(r["kind"], ours, r["length"]) for r in rows for ours in (True, False)]
+    mib = memory_of(calls) if calls else []
+    for r, ours, builtin in zip(rows, mib[::2], mib[1::2], strict=True):
+        r.update(ours_mib=ours, builtin_mib=builtin)
+
+
+def memory_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Peak memory beside the inputs: 1 x 2 x L, D = 64, float32")
+    table.add_column("")
+    for heading in ("L", "attn MiB", "built-in MiB"):
+        table.add_column(heading, justify="right")
+    for r in rows:
+        mib = (f"{r['ours_mib']:.0f}", f"{r['builtin_mib']:.0f}")
+        table.add_row(r["kind"], str(r["length"]), *mib)
+    return table
 
 
 def derivatives_table(rows: list[dict[str, Any]]) -> Table:
@@ -272,6 +255,15 @@ def derivatives_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def why_no_cycles() -> str:
+    """Nothing where the processor's cycles can be read."""
+    try:
+        with Counter():
+            return ""
+    except UnreadableError as reason:
+        return str(reason)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short runs, short sequences")
@@ -279,23 +271,18 @@ def main() -> None:
         "--filter", default="", help="only cases whose 'shape pass dtype' contains this"
     )
     parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--chart", type=Path, help="also draw speed over length, a PNG, here")
+    parser.add_argument("--chart", type=Path, help="also draw speed and memory, a PNG, here")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if it can be")
     parser.add_argument(
         "--capability",
         choices=HELD_TO,
         help="hold ours, and PyTorch's libraries, to this instruction set; of the CPU",
     )
-    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not gpu.usable():
         parser.error("no GPU, or no CUDA in torch or torch_attn: see python -m torch_attn")
     if arguments.capability:
         hold_to(arguments.capability)
-    if arguments.memory_of:
-        kind, whose, length = arguments.memory_of
-        print(measure_memory(kind, whose == "attn", int(length)))
-        return
 
     on_gpu = arguments.device == "cuda" or not (
         arguments.device or arguments.capability or not gpu.usable()
@@ -321,27 +308,46 @@ def main() -> None:
     about_it["peak_gflops"] = machine.gflops
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gflops.items())
     console.print(f"peak of {torch.get_num_threads()} threads, GFLOP/s: {rates}")
+    unreadable = why_no_cycles()
+    if unreadable:
+        console.print(f"share of the peak in cycles: left out, {unreadable}")
+    else:
+        about_it["peak_flops_per_cycle"] = machine.per_cycle
     seconds = 0.1 if arguments.quick else 1.0
     lengths = [512, 1024] if arguments.quick else [512, 1024, 2048, 4096, 8192]
     cases = CASES + (CHART_CASES if arguments.chart else [])
-    speed = bench_speed(console, machine, cases, seconds, arguments.filter)
+    speed = bench_speed(console, machine, cases, seconds, arguments.filter, not unreadable)
     if speed:
         console.print(speed_table(speed))
+    masked = bench_masked(console, MASKED, seconds, arguments.filter)
+    if masked:
+        console.print(masked_table(masked))
+        console.print(f"{above(masked)} of {len(masked)} rows above what they should take at most")
     threads = bench_threads(console, seconds, arguments.filter)
     if threads:
         console.print(threads_table(threads))
     derivatives = bench_derivatives(console, seconds, lengths, arguments.filter)
     if derivatives:
         console.print(derivatives_table(derivatives))
-    result = {"machine": about_it, "speed": speed, "threads": threads, "derivatives": derivatives}
+    memory = bench_memory(lengths, arguments.filter)
+    if memory:
+        console.print(memory_table(memory))
+    result = {
+        "machine": about_it,
+        "speed": speed,
+        "masked": masked,
+        "threads": threads,
+        "derivatives": derivatives,
+        "memory": memory,
+    }
     if arguments.json:
         write(result, arguments.json)
         console.print(f"written: {arguments.json}")
     if arguments.chart:
         from chart import draw
 
-        draw(result, arguments.chart)
-        console.print(f"written: {arguments.chart}")
+        drawn = draw(result, arguments.chart)
+        console.print(f"written: {arguments.chart}" if drawn else "no chart: no rows over length")
 
 
 if __name__ == "__main__":

@@ -23,30 +23,50 @@ COLORS = {
     "CUDNN": "#cc79a7",
     "MATH": "0.5",
 }
+MARKERS = {"attn": "o", "built-in": "s"}  # also apart where colours are not
 
 
 @dataclass
 class Panel:
-    """Rates over lengths, by name: NaN where there is none."""
+    """Rates, or memory, over lengths, by name: NaN where there is none."""
 
     title: str
     lengths: list[int]
-    rates: dict[str, list[float]]
-    peak: float
+    values: dict[str, list[float]]
+    unit: str
+    peak: float | None = None
 
 
 def cpu_panels(result: dict[str, Any]) -> list[list[Panel]]:
-    """A panel for each pass and dtype."""
+    """A panel for each pass and dtype, and a row of memory; older results have less of both."""
     rows = [r for r in result["speed"] if r["case"].startswith("length ")]
+    dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
 
     def panel(which: str, dtype: str) -> Panel:
         chosen = [r for r in rows if (r["pass"], r["dtype"]) == (which, dtype)]
         columns = {"attn": "gflops", "built-in": "builtin_gflops"}
         rates = {name: [r[column] for r in chosen] for name, column in columns.items()}
         peak = result["machine"]["peak_gflops"][dtype]
-        return Panel(f"{which}, {dtype}", [r["length"] for r in chosen], rates, peak)
+        lengths = [r["length"] for r in chosen]
+        return Panel(f"{which}, {dtype}", lengths, rates, "GFLOP/s", peak)
 
-    return [[panel(which, dtype) for dtype in ("f32", "bf16")] for which in ("forward", "backward")]
+    passes = ("forward", "backward") if rows else ()
+    speed = [[panel(which, dtype) for dtype in dtypes] for which in passes]
+    return [*speed, *filter(None, [memory_panels(result)])]
+
+
+def memory_panels(result: dict[str, Any]) -> list[Panel]:
+    """MiB beside the inputs: first derivatives, with dropout, second derivatives."""
+    memory = result.get("memory", [])
+    rows = [*memory, *(r for r in result["derivatives"] if memory and r["kind"] != "jvp")]
+
+    def panel(kind: str) -> Panel:
+        chosen = [r for r in rows if r["kind"] == kind]
+        columns = {"attn": "ours_mib", "built-in": "builtin_mib"}
+        values = {name: [r[column] for r in chosen] for name, column in columns.items()}
+        return Panel(f"memory, {kind}", [r["length"] for r in chosen], values, "MiB")
+
+    return [panel(kind) for kind in dict.fromkeys(r["kind"] for r in rows)]
 
 
 def gpu_panels(result: dict[str, Any]) -> list[list[Panel]]:
@@ -67,39 +87,49 @@ def gpu_panels(result: dict[str, Any]) -> list[list[Panel]]:
         rates = {name: [r["tflops"].get(name, math.nan) for r in chosen] for name in names}
         title = f"{which}{', causal' if causal else ''}, head_dim {dim}"
         lengths = [r["length"] for r in chosen]
-        return Panel(title, lengths, rates, result["machine"]["peak_tflops"]["bf16"])
+        return Panel(title, lengths, rates, "TFLOP/s", result["machine"]["peak_tflops"]["bf16"])
 
     return [[panel(*kind, dim) for dim in dims] for kind in kinds]
 
 
-def draw(result: dict[str, Any], path: Path) -> bool:
-    """Speed over length, ours and others in each panel; False where no row has it."""
+def title_of(result: dict[str, Any]) -> str:
     machine = result["machine"]
     if "gpu" in machine:
-        panels, unit = gpu_panels(result), "TFLOP/s"
         title = f"Attention, {machine['tokens']} tokens, bf16: {machine['gpu']}"
     else:
-        panels, unit = cpu_panels(result), "GFLOP/s"
+        memory = "; memory beside the inputs, 1 x 2 heads, f32" if result.get("memory") else ""
+        cores = f"{machine['cores']} cores, " if "cores" in machine else ""
         title = (
-            f"Attention, 1 x 12 heads x length, head_dim 64: {machine['cpu']}, "
+            f"Attention, head_dim 64: speed, 1 x 12 heads{memory}\n{machine['cpu']}, {cores}"
             f"{machine['threads']} threads, {machine['capability']}"
         )
+    return f"{title}, torch {machine['torch']}"
+
+
+def draw(result: dict[str, Any], path: Path) -> bool:
+    """Speed over length, ours and others in each panel; False where no row has it."""
+    panels = gpu_panels(result) if "gpu" in result["machine"] else cpu_panels(result)
     if not panels:
         return False
-    rows, columns = len(panels), len(panels[0])
+    rows, columns = len(panels), max(map(len, panels))
     figure, axes = plt.subplots(
         rows,
         columns,
         figsize=(5 * columns, 3.5 * rows),
-        sharex=True,
         squeeze=False,
         layout="constrained",
     )
-    lengths = sorted({n for row in panels for panel in row for n in panel.lengths})
     for row, panels_of_row in zip(axes, panels, strict=True):
-        for axis, panel in zip(row, panels_of_row, strict=True):
+        lengths = sorted({n for panel in panels_of_row for n in panel.lengths})
+        for axis, panel in zip(row, panels_of_row, strict=False):
             draw_panel(axis, panel, lengths)
-        row[0].set_ylabel(unit)
+        for axis in row[len(panels_of_row) :]:
+            axis.set_axis_off()
+        row[0].set_ylabel(panels_of_row[0].unit)
+        if panels_of_row[0].peak is None:
+            top = max(axis.get_ylim()[1] for axis in row[: len(panels_of_row)])
+            for axis in row[: len(panels_of_row)]:
+                axis.set_ylim(1, top)
     for axis in axes[-1]:
         axis.set_xlabel("length: queries = keys")
     # A panel may lack a name that another has.
@@ -109,7 +139,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
             lines.setdefault(name, line)
     where = "outside lower center"
     figure.legend(lines.values(), lines, loc=where, ncols=len(lines), frameon=False)
-    figure.suptitle(f"{title}, torch {machine['torch']}", fontsize=10)
+    figure.suptitle(title_of(result), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -117,13 +147,22 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 
 
 def draw_panel(axis: Any, panel: Panel, ticks: list[int]) -> None:
-    for name, rates in panel.rates.items():
-        axis.plot(panel.lengths, rates, "o-", color=COLORS[name], label=name)
+    for name, values in panel.values.items():
+        axis.plot(
+            panel.lengths, values, MARKERS.get(name, "o") + "-", color=COLORS[name], label=name
+        )
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [str(n) for n in ticks])
+    axis.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
     axis.minorticks_off()
-    axis.axhline(panel.peak, color="0.4", linestyle="--", label="peak of the machine")
-    axis.set_ylim(0, 1.1 * panel.peak)
+    if panel.peak is None:  # grows as a power of the length, which is the slope
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+    else:
+        axis.axhline(panel.peak, color="0.4", linestyle="--", label="peak of the machine")
+        # Other work on the machine may have lowered the peak.
+        rates = [rate for values in panel.values.values() for rate in values if rate == rate]
+        axis.set_ylim(0, 1.1 * max(panel.peak, *rates))
     axis.set_title(panel.title, loc="left", fontweight="bold")
     axis.grid(color="0.9")
     axis.spines[["top", "right"]].set_visible(False)

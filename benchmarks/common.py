@@ -116,7 +116,7 @@ class Timing:
     @property
     def spread(self) -> float:
         """The distance between the quartiles, relative to the median."""
-        if len(self.samples) < 4:
+        if len(self.samples) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples, n=4)
         return (high - low) / self.median
@@ -138,15 +138,21 @@ def alternate(
 ) -> list[Timing]:
     """Times the functions in turn until `seconds` have passed, at least five rounds each.
 
-    Functions of microseconds are called many times a sample.
+    At least three where five take ten times as long. Functions of microseconds are called many
+    times a sample.
     """
     repeats = []
     for function in functions:
-        function()
-        repeats.append(max(1, int(2e-3 / max(clock(function, 1), 1e-7))))
+        first = clock(function, 1)
+        again = first if first > 0.5 else clock(function, 1)
+        repeats.append(max(1, int(2e-3 / max(again, 1e-7))))
     timings = [Timing() for _ in functions]
-    deadline = time.perf_counter() + seconds
-    while len(timings[0].samples) < 5 or time.perf_counter() < deadline:
+    start = time.perf_counter()
+    while (
+        (rounds := len(timings[0].samples)) < 3
+        or (elapsed := time.perf_counter() - start) < seconds
+        or (rounds < 5 and elapsed < 10 * seconds)
+    ):
         for function, timing, repeat in zip(functions, timings, repeats, strict=True):
             timing.samples.append(clock(function, repeat))
     return timings
@@ -162,6 +168,16 @@ def runner(
     """One call of the forward, of the backward or of the "double backward" of `operator`."""
     torch.manual_seed(0)
     tensors, options = case.inputs(dtype, device)
+    return run_of(operator, tensors, options, which)
+
+
+def run_of(
+    operator: Callable[..., torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
+    options: dict[str, Any],
+    which: str,
+) -> Callable[[], Any]:
+    """The same of given tensors and options; a floating mask gets its gradient, too."""
     if which == "forward":
 
         def forward() -> torch.Tensor:
@@ -169,10 +185,12 @@ def runner(
                 return operator(*tensors, **options)
 
         return forward
-    inputs = [t.requires_grad_() for t in tensors]
-    if case.mask == "grad":
-        inputs.append(options["attn_mask"].requires_grad_())
-    output = operator(*tensors, **options)
+    inputs = [t.detach().requires_grad_() for t in tensors]
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        options = {**options, "attn_mask": mask.requires_grad_()}
+        inputs.append(mask)
+    output = operator(*inputs[:3], **options)
     gradient = torch.randn_like(output)
     if which == "backward":
         return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
@@ -191,11 +209,9 @@ class Machine:
         flags = ["-O3", "-std=c++20", "-march=native", "-fopenmp"]
         source, target = str(HERE / "peak.cpp"), str(self._program)
         subprocess.run([compiler, *flags, source, "-o", target], check=True)
-        fma, *others = map(float, self._run("flops").split())
-        pairs, tiles = (*others, 0.0, 0.0)[:2]
-        # With tiles, float16 and float32 take four and six products of bfloat16.
-        peaks = {"f32": tiles / 6, "f16": tiles / 4, "bf16": max(pairs, tiles)}
-        self.gflops = {name: max(fma, peak) for name, peak in peaks.items()}
+        rates, per_cycle = self._run("flops").splitlines()
+        self.gflops = _peaks(rates)
+        self.per_cycle = _peaks(per_cycle)  # of a thread; NaN where cycles.py cannot read cycles
         self._read: dict[int, float] = {}
 
     def read_gbytes(self, size: int) -> float:
@@ -212,6 +228,26 @@ class Machine:
         ).stdout
 
 
+def _peaks(rates: str) -> dict[str, float]:
+    """By dtype, of a line of peak.cpp."""
+    fma, *others = map(float, rates.split())
+    pairs, tiles = (*others, 0.0, 0.0)[:2]
+    # With tiles, float16 and float32 take four and six products of bfloat16.
+    peaks = {"f32": tiles / 6, "f16": tiles / 4, "bf16": max(pairs, tiles)}
+    return {name: max(fma, peak) for name, peak in peaks.items()}
+
+
+def cores() -> int:
+    """Of those processors that this process may use; two may be threads of one core."""
+
+    def core(processor: int) -> tuple[str, ...]:
+        about_it = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")
+        files = [about_it / "physical_package_id", about_it / "core_id"]
+        return tuple(f.read_text() if f.exists() else str(processor) for f in files)
+
+    return len({core(processor) for processor in os.sched_getaffinity(0)})
+
+
 def about() -> dict[str, Any]:
     """Machine, versions and date."""
     import torch_attn
@@ -225,6 +261,7 @@ def about() -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
         "cpu": model,
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "torch_attn": torch_attn.__version__,

@@ -36,6 +36,16 @@ ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) { return p.batch 
 ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }
+// The row that comes so many after another, which may be itself, in the list of a group of heads.
+ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) {
+  const int64_t length = query_length(p, at.n, at.head);
+  at.position += count;
+  if (at.position >= length) {  // seldom: divisions take long
+    at.head += at.position / length;
+    at.position %= length;
+  }
+  return at;
+}
 ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
   return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
 }

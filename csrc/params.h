@@ -78,8 +78,12 @@ struct Problem {
 };
 
 // Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs). The logsumexp is a pair,
-// [batch, heads, L, 2]: its value and what rounding took from it. With scores near -1e9 (a row of a mask that is all
-// finfo.min, say) one number would have no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1.
+// [batch, heads, L, 2]. With scores near -1e9 (a row of a mask that is all finfo.min, say) one number would have no
+// digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1. Each device has its own pair, which no
+// other code reads; of a row without keys it is (-inf, 0):
+//   CPU   (m, l) with weights 2^((x_j - m) slope - l), x_j the product or score of key j, m near the largest of them
+//         (log2_slope in cpu/scores.inl): logsumexp = (m slope + l) / log2(e). Of one key the weight is exactly 1.
+//   CUDA  the value of the logsumexp and what rounding took from it
 
 struct ForwardParams : Problem {
   Operand output;
@@ -95,6 +99,8 @@ struct ForwardParams : Problem {
   int64_t keys_per_split = 0;
   void* partial_output = nullptr;
   void* partial_logsumexp = nullptr;
+
+  void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
 
   ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
   ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }

@@ -18,8 +18,8 @@ TORCH_LIBRARY(attn, m) {
   // With x = (query, key, value, attn_mask), O(x) the output and J its Jacobian, four operators give every derivative.
   //
   // O(x), and what derivatives need:
-  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): the number, and what rounding took
-  //             from it (params.h)
+  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): a pair, whose meaning is each
+  //             device's own (params.h)
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
   // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
   //             is empty

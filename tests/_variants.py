@@ -1,4 +1,4 @@
-"""Variants of the library, by another compiler or over a stand-in, and tests that run over them."""
+"""Variants of the library, by another compiler or over a stand-in, and of its sources."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def newest_clang() -> str | None:
     """A clang++ with its version in its name, as Debian's, or else `clang++`."""
     names = [*(f"clang++-{version}" for version in range(40, 13, -1)), "clang++"]
     return next(filter(None, map(shutil.which, names)), None)
+
+
+def changed_sources(to: Path, file: str, changes: dict[str, str], *left_out: str) -> Path:
+    """A copy of csrc in `to`, without the files of these names, with lines of one replaced."""
+    csrc = to / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns(*left_out))
+    text = (csrc / file).read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{file} has changed: {old!r}"
+        text = text.replace(old, new)
+    (csrc / file).write_text(text)
+    return csrc
 
 
 def build_library(directory: Path, **environment: str) -> Path:

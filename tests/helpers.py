@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import math
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,8 @@ from torch_attn import reference
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CPU_CAPABILITIES: list[str] = torch.ops.attn._cpu_capabilities()
-GPU = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(
-    "attn::sdpa", "CUDA"
-)
+WITH_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("attn::sdpa", "CUDA")
+GPU = torch.cuda.is_available() and WITH_CUDA
 DEVICES = ["cpu", "cuda"] if GPU else ["cpu"]
 KERNELS = [*CPU_CAPABILITIES, "cuda"] if GPU else CPU_CAPABILITIES
 SEED = 7
@@ -163,6 +163,17 @@ def results(
         output, list(wanted.values()), grad_output, materialize_grads=True
     )
     return {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+
+def natural_logsumexp(pair: Tensor, scale: float = 1) -> Tensor:
+    """In float64, of what _sdpa_forward keeps (csrc/params.h).
+
+    The CPU's pair counts in products, which the scale makes scores, unless the mask holds numbers.
+    """
+    first, second = pair.double().unbind(-1)
+    if (pair.is_cuda and WITH_CUDA) or "ATTN_STAND_IN_SEED" in os.environ:  # the CUDA kernels
+        return first + second
+    return first * scale + second * math.log(2)
 
 
 def make_grad_output(inputs: Inputs, *, enable_gqa: bool = False, **_: Any) -> Tensor:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import errno
 import io
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +21,8 @@ import pytest
 import torch
 from rich.console import Console
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-on_gpu = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(
-    "attn::sdpa", "CUDA"
-)
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(program: str, *arguments: str) -> str:
@@ -38,21 +43,19 @@ def test_bench(tmp_path: Path) -> None:
     printed = run("bench.py", *arguments, "--json", str(results), "--chart", str(chart))
     assert "GFLOP/s: f32" in printed
     written = json.loads(results.read_text())
-    assert {"date", "cpu", "threads", "torch", "capability", "peak_gflops"} <= set(
+    assert {"date", "cpu", "cores", "threads", "torch", "capability", "peak_gflops"} <= set(
         written["machine"]
     )
     rows = written["speed"]
     assert [(r["pass"], r["dtype"]) for r in rows] == [
-        ("forward", "f32"),
-        ("forward", "bf16"),
-        ("backward", "f32"),
-        ("backward", "bf16"),
+        (which, dtype) for which in ("forward", "backward") for dtype in ("f32", "bf16", "f16")
     ]
     for r in rows:
         assert r["ratio"] == pytest.approx(r["builtin_ms"] / r["ours_ms"])
         flops = 4 * 12 * 64 * 64 * 64 * (2.5 if r["pass"] == "backward" else 1)
         assert r["gflops"] == pytest.approx(flops / r["ours_ms"] / 1e6)
-        assert 0 < r["of_peak"] < 2, "far above the machine's peak (which other work may disturb)"
+        peak = written["machine"]["peak_gflops"][r["dtype"]]
+        assert r["of_peak"] == pytest.approx(r["gflops"] / peak)
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -66,6 +69,271 @@ def test_bench_of_decoding_and_derivatives(tmp_path: Path) -> None:
     assert row["ours_mib"] < row["builtin_mib"]
 
 
+def render(table: Any) -> str:
+    console = Console(width=150, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The programs as modules."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import bench
+
+    yield bench
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
+            del sys.modules[name]
+
+
+def silent() -> Console:
+    return Console(width=150, file=io.StringIO())
+
+
+def test_memory_rows(bench: Any) -> None:
+    plain, dropout = bench.bench_memory([1024], "memory")
+    assert [r["kind"] for r in (plain, dropout)] == [bench.BACKWARD, bench.DROPOUT]
+    scores = 2 * 1024 * 1024 * 4 / 2**20
+    assert dropout["ours_mib"] < scores < dropout["builtin_mib"]
+    assert max(plain["ours_mib"], plain["builtin_mib"]) < 2 * scores
+    assert "dropout 0.1" in render(bench.memory_table([plain, dropout]))
+
+
+VISIBLE = {  # of the numbers of queries and keys: how many pairs
+    "window 256 of 1x12x4096": 4096 * 256 - 256 * 255 // 2,
+    "16 documents, 1x12x2048": 16 * 128 * 128,
+    "cache 200 of 4k D128": 200,
+    "padding 64 of 8x12x512": 512 * 64,
+}
+
+
+def test_masked_rows(bench: Any) -> None:
+    import masked
+
+    assert [m.case.name for m in masked.MASKED] == list(VISIBLE)
+    cases = []
+    for m in masked.MASKED:
+        queries, keys = m.case.queries, m.case.keys or m.case.queries
+        mask = m.visible(torch.arange(queries)[:, None], torch.arange(keys))
+        assert mask.expand(queries, keys).sum() == VISIBLE[m.case.name]
+        few = {"batch": 1, "heads": 1, "queries": min(queries, 512)}
+        case = dataclasses.replace(m.case, **few, dtypes=("f32",))
+        cases.append(dataclasses.replace(m, case=case))
+    rows = bench.bench_masked(silent(), cases, 0.0, "")
+    passes = [(r["case"], r["pass"]) for r in rows]
+    assert len(passes) == 7
+    assert ("cache 200 of 4k D128", "backward") not in passes
+    for r in rows:
+        assert r["of_instead"] == pytest.approx(r["ours_ms"] / r["instead_ms"])
+        assert r["ratio"] == pytest.approx(r["builtin_ms"] / r["ours_ms"])
+    rows[0] |= {"of_instead": 0.26}
+    rows[1:] = [r | {"of_instead": r["at_most"]} for r in rows[1:]]
+    assert bench.above(rows) == 1
+    printed = render(bench.masked_table(rows))
+    assert all(name in printed for name in VISIBLE)
+
+
+def test_what_masked_rows_are_held_against(bench: Any) -> None:
+    """The same work without the mask: where the same keys are in sight, the same output."""
+    import masked
+
+    _, documents, cache, padding = masked.MASKED
+    for m, dim in (documents, -2), (cache, -2):
+        tensors, _ = dataclasses.replace(m.case, heads=2).inputs(torch.float32)
+        queries, keys = tensors[0].size(-2), tensors[1].size(-2)
+        mask = m.visible(torch.arange(queries)[:, None], torch.arange(keys))
+        parts = [torch.ops.attn.sdpa(*part, **options) for part, options in m.instead(tensors)]
+        expected = torch.ops.attn.sdpa(*tensors, mask)
+        torch.testing.assert_close(torch.cat(parts, dim), expected)
+    ((_, options),) = padding.instead(tensors)
+    assert not options
+    ((_, options),) = masked.MASKED[0].instead(tensors)
+    assert options == {"is_causal": True}
+
+
+FAKE_MACHINE = types.SimpleNamespace(gflops={"f32": 100.0}, per_cycle={"f32": 64.0})
+
+
+def test_share_of_the_peak_in_cycles(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from common import Case
+
+    class FakeCounter:
+        """As if each call took 80,000 cycles."""
+
+        def __init__(self) -> None:
+            self.cycles = 0
+
+        def read(self) -> int:
+            return self.cycles
+
+        def __enter__(self) -> FakeCounter:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.cycles = 0
+
+    counter = FakeCounter()
+
+    def sdpa(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        counter.cycles += 80_000
+        return torch.ops.attn.sdpa(*tensors, **options)
+
+    monkeypatch.setattr(bench, "Counter", lambda: counter)
+    monkeypatch.setattr(bench, "OPERATORS", (sdpa, bench.OPERATORS[1]))
+    cases = [Case("8x8", 1, 8, 64, passes=("forward",), dtypes=("f32",))]
+
+    def rows(counted: bool) -> list[dict[str, Any]]:
+        return bench.bench_speed(silent(), FAKE_MACHINE, cases, 0.0, "", counted)
+
+    (row,) = rows(counted=True)
+    assert row["of_peak_cycles"] == pytest.approx(4 * 8 * 64 * 64 * 64 / 80_000 / 64)
+    assert "in cycles" in render(bench.speed_table([row]))
+    (row,) = rows(counted=False)
+    assert "of_peak_cycles" not in row
+    assert "in cycles" not in render(bench.speed_table([row]))
+
+
+def test_cycles_are_read_or_it_is_said_why_not(bench: Any) -> None:
+    import cycles
+
+    reason = bench.why_no_cycles()
+    if reason:
+        clear = "no counter of cycles|perf_event_paranoid is -?[0-9]|written for|perf_event_open: "
+        assert re.search(clear, reason)
+        return
+    work = torch.randn(256, 256)
+    with cycles.Counter() as counter:
+        few, many = (cycles.cycles_of(lambda n=n: work.matrix_power(n), counter) for n in (2, 64))
+    assert 0 < few < many
+
+
+def test_counter_counts_all_threads(bench: Any) -> None:
+    """With the kernel's own clock of a thread, which needs no counter of the processor."""
+    import cycles
+
+    task_clock = (1, 1)  # PERF_TYPE_SOFTWARE, PERF_COUNT_SW_TASK_CLOCK: nanoseconds
+    begin, end = threading.Event(), threading.Event()
+
+    def spin() -> None:
+        begin.wait()
+        clock = time.thread_time()
+        while time.thread_time() - clock < 0.2:
+            pass
+        end.set()
+
+    threading.Thread(target=spin, daemon=True).start()
+    try:
+        with cycles.Counter(task_clock) as counter:
+            before, clock = counter.read(), time.process_time_ns()
+            begin.set()
+            end.wait()
+            passed, expected = counter.read() - before, time.process_time_ns() - clock
+    except cycles.UnreadableError as reason:
+        begin.set()
+        pytest.skip(f"not run: {reason}")
+    assert expected >= 0.2e9
+    assert passed == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.ENOENT, "no counter of cycles"),
+        (errno.EACCES, "perf_event_paranoid is"),
+        (errno.ENOSYS, "perf_event_open: Function not implemented"),
+    ],
+)
+def test_why_cycles_cannot_be_read(
+    bench: Any, code: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cycles
+
+    class Libc:
+        @staticmethod
+        def syscall(*_: Any) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(cycles.ctypes, "CDLL", lambda *_, **__: Libc)
+    assert reason in bench.why_no_cycles()
+
+
+# ---------------------------------------------------------------------------------------------
+# What is made of results, the committed ones among them
+
+
+def in_the_documentation() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """The result that the documentation quotes, that and the latest of peers.py, and its text."""
+    text = "".join((ROOT / name).read_text() for name in ("docs/performance.md", "README.md"))
+    (name,) = set(re.findall(r"benchmarks/results/([\w-]+)\.png", text))
+    others = max((BENCHMARKS / "results").glob("*-peers.json"))
+    files = (BENCHMARKS / "results" / f"{name}.json", others)
+    results = [json.loads(file.read_text()) for file in files]
+    return results[0], results, text
+
+
+def test_tables_are_those_of_the_documentation(bench: Any) -> None:
+    """Line by line, both ways."""
+    import tables
+
+    _, results, text = in_the_documentation()
+    printed = [line for r in results for made in tables.tables(r) for line in made.splitlines()]
+    made = {line for line in printed if line.startswith("|")}
+    section = text[text.index("## Results") : text.index("## What bounds it")]
+    written = {line for line in section.splitlines() if line.startswith("|")}
+    assert len(written) > 50
+    assert written <= made
+    assert made <= set(text.splitlines())
+
+
+def test_tables_of_what_is_new(bench: Any) -> None:
+    import tables
+
+    row = {"case": "c", "pass": "forward", "dtype": "f32", "ours_ms": 1.5, "ratio": 2.0}
+    memory = {"kind": "k", "length": 512, "ours_mib": 2.4, "builtin_mib": 10.0}
+    made = tables.tables(
+        {
+            "speed": [row | {"of_peak": 0.5, "of_peak_cycles": 0.75}],
+            "masked": [row | {"of_instead": 0.25}],
+            "memory": [memory],
+        }
+    )
+    text = "\n\n".join(made)
+    assert "of peak, in cycles" in text
+    assert "| c | forward | 1.5, 2.00x, 50%, 75% |  |  |" in text
+    assert "| c | forward | 1.5, 0.25, 2.00x |  |  |" in text
+    assert "| k | 512 | 2 | 10 |" in text
+
+
+def test_chart_of_new_and_old_results(bench: Any, tmp_path: Path) -> None:
+    import chart
+
+    old = json.loads((ROOT / "benchmarks/results/2026-11-21-amd-epyc-zen4.json").read_text())
+    lengths = {
+        (r["dtype"], r["length"], r["pass"]): r
+        for r in old["speed"]
+        if r["case"].startswith("length ")
+    }
+    speed = [r | {"dtype": d} for d in ("f32", "bf16", "f16") for r in lengths.values()]
+    kinds = ("forward and backward", "forward and backward, dropout 0.1")
+    memory = [
+        {"kind": kind, "length": n, "ours_mib": 0.0, "builtin_mib": 4.0 * n}
+        for kind in kinds
+        for n in (512, 1024)
+    ]
+    new = {**old, "speed": speed, "memory": memory, "machine": old["machine"] | {"cores": 8}}
+    rows = chart.cpu_panels(new)
+    assert [[panel.unit for panel in row] for row in rows] == [["GFLOP/s"] * 3] * 2 + [["MiB"] * 3]
+    assert "8 cores, 2 threads" in chart.title_of(new)
+    assert [len(row) for row in chart.cpu_panels(old)] == [len({d for d, *_ in lengths})] * 2
+    for result in (old, new):
+        assert chart.draw(result, tmp_path / "speed.png")
+    nothing = {**old, "speed": [], "memory": []}
+    assert not chart.draw(nothing, tmp_path / "nothing.png")
+
+
 def test_instruction_set_is_held(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     arguments = ["--quick", "--filter", "none", "--capability", "default"]
@@ -77,186 +345,3 @@ def test_instruction_set_is_held(tmp_path: Path) -> None:
 def test_peers_check_what_they_measure(peer: str) -> None:
     """The others are extras, which the tests do not need."""
     assert float(run("peers.py", "--run", peer, "8x12x128", "bf16", "2")) > 0
-
-
-# ---------------------------------------------------------------------------------------------
-# The benchmark of a GPU, run on the CPU, where the built-in has FLASH and MATH
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import gpu
-
-    yield gpu
-    for name in ("gpu", "common", "chart"):
-        sys.modules.pop(name, None)
-
-
-def gpu_cases() -> list[Any]:
-    from common import Case
-
-    half = {"dtypes": ("bf16",)}
-    return [
-        *(
-            Case(f"{c}2x3x{n} D{d}", 2, 3, n, d, causal=bool(c), **half)
-            for c in ("", "causal ")
-            for n in (32, 64)
-            for d in (16, 32)
-        ),
-        Case("decode", 2, 4, 1, 16, keys=512, kv_heads=2, passes=("forward",), **half),
-        Case("bool mask", 2, 3, 32, mask="bool", **half),
-        Case("mask gradient", 2, 3, 32, mask="grad", passes=("backward",), **half),
-        Case("dropout", 2, 3, 32, dropout=0.1, **half),
-        Case("twice", 2, 3, 32, passes=("double backward",), dtypes=("f32",)),
-    ]
-
-
-def run_on_cpu(gpu: Any, cases: list[Any], **options: Any) -> str:
-    from common import wall_clock
-
-    console = Console(width=150, file=io.StringIO())
-    defaults = {"seconds": 0.0, "limit": 100.0, "device": "cpu", "clock": wall_clock, "size": 64}
-    gpu.main(console, cases, **(defaults | options))
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-PEAKS = {"peak_tflops": {"f32": 1.0, "bf16": 1.0, "f16": 1.0}, "read_gbytes": 1.0}
-
-
-def render(table: Any) -> str:
-    console = Console(width=150, file=io.StringIO())
-    console.print(table)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_gpu_bench(gpu: Any, tmp_path: Path) -> None:
-    results, chart = tmp_path / "new" / "results.json", tmp_path / "speed.png"
-    printed = run_on_cpu(gpu, gpu_cases(), json=results, chart=chart)
-    written = json.loads(results.read_text())
-    assert {"f32", "bf16", "f16"} == set(written["machine"]["peak_tflops"])
-    rows = {(r["case"], r["pass"]): r for r in written["speed"]}
-    assert len(rows) == 16 + 1 + 2 + 1 + 2 + 1
-    for (case, which), r in rows.items():
-        assert {"attn", "MATH"} <= set(r["ms"]), case
-        assert {"EFFICIENT", "CUDNN"} <= set(r["refused"]), "the CPU has none"
-        assert set(r["ratio"]) == set(r["ms"]) - {"attn"}
-        for name, ratio in r["ratio"].items():
-            assert ratio == pytest.approx(r["ms"][name] / r["ms"]["attn"])
-        takes_flash = case not in ("mask gradient", "dropout", "twice")
-        assert ("FLASH" in r["ms"]) == takes_flash
-        assert ("FLASH det." in r["ms"]) == (takes_flash and which == "backward")
-    forward, backward = rows["causal 2x3x64 D32", "forward"], rows["causal 2x3x64 D32", "backward"]
-    flops = 4 * 2 * 3 * 64 * 64 * 32 / 2
-    assert forward["tflops"]["FLASH"] == pytest.approx(flops / forward["ms"]["FLASH"] / 1e9)
-    assert backward["tflops"]["attn"] == pytest.approx(2.5 * flops / backward["ms"]["attn"] / 1e9)
-    assert forward["floors"] == {"FLASH": 0.9}
-    assert backward["floors"] == {"FLASH": 0.7, "FLASH det.": 0.9}
-    masked = rows["bool mask", "forward"]
-    assert masked["floors"] == {min(masked["ratio"], key=masked["ratio"].get): 1.0}
-    assert rows["mask gradient", "backward"]["floors"] == {"MATH": 1.0}
-    decode = rows["decode", "forward"]
-    assert decode["gbytes"] == pytest.approx(2 * 2 * 2 * 512 * 16 * 2 / decode["ms"]["attn"] / 1e6)
-    assert rows["twice", "double backward"]["floors"] == {"MATH": 1.0}
-    assert "derivative" in rows["twice", "double backward"]["refused"]["FLASH"]
-    assert "23/23 twice double backward f32" in printed
-    assert "of 21 rows below a floor" in printed, "without dropout, which FLASH refuses on the CPU"
-    assert chart.read_bytes().startswith(b"\x89PNG")
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_gpu_cases(gpu: Any) -> None:
-    """All shapes, without data."""
-    from common import jobs_of
-
-    for cases in (gpu.CASES, gpu.QUICK):
-        jobs = [(case.name, which, name) for case, which, name in jobs_of(cases, "")]
-        assert len(set(jobs)) == len(jobs)
-    printed = run_on_cpu(gpu, gpu.QUICK, device="meta", clock=lambda function, repeat: 1e-3)
-    assert f"{len(jobs)}/{len(jobs)} " in printed
-    assert "0 of" in printed, "equal times are above every floor"
-
-
-def test_gpu_bench_that_is_cut(gpu: Any, tmp_path: Path) -> None:
-    from common import wall_clock
-
-    results = tmp_path / "results.json"
-
-    def cut(function: Callable[[], Any], repeat: int) -> float:
-        if results.exists() and len(json.loads(results.read_text())["speed"]) == 2:
-            raise KeyboardInterrupt
-        return wall_clock(function, repeat)
-
-    with pytest.raises(KeyboardInterrupt):
-        run_on_cpu(gpu, gpu_cases(), json=results, clock=cut)
-    assert len(json.loads(results.read_text())["speed"]) == 2
-    assert "23 rows not measured" in run_on_cpu(gpu, gpu_cases(), json=results, limit=-1.0)
-
-
-def test_gpu_bench_without_memory(gpu: Any) -> None:
-    """What runs alone but not beside the others is left out, the last first."""
-    from common import wall_clock
-
-    calls = 0
-
-    def clock(function: Callable[[], Any], repeat: int) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return wall_clock(function, repeat)
-
-    row = gpu.measure(gpu_cases()[0], "forward", "bf16", PEAKS, 0.0, "cpu", clock)
-    assert set(row["ms"]) == {"attn", "FLASH"}
-    assert row["refused"]["MATH"] == gpu.NO_MEMORY
-    assert "memory" in render(gpu.table([row]))
-
-
-def test_gpu_bench_says_that_ours_failed(gpu: Any, tmp_path: Path) -> None:
-    from common import Case
-
-    results = tmp_path / "results.json"
-    wrong = Case("wrong", 1, 4, 16, kv_heads=3, passes=("forward",), dtypes=("f32",))
-    with pytest.raises(SystemExit, match="wrong forward f32"):
-        run_on_cpu(gpu, [wrong], json=results)
-    (row,) = json.loads(results.read_text())["speed"]
-    assert "enable_gqa" in row["refused"]["attn"]
-    assert "failed" in render(gpu.table([row]))
-
-
-def test_gpu_floors(gpu: Any) -> None:
-    case, *_ = gpu_cases()
-    ms = {"attn": 1.0, "FLASH": 0.85, "FLASH det.": 0.95, "MATH": 5.0}
-    row = {
-        "case": case.name,
-        "pass": "backward",
-        "dtype": "bf16",
-        "ms": ms,
-        "spread": {},
-        "refused": {"CUDNN": "no"},
-        "ratio": {who: t for who, t in ms.items() if who != "attn"},
-        "floors": gpu.floors(case, "backward", ms),
-    }
-    assert gpu.missed(row) == []
-    row["floors"] = gpu.floors(case, "forward", ms)
-    assert gpu.missed(row) == ["FLASH"]
-    assert "0.85 < 0.9" in render(gpu.table([row]))
-
-
-@pytest.mark.skipif(on_gpu, reason="there is a GPU")
-def test_without_a_gpu() -> None:
-    command = [sys.executable, str(BENCHMARKS / "bench.py"), "--device", "cuda"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 2
-    assert "no GPU" in process.stderr
-
-
-@pytest.mark.skipif(not on_gpu, reason="not run: no GPU, or no CUDA in torch or torch_attn")
-def test_on_a_gpu(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    run("bench.py", "--quick", "--filter", "decode 32:8 1 x 16k", "--json", str(results))
-    written = json.loads(results.read_text())
-    assert written["machine"]["gpu"] == torch.cuda.get_device_name()
-    (row,) = written["speed"]
-    assert {"attn", "FLASH", "MATH"} <= set(row["ms"])
-    assert 0 < row["of_peak"] < 1.2

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from _variants import ROOT, changed_sources
+
 COMPILER = shutil.which("g++") or "g++"
 # The fibers switch stacks with a few instructions of x86.
 needs_x86 = pytest.mark.skipif(
@@ -56,6 +57,31 @@ MUTATIONS = {
         "      wait_for_copies<0>();\n      __syncthreads();  // the keys",
         "      __syncthreads();  // the keys",
     ),
+    "a mask is taken for one that hides all": (
+        "cuda/scores_mma.cuh",
+        "return some != 0;",
+        "return some == 0;",
+    ),
+    "tiles that the mask hides are computed": (
+        "cuda/scores_mma.cuh",
+        "return some != 0;",
+        "return true;",
+    ),
+    "one thread says what the mask hides": (
+        "cuda/forward_mma.cuh",
+        "__syncthreads_or(key >= task.last_key || shows_some())",
+        "__syncthreads_or(key >= task.last_key || (threadIdx.x == 0 && shows_some()))",
+    ),
+    "the mask of the next tile is added": (
+        "cuda/forward_mma.cuh",
+        "read_mask(mask, key + kKeys);",
+        "read_mask(mask, key + 2 * kKeys);",
+    ),
+    "without tensor cores, tiles that the mask hides are computed": (
+        "cuda/scores_simt.cuh",
+        "return __syncthreads_or(some);",
+        "return true;",
+    ),
     "K is read before all threads have copied": (
         "cuda/forward_mma.cuh",
         "      __syncthreads();  // the keys are there, and the last values have been read\n",
@@ -69,14 +95,24 @@ MUTATIONS = {
     "rows of A": ("cuda/mma.cuh", "row + lane % 16, 2 * k + lane / 16", "row + lane % 16, 2 * k"),
     "columns of B": ("cuda/mma.cuh", "2 * k + lane / 8 % 2", "2 * k + lane / 16"),
     "rows of V": ("cuda/mma.cuh", "row + lane % 16, chunk + lane / 16", "row + lane % 8, chunk"),
+    "words of results stay with their lanes": (
+        "cuda/mma.cuh",
+        "for (int step = 1; step < 4; step *= 2)",
+        "for (int step = 1; step < 2; step *= 2)",
+    ),
+    "a row past the end is written": (
+        "cuda/mma.cuh",
+        "if (there && col < cols)",
+        "if (col < cols)",
+    ),
     "columns of C": ("cuda/mma.cuh", "return 8 * n + 2 * place;", "return 8 * n + place;"),
     "weights of the wrong rows": ("cuda/forward_mma.cuh", "a[t][1] = pack", "a[t][2] = pack"),
     "maximum of two lanes of four": (
         "cuda/forward_mma.cuh",
-        "        best = max_number(__shfl_xor_sync(~0u, best, 2), best);\n",
-        "",
+        "lanes < 4; lanes *= 2)\n#pragma unroll\n      for (float& b : best)",
+        "lanes < 2; lanes *= 2)\n#pragma unroll\n      for (float& b : best)",
     ),
-    "sums are not corrected": ("cuda/forward_mma.cuh", "sum = sum * factor", "sum = sum"),
+    "sums are not corrected": ("cuda/forward_mma.cuh", "sum = sum * factor[r]", "sum = sum"),
     "tiles are overwritten while read": (
         "cuda/scores_simt.cuh",
         "      __syncthreads();  // what is in shared memory has been read\n",
@@ -92,30 +128,40 @@ MUTATIONS = {
         "smaller(limit, positions.last)",
         "smaller(limit, positions.last - 1)",
     ),
+    "backward: what is known of the next rows is stored while that of these is read": (
+        "cuda/backward_mma.cuh",
+        "store_row(shared.rows[stage ^ 1], tile.first",
+        "store_row(shared.rows[stage], tile.first",
+    ),
+    "backward: statistics of the rows before": (
+        "cuda/backward_mma.cuh",
+        "shared.first_row + number + ",
+        "shared.first_row + ",
+    ),
     "backward: rows are read before they have arrived": (
         "cuda/backward_mma.cuh",
-        "        wait_for_copies<0>();\n        __syncthreads();  // the rows are there",
-        "        __syncthreads();  // the rows are there",
-    ),
-    "backward: rows are read before all threads have copied": (
-        "cuda/backward_mma.cuh",
-        "        __syncthreads();  // the rows are there, and those before have been read\n",
-        "",
-    ),
-    "backward: rows are copied before it is known where they lie": (
-        "cuda/backward_mma.cuh",
-        "          __syncthreads();  // it is known where the next rows lie\n",
-        "",
+        "        wait_for_copies<0>();\n        tile = first_shown_rows",
+        "        tile = first_shown_rows",
     ),
     "backward: keys are read before they have arrived": (
         "cuda/backward_mma.cuh",
-        "      wait_for_copies<0>();\n      __syncthreads();  // the keys are there",
-        "      __syncthreads();  // the keys are there",
+        "      wait_for_copies<0>();\n      key = first_shown_key",
+        "      key = first_shown_key",
     ),
-    "backward: keys are read before all threads have copied": (
+    "backward: rows and keys are read before all threads have copied": (
         "cuda/backward_mma.cuh",
-        "      __syncthreads();  // the keys are there, and those before have been read\n",
-        "",
+        "    else\n      __syncthreads();\n    return tile;",
+        "    return tile;",
+    ),
+    "backward: the mask of other rows": (
+        "cuda/backward_mma.cuh",
+        "return rows.in_mask[i]; }",
+        "return rows.in_mask[i ^ 1]; }",
+    ),
+    "backward without tensor cores: a mask is taken for one that hides all": (
+        "cuda/scores_simt.cuh",
+        "some |= bias != -infinity<T>();",
+        "some |= false && bias == 0;",
     ),
     "backward: tiles are overwritten by the next group of heads": (
         "cuda/backward_mma.cuh",
@@ -134,13 +180,23 @@ MUTATIONS = {
     ),
     "backward: rows that see the first key are skipped": (
         "cuda/backward_mma.cuh",
-        "last = first + kOther;",
-        "last = first + 1;",
+        "(seen.first - tile.first.position) / kOther * kOther",
+        "(seen.first - tile.first.position) + kOther",
     ),
     "backward: delta of other rows": (
         "cuda/backward_mma.cuh",
-        "[&](float& slope, int i, int, int, int) { slope -= rows.delta[i]; }",
-        "[&](float& slope, int, int j, int, int) { slope -= rows.delta[j % 16]; }",
+        "slope -= rows.of_row[i].delta",
+        "slope -= rows.of_row[i ^ 1].delta",
+    ),
+    "backward: delta of other rows, where sums begin with it": (
+        "cuda/backward_mma.cuh",
+        "slope = -rows.of_row[i].delta",
+        "slope = -rows.of_row[i ^ 1].delta",
+    ),
+    "backward: values of hidden keys come through": (
+        "cuda/backward_mma.cuh",
+        "compute_ds(x, dx, rows, kept, hides || !whole)",
+        "compute_ds(x, dx, rows, kept, false)",
     ),
     "backward without tensor cores: the next rows are chosen while these are read": (
         "cuda/backward_simt.cuh",
@@ -149,8 +205,8 @@ MUTATIONS = {
     ),
     "backward without tensor cores: tiles on the diagonal are skipped": (
         "cuda/backward_simt.cuh",
-        "if (any_visible(p, task.positions, {task.first_key, task.last_key})) add_tile",
-        "if (all_visible(p, task.positions, {task.first_key, task.last_key})) add_tile",
+        "return any_visible(p, task.positions",
+        "return all_visible(p, task.positions",
     ),
     "backward without tensor cores: dropped weights have no share in the gradient of scores": (
         "cuda/backward_simt.cuh",
@@ -165,12 +221,8 @@ MUTATIONS = {
 def test_mutation_is_found(mutation: str, tmp_path: Path) -> None:
     """An error put into a kernel gives a wrong result or a message, with one order of threads."""
     file, right, wrong = MUTATIONS[mutation]
-    csrc = tmp_path / "csrc"
     # the stand-in has its own ones of these
-    shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("ptx.cuh", "device.h"))
-    source = (csrc / file).read_text()
-    assert source.count(right) == 1, f"{file} has changed: {right!r}"
-    (csrc / file).write_text(source.replace(right, wrong))
+    csrc = changed_sources(tmp_path, file, {right: wrong}, "ptx.cuh", "device.h")
     programs = {
         "backward": "check_backward",
         "backward without tensor cores": "check_backward_simt",

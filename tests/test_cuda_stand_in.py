@@ -29,6 +29,7 @@ TESTS = {
     "tests/test_nan.py": 901,
     "tests/test_dropout.py": 75,
     "tests/test_derivatives.py": 300,
+    "tests/test_hidden_tiles.py": 62,
     "tests/test_validate.py": 439,
 }
 WITHOUT_KERNELS = ["-k", "not operator and not gradient"]  # of tests/test_validate.py

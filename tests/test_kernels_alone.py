@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from _variants import ROOT, changed_sources
+
 CPU = ROOT / "csrc" / "cpu"
 ARM = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64")
@@ -63,13 +64,10 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", ["", *MUTATIONS])
 def test_errors_are_found(name: str, tmp_path: Path) -> None:
     assert NATIVE
-    csrc = tmp_path / "csrc"
-    shutil.copytree(ROOT / "csrc", csrc)
+    csrc = ROOT / "csrc"
     if name:
         file, right, wrong = MUTATIONS[name]
-        text = (csrc / file).read_text()
-        assert text.count(right) == 1, f"{file} has changed: {right!r}"
-        (csrc / file).write_text(text.replace(right, wrong))
+        csrc = changed_sources(tmp_path, file, {right: wrong})
     program = compiled(NATIVE, csrc, ["default"], tmp_path / "check")
     assert (run(program, "default") == "default: right\n") == (not name)
 
@@ -88,13 +86,7 @@ WINDOW = {
 @pytest.mark.parametrize("window", [1, 37, 100])
 def test_both_ends_of_what_is_visible(window: int, tmp_path: Path) -> None:
     assert NATIVE
-    csrc = tmp_path / "csrc"
-    shutil.copytree(ROOT / "csrc", csrc)
-    text = (csrc / "score.h").read_text()
-    for right, windowed in WINDOW.items():
-        assert text.count(right) == 1, f"score.h has changed: {right!r}"
-        text = text.replace(right, windowed)
-    (csrc / "score.h").write_text(text)
+    csrc = changed_sources(tmp_path, "score.h", WINDOW)
     option = f"-DATTN_WINDOW={window}"
     program = compiled(NATIVE, csrc, ["default"], tmp_path / "check", option)
     assert run(program, "default") == "default: right\n"

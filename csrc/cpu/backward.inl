@@ -257,12 +257,12 @@ struct Backward {
         fill_zero(b.tdx, keys * kRowTile);
     }
     const Vec<T> zero{};
-    const ScoreFunction<T> score = score_of_tile<T>(p);
+    const T slope = log2_slope<T>(p);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       const Vec<T> delta = load<T>(state.delta + lane);
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = state.logsumexp->template weight<F>(rounded_score(load<T>(b.x + at), score), lane);
+        const Vec<T> weight = state.logsumexp->template weight<F>(load<T>(b.x + at), slope, lane);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
         // by selection: nothing of a masked key or its value may come through, not even a NaN
         const auto masked = weight == zero;

@@ -16,8 +16,9 @@ struct Decode {
   // the forward (a row with one key) is then exactly 1 again.
   static bool takes(const ForwardParams& p) { return p.rows() <= kRows && !p.logsumexp; }
 
-  // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once.
-  static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 2 / R); }
+  // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once. An
+  // even number, for load_two.
+  static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 4 / R * 2); }
 
   struct Buffers {
     RowTile* rows;
@@ -74,7 +75,17 @@ struct Decode {
     for (int64_t j = 0; j < keys; ++j) {
       const S* const key = rows.row(first + j);
       Vec<T> sum[R] = {};
-      for (int64_t d = 0; d < whole; d += W) {
+      int64_t d = 0;
+      for (; d + 2 * W <= whole; d += 2 * W) {
+        Vec<T> k0, k1;
+        load_two<T>(key + d, k0, k1);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          sum[r] += load<T>(query + r * ld_query + d) * k0;
+          sum[r] += load<T>(query + r * ld_query + d + W) * k1;
+        }
+      }
+      if (d < whole) {
         const Vec<T> k = load_as<T>(key + d);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sum[r] += load<T>(query + r * ld_query + d) * k;
@@ -104,36 +115,72 @@ struct Decode {
   template <int R, int N, class S>
   static void average(const WholeVectors<S>& rows, int64_t col, int64_t keys, const T* x, const T* correction,
                       T* output, int64_t ld_output) {
-    Vec<T> sum[R][N] = {};
-    for (int64_t j = 0; j < keys; ++j) {
+    constexpr int kChains = R * N <= 2 ? 4 : 1;  // sums side by side: one has to wait for its last step
+    Vec<T> sum[kChains][R][N] = {};
+    const auto add = [&](int64_t j, int chain) {
       const S* const value = rows.row(j) + col;
       Vec<T> v[N];
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) v[n] = load_as<T>(value + n * W);
+      for (int n = 0; n + 1 < N; n += 2) load_two<T>(value + n * W, v[n], v[n + 1]);
+      if constexpr (N % 2 == 1) v[N - 1] = load_as<T>(value + (N - 1) * W);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) sum[r][n] += x[r * kKeyTile + j] * v[n];
-    }
+        for (int n = 0; n < N; ++n) sum[chain][r][n] += x[r * kKeyTile + j] * v[n];
+    };
+    int64_t j = 0;
+    for (; j + kChains <= keys; j += kChains)
+#pragma GCC unroll 4
+      for (int chain = 0; chain < kChains; ++chain) add(j + chain, chain);
+    for (; j < keys; ++j) add(j, 0);
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) {
+        for (int chain = 1; chain < kChains; ++chain) sum[0][r][n] += sum[chain][r][n];
         T* at = output + r * ld_output + n * W;
-        store<T>(at, load<T>(at) * correction[r] + sum[r][n]);
+        store<T>(at, load<T>(at) * correction[r] + sum[0][r][n]);
       }
   }
 
-  // Calls f(std::integral_constant<int, N>, first) for groups of N = kMost, kMost / 2, ... 1 of `count`.
+  // Calls f(std::integral_constant<int, N>, first) for groups of N = kMost of `count`, and for the rest of them.
   template <int kMost, class F>
-  static ATTN_INLINE void each_group(int64_t count, F f, int64_t first = 0) {
+  static ATTN_INLINE void each_group(int64_t count, F f) {
+    int64_t first = 0;
     for (; first + kMost <= count; first += kMost) f(std::integral_constant<int, kMost>(), first);
-    if constexpr (kMost > 1) each_group<kMost / 2>(count, f, first);
+    if constexpr (kMost > 1) rest<kMost - 1>(count - first, first, f);
+  }
+  template <int N, class F>
+  static ATTN_INLINE void rest(int64_t count, int64_t first, F f) {
+    if (count == N) return f(std::integral_constant<int, N>(), first);
+    if constexpr (N > 1) rest<N - 1>(count, first, f);
+  }
+
+  // Whether rows are read as they lie.
+  static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
+
+  // Whether load_two takes even and odd numbers of the rows apart. Then what they are multiplied with, or added to, is
+  // in the same order, but for a last vector without a second one: apart() makes it so, and together() the way back.
+  static bool takes_turns(const Operand& x, int64_t cols) { return x.dtype == DType::bf16 && in_place(x, cols); }
+  static void apart(T* row, int64_t cols) {
+    for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
+      T turns[2 * W];
+      __builtin_memcpy(turns, row + d, sizeof turns);
+      for (int i = 0; i < 2 * W; ++i) row[d + i % 2 * W + i / 2] = turns[i];
+    }
+  }
+  static void together(T* row, int64_t cols) {
+    for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
+      T halves[2 * W];
+      __builtin_memcpy(halves, row + d, sizeof halves);
+      for (int i = 0; i < 2 * W; ++i) row[d + i] = halves[i % 2 * W + i / 2];
+    }
   }
 
   // Calls f(WholeVectors) with the rows of a block as they lie, or packed if they cannot be read so.
   template <class F>
-  static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, F f) {
+  static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, bool in_place,
+                                    F f) {
     const bool ends_within = cols % W != 0;
-    const auto in_place = [&](auto storage) {
+    const auto as_they_lie = [&](auto storage) {
       using S = decltype(storage);
       const S* data = reinterpret_cast<const S*>(block.data);
       if (!ends_within) return f(WholeVectors<S>{data, block.row, -1, nullptr});
@@ -141,13 +188,13 @@ struct Decode {
       __builtin_memcpy(copy, data + (rows - 1) * block.row, static_cast<size_t>(cols) * sizeof(S));
       f(WholeVectors<S>{data, block.row, rows - 1, copy});
     };
-    if (block.col == 1 && (!ends_within || block.row >= W)) {
+    if (in_place) {
       if constexpr (sizeof(T) == 8) {
-        return in_place(double());
+        return as_they_lie(double());
       } else {
-        if (block.dtype == DType::f32) return in_place(float());
-        if (block.dtype == DType::bf16) return in_place(BFloat16());
-        return in_place(Half());
+        if (block.dtype == DType::f32) return as_they_lie(float());
+        if (block.dtype == DType::bf16) return as_they_lie(BFloat16());
+        return as_they_lie(Half());
       }
     }
     pack_rows<T>(tile, ld, block, rows, cols);
@@ -161,26 +208,34 @@ struct Decode {
     const int64_t n = own.n, key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
     rows.set(p, n, own.first_head, 0, p.rows());
     rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, b.query, b.ld_key);
+    if (takes_turns(p.key, p.head_dim))
+      for (int64_t r = 0; r < rows.count; ++r) apart(b.query + r * b.ld_key, p.head_dim / W * W);
     fill_zero(b.output, kRows * b.ld_value);
     T maximum[kRows], sum[kRows] = {}, correction[kRows];
     for (T& m : maximum) m = -kInfinity<T>;
 
+    Block masks[kRows];
+    if (p.has_mask)
+      for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, n, rows.head[r], rows.position[r]);
+
+    const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
     const Range all_keys = Forward<Singles<T>>::keys_of_split(p, own, rows.positions);
     for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
-      const int64_t keys = smaller(kKeyTile, all_keys.last - key);
-      if (!read_mask(p, b, key, keys)) continue;
-      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, [&](const auto& key_rows) {
-        for (int64_t j = 0; j < keys; j += W)
-          each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
-            dot<r()>(key_rows, j, smaller(W, keys - j), p.head_dim, b.query + row * b.ld_key, b.ld_key, b.sums,
-                     ScoreFunction<T>::of(p), b.x + row * kKeyTile + j);
-          });
-      });
+      const int64_t keys = read_mask(p, b, masks, key, smaller(kKeyTile, all_keys.last - key));
+      if (keys == 0) continue;
+      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, in_place(p.key, p.head_dim),
+                [&](const auto& key_rows) {
+                  for (int64_t j = 0; j < keys; j += W)
+                    each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
+                      dot<r()>(key_rows, j, smaller(W, keys - j), p.head_dim, b.query + row * b.ld_key, b.ld_key,
+                               b.sums, score, b.x + row * kKeyTile + j);
+                    });
+                });
       hide_keys(p, b, key, keys);
       if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value,
-                [&](const auto& value_rows) {
+                in_place(p.value, p.value_dim), [&](const auto& value_rows) {
                   each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
                     each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {
                       average<r(), vectors()>(value_rows, first * W, keys, b.x + row * kKeyTile, correction + row,
@@ -196,30 +251,36 @@ struct Decode {
       output = Forward<Singles<T>>::partial_output(p, own.split);
       logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * own.split * number_of_rows(p);
     }
+    if (takes_turns(p.value, p.value_dim))
+      for (int64_t r = 0; r < rows.count; ++r) together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
       Forward<Singles<T>>::write_row(p, {n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r],
                                      sum[r], output, {}, logsumexp, nullptr);
   }
 
-  // Reads the rows' masks. Returns whether some row sees some key; where none does, nothing else is read.
-  static bool read_mask(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {
-    if (!p.has_mask) return true;
-    const RowTile& rows = *b.rows;
-    const auto mask_of = [&](int64_t r) { return block_of(p, p.mask, rows.n, rows.head[r], rows.position[r], key); };
-    if (mask_in_bits(p.mask)) {
-      uint64_t some = 0;
-      for (int64_t r = 0; r < rows.count; ++r)
-        some |= visible_bits(reinterpret_cast<const uint8_t*>(mask_of(r).data), keys);
-      if (some == 0) return false;
-    }
+  // Reads the rows' masks at the keys [key, key + keys). Returns how many of the keys are left without those at the end
+  // that no row sees; of these nothing else is read.
+  static int64_t read_mask(const ForwardParams& p, const Buffers& b, const Block* masks, int64_t key, int64_t keys) {
+    if (!p.has_mask) return keys;
+    Block tile[kRows];
     bool visible = false;
-    for (int64_t r = 0; r < rows.count; ++r) {
-      T* bias = b.bias + r * kKeyTile;
-      pack_rows<T>(bias, kKeyTile, mask_of(r), 1, keys);
-      for (int64_t j = keys; j < round_up(keys, W); ++j) bias[j] = -kInfinity<T>;
-      for (int64_t j = 0; j < keys && !visible; j += W) visible = any(load<T>(bias + j) != splat<T>(-kInfinity<T>));
+    for (int64_t r = 0; r < p.rows(); ++r) {
+      tile[r] = masks[r];
+      tile[r].data += key * p.mask.col * size_of(p.mask.dtype);
+      visible |= mask_in_bits(p.mask) ? visible_bits(reinterpret_cast<const uint8_t*>(tile[r].data), keys) != 0
+                                      : any_visible_number<T>(tile[r], keys);
     }
-    return visible;
+    if (!visible) return 0;
+    int64_t seen = 0;
+    for (int64_t r = 0; r < p.rows(); ++r) {
+      T* bias = b.bias + r * kKeyTile;
+      pack_rows<T>(bias, kKeyTile, tile[r], 1, keys);
+      for (int64_t j = keys; j < round_up(keys, W); ++j) bias[j] = -kInfinity<T>;
+      int64_t last = keys;
+      while (last > seen && bias[last - 1] == -kInfinity<T>) --last;
+      seen = last;
+    }
+    return seen;
   }
 
   static void hide_keys(const ForwardParams& p, const Buffers& b, int64_t key, int64_t keys) {
@@ -243,6 +304,7 @@ struct Decode {
   // by.
   static void softmax(const ForwardParams& p, const Buffers& b, int64_t r, int64_t keys, T& maximum, T& sum,
                       T& correction) {
+    const T slope = log2_slope<T>(p);
     T* x = b.x + r * kKeyTile;
     for (int64_t j = keys; j < round_up(keys, W); ++j) x[j] = -kInfinity<T>;
     Vec<T> best = splat<T>(maximum);
@@ -250,11 +312,11 @@ struct Decode {
     T top = best[0];
     for (int i = 1; i < W; ++i) top = best[i] > top ? best[i] : top;
     const T shift = top == -kInfinity<T> ? 0 : top;
-    correction = exp<T>(splat<T>(maximum - shift))[0];
+    correction = exp2<T>(splat<T>(maximum - shift) * slope)[0];
     maximum = top;
     Vec<T> total{};
     for (int64_t j = 0; j < keys; j += W) {
-      const Vec<T> weight = exp<T>(load<T>(x + j) - shift);
+      const Vec<T> weight = exp2<T>((load<T>(x + j) - shift) * slope);
       total += weight;
       store<T>(x + j, weight);
     }

@@ -1,72 +1,60 @@
-// The exponential function of vectors.
+// Powers of 2 of vectors.
 #pragma once
 
 #include "cpu/simd.inl"
 
 namespace attn::ATTN_ISA {
 
+constexpr double kLog2E = 1.4426950408889634074;
+
+// How a number is stored, and a polynomial: 2^r = 1 + r p(r) for |r| <= 1/2, the highest power first.
 template <class T>
-struct ExpConstants;
+struct Exp2Constants;
 template <>
-struct ExpConstants<float> {
+struct Exp2Constants<float> {
   static constexpr int mantissa_bits = 23;
   static constexpr int exponent_bias = 127;
   static constexpr float round_magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  static constexpr float ln2_high = 0.693359375f;    // few bits, so that n * ln2_high is exact
-  static constexpr float ln2_low = -2.12194440e-4f;
-  static constexpr float exp_lowest = -87.3365f;  // exp() of less is not a normal number; returned as 0
-  // exp(r) = 1 + r + r^2 p(r), |r| <= ln(2) / 2; minimax coefficients of Cephes' expf, highest power first
-  static constexpr float exp_poly[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
-                                       4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  // minimax coefficients of Cephes' exp2f
+  static constexpr float poly[] = {1.535336188319500e-4f, 1.339887440266574e-3f, 9.618437357674640e-3f,
+                                   5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f};
 };
 template <>
-struct ExpConstants<double> {
+struct Exp2Constants<double> {
   static constexpr int mantissa_bits = 52;
   static constexpr int exponent_bias = 1023;
   static constexpr double round_magic = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr double ln2_high = 6.93145751953125e-1;
-  static constexpr double ln2_low = 1.42860682030941723212e-6;
-  static constexpr double exp_lowest = -708.396;
-  // the Taylor series to r^13: what is left out is below 2^-57 for |r| <= ln(2) / 2
-  static constexpr double exp_poly[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800,
-                                        1.0 / 362880,     1.0 / 40320,     1.0 / 5040,     1.0 / 720,
-                                        1.0 / 120,        1.0 / 24,        1.0 / 6,        1.0 / 2};
+  // the Taylor series, ln(2)^k / k!, to r^13: what is left out is below 2^-57
+  static constexpr double poly[] = {1.3691488853904129e-12, 2.5678435993488201e-11, 4.4455382718708115e-10,
+                                    7.0549116208011234e-9,  1.0178086009239699e-7,  1.3215486790144310e-6,
+                                    1.5252733804059841e-5,  1.5403530393381610e-4,  1.3333558146428443e-3,
+                                    9.6181291076284772e-3,  5.5504108664821580e-2,  2.4022650695910072e-1,
+                                    6.9314718055994531e-1};
 };
 
-// 2^x for x <= 0 by a polynomial of the degree, defined where kHasExp2 is true.
+// 2^x for x <= 127 by a polynomial of the degree, defined where kHasExp2 is true.
 template <int kDegree>
 Vec<float> exp2_of_degree(Vec<float>);
 
-constexpr float kLog2E = 1.4426950408889634074f;
-
-// e^x within 1 ulp for x <= 88 (709); 0 where the result is not a normal number; NaN stays NaN.
-// x = n ln(2) + r with n an integer, e^x = 2^n e^r.
+// 2^x within 1 ulp for x <= 127 (1023), exactly 1 for 0; 0 where the result is not a normal number, or hardly is one;
+// NaN stays NaN. x = n + r with n an integer, 2^x = 2^n 2^r. If x is a product, compilers contract it with the sums.
 template <class T>
-ATTN_INLINE Vec<T> exp(Vec<T> x) {
-  using F = ExpConstants<T>;
-  using U = Vec<UInt<T>>;
-  const Vec<T> shifted = x * static_cast<T>(1.4426950408889634074) + F::round_magic;
-  const Vec<T> n = shifted - F::round_magic;
-  Vec<T> r = x - n * F::ln2_high;
-  r = r - n * F::ln2_low;
-  Vec<T> p = splat<T>(F::exp_poly[0]);
-#pragma GCC unroll 16
-  for (size_t i = 1; i < sizeof(F::exp_poly) / sizeof(T); ++i) p = p * r + F::exp_poly[i];
-  p = (p * (r * r) + r) + static_cast<T>(1);  // in this order, the last rounding is the only one that counts
-  // the low bits of `shifted` hold n: move n + bias into the exponent field
-  const U two_to_n = (bit_cast<U>(shifted) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;
-  return x < F::exp_lowest ? Vec<T>{} : p * bit_cast<Vec<T>>(two_to_n);
-}
-
-// e^x for x <= 0, exactly 1 for 0; 0 where the result is not a normal number; NaN stays NaN. As 2^(x log2(e)) where the
-// instruction set has the powers of 2 (kHasExp2): that takes fewer instructions.
-template <class T>
-ATTN_INLINE Vec<T> exp_of_nonpositive(Vec<T> x) {
+ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   if constexpr (kHasExp2 && sizeof(T) == 4) {
-    const Vec<T> power = x * kLog2E;
-    return power < -126.0f ? Vec<T>{} : exp2_of_degree<6>(power);
+    return x < -126.0f ? Vec<T>{} : exp2_of_degree<6>(x);
   } else {
-    return exp<T>(x);
+    using F = Exp2Constants<T>;
+    using U = Vec<UInt<T>>;
+    const Vec<T> shifted = x + F::round_magic;
+    const Vec<T> n = shifted - F::round_magic;
+    const Vec<T> r = x - n;
+    Vec<T> p = splat<T>(F::poly[0]);
+#pragma GCC unroll 16
+    for (size_t i = 1; i < sizeof(F::poly) / sizeof(T); ++i) p = p * r + F::poly[i];
+    p = p * r + static_cast<T>(1);
+    // the low bits of `shifted` hold n: move n + bias into the exponent field
+    const U two_to_n = (bit_cast<U>(shifted) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;
+    return n < static_cast<T>(2 - F::exponent_bias) ? Vec<T>{} : p * bit_cast<Vec<T>>(two_to_n);
   }
 }
 

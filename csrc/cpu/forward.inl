@@ -1,6 +1,7 @@
 // O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
-// 2021; Dao et al., FlashAttention, 2022). Per row the running maximum m and sum l are kept; when a tile raises m,
-// what was accumulated before is multiplied by exp(m_old - m_new).
+// 2021; Dao et al., FlashAttention, 2022). Per row a reference m and the sum l of the weights exp(x - m) are kept. m is
+// the largest score so far or a little less; where a tile raises it, what was accumulated before is multiplied by
+// exp(m_old - m_new).
 #pragma once
 
 #include "cpu/dropout.inl"
@@ -13,14 +14,15 @@ template <class F>
 struct Forward {
   using T = typename F::Number;
   static constexpr int W = kLanes<T>;
+  static constexpr T kLag = 8;  // see softmax()
 
   // Per tile of rows, kept while the keys pass.
   struct RowState {
     RowTile rows;
-    bool started;  // some keys were seen: maximum, sum and output_t hold values
+    bool started;  // some keys were seen: reference, sum and output_t hold values
     T* query_t;    // [slots of E][kRowTile]
     T* output_t;   // [Ev][kRowTile]
-    T* maximum;    // [kRowTile]
+    T* reference;  // [kRowTile]
     T* sum;
   };
   struct Buffers {
@@ -52,31 +54,31 @@ struct Forward {
         RowState& state = base ? states[t] : measured;
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.output_t = arena.take<T>(p.value_dim * kRowTile);
-        state.maximum = arena.take<T>(kRowTile);
+        state.reference = arena.take<T>(kRowTile);
         state.sum = arena.take<T>(kRowTile);
       }
       size = arena.used();
     }
   };
 
-  // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - maximum), times
-  // the factors of dropout if there are any, with slots along the keys. Where a maximum moves, what was accumulated
-  // before is multiplied by the correction exp(m_old - m_new).
+  // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - reference), times
+  // the factors of dropout if there are any, with slots along the keys. A reference moves to the largest score once it
+  // lies more than kLag powers of 2 below: no weight is larger than 2^kLag, and sums are seldom corrected.
   template <int N>
   static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, int64_t keys,
                                   int64_t lane) {
-    const ScoreFunction<T> score = score_of_tile<T>(p);
+    const T slope = log2_slope<T>(p);
     const T* const x = b.x + lane;
     const T* const factor = p.has_dropout ? b.factor + lane : nullptr;
-    T *const weights = b.weights + lane, *const maximum = state.maximum + lane, *const sum = state.sum + lane;
+    T *const weights = b.weights + lane, *const reference = state.reference + lane, *const sum = state.sum + lane;
     Vec<T> old[N], best[N], shift[N], total[N];
     for (int v = 0; v < N; ++v) best[v] = splat<T>(-kInfinity<T>);
     for (int64_t j = 0; j < keys; ++j)
       for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
     for (int v = 0; v < N; ++v) {
-      old[v] = state.started ? load<T>(maximum + v * W) : splat<T>(-kInfinity<T>);
-      best[v] = max_number(rounded_score(best[v], score), old[v]);
-      store<T>(maximum + v * W, best[v]);
+      old[v] = state.started ? load<T>(reference + v * W) : splat<T>(-kInfinity<T>);
+      best[v] = (best[v] - old[v]) * slope > kLag ? best[v] : old[v];
+      store<T>(reference + v * W, best[v]);
       shift[v] = best[v] == -kInfinity<T> ? Vec<T>{} : best[v];  // a row without any key so far: exp(-inf - 0) = 0
       total[v] = Vec<T>{};
     }
@@ -85,7 +87,7 @@ struct Forward {
         Vec<T> weight[F::kNumbers] = {};
         for (int64_t k = 0; k < F::kNumbers && j + k < keys; ++k) {
           const int64_t at = (j + k) * kRowTile + v * W;
-          weight[k] = F::exp(rounded_score(load<T>(x + at), score) - shift[v]);
+          weight[k] = F::exp2((load<T>(x + at) - shift[v]) * slope);
           total[v] += weight[k];
           if (factor) weight[k] *= load<T>(factor + at);
         }
@@ -96,13 +98,16 @@ struct Forward {
       return;
     }
     bool moved = false;
+    for (int v = 0; v < N; ++v) moved |= any(best[v] != old[v]);
+    if (!moved) {
+      for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) + total[v]);
+      return;
+    }
     Vec<T> correction[N];
     for (int v = 0; v < N; ++v) {
-      correction[v] = F::exp(old[v] - shift[v]);
+      correction[v] = F::exp2((old[v] - shift[v]) * slope);
       store<T>(sum + v * W, load<T>(sum + v * W) * correction[v] + total[v]);
-      moved |= any(correction[v] != static_cast<T>(1));
     }
-    if (!moved) return;
     for (int64_t d = 0; d < p.value_dim; ++d)
       for (int v = 0; v < N; ++v) {
         T* at = state.output_t + d * kRowTile + lane + v * W;
@@ -146,7 +151,7 @@ struct Forward {
     if (!logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
       T* pair = logsumexp + 2 * rows.number(p, i);
-      state.started ? store_logsumexp<T>(pair, state.maximum[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
+      state.started ? store_logsumexp<T>(pair, state.reference[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
     }
   }
 
@@ -183,6 +188,10 @@ struct Forward {
       }
     }
 
+    finish_task(p, own, b.states, tiles, b.x);
+  }
+
+  static void finish_task(const ForwardParams& p, const RowTask& own, RowState* states, int64_t tiles, T* scratch) {
     T* logsumexp = static_cast<T*>(p.logsumexp);
     Operand output = p.output, residual = p.residual;
     if (p.splits > 1) {
@@ -190,7 +199,7 @@ struct Forward {
       residual = {};
       logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * own.split * number_of_rows(p);
     }
-    for (int64_t t = 0; t < tiles; ++t) finish(p, b.states[t], output, residual, logsumexp, b.x);
+    for (int64_t t = 0; t < tiles; ++t) finish(p, states[t], output, residual, logsumexp, scratch);
   }
 
   // The keys of the task's split that the rows at these positions see, in whole tiles.
@@ -216,8 +225,8 @@ struct Forward {
     return o;
   }
 
-  // Writes the output of one row from its running maximum and sums; `row` is overwritten.
-  static void write_row(const ForwardParams& p, const Row& at, T* row, T maximum, T sum, const Operand& output,
+  // Writes the output of one row from its reference and sums; `row` is overwritten.
+  static void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, const Operand& output,
                         const Operand& residual, T* logsumexp, T* scratch) {
     for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] / sum;
     const Block to = block_of(p, output, at.n, at.head, at.position);
@@ -227,40 +236,39 @@ struct Forward {
       for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
       unpack_rows<T>(block_of(p, residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
     }
-    if (logsumexp) store_logsumexp(logsumexp + 2 * row_number(p, at.n, at.head, at.position), maximum, sum);
+    if (logsumexp) store_logsumexp(logsumexp + 2 * row_number(p, at.n, at.head, at.position), reference, sum);
   }
 
   // Merges the splits of the rows numbered [first, last):
-  // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
+  // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them).
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
     T* row = reinterpret_cast<T*>(workspace);
     const int64_t all_rows = number_of_rows(p);
+    const T slope = log2_slope<T>(p);
     const T* partial = static_cast<const T*>(p.partial_logsumexp);
     for (int64_t r = first; r < last; ++r) {
       const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
-      const T* best = part(0);
-      for (int64_t s = 1; s < p.splits; ++s) {
-        const T* x = part(s);
-        if (x[0] > best[0] || (x[0] == best[0] && x[1] > best[1])) best = x;
-      }
-      const T high = best[0] == -kInfinity<T> ? 0 : best[0], low = best[1];
+      T best = -kInfinity<T>;
+      for (int64_t s = 0; s < p.splits; ++s) best = part(s)[0] > best ? part(s)[0] : best;
+      const T reference = best == -kInfinity<T> ? 0 : best;
       T sum = 0;
       for (int64_t d = 0; d < p.value_dim; ++d) row[d] = 0;
       for (int64_t s = 0; s < p.splits; ++s) {
-        const T weight = exp<T>(splat<T>((part(s)[0] - high) + (part(s)[1] - low)))[0];
+        const T weight = exp2<T>(splat<T>((part(s)[0] - reference) * slope + part(s)[1]))[0];
         sum += weight;
         if (weight == 0) continue;  // its output is 0 where it saw no key
         const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
         for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
       }
-      write_row(p, row_of_number(p, r), row, high, sum, p.output, p.residual, nullptr, row + round_up(p.value_dim, W));
-      if (p.logsumexp) {
-        T* pair = static_cast<T*>(p.logsumexp) + 2 * r;
-        store_logsumexp<T>(pair, high, sum);
-        if (sum != 0) pair[1] += low;
-      }
+      write_row(p, row_of_number(p, r), row, reference, sum, p.output, p.residual, nullptr,
+                row + round_up(p.value_dim, W));
+      if (p.logsumexp) store_logsumexp<T>(static_cast<T*>(p.logsumexp) + 2 * r, reference, sum);
     }
   }
+
+  // Tasks pack keys and values for themselves.
+  static int64_t packed_size(const ForwardParams&) { return 0; }
+  static void pack(const ForwardParams&, int64_t) {}
 
   // The workspace of run() and of merge().
   static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace(p)); }

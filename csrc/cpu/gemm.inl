@@ -42,6 +42,7 @@ struct Gemm {
     int64_t k = 0;
     // Where processors have 16 registers, they take as long to zero one as to multiply; later ones rename it.
     if constexpr (kRegisters == 16) step(k++, std::true_type());
+#pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());
     T* row = c;
 #pragma GCC unroll 8

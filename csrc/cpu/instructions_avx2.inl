@@ -27,6 +27,11 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
   return bit_cast<Shorts<float>>(_mm256_cvtps_ph(bit_cast<__m256>(f), _MM_FROUND_TO_NEAREST_INT));
 }
 
+// With zeros in the high halves. (GCC 12 makes three instructions of __builtin_convertvector where there is one.)
+ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
+  return bit_cast<Vec<uint32_t>>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(s)));
+}
+
 // Bit i: whether byte i of 64 is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   uint64_t zeros = 0;

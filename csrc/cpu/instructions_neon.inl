@@ -27,6 +27,9 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
   return bit_cast<Shorts<float>>(vcvt_f16_f32(bit_cast<float32x4_t>(f)));
 }
 
+// With zeros in the high halves.
+ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) { return __builtin_convertvector(s, Vec<uint32_t>); }
+
 // Bit i: whether byte i of 64 is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   const VectorOf<uint8_t, 16>::type bit_of_byte = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};

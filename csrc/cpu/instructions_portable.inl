@@ -45,6 +45,9 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
   return __builtin_convertvector(bits | ((all >> 16) & 0x8000u), Shorts<float>);
 }
 
+// With zeros in the high halves.
+ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) { return __builtin_convertvector(s, Vec<uint32_t>); }
+
 // Bit i: whether byte i of 64 is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   uint64_t bits = 0;

@@ -34,6 +34,12 @@ namespace attn {
 constexpr int64_t kRowTile = kMaskTaskRows;
 constexpr int64_t kKeyTile = kMaskTaskKeys;
 
+// What a thread does before its first task and after its last one; null where that is nothing.
+struct OnThread {
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
+};
+
 // takes() says whether a table's kernels do a problem; another table's do it otherwise.
 // A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. Tasks are
 // independent: what a task computes depends on its number alone, so any thread may run it at any time.
@@ -43,12 +49,18 @@ struct ForwardKernels {
   int64_t (*workspace)(const ForwardParams&);
   void (*run)(const ForwardParams&, int64_t task, char* workspace);
   void (*merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
+  // The bytes of p.packed, 0 where tasks pack for themselves, and who fills it in: a task for each of p.batch entries,
+  // heads of keys or values (the larger number), and tiles of keys.
+  int64_t (*packed_size)(const ForwardParams&);
+  void (*pack)(const ForwardParams&, int64_t task);
+  OnThread on_thread = {};  // around run()
 };
 
 struct TangentKernels {
   bool (*takes)(const TangentParams&);
   int64_t (*workspace)(const TangentParams&);
   void (*run)(const TangentParams&, int64_t task, char* workspace);
+  OnThread on_thread = {};
 };
 
 template <class Params>
@@ -58,6 +70,7 @@ struct BackwardKernels {
   void (*run)(const Params&, int64_t task, char* workspace);
   void (*merge)(const Params&, int64_t first, int64_t last, char* workspace);
   void (*mask)(const Params&, int64_t task, char* workspace);
+  OnThread on_thread = {};  // around run() and mask()
 };
 
 struct Kernels {

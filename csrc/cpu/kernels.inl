@@ -11,7 +11,8 @@ namespace attn::ATTN_ISA {
 // A KernelTable is told how a set multiplies by a struct, its Formats:
 //   takes(p)        whether it has a format that holds the factors of products, which may be rounded to p.factor_bits
 //   with(p, f)      calls f with that format
-//   Unit            what a kernel owns while it runs
+//   ForwardLoop     the forward for a format
+//   kOnThread       what a thread does before its first task and after its last one
 //   kDecodes        whether the table also decodes: that reads every number once, so that products do not count
 //   falls_back_to   the table for all else; null where nothing is left
 //
@@ -22,9 +23,9 @@ struct SinglesOnly {
   static ATTN_INLINE auto with(const Problem& p, Function f) {
     return p.query.dtype == DType::f64 ? f(Singles<double>()) : f(Singles<float>());
   }
-  struct Unit {
-    Unit() {}
-  };
+  template <class F>
+  using ForwardLoop = Forward<F>;
+  static constexpr OnThread kOnThread = {};
   static constexpr bool kDecodes = true;
   static constexpr const Kernels* (*falls_back_to)() = nullptr;
 };
@@ -34,20 +35,23 @@ struct KernelTable {
   template <class F>
   struct ForwardOf {
     using Decoder = Decode<typename F::Number>;
+    using Loop = typename Formats::template ForwardLoop<F>;
 
     static int64_t workspace(const ForwardParams& p) {
       if constexpr (Formats::kDecodes)
         if (Decoder::takes(p)) return Decoder::workspace(p);
-      return Forward<F>::workspace(p);
+      return Loop::workspace(p);
     }
     static void run(const ForwardParams& p, int64_t task, char* workspace) {
       if constexpr (Formats::kDecodes)
         if (Decoder::takes(p)) return Decoder::run(p, task, workspace);
-      Forward<F>::run(p, task, workspace);
+      Loop::run(p, task, workspace);
     }
     static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
-      Forward<F>::merge(p, first, last, workspace);
+      Loop::merge(p, first, last, workspace);
     }
+    static int64_t packed_size(const ForwardParams& p) { return Loop::packed_size(p); }
+    static void pack(const ForwardParams& p, int64_t task) { Loop::pack(p, task); }
   };
   // Tangents and second derivatives take only the scores from the format, which must be the forward's.
   template <class F>
@@ -65,14 +69,18 @@ struct KernelTable {
       return Formats::with(p, [&](auto f) { return Kernel<decltype(f)>::workspace(p); });
     }
     static void run(const Params& p, int64_t task, char* workspace) {
-      const typename Formats::Unit unit;
       Formats::with(p, [&](auto f) { Kernel<decltype(f)>::run(p, task, workspace); });
     }
     static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
       Formats::with(p, [&](auto f) { Kernel<decltype(f)>::merge(p, first, last, workspace); });
     }
+    static int64_t packed_size(const Params& p) {
+      return Formats::with(p, [&](auto f) { return Kernel<decltype(f)>::packed_size(p); });
+    }
+    static void pack(const Params& p, int64_t task) {
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::pack(p, task); });
+    }
     static void mask(const Params& p, int64_t task, char* workspace) {
-      const typename Formats::Unit unit;
       Formats::with(p, [&](auto f) { Kernel<decltype(f)>::mask(p, task, workspace); });
     }
   };
@@ -85,13 +93,14 @@ struct KernelTable {
   template <class Params, template <class> class Kernel>
   static constexpr BackwardKernels<Params> backward() {
     using E = Entry<Params, Kernel>;
-    return {E::takes, E::workspace, E::run, E::merge, E::mask};
+    return {E::takes, E::workspace, E::run, E::merge, E::mask, Formats::kOnThread};
   }
   static constexpr Kernels table = {
       Formats::falls_back_to,
       look_at_mask,
-      {takes_forward, ForwardEntry::workspace, ForwardEntry::run, ForwardEntry::merge},
-      {TangentEntry::takes, TangentEntry::workspace, TangentEntry::run},
+      {takes_forward, ForwardEntry::workspace, ForwardEntry::run, ForwardEntry::merge, ForwardEntry::packed_size,
+       ForwardEntry::pack, Formats::kOnThread},
+      {TangentEntry::takes, TangentEntry::workspace, TangentEntry::run, Formats::kOnThread},
       backward<BackwardParams, BackwardOf>(),
       backward<SecondParams, SecondOf>(),
   };

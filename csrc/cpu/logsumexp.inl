@@ -5,30 +5,25 @@
 
 namespace attn::ATTN_ISA {
 
-// That of the lanes of a tile. `high` is +inf and `low` 0 where there is no row and where a row attends to no key:
-// weights are 0 there.
+// That of the lanes of a tile. `reference` is +inf and `log2_sum` 0 where there is no row and where a row attends to no
+// key: weights are 0 there.
 template <class T>
 struct Logsumexp {
-  T high[kRowTile];
-  T low[kRowTile];
+  T reference[kRowTile];
+  T log2_sum[kRowTile];
 
-  // exp(score - logsumexp), as accurate as the format F.
+  // The weight of a score of the tile, as accurate as the format F. `slope`: log2_slope(), see scores.inl.
   template <class F>
-  ATTN_INLINE Vec<T> weight(Vec<T> score, int64_t lane) const {
-    return F::exp((score - load<T>(high + lane)) - load<T>(low + lane));
+  ATTN_INLINE Vec<T> weight(Vec<T> score, T slope, int64_t lane) const {
+    return F::exp2((score - load<T>(reference + lane)) * slope - load<T>(log2_sum + lane));
   }
 };
 
-// Writes maximum + log(sum) as a pair; -inf for a row without keys.
+// Writes the pair of a row whose weights were powers of 2 above `reference`, with this sum.
 template <class T>
-void store_logsumexp(T* pair, T maximum, T sum) {
-  const T log = static_cast<T>(__builtin_log(sum));
-  const T high = maximum + log;
-  const T of_log = high - maximum;  // Knuth's two-sum: low is exactly what rounding took from high
-  const T low = (maximum - (high - of_log)) + (log - of_log);
-  const bool finite = high - high == 0;
-  pair[0] = sum == 0 ? -kInfinity<T> : high;
-  pair[1] = sum == 0 || !finite ? 0 : low;
+void store_logsumexp(T* pair, T reference, T sum) {
+  pair[0] = sum == 0 ? -kInfinity<T> : reference;
+  pair[1] = sum == 0 ? 0 : static_cast<T>(__builtin_log2(sum));
 }
 
 }  // namespace attn::ATTN_ISA

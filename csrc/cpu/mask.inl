@@ -26,9 +26,33 @@ ATTN_INLINE uint64_t visible_bits(const uint8_t* from, int64_t keys) {
 }
 ATTN_INLINE uint64_t all_bits(int64_t keys) { return ~uint64_t{} >> (kKeyTile - keys); }
 
-// Whether the first row of a block of a mask shows one of up to 64 keys.
+// Whether one of kKeyTile neighbours is not `hidden`; both as the bits of a number.
+template <class Bits>
+ATTN_INLINE bool any_other(const char* neighbours, Bits hidden) {
+  typename VectorOf<Bits, kVectorBytes / sizeof(Bits)>::type v;
+  bool other = false;
+  for (size_t at = 0; at < kKeyTile * sizeof(Bits); at += sizeof v) {
+    __builtin_memcpy(&v, neighbours + at, sizeof v);
+    other |= any(v != hidden);
+  }
+  return other;
+}
+
+// Whether the first row of a block of a mask shows one of up to 64 keys: whether it has a number that is not -inf.
 template <class T>
 bool any_visible_number(const Block& row, int64_t keys) {
+  if (row.col == 1 && keys == kKeyTile) switch (row.dtype) {
+      case DType::f64:
+        return any_other<uint64_t>(row.data, 0xfff0000000000000);
+      case DType::f32:
+        return any_other<uint32_t>(row.data, 0xff800000);
+      case DType::bf16:
+        return any_other<uint16_t>(row.data, 0xff80);
+      case DType::f16:
+        return any_other<uint16_t>(row.data, 0xfc00);
+      default:
+        break;
+    }
   T numbers[kKeyTile];
   pack_rows<T>(numbers, kKeyTile, row, 1, keys);
   for (int64_t j = 0; j < keys; ++j)

@@ -103,8 +103,8 @@ struct Singles {
     }
   }
 
-  // e^x for x <= 0, as accurate as numbers of the format.
-  static ATTN_INLINE Vec<T> exp(Vec<T> x) { return exp_of_nonpositive<T>(x); }
+  // 2^x, as accurate as numbers of the format.
+  static ATTN_INLINE Vec<T> exp2(Vec<T> x) { return ATTN_ISA::exp2<T>(x); }
 };
 
 }  // namespace attn::ATTN_ISA

@@ -35,9 +35,18 @@ struct Bfloat16s {
     return bit_cast<Vec<float>>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
   }
 
-  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+  static bool in_place(const Block& block, int64_t rows, int64_t cols) {
+    if (kParts > 1 || block.dtype != DType::bf16 || block.col != 1 || cols % (kNumbers * kStep) != 0) return false;
+    if (!kTiles) return block.row % kNumbers == 0;
+    // Whole tiles, in aligned rows, not so far apart that they fall into few sets of the cache.
+    constexpr int64_t kLine = 64 / sizeof(uint16_t), kFarApart = 512;
+    return rows % kStep == 0 && reinterpret_cast<uintptr_t>(block.data) % 64 == 0 && block.row % kLine == 0 &&
+           block.row <= kFarApart;
+  }
+  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld,
+                                   bool is_packed = false) {
     if (in_place(block, rows, cols)) return {reinterpret_cast<const float*>(block.data), block.row / kNumbers};
-    pack_along_columns(block, rows, cols, tile, ld);
+    if (!is_packed) pack_along_columns(block, rows, cols, tile, ld);
     return {tile, ld};
   }
   static void pack_along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
@@ -148,7 +157,10 @@ struct Bfloat16s {
   }
 
   static ATTN_INLINE int64_t slot(int64_t i, int64_t part) {
-    return (i / (kNumbers * kStep) * kParts + part) * kStep + i / kNumbers % kStep;
+    const uint64_t n = static_cast<uint64_t>(i);  // divided by shifts
+    if (kParts == 1) return static_cast<int64_t>(n / kNumbers);
+    return static_cast<int64_t>((n / (kNumbers * kStep) * kParts + static_cast<uint64_t>(part)) * kStep +
+                                n / kNumbers % kStep);
   }
   static ATTN_INLINE Vec<float> number(Vec<float> slots, int64_t k) {
     const Bits bits = bit_cast<Bits>(slots);
@@ -164,8 +176,8 @@ struct Bfloat16s {
     }
   }
 
-  // e^x for x <= 0, as accurate as kParts bfloat16.
-  static ATTN_INLINE Vec<float> exp(Vec<float> x) { return exp2_of_degree<3 + kParts>(x * kLog2E); }
+  // 2^x, as accurate as kParts bfloat16.
+  static ATTN_INLINE Vec<float> exp2(Vec<float> x) { return exp2_of_degree<3 + kParts>(x); }
 
  private:
   // Two vectors as bfloat16, rounded to nearest even: the first one in the low half.
@@ -197,15 +209,6 @@ struct Bfloat16s {
   static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
     const Vec<float> rest = x - part;
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};
-  }
-
-  static bool in_place(const Block& block, int64_t rows, int64_t cols) {
-    if (kParts > 1 || block.dtype != DType::bf16 || block.col != 1 || cols % (kNumbers * kStep) != 0) return false;
-    if (!kTiles) return block.row % kNumbers == 0;
-    // Whole tiles, in aligned rows, not so far apart that they fall into few sets of the cache.
-    constexpr int64_t kLine = 64 / sizeof(uint16_t), kFarApart = 512;
-    return rows % kStep == 0 && reinterpret_cast<uintptr_t>(block.data) % 64 == 0 && block.row % kLine == 0 &&
-           block.row <= kFarApart;
   }
 
   // Parts of the numbers (i, d), (i, d + 1), ... of the block, `count` of them if fewer than W, and zeros.

@@ -32,20 +32,38 @@ int64_t threads_for(int64_t tasks, double flops) {
   return std::min<int64_t>(tasks, at::get_num_threads());
 }
 
+class Stay {
+ public:
+  explicit Stay(OnThread on_thread) : end_(on_thread.end) {
+    if (on_thread.begin) on_thread.begin();
+  }
+  ~Stay() {
+    if (end_) end_();
+  }
+  Stay(const Stay&) = delete;
+  Stay& operator=(const Stay&) = delete;
+
+ private:
+  void (*end_)();
+};
+
 }  // namespace
 
-void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, const std::function<void(int64_t, char*)>& f) {
+void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
+               const std::function<void(int64_t, char*)>& f) {
   if (tasks <= 0) return;
   const int64_t threads = threads_for(tasks, flops);
   const int64_t stride = (workspace_bytes + 63) / 64 * 64;
   const at::DataPtr memory = c10::GetCPUAllocator()->allocate(threads * stride);
   char* const workspace = static_cast<char*>(memory.get());
   if (threads == 1) {
+    const Stay stay(on_thread);
     for (int64_t task = 0; task < tasks; ++task) f(task, workspace);
     return;
   }
   std::atomic<int64_t> next{0};
   auto take_tasks = [&] {
+    const Stay stay(on_thread);
     char* const own = workspace + omp_get_thread_num() * stride;
     // Neighbours lie side by side in memory, often in one page: a thread takes several, fewer towards the end.
     int64_t first = next.load(std::memory_order_relaxed), last;
@@ -61,7 +79,7 @@ void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, const std::
 
 void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace_bytes,
                 const std::function<void(int64_t, int64_t, char*)>& f) {
-  run_tasks((count + per_task - 1) / per_task, flops, workspace_bytes, [&](int64_t task, char* workspace) {
+  run_tasks((count + per_task - 1) / per_task, flops, workspace_bytes, {}, [&](int64_t task, char* workspace) {
     f(task * per_task, std::min(count, (task + 1) * per_task), workspace);
   });
 }

@@ -4,13 +4,16 @@
 #include <cstdint>
 #include <functional>
 
+#include "isa.h"
+
 namespace attn {
 
 // Runs f(task, workspace) for every task in [0, tasks), each call with `workspace_bytes` of its own, 64-byte aligned.
 // Any thread takes any task: the tasks must not depend on each other, and then the result does not depend on the
 // number of threads (torch.get_num_threads()). Serial inside another parallel region, and where all tasks together
 // (`flops`, roughly) are less work than waking a thread.
-void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, const std::function<void(int64_t, char*)>& f);
+void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
+               const std::function<void(int64_t, char*)>& f);
 
 // The same over ranges [first, last) of `count` items, `per_task` of them at a time.
 void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace_bytes,

@@ -94,8 +94,8 @@ struct RowTile {
     for (int64_t i = 0; i < kRowTile; ++i) {
       const T* pair = static_cast<const T*>(logsumexp) + 2 * (i < count ? number(p, i) : 0);
       const bool empty = i >= count || pair[0] == -kInfinity<T>;
-      lanes_of.high[i] = empty ? kInfinity<T> : pair[0];
-      lanes_of.low[i] = empty ? 0 : pair[1];
+      lanes_of.reference[i] = empty ? kInfinity<T> : pair[0];
+      lanes_of.log2_sum[i] = empty ? 0 : pair[1];
     }
   }
   template <class T>

@@ -6,22 +6,18 @@
 
 namespace attn::ATTN_ISA {
 
-// Whether scores() leaves the products in the tile, and whoever reads it makes them scores: that saves a pass over it.
-// It may if the largest product is the largest score and no number of a mask is to be added.
+// Whether scores() leaves products in the tile instead of scores: that saves a pass over it. It may if the largest
+// product is the largest score and no number of a mask is to be added.
 template <class T>
 ATTN_INLINE bool leaves_products(const Problem& p) {
   const bool adds = p.has_mask && p.mask.dtype != DType::boolean;
   return !adds && ScoreFunction<T>::of(p).keeps_order();
 }
-// What the readers of the tile apply.
+// The readers of the tile: of numbers x and y in it, be they scores or products, exp(score_x - score_y) is
+// 2^((x - y) * log2_slope). The difference comes first: it is exact where it is small, and 0 for the largest score.
 template <class T>
-ATTN_INLINE ScoreFunction<T> score_of_tile(const Problem& p) {
-  return leaves_products<T>(p) ? ScoreFunction<T>::of(p) : ScoreFunction<T>::identity();
-}
-// Rounded alike in every kernel: the weights that a derivative computes again must be those of the forward.
-template <class T>
-ATTN_INLINE Vec<T> rounded_score(Vec<T> x, ScoreFunction<T> score) {
-  return uncontracted(score(x));
+ATTN_INLINE T log2_slope(const Problem& p) {
+  return static_cast<T>(kLog2E * (leaves_products<T>(p) ? p.scale : 1));
 }
 
 // Calls f(product or bias or score at x[j * kRowTile + lane], its key j, its lane) for every vector of the tile.
@@ -87,16 +83,11 @@ ATTN_INLINE void each_panel_of_keys(const Problem& p, const RowTile& rows, int64
   }
 }
 
-// x[j * kRowTile + lane] for the keys [key, key + keys), see score.h; products instead of scores where
-// leaves_products(). `query_t`: the tile of queries, transposed.
-template <class F, class T = typename F::Number>
-void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
-            const MaskTile<T>& mask, T* x) {
+// Turns the products of a tile into scores, but leaves them where leaves_products(); -inf where a key is hidden.
+template <class T>
+void products_to_scores(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, const MaskTile<T>& mask,
+                        T* x) {
   const int64_t lanes = rows.lanes<T>();
-  each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
-    Gemm<F>::template run<false>(seen, count, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t + lane,
-                                 kRowTile, x + lane, kRowTile, false);
-  });
   const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
   if (mask.kind == MaskTile<T>::Kind::bits) {
@@ -113,6 +104,18 @@ void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t, int64_t) { return score(product); });
   }
   hide_keys<T>(p, rows, key, keys, x);
+}
+
+// x[j * kRowTile + lane] for the keys [key, key + keys), see score.h; products instead of scores where
+// leaves_products(). `query_t`: the tile of queries, transposed.
+template <class F, class T = typename F::Number>
+void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
+            const MaskTile<T>& mask, T* x) {
+  each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+    Gemm<F>::template run<false>(seen, count, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t + lane,
+                                 kRowTile, x + lane, kRowTile, false);
+  });
+  products_to_scores<T>(p, rows, key, keys, mask, x);
 }
 
 // tx, the derivative of the scores along t: slope * (tQ K^T + Q tK^T) + tM. Meaningless where a key is hidden.

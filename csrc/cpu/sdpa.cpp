@@ -62,7 +62,7 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   Tensor bytes = at::zeros({size}, query.options().dtype(at::kByte));
   tiles.data = bytes.mutable_data_ptr();
   const double read = 1.0 * slices * (p.mask.row == 0 ? 1 : p.queries) * p.keys;
-  run_tasks(slices * row_tiles, read, 0, [&](int64_t task, char*) { kernels().look_at_mask(p, task); });
+  run_tasks(slices * row_tiles, read, 0, {}, [&](int64_t task, char*) { kernels().look_at_mask(p, task); });
   return bytes;
 }
 
@@ -87,8 +87,17 @@ void run_forward(ForwardParams& p, const Tensor& query) {
   const Tensor mask_tiles = look_at_mask(p, query);
 
   const ForwardKernels& k = kernels_for<&Kernels::forward>(p);
+  Tensor packed;
+  if (const int64_t bytes = k.packed_size(p)) {
+    packed = at::empty({bytes / static_cast<int64_t>(sizeof(float))}, query.options().dtype(at::kFloat));
+    p.packed = packed.mutable_data_ptr();
+    const int64_t heads = p.batch * std::max(p.key_heads, p.value_heads);
+    run_tasks(heads * divide_up(p.keys, kKeyTile), static_cast<double>(bytes), 0, {},
+              [&](int64_t task, char*) { k.pack(p, task); });
+  }
   const int64_t workspace = k.workspace(p);
-  run_tasks(p.tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
+  run_tasks(p.tasks(), 2 * product_flops(p), workspace, k.on_thread,
+            [&](int64_t task, char* own) { k.run(p, task, own); });
   const int64_t rows = number_of_rows(p);
   if (p.splits > 1)
     run_ranges(rows, kRowsPerRange, 2.0 * p.splits * rows * p.value_dim, workspace,
@@ -125,13 +134,15 @@ void run_gradients(Params& p, const Tensor& query) {
   const int64_t workspace = k.workspace(p);
   const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
   if (p.grad_query.data || p.grad_key.data || p.grad_value.data || direct_mask)
-    run_tasks(p.tasks(), 5 * product_flops(p), workspace, [&](int64_t task, char* own) { k.run(p, task, own); });
+    run_tasks(p.tasks(), 5 * product_flops(p), workspace, k.on_thread,
+              [&](int64_t task, char* own) { k.run(p, task, own); });
   const int64_t rows = number_of_rows(p);
   if (p.partial_grad_query)
     run_ranges(rows, kRowsPerRange, 2.0 * p.chunks * rows * p.head_dim, workspace,
                [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
   if (p.mask_is_shared)
-    run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, [&](int64_t task, char* own) { k.mask(p, task, own); });
+    run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, k.on_thread,
+              [&](int64_t task, char* own) { k.mask(p, task, own); });
 }
 
 void run_backward(BackwardParams& p, const Tensor& query) { run_gradients<&Kernels::backward>(p, query); }
@@ -144,7 +155,8 @@ void run_tangent(TangentParams& p, const Tensor& query) {
   p.rows_per_task = kRowTile;
   const Tensor mask_tiles = look_at_mask(p, query);
   const TangentKernels& k = kernels_for<&Kernels::tangent>(p);
-  run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), [&](int64_t task, char* own) { k.run(p, task, own); });
+  run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), k.on_thread,
+            [&](int64_t task, char* own) { k.run(p, task, own); });
 }
 
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second};

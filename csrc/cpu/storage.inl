@@ -15,9 +15,7 @@ struct Boolean {  // a mask: true is 0, false is -inf, ready to be added to a sc
   uint8_t byte;
 };
 
-ATTN_INLINE Vec<float> bfloat16_to_float(Shorts<float> b) {
-  return bit_cast<Vec<float>>(__builtin_convertvector(b, Vec<uint32_t>) << 16);
-}
+ATTN_INLINE Vec<float> bfloat16_to_float(Shorts<float> b) { return bit_cast<Vec<float>>(widened(b) << 16); }
 
 ATTN_INLINE Shorts<float> float_to_bfloat16(Vec<float> f) {
   using U = Vec<uint32_t>;
@@ -57,6 +55,23 @@ ATTN_INLINE Vec<T> load_as(const float* p)
   typename VectorOf<float, kLanes<T>>::type narrow;  // a float32 mask of float64 scores
   __builtin_memcpy(&narrow, p, sizeof narrow);
   return __builtin_convertvector(narrow, Vec<T>);
+}
+
+// 2 kLanes<T> neighbours, in the order of memory, or, where that takes fewer instructions (kTakesTurns<S>), those of
+// even place in `first` and those of odd place in `second`.
+template <class S>
+constexpr bool kTakesTurns = std::is_same_v<S, BFloat16>;
+template <class T, class S>
+ATTN_INLINE void load_two(const S* p, Vec<T>& first, Vec<T>& second) {
+  if constexpr (kTakesTurns<S>) {
+    Vec<uint32_t> bits;
+    __builtin_memcpy(&bits, p, sizeof bits);
+    first = bit_cast<Vec<T>>(bits << 16);
+    second = bit_cast<Vec<T>>(bits & 0xffff0000u);
+  } else {
+    first = load_as<T>(p);
+    second = load_as<T>(p + kLanes<T>);
+  }
 }
 
 ATTN_INLINE void store_as(float* p, Vec<float> v) { store<float>(p, v); }

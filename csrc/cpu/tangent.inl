@@ -76,13 +76,13 @@ struct Tangent {
   static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
     const int64_t lanes = b.rows->template lanes<T>();
     const Vec<T> zero{}, one = splat<T>(1);
-    const ScoreFunction<T> score = score_of_tile<T>(p);
+    const T slope = log2_slope<T>(p);
     if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(rounded_score(load<T>(b.x + at), score), lane);
+        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(load<T>(b.x + at), slope, lane);
         total += weight;
         mean += weight == zero ? zero : weight * load<T>(b.tx + at);
         store<T>(b.x + at, weight);

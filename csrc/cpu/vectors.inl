@@ -67,17 +67,6 @@ ATTN_INLINE To bit_cast(From from) {
   return to;
 }
 
-// x as it was rounded: compilers contract a product and the sum that follows it, if they see both.
-template <class V>
-ATTN_INLINE V uncontracted(V x) {
-#if defined(__x86_64__)
-  asm("" : "+v"(x));
-#elif defined(__aarch64__)
-  asm("" : "+w"(x));
-#endif
-  return x;
-}
-
 // 0, 1, 2, ...
 template <class T>
 ATTN_INLINE Vec<Int<T> > lane_numbers() {

@@ -16,34 +16,24 @@
 
 namespace attn::cuda {
 
-// What the backward knows of up to kRows consecutive rows of a group of heads, in shared memory.
-template <int kRows>
+// What the backward knows of a row.
+struct alignas(16) RowStatistics {
+  float logsumexp, logsumexp_low;  // as a pair; +inf for a row that attends to no key: its weights are 0
+  float delta;
+  uint32_t head_number;  // of dropout's counters
+};
+
+// A logsumexp as it lies in memory.
+struct alignas(8) Pair {
+  float high, low;
+};
+
+// Of up to kRows consecutive rows of a group of heads, in shared memory.
+template <int kRows, bool kHasMask>
 struct BackwardRows {
   RowTile<kRows> rows;
-  float logsumexp[kRows];  // +inf for a row that attends to no key: its weights are 0
-  float logsumexp_low[kRows];
-  float delta[kRows];
-  uint32_t head_number[kRows];  // of dropout's counters
-  int count;
-  Range positions;  // holds those of all rows
-
-  // Called by all threads, followed by a barrier.
-  __device__ __forceinline__ void set(const BackwardParams& p, const Dropout& dropout, int64_t n, int64_t first_head,
-                                      int64_t first, int rows_there) {
-    rows.set(p, n, first_head, first, rows_there);
-    for (int i = thread_index(); i < kRows; i += kMmaThreads) {  // the rows that this thread has set
-      const int64_t r = row_number(p, n, rows.head[i], rows.position[i]);
-      const float* pair = static_cast<const float*>(p.logsumexp) + 2 * r;
-      const bool empty = pair[0] == -infinity<float>();
-      logsumexp[i] = empty ? infinity<float>() : pair[0];
-      logsumexp_low[i] = empty ? 0 : pair[1];
-      delta[i] = static_cast<const float*>(p.delta)[r];
-      if (p.has_dropout) head_number[i] = dropout.head(p, n, rows.head[i]);
-      if (i > 0) continue;
-      count = rows_there;
-      positions = positions_of_rows(p, n, first_head, first, rows_there);
-    }
-  }
+  RowStatistics of_row[kRows];
+  int64_t in_mask[kHasMask ? kRows : 1];  // where it begins in the mask
 };
 
 // Keys of a block that owns keys, and rows of one that owns rows.
@@ -58,7 +48,10 @@ struct BackwardMma {
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
   static constexpr int kOwn = kMmaOwn;
-  static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 ? 32 : 16;  // as registers and shared memory allow
+  // As registers and shared memory allow.
+  static constexpr bool kCrowded = kGeneral && kOf == MmaGradient::key_and_value;
+  static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
+  static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
   static constexpr int kStages = 2;  // of the tiles that it does not own: one is used while the next is copied
   static constexpr float kLog2E = 1.4426950408889634f;
 
@@ -70,19 +63,22 @@ struct BackwardMma {
     struct {
       Other score, dp;
     } other[kStages];
-    BackwardRows<kOwnsKeys ? kOther : kOwn> rows[kOwnsKeys ? kStages : 1];
+    BackwardRows<kRows, kGeneral> rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
     int64_t n;
     int64_t first_key, last_key;  // the keys that the block owns, or that the rows see which it owns
+    int64_t first_row;            // of the group of heads, among all rows
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
-    bool query_aligned, grad_output_aligned, key_aligned, value_aligned;
     int64_t mask_base, grad_mask_base;
+    bool mask_in_pairs;
+    double exponent_per_score;
   };
-  static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
-  using Fragments = ScoresMma<kOther / 8, kOwnsKeys>;
+  using Fragments = ScoresMma<S, kOther / 8, kOwnsKeys>;
   using Scores = typename Fragments::Scores;
   using Kept = typename Fragments::Kept;
+  using Mask = typename Fragments::Mask;
   using Sums = float[kDim / 8][4];
+  using Rows = BackwardRows<kRows, kGeneral>;
 
   const BackwardParams& p;
   Shared& shared;
@@ -93,15 +89,17 @@ struct BackwardMma {
     if (p.has_dropout) shared.dropout.set(p, n);
     shared.query_data = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, n);
     shared.grad_output_data = static_cast<const S*>(p.grad_output.data) + batch_offset(p, p.grad_output, n);
-    shared.query_aligned = chunks_are_aligned(p, p.query, p.head_dim);
-    shared.grad_output_aligned = chunks_are_aligned(p, p.grad_output, p.value_dim);
-    shared.key_aligned = chunks_are_aligned(p, p.key, p.head_dim);
-    shared.value_aligned = chunks_are_aligned(p, p.value, p.value_dim);
-    if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
+    if (p.has_mask) {
+      shared.mask_base = batch_offset(p, p.mask, n);
+      shared.mask_in_pairs = mask_in_pairs(p);
+    }
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
+    // What rounding changes in the slope of exponents is changed in the logsumexp too: large scores cancel.
+    shared.exponent_per_score = slope() == 0 ? double{kLog2E} : double{exponent_slope()} / slope();
   }
   // The same, for the group of heads that begins with `head`.
-  __device__ void set_key_heads(int64_t head) {
+  __device__ void set_heads(int64_t head) {
+    shared.first_row = row_number(p, shared.n, head, 0);
     shared.key_data =
         static_cast<const S*>(p.key.data) + batch_offset(p, p.key, shared.n) + key_head_of(p, head) * p.key.head;
     shared.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, shared.n) +
@@ -109,20 +107,96 @@ struct BackwardMma {
   }
 
   template <class Tile>
-  __device__ __forceinline__ void load_keys(Tile& key_tile, Tile& value_tile, int64_t key, int64_t last) {
-    load_tile(key_tile, shared.key_data + key * p.key.row, p.key.col, shared.key_aligned, last - key, p.head_dim,
-              [&](int j) { return j * p.key.row; });
+  __device__ __forceinline__ void load_keys(Tile& key_tile, Tile& value_tile, int64_t key) {
+    const int keys = keys_from(key);
+    load_tile(key_tile, shared.key_data + key * p.key.row, keys, p.head_dim, [&](int j) { return j * p.key.row; });
     if constexpr (kNeedsDs)
-      load_tile(value_tile, shared.value_data + key * p.value.row, p.value.col, shared.value_aligned, last - key,
-                p.value_dim, [&](int j) { return j * p.value.row; });
+      load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim,
+                [&](int j) { return j * p.value.row; });
   }
-  // Called after rows.set() and a barrier.
-  template <class Tile, class Rows>
-  __device__ __forceinline__ void load_rows(Tile& query_tile, Tile& grad_output_tile, const Rows& rows) {
-    load_tile(query_tile, shared.query_data, p.query.col, shared.query_aligned, rows.count, p.head_dim,
-              [&](int i) { return rows.rows.offset(p.query, i); });
-    load_tile(grad_output_tile, shared.grad_output_data, p.grad_output.col, shared.grad_output_aligned, rows.count,
-              p.value_dim, [&](int i) { return rows.rows.offset(p.grad_output, i); });
+  // Calls f(offset), where row i of `count` from `first` on lies offset(i) elements behind the first: in most tiles
+  // rows are of one head, as far apart as its rows are.
+  template <class F>
+  __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
+    if (first.position + count <= query_length(p, first.n, first.head)) return f([&](int i) { return i * x.row; });
+    f([&](int i) {
+      const Row row = row_after(p, first, i);
+      return (row.head - first.head) * x.head + (row.position - first.position) * x.row;
+    });
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(Tile& query_tile, Tile& grad_output_tile, Row first, int count) const {
+    const auto load = [&](Tile& tile, const S* data, const Operand& x, int64_t cols) {
+      with_offsets(x, first, count, [&](auto offset) {
+        load_tile(tile, data + first.head * x.head + first.position * x.row, count, cols, offset);
+      });
+    };
+    load(query_tile, shared.query_data, p.query, p.head_dim);
+    load(grad_output_tile, shared.grad_output_data, p.grad_output, p.value_dim);
+  }
+
+  // Whether the mask shows some of the tile of `count` rows from `first` on and the keys from `key` on.
+  __device__ __forceinline__ bool mask_shows_some(Row first, int count, int64_t key) const {
+    bool some = false;
+    const int64_t base = shared.mask_base + first.head * p.mask.head + first.position * p.mask.row;
+    with_offsets(p.mask, first, count, [&](auto offset) {
+      Mask mask;
+      read_mask(mask, key, [&](int i) { return base + offset(RowTile<kRows>::last_repeated(i, count)); });
+      some = Fragments::shows_some(mask, p.mask.dtype);
+    });
+    return some;
+  }
+  // Row i begins offset(i) elements behind the mask's data.
+  template <class Offset>
+  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, Offset offset) const {
+    Fragments::read_mask(mask, own(MmaThread()), p.mask, shared.mask_in_pairs, key, keys_from(key), offset);
+  }
+  // Of the tile that begins with `key`.
+  __device__ __forceinline__ int keys_from(int64_t key) const {
+    return static_cast<int>(smaller(kKeys, shared.last_key - key));
+  }
+  // The first tile from this one on, or `end`, that the mask does not hide wholly: shows_some(tile), next(tile). Of the
+  // others nothing else is read. A barrier: what was copied is there, and what is before it has been read.
+  template <class Tile, class ShowsSome, class Next>
+  __device__ __forceinline__ Tile first_shown(Tile tile, ShowsSome shows_some, Next next) const {
+    if (kGeneral && p.has_mask)
+      while (!__syncthreads_or(shows_some(tile))) tile = next(tile);
+    else
+      __syncthreads();
+    return tile;
+  }
+
+  // Of the row of a tile that this thread reads and stores, if there is one. Read early, as that takes long, and stored
+  // when it is there.
+  static_assert(kRows <= kMmaThreads);
+  __device__ __forceinline__ RowStatistics read_row(int64_t number, int count) const {
+    RowStatistics row;
+    const int i = thread_index();
+    if (i >= kRows) return row;
+    const int64_t r = shared.first_row + number + RowTile<kRows>::last_repeated(i, count);
+    const auto pair = static_cast<const Pair*>(p.logsumexp)[r];
+    row.logsumexp = pair.high;
+    row.logsumexp_low = pair.low;
+    row.delta = static_cast<const float*>(p.delta)[r];
+    return row;
+  }
+  // Followed by a barrier.
+  __device__ __forceinline__ void store_row(Rows& rows, Row first, int count, RowStatistics row) const {
+    const int i = thread_index();
+    if (i >= kRows) return;
+    if (!kOwnsKeys || kGeneral || p.causal)  // else nobody asks where it lies
+      rows.rows.set(i, row_after(p, first, RowTile<kRows>::last_repeated(i, count)));
+    if (row.logsumexp == -infinity<float>()) {
+      row.logsumexp = infinity<float>();
+      row.logsumexp_low = 0;
+    } else if constexpr (!kGeneral) {  // as an exponent of 2
+      const double exponent = (double{row.logsumexp} + row.logsumexp_low) * shared.exponent_per_score;
+      row.logsumexp = static_cast<float>(exponent);
+      row.logsumexp_low = static_cast<float>(exponent - row.logsumexp);
+    }
+    if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.n, rows.rows.head[i]);
+    rows.of_row[i] = row;
+    if (kGeneral && p.has_mask) rows.in_mask[i] = shared.mask_base + rows.rows.offset(p.mask, i);
   }
 
   __device__ __forceinline__ void run(int64_t number) {
@@ -144,26 +218,26 @@ struct BackwardMma {
     }
     Sums of_ds = {}, of_weights = {};
     for (int64_t head = first_head; head < first_head + readers; head += p.group) {
-      if (thread_index() == 0) set_key_heads(head);
+      if (thread_index() == 0) set_heads(head);
       __syncthreads();  // the last group's tiles have been read
-      int64_t row = visible_row(0);
-      if (row >= p.rows()) continue;
-      load_keys(shared.own_score, shared.own_dp, shared.first_key, shared.last_key);
-      set_rows(head, row, 0);
-      __syncthreads();
-      load_rows(shared.other[0].score, shared.other[0].dp, shared.rows[0]);
+      TileOfRows tile = first_shown_rows(visible_from({0, {shared.n, head, 0}}));
+      if (tile.number >= p.rows()) continue;
+      load_keys(shared.own_score, shared.own_dp, shared.first_key);
+      load_rows(shared.other[0].score, shared.other[0].dp, tile.first, count_of(tile));
       commit_copies();
-      for (int stage = 0; row < p.rows(); stage ^= 1) {
+      store_row(shared.rows[0], tile.first, count_of(tile), read_row(tile.number, count_of(tile)));
+      for (int stage = 0; tile.number < p.rows(); stage ^= 1) {
+        const int count = count_of(tile);
         wait_for_copies<0>();
-        __syncthreads();  // the rows are there, and those before have been read
-        row = visible_row(row + kOther);
-        if (row < p.rows()) {
-          set_rows(head, row, stage ^ 1);
-          __syncthreads();  // it is known where the next rows lie
-          load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, shared.rows[stage ^ 1]);
+        tile = first_shown_rows(visible_from(after(tile, kOther)));  // these are there, those before have been read
+        RowStatistics next;
+        if (tile.number < p.rows()) {
+          load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, tile.first, count_of(tile));
           commit_copies();
+          next = read_row(tile.number, count_of(tile));
         }
-        add_tile(of_ds, of_weights, stage, shared.first_key);
+        add_tile(of_ds, of_weights, stage, count, shared.first_key);
+        if (tile.number < p.rows()) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
       }
     }
     if constexpr (kNeedsDs)
@@ -173,18 +247,34 @@ struct BackwardMma {
         write_keys(p.grad_value, first_head / readers, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
-  __device__ __forceinline__ void set_rows(int64_t head, int64_t row, int stage) {
-    shared.rows[stage].set(p, shared.dropout, shared.n, head, row, static_cast<int>(smaller(kOther, p.rows() - row)));
+  // Of a group's list of rows: the tile that begins with row `number`.
+  struct TileOfRows {
+    int64_t number;
+    Row first;
+  };
+  __device__ __forceinline__ int count_of(const TileOfRows& tile) const {
+    return static_cast<int>(smaller(kOther, p.rows() - tile.number));
+  }
+  __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
+    return {tile.number + rows, row_after(p, tile.first, rows)};
+  }
+  // The first tile, from this one on, that sees one of the block's keys.
+  __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
+    const int64_t length = query_length(p, shared.n, tile.first.head);
+    const Range seen = visible_rows(p, {shared.first_key, shared.last_key}, length);
+    if (seen.empty()) return {p.rows(), tile.first};
+    const int64_t last = tile.first.position + kOther;  // beyond the length rows are the next head's, which see more
+    return last > smaller(length, seen.first) ? tile
+                                              : after(tile, (seen.first - tile.first.position) / kOther * kOther);
   }
 
-  // The first tile of rows from `row` on, a multiple of kOther, that sees one of the block's keys.
-  __device__ __forceinline__ int64_t visible_row(int64_t row) const {
-    const int64_t length = query_length(p, shared.n, 0);  // of every head of the list of rows
-    const Range seen = visible_rows(p, {shared.first_key, shared.last_key}, length);
-    if (seen.empty()) return p.rows();
-    const int64_t first = row % length, last = first + kOther;  // positions of the tile, of whose rows some may be
-    if (last > length || last > seen.first) return row;         // the next head's, which begin with 0 again
-    return row + divide_up(seen.first + 1 - last, kOther) * kOther;
+  __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {
+    return first_shown(
+        tile,
+        [&](const TileOfRows& t) {
+          return t.number >= p.rows() || mask_shows_some(t.first, count_of(t), shared.first_key);
+        },
+        [&](const TileOfRows& t) { return visible_from(after(t, kOther)); });
   }
 
   __device__ __forceinline__ void run_query(int64_t number) {
@@ -192,32 +282,38 @@ struct BackwardMma {
     const int64_t row = (row_tasks - 1 - number % row_tasks) * kOwn;  // those with most keys under causality first
     const int64_t head = number / row_tasks % p.groups() * p.group;
     const int count = static_cast<int>(smaller(kOwn, p.rows() - row));
+    const Row first = row_after(p, {number / row_tasks / p.groups(), head, 0}, row);
     if (thread_index() == 0) {
-      set(number / row_tasks / p.groups());
-      set_key_heads(head);
-      const Range positions = positions_of_rows(p, shared.n, head, row, count);
+      set(first.n);
+      set_heads(head);
+      const Range positions = positions_of_rows(p, first, count);
       const Range seen = in_tiles(visible_keys(p, positions, key_length(p, shared.n, head)), kOther);
       shared.first_key = seen.first;
       shared.last_key = seen.last;
     }
     __syncthreads();
-    shared.rows[0].set(p, shared.dropout, shared.n, head, row, count);
-    __syncthreads();
-    Sums of_ds = {}, of_weights = {};
-    if (shared.first_key < shared.last_key) {
-      load_rows(shared.own_score, shared.own_dp, shared.rows[0]);
-      load_keys(shared.other[0].score, shared.other[0].dp, shared.first_key, shared.last_key);
+    store_row(shared.rows[0], first, count, read_row(row, count));
+    Sums of_ds = {}, none;
+    const auto first_shown_key = [&](int64_t key) {
+      return first_shown(
+          key, [&](int64_t k) { return k >= shared.last_key || mask_shows_some(first, count, k); },
+          [](int64_t k) { return k + kOther; });
+    };
+    int64_t key = first_shown_key(shared.first_key);
+    if (key < shared.last_key) {
+      load_rows(shared.own_score, shared.own_dp, first, count);
+      load_keys(shared.other[0].score, shared.other[0].dp, key);
       commit_copies();
     }
-    int stage = 0;
-    for (int64_t key = shared.first_key; key < shared.last_key; key += kOther, stage ^= 1) {
+    for (int stage = 0; key < shared.last_key; stage ^= 1) {
+      const int64_t these = key;
       wait_for_copies<0>();
-      __syncthreads();  // the keys are there, and those before have been read
-      if (key + kOther < shared.last_key) {
-        load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key + kOther, shared.last_key);
+      key = first_shown_key(key + kOther);  // these keys are there, and those before have been read
+      if (key < shared.last_key) {
+        load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key);
         commit_copies();
       }
-      add_tile(of_ds, of_weights, stage, key);
+      add_tile(of_ds, none, stage, count, these);
     }
     if (!p.grad_query.data) return;
     const MmaThread thread;
@@ -225,12 +321,14 @@ struct BackwardMma {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = own(thread, half);
-      if (i < count)
-        write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds, half, slope());
+      write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds, half, slope(),
+            i < count);
     }
   }
 
   __device__ __forceinline__ float slope() const { return ScoreFunction<float>::of(p).slope(); }
+  // Of the exponent of 2, per product.
+  __device__ __forceinline__ float exponent_slope() const { return slope() * kLog2E; }
 
   // The first of the 16 rows or keys of the warp; and that of a thread's elements 0, 1 (half 0) or 2, 3 (half 1).
   static __device__ __forceinline__ int own(const MmaThread& thread) { return 16 * thread.warp; }
@@ -242,19 +340,31 @@ struct BackwardMma {
     Fragments::each(x, own(MmaThread()), f);
   }
 
-  // Adds what the tile of rows or keys of a stage contributes; `key` is the first of the tile of keys.
-  __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int64_t key) {
+  // Whether causality hides some score of the tile of `count` rows from `first` on and the keys from `key` on.
+  __device__ __forceinline__ bool some_hidden(Row first, int count, int64_t key) const {
+    return !all_visible(p, positions_of_rows(p, first, count), {key, key + kKeys});
+  }
+
+  // Adds what a tile contributes, whose rows or keys are those of a stage: `count` rows, and the keys from `key` on.
+  __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int count, int64_t key) {
     auto& other = shared.other[stage];
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
+    const Row first{shared.n, rows.rows.head[0], rows.rows.position[0]};  // if it is known, see store_row()
+    const int keys = keys_from(key);
+    const bool hides = some_hidden(first, count, key), whole = (kOwnsKeys ? count : keys) == kOther;
+    Mask mask;  // read before products are computed, and for the second time
+    if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
     multiply(x, shared.own_score, other.score);
-    const bool finite = all_finite(x);
-    make_scores(x, rows, key);
-    recompute_weights(x, rows);
+    const bool finite = Fragments::all_finite(x);
+    make_exponents(x, rows, mask, finite);
+    if (hides || !whole) Fragments::hide_keys(x, own(MmaThread()), p, rows.rows, count, key, keys, hides);
+    each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
     Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)
       if (p.has_dropout)
-        Fragments::dropout_mask(kept, own(MmaThread()), shared.dropout, rows.rows, rows.head_number, key);
+        Fragments::dropout_mask(
+            kept, own(MmaThread()), shared.dropout, rows.rows, [&](int i) { return rows.of_row[i].head_number; }, key);
     if constexpr (kSumsValue)
       if (p.grad_value.data) {
         uint32_t a[kOther / 16][4];
@@ -263,11 +373,13 @@ struct BackwardMma {
       }
     if constexpr (kNeedsDs) {
       if (kOwnsKeys && !p.grad_key.data) return;
-      Scores dx = {};
+      Scores dx = {};  // dP; or at once dP - delta, which saves subtractions
+      if constexpr (kOwnsKeys && !kGeneral)
+        each(dx, [&](float& slope, int i, int, int, int) { slope = -rows.of_row[i].delta; });
       multiply(dx, shared.own_dp, other.dp);
-      compute_ds(x, dx, rows, kept);
+      compute_ds(x, dx, rows, kept, hides || !whole);
       if constexpr (!kOwnsKeys)
-        if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, key);
+        if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
       if (!kOwnsKeys && !p.grad_query.data) return;
       uint32_t a[kOther / 16][4];
       const Kept all = {~0u, ~0u};
@@ -296,59 +408,51 @@ struct BackwardMma {
     }
   }
 
-  // Whether all products of the warp are finite: those of a query or key that holds a NaN or an infinity are not.
-  static __device__ __forceinline__ bool all_finite(Scores& x) {
-    float zeros = 0;
-    each(x, [&](float& product, int, int, int, int) { zeros += product * 0; });
-#pragma unroll
-    for (int lane = 1; lane < 32; lane *= 2) zeros += __shfl_xor_sync(~0u, zeros, lane);
-    return zeros == 0;
+  // Products become exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key.
+  __device__ __forceinline__ void make_exponents(Scores& x, const Rows& rows, const Mask& mask, bool finite) {
+    if constexpr (kGeneral) {
+      const float scale = slope();
+      if (p.has_mask)
+        Fragments::add_mask(x, mask, p, finite);
+      else
+        each(x, [&](float& score, int, int, int, int) { score *= scale; });
+      each(x, [&](float& score, int i, int, int, int) {
+        const float shifted = (score - rows.of_row[i].logsumexp) - rows.of_row[i].logsumexp_low;
+        score = score == -infinity<float>() ? score : shifted * kLog2E;
+      });
+    } else {
+      const float slope = exponent_slope();
+      each(x, [&](float& product, int i, int, int, int) {
+        product = fmaf(product, slope, -rows.of_row[i].logsumexp) - rows.of_row[i].logsumexp_low;
+      });
+    }
   }
 
-  // Products become scores; -inf where a key is masked or there is no row or key.
-  template <class Rows>
-  __device__ __forceinline__ void make_scores(Scores& x, const Rows& rows, int64_t key) {
-    constexpr int kKeys = kOwnsKeys ? kOwn : kOther;
-    const int first = own(MmaThread()), keys = static_cast<int>(smaller(kKeys, shared.last_key - key));
-    const auto score_of = ScoreFunction<float>::of(p);
-    each(x, [&](float& score, int, int, int, int) { score = score_of(score); });
-    if constexpr (kGeneral)
-      if (p.has_mask) Fragments::add_mask(x, first, p, shared.mask_base, rows.rows, key, keys);
-    const bool hidden = !all_visible(p, rows.positions, {key, key + kKeys});
-    const bool whole = kOwnsKeys ? rows.count == kOther : keys == kOther;
-    if (hidden || !whole) Fragments::hide_keys(x, first, p, rows.rows, rows.count, key, keys, hidden);
-  }
-
-  // Scores become weights, exp(score - logsumexp).
-  template <class Rows>
-  static __device__ __forceinline__ void recompute_weights(Scores& x, const Rows& rows) {
-    each(x, [&](float& score, int i, int, int, int) {
-      const float shifted = (score - rows.logsumexp[i]) - rows.logsumexp_low[i];
-      score = score == -infinity<float>() ? 0 : exp2_approx(shifted * kLog2E);
-    });
-  }
-
-  // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is: nothing of a masked key or its
-  // value may come through, not even a NaN. dx holds dP.
-  template <class Rows>
-  __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept) {
+  // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is, if some key of the tile is hidden:
+  // nothing of it or its value may come through, not even a NaN. dx holds dP.
+  __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
       each(dx, [&](float& slope, int, int, int half, int bit) { slope *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
     }
-    each(dx, [&](float& slope, int i, int, int, int) { slope -= rows.delta[i]; });
+    if constexpr (!kOwnsKeys || kGeneral)
+      each(dx, [&](float& slope, int i, int, int, int) { slope -= rows.of_row[i].delta; });
+    if (kGeneral || hides)
+#pragma unroll
+      for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) dx[n][c] = x[n][c] == 0 ? 0 : dx[n][c];
 #pragma unroll
     for (int n = 0; n < kOther / 8; ++n)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[n][c] = x[n][c] == 0 ? 0 : x[n][c] * dx[n][c];
+      for (int c = 0; c < 4; ++c) x[n][c] *= dx[n][c];
   }
 
-  template <class Rows>
-  __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int64_t key) {
+  __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int count, int64_t key) {
     const Operand& to = p.grad_mask;
     const int64_t base = shared.grad_mask_base + key * to.col, keys = shared.last_key - key;
     each(ds, [&](float& gradient, int i, int j, int, int) {
-      if (i < rows.count && j < keys)
+      if (i < count && j < keys)
         store_rounded(to.data, to.dtype, base + rows.rows.offset(to, i) + j * to.col, gradient);
     });
   }
@@ -402,19 +506,23 @@ struct BackwardMma {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t key = shared.first_key + own(thread, half);
-      if (key < shared.last_key) write(to, base + key * to.row, cols, sum, half, scale);
+      write(to, base + key * to.row, cols, sum, half, scale, key < shared.last_key);
     }
   }
 
-  static __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const Sums& sum, int half,
-                                               float scale) {
+  // Writes a row of a gradient, if it is `there`. Called by all lanes.
+  __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const Sums& sum, int half,
+                                        float scale, bool there) const {
     const MmaThread thread;
+    const auto value = [&](int n, int c) { return sum[n][2 * half + c] * scale; };
+    if (takes_chunks(p, to, cols)) return write_chunks<S, kDim / 8>(to, base, cols, there, value);
+    if (!there) return;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         if (thread.col(n) + c < cols)
-          store_rounded(to.data, to.dtype, base + (thread.col(n) + c) * to.col, sum[n][2 * half + c] * scale);
+          store_rounded(to.data, to.dtype, base + (thread.col(n) + c) * to.col, value(n, c));
   }
 };
 
@@ -436,12 +544,11 @@ __global__ void __launch_bounds__(kMmaThreads, kDim <= 64 && kOf == MmaGradient:
 
 template <class S, int kDim, MmaGradient kOf>
 Error launch_gradient_mma(const BackwardParams& p, Stream stream) {
-  const auto run = [&](auto kernel, size_t shared_bytes) {
-    return launch(kernel, p, backward_mma_tasks<kOf>(p), kMmaThreads, shared_bytes, stream);
+  const auto run = [&]<bool kGeneral>() {
+    return launch<typename BackwardMma<S, kDim, kOf, kGeneral>::Shared>(
+        backward_mma<S, kDim, kOf, kGeneral>, p, backward_mma_tasks<kOf>(p), kMmaThreads, stream);
   };
-  if (p.has_mask || p.has_dropout)
-    return run(backward_mma<S, kDim, kOf, true>, sizeof(typename BackwardMma<S, kDim, kOf, true>::Shared));
-  return run(backward_mma<S, kDim, kOf, false>, sizeof(typename BackwardMma<S, kDim, kOf, false>::Shared));
+  return p.has_mask || p.has_dropout ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 template <class S, int kDim>

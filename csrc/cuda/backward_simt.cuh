@@ -55,7 +55,7 @@ struct DeltaSimt {
   }
 
   __device__ void run() {
-    shared.rows.set(p, shared.task.n, shared.task.first_head, shared.task.first_row, shared.task.rows);
+    shared.rows.set(p, shared.task.row_at(p), shared.task.rows);
     write(p.delta, dot(p.output) + dot(p.residual));
     if constexpr (std::is_same_v<Params, SecondParams>)
       write(p.tangent_delta, dot(p.tangent_output) + dot(p.tangent_residual));
@@ -94,7 +94,6 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     int64_t slice, sharer;  // see sharer_of_mask()
     int64_t first_row, last_row, row;
   };
-  struct Nothing {};
   struct Shared : Base::Shared {
     int64_t grad_output_base;
     Statistics row[kSimtTile];
@@ -247,7 +246,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (threadIdx.x == 0) shared.task.set_keys(p, 0, p.keys, kSimtTile);
     __syncthreads();
     Sums sum = {};
-    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) add_tile(sum, key);
+    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile)
+      if (this->mask_shows_some(key)) add_tile(sum, key);
 
     const SimtThread thread;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
@@ -276,7 +276,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Sums sum = {};
     do {
       set_rows(task.n, task.first_head, task.first_row, p.rows());
-      if (any_visible(p, task.positions, {task.first_key, task.last_key})) add_tile(sum, task.first_key);
+      if (shows_some()) add_tile(sum, task.first_key);
     } while (next_rows((shared.own_head + 1) * (p.heads / heads)));
 
     const int64_t n = task.n, head = shared.own_head, key = task.first_key;
@@ -288,6 +288,11 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       if (key + thread.row(i) >= p.keys) break;
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
+  }
+
+  // Whether some row sees some key of the tile that begins with the block's first key.
+  __device__ bool shows_some() {
+    return any_visible(p, task.positions, {task.first_key, task.last_key}) && this->mask_shows_some(task.first_key);
   }
 
   // Moves on to the next rows of the group, or to the next group below `last_head`; false after the last.
@@ -328,7 +333,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     do {
       const Row at = sharer_of_mask(p, p.grad_mask, shared.mask.slice, shared.mask.sharer);
       set_rows(at.n, at.head, shared.mask.row, shared.mask.last_row);
-      if (!any_visible(p, task.positions, {task.first_key, task.last_key})) continue;
+      if (!shows_some()) continue;
       Scores x = {};
       compute_ds(x, task.first_key);
 #pragma unroll
@@ -425,8 +430,8 @@ __global__ void __launch_bounds__(kSimtThreads, 2) gradient_simt(const __grid_co
 template <class T, Gradient kOf, int kCols, class Params>
 Error launch_gradient_simt_of(const Params& p, Stream stream) {
   const int64_t blocks = gradient_tasks<kOf>(p) * divide_up(gradient_cols<kOf>(p), kCols);
-  return launch(gradient_simt<T, Params, kOf, kCols>, p, blocks, kSimtThreads,
-                sizeof(typename GradientSimt<T, Params, kOf, kCols>::Shared), stream);
+  return launch<typename GradientSimt<T, Params, kOf, kCols>::Shared>(gradient_simt<T, Params, kOf, kCols>, p, blocks,
+                                                                      kSimtThreads, stream);
 }
 
 template <class T, Gradient kOf, class Params>
@@ -439,8 +444,8 @@ Error launch_gradient_simt(const Operand& to, const Params& p, Stream stream) {
 
 template <class T, class Params>
 Error launch_delta_simt(const Params& p, Stream stream) {
-  return launch(delta_simt<T, Params>, p, gradient_tasks<Gradient::query>(p), kSimtThreads,
-                sizeof(typename DeltaSimt<T, Params>::Shared), stream);
+  return launch<typename DeltaSimt<T, Params>::Shared>(delta_simt<T, Params>, p, gradient_tasks<Gradient::query>(p),
+                                                       kSimtThreads, stream);
 }
 
 template <class T, class Params>

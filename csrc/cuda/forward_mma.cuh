@@ -16,6 +16,7 @@ struct ForwardMma {
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
   static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr bool kFindsRows = kGeneral && kDim <= 128;  // in the mask, once; else there is no memory for that
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
@@ -25,17 +26,18 @@ struct ForwardMma {
     Dropout dropout;
     const S* key_data;  // of the batch entry and head
     const S* value_data;
-    bool key_aligned, value_aligned;
     int64_t mask_base;  // where the batch entry begins
+    bool mask_in_pairs;
     RowTile<kRows> rows;
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];  // of dropout's counters
+    int64_t in_mask[kFindsRows ? kRows : 1];     // where the row begins
   };
-  static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
-  using Fragments = ScoresMma<kKeys / 8, false>;
-  using Scores = Fragments::Scores[kTiles];
+  using Fragments = ScoresMma<S, kKeys / 8, false>;
+  using Scores = typename Fragments::Scores[kTiles];
+  using Mask = typename Fragments::Mask[kTiles];
   using Output = float[kTiles][kDim / 8][4];
 
   const ForwardParams& p;
@@ -50,9 +52,9 @@ struct ForwardMma {
     const int64_t n = s.task.n;
     s.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, n) + s.task.key_head * p.key.head;
     s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
-    s.key_aligned = chunks_are_aligned(p, p.key, p.head_dim);
-    s.value_aligned = chunks_are_aligned(p, p.value, p.value_dim);
-    s.mask_base = p.has_mask ? batch_offset(p, p.mask, n) : 0;
+    if (!p.has_mask) return;
+    s.mask_base = batch_offset(p, p.mask, n);
+    s.mask_in_pairs = mask_in_pairs(p);
   }
 
   // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
@@ -63,56 +65,111 @@ struct ForwardMma {
   }
 
   __device__ __forceinline__ void load_key(int64_t key) {
-    load_tile(shared.key, shared.key_data + key * p.key.row, p.key.col, shared.key_aligned, task.last_key - key,
-              p.head_dim, [&](int j) { return j * p.key.row; });
+    load_tile(shared.key, shared.key_data + key * p.key.row, keys_from(key), p.head_dim,
+              [&](int j) { return j * p.key.row; });
   }
   __device__ __forceinline__ void load_value(int64_t key) {
-    load_tile(shared.value, shared.value_data + key * p.value.row, p.value.col, shared.value_aligned,
-              task.last_key - key, p.value_dim, [&](int j) { return j * p.value.row; });
+    load_tile(shared.value, shared.value_data + key * p.value.row, keys_from(key), p.value_dim,
+              [&](int j) { return j * p.value.row; });
+  }
+  // Of the tile that begins with `key`.
+  __device__ __forceinline__ int keys_from(int64_t key) const {
+    return static_cast<int>(smaller(kKeys, task.last_key - key));
   }
 
   __device__ __forceinline__ void run() {
     Output output = {};
     for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.maximum[i] = -infinity<float>();
     for (auto& sums : shared.sum) sums[threadIdx.x] = 0;
-    shared.rows.set(p, task.n, task.first_head, task.first_row, task.rows);
+    shared.rows.set(p, task.row_at(p), task.rows);
     if constexpr (kGeneral)
-      if (p.has_dropout)
-        for (int i = threadIdx.x; i < kRows; i += kMmaThreads)  // the rows that this thread has set
-          shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
+      for (int i = threadIdx.x; i < kRows; i += kMmaThreads) {  // the rows that this thread has set
+        if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
+        if (kFindsRows && p.has_mask) shared.in_mask[i] = shared.mask_base + shared.rows.offset(p.mask, i);
+      }
     __syncthreads();
-    if (task.first_key < task.last_key) {
+    if (kGeneral && p.has_mask)
+      go_over_keys<true>(output);
+    else
+      go_over_keys<false>(output);
+    write(output);
+  }
+
+  template <bool kHasMask>
+  __device__ __forceinline__ void go_over_keys(Output& output) {
+    Mask mask;
+    int64_t key = task.first_key;
+    if constexpr (kHasMask) {
+      read_mask(mask, key);
+      key = first_shown(mask, key);
+    }
+    if (key < task.last_key) {
       const S* query = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, task.n);
-      load_tile(shared.query, query, p.query.col, chunks_are_aligned(p, p.query, p.head_dim), task.rows, p.head_dim,
-                [&](int i) { return shared.rows.offset(p.query, i); });
-      load_key(task.first_key);
+      load_tile(shared.query, query, task.rows, p.head_dim, [&](int i) { return shared.rows.offset(p.query, i); });
+      load_key(key);
       commit_copies();
     }
-    for (int64_t key = task.first_key; key < task.last_key; key += kKeys) {
+    while (key < task.last_key) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are there, and the last values have been read
       load_value(key);
       commit_copies();
       Scores x = {};
       if (has_rows()) multiply_keys(x);
-      wait_for_copies<0>();
-      __syncthreads();  // the values are there, and the keys have been read
-      if (key + kKeys < task.last_key) {
-        load_key(key + kKeys);
-        commit_copies();
+      if constexpr (!kHasMask) {
+        wait_for_copies<0>();
+        __syncthreads();  // the values are there, and the keys have been read
+        start_key(key + kKeys);
       }
-      if (!has_rows()) continue;
-      make_scores(x, key);
-      softmax(x, output);
-      if constexpr (kGeneral)
-        if (p.has_dropout) drop(x, key);
-      multiply_values(x, output);
+      if (has_rows()) make_scores<kHasMask>(x, mask, key);
+      if constexpr (kHasMask) read_mask(mask, key + kKeys);  // arrives during the softmax
+      if (has_rows()) {
+        softmax(x, output);
+        if constexpr (kGeneral)
+          if (p.has_dropout) drop(x, key);
+      }
+      key += kKeys;
+      if constexpr (kHasMask) {
+        wait_for_copies<0>();
+        key = first_shown(mask, key);
+        start_key(key);
+      }
+      if (has_rows()) multiply_values(x, output);
     }
-    write(output);
+  }
+
+  __device__ __forceinline__ void start_key(int64_t key) {
+    if (key >= task.last_key) return;
+    load_key(key);
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key) {
+    if (key >= task.last_key) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+      Fragments::read_mask(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys_from(key), [&](int i) {
+        return kFindsRows ? shared.in_mask[i] : shared.mask_base + shared.rows.offset(p.mask, i);
+      });
+  }
+  // The first tile from `key` on, whose mask has been read, that the mask does not hide wholly. Of the others neither
+  // keys nor values are read. A barrier: what was copied is there, and the keys before have been read.
+  __device__ __forceinline__ int64_t first_shown(Mask& mask, int64_t key) {
+    const auto shows_some = [&] {
+      bool some = false;
+#pragma unroll
+      for (auto& of_tile : mask) some |= Fragments::shows_some(of_tile, p.mask.dtype);
+      return some;
+    };
+    while (!__syncthreads_or(key >= task.last_key || shows_some())) {
+      key += kKeys;
+      read_mask(mask, key);
+    }
+    return key;
   }
 
   // If there are few rows, the first warps have all of them, and the others only copy.
-  __device__ __forceinline__ bool has_rows() const { return row(MmaThread(), 0) < task.rows; }
+  __device__ __forceinline__ bool has_rows() const { return kTiles > 1 || row(MmaThread(), 0) < task.rows; }
 
   // x = <q, k>
   __device__ __forceinline__ void multiply_keys(Scores& x) {
@@ -137,16 +194,17 @@ struct ForwardMma {
 
   // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
   // -inf where a key is hidden or there is none.
-  __device__ __forceinline__ void make_scores(Scores& x, int64_t key) {
-    const int keys = static_cast<int>(smaller(kKeys, task.last_key - key));
+  template <bool kHasMask>
+  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
+    const int keys = keys_from(key);
     if constexpr (kGeneral) {
-      const auto score_of = ScoreFunction<float>::of(p);
+      const float slope = ScoreFunction<float>::of(p).slope();
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const int own = row(MmaThread(), t);
-        Fragments::each(x[t], own, [&](float& score, int, int, int, int) { score = score_of(score); });
-        if (p.has_mask) Fragments::add_mask(x[t], own, p, shared.mask_base, shared.rows, key, keys);
-      }
+      for (int t = 0; t < kTiles; ++t)
+        if constexpr (kHasMask)
+          Fragments::add_mask(x[t], mask[t], p, Fragments::all_finite(x[t]));
+        else
+          Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
     const bool hidden = !all_visible(p, task.positions, {key, key + kKeys});
     if (!hidden && keys == kKeys) return;
@@ -155,53 +213,80 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), p, shared.rows, kRows, key, keys, hidden);
   }
 
-  // Base-2 exponent of the score of a product: product * slope * log2(e). Rounded once, so that weights that are
-  // shifted by the same maximum, and what corrects them for another one, share a factor, which the division by their
-  // sum removes.
-  __device__ __forceinline__ float exponent_slope() const { return ScoreFunction<float>::of(p).slope() * kLog2E; }
-  __device__ __forceinline__ float exponent(float product) const { return __fmul_rn(product, exponent_slope()); }
+  // What a number that make_scores() leaves is multiplied by, so that it is a score.
+  __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
+  // Base-2 exponent of such a number: the number * scale * log2(e). Rounded once, so that weights that are shifted by
+  // the same maximum, and what corrects them for another one, share a factor, which the division by their sum removes.
+  __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E; }
+  __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
+  // With masks of large numbers that factor would be too large: such rows are shifted before.
+  static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
 
   // exp(score - maximum) of what make_scores() leaves.
   __device__ __forceinline__ float weight(float x, float shift) const {
-    if constexpr (kGeneral) return exp2_approx((x - shift) * kLog2E);
     return exp2_approx(fmaf(x, exponent_slope(), -exponent(shift)));
   }
   // What weights that were shifted by `old` are multiplied by; 1 where nothing has changed.
   __device__ __forceinline__ float correction(float old, float shift) const {
-    if constexpr (kGeneral) return weight(old, shift);
     return exp2_approx(exponent(old) - exponent(shift));
   }
 
-  // Scores become weights.
+  // Scores become weights. Rows are dealt with side by side: no instruction waits for the one before.
   __device__ __forceinline__ void softmax(Scores& x, Output& output) {
     const MmaThread thread;
+    float old[2 * kTiles], best[2 * kTiles];
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      old[r] = shared.maximum[row(thread, r / 2, r % 2)];
+      float of_column[2] = {old[r], old[r]};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& sum = shared.sum[2 * t + half][32 * thread.warp + thread.lane];
-        const float old = shared.maximum[row(thread, t, half)];
-        float best = old;
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) of_column[c] = max_number(x[r / 2][n][2 * (r % 2) + c], of_column[c]);
+      best[r] = max_number(of_column[0], of_column[1]);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (float& b : best) b = max_number(__shfl_xor_sync(~0u, b, lanes), b);
+    __syncwarp();  // all of a row have read its maximum: the shuffles say so, but no order of memory
+    float shift[2 * kTiles], factor[2 * kTiles];
+    bool some_large = false;
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      shift[r] = shift_of(best[r]);
+      factor[r] = correction(old[r], shift[r]);
+      some_large |= is_large(shift[r]);
+    }
+    if (some_large)
+#pragma unroll
+      for (int r = 0; r < 2 * kTiles; ++r) {
+        const bool large = is_large(shift[r]);
+        const float first = large ? shift[r] : 0;
+        factor[r] = large ? exp2_approx((old[r] - first) * kLog2E) : factor[r];
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
-          best = max_number(x[t][n][2 * half], max_number(x[t][n][2 * half + 1], best));
-        best = max_number(__shfl_xor_sync(~0u, best, 1), best);
-        best = max_number(__shfl_xor_sync(~0u, best, 2), best);
-        const float shift = shift_of(best);
-        const float factor = correction(old, shift);
-        if (thread.place == 0) shared.maximum[row(thread, t, half)] = best;
-        float total = 0;
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int c = 2 * half; c < 2 * half + 2; ++c) total += x[t][n][c] = weight(x[t][n][c], shift);
-        sum = sum * factor + total;  // of this lane's columns
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
-          output[t][n][2 * half] *= factor;
-          output[t][n][2 * half + 1] *= factor;
-        }
+          for (int c = 0; c < 2; ++c) x[r / 2][n][2 * (r % 2) + c] -= first;
+        shift[r] -= first;
       }
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      const int t = r / 2, half = r % 2;
+      if (thread.place == 0) shared.maximum[row(thread, t, half)] = best[r];
+      float total[2] = {};  // of this lane's columns
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) total[c] += x[t][n][2 * half + c] = weight(x[t][n][2 * half + c], shift[r]);
+      float& sum = shared.sum[r][32 * thread.warp + thread.lane];
+      sum = sum * factor[r] + (total[0] + total[1]);
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        output[t][n][2 * half] *= factor[r];
+        output[t][n][2 * half + 1] *= factor[r];
+      }
+    }
   }
 
   __device__ __forceinline__ void drop(Scores& x, int64_t key) {
@@ -209,7 +294,8 @@ struct ForwardMma {
     for (int t = 0; t < kTiles; ++t) {
       const int own = row(MmaThread(), t);
       typename Fragments::Kept kept;
-      Fragments::dropout_mask(kept, own, shared.dropout, shared.rows, shared.head_number, key);
+      Fragments::dropout_mask(
+          kept, own, shared.dropout, shared.rows, [&](int i) { return shared.head_number[i]; }, key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
         weight *= static_cast<float>(kept[half] >> bit & 1);
       });
@@ -247,6 +333,7 @@ struct ForwardMma {
     const MmaThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);
     const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
+    const bool chunks = p.splits == 1 && !p.residual.data && takes_chunks(p, p.output, p.value_dim);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -255,26 +342,28 @@ struct ForwardMma {
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
         const int i = row(thread, t, half);
-        if (i >= task.rows) continue;
+        const bool there = i < task.rows;
+        if (!there && !chunks) continue;
         const bool empty = total == 0;
         const float inverse = static_cast<float>(p.keep_scale) / (empty ? 1 : total);
         const OutputRow<float> to(p, task.n, output_base, residual_base, shared.rows.head[i], shared.rows.position[i],
                                   task.split);
+        const auto value = [&](int n, int c) { return empty ? 0 : output[t][n][2 * half + c] * inverse; };
+        if (chunks) {
+          write_chunks<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
+        } else {
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n)
+          for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
-          for (int c = 0; c < 2; ++c)
-            if (thread.col(n) + c < p.value_dim)
-              to.write(thread.col(n) + c, empty ? 0 : output[t][n][2 * half + c] * inverse);
-        if (thread.place > 0) continue;
-        const float best = empty ? 0 : shared.maximum[i];
-        float maximum = best, maximum_low = 0;
-        if constexpr (!kGeneral) {
-          const float scale = ScoreFunction<float>::of(p).slope();
-          maximum = __fmul_rn(best, scale);
-          // What rounding took from the maximum, and the logarithm of the factor that all weights share.
-          maximum_low = fmaf(best, scale, -maximum) - fmaf(best, scale * kLog2E, -exponent(best)) / kLog2E;
+            for (int c = 0; c < 2; ++c)
+              if (thread.col(n) + c < p.value_dim) to.write(thread.col(n) + c, value(n, c));
         }
+        if (thread.place > 0 || !there) continue;
+        const float best = empty ? 0 : shared.maximum[i];
+        const float maximum = __fmul_rn(best, scale());
+        // What rounding took from the maximum, and the logarithm of the factor that all weights share.
+        float maximum_low = fmaf(best, scale(), -maximum);
+        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E;
         to.write_logsumexp(task.split, maximum, maximum_low, total);
       }
   }
@@ -293,8 +382,8 @@ __global__ void __launch_bounds__(kMmaThreads) forward_mma(const __grid_constant
 
 template <class S, int kDim, int kTiles, bool kGeneral>
 Error launch_forward_mma_tiles(const ForwardParams& p, Stream stream) {
-  return launch(forward_mma<S, kDim, kTiles, kGeneral>, p, p.tasks(), kMmaThreads,
-                sizeof(typename ForwardMma<S, kDim, kTiles, kGeneral>::Shared), stream);
+  return launch<typename ForwardMma<S, kDim, kTiles, kGeneral>::Shared>(forward_mma<S, kDim, kTiles, kGeneral>, p,
+                                                                        p.tasks(), kMmaThreads, stream);
 }
 
 template <class S, int kDim, bool kGeneral>

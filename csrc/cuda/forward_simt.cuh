@@ -36,6 +36,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
     }
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
+      if (!this->mask_shows_some(key)) continue;
       typename Base::Scores x = {};
       this->scores(x, key);
       softmax(x);
@@ -119,8 +120,8 @@ __global__ void __launch_bounds__(kSimtThreads, 2) forward_simt(const __grid_con
 template <class T, int kValueCols>
 Error launch_forward_simt_of(const ForwardParams& p, Stream stream) {
   const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));
-  return launch(forward_simt<T, kValueCols>, p, p.tasks() * passes, kSimtThreads,
-                sizeof(typename ForwardSimt<T, kValueCols>::Shared), stream);
+  return launch<typename ForwardSimt<T, kValueCols>::Shared>(forward_simt<T, kValueCols>, p, p.tasks() * passes,
+                                                             kSimtThreads, stream);
 }
 
 template <class T>

@@ -7,14 +7,6 @@ namespace attn::cuda {
 
 namespace {
 
-bool is_16_bits(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
-
-// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits.
-bool uses_mma(const Problem& p) {
-  const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
-  return is_16_bits(p.query.dtype) && !exact_weights && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
-}
-
 template <class S>
 Error run_forward_mma(const ForwardParams& p, Stream stream) {
   const int64_t dim = larger(p.head_dim, p.value_dim);
@@ -56,6 +48,13 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }
 
 }  // namespace
+
+// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits.
+bool uses_mma(const Problem& p) {
+  const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
+  const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
+  return is_16_bits && !exact_weights && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
+}
 
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   p.rows_per_task = kSimtTile;

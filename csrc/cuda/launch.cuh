@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "launch.h"
 #include "numbers.cuh"
 
@@ -15,10 +17,16 @@ inline dim3 grid_of(int64_t blocks) {
   return {static_cast<unsigned>(divide_up(blocks, y)), static_cast<unsigned>(y), 1};
 }
 
-template <class Params>
-[[nodiscard]] Error launch(void (*kernel)(Params), const Params& p, int64_t blocks, int threads, size_t shared_bytes,
-                           Stream stream) {
+// A kernel that keeps nothing in shared memory.
+struct Nothing {};
+
+// Shared: all that a block keeps in shared memory, on every device that is supported.
+template <class Shared, class Params>
+[[nodiscard]] Error launch(void (*kernel)(Params), const Params& p, int64_t blocks, int threads, Stream stream) {
+  static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
   constexpr size_t kAlwaysThere = 48 << 10;
+  constexpr size_t shared_bytes = std::is_empty_v<Shared> ? 0 : sizeof(Shared);
+  if (blocks == 0) return nullptr;
   cudaError_t error = cudaSuccess;
   if (shared_bytes > kAlwaysThere)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));

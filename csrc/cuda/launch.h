@@ -18,6 +18,18 @@ struct RngNumber {
   const int64_t* pointer = nullptr;
 };
 
+// Whether tensor cores compute the forward and the gradients. They read query, key, value and grad_output as
+// in_chunks() says.
+bool uses_mma(const Problem& p);
+
+constexpr int64_t kChunk = 8;  // numbers of 16 bytes, the unit of copies
+// Whether rows of so many columns are whole chunks, each at a multiple of 16 bytes.
+ATTN_INLINE constexpr bool in_chunks(const Problem& p, const Operand& x, int64_t cols) {
+  bool aligned = cols > 0 && cols % kChunk == 0 && x.col == 1 && x.row % kChunk == 0 && x.head % kChunk == 0;
+  for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % kChunk == 0;
+  return aligned && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+}
+
 // Cuts the work into blocks for a device with so many multiprocessors: the fields of ForwardParams that say how. The
 // caller then allocates the partial results.
 void plan_forward(ForwardParams& p, int64_t multiprocessors);

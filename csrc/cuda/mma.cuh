@@ -1,12 +1,12 @@
 // Tiles of 16-bit numbers in shared memory, as tensor cores read them.
 #pragma once
 
+#include "kernels.h"
 #include "rows.cuh"
 
 namespace attn::cuda {
 
 constexpr int kMmaThreads = 128;  // four warps
-constexpr int kChunk = 8;         // numbers of 16 bytes, the unit of copies
 
 // [kRows, kCols], row by row. The chunks of a row are permuted by the row's number, so that the eight rows of a matrix
 // that a warp reads, and the columns that it writes, fall into different banks.
@@ -17,51 +17,36 @@ struct MmaTile {
 
   alignas(128) S numbers[kRows * kCols];
 
-  __device__ __forceinline__ S* at(int row, int chunk) { return numbers + row * kCols + (chunk ^ row % 8) * kChunk; }
+  // Unsigned, so that no sign needs care: what the row number of a fragment adds becomes part of an instruction.
+  __device__ __forceinline__ S* at(unsigned row, unsigned chunk) {
+    return numbers + row * kCols + (chunk ^ row % 8) * kChunk;
+  }
 };
 
-// Whether every row of `cols` numbers may be copied in chunks: neighbours in memory, aligned to 16 bytes.
-__device__ inline bool chunks_are_aligned(const Problem& p, const Operand& x, int64_t cols) {
-  bool aligned = (x.col == 1 || cols <= 1) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
-  for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % kChunk == 0;
-  return aligned && x.head % kChunk == 0 && x.row % kChunk == 0;
-}
-
-// Starts to fill a tile: row i from `data` + offset(i), i < rows, of `cols` numbers; zeros elsewhere. Complete after
-// commit_copies(), wait_for_copies() and a barrier. What cannot be copied in chunks is written number by number.
+// Starts to fill a tile: row i from `data` + offset(i), i < rows, of `cols` numbers (in_chunks(), launch.h); zeros
+// elsewhere. Complete after commit_copies(), wait_for_copies() and a barrier.
 template <class S, int kRows, int kCols, class Offset>
-__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int64_t col, bool aligned,
-                                          int64_t rows, int64_t cols, Offset offset) {
+__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
+                                          Offset offset) {
   constexpr int kChunks = kCols / kChunk;
   constexpr int kRowsAtOnce = kMmaThreads / kChunks;
-  const int thread = thread_index();
-  const int chunk = thread % kChunks;
-  const int64_t first = chunk * kChunk;
-  const int64_t left = smaller(kChunk, cols - first);
-  const int there = left > 0 ? static_cast<int>(left) : 0;  // numbers of the chunk
-  if (aligned) {
-#pragma unroll 4
-    for (int i = thread / kChunks; i < kRows; i += kRowsAtOnce) {
-      const bool inside = i < rows && there > 0;
-      copy_async(tile.at(i, chunk), inside ? data + offset(i) + first : data,
-                 inside ? there * static_cast<int>(sizeof(S)) : 0);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = thread / kChunks; i < kRows; i += kRowsAtOnce) {
-    const S* from = data + offset(i) + first * col;
-    S* to = tile.at(i, chunk);
-    for (int k = 0; k < kChunk; ++k) to[k] = i < rows && k < there ? from[k * col] : S{0};
+  const unsigned thread = thread_index(), chunk = thread % kChunks, first_row = thread / kChunks;
+  const int first = chunk * kChunk, count = first < static_cast<int>(cols) ? rows : 0;
+  S* const to = tile.at(first_row, chunk);
+#pragma unroll
+  for (int k = 0; k < kRows / kRowsAtOnce; ++k) {
+    const int i = first_row + k * kRowsAtOnce;
+    // The chunks of rows that are a multiple of 8 apart are permuted alike.
+    copy_async(kRowsAtOnce % 8 == 0 ? to + k * kRowsAtOnce * kCols : tile.at(i, chunk), data + offset(i) + first,
+               i < count);
   }
 }
-
 // Where a thread's elements of fragments lie, see ptx.cuh.
 struct MmaThread {
   int warp, lane, group, place;
 
   __device__ __forceinline__ MmaThread() {
-    const int thread = thread_index();
+    const unsigned thread = thread_index();
     warp = thread / 32;
     lane = thread % 32;
     group = lane / 4;
@@ -70,6 +55,43 @@ struct MmaThread {
   // The columns of elements 0 and 2 (or 1 and 3, one further) of fragment n of a row of fragments.
   __device__ __forceinline__ int col(int n) const { return 8 * n + 2 * place; }
 };
+
+// The four lanes of a row exchange words: word i of lane `place` becomes word `place` of lane i. In two steps, each of
+// which swaps what lies off the diagonal of blocks twice as large.
+__device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t &first = words[i], &second = words[i + step];
+      const uint32_t got = __shfl_xor_sync(~0u, place & step ? first : second, step);
+      (place & step ? first : second) = got;
+    }
+}
+
+// Whether a row of results can be written in chunks.
+__device__ __forceinline__ bool takes_chunks(const Problem& p, const Operand& to, int64_t cols) {
+  return to.dtype != DType::f32 && in_chunks(p, to, cols);
+}
+// Writes a row, value(n, c) being what a lane has in column c of its two of fragment n. Called by all lanes of a warp;
+// `there`: whether there is the row.
+template <class S, int kFragments, class Value>
+__device__ __forceinline__ void write_chunks(const Operand& to, int64_t base, int64_t cols, bool there, Value value) {
+  struct alignas(16) Chunk {
+    uint32_t words[4];
+  };
+  const MmaThread thread;
+#pragma unroll
+  for (int n = 0; n < kFragments; n += 4) {
+    Chunk chunk;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) chunk.words[i] = pack<S>(value(n + i, 0), value(n + i, 1));
+    transpose(chunk.words, thread.place);
+    const int col = 8 * (n + thread.place);
+    if (there && col < cols) *reinterpret_cast<Chunk*>(static_cast<S*>(to.data) + base + col) = chunk;
+  }
+}
 
 // Fragments of a warp. A 16 x 16: rows from `row`, columns from 16 k.
 template <class S, int kRows, int kCols>

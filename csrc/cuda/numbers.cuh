@@ -30,6 +30,13 @@ __device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
   return static_cast<const uint8_t*>(x.data)[index] ? static_cast<T>(0) : -infinity<T>();
 }
 
+// The score of a product, its mask added; -inf by selection. Rounded once, and the same wherever it is computed:
+// forward and derivatives must not differ where one unit in the last place of a score is large.
+template <class T>
+__device__ __forceinline__ T masked_score(T product, T slope, T bias) {
+  return bias == -infinity<T>() ? bias : fma(product, slope, bias);
+}
+
 // Writes x rounded to the dtype; returns what is stored.
 template <class T>
 __device__ __forceinline__ T store_rounded(void* data, DType dtype, int64_t index, T x) {

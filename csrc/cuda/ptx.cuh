@@ -125,11 +125,14 @@ __device__ __forceinline__ void multiply_add<BFloat16>(float (&c)[4], const uint
 
 // --- asynchronous copies ---
 
-// Copies `bytes` of 16 from global to shared memory, zeros in place of the rest. Both addresses are multiples of 16;
-// with 0 bytes nothing is read. What was copied may be read after commit_copies(), wait_for_copies() and a barrier.
-__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
-               : "memory");
+// Copies 16 bytes from global to shared memory; zeros, and nothing is read, if not `there`. Both addresses are
+// multiples of 16. What was copied may be read after commit_copies(), wait_for_copies() and a barrier.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+  asm volatile(
+      "{ .reg .pred absent; setp.eq.u32 absent, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, absent; }" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(static_cast<uint32_t>(there))
+      : "memory");
 }
 // All copies of this thread since the last call are one group.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -24,7 +24,7 @@ __global__ void write_rng_state(const __grid_constant__ RngState r) {
 }  // namespace
 
 Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period, Stream stream) {
-  return launch(write_rng_state, RngState{state, seed, offset, period}, 1, 32, 0, stream);
+  return launch<Nothing>(write_rng_state, RngState{state, seed, offset, period}, 1, 32, stream);
 }
 
 }  // namespace attn::cuda

@@ -15,26 +15,27 @@ struct RowTile {
   int64_t head[kRows];
   int64_t position[kRows];
 
-  // Rows of the list that begins with head `first_head` of batch entry n. Called by all threads, followed by a barrier.
-  __device__ void set(const Problem& p, int64_t n, int64_t first_head, int64_t first, int count) {
-    const int64_t length = query_length(p, n, first_head);
-    for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
-      const int64_t r = first + smaller(i, count - 1);  // rows past the end repeat the last one and are never written
-      head[i] = first_head + r / length;
-      position[i] = r % length;
-    }
+  // `count` rows from `first` on. Called by all threads, followed by a barrier.
+  __device__ void set(const Problem& p, Row first, int count) {
+    for (int i = threadIdx.x; i < kRows; i += blockDim.x) set(i, row_after(p, first, last_repeated(i, count)));
   }
+  __device__ __forceinline__ void set(int i, Row row) {
+    head[i] = row.head;
+    position[i] = row.position;
+  }
+  // Rows past the end repeat the last one and are never written.
+  static __device__ __forceinline__ int last_repeated(int i, int count) { return i < count ? i : count - 1; }
+
   // Of row i within its batch entry.
   __device__ __forceinline__ int64_t offset(const Operand& x, int i) const {
     return head[i] * x.head + position[i] * x.row;
   }
 };
 
-// The positions of `count` rows of the list that begins with `head`: of all where the rows of a head end in between.
-__device__ __forceinline__ Range positions_of_rows(const Problem& p, int64_t n, int64_t head, int64_t first,
-                                                   int64_t count) {
-  const int64_t length = query_length(p, n, head), position = first % length;
-  return position + count > length ? Range{0, length} : Range{position, position + count};
+// The positions of `count` rows from `first` on: of all where the rows of a head end in between.
+__device__ __forceinline__ Range positions_of_rows(const Problem& p, Row first, int64_t count) {
+  const int64_t length = query_length(p, first.n, first.head), end = first.position + count;
+  return end > length ? Range{0, length} : Range{first.position, end};
 }
 
 // The keys of a range that lie in the tile that begins with `key`, counted from there.
@@ -72,8 +73,10 @@ struct Task {
     value_head = value_head_of(p, head);
     first_row = first;
     rows = static_cast<int>(count);
-    positions = positions_of_rows(p, n, head, first, count);
+    positions = positions_of_rows(p, row_at(p), count);
   }
+  // The first of the rows.
+  __device__ __forceinline__ Row row_at(const Problem& p) const { return row_after(p, {n, first_head, 0}, first_row); }
   // The keys of [first, last) that the rows see, in whole tiles.
   __device__ void set_keys(const Problem& p, int64_t first, int64_t last, int64_t tile) {
     const Range seen = common(visible_keys(p, positions, key_length(p, n, first_head)), {first, last});

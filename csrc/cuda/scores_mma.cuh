@@ -2,14 +2,25 @@
 // keeps.
 #pragma once
 
+#include <type_traits>
+
 #include "mma.cuh"
 #include "softmax.cuh"
 
 namespace attn::cuda {
 
+// Whether two neighbours along the keys, of which the first is even, may be read at once.
+__device__ inline bool mask_in_pairs(const Problem& p) {
+  const Operand& x = p.mask;
+  int64_t odd = x.head | x.row;
+  for (int d = 0; d < p.batch_dims; ++d) odd |= x.batch[d];
+  const uintptr_t bytes = x.dtype == DType::boolean ? 2 : 4;
+  return x.col == 1 && odd % 2 == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
+}
+
 // Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8
-// kFragments rows.
-template <int kFragments, bool kOwnsKeys>
+// kFragments rows. S: the type of query and key, and of a mask that is not boolean.
+template <class S, int kFragments, bool kOwnsKeys>
 struct ScoresMma {
   using Scores = float[kFragments][4];
   using Kept = uint32_t[2];  // bit 2 n + c of kept[half]: of element (half, c) of fragment n
@@ -29,16 +40,98 @@ struct ScoresMma {
         }
   }
 
-  // The tile of keys begins with `key` and has `keys` of them. `base`: where the batch entry's mask begins.
-  template <class Rows>
-  static __device__ __forceinline__ void add_mask(Scores& x, int own, const Problem& p, int64_t base, const Rows& rows,
-                                                  int64_t key, int keys) {
-    base += key * p.mask.col;
-    each(x, own, [&](float& score, int i, int j, int, int) {
-      if (j >= keys) return;
-      const float bias = read_mask<float>(p.mask, base + rows.offset(p.mask, i) + j * p.mask.col);
-      score = bias == -infinity<float>() ? bias : score + bias;
-    });
+  // Of a mask, what belongs to the scores: two neighbours, as they lie in memory, in each word.
+  using Mask = uint32_t[kFragments][2];
+
+  // Reads it, all at once, of a tile that begins with `key` and has `keys` of them: what is beyond repeats the last
+  // one. Row i begins offset(i) elements behind its data. in_pairs: see mask_in_pairs().
+  template <class Offset>
+  static __device__ __forceinline__ void read_mask(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
+                                                   int keys, Offset offset) {
+    if (x.dtype == DType::boolean)
+      read_mask_of<uint8_t, uint16_t>(mask, own, x, in_pairs, key, keys, offset);
+    else
+      read_mask_of<uint16_t, uint32_t>(mask, own, x, in_pairs, key, keys, offset);
+  }
+  template <class Number, class Two, class Offset>
+  static __device__ __forceinline__ void read_mask_of(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
+                                                      int keys, Offset offset) {
+    const MmaThread thread;
+    const auto* data = static_cast<const Number*>(x.data);
+    if constexpr (!kOwnsKeys)
+      if (in_pairs && keys == 8 * kFragments) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const auto* row =
+              reinterpret_cast<const Two*>(data + offset(own + thread.group + 8 * half) + key) + thread.place;
+#pragma unroll
+          for (int n = 0; n < kFragments; ++n) mask[n][half] = row[4 * n];
+        }
+        return;
+      }
+    data += key * x.col;
+    const auto key_at = [&](int j) { return (j < keys ? j : keys - 1) * x.col; };
+#pragma unroll
+    for (int outer = 0; outer < (kOwnsKeys ? kFragments : 2); ++outer)
+#pragma unroll
+      for (int c = 0; c < (kOwnsKeys ? 2 : 1); ++c) {
+        const auto* row = data + offset(kOwnsKeys ? thread.col(outer) + c : own + thread.group + 8 * outer);
+#pragma unroll
+        for (int inner = 0; inner < (kOwnsKeys ? 2 : kFragments); ++inner)
+          if constexpr (kOwnsKeys) {
+            const uint32_t number = row[key_at(own + thread.group + 8 * inner)];
+            mask[outer][inner] = c == 0 ? number : mask[outer][inner] | number << 8 * sizeof(Number);
+          } else {
+            const uint32_t first = row[key_at(thread.col(inner))], second = row[key_at(thread.col(inner) + 1)];
+            mask[inner][outer] = first | second << 8 * sizeof(Number);
+          }
+      }
+  }
+
+  static constexpr uint32_t kHidden = std::is_same_v<S, Half> ? 0xfc00 : 0xff80;  // -inf
+  // Whether it shows some key to some row.
+  static __device__ __forceinline__ bool shows_some(const Mask& mask, DType dtype) {
+    const uint32_t hidden = dtype == DType::boolean ? 0 : kHidden | kHidden << 16;
+    uint32_t some = 0;
+#pragma unroll
+    for (auto& two : mask) some |= (two[0] ^ hidden) | (two[1] ^ hidden);
+    return some != 0;
+  }
+
+  // Whether all products of the warp are finite: those of a query or key that holds a NaN or an infinity are not.
+  static __device__ __forceinline__ bool all_finite(const Scores& x) {
+    float sum[2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
+#pragma unroll
+    for (auto& four : x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[half] = fmaf(four[2 * half], four[2 * half + 1], sum[half]);
+    return __all_sync(~0u, (sum[0] + sum[1]) * 0 == 0);
+  }
+
+  // Products become scores. `finite`: all_finite(), or false, which takes longer.
+  static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, const Problem& p, bool finite) {
+    const float slope = ScoreFunction<float>::of(p).slope();
+    const auto bias = [&](int n, int half, int c) {
+      return to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
+    };
+    if (p.mask.dtype == DType::boolean)
+      add_mask_by(x, [&](float product, int n, int half, int c) {
+        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
+      });
+    else if (finite)
+      add_mask_by(x, [&](float product, int n, int half, int c) { return fmaf(product, slope, bias(n, half, c)); });
+    else
+      add_mask_by(
+          x, [&](float product, int n, int half, int c) { return masked_score(product, slope, bias(n, half, c)); });
+  }
+  template <class F>
+  static __device__ __forceinline__ void add_mask_by(Scores& x, F score_of) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) x[n][2 * half + c] = score_of(x[n][2 * half + c], n, half, c);
   }
 
   // -inf where there is no key or, with `hidden`, a row does not see it. Where others are rows, also where there is no
@@ -68,9 +161,10 @@ struct ScoresMma {
   }
 
   // Which weights dropout keeps.
-  template <class Rows>
+  // `head_number(i)`: of row i, for dropout's counters.
+  template <class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
-                                                      const uint32_t* head_number, int64_t key) {
+                                                      HeadNumber head_number, int64_t key) {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {
@@ -81,7 +175,7 @@ struct ScoresMma {
 #pragma unroll
       for (int n = 0; n < kFragments; ++n) {
         const int i = thread.col(n) + mine % 2;
-        uint32_t bits = dropout.kept(quad, rows.position[i], head_number[i]) << 4 * mine;
+        uint32_t bits = dropout.kept(quad, rows.position[i], head_number(i)) << 4 * mine;
         bits |= __shfl_xor_sync(~0u, bits, 4);
         bits |= __shfl_xor_sync(~0u, bits, 8);
         bits >>= thread.group % 4;
@@ -97,7 +191,7 @@ struct ScoresMma {
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;
           const unsigned of_mine =
-              dropout.kept((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number[i]);
+              dropout.kept((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
           const unsigned of_other = __shfl_xor_sync(~0u, of_mine, 1);
 #pragma unroll
           for (int m = 0; m < 2; ++m) {

@@ -72,7 +72,7 @@ struct ScoresSimt {
   }
   // Called by all threads after that barrier, followed by another.
   __device__ void set_rows() {
-    shared_scores.rows.set(p, task.n, task.first_head, task.first_row, task.rows);
+    shared_scores.rows.set(p, task.row_at(p), task.rows);
     if (!p.has_dropout) return;
     for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads)  // the rows that this thread has set
       shared_scores.head_number[i] = shared_scores.dropout.head(p, task.n, shared_scores.rows.head[i]);
@@ -121,14 +121,12 @@ struct ScoresSimt {
   __device__ __forceinline__ void scores(Scores& x, int64_t key) {
     Shared& shared = shared_scores;
     add_dots(x, p.query, shared.query_base, p.key, shared.key_base, key, p.head_dim);
-    const auto score_of = ScoreFunction<T>::of(p);
-#pragma unroll
-    for (auto& row : x)
-#pragma unroll
-      for (T& score : row) score = score_of(score);
+    const T slope = ScoreFunction<T>::of(p).slope();
     if (p.has_mask)
       each_of_mask(x, p.mask, shared.mask_base, key,
-                   [](T& score, T bias) { score = bias == -infinity<T>() ? bias : score + bias; });
+                   [&](T& score, T bias) { score = masked_score(score, slope, bias); });
+    else
+      each(x, [&](T& score, int, int, int) { score *= slope; });
     hide_keys(x, key);
   }
 
@@ -145,6 +143,16 @@ struct ScoresSimt {
         f(of(x, a, b), read_mask<T>(mask, row + key_of(thread, b) * mask.col));
       }
     }
+  }
+
+  // Whether the mask shows some score of a tile: of others nothing but the mask is read. Called by all threads.
+  __device__ __forceinline__ bool mask_shows_some(int64_t key) {
+    if (!p.has_mask) return true;
+    __syncthreads();  // it is known where the rows lie
+    bool some = false;
+    Scores none;
+    each_of_mask(none, p.mask, shared_scores.mask_base, key, [&](T&, T bias) { some |= bias != -infinity<T>(); });
+    return __syncthreads_or(some);
   }
 
   // The derivative of the scores along p.t, for kernels whose params have one: slope * (tQ K^T + Q tK^T) + tM, where

@@ -23,8 +23,40 @@ Tensor draw_rng_state(const Tensor& query, int64_t heads) {
   return state;
 }
 
+// Puts an operand whose rows are not in chunks into memory where they are, filled up with zeros. Copied number by
+// number in every tile that reads them, they would cost many times as much. The tensor is that memory.
+[[nodiscard]] Tensor put_in_chunks(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
+                                   const Tensor& query) {
+  if (!uses_mma(p) || in_chunks(p, x, cols)) return {};
+  at::DimVector sizes(p.batch_size, p.batch_size + p.batch_dims), strides(x.batch, x.batch + p.batch_dims);
+  for (const auto& [size, stride] : {std::pair{heads, x.head}, {rows, x.row}, {cols, x.col}}) {
+    sizes.push_back(size);
+    strides.push_back(stride);
+  }
+  for (size_t d = 0; d + 1 < sizes.size(); ++d)
+    if (strides[d] == 0) sizes[d] = 1;  // what is broadcast stays so
+  const Tensor from = at::from_blob(x.data, sizes, strides, query.options());
+  sizes.back() = round_up(larger(1, cols), kChunk);
+  const Tensor chunks = sizes.back() == cols ? at::empty(sizes, query.options()) : at::zeros(sizes, query.options());
+  chunks.narrow(-1, 0, cols).copy_(from);
+  const auto stride_of = [&](int64_t d) { return sizes[static_cast<size_t>(d)] == 1 ? 0 : chunks.stride(d); };
+  x.data = chunks.mutable_data_ptr();
+  for (int64_t d = 0; d < p.batch_dims; ++d) x.batch[d] = stride_of(d);
+  x.head = stride_of(p.batch_dims);
+  x.row = stride_of(p.batch_dims + 1);
+  x.col = 1;
+  return chunks;
+}
+template <class Params>
+[[nodiscard]] std::array<Tensor, 3> put_inputs_in_chunks(Params& p, const Tensor& query) {
+  return {put_in_chunks(p, p.query, p.heads, p.queries, p.head_dim, query),
+          put_in_chunks(p, p.key, p.key_heads, p.keys, p.head_dim, query),
+          put_in_chunks(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
+}
+
 void run_forward(ForwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
+  const auto inputs = put_inputs_in_chunks(p, query);
   plan_forward(p, device.multiprocessors);
   const auto partial = allocate_splits(p, query);
   check(launch_forward(p, device.stream));
@@ -39,6 +71,8 @@ Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data) {
 
 void run_backward(BackwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
+  const auto inputs = put_inputs_in_chunks(p, query);
+  const Tensor grad_output = put_in_chunks(p, p.grad_output, p.heads, p.queries, p.value_dim, query);
   const Tensor delta = allocate_rows(p, query, p.delta);
   check(launch_backward(p, device.stream));
 }

@@ -59,6 +59,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     }
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
+      if (!this->mask_shows_some(key)) continue;
       Scores x = {};
       this->scores(x, key);
       this->each(x, [&](T& score, int row, int, int) {
@@ -175,8 +176,8 @@ __global__ void __launch_bounds__(kSimtThreads, 2) tangent_simt(const __grid_con
 template <class T, int kCols>
 Error launch_tangent_simt_of(const TangentParams& p, Stream stream) {
   const int64_t passes = larger(1, divide_up(p.value_dim, kCols));
-  return launch(tangent_simt<T, kCols>, p, p.tasks() * passes, kSimtThreads,
-                sizeof(typename TangentSimt<T, kCols>::Shared), stream);
+  return launch<typename TangentSimt<T, kCols>::Shared>(tangent_simt<T, kCols>, p, p.tasks() * passes, kSimtThreads,
+                                                        stream);
 }
 
 template <class T>

@@ -19,7 +19,7 @@ struct Case {
   int queries, keys, head_dim, value_dim;
   int key_heads = kHeads, value_heads = kHeads;
   bool causal = false, mask = false, dropout = false;
-  bool transposed = false;  // columns are not neighbours
+  bool transposed = false;  // columns of the mask and of gradients are not neighbours
 };
 
 // Whole numbers / 8 below 2: every dtype holds them.
@@ -29,29 +29,39 @@ inline void store(float* to, float x) { *to = x; }
 inline void store(BFloat16* to, float x) { to->bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
 inline void store(Half* to, float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const int exponent = static_cast<int>(bits >> 23 & 255) - 127 + 15;
+  const int exponent = std::isinf(x) ? 31 : static_cast<int>(bits >> 23 & 255) - 127 + 15;
   to->bits = static_cast<uint16_t>(bits >> 16 & 0x8000) |
              static_cast<uint16_t>(x == 0 ? 0 : exponent << 10 | (bits >> 13 & 1023));
 }
 
-// [heads, rows, cols], and what the kernel is told of it.
+inline void store_nan(float* to) { *to = NAN; }
+template <class S>
+void store_nan(S* to) {
+  to->bits = 0x7fff;
+}
+
+// [heads, rows, cols], and what the kernel is told of it. Rows are filled up with zeros to whole chunks.
 template <class S>
 struct Matrix {
-  int heads, rows, cols;
+  int rows, cols, width;
   bool transposed;
   Array<S> array;
 
-  Matrix(int heads, int rows, int cols, bool transposed)
-      : heads(heads), rows(rows), cols(cols), transposed(transposed), array(int64_t{heads} * rows * cols) {}
+  Matrix(int heads, int rows, int cols, bool transposed = false)
+      : rows(rows),
+        cols(cols),
+        width(static_cast<int>(round_up(cols, kChunk))),
+        transposed(transposed),
+        array(int64_t{heads} * rows * width) {}
   int64_t at(int h, int i, int d) const {
-    return transposed ? (int64_t{h} * cols + d) * rows + i : (int64_t{h} * rows + i) * cols + d;
+    return transposed ? (int64_t{h} * width + d) * rows + i : (int64_t{h} * rows + i) * width + d;
   }
   Operand operand(DType dtype) {
     Operand x;
     x.data = array.data();
     x.dtype = dtype;
-    x.head = int64_t{rows} * cols;
-    x.row = transposed ? 1 : cols;
+    x.head = int64_t{rows} * width;
+    x.row = transposed ? 1 : width;
     x.col = transposed ? rows : 1;
     return x;
   }
@@ -60,10 +70,10 @@ struct Matrix {
 template <class S>
 struct Input : Matrix<S> {
   std::vector<double> values;
-  Input(int heads, int rows, int cols, bool transposed, std::mt19937& random)
-      : Matrix<S>(heads, rows, cols, transposed), values(static_cast<size_t>(this->array.size())) {
+  Input(int heads, int rows, int cols, std::mt19937& random)
+      : Matrix<S>(heads, rows, cols), values(static_cast<size_t>(this->array.size())) {
     for (size_t i = 0; i < values.size(); ++i) {
-      const float x = draw(random);
+      const float x = static_cast<int>(i) % this->width < cols ? draw(random) : 0;
       values[i] = x;
       store(&this->array[static_cast<int64_t>(i)], x);
     }
@@ -85,16 +95,26 @@ template <class S>
 void check(const Case& c, Kernel kernel, DType dtype, double unit, double smallest) {
   std::mt19937 random(3);
   const int queries = c.queries, keys = c.keys;
-  Input<S> query(kHeads, queries, c.head_dim, c.transposed, random),
-      key(c.key_heads, keys, c.head_dim, c.transposed, random),
-      value(c.value_heads, keys, c.value_dim, c.transposed, random),
-      grad_output(kHeads, queries, c.value_dim, c.transposed, random);
+  Input<S> query(kHeads, queries, c.head_dim, random), key(c.key_heads, keys, c.head_dim, random),
+      value(c.value_heads, keys, c.value_dim, random), grad_output(kHeads, queries, c.value_dim, random);
+  Matrix<S> mask(kHeads, queries, keys, c.transposed);
   Matrix<float> grad_query(kHeads, queries, c.head_dim, c.transposed),
       grad_key(c.key_heads, keys, c.head_dim, c.transposed), grad_value(c.value_heads, keys, c.value_dim, c.transposed),
-      mask(kHeads, queries, keys, c.transposed), grad_mask(kHeads, queries, keys, c.transposed);
-  for (int64_t i = 0; i < mask.array.size(); ++i) mask.array[i] = i % 7 == 3 ? -INFINITY : draw(random);
-  if (c.mask)
-    for (int j = 0; j < keys; ++j) mask.array[mask.at(1, queries / 2, j)] = -INFINITY;  // a row without any key
+      grad_mask(kHeads, queries, keys, c.transposed);
+  std::vector<float> bias(static_cast<size_t>(mask.array.size()));
+  const auto bias_of = [&](int h, int i, int j) -> float& { return bias[static_cast<size_t>(mask.at(h, i, j))]; };
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < queries; ++i)
+      for (int j = 0; j < keys; ++j) {
+        // Keys that no query sees, some that it does not, and a row without any key.
+        const bool hidden = j >= 64 || mask.at(h, i, j) % 7 == 3 || (h == 1 && i == queries / 2);
+        bias_of(h, i, j) = hidden ? -INFINITY : draw(random);
+        store(&mask.array[mask.at(h, i, j)], bias_of(h, i, j));
+      }
+  // Nothing comes of keys that no query sees.
+  for (auto* x : {&key, &value})
+    for (int j = c.mask ? 64 : c.causal ? queries : keys; j < keys; ++j)
+      for (int h = 0; h < (x == &key ? c.key_heads : c.value_heads); ++h) store_nan(&x->array[x->at(h, j, 0)]);
   Array<float> logsumexp(2 * kHeads * queries), delta(kHeads * queries);
   Array<int64_t> rng(3);
   rng[0] = 12345678901234, rng[1] = 7, rng[2] = kHeads;
@@ -120,7 +140,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.key = key.operand(dtype);
   p.value = value.operand(dtype);
   p.grad_output = grad_output.operand(dtype);
-  p.mask = mask.operand(DType::f32);
+  p.mask = mask.operand(dtype);
   p.grad_query = grad_query.operand(DType::f32);
   p.grad_key = grad_key.operand(DType::f32);
   p.grad_value = grad_value.operand(DType::f32);
@@ -133,8 +153,9 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   Dropout dropout;
   if (c.dropout) dropout.set(p, 0);
 
-  std::vector<Sum> to_query(query.values.size()), to_key(key.values.size()), to_value(value.values.size()),
-      to_mask(static_cast<size_t>(mask.array.size()));
+  const auto sums_of = [](auto& gradient) { return std::vector<Sum>(static_cast<size_t>(gradient.array.size())); };
+  std::vector<Sum> to_query = sums_of(grad_query), to_key = sums_of(grad_key), to_value = sums_of(grad_value),
+                   to_mask = sums_of(grad_mask);
   for (int h = 0; h < kHeads; ++h) {
     const int kh = h / (kHeads / c.key_heads), vh = h / (kHeads / c.value_heads);
     for (int i = 0; i < queries; ++i) {
@@ -143,7 +164,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       for (int j = 0; j < keys; ++j) {
         double score = 0;
         for (int d = 0; d < c.head_dim; ++d) score += query(h, i, d) * key(kh, j, d);
-        weight[j] = c.causal && j > i ? 0 : std::exp(score * p.scale + (c.mask ? mask.array[mask.at(h, i, j)] : 0));
+        weight[j] = c.causal && j > i ? 0 : std::exp(score * p.scale + (c.mask ? bias_of(h, i, j) : 0));
         total += weight[j];
         factor[j] = !c.dropout ? 1 : dropout.kept(j / 4, i, dropout.head(p, 0, h)) >> j % 4 & 1 ? p.keep_scale : 0;
         for (int d = 0; d < c.value_dim; ++d) slope[j] += grad_output(h, i, d) * value(vh, j, d) * factor[j];
@@ -160,14 +181,14 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       for (int j = 0; j < keys; ++j) {
         const double ds = weight[j] * (slope[j] - dot);
         const double error = weight[j] * (std::fabs(slope[j]) + size) * 0x1p-17 + smallest;
-        to_mask[static_cast<size_t>(mask.at(h, i, j))].add(ds, error, 1, 0);
+        to_mask[static_cast<size_t>(grad_mask.at(h, i, j))].add(ds, error, 1, 0);
         for (int d = 0; d < c.head_dim; ++d) {
-          to_query[static_cast<size_t>(query.at(h, i, d))].add(ds * p.scale, error, key(kh, j, d), unit);
-          to_key[static_cast<size_t>(key.at(kh, j, d))].add(ds * p.scale, error, query(h, i, d), unit);
+          to_query[static_cast<size_t>(grad_query.at(h, i, d))].add(ds * p.scale, error, key(kh, j, d), unit);
+          to_key[static_cast<size_t>(grad_key.at(kh, j, d))].add(ds * p.scale, error, query(h, i, d), unit);
         }
         for (int d = 0; d < c.value_dim; ++d)
-          to_value[static_cast<size_t>(value.at(vh, j, d))].add(weight[j] * factor[j], smallest, grad_output(h, i, d),
-                                                                unit);
+          to_value[static_cast<size_t>(grad_value.at(vh, j, d))].add(weight[j] * factor[j], smallest,
+                                                                     grad_output(h, i, d), unit);
       }
     }
   }

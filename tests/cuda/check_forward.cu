@@ -2,6 +2,7 @@
 // into a kernel is found.
 #include <bit>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -17,12 +18,29 @@ float draw(std::mt19937& random) { return static_cast<float>(static_cast<int>(ra
 void store(float* to, float x) { *to = x; }
 void store(BFloat16* to, float x) { to->bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
 
-// `causal`, with keys left over in the last tile and rows in the last block.
-template <class S>
-void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), bool mask, double tolerance) {
+void store_nan(float* to) { *to = NAN; }
+void store_nan(BFloat16* to) { to->bits = 0x7fff; }
+
+// What is added to scores.
+template <class M>
+void store_bias(M* to, float x) {
+  if constexpr (std::is_same_v<M, bool>)
+    *to = x == 0;
+  else
+    store(to, x);
+}
+
+// `causal`, with keys left over in the last tile and rows in the last block. M: the type of the mask, if there is one;
+// it hides a tile of keys wholly.
+template <class S, class M = void>
+void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), double tolerance) {
+  constexpr bool mask = !std::is_void_v<M>;
+  using Mask = std::conditional_t<mask, M, bool>;
   constexpr int kQueries = 150, kKeys = 150, kDim = 64, kHeads = 2;
   Array<S> query(kHeads * kQueries * kDim), key(kHeads * kKeys * kDim), value(kHeads * kKeys * kDim);
-  Array<float> output(kHeads * kQueries * kDim), bias(kQueries * kKeys);
+  Array<float> output(kHeads * kQueries * kDim);
+  Array<Mask> of_mask(kQueries * kKeys);
+  std::vector<float> bias(of_mask.size());
   std::vector<float> q(query.size()), k(key.size()), v(value.size());
   std::mt19937 random(3);
   const auto fill = [&](Array<S>& array, std::vector<float>& copy) {
@@ -31,7 +49,15 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   fill(query, q);
   fill(key, k);
   fill(value, v);
-  for (int64_t i = 0; i < bias.size(); ++i) bias[i] = i % 7 == 3 ? -INFINITY : draw(random);
+  for (int64_t i = 0; i < of_mask.size(); ++i) {
+    const bool hidden = i % 7 == 3 || i % kKeys / 64 == 1 || i / kKeys < 32;  // of the first warp's rows all
+    bias[i] = hidden ? -INFINITY : std::is_same_v<Mask, bool> ? 0 : draw(random);
+    store_bias(&of_mask[i], bias[i]);
+  }
+  if (mask)
+    for (int h = 0; h < kHeads; ++h)
+      for (auto* x : {&key, &value})
+        for (int i = 64 * kDim; i < 128 * kDim; ++i) store_nan(&(*x)[h * kKeys * kDim + i]);
 
   ForwardParams p;
   p.heads = p.key_heads = p.value_heads = kHeads;
@@ -54,7 +80,8 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   p.key = operand(key, dtype, kKeys, kDim);
   p.value = operand(value, dtype, kKeys, kDim);
   p.output = operand(output, DType::f32, kQueries, kDim);
-  p.mask = operand(bias, DType::f32, 0, kKeys);
+  p.mask = operand(of_mask, std::is_same_v<Mask, bool> ? DType::boolean : dtype, 0, kKeys);
+  p.mask.row = kKeys;
   p.rows_per_task = sizeof(S) == 2 ? 128 : 64;
   p.keys_per_split = 192;
   require_launched(kernel(p, nullptr));
@@ -71,8 +98,17 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
         for (int d = 0; d < kDim; ++d) expected[d] += weight * v[(h * kKeys + j) * kDim + d];
       }
       for (int d = 0; d < kDim; ++d)
-        require(std::fabs(output[(h * kQueries + i) * kDim + d] - expected[d] / sum) <= tolerance, name);
+        require(std::fabs(output[(h * kQueries + i) * kDim + d] - (sum == 0 ? 0 : expected[d] / sum)) <= tolerance,
+                name);
     }
+
+  if constexpr (sizeof(S) == 2) {  // the same in 16 bits, which are written in chunks
+    Array<S> rounded(output.size());
+    p.output = operand(rounded, dtype, kQueries, kDim);
+    require_launched(kernel(p, nullptr));
+    for (int64_t i = 0; i < output.size(); ++i)
+      require(std::fabs(host_float(rounded[i].bits, false) - output[i]) <= 0x1p-8 * std::fabs(output[i]), name);
+  }
 }
 
 }  // namespace
@@ -82,9 +118,10 @@ int main() {
   using namespace attn;
   using namespace attn::cuda;
   // Of values up to 2: weights are rounded to bfloat16 (2^-9), the rest is float32's rounding.
-  check<float>("simt", DType::f32, launch_forward_simt<float>, false, 1e-5);
-  check<float>("simt, mask", DType::f32, launch_forward_simt<float>, true, 1e-5);
-  check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64>, false, 0x1p-8);
-  check<BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64>, true, 0x1p-8);
+  check<float>("simt", DType::f32, launch_forward_simt<float>, 1e-5);
+  check<float, float>("simt, mask", DType::f32, launch_forward_simt<float>, 1e-5);
+  check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, bool>("mma, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
   std::printf("right\n");
 }

@@ -23,7 +23,7 @@ ATTN_ERROR int front_of_empty_vector() { return std::vector<int>().front(); }
 // Two threads of one parallel region, no lock.
 ATTN_ERROR int64_t race_in_a_region() {
   int64_t tasks_done = 0;
-  attn::run_tasks(8, 1e9, 0, [&](int64_t, char*) {
+  attn::run_tasks(8, 1e9, 0, {}, [&](int64_t, char*) {
     ++tasks_done;
     std::this_thread::sleep_for(std::chrono::milliseconds(50));  // or one thread does all
   });

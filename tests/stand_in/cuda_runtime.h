@@ -33,6 +33,8 @@ int lane();
 
 // Waits for all threads of the block.
 void barrier();
+// The same; whether some thread has brought true.
+bool barrier_or(bool mine);
 // Waits for all lanes of the warp, then the last one calls f with what every lane has brought. `name`: all lanes must
 // have come for the same.
 void collective(const char* name, void* mine, void (*f)(void** of_lane));
@@ -52,6 +54,7 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>
 }  // namespace stand_in
 
 inline void __syncthreads() { stand_in::barrier(); }
+inline int __syncthreads_or(int predicate) { return stand_in::barrier_or(predicate != 0); }
 
 inline void __syncwarp(unsigned mask = ~0u) {
   if (mask != ~0u) stand_in::fail("__syncwarp of a part of a warp");
@@ -59,19 +62,35 @@ inline void __syncwarp(unsigned mask = ~0u) {
 }
 
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
-  if (mask != ~0u) stand_in::fail("__shfl_xor_sync of a part of a warp");
+T __shfl_sync(unsigned mask, T value, int from) {
+  if (mask != ~0u) stand_in::fail("a shuffle of a part of a warp");
   struct Lane {
     T value, result;
     int from;
-  } lane{value, {}, stand_in::lane() ^ lane_mask};
-  stand_in::collective("__shfl_xor_sync", &lane, [](void** of_lane) {
+  } lane{value, {}, from};
+  stand_in::collective("a shuffle", &lane, [](void** of_lane) {
     for (int l = 0; l < 32; ++l) {
       auto* to = static_cast<Lane*>(of_lane[l]);
       to->result = static_cast<Lane*>(of_lane[to->from])->value;
     }
   });
   return lane.result;
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  return __shfl_sync(mask, value, stand_in::lane() ^ lane_mask);
+}
+
+inline bool __all_sync(unsigned mask, bool predicate) {
+  if (mask != ~0u) stand_in::fail("__all_sync of a part of a warp");
+  bool all = predicate;
+  stand_in::collective("__all_sync", &all, [](void** of_lane) {
+    bool both = true;
+    for (int l = 0; l < 32; ++l) both &= *static_cast<bool*>(of_lane[l]);
+    for (int l = 0; l < 32; ++l) *static_cast<bool*>(of_lane[l]) = both;
+  });
+  return all;
 }
 
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }

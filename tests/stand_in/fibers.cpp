@@ -55,6 +55,7 @@ struct Fiber {
   dim3 thread;
   int index = 0;
   bool done = false;
+  bool some = false;  // of those who waited with it at a barrier has brought true
   const char* waits_for = nullptr;
   std::vector<Copy> started;                // not committed
   std::deque<std::vector<Copy>> under_way;  // groups
@@ -95,6 +96,7 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<Fiber*> ready;
   std::vector<Fiber*> at_barrier;
+  bool some = false;  // of those at the barrier has brought true
   size_t threads = 0, live = 0;
   SharedMemory shared;
   std::minstd_rand random;
@@ -161,13 +163,19 @@ void fail(const char* what) {
 
 int lane() { return running->index % 32; }
 
-void barrier() {
+void barrier() { barrier_or(false); }
+
+bool barrier_or(bool mine) {
+  block->some |= mine;
   block->at_barrier.push_back(running);
   if (block->at_barrier.size() == block->threads) {
+    for (Fiber* fiber : block->at_barrier) fiber->some = block->some;
+    block->some = false;
     block->ready.insert(block->ready.end(), block->at_barrier.begin(), block->at_barrier.end());
     block->at_barrier.clear();
   }
   wait("__syncthreads");
+  return running->some;
 }
 
 void collective(const char* name, void* mine, void (*f)(void** of_lane)) {

@@ -1,0 +1,206 @@
+"""How many instructions the tensor cores' kernels issue a tile, in the machine code for sm_90.
+
+Nothing of this runs: no GPU is needed, but nvcc and nvdisasm are (of the CUDA toolkit, or of the
+packages triton or nvidia-cuda-nvdisasm).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import site
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import cuda_toolkit
+
+ROOT = Path(__file__).parents[1]
+TOOLKIT = cuda_toolkit.find()
+PLACES = [
+    place
+    for pattern in ("nvidia/*/bin", "triton/backends/nvidia/bin")
+    for packages in site.getsitepackages()
+    for place in Path(packages).glob(pattern)
+]
+
+
+def find(tool: str) -> str:
+    """The path of a tool of the toolkit; empty where there is none."""
+    of_toolkit = [TOOLKIT / "bin"] if TOOLKIT else []
+    places = [None, *of_toolkit, *PLACES]  # None: PATH
+    return next((path for place in places if (path := shutil.which(tool, path=place))), "")
+
+
+NVCC, NVDISASM = find("nvcc"), find("nvdisasm")
+pytestmark = [
+    pytest.mark.slow,  # compiles kernels
+    pytest.mark.skipif(
+        not (NVCC and NVDISASM), reason="not run: nvcc and nvdisasm are not both there"
+    ),
+]
+
+
+class Instruction(NamedTuple):
+    predicate: str
+    name: str
+    operands: str
+
+
+class Kernel(NamedTuple):
+    instructions: list[Instruction]
+    labels: dict[str, int]
+
+    def after(self, at: int) -> list[int]:
+        """The instructions that may come next."""
+        predicate, name, operands = self.instructions[at]
+        following = [at + 1] if at + 1 < len(self.instructions) else []
+        if name.startswith(("EXIT", "RET")):
+            return following if predicate else []
+        if not name.startswith("BRA") or name.startswith("BRA.DIV"):
+            return following
+        *condition, target = operands.replace("`(", "").replace(")", "").split(", ")
+        always = not predicate and not condition
+        return [self.labels[target], *([] if always else following)]
+
+
+def disassemble(cubin: Path) -> Kernel:
+    text = subprocess.run(
+        [NVDISASM, "-c", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    code = text[text.index("\n.text.") :]
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(instructions)
+        if found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:(@!?\w+) +)?(\S+) *(.*?) *;", line):
+            instructions.append(Instruction(found[1] or "", found[2], found[3]))
+    return Kernel(instructions, labels)
+
+
+def in_order(kernel: Kernel) -> tuple[list[int], set[tuple[int, int]]]:
+    """Instructions, each after those that lead there but for loops; the steps that close loops."""
+    closing = set()
+    postorder: list[int] = []
+    state = {0: "open"}
+    stack: list[tuple[int, Iterator[int]]] = [(0, iter(kernel.after(0)))]
+    while stack:
+        at, successors = stack[-1]
+        following = next(successors, None)
+        if following is None:
+            postorder.append(at)
+            state[at] = "done"
+            stack.pop()
+        elif following not in state:
+            state[following] = "open"
+            stack.append((following, iter(kernel.after(following))))
+        elif state[following] == "open":
+            closing.add((at, following))
+    return postorder[::-1], closing
+
+
+def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[str]:
+    """The names of the instructions of one pass through the loop over tiles.
+
+    Of the loops with most products it is the one with most of `loop`, and the shortest. The pass is
+    one with most of each of `most`, and else with fewest instructions: what a tile takes in which
+    nothing is hidden or left over. Loops within count once.
+    """
+    names = [instruction.name for instruction in kernel.instructions]
+    counted = [re.compile(pattern) for pattern in ("HMMA", *most)]
+    order, closing = in_order(kernel)
+    costs = {at: (*(int(bool(c.match(names[at]))) for c in counted), -1) for at in order}
+
+    def passes() -> Iterator[list[str]]:
+        for head in {to for _, to in closing}:
+            best = {head: (costs[head], -1)}  # and the instruction before
+            ends = []
+            for at in order[order.index(head) :]:
+                if at not in best:
+                    continue
+                if (at, head) in closing:
+                    ends.append(at)
+                for to in kernel.after(at):
+                    sums = tuple(map(sum, zip(best[at][0], costs[to], strict=True)))
+                    if (at, to) not in closing and (to not in best or sums > best[to][0]):
+                        best[to] = sums, at
+            at = max(ends, key=lambda end: best[end][0], default=-1)
+            path = []
+            while at >= 0:
+                path.append(names[at])
+                at = best[at][1]
+            yield path[::-1]
+
+    def count(path: list[str], pattern: str) -> int:
+        return sum(bool(re.match(pattern, name)) for name in path)
+
+    return max(passes(), key=lambda path: (count(path, "HMMA"), count(path, loop), -len(path)))
+
+
+class Limit(NamedTuple):
+    """Of the loop over tiles."""
+
+    kernel: str
+    params: str
+    products: int  # HMMA
+    instructions: int
+    # See main_loop(). Also what copies the next tile and reads of its rows: the last one has none.
+    most: tuple[str, ...] = ("LDGSTS", r"LDG\.")
+    loop: str = "HMMA"
+
+
+def backward(dim: int, gradient: str, products: int) -> Limit:
+    kernel = f"backward_mma<BFloat16, {dim}, MmaGradient::{gradient}, false>"
+    return Limit(kernel, "BackwardParams", products, 6 * products)
+
+
+def masked(dim: int, tiles: int, instructions: int) -> Limit:
+    """With a mask of bfloat16, read two numbers at a time."""
+    kernel = f"forward_mma<BFloat16, {dim}, {tiles}, true>"
+    pairs = r"LDG\.E$"
+    return Limit(kernel, "ForwardParams", 128, instructions, (pairs, "LDGSTS", "FFMA"), pairs)
+
+
+LIMITS = {
+    "forward, 64": Limit("forward_mma<BFloat16, 64, 2, false>", "ForwardParams", 128, 750),
+    "forward, 128": Limit("forward_mma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1120),
+    "forward with a mask, 64": masked(64, 2, 1125),
+    "forward with a mask, 128": masked(128, 1, 1000),
+    "grad_query, 64": backward(64, "query", 96),
+    "grad_query, 128": backward(128, "query", 96),
+    "grad_key and grad_value, 64": backward(64, "key_and_value", 128),
+    "grad_key and grad_value, 128": backward(128, "key_and_value", 128),
+}
+
+
+def compile_kernel(limit: Limit, csrc: Path, to: Path) -> Path:
+    """Compiles one instantiation; fails if it needs more registers than there are."""
+    source, cubin = to / "kernel.cu", to / "kernel.cubin"
+    source.write_text(
+        f'#include "cuda/{limit.kernel.split("<")[0]}.cuh"\n'
+        "namespace attn::cuda {\n"
+        f"template __global__ void {limit.kernel}(const __grid_constant__ {limit.params});\n"
+        "}\n"
+    )
+    options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90", "-cubin"]
+    usage = subprocess.run(
+        [NVCC, *options, f"-I{csrc}", "-Xptxas=-v", source, "-o", cubin],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in usage, usage
+    return cubin
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_instructions_of_a_tile(name: str, tmp_path: Path) -> None:
+    limit = LIMITS[name]
+    kernel = disassemble(compile_kernel(limit, ROOT / "csrc", tmp_path))
+    path = main_loop(kernel, limit.most, limit.loop)
+    assert sum(n.startswith("HMMA") for n in path) == limit.products
+    assert len(path) <= limit.instructions
