@@ -22,7 +22,7 @@ template <class T, class Params>
 struct DeltaSimt {
   struct Shared {
     alignas(16) T grad_output[kSimtDepth<T> * kSimtStride<T>];  // [d][row]
-    alignas(16) T output[kSimtDepth<T> * kSimtStride<T>];
+    alignas(16) T output[2][kSimtDepth<T> * kSimtStride<T>];
     Task task;
     int64_t grad_output_base;
     RowTile<kSimtTile> rows;
@@ -31,10 +31,10 @@ struct DeltaSimt {
   const Params& p;
   Shared& shared;
 
-  __device__ T dot(const Operand& x) {
-    T sum = 0;
-    if (!x.data) return sum;
-    const int64_t base = batch_offset(p, x, shared.task.n);
+  // <G, x> + <G, rest>, two sums of their own, for one reading of G.
+  __device__ T dot(const Operand& x, const Operand& rest) {
+    const Operand* const terms[] = {&x, &rest};
+    T sums[2] = {};
     for (int64_t d = 0; d < p.value_dim; d += kSimtDepth<T>) {
       __syncthreads();
       const auto load = [&](T* tile, const Operand& from, int64_t from_base) {
@@ -42,23 +42,27 @@ struct DeltaSimt {
                         [&](int i) { return shared.rows.offset(from, i); });
       };
       load(shared.grad_output, p.grad_output, shared.grad_output_base);
-      load(shared.output, x, base);
+      for (int i = 0; i < 2; ++i)
+        if (terms[i]->data) load(shared.output[i], *terms[i], batch_offset(p, *terms[i], shared.task.n));
       __syncthreads();
       if (threadIdx.x >= kSimtTile) continue;
-      T chain = kShortChains<T> ? 0 : sum;  // as add_products()
-      for (int k = 0; k < kSimtDepth<T>; ++k)
-        chain = fma(shared.grad_output[k * kSimtStride<T> + threadIdx.x],
-                    shared.output[k * kSimtStride<T> + threadIdx.x], chain);
-      sum = kShortChains<T> ? sum + chain : chain;
+      for (int i = 0; i < 2; ++i) {
+        if (!terms[i]->data) continue;
+        T chain = kShortChains<T> ? 0 : sums[i];  // as add_products()
+        for (int k = 0; k < kSimtDepth<T>; ++k)
+          chain = fma(shared.grad_output[k * kSimtStride<T> + threadIdx.x],
+                      shared.output[i][k * kSimtStride<T> + threadIdx.x], chain);
+        sums[i] = kShortChains<T> ? sums[i] + chain : chain;
+      }
     }
-    return sum;
+    return sums[0] + sums[1];
   }
 
   __device__ void run() {
     shared.rows.set(p, shared.task.row_at(p), shared.task.rows);
-    write(p.delta, dot(p.output) + dot(p.residual));
+    write(p.delta, dot(p.output, p.residual));
     if constexpr (std::is_same_v<Params, SecondParams>)
-      write(p.tangent_delta, dot(p.tangent_output) + dot(p.tangent_residual));
+      write(p.tangent_delta, dot(p.tangent_output, p.tangent_residual));
   }
 
   __device__ void write(void* to, T x) {
