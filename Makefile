@@ -19,8 +19,10 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%.py,library main forward backward derivatives autograd functional \
   subsystems compile export validate meta autocast weights dropout)
 LIBRARY := torch_attn/libattn.so
-# One process a core, each file of tests in one of them. Idle threads sleep, so that they take no core from others.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+# One process a core, each file of tests in one of them, in the order of their names: those with the fewest tests, which
+# xdist would take last, are the ones that compile for minutes. Idle threads sleep, so that they take no core from others.
+XDIST := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(XDIST)
 CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu')
 
 # Of what ninja prints, the names of the files.
@@ -31,10 +33,10 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo test test-all test-torch fuzz sanitize bench bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo test test-all test-torch fuzz sanitize bench bench-models bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{17}) *\|/\1/'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
 
 demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table and a picture, into out/
 	@$(BIN)/python -m examples.demo
@@ -55,7 +57,7 @@ test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with
 	@echo "==> Compiling for torch $(TORCH_VERSION)"
 	@.venv-torch-$(TORCH_VERSION)/bin/python setup.py build_ext --build-lib build/test-torch-$(TORCH_VERSION) 2>&1 | $(PROGRESS)
 	@ATTN_LIBRARY=$(CURDIR)/build/test-torch-$(TORCH_VERSION)/torch_attn/libattn.so OMP_WAIT_POLICY=passive \
-	  .venv-torch-$(TORCH_VERSION)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(CORE)
+	  .venv-torch-$(TORCH_VERSION)/bin/python -m pytest $(XDIST) $(CORE)
 
 SECONDS := 60
 fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz SECONDS=60 SEED=1
@@ -63,6 +65,9 @@ fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz
 
 bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there is one), and a chart, into out/
 	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png
+
+bench-models: $(INSTALLED) $(LIBRARY) ## speed of whole models: MiniLM, a GPT and a ViT, with each attention
+	@$(BIN)/python benchmarks/models.py --json out/models.json
 
 bench-peers: $(PEERS) $(LIBRARY) ## speed against the other attentions of a CPU
 	@$(BIN)/python benchmarks/peers.py --json out/peers.json

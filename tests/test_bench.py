@@ -341,6 +341,27 @@ def test_instruction_set_is_held(tmp_path: Path) -> None:
     assert json.loads(results.read_text())["machine"]["capability"] == "default"
 
 
+@pytest.mark.parametrize("row", ["MiniLM forward bf16", "GPT, 4 layers decode f32"])
+def test_models(row: str, tmp_path: Path) -> None:
+    results = tmp_path / "models.json"
+    printed = run("models.py", "--quick", "--filter", row, "--json", str(results))
+    assert row.split()[0] in printed
+    (r,) = json.loads(results.read_text())["models"]
+    assert f"{r['model']} {r['pass']} {r['dtype']}" == row
+    assert r["ratio"] == pytest.approx(r["attn"] / r["builtin"])
+    assert r["ratio_eager"] == pytest.approx(r["attn"] / r["eager"])
+    assert 0 < r["attention"] < 1
+
+
+def test_models_without_ours_are_not_measured() -> None:
+    code = "import models; models.check([lambda: 0], 'MiniLM', 0.1, False)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 1
+    assert process.stderr.endswith("MiniLM: the model does not call attn\n")
+
+
 @pytest.mark.parametrize("peer", ["attn", "built-in"])
 def test_peers_check_what_they_measure(peer: str) -> None:
     """The others are extras, which the tests do not need."""

@@ -42,10 +42,12 @@ struct DeltaSimt {
                         [&](int i) { return shared.rows.offset(from, i); });
       };
       load(shared.grad_output, p.grad_output, shared.grad_output_base);
+#pragma unroll
       for (int i = 0; i < 2; ++i)
         if (terms[i]->data) load(shared.output[i], *terms[i], batch_offset(p, *terms[i], shared.task.n));
       __syncthreads();
       if (threadIdx.x >= kSimtTile) continue;
+#pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (!terms[i]->data) continue;
         T chain = kShortChains<T> ? 0 : sums[i];  // as add_products()
