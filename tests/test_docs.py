@@ -45,6 +45,23 @@ def test_readme(block: str) -> None:
             assert run.stdout == printed
 
 
+# Each block has names of its own. All of a page run in one process, as what they import takes
+# seconds.
+RUN_BLOCKS = """
+import sys
+for number, block in enumerate(sys.argv[1:], 1):
+    exec(compile(block, f"block {number} of the page", "exec"), {"__name__": "__main__"})
+"""
+PAGES = [p for p in sorted(README.parent.glob("docs/*.md")) if p != DERIVATIVES and examples(p)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page(page: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", RUN_BLOCKS, *examples(page)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_derivatives_page() -> None:
     names: dict[str, Any] = {}
     for block in examples(DERIVATIVES):
