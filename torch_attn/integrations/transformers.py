@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import torch_attn
+from torch_attn.integrations import _calls
+from torch_attn.integrations._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register"]
 
@@ -50,12 +52,12 @@ def register(name: str = "attn") -> str:
     Models that do not use transformers' AttentionInterface cannot be helped from here:
 
     - Some take any `attn_implementation` and go on with their own attention; in transformers 5.23
-      about 90 families, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet, MPT, RoFormer,
+      about 80 families, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet, MPT, RoFormer,
       Swin v2, WavLM, XGLM and XLNet. :func:`calls` then stays where it was, and
       `model.set_attn_implementation(name)` logs a warning.
     - Those that look it up in a table of their own raise KeyError: 'attn' when they are made with
-      it: Bark, Data2VecVision, DeepSeek-OCR 2, Falcon, GIT, GPT-J, GPT-Neo, SAM, SAM-HQ, SuperGlue
-      and UnlimitedOCR. Make them without it.
+      it: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J, GPT-Neo,
+      SAM, SAM-HQ, SuperGlue and UnlimitedOCR. Make them without it.
 
     Returns:
         `name`.
@@ -71,33 +73,17 @@ def register(name: str = "attn") -> str:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    transformers: Any = None
-    install = "pip install 'torch-attn[transformers]'"
-    try:
-        transformers = importlib.import_module("transformers")
-        return transformers.AttentionInterface, transformers.AttentionMaskInterface
-    except ImportError as error:
-        if error.name == "transformers":
-            message = f"transformers is not installed: {install}"
-            raise ImportError(message, name="transformers") from error
-        cause: Any = error
-        while cause.__cause__ is not None:  # transformers itself only says what it was looking for
-            cause = cause.__cause__
-        raise ImportError(
-            f"transformers is installed but does not import: {type(cause).__name__}: {cause}",
-            name=getattr(cause, "name", None),
-        ) from error
-    except AttributeError as error:
-        if transformers is None:  # an error inside of it
-            raise
+    with import_of("transformers"):
+        transformers: Any = importlib.import_module("transformers")
+        attention = getattr(transformers, "AttentionInterface", None)
+        masks = getattr(transformers, "AttentionMaskInterface", None)
+    if attention is None or masks is None:
         raise ImportError(
             f"transformers {transformers.__version__} has no AttentionInterface with masks; "
-            f"torch_attn needs transformers 5 or later: {install}",
+            f"torch_attn needs transformers 5 or later: {install('transformers')}",
             name="transformers",
-        ) from error
-
-
-_calls = 0
+        )
+    return attention, masks
 
 
 def calls() -> int:
@@ -106,14 +92,7 @@ def calls() -> int:
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls
-
-
-# Called while a graph is traced, and no part of it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _count_call() -> None:
-    global _calls
-    _calls += 1
+    return _calls.calls("transformers")
 
 
 def attention_forward(
@@ -161,7 +140,7 @@ def attention_forward(
                 'load the model with attn_implementation="eager"'
             )
 
-    _count_call()
+    _calls.count("transformers")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and attention_mask is None and bool(query.size(2) > 1)
