@@ -182,22 +182,6 @@ def test_register_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operators.forward == 1
 
 
-def test_softcap_is_refused() -> None:
-    config = transformers.Gemma2Config(
-        hidden_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        vocab_size=VOCABULARY,
-        attn_logit_softcapping=50.0,
-    )
-    model = transformers.Gemma2Model._from_config(config, attn_implementation=ATTN)
-    with pytest.raises(ValueError, match="Gemma2Attention asks for softcap, which attn does not"):
-        model(input_ids=torch.tensor([[3, 4, 5]]))
-
-
 # --- models that do not use the interface ---------------------------------------------------------
 
 
