@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from _models import Calls
 from torch_attn import reference
 from torch_attn.integrations.transformers import attention_forward, calls, register
 
@@ -59,23 +58,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any], int]] = {
         3 * LAYERS,
     ),
 }
-
-
-class Calls(TorchDispatchMode):
-    """Counts calls of operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def forward(self) -> int:
-        # With autograd below the mode `sdpa` has become the operator behind it; else it is itself.
-        return self.count["attn::sdpa"] + self.count["attn::_sdpa_forward"]
 
 
 def build(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -140,7 +122,7 @@ def test_outputs_and_gradients_are_those_of_eager(name: str, side: str) -> None:
     assert eager_calls.forward == 0
     assert our_calls.forward == MODELS[name][2]
     assert our_calls.count["attn::_sdpa_backward"] == MODELS[name][2]
-    assert not any("scaled_dot_product" in operator for operator in our_calls.count)
+    assert our_calls.builtin == 0
     assert_close(ours[real], eager[real])
     assert_close(our_grads, eager_grads)
 
@@ -200,22 +182,6 @@ def test_register_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operators.forward == 1
 
 
-def test_softcap_is_refused() -> None:
-    config = transformers.Gemma2Config(
-        hidden_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        vocab_size=VOCABULARY,
-        attn_logit_softcapping=50.0,
-    )
-    model = transformers.Gemma2Model._from_config(config, attn_implementation=ATTN)
-    with pytest.raises(ValueError, match="Gemma2Attention asks for softcap, which attn does not"):
-        model(input_ids=torch.tensor([[3, 4, 5]]))
-
-
 # --- models that do not use the interface ---------------------------------------------------------
 
 
@@ -237,6 +203,7 @@ RAISING = {
     "Bark": transformers.BarkModel,
     "Data2VecVision": transformers.Data2VecVisionModel,
     "DeepSeek-OCR 2": transformers.DeepseekOcr2Model,
+    "DeepSeek-VL Hybrid": transformers.DeepseekVLHybridModel,
     "Falcon": transformers.FalconModel,
     "GIT": transformers.GitModel,
     "GPT-J": transformers.GPTJModel,
@@ -348,7 +315,7 @@ try:
     register()
 except Exception as error:
     print(f"{{type(error).__name__}}: {{error}} ({{error.name}})")
-    assert error.__cause__ is not None or isinstance(error, AttributeError)
+    assert ("does not import" in str(error)) == (error.__cause__ is not None)
 """
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert result.stdout.decode().strip() == expected

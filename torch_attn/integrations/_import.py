@@ -1,0 +1,32 @@
+"""What to tell somebody whose other library does not import."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["import_of", "install"]
+
+
+def install(package: str) -> str:
+    """The command that installs a package in a version that is supported."""
+    return f"pip install 'torch-attn[{package}]'"
+
+
+@contextlib.contextmanager
+def import_of(package: str) -> Iterator[None]:
+    """Makes an ImportError say whether the package is missing, or else what in it is broken."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name == package:
+            message = f"{package} is not installed: {install(package)}"
+            raise ImportError(message, name=package) from error
+        cause: Any = error
+        while cause.__cause__ is not None:  # a lazy package only says what it was looking for
+            cause = cause.__cause__
+        raise ImportError(
+            f"{package} is installed but does not import: {type(cause).__name__}: {cause}",
+            name=getattr(cause, "name", None),
+        ) from error

@@ -1,0 +1,145 @@
+"""`attn` as an attention backend of Hugging Face diffusers.
+
+    from torch_attn.integrations import diffusers
+    pipeline.transformer.set_attention_backend(diffusers.register())
+
+(https://huggingface.co/docs/diffusers/optimization/attention_backends). Not every model asks for a
+backend; :func:`register` says which, and :func:`calls` whether a model did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from torch import Tensor
+
+import torch_attn
+from torch_attn.integrations import _calls
+from torch_attn.integrations._import import import_of, install
+
+__all__ = ["attention_forward", "calls", "register"]
+
+
+def register(name: str = "attn") -> str:
+    """Makes `attn` known to diffusers as an attention backend.
+
+    It is then a name for `model.set_attention_backend`, and for the context manager
+    `diffusers.attention_backend`. In diffusers 0.42 the transformers that ask for a backend are
+    those of the newer pipelines, among them Flux, Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and
+    Z-Image. Those before them call the built-in themselves and take every name without an effect:
+    all UNets and ControlNets with `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow,
+    CogVideoX, Lumina and Sana among them. :func:`calls` then stays where it was.
+
+    Diffusers keeps the names of its backends in an `Enum`, which has no public way to add one; this
+    adds a member to it. So the name is there after the call only, and the environment variable
+    `DIFFUSERS_ATTN_BACKEND`, which is read when diffusers is imported, cannot hold it.
+
+    Args:
+        name: in lower case, as `set_attention_backend` looks it up. With "native" it replaces the
+            backend that diffusers chooses by itself.
+
+    Returns:
+        `name`.
+
+    Raises:
+        ValueError: `name` is not in lower case.
+        ImportError: diffusers is not installed, is older than 0.35 or does not import; in the last
+            case the message is that of the import that failed.
+    """
+    if name != name.lower():
+        raise ValueError(f"name is {name!r}; diffusers finds backends in lower case alone")
+    registry, names = _backends()
+    registry.register(_member(names, name))(attention_forward)
+    return name
+
+
+def _backends() -> tuple[Any, Any]:
+    """The registry of diffusers' backends and the `Enum` of their names."""
+    with import_of("diffusers"):
+        diffusers: Any = importlib.import_module("diffusers")
+        module: Any = None
+        if importlib.util.find_spec("diffusers.models.attention_dispatch") is not None:
+            module = importlib.import_module("diffusers.models.attention_dispatch")
+    registry = getattr(module, "_AttentionBackendRegistry", None)
+    names = getattr(module, "AttentionBackendName", None)
+    if registry is None or names is None:
+        raise ImportError(
+            f"diffusers {diffusers.__version__} has no attention backends that torch_attn knows; "
+            f"it needs diffusers 0.35 or later: {install('diffusers')}",
+            name="diffusers",
+        )
+    return registry, names
+
+
+def _member(names: Any, value: str) -> Any:
+    """The member of an `Enum` of strings that has this value, added if there is none."""
+    if value not in {member.value for member in names}:
+        member = str.__new__(names, value)
+        member._name_, member._value_ = value.upper(), value
+        names._member_map_[member._name_] = names._value2member_map_[value] = member
+        names._member_names_.append(member._name_)
+    return names(value)
+
+
+def calls() -> int:
+    """How often models have called `attn` in this process: did it grow, the model uses it.
+
+    A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
+    compiled, and not when it runs.
+    """
+    return _calls.calls("diffusers")
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """What diffusers calls in place of its own backends, with the arguments of its "native" one.
+
+    Args:
+        query: `[B, L, H, E]`.
+        key: `[B, S, Hk, E]`.
+        value: `[B, S, Hk, Ev]`.
+        attn_mask: `[B, S]`, or broadcasts to `[B, H, L, S]`; boolean (True attends) or floating
+            (added).
+        dropout_p: probability.
+        is_causal: query i attends to keys 0 ... i.
+        scale: the factor of the scores, 1 / sqrt(E) if None.
+        enable_gqa: allows Hk to be a divisor of H.
+        return_lse: not supported.
+        _parallel_config: diffusers' context parallelism, not supported.
+
+    Returns:
+        Output `[B, L, H, Ev]`.
+
+    Raises:
+        ValueError: the model asks for `return_lse` or for context parallelism.
+        RuntimeError: shapes, dtypes or devices that do not fit, from :func:`torch_attn.sdpa`.
+    """
+    for argument, wanted in (
+        ("return_lse", return_lse),
+        ("context parallelism", _parallel_config is not None),
+    ):
+        if wanted:
+            raise ValueError(
+                f"the model asks for {argument}, which attn does not support; "
+                'choose another backend, such as "native"'
+            )
+    _calls.count("diffusers")
+    if attn_mask is not None and attn_mask.shape == (query.size(0), key.size(1)):
+        attn_mask = attn_mask[:, None, None, :]
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    output = torch_attn.sdpa(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return output.transpose(1, 2)
