@@ -71,6 +71,10 @@ def inputs(module: nn.Module, batch: int | None = B, same: str = "none") -> list
     if same == "all":
         return [make(L, E)] * 3
     query, key = make(L, E), make(S, module.kdim)
+    if same == "query and key":
+        return [query, query, make(L, E)]
+    if same == "query and value":
+        return [query, make(L, E), query]
     return [query, key, key if same == "key and value" else make(S, module.vdim)]
 
 
@@ -142,7 +146,7 @@ MASKS = st.sampled_from(["none", "bool", "float", "-inf"])
 @given(
     constructor=st.sampled_from(list(CONSTRUCTORS)),
     batch=st.sampled_from([B, 1, None]),
-    same=st.sampled_from(["none", "key and value", "all"]),
+    same=st.sampled_from(["none", "key and value", "query and key", "query and value", "all"]),
     padding=MASKS,
     masked=MASKS,
     mask_per_head=st.booleans(),
@@ -165,7 +169,7 @@ def test_values_and_gradients(
     if not module._qkv_same_embed_dim:
         same = "none"
     tensors = inputs(module, batch, same)
-    keys = L if same == "all" else S
+    keys = S if same in ("none", "key and value") else L
     lead = () if batch is None else (batch,)
     options = {
         "key_padding_mask": make_mask(padding, *lead, keys),
@@ -244,6 +248,20 @@ def test_grouped_heads(groups: int, constructor: str, batch: int | None) -> None
         both_have = [n for n in expected if expected[n].shape == actual[n].shape]
         assert {"output", "grad_input_0", "grad_input_1", "grad_out_proj.weight"} <= {*both_have}
         assert_same({n: actual[n] for n in both_have}, {n: expected[n] for n in both_have})
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 10}], ids=["packed", "separate"])
+def test_grouped_heads_are_initialised(sizes: dict[str, int]) -> None:
+    """As torch's parameters of such shapes are: Xavier, and biases of 0."""
+    module = MultiheadAttention(16, 8, num_kv_heads=2, add_bias_kv=True, **sizes)
+    matrices = [p for n, p in module.named_parameters() if p.dim() == 2 and "out_proj" not in n]
+    assert len(matrices) == (3 if sizes else 1)
+    for weight in matrices:
+        bound = (6 / sum(weight.shape)) ** 0.5
+        assert 0.9 * bound < weight.abs().max() <= bound
+    assert not module.in_proj_bias.any()
+    assert module.bias_k.std() > 0.1
+    assert module.bias_v.std() > 0.1
 
 
 # --- dropout --------------------------------------------------------------------------------------
@@ -460,6 +478,19 @@ def test_trace() -> None:
     traced = torch.jit.trace(module, make_texts(5))
     texts = make_texts(11)
     torch.testing.assert_close(traced(*texts), module(*texts))
+
+
+def test_symbolic_trace() -> None:
+    """As a leaf, which a tracer takes torch's module for by itself."""
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return isinstance(module, MultiheadAttention) or super().is_leaf_module(module, name)
+
+    module = SelfAttention()
+    traced = torch.fx.GraphModule(module, Tracer().trace(module))
+    texts = make_texts(5)
+    assert torch.equal(traced(*texts), module(*texts))
 
 
 def test_ensemble() -> None:
