@@ -259,12 +259,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         grouped = self.num_kv_heads != self.num_heads
         if not need_weights:
             return sdpa(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped), None
-        # The weights of the operator are those before dropout. Where it drops some, what is given
-        # back must be what was used: the values are then multiplied here, and it gets no columns.
-        output, weights, _ = sdpa_with_weights(
-            q, k, v[..., :0] if dropout_p else v, mask, 0.0, is_causal, enable_gqa=grouped
-        )
-        if dropout_p:
+        output, weights, _ = sdpa_with_weights(q, k, v, mask, 0.0, is_causal, enable_gqa=grouped)
+        if (
+            dropout_p
+        ):  # The operator's weights are those before it; torch's are those that were used.
             weights = F.dropout(weights, dropout_p)
             output = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
         return output, weights
