@@ -43,7 +43,9 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std:
   const double s = scale_or_default(scale, shape.head_dim.guard_int(__FILE__, __LINE__));
   const auto [query_numbers, query_nan] = split_nan(widened(query) * s);
   const auto [key_numbers, key_nan] = split_nan(repeat_heads(widened(key), shape));
-  return (at::matmul(query_numbers, key_numbers.transpose(-2, -1)) + query_nan.unsqueeze(-1) + key_nan.unsqueeze(-2))
+  return at::matmul(query_numbers, key_numbers.transpose(-2, -1))
+      .add_(query_nan.unsqueeze(-1))
+      .add_(key_nan.unsqueeze(-2))
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
@@ -64,23 +66,28 @@ void check_no_dropout(double dropout_p) {
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
 }
 
-}  // namespace
+// In the formulas from here on autocast is off: their inputs have the type to compute in.
 
-// In the formulas below autocast is off: their inputs have the type to compute in.
-
-OutputAndWeights attention_formula(const Inputs& inputs, const Options& options) {
+// (weights, scores) of attention_formula.
+std::array<Tensor, 2> weights_and_scores(const Shape& shape, const Inputs& inputs, const Options& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [query, key, value, attn_mask] = inputs;
-  const Shape shape = validate(inputs, options);
   Tensor scores = products(shape, query, key, options.scale);
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
   const Tensor masked = masked_positions(shape, query, attn_mask, options.is_causal);
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
-  const Tensor weights = at::softmax(scores.masked_fill(empty_row, 0), -1).masked_fill(empty_row, 0);
-  const Tensor output = at::matmul(weights, repeat_heads(widened(value), shape));
-  return {output, weights, scores};
+  return {at::softmax(scores.masked_fill(empty_row, 0), -1).masked_fill(empty_row, 0), scores};
+}
+
+}  // namespace
+
+OutputAndWeights attention_formula(const Inputs& inputs, const Options& options) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Shape shape = validate(inputs, options);
+  const auto [weights, scores] = weights_and_scores(shape, inputs, options);
+  return {at::matmul(weights, repeat_heads(widened(inputs.value), shape)), weights, scores};
 }
 
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const Options& options) {
@@ -139,8 +146,8 @@ namespace {
 
 OutputAndWeights sdpa_with_weights(const Inputs& inputs, const Options& options) {
   const auto dtype = inputs.query.scalar_type();
-  const OutputAndWeights results = attention_formula(inputs, options);
-  return {SdpaOp::call(inputs, options), results.weights.to(dtype), results.scores.to(dtype)};
+  const auto [weights, scores] = weights_and_scores(validate(inputs, options), inputs, options);
+  return {SdpaOp::call(inputs, options), weights.to(dtype), scores.to(dtype)};
 }
 
 constexpr auto kernel = WeightsOp::kernel<sdpa_with_weights>;

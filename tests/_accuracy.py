@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,28 @@ def check(
             f"{name}: error {error:.3g}, built-in {errors[name]:.3g}, largest value {size:.3g}"
         )
     return actual
+
+
+Results = dict[str, Tensor]
+
+
+def check_modules(runs: Sequence[tuple[Results, Results, Results, Results]]) -> None:
+    """Holds the results of a module to the bound, over several inputs: their errors are luck.
+
+    Of each input: the module's results by name, those of PyTorch's module by two algorithms, of
+    which the larger error counts, and those in float64.
+    """
+    ours, first, second, exact = (
+        {name: torch.stack([run[name] for run in column]) for name in column[0]}
+        for column in zip(*runs, strict=True)
+    )
+    assert ours.keys() == first.keys() == second.keys() == exact.keys()
+    for name, expected in exact.items():
+        error, size = largest(ours[name] - expected), largest(expected)
+        builtin = max(largest(first[name] - expected), largest(second[name] - expected))
+        assert error <= 2 * builtin + ulp(size, first[name].dtype), (
+            f"{name}: error {error:.3g}, PyTorch's {builtin:.3g}, largest value {size:.3g}"
+        )
 
 
 class Neighbour:

@@ -1,0 +1,402 @@
+"""convert: PyTorch's transformers with their attention swapped, on every way through them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_attn
+from _accuracy import check_modules
+from helpers import SEED
+from torch_attn import convert
+from torch_attn.nn import MultiheadAttention
+
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+]
+
+B, L, S, E, H, LAYERS = 3, 6, 8, 16, 4, 2
+RUNS = 8  # of each case: errors of few numbers are luck
+LENGTHS = torch.tensor([6, 2, 5])
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of our operator and those of PyTorch's attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def ours(self) -> int:
+        # With autograd below the mode `sdpa` has become the operator behind it; else it is itself.
+        return self.count["attn::sdpa"] + self.count["attn::_sdpa_forward"]
+
+    @property
+    def theirs(self) -> list[str]:
+        marks = ("attention", "transformer_encoder", "softmax")
+        return [name for name in self.count if any(mark in name for mark in marks)]
+
+
+class Encoder(nn.Module):
+    """What the tests call of nn.TransformerEncoder, with all its masks as arguments."""
+
+    calls = LAYERS
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(E, H, 32, 0.0, **options)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS)
+
+    def forward(self, x: Tensor, y: Tensor, padding: Any, mask: Any) -> Tensor:
+        return self.encoder(x, mask, padding)
+
+
+class Decoder(nn.Module):
+    """nn.TransformerDecoder: its mask is over x, the padding over both."""
+
+    calls = 2 * LAYERS
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(E, H, 32, 0.0, **options)
+        self.decoder = nn.TransformerDecoder(layer, LAYERS)
+
+    def forward(self, x: Tensor, y: Tensor, padding: Any, mask: Any) -> Tensor:
+        memory_padding = None if padding is None else padding[:, :1].expand(-1, S)
+        return self.decoder(
+            x,
+            y,
+            tgt_mask=mask,
+            tgt_key_padding_mask=padding,
+            memory_key_padding_mask=memory_padding,
+        )
+
+
+class Both(nn.Module):
+    calls = 3 * LAYERS
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.both = nn.Transformer(E, H, LAYERS, LAYERS, 32, 0.0, **options)
+
+    def forward(self, x: Tensor, y: Tensor, padding: Any, mask: Any) -> Tensor:
+        return self.both(x, y, mask, src_key_padding_mask=padding)
+
+
+MODELS = {cls.__name__: cls for cls in (Encoder, Decoder, Both)}
+# With relu, rounding would decide whether a number just above 0 has a gradient.
+SHAPES: dict[str, dict[str, Any]] = {
+    f"batch first {batch_first}, norm first {norm_first}": {
+        "batch_first": batch_first,
+        "norm_first": norm_first,
+        "activation": "gelu",
+    }
+    for batch_first, norm_first in itertools.product([True, False], repeat=2)
+}
+MASKS: dict[str, dict[str, bool]] = {
+    "no mask": {},
+    "padding": {"padding": True},
+    "causal": {"mask": True},
+    "causal, padding": {"mask": True, "padding": True},
+}
+
+
+def build(name: str, shape: str) -> tuple[nn.Module, nn.Module]:
+    """A model and its converted copy."""
+    torch.manual_seed(SEED)
+    model = MODELS[name](**SHAPES[shape])
+    converted = copy.deepcopy(model)
+    result = convert(converted)
+    assert len(result.swapped) == model.calls
+    assert not result.skipped
+    return model, converted
+
+
+def arguments(shape: str, padding: bool = False, mask: bool = False) -> dict[str, Any]:
+    x, y = torch.randn(B, L, E), torch.randn(B, S, E)
+    if not SHAPES[shape]["batch_first"]:
+        x, y = x.transpose(0, 1), y.transpose(0, 1)
+    causal = torch.ones(L, L, dtype=torch.bool, device=x.device).triu(1)
+    hidden = torch.arange(L, device=x.device) >= LENGTHS.to(x.device)[:, None]
+    return {
+        "x": x,
+        "y": y,
+        "padding": hidden if padding else None,
+        "mask": causal if mask else None,
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("masks", MASKS)
+def test_training(name: str, shape: str, masks: str) -> None:
+    """Outputs and all gradients; the attention is ours and nothing else's."""
+    model, converted = build(name, shape)
+    exact = copy.deepcopy(model).double()
+
+    def run(model: nn.Module, dtype: torch.dtype, inputs: dict[str, Any]) -> list[Tensor]:
+        leaves = {n: inputs[n].to(dtype).requires_grad_() for n in ("x", "y")}
+        output = model(**{**inputs, **leaves})
+        wanted = [*model.parameters(), leaves["x"], leaves["y"]]
+        loss = (output * torch.linspace(-1, 1, E, dtype=dtype, device=output.device)).sum()
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=name == "Encoder")
+        return [output.detach(), *(g for g in gradients if g is not None)]
+
+    def together(results: list[Tensor]) -> dict[str, Tensor]:
+        return {"output": results[0], "gradients": torch.cat([g.flatten() for g in results[1:]])}
+
+    runs = []
+    for _ in range(RUNS):
+        inputs = arguments(shape, **MASKS[masks])
+        expected = run(exact, torch.float64, inputs)
+        with Calls() as calls:
+            actual = run(converted, torch.float32, inputs)
+        assert calls.ours == model.calls
+        assert not calls.theirs
+        builtin = run(model, torch.float32, inputs)
+        with sdpa_kernel(SDPBackend.MATH):
+            other = run(model, torch.float32, inputs)
+        runs.append(tuple(map(together, (actual, builtin, other, expected))))
+    check_modules(runs)
+    torch.testing.assert_close(run(converted.double(), torch.float64, inputs), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_evaluation(name: str, shape: str, masks: str, context: Any) -> None:
+    """Where PyTorch's layers go around their attention modules, and pack padded texts together."""
+    model, converted = build(name, shape)
+    exact = copy.deepcopy(model).double()
+    model.eval()
+    converted.eval()
+    runs = []
+    for _ in range(RUNS):
+        inputs = arguments(shape, **MASKS[masks])
+        double = {n: inputs[n].double() for n in ("x", "y")}
+        with context():
+            with Calls() as calls:
+                actual = converted(**inputs)
+            fast = model(**inputs)
+            assert calls.ours == model.calls
+            assert not calls.theirs
+            # On the fast path padding gives 0, here as there; elsewhere it gives numbers.
+            packed = (fast == 0).all(-1, keepdim=True)
+            assert torch.equal(packed, (actual == 0).all(-1, keepdim=True))
+            slow = model.train()(**inputs)
+            model.eval()
+            expected = exact(**{**inputs, **double})
+        results = (actual, fast, slow, expected)
+        runs.append(tuple({"output": r.masked_fill(packed, 0)} for r in results))
+    check_modules(runs)
+
+
+def test_the_way_around_is_there() -> None:
+    """Else the tests above would find nothing that is not converted."""
+    shape = "batch first True, norm first False"
+    model, converted = build("Encoder", shape)
+    inputs = arguments(shape, padding=True)
+    with torch.no_grad():
+        with Calls() as calls:
+            output = model.eval()(**inputs)
+        assert calls.ours == 0
+        assert calls.count["aten::_transformer_encoder_layer_fwd"] == LAYERS
+        assert (output[1, 2:] == 0).all()
+        for module in converted.eval().modules():
+            module._forward_pre_hooks.clear()
+        with Calls() as calls:
+            converted(**inputs)
+        assert calls.ours == 0
+
+
+def test_new_layer_with_our_module() -> None:
+    """Not converted, but put there by hand."""
+    layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
+    layer.self_attn = MultiheadAttention(E, H, num_kv_heads=2, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, LAYERS).eval()
+    inputs = arguments("batch first True, norm first False", padding=True)
+    with torch.no_grad(), Calls() as calls:
+        packed = encoder(inputs["x"], None, inputs["padding"])
+    assert calls.ours == LAYERS
+    assert not calls.theirs
+    output = encoder(inputs["x"], None, inputs["padding"])
+    torch.testing.assert_close(packed, output.masked_fill(inputs["padding"][..., None], 0))
+
+
+# --- what stays as it was -------------------------------------------------------------------------
+
+
+def test_same_objects() -> None:
+    """Parameters, flags and everything that refers to the module."""
+    model = nn.TransformerEncoderLayer(E, H, dropout=0.25).double()
+    attention = model.self_attn.eval()
+    attention.in_proj_bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = dict(model.named_parameters())
+    names = list(model.state_dict())
+    convert(model)
+    assert model.self_attn is attention
+    assert type(attention) is MultiheadAttention
+    assert attention.num_kv_heads == H
+    assert attention.dropout == 0.25
+    assert not attention.training
+    assert model.training
+    assert list(model.state_dict()) == names
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in before)
+    x = torch.randn(L, B, E, dtype=torch.float64)
+    model(x).square().sum().backward()
+    weight = attention.in_proj_weight.clone()
+    optimizer.step()
+    assert not torch.equal(attention.in_proj_weight, weight)
+    assert attention.in_proj_bias.grad is None
+
+
+def test_hooks() -> None:
+    attention = nn.MultiheadAttention(E, H)
+    seen = []
+    forward = attention.register_forward_hook(lambda *_: seen.append("forward"))
+    pre = attention.register_forward_pre_hook(lambda *_: seen.append("before"))
+    backward = attention.register_full_backward_hook(lambda *_: seen.append("backward"))
+    attention.register_state_dict_post_hook(lambda *_: seen.append("state_dict"))
+    convert(attention)
+    x = torch.randn(L, B, E, requires_grad=True)
+    attention(x, x, x)[0].sum().backward()
+    attention.state_dict()
+    assert seen == ["before", "forward", "backward", "state_dict"]
+    for handle in (forward, pre, backward):
+        handle.remove()
+    attention(x, x, x)[0].sum().backward()
+    assert len(seen) == 4
+
+
+def test_state_dict_fits_the_unconverted_model() -> None:
+    model, converted = build("Both", "batch first True, norm first True")
+    with torch.no_grad():
+        for parameter in converted.parameters():
+            parameter.normal_()
+    file = io.BytesIO()
+    torch.save(converted.state_dict(), file)
+    file.seek(0)
+    model.load_state_dict(torch.load(file, weights_only=True))
+    inputs = arguments("batch first True, norm first True")
+    torch.testing.assert_close(converted(**inputs), model(**inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_copies() -> None:
+    shape = "batch first True, norm first False"
+    _, converted = build("Encoder", shape)
+    inputs = arguments(shape)
+    for other in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        with torch.no_grad(), Calls() as calls:
+            output = other.eval()(**inputs)
+        assert calls.ours == LAYERS
+        torch.testing.assert_close(output, converted(**inputs))
+
+
+@pytest.fixture
+def _compile_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_compile_anew")
+@pytest.mark.parametrize("masks", MASKS)
+def test_compile(masks: str) -> None:
+    shape = "batch first True, norm first False"
+    _, converted = build("Encoder", shape)
+    converted.encoder.forward = functools.partial(
+        converted.encoder.forward, is_causal="mask" in MASKS[masks]
+    )  # PyTorch cannot compile its search for a causal mask in one graph
+    inputs = arguments(shape, **MASKS[masks])
+    expected = converted(**inputs)
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**inputs), expected)
+    with torch.no_grad():
+        compiled.eval()(**inputs)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            output = compiled(**inputs)
+        events = {event.key: event.count for event in profiler.key_averages()}
+    assert events["attn::sdpa"] == LAYERS
+    torch.testing.assert_close(output, converted(**inputs))
+
+
+@pytest.mark.usefixtures("_compile_anew")
+def test_compiled_before() -> None:
+    """What was compiled is compiled again."""
+    model = nn.TransformerEncoderLayer(E, H, batch_first=True).eval()
+    compiled = torch.compile(model, backend="eager")
+    x = torch.randn(B, L, E)
+    expected = compiled(x)
+    assert convert(compiled).swapped == ("_orig_mod.self_attn",)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        output = compiled(x)
+    assert "attn::sdpa" in {event.key for event in profiler.key_averages()}
+    torch.testing.assert_close(output, expected)
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_result() -> None:
+    """Names, each module once, and nothing of what was converted before."""
+
+    class Derived(nn.MultiheadAttention):
+        pass
+
+    model = nn.Module()
+    model.first = nn.MultiheadAttention(E, H)
+    model.again = model.first
+    model.layer = nn.TransformerDecoderLayer(E, H)
+    model.derived = Derived(E, H)
+    model.patched = nn.MultiheadAttention(E, H)
+    model.patched.forward = lambda *_: None
+    model.linear = nn.Linear(E, E)
+    result = convert(model)
+    assert result.swapped == ("first", "layer.self_attn", "layer.multihead_attn")
+    assert result.skipped == {
+        "derived": "its class, test_result.<locals>.Derived, is derived",
+        "patched": "its forward was replaced",
+    }
+    assert "skipped={'derived'" in repr(result)
+    assert model.again is model.first
+    assert len(model.first._forward_pre_hooks) == 1
+    assert type(model.derived) is Derived
+    assert type(model.patched) is nn.MultiheadAttention
+    assert convert(model) == torch_attn._convert.Converted((), result.skipped)
+
+
+def test_root() -> None:
+    model = nn.MultiheadAttention(E, H)
+    assert convert(model).swapped == ("",)
+    assert type(model) is MultiheadAttention
+
+
+@pytest.mark.parametrize("model", [None, nn.MultiheadAttention, [nn.Linear(1, 1)]])
+def test_no_module(model: Any) -> None:
+    name = type(model).__name__
+    message = f"convert: model is a {name}; it must be a torch.nn.Module"
+    with pytest.raises(TypeError, match=message):
+        convert(model)

@@ -1,0 +1,688 @@
+"""nn.MultiheadAttention: torch's module, argument by argument, and what it has beyond it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import event, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.utils import parametrize
+
+import torch_attn
+from _accuracy import check_modules
+from helpers import INF, NAN, SEED
+from test_memory import LargestAllocation
+from torch_attn.nn import MultiheadAttention
+
+pytestmark = pytest.mark.usefixtures("device")
+
+B, H, L, S, E = 3, 4, 5, 7, 8
+
+CONSTRUCTORS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False, "batch_first": True},
+    "kdim, vdim": {"kdim": 6, "vdim": 10},
+    "only vdim": {"vdim": 10, "batch_first": True, "bias": False},
+    "add_bias_kv": {"add_bias_kv": True},
+    "add_zero_attn": {"add_zero_attn": True, "batch_first": True},
+    "all": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 6, "batch_first": True},
+}  # fmt: skip
+
+
+def make(cls: type[nn.Module], dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """A module of parameters that depend on the options alone, with biases that are not 0."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        module = cls(E, H, dtype=dtype, **options)
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+    return module
+
+
+def ours(**options: Any) -> MultiheadAttention:
+    module: MultiheadAttention = make(MultiheadAttention, **options)
+    return module
+
+
+def both(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+    """torch's module and ours from the same seed."""
+    return make(nn.MultiheadAttention, **options), ours(**options)
+
+
+def inputs(module: nn.Module, batch: int | None = B, same: str = "none") -> list[Tensor]:
+    """Query, key and value as the module takes them; `same` are one tensor."""
+
+    def make(length: int, size: int) -> Tensor:
+        lead = () if batch is None else (batch,)
+        tensor = torch.randn(*lead, length, size, dtype=torch.float64)
+        return tensor if batch is None or module.batch_first else tensor.transpose(0, 1)
+
+    if same == "all":
+        return [make(L, E)] * 3
+    query, key = make(L, E), make(S, module.kdim)
+    if same == "query and key":
+        return [query, query, make(L, E)]
+    if same == "query and value":
+        return [query, make(L, E), query]
+    return [query, key, key if same == "key and value" else make(S, module.vdim)]
+
+
+def make_mask(kind: str, *shape: int) -> Tensor | None:
+    """Of torch's kind for this module: True hides. The first key is never hidden."""
+    if kind == "none":
+        return None
+    hidden = torch.rand(shape) < 0.4
+    hidden[..., 0] = False
+    if kind == "bool":
+        return hidden
+    mask = torch.randn(shape, dtype=torch.float64)
+    return mask.masked_fill(hidden, -INF) if kind == "-inf" else mask
+
+
+def call(module: nn.Module, tensors: list[Tensor], **options: Any) -> dict[str, Tensor]:
+    """The output, the weights if there are some, and all gradients of a function of both."""
+    leaves: dict[int, Tensor] = {}  # one tensor three times stays one tensor
+    for t in tensors:
+        leaves.setdefault(id(t), t.detach().requires_grad_())
+    masks = {
+        name: option.detach().requires_grad_()
+        for name, option in options.items()
+        if isinstance(option, Tensor) and option.is_floating_point()
+    }
+    output, weights = module(*(leaves[id(t)] for t in tensors), **{**options, **masks})
+    module.zero_grad()
+    direction = torch.Generator(output.device).manual_seed(SEED)
+    loss = (output * torch.randn(output.shape, generator=direction, device=output.device)).sum()
+    (loss if weights is None else loss + weights.square().sum()).backward()
+    results = {"output": output.detach()}
+    if weights is not None:
+        results["weights"] = weights.detach()
+    results |= {f"grad_{n}": p.grad for n, p in module.named_parameters()}
+    results |= {f"grad_input_{n}": t.grad for n, t in enumerate(leaves.values())}
+    return results | {f"grad_{n}": t.grad for n, t in masks.items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- against torch's module -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_parameters(constructor: str) -> None:
+    """The same names, shapes and initial values; a state_dict fits both ways."""
+    theirs, module = both(**CONSTRUCTORS[constructor])
+    state = theirs.state_dict()
+    assert list(module.state_dict()) == list(state)
+    assert all(torch.equal(module.state_dict()[name], state[name]) for name in state)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_()
+    tensors = inputs(module)
+    for source, target in ((theirs, module), (module, theirs)):
+        with torch.no_grad():
+            next(source.parameters()).mul_(2)
+        target.load_state_dict(source.state_dict())
+        torch.testing.assert_close(target(*tensors), source(*tensors))
+
+
+MASKS = st.sampled_from(["none", "bool", "float", "-inf"])
+
+
+@given(
+    constructor=st.sampled_from(list(CONSTRUCTORS)),
+    batch=st.sampled_from([B, 1, None]),
+    same=st.sampled_from(["none", "key and value", "query and key", "query and value", "all"]),
+    padding=MASKS,
+    masked=MASKS,
+    mask_per_head=st.booleans(),
+    need_weights=st.booleans(),
+    average=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
+def test_values_and_gradients(
+    constructor: str,
+    batch: int | None,
+    same: str,
+    padding: str,
+    masked: str,
+    mask_per_head: bool,
+    need_weights: bool,
+    average: bool,
+) -> None:
+    event(f"{constructor}, weights: {need_weights}")
+    theirs, module = both(**CONSTRUCTORS[constructor])
+    if not module._qkv_same_embed_dim:
+        same = "none"
+    tensors = inputs(module, batch, same)
+    keys = S if same in ("none", "key and value") else L
+    lead = () if batch is None else (batch,)
+    options = {
+        "key_padding_mask": make_mask(padding, *lead, keys),
+        "attn_mask": make_mask(masked, *([(batch or 1) * H] * mask_per_head), L, keys),
+        "need_weights": need_weights,
+        "average_attn_weights": average,
+    }
+    assert_same(call(module, tensors, **options), call(theirs, tensors, **options))
+
+
+def causal(more: int = 0) -> Tensor:
+    """The mask that hides what is later, and none of the keys that were appended."""
+    return F.pad(torch.ones(L, S, dtype=torch.bool).triu(1), (0, more))
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+@pytest.mark.parametrize("batch", [B, None], ids=["batch", "no batch"])
+def test_causal(constructor: str, need_weights: bool, batch: int | None) -> None:
+    """Alone it is the causal mask, with and without padding, also over appended keys."""
+    module = ours(**CONSTRUCTORS[constructor])
+    tensors = inputs(module, batch)
+    for padding in (None, make_mask("bool", *tensors[1].shape[:-1])):
+        if padding is not None and batch is not None and not module.batch_first:
+            padding = padding.mT
+        options = {"key_padding_mask": padding, "need_weights": need_weights}
+        alone = call(module, tensors, is_causal=True, **options)
+        assert_same(alone, call(module, tensors, attn_mask=causal(), **options))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_causal_hint_spares_the_mask(padded: bool) -> None:
+    """Without weights the mask is not read; with weights it is what counts, as in torch."""
+    theirs, module = both(batch_first=True)
+    tensors = inputs(module)
+    padding = make_mask("bool", B, S) if padded else None
+    unread = torch.full((L, S), NAN, dtype=torch.float64)
+    options = {"key_padding_mask": padding, "is_causal": True}
+    output, _ = module(*tensors, attn_mask=unread, need_weights=False, **options)
+    expected, _ = theirs(*tensors, attn_mask=causal(), need_weights=False, **options)
+    torch.testing.assert_close(output, expected)
+    mask = make_mask("bool", L, S)
+    torch.testing.assert_close(
+        module(*tensors, attn_mask=mask, **options), theirs(*tensors, attn_mask=mask, **options)
+    )
+
+
+@pytest.mark.parametrize("batch", [B, None], ids=["batch", "no batch"])
+@pytest.mark.parametrize("constructor", ["plain", "no bias", "kdim, vdim", "all"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_grouped_heads(groups: int, constructor: str, batch: int | None) -> None:
+    """Those of torch's module whose heads of keys and values are repeated for each group."""
+    options = CONSTRUCTORS[constructor]
+    theirs, _ = both(**options)
+    module = MultiheadAttention(E, H, dtype=torch.float64, num_kv_heads=H // groups, **options)
+    size = E // H
+
+    def repeated(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (-1, size)).repeat_interleave(groups, 0)
+        return heads.flatten(0, 1)
+
+    def expanded(name: str, value: Tensor) -> Tensor:
+        if name.startswith("in_proj"):
+            query, key_and_value = value.split([E, value.size(0) - E])
+            return torch.cat([query, repeated(key_and_value)])
+        if name.startswith(("k_proj", "v_proj")):
+            return repeated(value)
+        return repeated(value.flatten()).view(1, 1, -1) if name.startswith("bias") else value
+
+    theirs.load_state_dict({n: expanded(n, v) for n, v in module.state_dict().items()})
+    tensors = inputs(module, batch)
+    for need_weights in (False, True):
+        mask = make_mask("float", L, S)
+        actual = call(module, tensors, attn_mask=mask, need_weights=need_weights)
+        expected = call(theirs, tensors, attn_mask=mask, need_weights=need_weights)
+        both_have = [n for n in expected if expected[n].shape == actual[n].shape]
+        assert {"output", "grad_input_0", "grad_input_1", "grad_out_proj.weight"} <= {*both_have}
+        assert_same({n: actual[n] for n in both_have}, {n: expected[n] for n in both_have})
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 10}], ids=["packed", "separate"])
+def test_grouped_heads_are_initialised(sizes: dict[str, int]) -> None:
+    """As torch's parameters of such shapes are: Xavier, and biases of 0."""
+    module = MultiheadAttention(16, 8, num_kv_heads=2, add_bias_kv=True, **sizes)
+    matrices = [p for n, p in module.named_parameters() if p.dim() == 2 and "out_proj" not in n]
+    assert len(matrices) == (3 if sizes else 1)
+    for weight in matrices:
+        bound = (6 / sum(weight.shape)) ** 0.5
+        assert 0.9 * bound < weight.abs().max() <= bound
+    assert not module.in_proj_bias.any()
+    assert module.bias_k.std() > 0.1
+    assert module.bias_v.std() > 0.1
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_are_those_after_dropout(average: bool) -> None:
+    """As torch's are; drawn alike from the same seed on a CPU."""
+    theirs, module = both(dropout=0.5, batch_first=True)
+    tensors = inputs(module)
+    results = []
+    for m in (module, theirs):
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            results.append(call(m, tensors, average_attn_weights=average))
+    share = (results[0]["weights"] == 0).double().mean()
+    assert 0.02 < share < 0.1 if average else 0.4 < share < 0.6  # 0.5 to the power of 4 heads
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+def test_dropout_only_in_training(need_weights: bool, kv_heads: int) -> None:
+    module = ours(dropout=1.0, num_kv_heads=kv_heads)
+    tensors = inputs(module)
+    output, _ = module(*tensors, need_weights=need_weights)
+    torch.testing.assert_close(output, module.out_proj.bias.expand_as(output))
+    module.eval()
+    output, _ = module(*tensors, need_weights=need_weights)
+    module.dropout = 0.0
+    assert torch.equal(output, module.train()(*tensors, need_weights=need_weights)[0])
+
+
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+def test_dropout_keeps_the_mean(need_weights: bool) -> None:
+    module = ours(dropout=0.25, batch_first=True, num_kv_heads=2)
+    one = inputs(module, 1)
+    expected, _ = module.eval()(*one)
+    many = [t.expand(4000, -1, -1) for t in one]
+    output, _ = module.train()(*many, need_weights=need_weights)
+    error = (output.mean(0, keepdim=True) - expected).abs()
+    assert (output.std(0) > 0.01).all()
+    assert (error < 5 * output.std(0) / 4000**0.5).all()
+
+
+# --- what no key is left for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+@pytest.mark.parametrize("kind", ["bool", "-inf"])
+def test_query_without_keys(kind: str, need_weights: bool) -> None:
+    """It gets the bias of the last projection, where torch's weights are NaN."""
+    theirs, module = both(batch_first=True)
+    tensors = inputs(module)
+    mask = make_mask(kind, L, S)
+    mask[2] = True if kind == "bool" else -INF
+    results = call(module, tensors, attn_mask=mask, need_weights=need_weights)
+    torch.testing.assert_close(results["output"][:, 2], module.out_proj.bias.expand(B, E))
+    for name, result in results.items():
+        assert result.isfinite().all(), name
+    if need_weights:
+        assert (results["weights"][:, 2] == 0).all()
+        assert theirs(*tensors, attn_mask=mask)[0][:, 2].isnan().all()
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+LONG = 512
+CHEAP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({"batch_first": True}, {"is_causal": True}),
+    "padding": ({}, {"key_padding_mask": "bool"}),
+    "float padding": ({"kdim": 6}, {"key_padding_mask": "-inf"}),
+    "causal and padding": ({}, {"key_padding_mask": "bool", "is_causal": True}),
+    "hint": ({}, {"key_padding_mask": "float", "is_causal": True, "attn_mask": "bool"}),
+    "appended keys": (
+        {"add_bias_kv": True, "add_zero_attn": True},
+        {"key_padding_mask": "bool", "is_causal": True},
+    ),
+    "dropout, grouped heads": ({"dropout": 0.5, "num_kv_heads": 2}, {}),
+}
+
+
+def largest_allocation(module: nn.Module, **options: Any) -> int:
+    """Elements, in a forward and backward of one text of LONG tokens."""
+    x = torch.randn(1, LONG, E, dtype=torch.float64)
+    y = x.new_zeros(1, LONG, module.kdim)
+    if not module.batch_first:
+        x, y = x.transpose(0, 1), y.transpose(0, 1)
+    shapes = {"key_padding_mask": (1, LONG), "attn_mask": (LONG, LONG)}
+    options = {
+        name: make_mask(option, *shapes[name]) if isinstance(option, str) else option
+        for name, option in options.items()
+    }
+    with LargestAllocation() as largest:
+        module(x, x if module.kdim == E else y, x, **options)[0].sum().backward()
+    return largest.elements
+
+
+@pytest.mark.parametrize("case", CHEAP)
+def test_no_tensor_of_scores(case: str) -> None:
+    constructor, options = CHEAP[case]
+    assert largest_allocation(ours(**constructor), need_weights=False, **options) < LONG * LONG // 2
+
+
+def test_tensors_that_are_documented() -> None:
+    """Weights; of a boolean mask the complement; of two masks the sum, but not for every head."""
+    module = ours()
+    assert largest_allocation(module) >= H * LONG * LONG
+    for masks in ({}, {"key_padding_mask": "bool"}, {"key_padding_mask": "float"}):
+        elements = largest_allocation(module, need_weights=False, attn_mask="bool", **masks)
+        assert elements == LONG * LONG
+    assert largest_allocation(module, need_weights=False, attn_mask="-inf") < LONG * LONG // 2
+
+
+# --- nested tensors -------------------------------------------------------------------------------
+
+
+def nested(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(n, E, dtype=dtype) for n in (3, 1, 5)])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("average", [True, False])
+def test_nested(average: bool) -> None:
+    """In evaluation, where alone torch takes them; the weights are padded with 0."""
+    theirs, module = both(batch_first=True)
+    x = nested()
+    with torch.no_grad():
+        expected, expected_weights = theirs.eval()(x, x, x, average_attn_weights=average)
+        output, weights = module.eval()(x, x, x, average_attn_weights=average)
+    assert output.is_nested
+    for text, expected_text in zip(output.unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(text, expected_text)
+    torch.testing.assert_close(weights, expected_weights)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_in_training() -> None:
+    """Texts one by one give the same outputs and gradients."""
+    module = ours(batch_first=True)
+    x = nested()
+    texts = torch.cat([t for t, _ in (module(t, t, t, is_causal=True) for t in x.unbind())])
+    expected = torch.autograd.grad(texts.square().sum(), list(module.parameters()))
+    output = torch.cat(module(x, x, x, is_causal=True, need_weights=False)[0].unbind())
+    torch.testing.assert_close(output, texts)
+    actual = torch.autograd.grad(output.square().sum(), list(module.parameters()))
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("wrong", ["cross", "key only", "mask", "jagged", "not batch first"])
+def test_nested_that_is_not_taken(wrong: str) -> None:
+    module = ours(batch_first=wrong != "not batch first")
+    x, y = nested(), nested()
+    dense = torch.randn(3, 5, E, dtype=torch.float64)
+    jagged = torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)
+    tensors = {"cross": (x, y, y), "key only": (dense, y, y), "jagged": (jagged,) * 3}
+    mask = torch.zeros(5, 5, dtype=torch.bool) if wrong == "mask" else None
+    with pytest.raises(RuntimeError, match="an input is a nested tensor; then query, key and"):
+        module(*tensors.get(wrong, (x, x, x)), attn_mask=mask)
+
+
+# --- the parts of PyTorch that touch a module -----------------------------------------------------
+
+
+@pytest.fixture
+def _compile_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_compile_anew")
+@pytest.mark.parametrize("constructor", ["all", "plain"])
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+def test_compile(constructor: str, need_weights: bool) -> None:
+    module = ours(**CONSTRUCTORS[constructor])
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    tensors = inputs(module)
+    padding = make_mask("bool", B, S)
+    for mask in ({"is_causal": True}, {"attn_mask": make_mask("float", B * H, L, S)}):
+        options = {"key_padding_mask": padding, "need_weights": need_weights, **mask}
+        assert_same(call(compiled._orig_mod, tensors, **options), call(module, tensors, **options))
+        torch.testing.assert_close(compiled(*tensors, **options), module(*tensors, **options))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = ours(batch_first=True, **options)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.attention(x, x, x, padding, need_weights=False)[0]
+
+
+def make_texts(length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, length, E, dtype=torch.float64), make_mask("bool", B, length)
+
+
+def test_export() -> None:
+    module = SelfAttention(num_kv_heads=2)
+    length = {1: torch.export.Dim("length", min=2, max=100)}
+    program = torch.export.export(module, make_texts(5), dynamic_shapes=(length, length))
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(torch.ops.attn.sdpa.default) == 1
+    texts = make_texts(11)
+    torch.testing.assert_close(program.module()(*texts), module(*texts))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_trace() -> None:
+    module = SelfAttention()
+    traced = torch.jit.trace(module, make_texts(5))
+    texts = make_texts(11)
+    torch.testing.assert_close(traced(*texts), module(*texts))
+
+
+def test_symbolic_trace() -> None:
+    """As a leaf, which a tracer takes torch's module for by itself."""
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return isinstance(module, MultiheadAttention) or super().is_leaf_module(module, name)
+
+    module = SelfAttention()
+    traced = torch.fx.GraphModule(module, Tracer().trace(module))
+    texts = make_texts(5)
+    assert torch.equal(traced(*texts), module(*texts))
+
+
+def test_ensemble() -> None:
+    """One call under vmap for several modules."""
+    modules = [SelfAttention() for _ in range(3)]
+    parameters, _ = stack_module_state(modules)
+    skeleton = copy.deepcopy(modules[0]).to("meta")
+    texts = make_texts(5)
+    outputs = vmap(lambda p: functional_call(skeleton, p, texts))(parameters)
+    torch.testing.assert_close(outputs, torch.stack([module(*texts) for module in modules]))
+
+
+def test_gradients_of_each_sample() -> None:
+    module = SelfAttention()
+    texts = make_texts(5)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, padding: Tensor) -> Tensor:
+        return functional_call(module, parameters, (x, padding)).square().sum()
+
+    gradients = vmap(grad(loss), (None, 0, 0))(dict(module.named_parameters()), *texts)
+    for n in range(B):
+        module.zero_grad()
+        module(texts[0][n], texts[1][n]).square().sum().backward()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(gradients[name][n], parameter.grad)
+
+
+def run(
+    module: nn.Module, dtype: torch.dtype, tensors: list[Tensor], padding: Tensor, weights: bool
+) -> dict[str, Tensor]:
+    """The output and all gradients, with or without the weights that PyTorch can only write out."""
+    leaves = [t.to(dtype).requires_grad_() for t in tensors]
+    output, _ = module(*leaves, padding, need_weights=weights)
+    direction = torch.Generator(output.device).manual_seed(SEED)
+    direction = torch.randn(output.shape, generator=direction, device=output.device)
+    gradients = torch.autograd.grad(
+        output, [*module.parameters(), *leaves], direction.to(output.dtype)
+    )
+    return {"output": output, "gradients": torch.cat([g.flatten() for g in gradients])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_accuracy(constructor: str, dtype: torch.dtype) -> None:
+    """Of half types in autocast as well, which casts the module's float32."""
+    for kept in {dtype, torch.float32}:
+        theirs, module = both(**CONSTRUCTORS[constructor], dtype=kept)
+        exact = copy.deepcopy(theirs).double()
+        runs = []
+        for _ in range(8):
+            tensors = [t.to(dtype).to(kept) for t in inputs(module, batch=20)]
+            padding = make_mask("bool", 20, S)
+            with torch.autocast(padding.device.type, dtype, enabled=kept != dtype):
+                actual = run(module, kept, tensors, padding, False)
+                builtin = [run(theirs, kept, tensors, padding, w) for w in (False, True)]
+            assert actual["output"].dtype == dtype
+            runs.append((actual, *builtin, run(exact, torch.float64, tensors, padding, True)))
+        check_modules(runs)
+
+
+def test_copies() -> None:
+    module = ours(num_kv_heads=2, add_bias_kv=True)
+    tensors = inputs(module)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(other) is MultiheadAttention
+        assert len(other._forward_pre_hooks) == 1  # what keeps TransformerEncoderLayer calling it
+        assert torch.equal(other(*tensors)[0], module(*tensors)[0])
+
+
+def test_parametrization() -> None:
+    class Half(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    module, other = ours(), ours()
+    with torch.no_grad():
+        other.in_proj_weight.div_(2)
+    parametrize.register_parametrization(module, "in_proj_weight", Half())
+    tensors = inputs(module)
+    assert torch.equal(module(*tensors)[0], other(*tensors)[0])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_meta_device(kv_heads: int) -> None:
+    """Made without memory, shapes inferred without values, then initialised."""
+    module = ours(num_kv_heads=kv_heads, device="meta", add_bias_kv=True)
+    output, weights = module(*(t.to("meta") for t in inputs(module)))
+    assert output.shape == (L, B, E)
+    assert weights.shape == (B, L, S + 1)
+    module = module.to_empty(device=torch.get_default_device())
+    expected = ours(num_kv_heads=kv_heads, add_bias_kv=True)
+    for m in (module, expected):
+        torch.manual_seed(SEED)
+        m._reset_parameters()
+    assert module.in_proj_weight.any()
+    assert torch.equal(module.in_proj_weight, expected.in_proj_weight)
+    assert torch.equal(module.bias_k, expected.bias_k)
+
+
+def test_output_projection_is_called() -> None:
+    """So another module may stand there, such as one with a low-rank addition."""
+
+    class WithAddition(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.addition = base, nn.Linear(E, E, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.addition(x)
+
+    module = ours()
+    tensors = inputs(module)
+    before, _ = module(*tensors)
+    module.out_proj = WithAddition(module.out_proj)
+    after, _ = module(*tensors)
+    assert not torch.allclose(after, before)
+    after.sum().backward()
+    assert module.out_proj.addition.weight.grad.any()
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"embed_dim": 0}, "embed_dim is 0; it must be positive"),
+        ({"num_heads": -1}, "num_heads is -1; it must be positive"),
+        ({"num_heads": 3}, "num_heads is 3; it must divide embed_dim, 8"),
+        ({"kdim": 0}, "kdim is 0; it must be positive"),
+        ({"vdim": -2}, "vdim is -2; it must be positive"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be positive"),
+        ({"num_kv_heads": 3}, "num_kv_heads is 3; it must divide num_heads, 4"),
+        ({"num_kv_heads": 8}, "num_kv_heads is 8; it must divide num_heads, 4"),
+        ({"dropout": 1.5}, "dropout is 1.5; it must be a probability from 0 to 1"),
+        ({"dropout": NAN}, "dropout is nan; it must be a probability from 0 to 1"),
+    ],
+)
+def test_wrong_construction(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^MultiheadAttention: {message}$"):
+        MultiheadAttention(**{"embed_dim": E, "num_heads": H, **arguments})
+
+
+BAD_CALLS: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "query": ({"query": (3, 5, 9)}, r"query has shape \[3, 5, 9\]; it must have shape \[L, 8\] or"),
+    "query 4-D": ({"query": (1, 3, 5, 8)}, r"query .*; it must have shape \[L, 8\] or \[B, L, 8\]"),
+    "key size": ({"key": (3, 7, 5)}, r"key has shape \[3, 7, 5\]; it must have shape \[3, S, 6\]"),
+    "key batch": ({"key": (1, 7, 6)}, r"key has shape \[1, 7, 6\]; it must .* \[3, S, 6\]"),
+    "key 2-D": ({"key": (7, 6)}, r"key has shape \[7, 6\]; it must have shape \[3, S, 6\]"),
+    "key 3-D": ({"query": (5, 8)}, r"key has shape \[3, 7, 6\]; it must have shape \[S, 6\]"),
+    "value": ({"value": (3, 5, 8)}, r"value has shape \[3, 5, 8\]; it must .* \[3, 7, 8\]"),
+    "padding": ({"key_padding_mask": (3, 5)}, r"key_padding_mask has .* must have shape \[3, 7\]"),
+    "padding 1-D": ({"key_padding_mask": (7,)}, r"key_padding_mask has .* have shape \[3, 7\]"),
+    "mask": ({"attn_mask": (7, 5)}, r"attn_mask has .* have shape \[5, 7\] or \[12, 5, 7\]"),
+    "mask 3-D": ({"attn_mask": (3, 5, 7)}, r"attn_mask has shape \[3, 5, 7\]; .*\[12, 5, 7\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_wrong_shapes(case: str, is_causal: bool) -> None:
+    """A mask of a wrong shape is an error even where the hint spares reading it."""
+    shapes = {"query": (3, 5, 8), "key": (3, 7, 6), "value": (3, 7, 8)}
+    wrong, message = BAD_CALLS[case]
+    module = ours(kdim=6, batch_first=True)
+    arguments = {n: torch.zeros(shape).double() for n, shape in {**shapes, **wrong}.items()}
+    with pytest.raises(RuntimeError, match=f"^MultiheadAttention: {message}"):
+        module(**arguments, need_weights=False, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+def test_wrong_mask_dtype(name: str) -> None:
+    module = ours()
+    mask = torch.zeros((B, S) if name == "key_padding_mask" else (L, S), dtype=torch.uint8)
+    message = f"{name} has dtype torch.uint8; it must be bool .True hides a key. or floating"
+    with pytest.raises(RuntimeError, match=message):
+        module(*inputs(module), **{name: mask})
+
+
+def test_empty() -> None:
+    """No texts, no queries or no keys."""
+    module = ours(batch_first=True)
+    for sizes in itertools.product((0, B), (0, L), (0, S)):
+        batch, queries, keys = sizes
+        q, k = (torch.zeros(batch, n, E, dtype=torch.float64) for n in (queries, keys))
+        for need_weights in (False, True):
+            output, weights = module(q, k, k, need_weights=need_weights)
+            assert output.shape == (batch, queries, E)
+            assert keys or (output == module.out_proj.bias).all()
+            assert weights is None or weights.shape == (batch, queries, keys)
+
+
+def test_is_exported() -> None:
+    assert torch_attn.nn.MultiheadAttention is MultiheadAttention
+    assert issubclass(MultiheadAttention, nn.MultiheadAttention)

@@ -1,0 +1,361 @@
+"""Attention as a module: :class:`torch.nn.MultiheadAttention` on the operator of this package."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from torch_attn.functional import sdpa, sdpa_with_weights
+
+__all__ = ["MultiheadAttention"]
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Attention of several heads between learned projections, in place of torch's own module.
+
+    It is a :class:`torch.nn.MultiheadAttention`: the same arguments, the same parameters under the
+    same names, initialised alike from the same seed, so that a state_dict fits both. It calls
+    :func:`torch_attn.sdpa`, in training and in evaluation, also inside of
+    :class:`torch.nn.TransformerEncoderLayer`. Unless weights are asked for, no tensor of L x S is
+    made, except out of masks of that size (below). :func:`torch_attn.convert` makes the modules of
+    an existing model such ones.
+
+    Args:
+        embed_dim: size of a query and of the output, a multiple of `num_heads`.
+        num_heads: H; the heads have ``head_dim = embed_dim / num_heads`` features each.
+        dropout: probability in [0, 1] with which a weight is zeroed, in training.
+        bias: whether the projections have biases.
+        add_bias_kv: appends a learned key and a learned value, which every query sees.
+        add_zero_attn: appends a key and a value of zeros, which every query sees.
+        kdim: size of a key; None is `embed_dim`.
+        vdim: size of a value; None is `embed_dim`.
+        batch_first: tensors are ``[B, L, embed_dim]``, else ``[L, B, embed_dim]``.
+        num_kv_heads: Hk, the number of heads of key and value, a divisor of `num_heads`; None is
+            `num_heads`. ``H / Hk`` neighbouring query heads share one (grouped-query attention; 1:
+            multi-query attention).
+        device: of the parameters.
+        dtype: of the parameters; float64, float32, bfloat16 or float16.
+
+    Parameters, torch's if ``Hk = H``:
+
+    - in_proj_weight ``[(H + 2 Hk) head_dim, embed_dim]``: the rows for query, key and value, in
+      this order. If `kdim` or `vdim` is not `embed_dim`, there are q_proj_weight
+      ``[embed_dim, embed_dim]``, k_proj_weight ``[Hk head_dim, kdim]`` and v_proj_weight
+      ``[Hk head_dim, vdim]`` instead;
+    - in_proj_bias ``[(H + 2 Hk) head_dim]``; bias_k and bias_v ``[1, 1, Hk head_dim]``;
+    - out_proj, a linear module. It is called, so it may be replaced by another module.
+
+    Raises:
+        ValueError: a size or a number of heads is not positive, does not divide what it must
+            divide, or `dropout` is no probability.
+
+    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2.2,
+    https://arxiv.org/abs/1706.03762; `num_kv_heads`: Ainslie et al., *GQA*, 2023,
+    https://arxiv.org/abs/2305.13245.
+
+    Example:
+        >>> attention = torch_attn.nn.MultiheadAttention(64, 8, batch_first=True, num_kv_heads=2)
+        >>> x = torch.randn(2, 100, 64)
+        >>> output, _ = attention(x, x, x, need_weights=False, is_causal=True)
+        >>> output.shape, attention.in_proj_weight.shape
+        (torch.Size([2, 100, 64]), torch.Size([96, 64]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        for name, size in {**sizes, "num_kv_heads": num_kv_heads}.items():
+            if size is not None and size <= 0:
+                raise ValueError(f"MultiheadAttention: {name} is {size}; it must be positive")
+        _check_divides("embed_dim", embed_dim, "num_heads", num_heads)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_divides("num_heads", num_heads, "num_kv_heads", kv_heads)
+        if not 0 <= dropout <= 1:
+            raise ValueError(
+                f"MultiheadAttention: dropout is {dropout}; it must be a probability from 0 to 1"
+            )
+        factory = {"device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            **factory,
+        )
+        self._set_up(kv_heads)
+        if kv_heads == num_heads:
+            return
+        rows = kv_heads * self.head_dim
+        if self._qkv_same_embed_dim:
+            packed = torch.empty(embed_dim + 2 * rows, embed_dim, **factory)
+            self.in_proj_weight = Parameter(packed)
+        else:
+            self.k_proj_weight = Parameter(torch.empty(rows, self.kdim, **factory))
+            self.v_proj_weight = Parameter(torch.empty(rows, self.vdim, **factory))
+        if bias:
+            self.in_proj_bias = Parameter(torch.empty(embed_dim + 2 * rows, **factory))
+        if add_bias_kv:
+            self.bias_k = Parameter(torch.empty(1, 1, rows, **factory))
+            self.bias_v = Parameter(torch.empty(1, 1, rows, **factory))
+        self._reset_parameters()
+
+    def _set_up(self, num_kv_heads: int) -> None:
+        """What this class has beside torch's module; :func:`torch_attn.convert` calls it too."""
+        self.num_kv_heads = num_kv_heads
+        self.register_forward_pre_hook(_forward_must_be_called)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends from every query to the keys that masks do not hide.
+
+        Boolean masks are torch's for this module: True hides a key. (For :func:`torch_attn.sdpa`
+        True shows it.) Floating ones are added to the scores and may require a gradient. The two
+        masks need not be of one kind.
+
+        Args:
+            query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` without `batch_first`, or
+                ``[L, embed_dim]``.
+            key: likewise, ``[B, S, kdim]``.
+            value: likewise, ``[B, S, vdim]``.
+            key_padding_mask: ``[B, S]``, or ``[S]`` if the query has no batch.
+            need_weights: return the weights, which takes memory O(L S). Pass False if you do
+                without: True is the default only because it is torch's.
+            attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
+            average_attn_weights: return the mean of the weights over the heads.
+            is_causal: query i attends to keys 0 ... i. With `attn_mask` it is the hint that this
+                is the causal mask, which is then not read unless `need_weights`: there the mask
+                itself counts, as in torch.
+
+        Returns:
+            The output, of the query's shape, and the weights or None. The weights are those after
+            dropout, ``[B, L, S]``, or ``[B, H, L, S]`` if not averaged, without B if the query has
+            none; S counts the keys of `add_bias_kv` and `add_zero_attn`, which come last.
+            A query that may attend to no key gets the bias of out_proj, and weights of 0.
+
+        Strided nested tensors are taken for self-attention (one tensor as query, key and value)
+        with `batch_first` and no masks, and give a nested output; their weights are padded with 0.
+
+        Memory: O(L + S) a head, beside the weights if they are asked for. Of a boolean
+        `attn_mask` the complement is made, of the same size; of an `attn_mask` that is read
+        together with `key_padding_mask` their sum, ``[B, 1 or H, L, S]``.
+
+        Raises:
+            RuntimeError: shapes or dtypes that do not fit. The message names the argument, what it
+                was and what is allowed.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            is_self = query is key is value and query.layout == torch.strided
+            if not (is_self and self.batch_first and key_padding_mask is attn_mask is None):
+                raise RuntimeError(
+                    "MultiheadAttention: an input is a nested tensor; then query, key and value "
+                    "must be the same tensor, its layout torch.strided, batch_first True, and "
+                    "key_padding_mask and attn_mask None"
+                )
+            return self._forward_nested(query, need_weights, average_attn_weights, is_causal)
+        self._check(query, key, value, key_padding_mask, attn_mask)
+        if is_causal and attn_mask is not None:
+            attn_mask, is_causal = (attn_mask, False) if need_weights else (None, True)
+        length_dim = self._length_dim(query)
+        q, k, v = (  # [B, H or Hk, L or S, head_dim]
+            torch.unflatten(t, -1, (-1, self.head_dim)).movedim(length_dim, -2)
+            for t in self._project(query, key, value)
+        )
+        if attn_mask is not None and attn_mask.dim() == query.dim() == 3:
+            attn_mask = torch.unflatten(attn_mask, 0, (-1, self.num_heads))
+        hidden = _merge(attn_mask, key_padding_mask)
+
+        # Keys that no mask hides come before the others, so that query i sees those up to i + more.
+        # Causality counts from the top left: as many rows before the queries move it there.
+        more = (self.bias_k is not None) + self.add_zero_attn
+        if more:
+            k, v = self._with_more_keys(k, self.bias_k), self._with_more_keys(v, self.bias_v)
+            hidden = None if hidden is None else F.pad(hidden, (more, 0))
+            q = F.pad(q, (0, 0, more, 0)) if is_causal else q
+        output, weights = self._attend(q, k, v, hidden, need_weights, is_causal)
+        if more and is_causal:
+            output = output[..., more:, :]
+            weights = None if weights is None else weights[..., more:, :]
+        if weights is not None:
+            weights = weights.roll(-more, -1) if more else weights
+            weights = weights.mean(-3) if average_attn_weights else weights
+        # The operator lays its output out as the query is: no copy here.
+        return self.out_proj(output.movedim(-2, length_dim).flatten(-2)), weights
+
+    def _length_dim(self, query: Tensor) -> int:
+        return 1 if self.batch_first and query.dim() == 3 else 0
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Queries, keys and values of all heads, by as few products as the inputs allow."""
+        rows = self.num_kv_heads * self.head_dim
+        sizes = [self.embed_dim, rows, rows]
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        if packed is not None and query is key and key is value:
+            return list(torch.split(F.linear(query, packed, bias), sizes, -1))
+        biases = [None] * 3 if bias is None else torch.split(bias, sizes)
+        if packed is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        elif key is value:
+            q_weight, kv_weight = torch.split(packed, [self.embed_dim, 2 * rows])
+            kv_bias = None if bias is None else bias[self.embed_dim :]
+            kv = torch.split(F.linear(key, kv_weight, kv_bias), rows, -1)
+            return [F.linear(query, q_weight, biases[0]), *kv]
+        else:
+            weights = list(torch.split(packed, sizes))
+        return [
+            F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        ]
+
+    def _with_more_keys(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Keys or values, after those of add_bias_kv and add_zero_attn."""
+        shape = (*x.shape[:-2], 1, self.head_dim)
+        more = [] if bias is None else [bias.view(-1, 1, self.head_dim).expand(shape)]
+        more += [x.new_zeros(shape)] if self.add_zero_attn else []
+        return torch.cat([*more, x], -2)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        need_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
+        dropout_p = self.dropout if self.training else 0.0
+        grouped = self.num_kv_heads != self.num_heads
+        if not need_weights:
+            return sdpa(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped), None
+        output, weights, _ = sdpa_with_weights(q, k, v, mask, 0.0, is_causal, enable_gqa=grouped)
+        if (
+            dropout_p
+        ):  # The operator's weights are those before it; torch's are those that were used.
+            weights = F.dropout(weights, dropout_p)
+            output = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
+        return output, weights
+
+    def _forward_nested(
+        self, x: Tensor, need_weights: bool, average_attn_weights: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention of texts of different lengths: padded, attended to, taken apart again."""
+        lengths = [text.size(0) for text in x.unbind()]
+        padded = x.to_padded_tensor(0.0)
+        padding = torch.arange(padded.size(1)) >= torch.tensor(lengths)[:, None]
+        padding = padding.to(x.device)
+        output, weights = self.forward(
+            padded, padded, padded, padding, need_weights, None, average_attn_weights, is_causal
+        )
+        texts = [row[:length] for row, length in zip(output, lengths, strict=True)]
+        if weights is not None:
+            rows = padding[..., None] if average_attn_weights else padding[:, None, :, None]
+            weights = weights.masked_fill(rows, 0)
+        return torch.nested.as_nested_tensor(texts), weights
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> None:
+        def shape(*batch_and_length: int | str, features: int) -> tuple[int | str, ...]:
+            return (*(batch_and_length[:: 1 if self.batch_first else -1]), features)
+
+        _check_shape(
+            "query", query, ("L", self.embed_dim), shape("B", "L", features=self.embed_dim)
+        )
+        length_dim = self._length_dim(query)
+        batch = [query.size(1 - length_dim)] if query.dim() == 3 else []
+        _check_shape("key", key, shape(*batch, "S", features=self.kdim))
+        L, S = query.size(length_dim), key.size(length_dim)
+        _check_shape("value", value, shape(*batch, S, features=self.vdim))
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        for name, mask in masks.items():
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise RuntimeError(
+                    f"MultiheadAttention: {name} has dtype {mask.dtype}; it must be bool (True "
+                    "hides a key) or floating (added to the scores)"
+                )
+        if key_padding_mask is not None:
+            _check_shape("key_padding_mask", key_padding_mask, (*batch, S))
+        if attn_mask is not None:
+            _check_shape("attn_mask", attn_mask, (L, S), (math.prod(batch) * self.num_heads, L, S))
+
+
+def _forward_must_be_called(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing: where there is one, PyTorch calls the module.
+
+    :class:`torch.nn.TransformerEncoderLayer` in evaluation otherwise takes the parameters and goes
+    on with PyTorch's attention.
+    """
+
+
+def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+    """One mask for both, which broadcasts to [B, H, L, S]; True or -inf hides."""
+    if key_padding_mask is None:
+        return attn_mask
+    key_padding_mask = key_padding_mask[..., None, None, :]
+    if attn_mask is None:
+        return key_padding_mask
+    if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
+        return attn_mask | key_padding_mask
+    if attn_mask.dtype == torch.bool:
+        return key_padding_mask.masked_fill(attn_mask, -math.inf)
+    if key_padding_mask.dtype == torch.bool:
+        return attn_mask.masked_fill(key_padding_mask, -math.inf)
+    return attn_mask + key_padding_mask
+
+
+def _check_divides(name: str, number: int, divisor_name: str, divisor: int) -> None:
+    if number % divisor:
+        raise ValueError(
+            f"MultiheadAttention: {divisor_name} is {divisor}; it must divide {name}, {number}"
+        )
+
+
+def _check_shape(name: str, tensor: Tensor, *allowed: tuple[int | str, ...]) -> None:
+    """Of the shapes allowed; a letter in them stands for any size."""
+    for shape in allowed:
+        if tensor.dim() == len(shape) and all(
+            isinstance(wanted, str) or size == wanted
+            for size, wanted in zip(tensor.shape, shape, strict=True)
+        ):
+            return
+    shapes = " or ".join(f"[{', '.join(map(str, shape))}]" for shape in allowed)
+    raise RuntimeError(
+        f"MultiheadAttention: {name} has shape {list(tensor.shape)}; it must have shape {shapes}"
+    )
