@@ -5,6 +5,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import torch_attn
-from torch_attn import functional
+from torch_attn import _convert, functional, nn
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -23,9 +24,10 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_docstrings() -> None:
+@pytest.mark.parametrize("module", [functional, nn, _convert])
+def test_docstrings(module: types.ModuleType) -> None:
     names = {"torch": torch, "torch_attn": torch_attn}
-    result = doctest.testmod(functional, extraglobs=names)
+    result = doctest.testmod(module, extraglobs=names)
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -34,6 +36,7 @@ def test_docstrings() -> None:
 PRINTED = {
     "bias.grad.shape": "torch.Size([8, 100, 120])\n",
     "handle.calls": "1\n",
+    "convert(": "Converted(swapped=('layers.0.self_attn', 'layers.1.self_attn'), skipped={})\n",
     "transformers.calls()": "2\n",
 }
 
