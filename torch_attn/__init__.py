@@ -8,9 +8,16 @@ puts :func:`sdpa` in the place of the built-in, in code that nobody changes.
 
 from torch_attn import _library, distributed, flops, replace, subclasses
 from torch_attn.functional import sdpa, sdpa_with_weights
-from torch_attn.replace import replace_sdpa, replacing_sdpa
+from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
 
-__all__ = ["__version__", "replace_sdpa", "replacing_sdpa", "sdpa", "sdpa_with_weights"]
+__all__ = [
+    "Replacement",
+    "__version__",
+    "replace_sdpa",
+    "replacing_sdpa",
+    "sdpa",
+    "sdpa_with_weights",
+]
 
 __version__ = "0.1.0"
 
