@@ -68,9 +68,8 @@ void put_in_place() {
   } silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
   const c10::WarningUtils::WarnAlways always;
-  // vmap, for which the built-in has an entry of its own, takes it apart, too.
+  // Under vmap, PyTorch registers the same function once more.
   static const torch::Library libraries[] = {put_in_place(DispatchKey::CompositeImplicitAutograd),
-                                             put_in_place(DispatchKey::FuncTorchBatched),
                                              put_in_place(DispatchKey::FuncTorchVmapMode)};
 }
 

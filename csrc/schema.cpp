@@ -49,6 +49,6 @@ TORCH_LIBRARY(attn, m) {
 
   // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive, and returns that sum.
   m.def("_replace_sdpa(int change) -> int");
-  // How many calls came to that operator while switched on: those that sdpa answered, and those it left to the built-in.
+  // How many calls of it sdpa has answered, and how many it has left to the built-in while switched on.
   m.def("_replaced_calls() -> (int, int)");
 }
