@@ -31,7 +31,7 @@ class Replacement:
         """Turns the switch off, unless others have it on. A second call does nothing.
 
         Raises:
-            RuntimeError: it is called in a function that is being compiled.
+            RuntimeError: as for :func:`replace_sdpa`.
         """
         _switch(-1, self)
 
@@ -80,8 +80,8 @@ def replace_sdpa() -> Replacement:
         dropped leaves it on.
 
     Raises:
-        RuntimeError: it is called in a function that is being compiled by ``torch.compile`` or
-            exported. With graph breaks allowed, such a call runs outside of the graph.
+        RuntimeError: it is called in a function that ``torch.compile`` compiles with
+            ``fullgraph=True``. Without it, such a call runs outside of the graph.
 
     Example:
         >>> query, key, value = torch.randn(3, 2, 8, 10, 64)
@@ -102,7 +102,7 @@ def replacing_sdpa() -> Iterator[Replacement]:
         The handle.
 
     Raises:
-        RuntimeError: it is used in a function that is being compiled.
+        RuntimeError: as for :func:`replace_sdpa`.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -139,7 +139,7 @@ def _counts() -> tuple[int, int]:
 
 def _switch(change: int, removed: Replacement | None = None) -> None:
     """Turns the switch on or off once more, and PyTorch's memory with the first or the last."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # this code; other threads may compile others
         raise RuntimeError(
             "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
             "function; call them around it"
