@@ -8,6 +8,7 @@
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 
 #include "ops.h"
@@ -31,7 +32,7 @@ bool has_kernels(const Tensor& t) {
 
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
-// The kinds of tensors that attn::sdpa is for. Whatever else is wrong with a call, its errors are as good as any.
+// The kinds of tensors that attn::sdpa is for. Of these it refuses only what the built-in refuses as well, or should.
 bool serves(const Inputs& x) {
   const auto dtype = x.query.scalar_type();
   return has_kernels(x.query) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
@@ -60,22 +61,20 @@ torch::Library put_in_place(DispatchKey key) {
   return library;
 }
 
-// Once. PyTorch warns of the first kernel in a process that takes another's place; this one does so because it was told
-// to. With warnings always on, that first time is not used up.
-void put_in_place() {
+// PyTorch warns of the first kernel in a process that takes another's place; this one does so because it was told to.
+// With warnings always on, that first time is not used up.
+std::array<torch::Library, 2> put_in_place() {
   struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
   const c10::WarningUtils::WarnAlways always;
   // Under vmap, PyTorch registers the same function once more.
-  static const torch::Library libraries[] = {put_in_place(DispatchKey::CompositeImplicitAutograd),
-                                             put_in_place(DispatchKey::FuncTorchVmapMode)};
+  return {put_in_place(DispatchKey::CompositeImplicitAutograd), put_in_place(DispatchKey::FuncTorchVmapMode)};
 }
 
 int64_t replace_sdpa(int64_t change) {
-  static const bool once = (put_in_place(), true);
-  (void)once;
+  static const auto for_good = put_in_place();
   return switched_on += change;
 }
 

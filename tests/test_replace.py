@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import math
 import subprocess
 import sys
 import threading
@@ -627,10 +628,16 @@ def test_errors_stay_errors() -> None:
 
 
 @pytest.mark.regression
-def test_what_the_builtin_reads_past_its_end() -> None:
+def test_errors_of_attn_alone() -> None:
+    """What the built-in answers with numbers that mean nothing."""
     query, key, value = inputs()
-    with replacing_sdpa(), pytest.raises(RuntimeError, match="value has length 4 but key has 7"):
-        builtin(query, key, value[:, :, :4])
+    with replacing_sdpa():
+        for length in (4, 9):
+            other = torch.ones(2, 3, length, 16)
+            with pytest.raises(RuntimeError, match=f"value has length {length} but key has 7"):
+                builtin(query, key, other)
+        with pytest.raises(RuntimeError, match="scale is NaN"):
+            builtin(query, key, value, scale=math.nan)
 
 
 # --- on and off -----------------------------------------------------------------------------------
