@@ -2,16 +2,26 @@
 
 Importing the package registers the operators ``torch.ops.attn.sdpa`` and
 ``torch.ops.attn.sdpa_with_weights``, of which :func:`sdpa` and :func:`sdpa_with_weights` are the
-documented Python side. :mod:`torch_attn.reference` is the textbook version.
-:class:`torch_attn.nn.MultiheadAttention` is torch's module on top of them, and :func:`convert` puts
-it into an existing model.
+documented Python side. :mod:`torch_attn.reference` is the textbook version. In models that exist,
+:func:`replacing_sdpa` puts :func:`sdpa` in the place of the built-in, and :func:`convert` the module
+:class:`torch_attn.nn.MultiheadAttention` in that of torch's.
 """
 
-from torch_attn import _library, distributed, flops, nn, subclasses
+from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import convert
 from torch_attn.functional import sdpa, sdpa_with_weights
+from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
 
-__all__ = ["__version__", "convert", "nn", "sdpa", "sdpa_with_weights"]
+__all__ = [
+    "Replacement",
+    "__version__",
+    "convert",
+    "nn",
+    "replace_sdpa",
+    "replacing_sdpa",
+    "sdpa",
+    "sdpa_with_weights",
+]
 
 __version__ = "0.1.0"
 
@@ -19,3 +29,4 @@ _library.load()
 flops.register()
 distributed.register_when_imported()
 subclasses.register_when_imported()
+replace.register_with_torch()

@@ -1,0 +1,871 @@
+"""The switch: whoever calls the built-in gets attn while it is on, and the built-in again after."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+# A name that is there before the switch is turned on.
+from torch.nn.functional import scaled_dot_product_attention as builtin
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import torch_attn
+from helpers import in_fresh_process, largest, make_inputs, ulp
+from torch_attn import Replacement, replace_sdpa, replacing_sdpa
+from torch_attn import replace as switch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # of torch.export
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+]
+
+MATH = SDPBackend.MATH
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Iterator[None]:
+    """A test that leaves it on fails, and not those after it."""
+    assert is_off()
+    yield
+    left = torch.ops.attn._replace_sdpa(0)
+    for _ in range(left):
+        switch._switch(-1)
+    assert left == 0
+
+
+def is_off() -> bool:
+    return bool(torch.ops.attn._replace_sdpa(0) == 0)
+
+
+def inputs(L: int = 5, S: int = 7, E: int = 16, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """[2, 3, L or S, E]; the same in every call."""
+    torch.manual_seed(0)
+    return make_inputs(L, S, E, **options)[:3]
+
+
+def tokens() -> Tensor:
+    """[2, 5, 8]; the same in every call."""
+    torch.manual_seed(0)
+    return torch.randn(2, 5, 8)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return builtin(query, key, value)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """In half types, to one unit in the last place of the largest value."""
+    if isinstance(expected, Tensor):
+        half = expected.dtype in (torch.bfloat16, torch.float16)
+        atol = ulp(largest(expected), expected.dtype) if half else None
+        torch.testing.assert_close(actual, expected, atol=atol, rtol=0 if half else None)
+        return
+    for pair in zip(actual, expected, strict=True):
+        assert_close(*pair)
+
+
+def operators(function: Callable[..., Any], *args: Any) -> set[str]:
+    """The names of the operators that ran, in this thread."""
+    with profile(activities=[ProfilerActivity.CPU]) as timeline:
+        function(*args)
+    return {event.key for event in timeline.key_averages()}
+
+
+def runs_attn(function: Callable[..., Any], *args: Any) -> bool:
+    return any(name.startswith("attn::") for name in operators(function, *args))
+
+
+# --- who is caught --------------------------------------------------------------------------------
+
+Situation = Callable[[], Any]
+SITUATIONS: dict[str, Situation] = {}
+
+
+def situation(function: Situation) -> Situation:
+    SITUATIONS[function.__name__] = function
+    return function
+
+
+@situation
+def by_its_full_name() -> Tensor:
+    return F.scaled_dot_product_attention(*inputs())
+
+
+@situation
+def by_a_name_imported_before() -> Tensor:
+    return builtin(*inputs())
+
+
+@situation
+def by_its_operator() -> Tensor:
+    return torch.ops.aten.scaled_dot_product_attention.default(*inputs())
+
+
+@situation
+def with_a_mask() -> Tensor:
+    return builtin(*inputs(), torch.ones(5, 7, dtype=torch.bool).tril())
+
+
+@situation
+def with_a_mask_of_one_dimension() -> Tensor:
+    query, key, value = inputs(batch=())
+    return builtin(query, key, value, torch.arange(7.0))
+
+
+@situation
+def grouped_heads() -> Tensor:
+    return builtin(*inputs(heads=(4, 2, 2)), is_causal=True, scale=0.3, enable_gqa=True)
+
+
+@situation
+def half_types() -> list[Tensor]:
+    return [builtin(*inputs(dtype=t)) for t in (torch.bfloat16, torch.float16)]
+
+
+@situation
+def backward() -> Any:
+    leaves = [t.requires_grad_() for t in inputs()]
+    return torch.autograd.grad(builtin(*leaves).square().sum(), leaves)
+
+
+@situation
+def double_backward() -> Any:
+    leaves = [t.requires_grad_() for t in inputs(dtype=torch.float64)]
+    with sdpa_kernel(MATH):  # the built-in has no second derivative otherwise
+        output = builtin(*leaves)
+    first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+
+@situation
+def forward_mode() -> Tensor:
+    query, key, value = inputs()
+    with forward_ad.dual_level(), sdpa_kernel(MATH):
+        dual = forward_ad.make_dual(query, query.cos())
+        return forward_ad.unpack_dual(builtin(dual, key, value)).tangent
+
+
+@situation
+def gradient_of_a_mask() -> Any:
+    mask = torch.zeros(3, 5, 7, requires_grad=True)
+    return torch.autograd.grad(builtin(*inputs(), mask).square().sum(), mask)
+
+
+@situation
+def func_grad() -> Any:
+    return grad(lambda *x: builtin(*x).square().sum(), (0, 1, 2))(*inputs())
+
+
+@situation
+def func_vjp_and_jvp() -> Any:
+    output, pull = vjp(builtin, *inputs())
+    with sdpa_kernel(MATH):
+        return pull(output), jvp(attend, inputs(), inputs())
+
+
+@situation
+def func_hessian() -> Tensor:
+    query, key, value = inputs(2, 3, 2, batch=(), heads=1, dtype=torch.float64)
+    with sdpa_kernel(MATH):
+        return hessian(lambda q: builtin(q, key, value).sin().sum())(query)
+
+
+@situation
+def func_vmap() -> Tensor:
+    return vmap(attend)(*inputs())
+
+
+@situation
+def vmap_of_what_is_not_mapped() -> Tensor:
+    query, key, value = inputs()
+    return vmap(lambda x: builtin(query, key, value) + x)(torch.arange(2.0))
+
+
+@situation
+def vmap_twice_and_grad() -> Any:
+    return vmap(vmap(grad(lambda *x: builtin(*x).square().sum(), (0, 1, 2))))(*inputs())
+
+
+@situation
+def func_jacrev() -> Tensor:
+    query, key, value = inputs(2, 3, 2, batch=(), heads=1, dtype=torch.float64)
+    return jacrev(lambda q: builtin(q, key, value))(query)
+
+
+@situation
+def autocast() -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        output = builtin(*inputs())
+    assert output.dtype == torch.bfloat16
+    return output
+
+
+@situation
+def no_grad_and_inference_mode() -> list[Tensor]:
+    with torch.no_grad():
+        outputs = [builtin(*(t.requires_grad_() for t in inputs()))]
+    with torch.inference_mode():
+        outputs.append(builtin(*inputs()))
+    assert outputs[1].is_inference()
+    return outputs
+
+
+@situation
+def checkpoints() -> Any:
+    results = []
+    for reentrant in (True, False):
+        leaves = [t.requires_grad_() for t in inputs()]
+        output = checkpoint(attend, *leaves, use_reentrant=reentrant)
+        output.square().sum().backward()
+        results += [t.grad for t in leaves]
+    return results
+
+
+@situation
+def causal_biases() -> list[Tensor]:
+    biases = causal_upper_left(5, 7), causal_lower_right(5, 7)
+    return [builtin(*inputs(), bias) for bias in biases]
+
+
+@situation
+def every_choice_of_a_kernel() -> list[Tensor]:
+    with sdpa_kernel(MATH):
+        outputs = [builtin(*inputs())]
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, MATH], set_priority=True):
+        return [*outputs, builtin(*inputs())]
+
+
+@situation
+def multihead_attention() -> list[Tensor]:
+    """While training or where autograd records; else see below."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = tokens()
+    return [module.train(mode)(x, x, x, need_weights=False)[0] for mode in (True, False)]
+
+
+@situation
+def transformer_layers() -> list[Tensor]:
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    stack = nn.TransformerEncoder(encoder, 2)
+    x = tokens()
+    return [decoder.train(mode)(x, stack.train(mode)(x)) for mode in (True, False)]
+
+
+@situation
+def without_the_fast_path() -> list[Tensor]:
+    """What PyTorch's layers otherwise take in evaluation without autograd."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            return transformer_layers()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+class Module(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+# Made in the first call: before the switch is turned on.
+@functools.cache
+def scripted() -> tuple[Any, Any]:
+    return torch.jit.script(Module()), torch.jit.trace(Module(), inputs())
+
+
+@functools.cache
+def exported() -> torch.export.ExportedProgram:
+    return torch.export.export(Module(), inputs())
+
+
+@situation
+def torchscript() -> Any:
+    """Called from C++, by the interpreter; from the third call on by an optimized program."""
+    program, traced = scripted()
+    results = []
+    for _ in range(4):
+        leaves = [t.requires_grad_() for t in inputs()]
+        results += torch.autograd.grad(program(*leaves).square().sum(), leaves)
+    return [*results, traced(*inputs())]
+
+
+@situation
+def exported_programs() -> list[Tensor]:
+    now = torch.export.export(Module(), inputs())
+    return [program.module()(*inputs()) for program in (exported(), now)]
+
+
+@situation
+def graphs_of_make_fx() -> list[Tensor]:
+    return [make_fx(attend, pre_dispatch=pre)(*inputs())(*inputs()) for pre in (False, True)]
+
+
+@situation
+def another_thread() -> Tensor:
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(attend, *inputs()).result()
+
+
+@pytest.mark.regression
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # the built-in's vmap
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_caught(name: str) -> None:
+    """Each situation calls attn while the switch is on, and the same built-in before and after."""
+    run = SITUATIONS[name]
+    before = run()
+    with replacing_sdpa() as handle:
+        during = run()
+        assert handle.calls > 0
+        assert handle.passed_on == 0
+    calls = torch.ops.attn._replaced_calls()
+    after = run()
+    assert torch.ops.attn._replaced_calls() == calls
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert_close(during, before)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("name", ["backward", "func_vmap", "autocast", "torchscript"])
+def test_nothing_else_runs(name: str) -> None:
+    """None of the operators that the built-in is made of."""
+    run = SITUATIONS[name]
+    assert not runs_attn(run)
+    with replacing_sdpa():
+        assert runs_attn(run)
+        assert not any("_scaled_dot_product" in op for op in operators(run))
+
+
+@pytest.mark.usefixtures("device")
+def test_a_call_is_that_of_attn() -> None:
+    """Bit for bit, with its node for the gradients."""
+    leaves = [t.requires_grad_() for t in inputs()]
+    expected = torch_attn.sdpa(*leaves, is_causal=True)
+    with replacing_sdpa():
+        actual = builtin(*leaves, is_causal=True)
+    assert torch.equal(actual, expected)
+    for output in (actual, expected):
+        assert output.grad_fn is not None
+        assert output.grad_fn.name() == "SdpaBackward"
+
+
+# --- programs that are compiled -------------------------------------------------------------------
+
+# For backward, the default backend has C++ to compile, which takes ten seconds.
+MODES: dict[str, tuple[Any, bool, str]] = {
+    "grad": (torch.enable_grad, True, "aot_eager"),
+    "no_grad": (torch.no_grad, True, "inductor"),
+    "inference_mode": (torch.inference_mode, False, "inductor"),
+}
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled(mode: str) -> None:
+    """Compiled before, while and after: each call runs what then counts."""
+    context, requires_grad, backend = MODES[mode]
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+
+    def run() -> list[Tensor]:
+        leaves = [t.requires_grad_(requires_grad) for t in inputs()]
+        with context():
+            output = compiled(*leaves)
+        wanted = leaves if output.requires_grad else []
+        return [output, *(torch.autograd.grad(output.square().sum(), wanted) if wanted else ())]
+
+    before = run()
+    assert not runs_attn(run)
+    with replacing_sdpa() as handle:
+        torch.testing.assert_close(run(), before)
+        calls = handle.calls
+        assert calls > 0
+        assert runs_attn(run)
+        assert handle.calls == calls  # those that compiling makes, as the docstring says
+    torch.testing.assert_close(run(), before, rtol=0, atol=0)
+    assert not runs_attn(run)
+    torch.compiler.reset()
+
+
+def test_caches_on_disk() -> None:
+    """A graph that was compiled with one attention is not found with the other, in any thread."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *x: builtin(*x, scale=0.7), fullgraph=True)
+
+    def ran_attn() -> bool:
+        compiled(*inputs())
+        return runs_attn(compiled, *inputs())
+
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        for _ in range(2):
+            assert not ran_attn()
+            with replacing_sdpa():
+                assert executor.submit(ran_attn).result()
+    torch.compiler.reset()
+
+
+def test_decomposed_programs_keep_what_they_were_made_with() -> None:
+    """A program that is taken apart holds operators below the one that is switched."""
+    off = exported().run_decompositions()
+    with replacing_sdpa():
+        on = exported().run_decompositions()
+        assert not runs_attn(off.module(), *inputs())
+    assert runs_attn(on.module(), *inputs())
+    for program in (on, off):
+        torch.testing.assert_close(program.module()(*inputs()), Module()(*inputs()))
+
+
+def test_softmax_that_the_compiler_recognises() -> None:
+    """A model's own softmax becomes a call of the built-in in a compiled graph, and so of attn."""
+
+    def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.softmax(query @ key.mT * 0.25, -1) @ value
+
+    torch.compiler.reset()
+    query, key, value = inputs(16, 16, 32)
+    with replacing_sdpa(), torch.no_grad():
+        compiled = torch.compile(own)
+        torch.testing.assert_close(compiled(query, key, value), own(query, key, value))
+        assert runs_attn(compiled, query, key, value)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", ["function", "with block", "remove"])
+def test_switching_in_a_compiled_function(kind: str) -> None:
+    """Outside of the graph where it may be broken, else an error that says so."""
+    handles: list[Replacement] = []
+
+    def function(x: Tensor) -> Tensor:
+        if kind == "with block":
+            with replacing_sdpa():
+                return builtin(x, x, x)
+        if kind == "function":
+            handles.append(replace_sdpa())
+            return builtin(x, x, x)
+        handles[-1].remove()
+        return builtin(x, x, x)
+
+    for fullgraph in (True, False):
+        if kind == "remove":
+            handles.append(replace_sdpa())
+        torch.compiler.reset()
+        compiled = torch.compile(function, backend="eager", fullgraph=fullgraph)
+        x = inputs()[0]
+        if fullgraph:
+            with pytest.raises(RuntimeError, match="cannot be part of a compiled function"):
+                compiled(x)
+        else:
+            expected = builtin(x, x, x) if kind == "remove" else torch_attn.sdpa(x, x, x)
+            torch.testing.assert_close(compiled(x), expected)
+        for handle in handles:
+            handle.remove()
+        assert is_off()
+    torch.compiler.reset()
+
+
+def test_switching_while_another_thread_compiles() -> None:
+    """All threads know that one compiles; that is no error in the others. The switch waits."""
+    compiling = threading.Event()
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiling.set()
+        time.sleep(0.1)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend=backend)
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        result = executor.submit(compiled, *inputs())
+        assert compiling.wait(60)
+        with replacing_sdpa():
+            torch.testing.assert_close(result.result(), torch_attn.sdpa(*inputs()))
+    torch.compiler.reset()
+
+
+# --- what is not caught ---------------------------------------------------------------------------
+
+
+def fast_path_of_multihead_attention() -> Tensor:
+    torch.manual_seed(0)
+    x = tokens()
+    with torch.no_grad():
+        module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        return module(x, x, x, need_weights=False)[0]
+
+
+def fast_path_of_an_encoder() -> Tensor:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    with torch.no_grad():
+        return nn.TransformerEncoder(layer, 2).eval()(tokens())
+
+
+def weights_of_multihead_attention() -> Any:
+    torch.manual_seed(0)
+    x = tokens()
+    return nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
+
+
+def own_softmax() -> Tensor:
+    query, key, value = inputs()
+    return torch.softmax(query @ key.mT, -1) @ value
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    "run",
+    [
+        fast_path_of_multihead_attention,
+        fast_path_of_an_encoder,
+        weights_of_multihead_attention,
+        own_softmax,
+    ],
+)
+def test_not_caught(run: Situation) -> None:
+    """As docs/any-pytorch-code.md says: these do not call the built-in."""
+    before = run()
+    with replacing_sdpa() as handle:
+        torch.testing.assert_close(run(), before, rtol=0, atol=0)
+    assert (handle.calls, handle.passed_on) == (0, 0)
+
+
+def nested(layout: torch.layout) -> Tensor:
+    torch.manual_seed(0)
+    parts = [torch.randn(length, 3, 8) for length in (5, 4)]
+    return torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+
+
+# One tensor for query, key and value.
+OF_OTHER_KINDS: dict[str, Callable[[], Tensor]] = {
+    "meta": lambda: torch.randn(2, 3, 5, 8, device="meta"),
+    "nested, strided": lambda: nested(torch.strided).contiguous(),
+    "nested, jagged": lambda: nested(torch.jagged),
+    "sparse": lambda: inputs()[0].to_sparse(),
+    "compressed sparse": lambda: inputs(batch=(), heads=1)[0][0].to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(inputs()[0], 0.1, 0, torch.qint8),
+    "mkldnn": lambda: inputs()[0].to_mkldnn(),
+    "complex": lambda: torch.ones(2, 3, 5, 8, dtype=torch.complex64),
+    "integers": lambda: torch.ones(2, 3, 5, 8, dtype=torch.int64),
+    "float8": lambda: inputs()[0].to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.regression
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning")
+@pytest.mark.parametrize("kind", OF_OTHER_KINDS)
+def test_passed_on(kind: str) -> None:
+    """Tensors that are not for attn: the result of the built-in, or its error."""
+
+    def run() -> Any:
+        x = OF_OTHER_KINDS[kind]()
+        try:
+            output = builtin(x, x, x)
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error), str(error)
+        if output.is_meta:
+            return output.shape
+        return [part.clone() for part in output.unbind()] if output.is_nested else output
+
+    before = run()
+    with replacing_sdpa() as handle:
+        during = run()
+    assert handle.calls == 0
+    if kind != "nested, jagged":  # which asks for a kernel before any operator is called
+        assert handle.passed_on == 1
+    if isinstance(before, tuple):
+        assert during == before
+    else:
+        torch.testing.assert_close(during, before, rtol=0, atol=0)
+
+
+@pytest.mark.regression
+def test_errors_stay_errors() -> None:
+    """What the built-in refuses is refused, with the argument's name."""
+    query, key, value = inputs()
+    wrong: list[tuple[str, Any]] = [
+        ("key has head_dim 8", (query, key[..., :8], value)),
+        ("key has 2 heads", (query, key[:, :2], value[:, :2])),
+        ("key has dtype Double", (query, key.double(), value)),
+        ("key is on meta", (query, key.to("meta"), value)),
+        ("attn_mask has dtype Double", (query, key, value, torch.zeros(5, 7).double())),
+        ("attn_mask has shape", (query, key, value, torch.zeros(4, 1, 5, 7))),
+        ("dropout_p is 2", (query, key, value, None, 2.0)),
+        ("query has shape", (query[0, 0, 0], key, value)),
+    ]
+    for message, call in wrong:
+        with pytest.raises((RuntimeError, IndexError)):
+            builtin(*call)
+        with replacing_sdpa(), pytest.raises(RuntimeError, match=f"attn::sdpa: {message}"):
+            builtin(*call)
+
+
+@pytest.mark.regression
+def test_errors_of_attn_alone() -> None:
+    """What the built-in answers with numbers that mean nothing."""
+    query, key, value = inputs()
+    with replacing_sdpa():
+        for length in (4, 9):
+            other = torch.ones(2, 3, length, 16)
+            with pytest.raises(RuntimeError, match=f"value has length {length} but key has 7"):
+                builtin(query, key, other)
+        with pytest.raises(RuntimeError, match="scale is NaN"):
+            builtin(query, key, value, scale=math.nan)
+
+
+# --- on and off -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_handles_in_any_order(order: tuple[int, ...]) -> None:
+    x = inputs()
+    handles = [replace_sdpa() for _ in range(3)]
+    for n, which in enumerate(order):
+        builtin(*x)
+        handles[which].remove()
+        handles[which].remove()  # does nothing
+        assert handles[which].calls == n + 1  # and it counts no longer
+    assert is_off()
+    builtin(*x)
+    assert sorted(handle.calls for handle in handles) == [1, 2, 3]
+
+
+def test_an_exception_turns_it_off() -> None:
+    with pytest.raises(ZeroDivisionError), replacing_sdpa():
+        _ = 1 / 0
+    assert is_off()
+
+
+def test_a_handle_removed_in_its_block() -> None:
+    with replacing_sdpa() as handle:
+        handle.remove()
+        assert is_off()
+
+
+def test_a_handle_that_is_dropped() -> None:
+    """It stays on: nobody has turned it off."""
+    replace_sdpa()
+    with replacing_sdpa() as handle:
+        builtin(*inputs())
+    assert handle.calls == 1
+    switch._switch(-1)
+
+
+def test_as_a_decorator() -> None:
+    function = replacing_sdpa()(attend)
+    for _ in range(2):
+        assert torch.equal(function(*inputs()), torch_attn.sdpa(*inputs()))
+        assert is_off()
+
+
+def test_repr() -> None:
+    with replacing_sdpa() as handle:
+        builtin(*inputs())
+        assert repr(handle) == "<Replacement: on, calls=1, passed_on=0>"
+    assert repr(handle) == "<Replacement: removed, calls=1, passed_on=0>"
+
+
+@pytest.mark.regression
+def test_the_switch_of_torch() -> None:
+    """As for the implementations that torch knows itself."""
+    attention = torch.nn.attention
+    if not hasattr(attention, "restore_flash_attention_impl"):
+        pytest.skip("not run: this torch cannot be told of implementations")
+    assert "attn" in attention.list_flash_attention_impls()
+    try:
+        for _ in range(2):  # the second one replaces the first
+            attention.activate_flash_attention_impl("attn")
+            assert attention.current_flash_attention_impl() == "attn"
+            assert torch.equal(builtin(*inputs()), torch_attn.sdpa(*inputs()))
+    finally:
+        attention.restore_flash_attention_impl()
+    assert is_off()
+    assert attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.regression
+def test_threads() -> None:
+    """Threads that turn it on and off while others call: every result is right, and it ends off."""
+    x = inputs()
+    expected = builtin(*x)
+    stop = threading.Event()
+
+    def turn() -> None:
+        for _ in range(200):
+            with replacing_sdpa(), replacing_sdpa():
+                pass
+
+    def call() -> int:
+        n = 0
+        while not stop.is_set():
+            torch.testing.assert_close(builtin(*x), expected)
+            n += 1
+        return n
+
+    with concurrent.futures.ThreadPoolExecutor(6) as executor:
+        callers = [executor.submit(call) for _ in range(3)]
+        for turning in [executor.submit(turn) for _ in range(3)]:
+            turning.result()
+        stop.set()
+        assert all(caller.result() > 0 for caller in callers)
+    assert is_off()
+    assert "torch_attn" not in torch.compiler.config.cache_key_tag
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.regression
+def test_import_alone_changes_nothing() -> None:
+    """Neither the built-in nor what is imported; turning it on warns of nothing and is cheap."""
+    run_python(
+        """
+import sys, torch
+name = "aten::scaled_dot_product_attention"
+before = torch._C._dispatch_dump(name)
+import torch_attn
+assert torch._C._dispatch_dump(name) == before
+x = torch.randn(2, 5, 8)
+expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+torch_attn.replace_sdpa().remove()
+assert torch.nn.functional.scaled_dot_product_attention(x, x, x).equal(expected)
+assert "torch._dynamo" not in sys.modules
+"""
+    )
+
+
+def test_the_warning_of_other_overrides_is_left() -> None:
+    """PyTorch warns once that a kernel is overridden; the switch does not use that up."""
+    code = """
+import warnings, torch, torch_attn
+torch_attn.replace_sdpa().remove()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", print, "FuncTorchVmapMode", allow_override=True)
+print(*(warning.message for warning in caught))
+"""
+    assert "Overriding a previously registered kernel" in run_python(code)
+
+
+# --- modes, subclasses, processes -----------------------------------------------------------------
+
+
+def test_modes() -> None:
+    """Entered before the switch or after it."""
+    for first in (replacing_sdpa, contextlib.nullcontext):
+        then = contextlib.nullcontext if first is replacing_sdpa else replacing_sdpa
+        with first(), FakeTensorMode(), then():
+            x = torch.randn(2, 3, 5, 8, dtype=torch.bfloat16)
+            assert builtin(x, x, x).shape == x.shape
+            y = torch.randn(2, 3, 5, 8, device="cuda")  # whether or not there are kernels for it
+            assert builtin(y, y, y).device.type == "cuda"
+        with first(), FlopCounterMode(display=False) as counter, then():
+            builtin(*inputs())
+        count = 2 * (2 * 3) * 5 * 7 * (16 + 16)
+        assert counter.flop_counts["Global"] == {torch.ops.attn.sdpa: count}
+
+
+class Wrapper(Tensor):
+    """Holds another tensor and does with it what is done to the wrapper."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        unwrap = lambda t: t.inner if isinstance(t, Wrapper) else t  # noqa: E731
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        return Wrapper(function(*args, **kwargs))
+
+
+def test_subclasses() -> None:
+    query, key, value = inputs()
+    with replacing_sdpa() as handle:
+        output = builtin(Wrapper(query), Wrapper(key), Wrapper(value))
+        assert type(builtin(nn.Parameter(query), key, value)) is Tensor
+    assert handle.calls == 2
+    assert torch.equal(output.inner, torch_attn.sdpa(query, key, value))
+
+
+def attend_to_shards(rendezvous: str) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    shards = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in inputs()]
+    with replacing_sdpa() as handle:
+        output = builtin(*shards)
+        output.sum().backward()
+    assert handle.calls == 1
+    assert output.placements == (Shard(1),)
+    assert shards[0].grad.placements == (Shard(1),)
+    torch.testing.assert_close(output.full_tensor(), torch_attn.sdpa(*inputs()))
+
+
+def test_dtensor(tmp_path: Any) -> None:
+    in_fresh_process(attend_to_shards, str(tmp_path / "store"))
+
+
+class Calls(torch.utils.data.Dataset):
+    """How often attn was called in the place of the built-in, by a worker."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, n: int) -> int:
+        before = torch.ops.attn._replaced_calls()[0]
+        x = torch.randn(2, 3, 300, 64)
+        assert torch.equal(builtin(x, x, x), torch_attn.sdpa(x, x, x))
+        return int(torch.ops.attn._replaced_calls()[0] - before)
+
+
+def load_in_workers() -> list[int]:
+    assert is_off()  # in a process that is spawned where it is on
+    with replacing_sdpa():
+        Calls()[0]  # the threads of the parent have started
+        loader = torch.utils.data.DataLoader(
+            Calls(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+        )
+        return list(loader)
+
+
+def test_processes() -> None:
+    """Forked ones, such as workers of a DataLoader, have it on; spawned ones do not."""
+    with replacing_sdpa():
+        assert in_fresh_process(load_in_workers) == [1] * 4

@@ -1,0 +1,175 @@
+"""The switch that puts `attn` in the place of the built-in attention, in code that nobody changes.
+
+While it is on, every ``F.scaled_dot_product_attention`` of the process is computed by
+``torch.ops.attn.sdpa``, whoever calls it: the switch is in PyTorch's dispatcher (csrc/replace.cpp),
+through which all callers go. What is left to do here is what PyTorch remembers by itself: the code
+that ``torch.compile`` has made of a function, in memory and on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["Replacement", "register_with_torch", "replace_sdpa", "replacing_sdpa"]
+
+
+class Replacement:
+    """The switch, turned on; made by :func:`replace_sdpa` and :func:`replacing_sdpa`."""
+
+    def __init__(self) -> None:
+        self._at_end: tuple[int, int] | None = None
+        _switch(+1)
+        self._at_start = _counts()
+
+    def remove(self) -> None:
+        """Turns the switch off, unless others have it on. A second call does nothing.
+
+        Raises:
+            RuntimeError: as for :func:`replace_sdpa`.
+        """
+        _switch(-1, self)
+
+    @property
+    def calls(self) -> int:
+        """How many calls of the built-in `attn` has answered since, up to :meth:`remove`.
+
+        Of the whole process. A compiled function counts when it is compiled, not when it runs.
+        """
+        return self._since()[0]
+
+    @property
+    def passed_on(self) -> int:
+        """How many calls were left to the built-in, because of the kind of the tensors."""
+        return self._since()[1]
+
+    def _since(self) -> tuple[int, int]:
+        calls, passed_on = self._at_end or _counts()
+        return calls - self._at_start[0], passed_on - self._at_start[1]
+
+    def __repr__(self) -> str:
+        state = "on" if self._at_end is None else "removed"
+        return f"<Replacement: {state}, calls={self.calls}, passed_on={self.passed_on}>"
+
+
+def replace_sdpa() -> Replacement:
+    """Computes every ``F.scaled_dot_product_attention`` by `attn`, until it is told to stop.
+
+    For the whole process: all threads, and processes that are forked from now on. Also for names
+    that were imported before, for ``nn.MultiheadAttention`` and libraries, TorchScript, exported
+    programs, and callers in C++. `docs/any-pytorch-code.md` lists what is caught and what is not.
+
+    Tensors of the CPU, and of CUDA if the kernels for it were compiled, are served: dense ones of
+    float64, float32, bfloat16 and float16. All others go to the built-in, as if nothing were there.
+    Wrong shapes, dtypes and devices are errors as before, in the words of :func:`torch_attn.sdpa`.
+    ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of the built-in, and changes
+    nothing here.
+
+    What ``torch.compile`` has compiled is forgotten when the switch is turned on and when it is
+    turned off (:func:`torch.compiler.reset`): the next call compiles again, with the attention that
+    then counts. The caches on disk keep the two apart.
+
+    Returns:
+        A handle: `remove()` turns the switch off, `calls` says how often `attn` was called. Of
+        several handles, in any order, the last that is removed turns it off. One that is only
+        dropped leaves it on.
+
+    Raises:
+        RuntimeError: it is called in a function that ``torch.compile`` compiles with
+            ``fullgraph=True``. Without it, such a call runs outside of the graph.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 10, 64)
+        >>> handle = torch_attn.replace_sdpa()
+        >>> output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> handle.calls
+        1
+        >>> handle.remove()
+    """
+    return Replacement()
+
+
+@contextlib.contextmanager
+def replacing_sdpa() -> Iterator[Replacement]:
+    """:func:`replace_sdpa` for the time of a ``with`` block, or of a function that it decorates.
+
+    Yields:
+        The handle.
+
+    Raises:
+        RuntimeError: as for :func:`replace_sdpa`.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> with torch_attn.replacing_sdpa() as handle:
+        ...     output = layer(torch.randn(2, 10, 64))
+        >>> handle
+        <Replacement: removed, calls=1, passed_on=0>
+    """
+    handle = replace_sdpa()
+    try:
+        yield handle
+    finally:
+        handle.remove()
+
+
+def register_with_torch() -> None:
+    """Tells ``torch.nn.attention`` of the switch; the package calls it.
+
+    Afterwards ``activate_flash_attention_impl("attn")`` turns it on, and
+    ``restore_flash_attention_impl()`` off. Releases of torch without these are left alone.
+    """
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is not None:
+        register("attn", register_fn=replace_sdpa)
+
+
+_lock = threading.Lock()
+
+
+def _counts() -> tuple[int, int]:
+    counts: tuple[int, int] = torch.ops.attn._replaced_calls()
+    return counts
+
+
+def _switch(change: int, removed: Replacement | None = None) -> None:
+    """Turns the switch on or off once more, and PyTorch's memory with the first or the last."""
+    if torch.compiler.is_dynamo_compiling():  # this code; other threads may compile others
+        raise RuntimeError(
+            "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
+            "function; call them around it"
+        )
+    with _lock:
+        if removed is not None:
+            if removed._at_end is not None:
+                return
+            removed._at_end = _counts()
+        turns = torch.ops.attn._replace_sdpa(change) == max(change, 0)
+        if turns:
+            _mark_caches(change > 0)
+    if turns and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+_mark_before: Any = None
+
+
+def _mark_caches(on: bool) -> None:
+    """Marks what compiled graphs are looked up by on disk: the calls in a graph, not what they do.
+
+    There is a public setting for it, but from torch 2.13 on a value given to it is that of one
+    thread. The value that an environment variable would force is that of all.
+    """
+    global _mark_before
+    config: Any = torch.compiler.config
+    setting = config._config["cache_key_tag"]
+    if on:
+        _mark_before = setting.env_value_force
+        setting.env_value_force = f"{config.cache_key_tag}, torch_attn.replace_sdpa"
+    else:
+        setting.env_value_force = _mark_before
