@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import in_fresh_process
+from test_docs import ROOT, examples, promised
 from torch_attn import replacing_sdpa
 
 
@@ -60,7 +62,7 @@ def test_sentence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- timm, torchvision ----------------------------------------------------------------------------
 
-VISION = Path(__file__).parent.parent / "build" / "vision"
+VISION = ROOT / "build" / "vision"
 PIP_INSTALL = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
 
 
@@ -123,7 +125,17 @@ def compare_torchvision(directory: str) -> None:
         compare(model.eval(), x, calls=2)
 
 
+def run_examples(directory: str) -> None:
+    import_from(directory)
+    blocks = [b for b in examples(ROOT / "docs" / "any-pytorch-code.md") if "torchvision" in b]
+    assert len(blocks) == 2
+    for block in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(block, {})
+        assert printed.getvalue().splitlines() == promised(block)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [compare_timm, compare_torchvision])
+@pytest.mark.parametrize("run", [compare_timm, compare_torchvision, run_examples])
 def test_vision(vision: str, run: Callable[[str], None]) -> None:
     in_fresh_process(run, vision)
