@@ -3,8 +3,8 @@
 Importing the package registers the operators ``torch.ops.attn.sdpa`` and
 ``torch.ops.attn.sdpa_with_weights``, of which :func:`sdpa` and :func:`sdpa_with_weights` are the
 documented Python side. :mod:`torch_attn.reference` is the textbook version. In models that exist,
-:func:`replacing_sdpa` puts :func:`sdpa` in the place of the built-in, and :func:`convert` the module
-:class:`torch_attn.nn.MultiheadAttention` in that of torch's.
+:func:`replacing_sdpa` puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
+:class:`torch_attn.nn.MultiheadAttention` in that of torch's module.
 """
 
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
