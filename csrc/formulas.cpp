@@ -68,7 +68,7 @@ void check_no_dropout(double dropout_p) {
 
 // In the formulas below autocast is off: their inputs have the type to compute in.
 
-OutputAndWeights attention_formula(const Inputs& inputs, const Options& options) {
+OutputAndWeights attention_formula(const Inputs& inputs, const PlainOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [query, key, value, attn_mask] = inputs;
   const Shape shape = validate(inputs, options);
@@ -83,7 +83,7 @@ OutputAndWeights attention_formula(const Inputs& inputs, const Options& options)
   return {output, weights, scores};
 }
 
-TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const Options& options) {
+TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(inputs, options);
@@ -102,7 +102,7 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
 }
 
 Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const Direction& direction,
-                         const Options& options, Wanted wanted) {
+                         const PlainOptions& options, Wanted wanted) {
   using torch::autograd::grad;
   using torch::autograd::variable_list;
   check_no_dropout(options.dropout_p);
@@ -137,7 +137,7 @@ Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const 
 
 namespace {
 
-OutputAndWeights sdpa_with_weights(const Inputs& inputs, const Options& options) {
+OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
   const auto dtype = inputs.query.scalar_type();
   const OutputAndWeights results = attention_formula(inputs, options);
   return {SdpaOp::call(inputs, options), results.weights.to(dtype), results.scores.to(dtype)};
