@@ -31,7 +31,7 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(int64_t, embed_dim);
   // H; each head has head_dim = embed_dim / num_heads features.
   TORCH_ARG(int64_t, num_heads);
-  // Hk, the heads of key and value, a divisor of num_heads; absent: num_heads. H / Hk neighbouring query heads share one.
+  // Hk, the heads of key and value, a divisor of num_heads; absent: num_heads. H / Hk query heads in a row share one.
   TORCH_ARG(std::optional<int64_t>, num_kv_heads) = std::nullopt;
   // Probability in [0, 1] that a weight is zeroed, in training.
   TORCH_ARG(double, dropout) = 0.0;
