@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch_attn import _library
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the loader will look: a file that is not a library, built for this torch."""
+    """Where a first import will look: a file that is not a library, built for this torch."""
     path = tmp_path / "libattn.so"
     path.write_text("not a library")
     pretend_built_for(torch.__version__, path)
     monkeypatch.setattr(_library, "LIBRARY", path)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel", lambda name: False)
     return path
 
 
@@ -57,6 +59,27 @@ def test_built_for_another_patch_release_is_tried(library: Path) -> None:
     pretend_built_for(f"{major}.{minor}.99", library)
     with pytest.raises(ImportError, match=r"libattn\.so does not load.*pip install"):
         _library.load()
+
+
+def import_after(loaded: Path) -> subprocess.CompletedProcess[str]:
+    program = f"import torch; torch.ops.load_library({str(loaded)!r}); import torch_attn"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.regression
+def test_another_copy_is_loaded(tmp_path: Path) -> None:
+    """PyTorch would end the process; also where a program or an extension came with the copy."""
+    copy = tmp_path / "libattn.so"
+    shutil.copy(_library.LIBRARY, copy)
+    process = import_after(copy)
+    assert process.returncode == 1
+    assert f"by another library than {_library.LIBRARY}" in process.stderr
+
+
+def test_the_same_library_is_loaded() -> None:
+    process = import_after(_library.LIBRARY)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.regression
