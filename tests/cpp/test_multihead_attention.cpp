@@ -88,6 +88,17 @@ TEST_F(Multihead, AgreesWithTorch) {
   compare(query, key, value, padding, true, mask, false);  // weights of every head
 }
 
+TEST_F(Multihead, GradientOfAMask) {
+  auto module = ours(options());
+  auto theirs = seeded<torch::nn::MultiheadAttention>(torch::nn::MultiheadAttentionOptions(kEmbedDim, kHeads));
+  const auto gradient = [&](auto& each) {
+    const Tensor leaf = mask.clone().requires_grad_();
+    std::get<0>(each(query, key, value, padding, false, leaf)).square().sum().backward();
+    return leaf.grad();
+  };
+  expect_close(gradient(module), gradient(theirs));
+}
+
 // torch::nn refuses these.
 TEST_F(Multihead, AMaskForEveryHead) {
   auto module = ours(options());
