@@ -7,6 +7,7 @@ loads it with ``torch.ops.load_library``.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -64,6 +65,7 @@ from torch.utils.cpp_extension import (  # noqa: E402
 
 # The tests were run with 2.11, 2.13 and 2.15.
 SUPPORTED = "torch>=2.11,<2.16"
+RELEASE = ".".join(torch.__version__.split(".")[:2])
 
 # BuildExtension looks for ninja on the PATH only, and a virtual environment need not be activated.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -96,7 +98,11 @@ def compiler_version() -> str:
 
 
 class BuildLibrary(BuildExtension):
-    """Names the library libattn.so and writes libattn.json beside it: what it was built with."""
+    """Names the library libattn.so and writes what belongs to it beside it.
+
+    libattn.json says what it was built with; include/ has the headers of the C++ API, and
+    lib/cmake/attn the CMake package, with which a C++ program finds both.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs, no_python_abi_suffix=True)
@@ -118,6 +124,24 @@ class BuildLibrary(BuildExtension):
         for extension in self.extensions:
             library = Path(self.get_ext_fullpath(extension.name))
             library.with_suffix(".json").write_text(json.dumps(built_with) + "\n")
+            self.write_cmake_package(library)
+
+    def write_cmake_package(self, library: Path) -> None:
+        headers = library.parent / "include" / "attn"
+        package = library.parent / "lib" / "cmake" / "attn"
+        for directory in (headers, package):
+            shutil.rmtree(directory, ignore_errors=True)  # what an earlier build has left
+        shutil.copytree(CSRC / "attn", headers)
+        package.mkdir(parents=True)
+        values = {
+            "version": self.distribution.get_version().partition("+")[0],
+            "torch_release": RELEASE,
+            "library": os.path.relpath(library, package),
+            "include": os.path.relpath(headers.parent, package),
+        }
+        for template in Path("cmake").glob("*.in"):
+            text = re.sub(r"@(\w+)@", lambda name: values[name[1]], template.read_text())
+            (package / template.stem).write_text(text)
 
 
 library = (CUDAExtension if CUDA else CppExtension)(
@@ -151,7 +175,8 @@ library = (CUDAExtension if CUDA else CppExtension)(
             "-gencode=arch=compute_90,code=[sm_90,compute_90]",
         ],
     },
-    extra_link_args=SANITIZERS[SANITIZE],
+    # With a soname a C++ program and Python, in one process, have one copy of the library.
+    extra_link_args=["-Wl,-soname,libattn.so", *SANITIZERS[SANITIZE]],
     libraries=["gomp"],  # torch's OpenMP, whichever compiler it is: see csrc/cpu/parallel.cpp
 )
 
@@ -159,8 +184,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
 # and with CUDA kernels for one major release of CUDA: the version and the dependencies say so. From
 # a source distribution only the dependencies do, as its setup.cfg empties the tag: pip takes only
 # what has the version of the file it comes from.
-major, minor = torch.__version__.split(".")[:2]
-tag = f"+torch{major}.{minor}"
+tag = f"+torch{RELEASE}"
 if CUDA:
     tag += f".cu{torch.version.cuda.split('.')[0]}"
 
@@ -181,7 +205,7 @@ setup(
     long_description_content_type="text/markdown",
     ext_modules=[library],
     cmdclass={"build_ext": BuildLibrary},
-    install_requires=[SUPPORTED] if SDIST else [SUPPORTED, f"torch=={major}.{minor}.*"],
+    install_requires=[SUPPORTED] if SDIST else [SUPPORTED, f"torch=={RELEASE}.*"],
     options={
         "bdist_wheel": {"py_limited_api": "cp310"},
         "egg_info": {"tag_build": "" if SDIST else tag},

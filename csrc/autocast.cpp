@@ -8,7 +8,7 @@ namespace attn {
 namespace {
 
 template <class Op, at::DeviceType device, c10::DispatchKey key>
-auto cast_and_call(const Inputs& inputs, const Options& options) {
+auto cast_and_call(const Inputs& inputs, const PlainOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   const auto cast = [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };

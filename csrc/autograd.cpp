@@ -116,9 +116,9 @@ class Kept {
 struct AttentionNode : torch::autograd::Node {
   Kept<Inputs> point;
   Kept<Saved> saved;
-  Options options;
+  PlainOptions options;
 
-  void save(const Inputs& x, const Saved& s, const Options& o, bool output_is_mine) {
+  void save(const Inputs& x, const Saved& s, const PlainOptions& o, bool output_is_mine) {
     point.save(x, false);
     saved.save(s, output_is_mine);
     options = o;
@@ -215,7 +215,7 @@ struct SdpaSecondBackward : torch::autograd::Node {
   SavedVariable grad_output;
   Kept<Inputs> point;
   Kept<Direction> direction;
-  Options options;
+  PlainOptions options;
   Wanted outputs;
 
   std::string name() const override { return "SdpaSecondBackward"; }
@@ -275,12 +275,12 @@ auto below_autograd(c10::DispatchKeySet keys, const Arguments&... arguments) {
   return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
 }
 
-Tensor sdpa_autograd(c10::DispatchKeySet keys, const Inputs& x, const Options& options) {
+Tensor sdpa_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options) {
   if (requires_grad(x) || is_dual(x)) return ForwardOp::call(x, options, std::nullopt).output;
   return below_autograd<SdpaOp>(keys, x, options);
 }
 
-Saved forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const Options& options,
+Saved forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options,
                        const std::optional<Tensor>& rng_state) {
   Saved results = below_autograd<ForwardOp>(keys, x, options, rng_state);
   Tensor tangent_output;
@@ -296,7 +296,7 @@ Saved forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const Options&
 }
 
 Gradients backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Inputs& x, const Saved& s,
-                            const Options& options, Wanted wanted) {
+                            const PlainOptions& options, Wanted wanted) {
   Gradients results = below_autograd<BackwardOp>(keys, grad_output, x, s, options, wanted);
   variable_list tangents(4);
   const auto add = [&](const Gradients& more) {
@@ -327,7 +327,7 @@ Gradients backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output,
 }
 
 TangentResults tangent_autograd(c10::DispatchKeySet keys, const Inputs& x, const Saved& s, const Direction& t,
-                                const Options& options) {
+                                const PlainOptions& options) {
   if (is_dual(x) || is_dual(t)) return tangent_formula(x, t, options);
   TangentResults results = below_autograd<TangentOp>(keys, x, s, t, options);
   if (requires_grad(x, t)) {
@@ -342,7 +342,8 @@ TangentResults tangent_autograd(c10::DispatchKeySet keys, const Inputs& x, const
 }
 
 Gradients second_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Inputs& x, const Saved& s,
-                          const Direction& t, const TangentResults& tangent, const Options& options, Wanted wanted) {
+                          const Direction& t, const TangentResults& tangent, const PlainOptions& options,
+                          Wanted wanted) {
   if (is_dual(grad_output) || is_dual(x) || is_dual(t)) return second_formula(grad_output, x, t, options, wanted);
   Gradients results = below_autograd<SecondOp>(keys, grad_output, x, s, t, tangent, options, wanted);
   if (requires_grad(grad_output, x, t)) {

@@ -69,7 +69,7 @@ Gradients gradients(Params& p, ProblemBuilder& builder, const Shape& shape, cons
 // Describes the point at which a derivative is taken, in any of the params. Returns the logsumexp that they point to.
 template <class Params>
 Tensor describe_point(Params& p, ProblemBuilder& builder, const Inputs& inputs, const Saved& saved,
-                      const Options& options) {
+                      const PlainOptions& options) {
   describe(p, builder, inputs, options, saved.rng_state);
   builder.add(p.output, saved.output);
   if (saved.residual.dim() > 1) builder.add(p.residual, saved.residual);
@@ -90,7 +90,7 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
 
 }  // namespace
 
-Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs, const Options& options,
+Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs, const PlainOptions& options,
                       const std::optional<Tensor>& given_state) {
   const Tensor& query = inputs.query;
   const Shape shape = validate_forward(inputs, options, given_state);
@@ -120,7 +120,7 @@ Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& 
 }
 
 Gradients compute_backward(const Device& device, const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                           const Options& options, Wanted wanted) {
+                           const PlainOptions& options, Wanted wanted) {
   const Shape shape = validate_backward(grad_output, inputs, saved, options, wanted);
   BackwardParams p;
   ProblemBuilder builder(p, shape);
@@ -130,7 +130,7 @@ Gradients compute_backward(const Device& device, const Tensor& grad_output, cons
 }
 
 Gradients compute_second(const Device& device, const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                         const Direction& direction, const TangentResults& tangent, const Options& options,
+                         const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
                          Wanted wanted) {
   const Shape shape = validate_second(grad_output, inputs, saved, direction, tangent, options, wanted);
   SecondParams p;
@@ -146,7 +146,7 @@ Gradients compute_second(const Device& device, const Tensor& grad_output, const 
 }
 
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
-                               const Direction& direction, const Options& options) {
+                               const Direction& direction, const PlainOptions& options) {
   const Shape shape = validate_tangent(inputs, saved, direction, options);
   TangentParams p;
   ProblemBuilder builder(p, shape);

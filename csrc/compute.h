@@ -23,14 +23,14 @@ struct Device {
 };
 
 // Without `for_derivatives`, logsumexp and residual are undefined.
-Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs, const Options& options,
+Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs, const PlainOptions& options,
                       const std::optional<at::Tensor>& given_state);
 Gradients compute_backward(const Device& device, const at::Tensor& grad_output, const Inputs& inputs,
-                           const Saved& saved, const Options& options, Wanted wanted);
+                           const Saved& saved, const PlainOptions& options, Wanted wanted);
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
-                               const Direction& direction, const Options& options);
+                               const Direction& direction, const PlainOptions& options);
 Gradients compute_second(const Device& device, const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                         const Direction& direction, const TangentResults& tangent, const Options& options,
+                         const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
                          Wanted wanted);
 
 // For TORCH_LIBRARY_IMPL of the device's key.

@@ -69,7 +69,7 @@ void check_no_dropout(double dropout_p) {
 // In the formulas from here on autocast is off: their inputs have the type to compute in.
 
 // (weights, scores) of attention_formula.
-std::array<Tensor, 2> weights_and_scores(const Shape& shape, const Inputs& inputs, const Options& options) {
+std::array<Tensor, 2> weights_and_scores(const Shape& shape, const Inputs& inputs, const PlainOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [query, key, value, attn_mask] = inputs;
   Tensor scores = products(shape, query, key, options.scale);
@@ -83,14 +83,14 @@ std::array<Tensor, 2> weights_and_scores(const Shape& shape, const Inputs& input
 
 }  // namespace
 
-OutputAndWeights attention_formula(const Inputs& inputs, const Options& options) {
+OutputAndWeights attention_formula(const Inputs& inputs, const PlainOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(inputs, options);
   const auto [weights, scores] = weights_and_scores(shape, inputs, options);
   return {at::matmul(weights, repeat_heads(widened(inputs.value), shape)), weights, scores};
 }
 
-TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const Options& options) {
+TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(inputs, options);
@@ -109,7 +109,7 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
 }
 
 Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const Direction& direction,
-                         const Options& options, Wanted wanted) {
+                         const PlainOptions& options, Wanted wanted) {
   using torch::autograd::grad;
   using torch::autograd::variable_list;
   check_no_dropout(options.dropout_p);
@@ -144,7 +144,7 @@ Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const 
 
 namespace {
 
-OutputAndWeights sdpa_with_weights(const Inputs& inputs, const Options& options) {
+OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
   const auto dtype = inputs.query.scalar_type();
   const auto [weights, scores] = weights_and_scores(validate(inputs, options), inputs, options);
   return {SdpaOp::call(inputs, options), weights.to(dtype), scores.to(dtype)};

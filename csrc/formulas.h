@@ -8,11 +8,11 @@ namespace attn {
 
 // (output, weights, scores) without dropout: scores are scaled and masked, weights their softmax, 0 in a fully masked
 // row. Half types are computed, and returned, in float32.
-OutputAndWeights attention_formula(const Inputs& inputs, const Options& options);
+OutputAndWeights attention_formula(const Inputs& inputs, const PlainOptions& options);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
-TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const Options& options);
+TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options);
 Gradients second_formula(const at::Tensor& grad_output, const Inputs& inputs, const Direction& direction,
-                         const Options& options, Wanted wanted);
+                         const PlainOptions& options, Wanted wanted);
 
 }  // namespace attn

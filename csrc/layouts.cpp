@@ -8,7 +8,7 @@ namespace attn {
 namespace {
 
 template <class Result, class... More>
-Result refuse(const Inputs& inputs, const Options& options, const More&...) {
+Result refuse(const Inputs& inputs, const PlainOptions& options, const More&...) {
   validate(inputs, options);
   TORCH_CHECK(false, "attn::sdpa: query, key, value and attn_mask must be dense (strided) tensors");
 }

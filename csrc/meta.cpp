@@ -9,11 +9,11 @@ namespace {
 
 using at::Tensor;
 
-Tensor sdpa_meta(const Inputs& inputs, const Options& options) {
+Tensor sdpa_meta(const Inputs& inputs, const PlainOptions& options) {
   return empty_output(validate(inputs, options), inputs.query);
 }
 
-Saved forward_meta(const Inputs& inputs, const Options& options, const std::optional<Tensor>& rng_state) {
+Saved forward_meta(const Inputs& inputs, const PlainOptions& options, const std::optional<Tensor>& rng_state) {
   const Shape shape = validate_forward(inputs, options, rng_state);
   const Tensor output = empty_output(shape, inputs.query);
   return {output, empty_logsumexp(shape, inputs.query),
@@ -27,21 +27,21 @@ Gradients empty_gradients(const Inputs& inputs, Wanted wanted) {
           wanted[3] ? empty_gradient(*inputs.attn_mask) : Tensor()};
 }
 
-Gradients backward_meta(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Options& options,
-                        Wanted wanted) {
+Gradients backward_meta(const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
+                        const PlainOptions& options, Wanted wanted) {
   validate_backward(grad_output, inputs, saved, options, wanted);
   return empty_gradients(inputs, wanted);
 }
 
 TangentResults tangent_meta(const Inputs& inputs, const Saved& saved, const Direction& direction,
-                            const Options& options) {
+                            const PlainOptions& options) {
   const Shape shape = validate_tangent(inputs, saved, direction, options);
   const Tensor output = empty_output(shape, inputs.query);
   return {output, empty_logsumexp(shape, inputs.query), empty_residual(output, inputs, options)};
 }
 
 Gradients second_meta(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Direction& direction,
-                      const TangentResults& tangent, const Options& options, Wanted wanted) {
+                      const TangentResults& tangent, const PlainOptions& options, Wanted wanted) {
   validate_second(grad_output, inputs, saved, direction, tangent, options, wanted);
   return empty_gradients(inputs, wanted);
 }

@@ -5,12 +5,12 @@
 // has to be written by hand. A struct lists its fields once, in the order of the schema. An operator is a name, and the
 // type of a function of structs or single values:
 //
-//   struct Options {
+//   struct PlainOptions {
 //     double dropout_p;
 //     bool is_causal;
 //     static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal); }
 //   };
-//   using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, Options)>;
+//   using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, PlainOptions)>;
 //
 // SdpaOp::call(inputs, options) calls the operator. SdpaOp::kernel<f> makes of a function f(inputs, options) what the
 // dispatcher expects, f(query, ..., dropout_p, is_causal). If f returns a struct, the dispatcher gets a tuple. When the

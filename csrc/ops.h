@@ -18,8 +18,8 @@ struct Inputs {
   static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask); }
 };
 
-// The options of the built-in; they have no derivatives.
-struct Options {
+// The options that are no tensors: they have no derivatives. (attn::Options, with the mask, is what users name.)
+struct PlainOptions {
   double dropout_p;
   bool is_causal;
   std::optional<double> scale;
@@ -69,14 +69,14 @@ struct Gradients {
 };
 using Wanted = std::array<bool, 4>;  // in the same order
 
-using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, Options)>;
-using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Inputs, Options)>;
+using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, PlainOptions)>;
+using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Inputs, PlainOptions)>;
 // Last comes rng_state.
-using ForwardOp = Operator<"attn::_sdpa_forward", Saved(Inputs, Options, std::optional<at::Tensor>)>;
+using ForwardOp = Operator<"attn::_sdpa_forward", Saved(Inputs, PlainOptions, std::optional<at::Tensor>)>;
 // First comes grad_output, here and in SecondOp.
-using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(at::Tensor, Inputs, Saved, Options, Wanted)>;
-using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, Direction, Options)>;
-using SecondOp =
-    Operator<"attn::_sdpa_second", Gradients(at::Tensor, Inputs, Saved, Direction, TangentResults, Options, Wanted)>;
+using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(at::Tensor, Inputs, Saved, PlainOptions, Wanted)>;
+using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, Direction, PlainOptions)>;
+using SecondOp = Operator<"attn::_sdpa_second",
+                          Gradients(at::Tensor, Inputs, Saved, Direction, TangentResults, PlainOptions, Wanted)>;
 
 }  // namespace attn

@@ -120,7 +120,7 @@ int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
 
 }  // namespace
 
-void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const Options& options,
+void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const PlainOptions& options,
               const at::Tensor& rng_state) {
   const auto& [query, key, value, attn_mask] = inputs;
   const double dropout_p = options.dropout_p;

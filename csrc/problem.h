@@ -33,7 +33,7 @@ class ProblemBuilder {
 };
 
 // Adds query, key, value, mask, rng_state and everything that is not a tensor.
-void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const Options& options,
+void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const PlainOptions& options,
               const at::Tensor& rng_state);
 
 // What a plan with several splits of the keys writes to; empty for one.

@@ -18,7 +18,7 @@ namespace {
 
 using at::Tensor;
 using c10::DispatchKey;
-using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(Inputs, Options)>;
+using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(Inputs, PlainOptions)>;
 
 std::atomic<int64_t> switched_on = 0;  // how many times more than off
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
@@ -40,7 +40,7 @@ bool serves(const Inputs& x) {
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble);
 }
 
-Tensor sdpa_or_builtin(const Inputs& inputs, const Options& options) {
+Tensor sdpa_or_builtin(const Inputs& inputs, const PlainOptions& options) {
   if (switched_on.load(std::memory_order_relaxed) > 0) {
     if (serves(inputs)) {
       calls.fetch_add(1, std::memory_order_relaxed);

@@ -116,7 +116,7 @@ c10::SymDimVector Shape::expanded(const SymInt& tensor_heads, const SymInt& rows
   return sizes;
 }
 
-Shape validate(const Inputs& inputs, const Options& options) {
+Shape validate(const Inputs& inputs, const PlainOptions& options) {
   const auto& [query, key, value, attn_mask] = inputs;
   check_tensor("query", query, query);
   check_tensor("key", key, query);
@@ -159,7 +159,7 @@ namespace {
 struct Checker {
   const char* op;
   const Inputs& inputs;
-  const Options& options;
+  const PlainOptions& options;
   const Shape shape = validate(inputs, options);
   const Tensor& query = inputs.query;
 
@@ -222,14 +222,14 @@ struct Checker {
 
 }  // namespace
 
-Shape validate_forward(const Inputs& inputs, const Options& options, const std::optional<Tensor>& rng_state) {
+Shape validate_forward(const Inputs& inputs, const PlainOptions& options, const std::optional<Tensor>& rng_state) {
   const Checker check{ForwardOp::name, inputs, options};
   if (rng_state) check.rng_state(*rng_state);
   return check.shape;
 }
 
-Shape validate_backward(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Options& options,
-                        Wanted wanted) {
+Shape validate_backward(const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
+                        const PlainOptions& options, Wanted wanted) {
   const Checker check{BackwardOp::name, inputs, options};
   check.like_output("grad_output", grad_output);
   check.saved(saved);
@@ -237,7 +237,8 @@ Shape validate_backward(const Tensor& grad_output, const Inputs& inputs, const S
   return check.shape;
 }
 
-Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction, const Options& options) {
+Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction,
+                       const PlainOptions& options) {
   const Checker check{TangentOp::name, inputs, options};
   check.saved(saved);
   check.direction(direction);
@@ -245,7 +246,7 @@ Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction
 }
 
 Shape validate_second(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Direction& direction,
-                      const TangentResults& tangent, const Options& options, Wanted wanted) {
+                      const TangentResults& tangent, const PlainOptions& options, Wanted wanted) {
   const Checker check{SecondOp::name, inputs, options};
   check.like_output("grad_output", grad_output);
   check.saved(saved);
@@ -285,7 +286,7 @@ Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
   return at::empty_symint(shape.logsumexp(), query.options().dtype(statistics_dtype(query)));
 }
 
-bool has_residual(const Inputs& inputs, const Options& options) {
+bool has_residual(const Inputs& inputs, const PlainOptions& options) {
   const auto dtype = inputs.query.scalar_type();
   const bool floating_mask = inputs.attn_mask && inputs.attn_mask->is_floating_point();
   return (dtype == at::kBFloat16 || dtype == at::kHalf) && (floating_mask || options.dropout_p > 0);
@@ -293,7 +294,7 @@ bool has_residual(const Inputs& inputs, const Options& options) {
 
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
-Tensor empty_residual(const Tensor& output, const Inputs& inputs, const Options& options) {
+Tensor empty_residual(const Tensor& output, const Inputs& inputs, const PlainOptions& options) {
   return has_residual(inputs, options) ? at::empty_like(output, output.options().dtype(at::kFloat))
                                        : at::empty({0}, output.options());
 }

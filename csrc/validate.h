@@ -20,15 +20,17 @@ struct Shape {
 };
 
 // Throws c10::Error naming the argument, what it was and what is allowed.
-Shape validate(const Inputs& inputs, const Options& options);
+Shape validate(const Inputs& inputs, const PlainOptions& options);
 
 // The same for the operators that take more than that.
-Shape validate_forward(const Inputs& inputs, const Options& options, const std::optional<at::Tensor>& rng_state);
-Shape validate_backward(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Options& options,
-                        Wanted wanted);
-Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction, const Options& options);
+Shape validate_forward(const Inputs& inputs, const PlainOptions& options, const std::optional<at::Tensor>& rng_state);
+Shape validate_backward(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
+                        const PlainOptions& options, Wanted wanted);
+Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction,
+                       const PlainOptions& options);
 Shape validate_second(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                      const Direction& direction, const TangentResults& tangent, const Options& options, Wanted wanted);
+                      const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
+                      Wanted wanted);
 
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
@@ -36,8 +38,8 @@ at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
 // Whether what rounding takes from an output of a half type is kept for derivatives. With a floating mask: it counts in
 // the mask's gradient, while in other gradients it is below what the rounding of the weights does. And with dropout:
 // the gradients of a row with one key, which are 0, would else be what rounding took from value / (1 - dropout_p).
-bool has_residual(const Inputs& inputs, const Options& options);
-at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const Options& options);
+bool has_residual(const Inputs& inputs, const PlainOptions& options);
+at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const PlainOptions& options);
 at::Tensor empty_gradient(const at::Tensor& input);
 // int64 (seed, offset, period), see params.h; empty without dropout.
 at::Tensor empty_rng_state(const at::Tensor& query, double dropout_p);

@@ -117,7 +117,7 @@ class Batch {
 
 // Seeds of dropout for a mapped call: one for all samples, or one each. Every sample counts its heads from 0, so that
 // derivatives taken under another nesting of vmap find the numbers of the forward again.
-Tensor draw_rng_state(const Batch& batch, bool one_each, const Inputs& mapped_inputs, const Options& options) {
+Tensor draw_rng_state(const Batch& batch, bool one_each, const Inputs& mapped_inputs, const PlainOptions& options) {
   const Shape shape = validate(mapped_inputs, options);
   c10::SymInt heads = shape.heads;
   for (size_t d = 1; d < shape.batch.size(); ++d) heads = heads * shape.batch[d];
@@ -141,7 +141,7 @@ struct ForwardCall {
   bool state_mapped;  // every sample has an rng_state of its own
 };
 
-ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const Options& options,
+ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const PlainOptions& options,
                          const std::optional<Tensor>& rng_state) {
   const auto& [query, key, value, attn_mask] = inputs;
   batch.check_mask(attn_mask);
@@ -159,7 +159,7 @@ ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const Options
   return call;
 }
 
-Tensor sdpa_vmap(const Inputs& inputs, const Options& options) {
+Tensor sdpa_vmap(const Inputs& inputs, const PlainOptions& options) {
   const Batch batch(inputs);
   const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
   const Tensor output =
@@ -167,7 +167,7 @@ Tensor sdpa_vmap(const Inputs& inputs, const Options& options) {
   return c.mapped ? batch.logical_output(output) : output;
 }
 
-Saved forward_vmap(const Inputs& inputs, const Options& options, const std::optional<Tensor>& rng_state) {
+Saved forward_vmap(const Inputs& inputs, const PlainOptions& options, const std::optional<Tensor>& rng_state) {
   const Batch batch(inputs);
   const ForwardCall c = forward_call(batch, inputs, options, rng_state);
   const Saved results = ForwardOp::call(c.inputs, options, c.rng_state);
@@ -180,8 +180,8 @@ Saved forward_vmap(const Inputs& inputs, const Options& options, const std::opti
 
 // The derivatives return something for every sample, so every tensor they take is mapped, if only by a view.
 
-Gradients backward_vmap(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Options& options,
-                        Wanted wanted) {
+Gradients backward_vmap(const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
+                        const PlainOptions& options, Wanted wanted) {
   const Batch batch(inputs);
   const Gradients grads =
       BackwardOp::call(batch.expanded(grad_output), batch.expanded(inputs), batch.expanded(saved), options, wanted);
@@ -189,7 +189,7 @@ Gradients backward_vmap(const Tensor& grad_output, const Inputs& inputs, const S
 }
 
 TangentResults tangent_vmap(const Inputs& inputs, const Saved& saved, const Direction& direction,
-                            const Options& options) {
+                            const PlainOptions& options) {
   const Batch batch(inputs);
   const TangentResults tangent =
       TangentOp::call(batch.expanded(inputs), batch.expanded(saved), batch.expanded(direction), options);
@@ -198,7 +198,7 @@ TangentResults tangent_vmap(const Inputs& inputs, const Saved& saved, const Dire
 }
 
 Gradients second_vmap(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Direction& direction,
-                      const TangentResults& tangent, const Options& options, Wanted wanted) {
+                      const TangentResults& tangent, const PlainOptions& options, Wanted wanted) {
   const Batch batch(inputs);
   const Gradients grads = SecondOp::call(batch.expanded(grad_output), batch.expanded(inputs), batch.expanded(saved),
                                          batch.expanded(direction), batch.expanded(tangent), options, wanted);

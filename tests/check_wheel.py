@@ -15,10 +15,13 @@ from pathlib import Path
 
 # Run in the fresh environment, far from the checkout.
 PROGRAM = """
-import importlib.metadata, sys, torch, torch_attn
+import importlib.metadata, pathlib, sys, torch, torch_attn
 from torch_attn import reference
 
 assert torch_attn.__file__.startswith(sys.prefix), torch_attn.__file__
+package = pathlib.Path(torch_attn.__file__).parent
+for name in ("include/attn/sdpa.h", "lib/cmake/attn/attnConfig.cmake"):  # for C++ programs
+    assert (package / name).exists(), name
 x = [torch.randn(2, 3, 50, 16, requires_grad=True) for _ in range(3)]
 output = torch_attn.sdpa(*x, is_causal=True)
 expected = reference.sdpa(*x, is_causal=True)

@@ -40,7 +40,13 @@ def checked_out() -> set[str]:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, made from a copy of the checkout in which things were built."""
     tree = tmp_path_factory.mktemp("checkout")
-    built = ["torch_attn/libattn.so", "torch_attn/libattn.json", "tests/__pycache__/x.cpython.pyc"]
+    built = [
+        "torch_attn/libattn.so",
+        "torch_attn/libattn.json",
+        "torch_attn/include/attn/sdpa.h",
+        "torch_attn/lib/cmake/attn/attnConfig.cmake",
+        "tests/__pycache__/x.cpython.pyc",
+    ]
     for name in checked_out():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes((ROOT / name).read_bytes())

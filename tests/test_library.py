@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch_attn import _library
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the loader will look: a file that is not a library, built for this torch."""
+    """Where a first import will look: a file that is not a library, built for this torch."""
     path = tmp_path / "libattn.so"
     path.write_text("not a library")
     pretend_built_for(torch.__version__, path)
     monkeypatch.setattr(_library, "LIBRARY", path)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel", lambda name: False)
     return path
 
 
@@ -59,10 +61,36 @@ def test_built_for_another_patch_release_is_tried(library: Path) -> None:
         _library.load()
 
 
+def import_after(loaded: Path) -> subprocess.CompletedProcess[str]:
+    program = f"import torch; torch.ops.load_library({str(loaded)!r}); import torch_attn"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.regression
+def test_another_copy_is_loaded(tmp_path: Path) -> None:
+    """PyTorch would end the process; also where a program or an extension came with the copy."""
+    copy = tmp_path / "libattn.so"
+    shutil.copy(_library.LIBRARY, copy)
+    process = import_after(copy)
+    assert process.returncode == 1
+    assert f"by another library than {_library.LIBRARY}" in process.stderr
+
+
+def test_the_same_library_is_loaded() -> None:
+    process = import_after(_library.LIBRARY)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.regression
 def test_empty_environment_variable() -> None:
     """As where it is not set."""
-    environment = {**os.environ, "ATTN_LIBRARY": ""}
-    program = "from torch_attn import _library; print(_library.LIBRARY.name)"
-    command = [sys.executable, "-c", program]
-    assert subprocess.check_output(command, env=environment, text=True) == "libattn.so\n"
+    unset = {name: value for name, value in os.environ.items() if name != "ATTN_LIBRARY"}
+    program = "from torch_attn import _library; print(_library.LIBRARY)"
+
+    def outcome(environment: dict[str, str]) -> tuple[str, str]:
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return run.stdout, run.stderr
+
+    assert outcome({**unset, "ATTN_LIBRARY": ""}) == outcome(unset)

@@ -1,5 +1,6 @@
-"""``python -m torch_attn``: the environment, for a bug report."""
+"""``python -m torch_attn``: the environment, for a bug report, or where CMake finds the package."""
 
+import argparse
 import platform
 import sys
 from pathlib import Path
@@ -7,10 +8,25 @@ from pathlib import Path
 import torch
 
 import torch_attn
-from torch_attn._library import built_with
+from torch_attn._library import LIBRARY, built_with
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_attn", description="Prints the environment, for a bug report."
+    )
+    parser.add_argument(
+        "--cmake-prefix-path",
+        action="store_true",
+        help="print instead what CMAKE_PREFIX_PATH needs for find_package(attn), torch's included",
+    )
+    if parser.parse_args().cmake_prefix_path:
+        print(f"{LIBRARY.resolve().parent};{torch.utils.cmake_prefix_path}")
+    else:
+        print_environment()
+
+
+def print_environment() -> None:
     built = built_with()
     capabilities = ", ".join(torch.ops.attn._cpu_capabilities())
     rows = {

@@ -1,5 +1,6 @@
 """Loads libattn.so, the library with the operators, if it fits the running torch."""
 
+import ctypes
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,8 @@ def load() -> None:
     """Registers the operators of ``torch.ops.attn``.
 
     Raises:
-        ImportError: the library is not there, was built for another torch, or does not load.
+        ImportError: the library is not there, was built for another torch, does not load, or
+            another copy of it has registered the operators.
         RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine does not have.
     """
     if not LIBRARY.exists():
@@ -42,11 +44,25 @@ def load() -> None:
             f"torch_attn: {LIBRARY} was built for torch {built_for}, "
             f"but this is torch {torch.__version__}. {_BUILD}"
         )
+    if torch._C._dispatch_has_kernel("attn::sdpa") and not _is_in_this_process():
+        raise ImportError(
+            f"torch_attn: torch.ops.attn.sdpa is there already, by another library than {LIBRARY}, "
+            "and would be registered twice. Let what has loaded that one link or load this one: "
+            "python -m torch_attn --cmake-prefix-path"
+        )
     try:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(f"torch_attn: {LIBRARY} does not load: {error}. {_BUILD}") from error
     torch.ops.attn._cpu_capability()  # now, not at the first call: ATTN_CPU_CAPABILITY may be wrong
+
+
+def _is_in_this_process() -> bool:
+    try:
+        ctypes.CDLL(str(LIBRARY), mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 def built_with() -> BuiltWith:

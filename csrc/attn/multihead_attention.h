@@ -1,0 +1,101 @@
+// Attention of several heads between learned projections, as a torch::nn module.
+//
+//   attn::MultiheadAttention attention(attn::MultiheadAttentionOptions(64, 8).num_kv_heads(2).batch_first(true));
+//   auto [output, weights] = attention(x, x, x);
+//
+// It goes where torch::nn::MultiheadAttention stood: the same arguments, and parameters of the same names and values
+// from the same seed. They are those of the Python modules torch.nn.MultiheadAttention and
+// torch_attn.nn.MultiheadAttention, whose state_dict fits too (docs/cpp.md loads one). Not there: add_bias_kv and
+// add_zero_attn.
+//
+// Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2.2, https://arxiv.org/abs/1706.03762; grouped
+// heads: Ainslie et al., GQA, 2023, https://arxiv.org/abs/2305.13245.
+#pragma once
+
+#include <attn/sdpa.h>
+#include <torch/arg.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace attn {
+
+struct MultiheadAttentionOptions {
+  MultiheadAttentionOptions(int64_t embed_dim, int64_t num_heads) : embed_dim_(embed_dim), num_heads_(num_heads) {}
+
+  // Size of a query and of the output, a multiple of num_heads.
+  TORCH_ARG(int64_t, embed_dim);
+  // H; each head has head_dim = embed_dim / num_heads features.
+  TORCH_ARG(int64_t, num_heads);
+  // Hk, the heads of key and value, a divisor of num_heads; absent: num_heads. H / Hk query heads in a row share one.
+  TORCH_ARG(std::optional<int64_t>, num_kv_heads) = std::nullopt;
+  // Probability in [0, 1] that a weight is zeroed, in training.
+  TORCH_ARG(double, dropout) = 0.0;
+  // Whether the projections have biases.
+  TORCH_ARG(bool, bias) = true;
+  // Sizes of a key and of a value; absent: embed_dim.
+  TORCH_ARG(std::optional<int64_t>, kdim) = std::nullopt;
+  TORCH_ARG(std::optional<int64_t>, vdim) = std::nullopt;
+  // Whether tensors are [B, L, embed_dim]; else they are [L, B, embed_dim].
+  TORCH_ARG(bool, batch_first) = false;
+};
+
+class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAttentionImpl> {
+ public:
+  // Throws c10::Error if a size or a number of heads is not positive or does not divide what it must divide, or if
+  // dropout is no probability. The message names the option, what it was and what is allowed.
+  MultiheadAttentionImpl(int64_t embed_dim, int64_t num_heads)
+      : MultiheadAttentionImpl(MultiheadAttentionOptions(embed_dim, num_heads)) {}
+  explicit MultiheadAttentionImpl(const MultiheadAttentionOptions& options);
+
+  void reset() override;
+
+  // Attends from every query to the keys that masks do not hide.
+  //
+  //   query                 [B, L, embed_dim], [L, B, embed_dim] without batch_first, or [L, embed_dim]
+  //   key, value            likewise, [B, S, kdim] and [B, S, vdim]
+  //   key_padding_mask      [B, S], or [S] if query has no batch
+  //   need_weights          whether the weights are returned, which takes memory O(L S). It is true by default only
+  //                         because it is in torch::nn
+  //   attn_mask             [L, S], or [B H, L, S] with the heads of a batch entry side by side
+  //   average_attn_weights  whether the weights are the mean over the heads
+  //   is_causal             query i attends to keys j <= i, within attn_mask if there is one
+  //
+  // A boolean mask is torch::nn's: true hides a key (for attn::sdpa true shows it). A floating one is added to the
+  // scores and may want a gradient. An undefined tensor is no mask.
+  //
+  // Returns the output, of query's shape, and the weights after dropout, [B, L, S], or [B, H, L, S] if not averaged,
+  // without B if query has none; they are undefined if not needed. A query that may attend to no key gets the bias of
+  // out_proj. Without weights memory is O(L + S) a head, beside masks.
+  // Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed.
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                             const at::Tensor& key_padding_mask = {}, bool need_weights = true,
+                                             const at::Tensor& attn_mask = {}, bool average_attn_weights = true,
+                                             bool is_causal = false);
+
+  MultiheadAttentionOptions options;
+
+  // The rows for query, key and value, in this order: [(H + 2 Hk) head_dim, embed_dim] and [(H + 2 Hk) head_dim].
+  at::Tensor in_proj_weight, in_proj_bias;
+  // In place of in_proj_weight where kdim or vdim is not embed_dim: [embed_dim, embed_dim], [Hk head_dim, kdim] and
+  // [Hk head_dim, vdim].
+  at::Tensor q_proj_weight, k_proj_weight, v_proj_weight;
+  torch::nn::Linear out_proj{nullptr};  // embed_dim -> embed_dim
+
+ private:
+  std::vector<at::Tensor> project(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) const;
+  std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                            const at::Tensor& hidden, bool need_weights, bool is_causal) const;
+  void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+             const at::Tensor& key_padding_mask, const at::Tensor& attn_mask) const;
+
+  int64_t head_dim_ = 0;
+  std::vector<int64_t> rows_;  // of the projections of query, key and value
+};
+TORCH_MODULE(MultiheadAttention);
+
+}  // namespace attn

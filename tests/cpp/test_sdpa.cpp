@@ -1,0 +1,210 @@
+// attn/sdpa.h: named and flat options, validation, dispatch, threads, exceptions, memory.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/Parallel.h>
+#include <attn/sdpa.h>
+#include <c10/core/InferenceMode.h>
+#include <malloc.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "helpers.h"
+
+namespace {
+
+using at::Tensor;
+
+struct Sdpa : testing::Test {
+  Sdpa() { at::manual_seed(0); }
+
+  const at::TensorOptions f64 = at::TensorOptions(at::kDouble);
+  const Tensor query = at::randn({2, 4, 70, 16}, f64);  // [B, Hq, L, E]
+  const Tensor key = at::randn({2, 2, 90, 16}, f64);    // [B, Hk, S, E]
+  const Tensor value = at::randn({2, 2, 90, 8}, f64);   // [B, Hv, S, Ev]
+  const Tensor mask = at::randn({70, 90}, f64);
+};
+
+// The output, and the gradients of its sum.
+std::vector<Tensor> output_and_gradients(const std::vector<Tensor>& inputs, const attn::Options& options) {
+  std::vector<Tensor> leaves;
+  for (const Tensor& t : inputs) leaves.push_back(t.detach().requires_grad_());
+  const Tensor output = attn::sdpa(leaves[0], leaves[1], leaves[2], options);
+  auto results = torch::autograd::grad({output.sum()}, leaves);
+  results.push_back(output.detach());
+  return results;
+}
+
+TEST_F(Sdpa, NamedOptionsAreTheFlatOnes) {
+  const auto named =
+      attn::sdpa(query, key, value, {.attn_mask = mask, .is_causal = true, .scale = 0.3, .enable_gqa = true});
+  expect_same_bits(named, attn::sdpa(query, key, value, mask, 0.0, true, 0.3, true));
+  at::manual_seed(1);
+  const auto dropped = attn::sdpa(query, key, value, {.dropout_p = 0.5, .enable_gqa = true});
+  at::manual_seed(1);
+  expect_same_bits(dropped, attn::sdpa(query, key, value, std::nullopt, 0.5, false, std::nullopt, true));
+  EXPECT_FALSE(at::equal(dropped, attn::sdpa(query, key, value, {.enable_gqa = true})));
+}
+
+// Every argument of the operator has a member of its name and default; a new one fails here.
+TEST_F(Sdpa, DefaultsAreTheOperators) {
+  const auto& arguments = c10::Dispatcher::singleton().findSchemaOrThrow("attn::sdpa", "").schema().arguments();
+  const attn::Options options;
+  ASSERT_EQ(arguments.size(), 8);
+  EXPECT_TRUE(arguments[3].default_value()->isNone() && !options.attn_mask);
+  EXPECT_EQ(arguments[4].default_value()->toDouble(), options.dropout_p);
+  EXPECT_EQ(arguments[5].default_value()->toBool(), options.is_causal);
+  EXPECT_TRUE(arguments[6].default_value()->isNone() && !options.scale);
+  EXPECT_EQ(arguments[7].default_value()->toBool(), options.enable_gqa);
+  expect_same_bits(attn::sdpa(query, query, query), attn::sdpa(query, query, query, std::nullopt));
+}
+
+TEST_F(Sdpa, IsTheFormula) {
+  const Tensor k = key.repeat_interleave(2, 1), v = value.repeat_interleave(2, 1);
+  const Tensor scores = query.matmul(k.transpose(-2, -1)) / 4 + mask;
+  const auto [output, weights, returned] =
+      attn::sdpa_with_weights(query, key, value, {.attn_mask = mask, .enable_gqa = true});
+  expect_close(returned, scores);
+  expect_close(weights, scores.softmax(-1));
+  expect_close(output, scores.softmax(-1).matmul(v));
+  expect_close(attn::sdpa(query, key, value, {.attn_mask = mask, .enable_gqa = true}), output);
+}
+
+TEST_F(Sdpa, ErrorsNameTheArgument) {
+  const Tensor undefined;
+  const auto call = [&](const Tensor& q, const Tensor& k, const Tensor& v, const attn::Options& options = {}) {
+    return [=] { attn::sdpa(q, k, v, options); };
+  };
+  expect_error("key has 2 heads but the others have 4", call(query, key, value));
+  expect_error("key has head_dim 8 but query has 16", call(query, query.narrow(-1, 0, 8), query));
+  expect_error("value has length 69 but key has 70", call(query, query, query.narrow(-2, 0, 69)));
+  expect_error("key is undefined", call(query, undefined, value));
+  expect_error("attn_mask is undefined", call(query, query, query, {.attn_mask = undefined}));
+  expect_error("attn_mask has shape [70, 90]", call(query, query, query, {.attn_mask = mask}));
+  expect_error("dropout_p is 1.5", call(query, query, query, {.dropout_p = 1.5}));
+  expect_error("scale is NaN", call(query, query, query, {.scale = std::nan("")}));
+  expect_error("key has 3 heads but query has 4", call(query, query.narrow(1, 0, 3), query, {.enable_gqa = true}));
+  expect_error("dropout_p is -1", [&] { attn::sdpa_with_weights(query, query, query, {.dropout_p = -1}); });
+}
+
+TEST_F(Sdpa, MetaTensorsHaveShapesOnly) {
+  const auto meta = [](const Tensor& t) { return t.to(at::kMeta); };
+  const Tensor output = attn::sdpa(meta(query), meta(key), meta(value), {.enable_gqa = true});
+  EXPECT_TRUE(output.is_meta());
+  EXPECT_EQ(output.sizes(), at::IntArrayRef({2, 4, 70, 8}));
+}
+
+TEST_F(Sdpa, AutocastGoesToItsType) {
+  const Tensor x = query.to(at::kFloat);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  const Tensor output = attn::sdpa(x, x, x);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::autocast::clear_cache();
+  EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+  expect_same_bits(output, attn::sdpa(x.to(at::kBFloat16), x.to(at::kBFloat16), x.to(at::kBFloat16)));
+}
+
+template <class Function>
+auto operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+}
+
+TEST_F(Sdpa, EveryInstructionSetGivesTheSame) {
+  const auto set = operator_named<void(const std::string&)>("attn::_set_cpu_capability");
+  const auto current = operator_named<std::string()>("attn::_cpu_capability");
+  const auto available = operator_named<std::vector<std::string>()>("attn::_cpu_capabilities").call();
+  const std::string before = current.call();
+  const Tensor expected = attn::sdpa(query, key, value, {.enable_gqa = true});
+  for (const auto& name : available) {
+    set.call(name);
+    EXPECT_EQ(current.call(), name);
+    expect_close(attn::sdpa(query, key, value, {.enable_gqa = true}), expected);
+  }
+  set.call(before);
+  expect_error("sse9", [&] { set.call("sse9"); });
+  EXPECT_EQ(current.call(), before);
+}
+
+TEST_F(Sdpa, InferenceModeGivesTheSame) {
+  const Tensor expected = attn::sdpa(query, query, query);
+  const c10::InferenceMode guard;
+  const Tensor output = attn::sdpa(query, query, query);
+  EXPECT_TRUE(output.is_inference());
+  expect_same_bits(output, expected);
+}
+
+TEST_F(Sdpa, AnyNumberOfThreadsGivesTheSameBits) {
+  const int before = at::get_num_threads();
+  std::vector<std::vector<Tensor>> results;
+  for (const int threads : {1, 2, 7}) {
+    at::set_num_threads(threads);
+    results.push_back(output_and_gradients({query, key, value}, {.attn_mask = mask, .enable_gqa = true}));
+  }
+  at::set_num_threads(before);
+  expect_same_bits(results[1], results[0]);
+  expect_same_bits(results[2], results[0]);
+}
+
+TEST_F(Sdpa, SeveralThreadsAtOnce) {
+  constexpr int kThreads = 6;
+  std::vector<std::vector<Tensor>> inputs, expected;
+  for (int i = 0; i < kThreads; ++i) {
+    inputs.push_back({at::randn({4, 40 + i, 16}, f64), at::randn({4, 50, 16}, f64), at::randn({4, 50, 8}, f64)});
+    expected.push_back(output_and_gradients(inputs[i], {.is_causal = true}));
+  }
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i)
+    threads.emplace_back([&, i] {
+      for (int repeat = 0; repeat < 20; ++repeat) {
+        const auto results = output_and_gradients(inputs[i], {.is_causal = true});
+        for (size_t j = 0; j < results.size(); ++j) wrong += !at::equal(results[j], expected[i][j]);
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST_F(Sdpa, AnErrorLeavesThreadAndLibraryUsable) {
+  const Tensor expected = attn::sdpa(query, query, query);
+  Tensor output;
+  std::thread([&] {
+    for (int i = 0; i < 100; ++i) expect_error("key has 2 heads", [&] { attn::sdpa(query, key, value); });
+    output = attn::sdpa(query, query, query);
+  }).join();
+  expect_same_bits(output, expected);
+
+  // One that is thrown while backward runs comes out of grad.
+  const Tensor leaf = query.detach().requires_grad_();
+  const Tensor through = leaf * 1;
+  through.register_hook([](const Tensor&) { TORCH_CHECK(false, "thrown by a hook"); });
+  expect_error("thrown by a hook",
+               [&] { torch::autograd::grad({attn::sdpa(through, through, through).sum()}, {leaf}); });
+  expect_same_bits(output_and_gradients({query, query, query}, {}).back(), expected);
+}
+
+size_t bytes_in_use() {
+  const auto info = mallinfo2();
+  return info.uordblks + info.hblkhd;
+}
+
+// 10,000 calls that compute and 10,000 that throw leave the heap as they found it: not one byte a call.
+TEST_F(Sdpa, NothingLeaks) {
+  const Tensor small = query.narrow(2, 0, 3).contiguous();
+  const auto calls = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      output_and_gradients({small, small, small}, {.dropout_p = 0.1, .is_causal = true});
+      EXPECT_THROW(attn::sdpa(small, key, value), c10::Error);
+    }
+  };
+  calls(100);  // what is made once: caches, threads
+  const size_t before = bytes_in_use();
+  calls(10000);
+  const size_t after = bytes_in_use();
+  EXPECT_LT(after, before + 10000) << "of " << before << " bytes";
+}
+
+}  // namespace

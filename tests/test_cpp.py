@@ -1,0 +1,344 @@
+"""The C++ side: programs find the library in the Python package, or where CMake installs it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_attn
+from _variants import BUILD, ROOT, newest_clang
+
+PAGE = ROOT / "docs" / "cpp.md"
+HEADERS = {"sdpa.h", "multihead_attention.h"}
+TORCH_RELEASE = ".".join(torch.__version__.split(".")[:2])
+PREFIX_PATH = subprocess.run(
+    [sys.executable, "-m", "torch_attn", "--cmake-prefix-path"],
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout.strip()
+
+
+def try_run(*command: str | Path) -> tuple[int, str]:
+    # cmake and ninja may be those of a virtual environment that is not activated.
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    result = subprocess.run(
+        command,
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return result.returncode, result.stdout
+
+
+def run(*command: str | Path) -> str:
+    code, output = try_run(*command)
+    assert code == 0, output
+    return output
+
+
+def cmake_configure(source: Path, build: Path, prefix_path: str, *options: str) -> None:
+    variables = [f"-DCMAKE_PREFIX_PATH={prefix_path}", *options]
+    code, output = try_run("cmake", "-G", "Ninja", "-S", source, "-B", build, *variables)
+    if code and torch.version.cuda and "cannot find the CUDA" in output:
+        pytest.skip("not run: find_package(Torch) of a torch with CUDA needs the CUDA toolkit")
+    assert code == 0, output
+
+
+def cmake_build(source: Path, build: Path, prefix_path: str, *options: str) -> None:
+    cmake_configure(source, build, prefix_path, *options)
+    run("cmake", "--build", build)
+
+
+# Fast: the unit tests, the examples and the page, by one compiler, against the Python package.
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """Where tests/cpp is built; kept, so that only what has changed is compiled again."""
+    build = BUILD / f"cpp-torch-{torch.__version__}"
+    cmake_build(ROOT / "tests" / "cpp", build, PREFIX_PATH)
+    return build
+
+
+def test_unit_tests_and_gradcheck(built: Path) -> None:
+    output = run("ctest", "--test-dir", built, "--output-on-failure")
+    assert re.search(r"gradcheck \.+ +Passed", output), output
+    if not (built / "unit").exists():
+        pytest.skip("not run: no GoogleTest (libgtest-dev) for the unit tests of C++")
+    assert re.search(r"unit \.+ +Passed", output), output
+
+
+def test_gradcheck_checks_both_orders(built: Path) -> None:
+    lines = run(built / "examples" / "gradcheck").splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        assert re.fullmatch(r"ok  .*first order \d.*e-\d\d   second order \d.*e-\d\d", line)
+
+
+def test_train_learns(built: Path) -> None:
+    output = run(built / "examples" / "train", ROOT / "README.md", "40")
+    steps = re.findall(r"step +(\d+) of 40   loss ([\d.]+)   [\d.]+ steps a second", output)
+    assert [int(step) for step, _ in steps] == [1, 20, 40]
+    characters = len(set((ROOT / "README.md").read_bytes()))
+    assert float(steps[0][1]) == pytest.approx(math.log(characters), abs=0.5)  # knows nothing
+    assert float(steps[-1][1]) < 3.2
+
+
+class Block(nn.Module):
+    """examples/cpp/train in Python, with the attention of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(64), nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        later = torch.ones(2 * [x.size(1)], dtype=torch.bool).triu(1)
+        h = x + self.attention(normed, normed, normed, attn_mask=later)[0]
+        return h + self.down(F.gelu(self.up(self.mlp_norm(h))))
+
+
+class Model(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, 64), nn.Embedding(64, 64)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, vocabulary)
+
+    def loss(self, windows: Tensor) -> Tensor:
+        x = self.token(windows[:, :-1]) + self.position(torch.arange(64))
+        return F.cross_entropy(self.head(self.norm(self.blocks(x))).mT, windows[:, 1:])
+
+
+def test_train_has_the_gradients_of_python(built: Path, tmp_path: Path) -> None:
+    text = torch.tensor(list((ROOT / "README.md").read_bytes()))
+    vocabulary, tokens = text.unique(return_inverse=True)
+    model = Model(len(vocabulary)).double()
+    model.loss(tokens[:130].view(2, 65)).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    state, gradients = tmp_path / "state.pt", tmp_path / "gradients.pt"
+    torch.save(dict(model.state_dict()), state)
+    run(built / "examples" / "train", ROOT / "README.md", state, gradients)
+    torch.testing.assert_close(dict(torch.load(gradients)), expected, rtol=1e-10, atol=1e-12)
+
+
+def block(language: str) -> str:
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return str(text)
+
+
+def check_page(directory: Path, prefix_path: str, *options: str) -> None:
+    """The program of the page, built from what stands there, with weights saved as it says."""
+    (directory / "CMakeLists.txt").write_text(block("cmake"))
+    (directory / "main.cpp").write_text(block("cpp"))
+    cmake_build(directory, directory / "build", prefix_path, *options)
+    names: dict[str, nn.Module] = {}
+    exec(block("py").replace('"attention.pt"', repr(str(directory / "attention.pt"))), names)
+    x = torch.linspace(-1, 1, 2 * 10 * 64).view(2, 10, 64)
+    expected = names["attention"](x, x, x)[0].sum().item()
+
+    lines = run(directory / "build" / "program", directory / "attention.pt").splitlines()
+    assert lines[0] == "[2, 8, 100, 64] and a gradient of [2, 8, 100, 64]"
+    assert lines[1].startswith("as expected: attn::sdpa: key has 2 heads but the others have 8;")
+    said, _, computed = lines[2].rpartition(": ")
+    assert said == "from Python's weights"
+    assert float(computed) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def test_page(tmp_path: Path) -> None:
+    check_page(tmp_path, PREFIX_PATH)
+
+
+# What find_package says, by a project without a compiler and a torch that is only a version.
+
+
+class Found(NamedTuple):
+    code: int
+    output: str
+
+
+def find_attn(directory: Path, torch_version: str, version: str = "") -> Found:
+    fake = directory / "torch" / "share" / "cmake" / "Torch"
+    fake.mkdir(parents=True)
+    (fake / "TorchConfig.cmake").write_text("add_library(torch INTERFACE IMPORTED)\n")
+    (fake / "TorchConfigVersion.cmake").write_text(f"set(PACKAGE_VERSION {torch_version})\n")
+    (directory / "CMakeLists.txt").write_text(
+        f"""
+        cmake_minimum_required(VERSION 3.18)
+        project(find LANGUAGES NONE)
+        find_package(attn {version} REQUIRED)
+        message(STATUS "attn ${{attn_VERSION}}")
+        """
+    )
+    prefixes = f"{directory / 'torch'};{PREFIX_PATH.split(';')[0]}"
+    options = [f"-DCMAKE_PREFIX_PATH={prefixes}", "-G", "Ninja"]
+    code, output = try_run("cmake", "-S", directory, "-B", directory / "build", *options)
+    return Found(code, " ".join(output.split()))
+
+
+def test_another_torch_is_refused(tmp_path: Path) -> None:
+    found = find_attn(tmp_path, "2.4.1")
+    assert found.code != 0
+    assert f"was built for torch {TORCH_RELEASE}, but this is torch 2.4.1 in" in found.output
+    assert str(tmp_path / "torch") in found.output
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.1", True), ("0.1.0 EXACT", True), ("0.0.9", False), ("0.2", False)]
+)
+def test_versions(tmp_path: Path, version: str, fits: bool) -> None:
+    found = find_attn(tmp_path, f"{TORCH_RELEASE}.7", version)
+    assert (found.code == 0) == fits, found.output
+    if fits:
+        assert f"attn {torch_attn.__version__}" in found.output
+    else:
+        assert f"attnConfig.cmake, version: {torch_attn.__version__}" in found.output
+
+
+def test_the_command_prints_both_directories() -> None:
+    attn, torchs = map(Path, PREFIX_PATH.split(";"))
+    assert (attn / "lib" / "cmake" / "attn" / "attnConfig.cmake").exists()
+    assert (torchs / "Torch" / "TorchConfig.cmake").exists()
+
+
+def files_below(directory: Path) -> set[str]:
+    return {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
+
+
+def test_only_our_headers_are_included() -> None:
+    include = Path(PREFIX_PATH.split(";")[0]) / "include"
+    assert files_below(include) == {f"attn/{name}" for name in HEADERS}
+
+
+# Slow: by each compiler, also against what CMake has installed.
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix under which CMake has installed libattn."""
+    build = tmp_path_factory.mktemp("build")
+    prefix = tmp_path_factory.mktemp("installed")
+    cmake_build(ROOT, build, torch.utils.cmake_prefix_path)
+    run("cmake", "--install", build, "--prefix", prefix)
+    return prefix
+
+
+@pytest.mark.slow
+def test_the_same_is_installed(installed: Path) -> None:
+    package = Path(PREFIX_PATH.split(";")[0])
+    files = {"lib/cmake/attn/attnConfig.cmake", "lib/cmake/attn/attnConfigVersion.cmake"}
+    headers = {f"include/attn/{name}" for name in HEADERS}
+    assert files_below(installed) == {"lib/libattn.so"} | files | headers
+    for name in headers | {"lib/cmake/attn/attnConfigVersion.cmake"}:
+        assert (installed / name).read_text() == (package / name).read_text()
+
+
+@pytest.mark.slow
+def test_only_our_headers_are_included_by_who_builds_it_with_himself(tmp_path: Path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"""
+        cmake_minimum_required(VERSION 3.18)
+        project(program LANGUAGES CXX)
+        add_subdirectory({ROOT} attn)
+        file(GENERATE OUTPUT included
+             CONTENT "$<TARGET_PROPERTY:attn::attn,INTERFACE_INCLUDE_DIRECTORIES>")
+        """
+    )
+    cmake_configure(tmp_path, tmp_path / "build", torch.utils.cmake_prefix_path)
+    included = (tmp_path / "build" / "included").read_text().split(";")
+    torchs = str(Path(torch.__file__).parent)
+    (ours,) = [directory for directory in included if not directory.startswith(torchs)]
+    assert files_below(Path(ours)) == {f"attn/{name}" for name in HEADERS}
+
+
+@pytest.mark.slow
+def test_no_python_in_the_library(installed: Path) -> None:
+    for library in (
+        installed / "lib" / "libattn.so",
+        Path(torch_attn.__file__).with_name("libattn.so"),
+    ):
+        dynamic = run("readelf", "--dynamic", library)
+        needed = re.findall(r"\(NEEDED\) .*\[(.*)\]", dynamic)
+        assert "libtorch_cpu.so" in needed
+        assert not [name for name in needed if "python" in name]
+        assert not re.search(r" U _?Py", run("nm", "--dynamic", library))
+        assert re.findall(r"\(SONAME\) .*\[(.*)\]", dynamic) == ["libattn.so"]
+
+
+@pytest.mark.slow
+def test_libraries_are_looked_for_beside_it_and_in_torch(installed: Path) -> None:
+    """Of the package's library nothing is looked for: Python has loaded torch before it."""
+    assert searched(Path(torch_attn.__file__).with_name("libattn.so")) == []
+    torch_lib = str(Path(torch.__file__).parent / "lib")
+    directories = searched(installed / "lib" / "libattn.so")
+    assert directories[:2] == ["$ORIGIN", torch_lib]
+    assert len(directories) == (3 if torch.version.cuda else 2)  # the CUDA toolkit's
+
+
+def searched(library: Path) -> list[str]:
+    """The directories in which the dynamic linker looks for what the library needs."""
+    paths = re.findall(r"\((?:RUNPATH|RPATH)\) .*\[(.*)\]", run("readelf", "--dynamic", library))
+    return [directory for path in paths for directory in path.split(":")]
+
+
+@pytest.fixture(params=["package", "installed"])
+def prefix_path(request: pytest.FixtureRequest) -> str:
+    if request.param == "package":
+        return PREFIX_PATH
+    return f"{request.getfixturevalue('installed')};{torch.utils.cmake_prefix_path}"
+
+
+@pytest.fixture(params=["g++", "clang++"])
+def compiler(request: pytest.FixtureRequest) -> str:
+    """The option of CMake that chooses it."""
+    name = newest_clang() if request.param == "clang++" else request.param
+    if name is None:
+        pytest.skip("not run: no clang++ on the PATH")
+    return f"-DCMAKE_CXX_COMPILER={name}"
+
+
+@pytest.mark.slow
+def test_page_by_each_compiler(prefix_path: str, compiler: str, tmp_path: Path) -> None:
+    check_page(tmp_path, prefix_path, compiler)
+
+
+class Attend(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.attn.sdpa(x, x, x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_program_that_names_no_symbol(prefix_path: str, compiler: str, tmp_path: Path) -> None:
+    """Linkers told --as-needed drop such a library, and with it the operators."""
+    torch.jit.script(Attend()).save(str(tmp_path / "model.pt"))
+    source = ROOT / "tests" / "cpp" / "run_script"
+    flags = "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"
+    cmake_build(source, tmp_path / "build", prefix_path, compiler, flags)
+    assert run(tmp_path / "build" / "program", tmp_path / "model.pt") == "24\n"
+
+
+@pytest.mark.slow
+def test_unit_tests_by_clang(tmp_path: Path) -> None:
+    clang = newest_clang()
+    if clang is None:
+        pytest.skip("not run: no clang++ on the PATH")
+    options = f"-DCMAKE_CXX_COMPILER={clang}"
+    cmake_build(ROOT / "tests" / "cpp", tmp_path, PREFIX_PATH, options)
+    test_unit_tests_and_gradcheck(tmp_path)
