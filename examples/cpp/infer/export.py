@@ -48,10 +48,6 @@ class Embedder(nn.Module):
         return nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
 
 
-# by torch, of its own parts
-warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
-
-
 def compile_to(package: Path, embedder: Embedder, inputs: tuple[Tensor, Tensor]) -> None:
     batch, length = Dim("batch"), Dim("length", max=512)  # MiniLM has 512 positions
     sizes = {0: batch, 1: length}
@@ -66,6 +62,7 @@ def main() -> None:
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
 
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # by torch, of its own parts
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(get_model_path()))
