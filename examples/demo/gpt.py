@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torch_attn
 
-from .text import PROSE
+from .text import ALPHABET, PROSE
 
 Attention = Callable[..., Tensor]
 ATTENTION: dict[str, Attention] = {
@@ -74,12 +74,11 @@ class Training:
     """One model in training: the same seed and steps give the same batches for every attention."""
 
     def __init__(self, attention: str, config: Config, seed: int = 0) -> None:
-        alphabet = sorted(set(PROSE))
-        index = {character: i for i, character in enumerate(alphabet)}
+        index = {character: i for i, character in enumerate(ALPHABET)}
         self.text = torch.tensor([index[character] for character in PROSE])
         self.config = config
         torch.manual_seed(seed)
-        self.model = GPT(len(alphabet), config, ATTENTION[attention])
+        self.model = GPT(len(ALPHABET), config, ATTENTION[attention])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         self.generator = torch.Generator().manual_seed(seed)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 PROSE = "\n".join(topics.values())
+ALPHABET = sorted(set(PROSE))
 
 
 def sentences(count: int) -> list[str]:
