@@ -1,5 +1,6 @@
-// A small GPT that writes text, character by character, with a key-value cache: the model of examples/demo/gpt.py, whose
-// weights Python has trained. Without a prompt of your own the text is checked against Python's. Commands: ../README.md.
+// A small GPT that writes text, character by character, with a key-value cache: the model of examples/demo/gpt.py,
+// whose weights Python has trained. Without a prompt of your own the text is checked against Python's. Commands:
+// ../README.md.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <attn/sdpa.h>
