@@ -31,11 +31,12 @@ PREFIX_PATH = subprocess.run(
 
 
 def try_run(*command: str | Path) -> tuple[int, str]:
-    # cmake and ninja may be those of a virtual environment that is not activated.
+    # cmake and ninja may be those of a virtual environment that is not activated. Idle threads
+    # sleep, so that programs with many short calls do not wait for cores that others have.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     result = subprocess.run(
         command,
-        env=os.environ | {"PATH": path},
+        env=os.environ | {"PATH": path, "OMP_WAIT_POLICY": "passive"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
