@@ -114,7 +114,7 @@ $(TORCH):
 	@$(PIP) torch==$(TORCH_VERSION) numpy 'setuptools>=77' ninja
 	@touch $@
 
-$(LIBRARY): $(TORCH) setup.py cuda_toolkit.py $(shell find csrc -type f)
+$(LIBRARY): $(TORCH) setup.py cuda_toolkit.py $(shell find csrc cmake -type f)
 	@echo "==> Compiling $@"
 	@$(BIN)/python setup.py build_ext --inplace 2>&1 | $(PROGRESS)
 
