@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one seed, a run per instruction set and device, restored threads."""
+"""Fixtures of the whole suite: one seed, a run per instruction set and device, restored settings."""
 
 from __future__ import annotations
 
@@ -141,8 +141,11 @@ def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 @pytest.fixture(autouse=True)
-def _restore_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def _restore_settings() -> Iterator[None]:
+    """Of the process; the next test is not to depend on which came before it."""
+    threads, capability = torch.get_num_threads(), torch.ops.attn._cpu_capability()
     yield
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+    if torch.ops.attn._cpu_capability() != capability:
+        torch.ops.attn._set_cpu_capability(capability)
