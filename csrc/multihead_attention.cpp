@@ -2,6 +2,7 @@
 #include "attn/multihead_attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <torch/nn/init.h>
 
 #include <algorithm>
@@ -48,6 +49,14 @@ void check_shape(const char* name, const Tensor& t, const Sizes& sizes, const Si
   TORCH_CHECK(!two, "attn::MultiheadAttention: ", name, " has shape ", t.sizes(), "; it must have shape ", sizes,
               " or ", or_sizes);
   TORCH_CHECK(false, "attn::MultiheadAttention: ", name, " has shape ", t.sizes(), "; it must have shape ", sizes);
+}
+
+void check_kind(const char* name, const Tensor& x, const Tensor& weight) {
+  if (!x.defined()) return;  // check_shape says so
+  TORCH_CHECK(!x.is_nested(), "attn::MultiheadAttention: ", name, " is a nested tensor; it must be dense");
+  TORCH_CHECK(x.scalar_type() == weight.scalar_type() || at::autocast::is_autocast_enabled(x.device().type()),
+              "attn::MultiheadAttention: ", name, " has dtype ", x.scalar_type(),
+              "; it must be that of the parameters, ", weight.scalar_type());
 }
 
 void check_mask_dtype(const char* name, const Tensor& mask) {
@@ -159,6 +168,9 @@ void MultiheadAttentionImpl::check(const Tensor& query, const Tensor& key, const
                                    const Tensor& key_padding_mask, const Tensor& attn_mask) const {
   const int64_t embed_dim = options.embed_dim();
   const bool batch_first = options.batch_first();
+  check_kind("query", query, out_proj->weight);
+  check_kind("key", key, out_proj->weight);
+  check_kind("value", value, out_proj->weight);
   // [batch, length, features] in the module's order, or without a batch if there is none.
   const auto shape = [&](const std::optional<Size>& batch, const Size& length, int64_t features) -> Sizes {
     if (!batch) return {length, features};

@@ -292,8 +292,6 @@ bool has_residual(const Inputs& inputs, const PlainOptions& options) {
   return (dtype == at::kBFloat16 || dtype == at::kHalf) && (floating_mask || options.dropout_p > 0);
 }
 
-SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
-
 Tensor empty_residual(const Tensor& output, const Inputs& inputs, const PlainOptions& options) {
   return has_residual(inputs, options) ? at::empty_like(output, output.options().dtype(at::kFloat))
                                        : at::empty({0}, output.options());

@@ -237,7 +237,7 @@ def test_the_name_is_a_member_like_others() -> None:
 
 
 def test_a_name_that_would_not_be_found() -> None:
-    with pytest.raises(ValueError, match="name is 'Attn'; diffusers finds backends in lower case"):
+    with pytest.raises(ValueError, match="name is 'Attn'; it must be an identifier in lower case"):
         register("Attn")
 
 

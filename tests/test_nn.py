@@ -661,6 +661,17 @@ def test_wrong_shapes(case: str, is_causal: bool) -> None:
         module(**arguments, need_weights=False, is_causal=is_causal)
 
 
+def test_wrong_dtype() -> None:
+    """Unless autocast makes them fit."""
+    module = ours()
+    query, key, value = inputs(module)
+    message = "key has dtype torch.float16; it must be that of the parameters, torch.float64"
+    with pytest.raises(RuntimeError, match=f"^MultiheadAttention: {message}"):
+        module(query, key.half(), value)
+    with torch.autocast("cpu"):
+        module.float()(query.float(), key.half(), value.bfloat16())
+
+
 @pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
 def test_wrong_mask_dtype(name: str) -> None:
     module = ours()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import math
+import os
+import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -690,6 +694,54 @@ def test_repr() -> None:
         builtin(*inputs())
         assert repr(handle) == "<Replacement: on, calls=1, passed_on=0>"
     assert repr(handle) == "<Replacement: removed, calls=1, passed_on=0>"
+
+
+@pytest.mark.regression
+def test_handle_in_copies() -> None:
+    """A copy of what holds it, such as a model, is no second switch."""
+    with replacing_sdpa() as handle:
+        assert copy.copy(handle) is copy.deepcopy([handle])[0] is handle
+        with pytest.raises(TypeError, match="cannot be pickled; call replace_sdpa"):
+            pickle.dumps(handle)
+    assert is_off()
+
+
+@pytest.mark.regression
+def test_calls_are_not_part_of_a_compiled_function() -> None:
+    """They would be the number of the first call, a constant."""
+    with replacing_sdpa() as handle:
+
+        @torch.compile(backend="eager")
+        def read(x: Tensor) -> tuple[Tensor, int]:
+            return x + 1, handle.calls
+
+        for calls in range(3):
+            assert read(torch.ones(2))[1] == calls
+            builtin(*inputs())
+
+
+def turn_in_a_fork() -> int:
+    """The exit status of a child that was forked while another thread held the lock."""
+    held = threading.Event()
+
+    def hold() -> None:
+        with switch._lock:
+            held.set()
+            time.sleep(0.3)
+
+    threading.Thread(target=hold).start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        with replacing_sdpa():
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.regression
+def test_fork_beside_a_turn() -> None:
+    assert in_fresh_process(turn_in_a_fork) == 0
 
 
 @pytest.mark.regression

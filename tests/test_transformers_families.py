@@ -81,6 +81,10 @@ SOUND = SMALL | {
 
 ENCODERS = {
     "BERT": Family("BertModel", SMALL),
+    # Three whose attention modules do not say whether they are causal.
+    "ALIGN": Family("AlignTextModel", SMALL),
+    "CLAP": Family("ClapTextModel", SMALL | {"max_position_embeddings": 32}),
+    "Splinter": Family("SplinterModel", SMALL),
     "ALBERT": Family("AlbertModel", SMALL | {"embedding_size": 8}),
     "DistilBERT": Family("DistilBertModel", {"dim": 24, "n_heads": 3, "hidden_dim": 32}),
     "ELECTRA": Family("ElectraModel", SMALL | {"embedding_size": 8}),

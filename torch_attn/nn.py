@@ -259,10 +259,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         grouped = self.num_kv_heads != self.num_heads
         if not need_weights:
             return sdpa(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped), None
-        output, weights, _ = sdpa_with_weights(q, k, v, mask, 0.0, is_causal, enable_gqa=grouped)
-        if (
-            dropout_p
-        ):  # The operator's weights are those before it; torch's are those that were used.
+        # The operator's weights are those before dropout, torch's are those that were used. With
+        # dropout the values are multiplied here, and the operator gets no columns of them.
+        values = v[..., :0] if dropout_p else v
+        output, weights, _ = sdpa_with_weights(
+            q, k, values, mask, 0.0, is_causal, enable_gqa=grouped
+        )
+        if dropout_p:
             weights = F.dropout(weights, dropout_p)
             output = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
         return output, weights
@@ -303,6 +306,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         _check_shape("key", key, shape(*batch, "S", features=self.kdim))
         L, S = query.size(length_dim), key.size(length_dim)
         _check_shape("value", value, shape(*batch, S, features=self.vdim))
+        if not torch.is_autocast_enabled(query.device.type):
+            packed = self.in_proj_weight
+            dtype = (self.q_proj_weight if packed is None else packed).dtype
+            for name, tensor in {"query": query, "key": key, "value": value}.items():
+                if tensor.dtype != dtype:
+                    raise RuntimeError(
+                        f"MultiheadAttention: {name} has dtype {tensor.dtype}; it must be that of "
+                        f"the parameters, {dtype}"
+                    )
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         for name, mask in masks.items():
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():

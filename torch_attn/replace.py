@@ -9,6 +9,7 @@ that ``torch.compile`` has made of a function, in memory and on disk.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -51,6 +52,19 @@ class Replacement:
     def _since(self) -> tuple[int, int]:
         calls, passed_on = self._at_end or _counts()
         return calls - self._at_start[0], passed_on - self._at_start[1]
+
+    # A switch that is on once is not on twice by the copy of a model that holds the handle.
+    def __copy__(self) -> Replacement:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Replacement:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "torch_attn: a Replacement is the switch of this process and cannot be pickled; call "
+            "replace_sdpa() in the other process"
+        )
 
     def __repr__(self) -> str:
         state = "on" if self._at_end is None else "removed"
@@ -98,6 +112,8 @@ def replace_sdpa() -> Replacement:
 def replacing_sdpa() -> Iterator[Replacement]:
     """:func:`replace_sdpa` for the time of a ``with`` block, or of a function that it decorates.
 
+    Not of a generator or a coroutine, whose body runs when the decorated call is over.
+
     Yields:
         The handle.
 
@@ -130,9 +146,18 @@ def register_with_torch() -> None:
 
 
 _lock = threading.Lock()
+# A process that is forked while another thread holds it would wait forever.
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 
 
 def _counts() -> tuple[int, int]:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
+            "would stay what they are now; read them around it"
+        )
     counts: tuple[int, int] = torch.ops.attn._replaced_calls()
     return counts
 

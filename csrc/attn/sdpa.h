@@ -42,6 +42,8 @@ struct Options {
 //
 // Returns [B..., Hq, L, Ev] in query's type. A query that may attend to no key gives a row of 0. Results and gradients
 // have the same bits on every run and with any number of threads.
+// No mask is std::nullopt or left out, not an undefined tensor; a call without options has three arguments, as {} could
+// be either of the two forms.
 // Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed.
 ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& attn_mask, double dropout_p = 0.0, bool is_causal = false,

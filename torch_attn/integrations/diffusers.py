@@ -44,12 +44,12 @@ def register(name: str = "attn") -> str:
         `name`.
 
     Raises:
-        ValueError: `name` is not in lower case.
+        ValueError: `name` is no identifier in lower case.
         ImportError: diffusers is not installed, is older than 0.35 or does not import; in the last
             case the message is that of the import that failed.
     """
-    if name != name.lower():
-        raise ValueError(f"name is {name!r}; diffusers finds backends in lower case alone")
+    if not (isinstance(name, str) and name.isidentifier() and name == name.lower()):
+        raise ValueError(f"name is {name!r}; it must be an identifier in lower case")
     registry, names = _backends()
     registry.register(_member(names, name))(attention_forward)
     return name

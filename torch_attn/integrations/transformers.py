@@ -128,8 +128,9 @@ def attention_forward(
         attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added).
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
-        is_causal: overrides `module.is_causal`. Either counts only without a mask, which holds the
-            causality otherwise, and for more than one query: a single one is the newest token.
+        is_causal: overrides `module.is_causal`, which a decoder that supports "sdpa" need not have.
+            Either counts only without a mask, which holds the causality otherwise, and for more
+            than one query: a single one is the newest token.
         position_bias: broadcasts to `[B, H, L, S]`, added to the scaled scores.
         output_attentions: also return the weights, `[B, H, L, S]`, before dropout. A few models
             (GPT-2, GPTBigCode, OPT, SigLIP, StableLM) keep this argument to themselves: they return
@@ -152,7 +153,12 @@ def attention_forward(
 
     _calls.count("transformers")
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        # As in transformers' "sdpa". A model without it does not know of the attribute: what is
+        # causal there has a mask.
+        config = getattr(module, "config", None)
+        is_causal = config is None or _supports_sdpa(type(config))
     is_causal = bool(is_causal) and attention_mask is None and bool(query.size(2) > 1)
     mask = _with_bias(attention_mask, position_bias)
     dropout_p = dropout if module.training else 0.0

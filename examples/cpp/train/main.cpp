@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -121,6 +122,8 @@ int main(int argc, char** argv) try {
     std::cerr << "usage: train TEXT [STEPS] | train TEXT STATE GRADIENTS\n";
     return 2;
   }
+  const int64_t steps = arguments.size() == 2 ? std::atol(arguments[1].c_str()) : 200;
+  TORCH_CHECK(steps > 0, "STEPS is ", arguments[1], "; it must be a positive number");
   torch::manual_seed(0);
   const auto text = read(arguments[0]);
   const auto [tokens, vocabulary] = tokens_of(text);
@@ -129,7 +132,7 @@ int main(int argc, char** argv) try {
   if (arguments.size() == 3)
     write_gradients(model, tokens, arguments[1], arguments[2]);
   else
-    train(model, tokens, arguments.size() == 2 ? std::stol(arguments[1]) : 200);
+    train(model, tokens, steps);
 } catch (const c10::Error& error) {
   std::cerr << "train: " << error.what_without_backtrace() << '\n';
   return 1;
