@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one seed, a run per instruction set and device, restored settings."""
+"""Fixtures of the whole suite: seed, a run per instruction set and device, settings restored."""
 
 from __future__ import annotations
 

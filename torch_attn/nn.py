@@ -306,15 +306,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         _check_shape("key", key, shape(*batch, "S", features=self.kdim))
         L, S = query.size(length_dim), key.size(length_dim)
         _check_shape("value", value, shape(*batch, S, features=self.vdim))
-        if not torch.is_autocast_enabled(query.device.type):
-            packed = self.in_proj_weight
-            dtype = (self.q_proj_weight if packed is None else packed).dtype
-            for name, tensor in {"query": query, "key": key, "value": value}.items():
-                if tensor.dtype != dtype:
-                    raise RuntimeError(
-                        f"MultiheadAttention: {name} has dtype {tensor.dtype}; it must be that of "
-                        f"the parameters, {dtype}"
-                    )
+        packed, device = self.in_proj_weight, query.device.type
+        dtype = (self.q_proj_weight if packed is None else packed).dtype
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        for name, tensor in {"query": query, "key": key, "value": value}.items():
+            if tensor.dtype != dtype and not autocast:
+                raise RuntimeError(
+                    f"MultiheadAttention: {name} has dtype {tensor.dtype}; it must be that of the "
+                    f"parameters, {dtype}"
+                )
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         for name, mask in masks.items():
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
