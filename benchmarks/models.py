@@ -246,7 +246,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             r["input"],
             r["pass"],
             r["dtype"],
-            *(f"{r[name]:,.0f}" for name in ("attn", "builtin", "eager")),
+            *(f"{r[name]:,.{1 if r[name] < 100 else 0}f}" for name in ("attn", "builtin", "eager")),
             f"[{color}]{r['ratio']:.2f}[/]",
             f"{r['ratio_eager']:.2f}",
             f"{r['spread']:.0%}",
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     arguments = parser.parse_args()
     console = Console()
-    console = Console(width=max(console.width, 120))  # numbers are not cut, also where piped
+    console = Console(width=max(console.width, 140))  # numbers are not cut, also where piped
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
     seconds, length = (0.1, 64) if arguments.quick else (3.0, 512)

@@ -1,7 +1,7 @@
 """The tables of figures in the documentation, from results: ``python benchmarks/tables.py FILE``.
 
-FILE is what bench.py or peers.py has written, of a CPU. Prints Markdown, to be pasted into
-docs/performance.md and, the last of bench.py's, into README.md.
+FILE is what bench.py, peers.py or models.py has written, of a CPU. Prints Markdown, to be pasted
+into docs/performance.md and, the last of bench.py's, into README.md.
 """
 
 from __future__ import annotations
@@ -115,8 +115,24 @@ def peers(rows: list[Row], gflops: Callable[[Row, str], float]) -> str:
     return table(["shape", "dtype", *names], lines)
 
 
+def models(rows: list[Row]) -> str:
+    def cell(r: Row) -> str:
+        share = "" if r["attention"] is None else f", {r['attention']:.0%}"
+        return f"{r['attn']:.3g}, {r['ratio']:.2f}x, {r['ratio_eager']:.2f}x{share}"
+
+    lines = []
+    for model, which in dict.fromkeys((r["model"], r["pass"]) for r in rows):
+        chosen = [r for r in rows if (r["model"], r["pass"]) == (model, which)]
+        cells = {r["dtype"]: cell(r) for r in chosen}
+        lines.append([model, which, chosen[0]["counted"], *(cells[d] for d in ("f32", "bf16"))])
+    what = "f32 a second, to the built-in, to eager, attention's share"
+    return table(["model", "pass", "counted", what, "bf16"], lines)
+
+
 def tables(result: dict[str, Any]) -> list[str]:
     """Of what there is in the result; older ones have less."""
+    if "models" in result:
+        return [models(result["models"])]
     if "peers" in result:
         from peers import CASES
 

@@ -265,11 +265,12 @@ def test_why_cycles_cannot_be_read(
 
 
 def in_the_documentation() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """The result that the documentation quotes, that and the latest of peers.py, and its text."""
+    """The result that the documentation quotes, that with the latest others, and its text."""
     text = "".join((ROOT / name).read_text() for name in ("docs/performance.md", "README.md"))
     (name,) = set(re.findall(r"benchmarks/results/([\w-]+)\.png", text))
-    others = max((BENCHMARKS / "results").glob("*-peers.json"))
-    files = (BENCHMARKS / "results" / f"{name}.json", others)
+    directory = BENCHMARKS / "results"
+    others = (max(directory.glob(f"*-{kind}.json")) for kind in ("peers", "models"))
+    files = (directory / f"{name}.json", *others)
     results = [json.loads(file.read_text()) for file in files]
     return results[0], results, text
 
