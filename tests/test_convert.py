@@ -7,7 +7,6 @@ import functools
 import io
 import itertools
 import pickle
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_attn
 from _accuracy import check_modules
+from _models import Calls
 from helpers import SEED
 from torch_attn import convert
 from torch_attn.nn import MultiheadAttention
@@ -35,21 +34,8 @@ RUNS = 8  # of each case: errors of few numbers are luck
 LENGTHS = torch.tensor([6, 2, 5])
 
 
-class Calls(TorchDispatchMode):
-    """Counts the calls of our operator and those of PyTorch's attentions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def ours(self) -> int:
-        # With autograd below the mode `sdpa` has become the operator behind it; else it is itself.
-        return self.count["attn::sdpa"] + self.count["attn::_sdpa_forward"]
+class Attentions(Calls):
+    """Also those of PyTorch, whichever way they are computed."""
 
     @property
     def theirs(self) -> list[str]:
@@ -169,9 +155,9 @@ def test_training(name: str, shape: str, masks: str) -> None:
     for _ in range(RUNS):
         inputs = arguments(shape, **MASKS[masks])
         expected = run(exact, torch.float64, inputs)
-        with Calls() as calls:
+        with Attentions() as calls:
             actual = run(converted, torch.float32, inputs)
-        assert calls.ours == model.calls
+        assert calls.forward == model.calls
         assert not calls.theirs
         builtin = run(model, torch.float32, inputs)
         with sdpa_kernel(SDPBackend.MATH):
@@ -196,10 +182,10 @@ def test_evaluation(name: str, shape: str, masks: str, context: Any) -> None:
         inputs = arguments(shape, **MASKS[masks])
         double = {n: inputs[n].double() for n in ("x", "y")}
         with context():
-            with Calls() as calls:
+            with Attentions() as calls:
                 actual = converted(**inputs)
             fast = model(**inputs)
-            assert calls.ours == model.calls
+            assert calls.forward == model.calls
             assert not calls.theirs
             # On the fast path padding gives 0, here as there; elsewhere it gives numbers.
             packed = (fast == 0).all(-1, keepdim=True)
@@ -218,16 +204,16 @@ def test_the_way_around_is_there() -> None:
     model, converted = build("Encoder", shape)
     inputs = arguments(shape, padding=True)
     with torch.no_grad():
-        with Calls() as calls:
+        with Attentions() as calls:
             output = model.eval()(**inputs)
-        assert calls.ours == 0
+        assert calls.forward == 0
         assert calls.count["aten::_transformer_encoder_layer_fwd"] == LAYERS
         assert (output[1, 2:] == 0).all()
         for module in converted.eval().modules():
             module._forward_pre_hooks.clear()
-        with Calls() as calls:
+        with Attentions() as calls:
             converted(**inputs)
-        assert calls.ours == 0
+        assert calls.forward == 0
 
 
 def test_new_layer_with_our_module() -> None:
@@ -236,9 +222,9 @@ def test_new_layer_with_our_module() -> None:
     layer.self_attn = MultiheadAttention(E, H, num_kv_heads=2, batch_first=True)
     encoder = nn.TransformerEncoder(layer, LAYERS).eval()
     inputs = arguments("batch first True, norm first False", padding=True)
-    with torch.no_grad(), Calls() as calls:
+    with torch.no_grad(), Attentions() as calls:
         packed = encoder(inputs["x"], None, inputs["padding"])
-    assert calls.ours == LAYERS
+    assert calls.forward == LAYERS
     assert not calls.theirs
     output = encoder(inputs["x"], None, inputs["padding"])
     torch.testing.assert_close(packed, output.masked_fill(inputs["padding"][..., None], 0))
@@ -309,9 +295,9 @@ def test_copies() -> None:
     _, converted = build("Encoder", shape)
     inputs = arguments(shape)
     for other in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
-        with torch.no_grad(), Calls() as calls:
+        with torch.no_grad(), Attentions() as calls:
             output = other.eval()(**inputs)
-        assert calls.ours == LAYERS
+        assert calls.forward == LAYERS
         torch.testing.assert_close(output, converted(**inputs))
 
 
