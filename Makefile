@@ -33,13 +33,16 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo test test-all test-torch fuzz sanitize bench bench-models bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo lesson test test-all test-torch fuzz sanitize bench bench-models bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
 
 demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table and a picture, into out/
 	@$(BIN)/python -m examples.demo
+
+lesson: $(INSTALLED) $(LIBRARY) ## what attention computes and why it is scaled, as a page of pictures: out/lesson.html
+	@$(BIN)/python -m examples.lesson
 
 test: $(INSTALLED) $(LIBRARY) ## the tests once per instruction set, within 10 minutes on two cores
 	@$(PYTEST) --quick tests
@@ -122,7 +125,7 @@ $(LIBRARY): $(TORCH) setup.py cuda_toolkit.py $(shell find csrc cmake -type f)
 $(INSTALLED): $(TORCH) pyproject.toml
 	@$(MAKE) --no-print-directory $(LIBRARY)
 	@echo "==> Installing torch_attn and what demo, tests and lint need (downloads 300 MB)"
-	@$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[demo,test,lint]'
+	@$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[demo,lesson,test,lint]'
 	@touch $@
 
 # Of the same version; === takes the build of the package index, which has CUDA.
