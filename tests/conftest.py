@@ -23,6 +23,7 @@ from helpers import (
     cpu_capability_set_to,
     kernels_set_to,
 )
+from torch_attn import replace
 
 # Compiled graphs of an earlier build of the operators must not be used again.
 _CACHE = tempfile.mkdtemp(prefix="attn-inductor-")
@@ -79,6 +80,17 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     with torch.device(request.param):
         yield request.param
+
+
+@pytest.fixture
+def switched_off() -> Iterator[None]:
+    """A test that leaves the built-in replaced fails, and not those after it."""
+    assert torch.ops.attn._replace_sdpa(0) == 0
+    yield
+    left = torch.ops.attn._replace_sdpa(0)
+    for _ in range(left):
+        replace._switch(-1)
+    assert left == 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
