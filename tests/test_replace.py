@@ -631,17 +631,21 @@ assert "torch._dynamo" not in sys.modules
 
 
 def test_the_warning_of_other_overrides_is_left() -> None:
-    """PyTorch warns once that a kernel is overridden; the switch does not use that up."""
+    """Some releases of PyTorch warn once that a kernel is overridden. That stays unused."""
     code = """
 import warnings, torch, torch_attn
-torch_attn.replace_sdpa().remove()
+{switch}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", print, "FuncTorchVmapMode", allow_override=True)
-print(*(warning.message for warning in caught))
+print(sum("Overriding a previously registered" in str(warning.message) for warning in caught))
 """
-    assert "Overriding a previously registered kernel" in run_python(code)
+    warnings = int(run_python(code.format(switch="")))
+    assert int(run_python(code.format(switch="torch_attn.replace_sdpa().remove()"))) == warnings
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release in {(2, 11), (2, 13)}:  # where it is known, so that the line above shows something
+        assert warnings == 1
 
 
 # --- modes, subclasses, processes -----------------------------------------------------------------
