@@ -186,7 +186,7 @@ struct StatsParams : Problem {
   int64_t splits = 1;  // of the keys, each of whole tiles; put together in order, as those of the forward
   int64_t keys_per_split = 0;
   void* partial = nullptr;  // RowStatistics, [splits, batch, heads, L]
-  void* pairs = nullptr;    // the reference and log2_sum of every row, [batch, heads, L, 2]
+  void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
 
   ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
   ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }

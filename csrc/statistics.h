@@ -61,7 +61,9 @@ ATTN_INLINE constexpr bool has_nan(const RowStatistics<T>& part) {
 template <class T>
 struct FinishedRow {
   T largest_score, entropy, logsumexp;
-  T reference, log2_sum;  // a weight is 2^((x - reference) slope - log2_sum)
+  // A weight p is 2^((x - reference) slope) inverse_sum. (Not 2^((x - reference) slope - log2(l)): log2(l) may be 20, and
+  // its rounding would be off by as many ulps in all weights of the row.)
+  T reference, inverse_sum;
 };
 
 // l - 1, and -1 without keys. log1p() of it is the argument `log_sum` of finished().
@@ -72,7 +74,7 @@ ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s) {
 // `scale` makes `largest` the largest score. A score of +inf has the sum inf - inf = NaN, though no score was NaN.
 template <class T>
 ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T scale, double log_sum, T infinity) {
-  if (s.ones == 0 && s.rest == 0) return {-infinity, 0, -infinity, -infinity, 0};
+  if (s.ones == 0 && s.rest == 0) return {-infinity, 0, -infinity, 0, 0};
   const T largest = s.largest * scale;
   const double sum = 1 + sum_without_one(s);
   const T nan = infinity - infinity;
@@ -81,7 +83,7 @@ ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T scale
     return {score, nan, score, nan, nan};
   }
   return {largest, static_cast<T>(log_sum - kLn2 * static_cast<double>(s.moment) / sum),
-          static_cast<T>(static_cast<double>(largest) + log_sum), s.largest, static_cast<T>(log_sum / kLn2)};
+          static_cast<T>(static_cast<double>(largest) + log_sum), s.largest, static_cast<T>(1 / sum)};
 }
 
 }  // namespace attn

@@ -22,11 +22,11 @@ struct Stats {
   };
   struct Buffers {
     RowState* states;
-    Logsumexp<T>* logsumexp;
-    T* key;       // [keys of a task of the second pass][slots of E]
-    T* x;         // [kKeyTile][kRowTile]: scores
-    T* bias;      // as x
-    T* received;  // [keys of a task of the second pass][W]: sums of every W-th row
+    T *reference, *inverse_sum;  // [kRowTile]
+    T* key;                      // [keys of a task of the second pass][slots of E]
+    T* x;                        // [kKeyTile][kRowTile]: scores
+    T* bias;                     // as x
+    T* received;                 // [keys of a task of the second pass][W]: sums of every W-th row
     int64_t ld_key;
     int64_t size;
 
@@ -34,7 +34,8 @@ struct Stats {
       Arena arena(base);
       const int64_t tiles = divide_up(p.rows_per_task, kRowTile);
       states = arena.take<RowState>(tiles);
-      logsumexp = arena.take<Logsumexp<T>>(1);
+      reference = arena.take<T>(kRowTile);
+      inverse_sum = arena.take<T>(kRowTile);
       // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       key = arena.take<T>(p.keys_per_task * ld_key);
@@ -183,7 +184,7 @@ struct Stats {
       static_cast<T*>(p.logsumexp)[r] = results.logsumexp;
       T* pair = static_cast<T*>(p.pairs) + 2 * r;
       pair[0] = results.reference;
-      pair[1] = results.log2_sum;
+      pair[1] = results.inverse_sum;
     }
   }
   static ATTN_INLINE T power_of_2(T x) { return exp2<T>(splat<T>(x))[0]; }
@@ -217,7 +218,7 @@ struct Stats {
         if (!key_rows.data) key_rows = load_keys(p, b, n, head, key, count, b.key + (key - first_key) * b.ld_key);
         if (!has_queries) {
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-          state.rows.load_logsumexp(p, p.pairs, *b.logsumexp);
+          state.rows.load_pairs(p, p.pairs, b.reference, b.inverse_sum);
           has_queries = true;
         }
         scores<F>(p, state.rows, state.query_t, key_rows, key, count, mask, b.x);
@@ -248,8 +249,9 @@ struct Stats {
       Vec<T> sum{};
       for (int64_t i = 0; i < lanes; i += W) {
         const Vec<T> score = load<T>(b.x + j * kRowTile + i);
+        const Vec<T> weight = exp2<T>((score - load<T>(b.reference + i)) * slope) * load<T>(b.inverse_sum + i);
         // by selection: a row whose sum is NaN gives no NaN to a key that it does not see
-        sum += score == hidden ? Vec<T>{} : b.logsumexp->template weight<Singles<T>>(score, slope, i);
+        sum += score == hidden ? Vec<T>{} : weight;
       }
       store<T>(received + j * W, load<T>(received + j * W) + sum);
     }

@@ -111,7 +111,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
 
   struct Shared : Base::Shared {
     int64_t head;
-    T reference[kSimtTile], log2_sum[kSimtTile];
+    T reference[kSimtTile], inverse_sum[kSimtTile];
   };
 
   Shared& shared;
@@ -158,9 +158,8 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
     for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {  // the rows that this thread has set
       const int64_t r = row_number(p, task.n, shared.rows.head[i], shared.rows.position[i]);
       const T* pair = static_cast<const T*>(p.pairs) + 2 * r;
-      const bool empty = pair[0] == -infinity<T>();
-      shared.reference[i] = empty ? infinity<T>() : pair[0];
-      shared.log2_sum[i] = empty ? 0 : pair[1];
+      shared.reference[i] = pair[0];
+      shared.inverse_sum[i] = pair[1];
     }
   }
 
@@ -177,7 +176,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
         const T score = x[b][a];
         // by selection: a row whose sum is NaN gives no NaN to a key that it does not see
         if (score != -infinity<T>())
-          sum += exp2((score - shared.reference[row]) * static_cast<T>(kLog2E) - shared.log2_sum[row]);
+          sum += exp2((score - shared.reference[row]) * static_cast<T>(kLog2E)) * shared.inverse_sum[row];
       }
       received[b] += sum;
     }
@@ -220,7 +219,7 @@ __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_co
   static_cast<T*>(p.logsumexp)[r] = results.logsumexp;
   T* pair = static_cast<T*>(p.pairs) + 2 * r;
   pair[0] = results.reference;
-  pair[1] = results.log2_sum;
+  pair[1] = results.inverse_sum;
 }
 
 // Adds the chunks' shares of a key, in order; a thread a key.
