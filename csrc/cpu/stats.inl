@@ -228,12 +228,16 @@ struct Stats {
 
     T* to = static_cast<T*>(p.chunks > 1 ? p.partial_received : p.received_weight);
     to += ((chunk * p.batch + n) * p.heads + head) * p.keys;
-    for (int64_t key = first_key; key < last_key; ++key) {
-      const T* lanes = b.received + (key - first_key) * W;
-      T sum = 0;
-      for (int i = 0; i < W; ++i) sum += lanes[i];
-      to[key] = sum;
-    }
+    for (int64_t key = first_key; key < last_key; ++key) to[key] = sum_of_lanes(b.received + (key - first_key) * W);
+  }
+
+  // In pairs: one after the other, up to 16 numbers would be rounded as often.
+  static T sum_of_lanes(const T* lanes) {
+    double sums[W];
+    for (int i = 0; i < W; ++i) sums[i] = lanes[i];
+    for (int half = W / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    return static_cast<T>(sums[0]);
   }
 
   // received[j * W + i] += the weights of key j in the lanes i, i + W, ... of the tile.
@@ -262,9 +266,9 @@ struct Stats {
     const T* partial = static_cast<const T*>(p.partial_received);
     const int64_t numbers = p.batch * p.heads * p.keys;
     for (int64_t i = first; i < last; ++i) {
-      T sum = 0;
+      double sum = 0;
       for (int64_t c = 0; c < p.chunks; ++c) sum += partial[c * numbers + i];
-      static_cast<T*>(p.received_weight)[i] = sum;
+      static_cast<T*>(p.received_weight)[i] = static_cast<T>(sum);
     }
   }
 };
