@@ -46,7 +46,10 @@ struct Stats {
         RowState measured;
         RowState& state = base ? states[t] : measured;
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
-        for (T** lanes : {&state.largest, &state.ones, &state.rest, &state.moment}) *lanes = arena.take<T>(kRowTile);
+        state.largest = arena.take<T>(kRowTile);
+        state.ones = arena.take<T>(kRowTile);
+        state.rest = arena.take<T>(kRowTile);
+        state.moment = arena.take<T>(kRowTile);
       }
       size = arena.used();
     }
@@ -126,7 +129,9 @@ struct Stats {
       state.rows.set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
       for (int64_t i = 0; i < kRowTile; ++i) state.largest[i] = -kInfinity<T>;
-      for (T* sums : {state.ones, state.rest, state.moment}) fill_zero(sums, kRowTile);
+      fill_zero(state.ones, kRowTile);
+      fill_zero(state.rest, kRowTile);
+      fill_zero(state.moment, kRowTile);
       positions = hull(positions, state.rows.positions);
     }
 
