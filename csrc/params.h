@@ -174,7 +174,7 @@ struct SecondParams : BackwardParams {
 
 // The statistics of the scores of every row, and the weight that every key receives: csrc/statistics.h.
 //
-// Two passes. The first goes over the keys of some rows, the second over the rows that see some keys, for a weight needs
+// Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
 // the sum over its whole row. Results are contiguous, of the type computed in.
 struct StatsParams : Problem {
   void* largest_score = nullptr;    // [batch, heads, L]

@@ -26,7 +26,7 @@ struct RowStatistics {
 
 constexpr double kLn2 = 0.69314718055994530942;
 
-// The exponent of a weight. No weight is a number below 2^-1100 in any type, and a number times a weight of 0 is then 0,
+// The exponent of a weight. No weight is a number below 2^-1100 in any type, and that times a weight of 0 is then 0,
 // not NaN. Keeps NaN.
 constexpr double kLeastExponent = -1100;
 template <class T>
@@ -61,7 +61,7 @@ ATTN_INLINE constexpr bool has_nan(const RowStatistics<T>& part) {
 template <class T>
 struct FinishedRow {
   T largest_score, entropy, logsumexp;
-  // A weight p is 2^((x - reference) slope) inverse_sum. (Not 2^((x - reference) slope - log2(l)): log2(l) may be 20, and
+  // A weight p is 2^((x - reference) slope) inverse_sum. (Not 2^((x - reference) slope - log2(l)): that may be 20, and
   // its rounding would be off by as many ulps in all weights of the row.)
   T reference, inverse_sum;
 };
