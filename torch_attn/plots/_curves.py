@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,8 +91,9 @@ def scaling(
 
     Args:
         sizes: ``[N]``, positive; on a logarithmic axis.
-        measured: names to ``[N]``, or to ``[N, 3]``: the quantiles of 25, 50 and 75 %, of which the
-            middle is a line with markers and the others bound a band.
+        measured: names to ``[N]``, drawn as markers, joined by a line if there is no theory of that
+            name; or to ``[N, 3]``: the quantiles of 25, 50 and 75 %, of which the middle has the
+            markers and the others bound a band.
         ylabel: what was measured, with its unit.
         theory: names to ``[N]``, dashed lines; those with the name of a measurement in its colour.
         xlabel: what the sizes are.
@@ -135,10 +137,11 @@ def scaling(
         color, marker = color_of[name], _MARKERS[i % len(_MARKERS)]
         if values.shape[1] == 3 and not (low == high).all():
             ax.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
-        ax.plot(x, middle, "-", marker=marker, color=color, markersize=4.5, label=name)
+        line = "none" if name in dashed else "-"
+        ax.plot(x, middle, linestyle=line, marker=marker, color=color, markersize=4.5, label=name)
     for name, values in dashed.items():
         label = f"{name}, theory" if name in lines else name
-        ax.plot(x, values[order], "--", color=color_of[name], linewidth=1.6, label=label)
+        ax.plot(x, values[order], "--", color=color_of[name], linewidth=1.4, label=label)
 
     ax.set_xscale("log", base=2)
     _sizes(ax, x)
@@ -211,7 +214,14 @@ def _logarithmic(ax: Axes, drawn: Array) -> None:
     if (drawn > 0).all():
         ax.set_yscale("log")
         return
-    least, most = float(positive.min()), float(positive.max())
-    ax.set_yscale("symlog", linthresh=least)
+    # Logarithmic down to the power of ten below the least positive number, and from there, over the
+    # length of one power of ten, linear to 0.
+    first = int(np.floor(np.log10(positive.min())))
+    last = int(np.ceil(np.log10(positive.max())))
     bottom = float(drawn.min())
-    ax.set_ylim(2 * bottom if bottom < 0 else -0.3 * least, 2 * most)
+    ax.set_yscale("symlog", linthresh=10.0**first)
+    every = max(1, math.ceil((last - first) / 7))
+    powers = [10.0**e for e in range(last, first - 1, -every)]
+    ax.set_yticks([*(-p for p in powers if -p >= bottom), 0, *powers])
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_ylim(2 * bottom if bottom < 0 else -(10.0**first) / 4, 2 * float(positive.max()))

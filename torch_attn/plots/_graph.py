@@ -19,12 +19,14 @@ from torch_attn.plots._style import (
     colors,
     font,
     set_title,
+    size_in_points,
     token_names,
 )
 
 __all__ = ["graph"]
 
 _WIDEST = 5.0  # points, of an edge of weight 1
+_UPRIGHT = 10  # tokens in a ring whose names are horizontal; those of more point outwards
 
 
 def graph(
@@ -63,7 +65,8 @@ def graph(
         )
     L, S = values.shape
     ring = L == S and (keys is None or (queries is not None and list(queries) == list(keys)))
-    receivers = token_names("graph", "queries", queries, L)
+    longest = 12 if ring and L > _UPRIGHT else 18
+    receivers = token_names("graph", "queries", queries, L, longest)
     senders = receivers if ring else token_names("graph", "keys", keys, S)
 
     rows = max(L, S)
@@ -123,14 +126,19 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
     # Clockwise from the top.
     angles = np.pi / 2 - 2 * np.pi * np.arange(count) / count
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    radial = count > 10
+    radial = count > _UPRIGHT
+    # Labels start outside of the loops, and the longest has room before the axes end.
+    apart = 1.26 if (np.diag(values) >= least).any() else 1.12
+    half = 0.6 * min(size_in_points(ax))  # the axes become wider: they show no ticks
+    longest = min(0.6 * font(0.85) * max(map(len, senders)), 0.6 * half)
+    reach = apart * half / (half - longest)
     for i, j in _edges(values, least):
         if i == j:
             _loop(ax, places[j], angles[j], values[i, j], palette[j], count)
         else:
             _edge(ax, places[j], places[i], values[i, j], palette[j], curve=0.18)
     ax.scatter(*places.T, c=palette, s=60 if count <= 12 else 30, zorder=4)
-    for name, place, angle in zip(senders, places * 1.26, angles.tolist(), strict=True):
+    for name, place, angle in zip(senders, places * apart, angles.tolist(), strict=True):
         turn = np.degrees(angle) % 360
         flipped = 90 < turn < 270
         cosine = np.cos(angle)
@@ -146,7 +154,8 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
             rotation=(turn - 180 if flipped else turn) if radial else 0,
             rotation_mode="anchor",
         )
-    ax.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
+    high = reach if radial else apart + 0.15
+    ax.set(xlim=(-reach, reach), ylim=(-high, high), aspect="equal")
 
 
 def _edges(values: Array, least: float) -> Any:
@@ -176,7 +185,7 @@ def _edge(ax: Axes, start: Any, end: Any, weight: float, color: str, curve: floa
 
 def _loop(ax: Axes, place: Array, angle: float, weight: float, color: str, count: int) -> None:
     """A small circle outside of the ring, through the token."""
-    radius = min(0.1, 1.6 / count)
+    radius = min(0.1, 1.3 / count)
     around = np.linspace(0, 2 * np.pi, 60)
     center = place + radius * np.array([np.cos(angle), np.sin(angle)])
     ax.plot(

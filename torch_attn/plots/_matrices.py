@@ -149,11 +149,10 @@ def heads(
         _ticks(ax, rows, cols, cells)
         ax.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(values))
         ax.set_title(name, fontsize=font(), pad=3, loc="left")
+        if i + columns >= len(values):
+            ax.set_xlabel("key", fontsize=font())
     figure.supylabel("query", fontsize=font())
-    axes[0 if lines == 1 else (lines - 1) * columns].set_xlabel(
-        "\n".join(["key", *_notes(values)]), fontsize=font()
-    )
-    _bar(figure, axes, norm, colormap, "attention weight")
+    _bar(figure, axes, norm, colormap, "\n".join(["attention weight", *_notes(values)]))
     set_title(figure, None, title)
     return figure
 
@@ -278,8 +277,17 @@ def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, flo
 
 def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label: str) -> None:
     mappable = ScalarMappable(norm, colormap)
+    # matplotlib wants sizes as parts of the height of the axes.
+    height = sum({ax.get_position().y0: ax.get_position().height for ax in axes}.values())
+    inch = 1 / max(height * figure.get_figheight(), 0.5)
     bar = figure.colorbar(
-        mappable, ax=axes, location="bottom", fraction=0.05, aspect=40, pad=0.02, shrink=0.9
+        mappable,
+        ax=axes,
+        location="bottom",
+        fraction=min(0.2 * inch, 0.3),
+        pad=min(0.08 * inch, 0.2),
+        aspect=40,
+        shrink=0.9,
     )
     bar.set_label(label, fontsize=font())
     bar.ax.tick_params(labelsize=font(0.85))

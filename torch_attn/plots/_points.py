@@ -129,7 +129,8 @@ def tsne(
     """Queries and keys of one head together in the plane: neighbours stay neighbours.
 
     t-SNE keeps who is near whom; distances between far points, sizes of groups and directions mean
-    nothing, so that the axes have no numbers. Needs scikit-learn.
+    nothing, so that the axes have no numbers. A label that fits nowhere is left out. Needs
+    scikit-learn.
 
     Args:
         query: ``[L, E]``, drawn as triangles.
@@ -192,7 +193,7 @@ def tsne(
                 color=color_of[names[i]],
                 edgecolors=mpl.rcParams["text.color"] if bold[i] else "none",
                 linewidths=1.0,
-                alpha=0.45 if faint else 1.0,
+                alpha=0.6 if faint else 1.0,
                 zorder=3 if bold[i] else 2,
             )
         # What the legend shows: the marker without any token's colour.

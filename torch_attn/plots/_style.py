@@ -65,7 +65,7 @@ def token_names(
         raise ValueError(
             f"plots.{function}: {argument} is {found}; it must be a sequence of {count} strings"
         )
-    return [shown(str(token)) for token in tokens]
+    return [shown(str(token), longest) for token in tokens]
 
 
 def shown(token: str, longest: int = 18) -> str:
@@ -94,7 +94,7 @@ def colors(count: int) -> list[str]:
         return list(_PALETTE[:count])
     # Its two ends would vanish on a dark and on a white page.
     scale = mpl.colormaps["viridis"]
-    return [to_hex(scale(x)) for x in np.linspace(0.15, 0.88, count)]
+    return [to_hex(scale(x)) for x in np.linspace(0.28, 0.88, count)]
 
 
 def axes_of(ax: Axes | None, height: float, width: float = WIDTH) -> tuple[Figure, Any, bool]:
