@@ -9,6 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +99,11 @@ class _Where:
     """Which module of a model computes at the moment."""
 
     def __init__(self, model: nn.Module) -> None:
-        # A model that was compiled contains itself, as written, under a name that is no part of it.
-        self._names = {m: n.replace("_orig_mod.", "") for n, m in model.named_modules()}
+        # torch.compile puts a module into another one, under a name that nobody else knows.
+        self._names = {
+            module: ".".join(part for part in name.split(".") if part != "_orig_mod")
+            for name, module in model.named_modules()
+        }
         self._calls: list[tuple[nn.Module, Any, Any]] = []
 
     @contextlib.contextmanager
@@ -156,6 +160,10 @@ class _Attention:
     is_cross: bool = False
 
 
+# Whether the calls of attention are those of a recorder, which are no part of any model.
+_recording: ContextVar[bool] = ContextVar("_recording", default=False)
+
+
 class _Recorder(TorchFunctionMode):
     """While it is on, in one thread, it sees the calls of attention and computes them again."""
 
@@ -172,10 +180,14 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         arguments = _attentions().get(func)
-        if arguments is not None:
-            # Here the mode is off: what follows is not seen.
-            with torch.no_grad():
-                self._record(arguments(*args, **kwargs))
+        if arguments is not None and not _recording.get():
+            # This mode is off here, but not that of a call of `inspect` around this one.
+            token = _recording.set(True)
+            try:
+                with torch.no_grad():
+                    self._record(arguments(*args, **kwargs))
+            finally:
+                _recording.reset(token)
         return output
 
     def _record(self, attention: _Attention) -> None:
