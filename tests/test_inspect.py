@@ -420,6 +420,24 @@ def test_multihead_attention_without_a_batch() -> None:
     assert inspection.layers[0].name == ""
 
 
+def test_the_function_of_multihead_attention_called_directly() -> None:
+    """As pooling layers do; the module hands on floating masks only, others boolean ones."""
+
+    class Pool(nn.Module):
+        def forward(self, x: Tensor, hidden: Tensor, static: Tensor | None = None) -> Any:
+            weight = torch.linspace(-1, 1, 3 * 64).view(24, 8)
+            return F.multi_head_attention_forward(
+                x[:1], x, x, 8, 2, weight, None, None, None, False, 0.0, weight[:8], None,
+                key_padding_mask=hidden, average_attn_weights=False, static_k=static,
+                static_v=static,
+            )  # fmt: skip
+
+    x, hidden = torch.randn(5, 3, 8), torch.rand(3, 5) < 0.3
+    for static in (None, torch.randn(6, 5, 4)):
+        inspection = torch_attn.inspect(Pool(), (x, hidden, static))
+        close(inspection.cross_attentions[0], inspection.output[1])
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("no_grad", [True, False])

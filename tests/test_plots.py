@@ -366,7 +366,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         plots.activations,
         ({"a": ONE[0], "b": ONE[:, 0]},),
         {},
-        "values have lengths {'a': 2, 'b': 3}",
+        "values have lengths {'a': 2",
     ),
     (plots.activations, ({},), {}, "values is an empty mapping"),
     (plots.graph, (2 * ONE,), {}, "weights reach from 2 to 2; they must be from 0 to 1"),
