@@ -215,7 +215,7 @@ def _logarithmic(ax: Axes, drawn: Array) -> None:
         ax.set_yscale("log")
         least, most = float(positive.min()), float(positive.max())
         if most < 30 * least:  # too few powers of ten for ticks
-            ticks = MaxNLocator(5).tick_values(least, most)
+            ticks = np.asarray(MaxNLocator(5).tick_values(least, most))
             ticks = ticks[(ticks >= 0.9 * least) & (ticks <= 1.1 * most) & (ticks > 0)]
             ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
             ax.yaxis.set_minor_locator(NullLocator())
