@@ -193,6 +193,9 @@ def _sentence(section: Section) -> None:
         )
         alone = plots.activations(one.activation, TOKENS)
         together = plots.activations(many.norm(dim=-1), TOKENS)
+        longest = 1.05 * many.norm(dim=-1).max().item()
+        for figure in (alone, together):
+            figure.axes[0].set_xlim(0, longest)
         bars = plots.activations(
             {"single head": one.activation, "four heads": many.norm(dim=-1)}, TOKENS
         )
@@ -293,7 +296,6 @@ def _sentence(section: Section) -> None:
 
 
 def _largest(row: Tensor) -> str:
-    """The tokens of the largest weight, all of them if they are equal."""
-    return ", ".join(
-        t for t, w in zip(TOKENS, row.tolist(), strict=True) if w > row.max().item() - 1e-12
-    )
+    """The tokens of the largest weight."""
+    found = [t for t, w in zip(TOKENS, row.tolist(), strict=True) if w > row.max().item() - 1e-12]
+    return "all alike" if len(found) == len(TOKENS) else ", ".join(found)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -248,7 +251,7 @@ def _dictionary(section: Section) -> None:
         plane = plots.embeddings(torch.tensor(list(PLANE.values())), list(PLANE))
         royal = plots.embeddings(
             torch.stack([*(vector(w) for w in ROYALTY), query]),
-            [*ROYALTY, "queen − woman + man"],
+            [*ROYALTY, "queen−woman+man"],
         )
     section.pictures(
         Picture(
@@ -321,9 +324,10 @@ def _softmax(section: Section) -> None:
         The second is all but a choice of one. What that does to learning is in the **Jacobian**,
         the derivative of every weight by every score; it is diag(w) − w wᵀ, and here it comes from
         the operator's backward. Its largest entry falls from
-        {fixed(J.abs().max().item(), 3)} to {power(G.abs().max().item())}. A gradient that has to
-        pass through it becomes {fixed(J.abs().max().item() / G.abs().max().item(), 0)} times
-        smaller. Scores grow with dₖ; dividing by √dₖ keeps them where the Jacobian is not 0.
+        {fixed(J.abs().max().item(), 3)} to {power(G.abs().max().item())}. No
+        gradient passes except through it, and it has become
+        {J.abs().max().item() / G.abs().max().item():,.0f} times smaller. Scores grow with dₖ;
+        dividing by √dₖ keeps them where the Jacobian is not 0.
     """)
     names = ["3", "2", "1"], ["30", "20", "10"]
     reach = J.abs().max().item()
@@ -335,12 +339,18 @@ def _softmax(section: Section) -> None:
                 [f"weight of {s}" for s in labels],
                 [f"score {s}" for s in labels],
                 label="derivative",
-                digits=3 if name == "small" else 5,
+                digits=3 if name == "small" else -1,
                 center=0.0,
                 vmin=-reach,
                 vmax=reach,
                 title=f"softmax([{', '.join(labels)}])",
             )
+            if name == "large":  # too small for decimals
+                for i, row in enumerate(matrix.tolist()):
+                    for j, entry in enumerate(row):
+                        figure.axes[0].text(
+                            j, i, power(entry), ha="center", va="center", color="black"
+                        )
             figure.axes[0].set(xlabel="by this score", ylabel="derivative of this weight")
             pictures.append(
                 Picture(
@@ -352,6 +362,7 @@ def _softmax(section: Section) -> None:
                 )
             )
     section.pictures(*pictures)
+    section.html(_slider())
     naive = torch.tensor([1000.0, 0.0], dtype=torch.float64).exp()
     naive = naive / naive.sum()
     own = softmax([1000.0, 0.0])
@@ -361,6 +372,25 @@ def _softmax(section: Section) -> None:
         gives NaN for the scores (1000, 0), because e¹⁰⁰⁰ is too large for a float64. The operator
         subtracts the largest score first, which changes nothing else, and gives 1 and 0.
     """)
+
+
+def tempered() -> list[tuple[float, list[float], float]]:
+    """Of factors from 0 to 10: weights of 3, 2, 1 times it, and the Jacobian's largest entry."""
+    steps = []
+    for quarters in range(41):
+        factor = quarters / 4
+        scores = [3 * factor, 2 * factor, factor]
+        steps.append((factor, softmax(scores).tolist(), jacobian(scores).abs().max().item()))
+    return steps
+
+
+def _slider() -> str:
+    steps = tempered()
+    template = Path(__file__).with_name("softmax.html").read_text(encoding="utf-8")
+    start = [factor for factor, _, _ in steps].index(1.0)
+    return string.Template(template).substitute(
+        steps=json.dumps(steps), start=start, last=len(steps) - 1
+    )
 
 
 def _vectors(section: Section, count: int) -> None:
