@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ def similarity() -> Similarity:
         x_norm,
         y_norm,
         cosine,
-        torch.tensor(cosine).arccos().rad2deg().item(),
+        math.degrees(math.acos(cosine)),
         *unit,
         _dots(unit)[0, 1].item(),
     )

@@ -431,7 +431,7 @@ def _vectors(section: Section, count: int) -> None:
         gets what it would get alone. For {run.queries:,} queries and as many keys of 64 numbers, in
         float32, the loop and the one call differ by {power(run.difference)}. The loop took
         {_time(run.one_by_one)}, the one call {_time(run.at_once)}:
-        **{fixed(run.one_by_one / run.at_once, 0)} times** as fast (each the fastest of 5 runs, on
+        **{fixed(run.one_by_one / run.at_once, 1)} times** as fast (each the fastest of 5 runs, on
         {torch.get_num_threads()} threads of a CPU).
     """)
     section.code("""
