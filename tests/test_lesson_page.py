@@ -244,7 +244,7 @@ class TestSections:
 OVERLAPS = """
 () => [...document.querySelectorAll("figure[id^=picture-]")].flatMap((figure) => {
   const texts = [...figure.querySelectorAll("svg g")].filter(
-    (g) => g.children.length && [...g.children].every(
+    (g) => [...g.children].some(
       (c) => c.tagName === "use" && c.getAttribute("href").includes("DejaVu")));
   const boxes = texts.map((g) => g.getBoundingClientRect()).filter((b) => b.width && b.height);
   const found = [];
