@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator
 
 from torch_attn.plots._style import (
     Array,
@@ -213,6 +213,12 @@ def _logarithmic(ax: Axes, drawn: Array) -> None:
         return
     if (drawn > 0).all():
         ax.set_yscale("log")
+        least, most = float(positive.min()), float(positive.max())
+        if most < 30 * least:  # too few powers of ten for ticks
+            ticks = np.asarray(MaxNLocator(5).tick_values(least, most))
+            ticks = ticks[(ticks >= 0.9 * least) & (ticks <= 1.1 * most) & (ticks > 0)]
+            ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+            ax.yaxis.set_minor_locator(NullLocator())
         return
     # Logarithmic down to the power of ten below the least positive number, and from there, over the
     # length of one power of ten, linear to 0.

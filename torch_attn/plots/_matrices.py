@@ -195,10 +195,9 @@ def _own_size(shape: tuple[int, ...], rows: list[str]) -> tuple[float, float]:
 
 def _draw(ax: Axes, values: Array, norm: Normalize, colormap: Any, *, equal: bool) -> None:
     shown = np.ma.masked_invalid(values)
-    image: Any = ax.imshow(
+    ax.imshow(
         shown, cmap=colormap, norm=norm, aspect="equal" if equal else "auto", interpolation="none"
     )
-    image.cmap.set_bad(alpha=0)
     edge = mpl.rcParams["axes.edgecolor"]
     for hatch, cells in (("////", np.isneginf(values)), ("xxxx", _broken(values))):
         for i, j in np.argwhere(cells):
