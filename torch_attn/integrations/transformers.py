@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import torch_attn
+from torch_attn._import import import_of, install
 from torch_attn.integrations import _calls
-from torch_attn.integrations._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register"]
 
