@@ -1,4 +1,4 @@
-"""Chapter: attention in a trained model of BERT's architecture, on the sentences of document 002."""
+"""Chapter: attention in a trained model of BERT's architecture, on document 002's sentences."""
 
 from __future__ import annotations
 
