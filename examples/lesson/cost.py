@@ -1,18 +1,20 @@
-"""Chapter: what attention costs. Time and memory of one forward and backward over the length.
+"""Chapter: what attention costs. Time and memory of a forward and backward as the text grows.
 
-    python -m examples.lesson.cost attn 0.1 512 1024
+    python -m examples.lesson.cost attn 512 1024
 
-runs the steps of one operator in a process of its own and prints for each length by how many bytes
-the peak of its resident memory (VmHWM of Linux) grew, whoever allocated them: tensors, the scratch
-of kernels, libraries.
+runs steps of one operator in a process of its own, without and with dropout, and prints for each
+length by how many bytes the peak of its resident memory (VmHWM of Linux) grew, whoever allocated
+them: tensors, the scratch of kernels, libraries.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -22,10 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_attn
-from examples.demo.memory import ROOT
-from examples.demo.report import seconds
+from torch_attn import plots
 
-HEADS, HEAD_DIM, DROPOUT = 2, 64, 0.1
+from .page import Numbers, Picture, Section, theme
+from .threads import one_thread
+from .wording import listed, number, percent
+from .wording import times as times_of
+
+HEADS, HEAD_DIM, DROPOUT = 1, 64, 0.1
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
@@ -43,7 +51,7 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 
 def make(length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value [1, 2, length, 64] that want gradients; the same on every call."""
+    """Query, key and value [1, 1, length, 64] that want gradients; the same on every call."""
     generator = torch.Generator().manual_seed(length)
     shape = (3, 1, HEADS, length, HEAD_DIM)
     query, key, value = torch.randn(shape, generator=generator).unbind()
@@ -59,8 +67,8 @@ def step(name: str, inputs: Sequence[Tensor], dropout_p: float = 0.0) -> None:
 # --- what is kept, exactly ------------------------------------------------------------------------
 
 
-def kept_elements(name: str, length: int, dropout_p: float = 0.0) -> int:
-    """How many elements the forward keeps for the backward, inputs and output included.
+def kept_bytes(name: str, length: int, dropout_p: float = 0.0) -> int:
+    """How many bytes the forward keeps for the backward, with query, key, value and the output.
 
     Each storage once, however many views of it are kept.
     """
@@ -69,35 +77,41 @@ def kept_elements(name: str, length: int, dropout_p: float = 0.0) -> int:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        storages[storage.data_ptr()] = storage.nbytes()
         kept.append(tensor)
         return tensor
 
+    inputs = make(length)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        OPERATORS[name](*make(length), dropout_p=dropout_p)
+        kept.append(OPERATORS[name](*inputs, dropout_p=dropout_p))
+    for tensor in (*inputs, kept[-1]):
+        pack(tensor)
     return sum(storages.values())
 
 
 # --- time -----------------------------------------------------------------------------------------
 
 
-def times(length: int, dropout_p: float = 0.0, budget: float = 0.8) -> dict[str, float]:
+def times(length: int, dropout_p: float = 0.0, budget: float = 0.4) -> dict[str, float]:
     """Operator -> seconds of a step: the median of rounds in which each has its turn.
 
-    Rounds go on for about `budget` seconds, but there are at least 3 and at most 30.
+    On one thread, and in seconds of processor time, so that other programs do not count. Rounds go
+    on for about `budget` seconds, but there are at least 3 and at most 30.
     """
     inputs = make(length)
-    for name in OPERATORS:
-        step(name, inputs, dropout_p)  # memory, threads and caches are as in the middle of training
     measured: dict[str, list[float]] = {name: [] for name in OPERATORS}
     spent, rounds = 0.0, 0
-    while rounds < 3 or (spent < budget and rounds < 30):
-        # Who goes first changes, so that none always finds the machine warm.
-        for name in list(OPERATORS)[:: 1 if rounds % 2 else -1]:
-            taken = seconds(lambda name=name: step(name, inputs, dropout_p))
-            measured[name].append(taken)
-            spent += taken
-        rounds += 1
+    with one_thread():
+        for name in OPERATORS:
+            step(name, inputs, dropout_p)  # memory and caches are as in the middle of training
+        while rounds < 3 or (spent < budget and rounds < 30):
+            # Who goes first changes, so that none always finds the machine warm.
+            for name in list(OPERATORS)[:: 1 if rounds % 2 else -1]:
+                start = time.process_time()
+                step(name, inputs, dropout_p)
+                measured[name].append(time.process_time() - start)
+                spent += measured[name][-1]
+            rounds += 1
     return {name: median(values) for name, values in measured.items()}
 
 
@@ -112,12 +126,14 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def memory(name: str, dropout_p: float, lengths: Sequence[int]) -> list[int]:
-    """Bytes that a step takes at each length, beside its inputs, measured in a new process."""
-    command = [sys.executable, "-m", "examples.lesson.cost", name, str(dropout_p)]
-    command += map(str, lengths)
+def memory(name: str, lengths: Sequence[int]) -> dict[float, list[int]]:
+    """Dropout -> bytes that a step takes at each length beside its inputs, in a new process."""
+    command = [sys.executable, "-m", "examples.lesson.cost", name, *map(str, lengths)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return [int(line) for line in done.stdout.split()]
+    found: dict[float, list[int]] = json.loads(
+        done.stdout, object_pairs_hook=lambda pairs: {float(p): values for p, values in pairs}
+    )
+    return found
 
 
 def resident_bytes(field: str) -> int:
@@ -128,17 +144,215 @@ def resident_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no line {field}")
 
 
-def main(name: str, dropout_p: str, *lengths: str) -> None:
-    step(name, make(64), float(dropout_p))  # threads and libraries are there
-    for length in map(int, lengths):
-        inputs = make(length)
-        # What was freed goes back to the system, and the peak starts anew.
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_bytes("VmRSS")
-        step(name, inputs, float(dropout_p))
-        print(resident_bytes("VmHWM") - before)
-        del inputs
+def growth(name: str, length: int, dropout_p: float) -> int:
+    """Bytes by which the peak of this process grows in a step."""
+    inputs = make(length)
+    # What was freed goes back to the system, and the peak starts anew.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    step(name, inputs, dropout_p)
+    return resident_bytes("VmHWM") - before
+
+
+def main(name: str, *lengths: str) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for dropout_p in (0.0, DROPOUT):
+        step(name, make(64), dropout_p)  # libraries are loaded, and their own memory is there
+        found[str(dropout_p)] = [growth(name, int(length), dropout_p) for length in lengths]
+    print(json.dumps(found))
+
+
+# --- the chapter ----------------------------------------------------------------------------------
+
+
+def _lengths(quick: bool) -> list[int]:
+    return [128, 256, 512, 1024] if quick else [128, 256, 512, 1024, 2048, 4096]
+
+
+def STEPS(quick: bool) -> int:  # noqa: N802
+    return 2 * len(_lengths(quick)) + len(OPERATORS)
+
+
+def chapter(quick: bool, advance: Callable[[], None]) -> Section:
+    lengths = _lengths(quick)
+    seconds: dict[float, list[dict[str, float]]] = {0.0: [], DROPOUT: []}
+    for dropout_p, found in seconds.items():
+        for length in lengths:
+            found.append(times(length, dropout_p))
+            advance()
+    peaks = {}
+    for name in OPERATORS:
+        peaks[name] = memory(name, lengths)
+        advance()
+
+    section = Section(
+        "cost", "What it costs: O(n²)", "Document 002, *scalability*: measured over the length"
+    )
+    _quadratic(section, lengths)
+    _memory(section, lengths, peaks)
+    _time(section, lengths, seconds)
+    return section
+
+
+def _quadratic(section: Section, lengths: list[int]) -> None:
+    last = lengths[-1]
+    one = last * last * 4
+    vectors = 4 * last * HEAD_DIM * 4
+    section.text(f"""
+        Document 002 names the price of attention: the scores are "a matrix that grows quadratically
+        with the length of the input sequence", so that attention "has O(n²)" complexity. Two things
+        are in that sentence. The *work* is quadratic: each of n queries is multiplied with each of
+        n keys. The *memory* is quadratic only for those who write the matrix down.
+
+        One step of training, forward and backward, was measured for one head of {HEAD_DIM}, in
+        float32 and at lengths from {lengths[0]} to {last:,}, with three operators: the **naive**
+        formula, softmax(Q Kᵀ / √dₖ) V line by line as in the documents; PyTorch's **built-in**
+        `F.scaled_dot_product_attention`; and **attn**. At {last:,} tokens query, key, value and
+        output are {number(vectors / MIB, 2)} MiB together; one matrix of scores is
+        {number(one / MIB, 2)} MiB, and the naive formula needs several.
+    """)
+    naive_kept = {n: kept_bytes("naive", n) for n in lengths}
+    attn_kept = {n: kept_bytes("attn", n) for n in lengths}
+    section.table(
+        ["length", "naive, bytes", "of it L × S", "share", "attn, bytes", "attn, bytes a token"],
+        [
+            [
+                n,
+                f"{naive_kept[n]:,}",
+                f"{HEADS * n * n * 4:,}",
+                percent(HEADS * n * n * 4 / naive_kept[n]),
+                f"{attn_kept[n]:,}",
+                attn_kept[n] // n,
+            ]
+            for n in lengths
+        ],
+        "What is kept from the forward to the backward, counted exactly, with query, key, value and "
+        "output. The naive formula keeps a matrix of weights; attn keeps two numbers a row, from "
+        "which the backward computes the weights again.",
+    )
+
+
+def _top(lengths: list[int]) -> int:
+    """The first of the longer half, over which exponents are fitted."""
+    return len(lengths) // 2
+
+
+def _exponents(lengths: list[int], values: dict[str, list[float]]) -> dict[str, float]:
+    top = _top(lengths)
+    return {name: exponent(lengths[top:], row[top:]) for name, row in values.items()}
+
+
+def _curves(
+    name: str,
+    lengths: list[int],
+    values: dict[str, list[float]],
+    title: str,
+    ylabel: str,
+    caption: str,
+    alt: str,
+) -> Picture:
+    with theme():
+        figure = plots.scaling(
+            lengths, values, xlabel="length (tokens)", ylabel=ylabel, title=title
+        )
+    rows = [[n, *(row[i] for row in values.values())] for i, n in enumerate(lengths)]
+    return Picture(name, figure, caption, alt, Numbers(["length", *values], rows))
+
+
+def _memory(section: Section, lengths: list[int], peaks: dict[str, dict[float, list[int]]]) -> None:
+    mib = {
+        dropout_p: {name: [x / MIB for x in found[dropout_p]] for name, found in peaks.items()}
+        for dropout_p in (0.0, DROPOUT)
+    }
+    plain, dropped = (_exponents(lengths, mib[dropout_p]) for dropout_p in mib)
+    last = {p: {name: row[-1] for name, row in found.items()} for p, found in mib.items()}
+    first_fitted = lengths[_top(lengths)]
+    section.heading("Memory")
+    section.text(f"""
+        The peak of a process's resident memory grows in one step at {lengths[-1]:,} tokens by
+        {number(last[0.0]["naive"])} MiB with the naive formula, {number(last[0.0]["built-in"])} MiB
+        with the built-in and {number(last[0.0]["attn"])} MiB with attn. Fitted to the lengths from
+        {first_fitted:,} on, memory grows as the length to the power of {plain["naive"]:.2f},
+        {plain["built-in"]:.2f} and {plain["attn"]:.2f}.
+
+        With dropout of {DROPOUT:g} the built-in takes another way, which writes the matrix down:
+        {number(last[DROPOUT]["built-in"])} MiB, and an exponent of {dropped["built-in"]:.2f}. attn
+        stays at {number(last[DROPOUT]["attn"])} MiB ({dropped["attn"]:.2f}); which weights are
+        dropped it draws again in the backward, from the same seed. The same happens to the built-in
+        with a mask that wants a gradient.
+    """)
+    section.pictures(
+        *(
+            _curves(
+                f"cost-memory{suffix}",
+                lengths,
+                mib[dropout_p],
+                title,
+                "peak growth (MiB)",
+                "Growth of the resident peak in one forward and backward, beside the inputs, in a "
+                "process of its own. Short texts take less than what libraries allocate at a time.",
+                f"At {lengths[-1]:,} tokens: "
+                + listed([f"{name} {x:.0f} MiB" for name, x in last[dropout_p].items()])
+                + ".",
+            )
+            for suffix, title, dropout_p in (
+                ("", "Memory of a step", 0.0),
+                ("-dropout", f"Memory, dropout {DROPOUT:g}", DROPOUT),
+            )
+        )
+    )
+
+
+def _time(
+    section: Section, lengths: list[int], seconds: dict[float, list[dict[str, float]]]
+) -> None:
+    milliseconds = {
+        dropout_p: {name: [1e3 * row[name] for row in found] for name in OPERATORS}
+        for dropout_p, found in seconds.items()
+    }
+    plain, dropped = (_exponents(lengths, found) for found in milliseconds.values())
+    last = {p: {name: row[-1] for name, row in found.items()} for p, found in milliseconds.items()}
+    section.heading("Time")
+    section.text(f"""
+        Time is another matter: **everybody's grows quadratically**, for the products are the same.
+        Fitted from {lengths[_top(lengths)]:,} tokens on, the exponents are {plain["naive"]:.2f} for
+        the naive formula, {plain["built-in"]:.2f} for the built-in and {plain["attn"]:.2f} for
+        attn. What differs is the factor: at {lengths[-1]:,} tokens {number(last[0.0]["naive"])},
+        {number(last[0.0]["built-in"])} and {number(last[0.0]["attn"])} ms, which is
+        {times_of(last[0.0]["naive"] / last[0.0]["attn"])} and
+        {times_of(last[0.0]["built-in"] / last[0.0]["attn"])} the time of attn. A matrix that is
+        written and read costs time as well as room. With dropout they are
+        {number(last[DROPOUT]["naive"])}, {number(last[DROPOUT]["built-in"])} and
+        {number(last[DROPOUT]["attn"])} ms.
+
+        So the second challenge of document 002, a context of limited size, has two parts as well. A
+        text twice as long takes four times as long; but it no longer takes four times the memory.
+    """)
+    section.pictures(
+        *(
+            _curves(
+                f"cost-time{suffix}",
+                lengths,
+                milliseconds[dropout_p],
+                title,
+                "processor time (ms)",
+                "Medians of alternating rounds on one thread. Exponents from "
+                f"{lengths[_top(lengths)]:,} on: "
+                + listed([f"{name} {x:.2f}" for name, x in exponents.items()])
+                + ".",
+                "Three nearly parallel lines on logarithmic axes; at "
+                f"{lengths[-1]:,} tokens "
+                + listed([f"{name} {x:.0f} ms" for name, x in last[dropout_p].items()])
+                + ".",
+            )
+            for suffix, title, dropout_p, exponents in (
+                ("", "Time of a step", 0.0, plain),
+                ("-dropout", f"Time, dropout {DROPOUT:g}", DROPOUT, dropped),
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Callable
 
-from matplotlib.figure import Figure
-
 from examples.demo.report import check
 from torch_attn import plots
 
