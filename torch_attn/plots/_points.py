@@ -165,7 +165,7 @@ def tsne(
         keys = queries
     names = token_names("tsne", "queries", queries, len(q))
     names += token_names("tsne", "keys", keys, len(k))
-    chosen = {shown(token) for token in highlight}
+    chosen = {shown(token, 18) for token in highlight}
     if chosen - set(names) or isinstance(highlight, str):
         raise ValueError(
             f"plots.tsne: highlight is {highlight!r}; it must be a sequence of tokens "

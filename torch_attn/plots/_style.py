@@ -55,7 +55,7 @@ def array(function: str, argument: str, values: Any, shape: str) -> Array:
 
 
 def token_names(
-    function: str, argument: str, tokens: Sequence[str] | None, count: int
+    function: str, argument: str, tokens: Sequence[str] | None, count: int, longest: int = 18
 ) -> list[str]:
     """The tokens as they are written in a picture; their numbers if there are none."""
     if tokens is None:
@@ -68,7 +68,7 @@ def token_names(
     return [shown(str(token), longest) for token in tokens]
 
 
-def shown(token: str, longest: int = 18) -> str:
+def shown(token: str, longest: int) -> str:
     """A token as it is written: spaces visible, of one line, not too long, never a formula."""
     token = token.replace("\n", "↵").replace("\t", "⇥")
     if not token.strip():
