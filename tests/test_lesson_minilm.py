@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch
 from examples.lesson import minilm
 from torch_attn.integrations.transformers import calls
 
-TOKENS = "[CLS] i was watching the door when it opened . [SEP]".split()
+TOKENS = ["[CLS]", "i", "was", "watching", "the", "door", "when", "it", "opened", ".", "[SEP]"]
 
 
 @pytest.fixture(scope="module")

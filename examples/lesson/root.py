@@ -162,8 +162,8 @@ def _scores(section: Section, measured: dict[str, list[Measured]]) -> None:
             "Variance of the scores",
             "variance of the scores",
             "Markers: measured. Dashed: dₖ, 1 and 1/dₖ, which is the theory for every size.",
-            "Three straight lines on logarithmic axes: the variance of scores grows as dₖ without a "
-            f"scale, stays at 1 with {ROOT} and falls as 1/dₖ with {FULL}.",
+            "Three straight lines on logarithmic axes: the variance of scores grows as dₖ without "
+            f"a scale, stays at 1 with {ROOT} and falls as 1/dₖ with {FULL}.",
             lambda m: variance_of_scores(m.size, m.scale),
         )
     )
@@ -297,8 +297,8 @@ def _dscores(section: Section, measured: dict[str, list[Measured]]) -> None:
             "Median row of dS",
             "length of a row of dS",
             "Markers: the median of all rows; bands: from 25 to 75 % of the rows. Dashed: two keys "
-            "share, whose scores are g apart: |dS| = √2 p (1 − p) |dP₁ − dP₂| with p = 1/(1 + e⁻ᵍ), "
-            "and its median.",
+            "share, whose scores are g apart: |dS| = √2 p (1 − p) |dP₁ − dP₂| with "
+            "p = 1/(1 + e⁻ᵍ), and its median.",
             "On a logarithmic axis the curve without a scale falls to "
             f"{medians[NONE][size]:.0e}; the two others are level.",
             lambda m: _theory(m, None, lambda two: two.median_dscores),
@@ -309,8 +309,8 @@ def _dscores(section: Section, measured: dict[str, list[Measured]]) -> None:
             lambda m: m.dscores.square().mean().sqrt().item(),
             "Root mean square row of dS",
             "length of a row of dS",
-            "The same rows. Dashed: √(e^σ²/S) where many keys share, to which the measurement comes "
-            "as S grows; where two share it falls as dₖ to the power of −1/4 only.",
+            "The same rows. Dashed: √(e^σ²/S) where many keys share, to which the measurement "
+            "comes as S grows; where two share it falls as dₖ to the power of −1/4 only.",
             "Without a scale the root mean square rises first and then falls slowly, to "
             f"{means[NONE]:.2f}; with {ROOT} it is {means[ROOT]:.2f} throughout.",
             lambda m: _theory(m, dscores_of_many, lambda two: two.root_mean_square_dscores),
