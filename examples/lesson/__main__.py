@@ -19,9 +19,9 @@ import torch
 import torch_attn
 from examples.demo.report import DemoError, console, progress
 
-from . import page, words
+from . import four_tokens, heads, lookup, page, variants, words
 
-CHAPTERS = [words]
+CHAPTERS = [words, four_tokens, heads, variants, lookup]
 
 TITLE = "What attention computes, and why it divides by √dₖ"
 LEAD = """
