@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import pytest
 import torch
@@ -84,3 +86,27 @@ def test_cosines(captured: dict[str, minilm.Captured]) -> None:
         query, key = found.query[2, 3, i].double(), found.key[2, 3, j].double()
         expected = (query @ key / query.norm() / key.norm()).item()
         assert cosines[i, j].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_explorer_shows_that_head_first_and_has_all_others(
+    captured: dict[str, minilm.Captured],
+) -> None:
+    """What is seen without scripts, and the numbers that scripts show, to three digits."""
+    found = captured[minilm.DOCUMENT]
+    layer, head = found.strongest(minilm.MASK, "door")
+    page = minilm._explorer(captured)
+    pressed = re.findall(r'data-head="(\d+),(\d+)"[^>]*aria-pressed="true"', page)
+    assert pressed == [(str(layer), str(head))]
+    cells = re.findall(r'<td data-cell="(\d+),(\d+)" style="--w:([\d.]+)">', page)
+    shown = torch.tensor([float(weight) for *_, weight in cells]).view(11, 11)
+    assert (shown - found.weights[layer, head]).abs().max() <= 0.5e-3 + 1e-6
+    assert [(int(i), int(j)) for i, j, _ in cells] == [(i, j) for i in range(11) for j in range(11)]
+
+    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page)[1])
+    assert [s["tokens"] for s in data["sentences"]] == [c.tokens for c in captured.values()]
+    for sentence, c in zip(data["sentences"], captured.values(), strict=True):
+        weights = torch.tensor(sentence["weights"]).view(6, 12, 11, 11) / 1000
+        assert (weights - c.weights).abs().max() <= 0.5e-3 + 1e-6
+        entropy = torch.tensor(sentence["entropy"]).view(6, 12) / 1000
+        assert (entropy - c.entropy).abs().max() <= 0.5e-3 + 1e-6
+    assert "$" not in page

@@ -228,7 +228,9 @@ def _explorer(captured: dict[str, Captured]) -> str:
         + "</tr>"
         for i, row in enumerate(found.weights[layer, head].tolist())
     )
-    template = string.Template(Path(__file__).with_name("heads.html").read_text(encoding="utf-8"))
+    template = string.Template(
+        Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
+    )
     return template.substitute(
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         options="".join(
@@ -323,8 +325,8 @@ def _spaces(section: Section, captured: dict[str, Captured]) -> None:
             "minilm-tsne",
             first,
             f'"{DOCUMENT}" {note}',
-            f"Queries and keys of {len(found.tokens)} tokens in the plane; cosine of {MASK}'s query "
-            f"and the key of door {mask:.2f}.",
+            f"Queries and keys of {len(found.tokens)} tokens in the plane; cosine of {MASK}'s "
+            f"query and the key of door {mask:.2f}.",
             Numbers.matrix(cosines, found.tokens, found.tokens),
         ),
         Picture(
