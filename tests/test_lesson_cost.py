@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from examples.lesson import cost
+from examples.lesson import cost, threads
 from test_memory import LargestAllocation
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with threads.one_thread():
+        yield
 
 
 def largest_allocation(name: str, length: int, dropout_p: float) -> int:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from examples.lesson import threads, trained
 from examples.lesson.scaling import NONE, ROOT, SCALES
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with threads.one_thread():
+        yield
 
 
 def test_answers_are_in_the_text() -> None:
