@@ -234,17 +234,20 @@ def _quadratic(section: Section, lengths: list[int]) -> None:
         {number(4 * last * HEAD_DIM * 4 / MIB, 2)} MiB together; one matrix of scores is
         {number(last * last * 4 / MIB, 2)} MiB, and the naive formula needs several.
     """)
+    section.text("""
+        What is kept from the forward to the backward can be counted exactly, with query, key, value
+        and output. The naive formula keeps a matrix of weights; attn keeps two numbers a row, from
+        which the backward computes the weights again.
+    """)
     naive, ours = ([kept_bytes(name, n) for n in lengths] for name in ("naive", "attn"))
     section.table(
-        ["length", "naive, bytes", "of it L × S", "share", "attn, bytes", "attn, bytes a token"],
+        ["length", "naive", "of it L × S", "share", "attn", "attn, a token"],
         [
             [n, f"{a:,}", f"{4 * n * n:,}", percent(4 * n * n / a), f"{b:,}", b // n]
             for n, a, b in zip(lengths, naive, ours, strict=True)
             if n <= LONGEST_MATRIX
         ],
-        "What is kept from the forward to the backward, counted exactly, with query, key, value "
-        "and output. The naive formula keeps a matrix of weights; attn keeps two numbers a row, "
-        "from which the backward computes the weights again.",
+        "Bytes kept from the forward to the backward.",
     )
 
 

@@ -56,7 +56,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         "What documents 000, 002, 003 and 004 say in a sentence each, measured",
     )
     section.text(f"""
-        All documents divide the scores by √dₖ, the root of the size of a query and a key (here also
+        The documents divide the scores by √dₖ, the root of the size of a query and a key (here also
         `head_dim`), and give the same reason: it "prevents the dot products from growing too large
         in magnitude, leading to extremely small gradients in the softmax function" (000). Document
         002 writes that "this *scaling* might lead to the vanishing gradient problem"; it is the
@@ -181,7 +181,7 @@ def _weights(section: Section, measured: dict[str, list[Measured]]) -> None:
         times. So without scaling the largest score takes all, and attention becomes a lookup of one
         key. The *entropy* of a row of weights, −Σ p log p, says how many keys share it: log {KEYS}
         = {math.log(KEYS):.3f} if all are alike, 0 if one has everything, and in between about
-        e^entropy of them.
+        exp(entropy) of them.
 
         At dₖ = {size:,} the largest of {KEYS} weights is {number(largest[NONE])} on average without
         scaling (entropy {number(entropy[NONE])}). With {ROOT} it is {number(largest[ROOT])}, and
@@ -309,7 +309,7 @@ def _dscores(section: Section, measured: dict[str, list[Measured]]) -> None:
             lambda m: m.dscores.square().mean().sqrt().item(),
             "Root mean square row of dS",
             "length of a row of dS",
-            "The same rows. Dashed: √(e^σ²/S) where many keys share, to which the measurement "
+            "The same rows. Dashed: √(exp(σ²)/S) where many keys share, to which the measurement "
             "comes as S grows; where two share it falls as dₖ to the power of −1/4 only.",
             "Without a scale the root mean square rises first and then falls slowly, to "
             f"{means[NONE]:.2f}; with {ROOT} it is {means[ROOT]:.2f} throughout.",

@@ -344,6 +344,13 @@ def _mean(runs: list[Run], scale: str, value: Callable[[Run], Tensor]) -> Tensor
 
 def _first_step(section: Section, runs: list[Run]) -> None:
     section.heading("What arrives at the first step")
+    section.text(f"""
+        Below are, for each scale and layer: the standard deviation σ of the scores; entropy and
+        largest weight of the rows of the questions, which see {PAIRS + 1} to {2 * PAIRS} keys; the
+        length of these rows of dS (of the summed loss), median and root mean square; and the norm
+        of the gradient of the {2 * CONFIG.width} × {CONFIG.width} weights that make queries and
+        keys.
+    """)
     rows = []
     for scale in SCALES:
         for layer in range(CONFIG.layers):
@@ -357,17 +364,15 @@ def _first_step(section: Section, runs: list[Run]) -> None:
         [
             "scale",
             "layer",
-            "standard deviation of the scores",
+            "σ of scores",
             "entropy",
-            "largest weight",
-            "median row of dS",
-            "root mean square row",
-            "gradient of the weights",
+            "largest",
+            "median dS",
+            "r.m.s. dS",
+            "gradient",
         ],
         rows,
-        f"Means over the seeds, of the rows of the questions, which see {PAIRS + 1} to {2 * PAIRS} "
-        f"keys. dS is that of the summed loss. Last column: the norm of the gradient of the "
-        f"{2 * CONFIG.width} × {CONFIG.width} weights that make queries and keys.",
+        "Means over the seeds, at the first step.",
     )
     first = {scale: _mean(runs, scale, lambda run: run.gradients[0])[0].item() for scale in SCALES}
     rms = {
