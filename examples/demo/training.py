@@ -58,8 +58,8 @@ def draw(
     written.axis("off")
     written.set_title("What the model with attn writes")
     lines = []
-    for when, text in texts.items():
-        lines += [f"{when}:", *textwrap.wrap(" ".join(text.split()), 58)[:7], ""]
+    for (when, text), rows in zip(texts.items(), (3, 9), strict=True):
+        lines += [f"{when}:", *textwrap.wrap(" ".join(text.split()), 58)[:rows], ""]
     written.text(
         0, 1, "\n".join(lines), va="top", family="monospace", fontsize=10, linespacing=1.4,
         transform=written.transAxes, parse_math=False,
@@ -82,7 +82,7 @@ def run(out: Path, quick: bool) -> list[Path]:
         f"manual of Python ({len(PROSE):,} characters), twice from the same seed.",
     )
     runs = {name: Training(name, config) for name in ATTENTION}
-    texts = {"before it learns": write(runs["attn"].model, "The ", 400)}
+    texts = {"before it learns": write(runs["attn"].model, "The ", 200)}
     runs["attn"].model.train()
     losses: dict[str, list[float]] = {name: [] for name in runs}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -115,8 +115,8 @@ def run(out: Path, quick: bool) -> list[Path]:
         "attention",
         "first loss",
         "last loss",
-        "time a step",
-        *(f"memory, {length}" for length in lengths),
+        "ms a step",
+        *(f"MiB at {length}" for length in lengths),
         caption=f"{steps} steps in turns, median time. Memory: the growth of the resident peak of "
         "a process of its own that trains, with dropout of a tenth of the attention's weights, by "
         f"the characters of context, {CHARACTERS} of them in a step.",
@@ -126,11 +126,11 @@ def run(out: Path, quick: bool) -> list[Path]:
             name,
             f"{losses[name][0]:.4f}",
             f"{losses[name][-1]:.4f}",
-            f"{1e3 * median(times[name]):.1f} ms",
-            *(f"{of.memory / 2**20:.0f} MiB" for of in costs[name].values()),
+            f"{1e3 * median(times[name]):.1f}",
+            *(f"{of.memory / 2**20:.0f}" for of in costs[name].values()),
         )
     console.print(results)
-    texts[f"after {steps} steps"] = write(runs["attn"].model, "The ", 400)
+    texts[f"after {steps} steps"] = write(runs["attn"].model, "The ", 480)
     for when, text in texts.items():
         console.print(f"  It writes, {when}: ", end="")
         console.print(repr(text[:100]), style="dim", markup=False)
