@@ -12,7 +12,8 @@ import torch_attn
 from examples.demo.report import check
 from torch_attn import plots
 
-from .page import Section, fixed, theme
+from .page import Section, theme
+from .wording import fixed
 
 QUERY = "something warm"
 KEYS = ["cocoa", "lemonade"]
