@@ -118,7 +118,7 @@ def STEPS(quick: bool) -> int:  # noqa: N802
 
 def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
-        "heads",
+        "four-heads",
         "One head and four",
         "After *Attention Mechanism*, a notebook of reflections on embeddings and heads.",
     )

@@ -284,8 +284,8 @@ def _depends(section: Section) -> None:
         Attention acts on a set of vectors. Put the tokens into another order, and the outputs are
         the same ones in that order: **permutation equivariance**. Measured, the largest difference
         is {number(found["tokens in another order"], 1)}, the rounding of float32. So “the cat
-        saw the dog” and “the dog saw the cat” would be one to it, and the two *the* of a sentence the
-        same token: their rows of weights differ by
+        saw the dog” and “the dog saw the cat” would be one to it, and the two *the* of a sentence
+        the same token: their rows of weights differ by
         {number(words.rows_differ(words.plain), 1)}.
 
         What brings order in is added to the vectors before: sines and cosines of the place, the
