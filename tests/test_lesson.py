@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from examples.demo.report import check
 from examples.lesson import four_tokens, heads, lookup, page, variants, words
+from examples.lesson.wording import fixed, number
 
 Array = NDArray[np.float64]
 
@@ -272,10 +273,10 @@ class TestLookup:
 
 class TestSayingIt:
     def test_numbers_in_sentences(self) -> None:
-        assert page.fixed(-0.12345, 3) == "−0.123"
-        assert page.power(2.4e-7) == "2·10⁻⁷"
-        assert page.power(-9.1e-14) == "−9·10⁻¹⁴"
-        assert page.power(0.0) == "0"
+        assert fixed(-0.12345, 3) == "−0.123"
+        assert number(2.4e-7, 1) == "2·10⁻⁷"
+        assert number(-9.1e-14, 1) == "−9·10⁻¹⁴"
+        assert number(0.0, 1) == "0"
 
     def test_a_promise_that_does_not_hold_ends_with_its_reason(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

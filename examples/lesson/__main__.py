@@ -19,9 +19,10 @@ import torch
 import torch_attn
 from examples.demo.report import DemoError, console, progress
 
-from . import four_tokens, heads, lookup, page, variants, words
+from . import cost, four_tokens, heads, lookup, minilm, page, root, trained, variants, words
 
-CHAPTERS = [words, four_tokens, heads, variants, lookup]
+# In the order of the page.
+CHAPTERS = [words, four_tokens, heads, cost, minilm, variants, lookup, root, trained]
 
 TITLE = "What attention computes, and why it divides by √dₖ"
 LEAD = """

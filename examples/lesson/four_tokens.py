@@ -12,7 +12,8 @@ import torch_attn
 from examples.demo.report import check
 from torch_attn import plots
 
-from .page import Numbers, Picture, Section, fixed, power, theme
+from .page import Numbers, Picture, Section, theme
+from .wording import fixed, number
 
 TOKENS = [f"Token-{i}" for i in (1, 2, 3, 4)]
 
@@ -128,7 +129,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         (0.9, 0.1) to ({fixed(x, 3)}, {fixed(y, 3)}). Such a mean lies among the values, so the four
         have come closer: their mean distance from the centre went from {fixed(spread[0], 3)} to
         {fixed(spread[1], 3)}. The pairs are still told apart. All of this agrees with the
-        document's own formula, written out, to {power(_difference(f))}.
+        document's own formula, written out, to {number(_difference(f), 1)}.
     """)
     section.picture(
         "four-tokens-output",

@@ -13,7 +13,8 @@ import torch_attn
 from examples.demo.report import check
 from torch_attn import plots
 
-from .page import Numbers, Picture, Section, fixed, theme
+from .page import Numbers, Picture, Section, theme
+from .wording import fixed
 
 TOKENS = ["I", "prefer", "apple", "over", "orange", "because", "it", "is", "less", "acidic"]
 # The numbers of a token that each head reads.
@@ -117,7 +118,7 @@ def STEPS(quick: bool) -> int:  # noqa: N802
 
 def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
-        "heads",
+        "four-heads",
         "One head and four",
         "After *Attention Mechanism*, a notebook of reflections on embeddings and heads.",
     )

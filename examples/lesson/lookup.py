@@ -16,7 +16,8 @@ import torch_attn
 from examples.demo.report import check
 from torch_attn import plots
 
-from .page import Numbers, Picture, Section, fixed, power, theme
+from .page import Numbers, Picture, Section, theme
+from .wording import fixed, number
 
 WORDS = ["apple", "banana", "chair"]
 VALUES = torch.tensor([[10.0], [5.0], [2.0]], dtype=torch.float64)
@@ -293,8 +294,8 @@ def _softmax(section: Section) -> None:
         Scores can be any numbers; weights have to be positive and sum to 1. Softmax, eˣ of each
         divided by the sum of all, does that. The larger score gets the larger weight, and the order
         stays. Only differences count: with 100 added to every score the weights change by
-        {power(moved)}. (One caution about "monotonic": a weight rises with its own score, and falls
-        when another's rises.)
+        {number(moved, 1)}. (One caution about "monotonic": a weight rises with its own score, and
+        falls when another's rises.)
     """)
     section.table(
         ["score", "weight", "printed in the document"],
@@ -324,7 +325,7 @@ def _softmax(section: Section) -> None:
         The second is all but a choice of one. What that does to learning is in the **Jacobian**,
         the derivative of every weight by every score; it is diag(w) − w wᵀ, and here it comes from
         the operator's backward. Its largest entry falls from
-        {fixed(J.abs().max().item(), 3)} to {power(G.abs().max().item())}. No
+        {fixed(J.abs().max().item(), 3)} to {number(G.abs().max().item(), 1)}. No
         gradient passes except through it, and it has become
         {J.abs().max().item() / G.abs().max().item():,.0f} times smaller. Scores grow with dₖ;
         dividing by √dₖ keeps them where the Jacobian is not 0.
@@ -349,7 +350,7 @@ def _softmax(section: Section) -> None:
                 for i, row in enumerate(matrix.tolist()):
                     for j, entry in enumerate(row):
                         figure.axes[0].text(
-                            j, i, power(entry), ha="center", va="center", color="black"
+                            j, i, number(entry, 1), ha="center", va="center", color="black"
                         )
             figure.axes[0].set(xlabel="by this score", ylabel="derivative of this weight")
             pictures.append(
@@ -429,7 +430,7 @@ def _vectors(section: Section, count: int) -> None:
     section.text(f"""
         Queries do not know of each other, so one call can take all of them: query i of the matrix
         gets what it would get alone. For {run.queries:,} queries and as many keys of 64 numbers, in
-        float32, the loop and the one call differ by {power(run.difference)}. The loop took
+        float32, the loop and the one call differ by {number(run.difference, 1)}. The loop took
         {_time(run.one_by_one)}, the one call {_time(run.at_once)}:
         **{fixed(run.one_by_one / run.at_once, 1)} times** as fast (each the fastest of 5 runs, on
         {torch.get_num_threads()} threads of a CPU).

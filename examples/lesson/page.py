@@ -319,17 +319,3 @@ def _shown(cell: object) -> str:
         text = f"{cell:.4g}"
         return "0" if text == "-0" else text.replace("-", "−")
     return str(cell)
-
-
-def fixed(number: float, digits: int) -> str:
-    """A number for a sentence: fixed(-0.12345, 3) is "−0.123"."""
-    return f"{number:.{digits}f}".replace("-", "−")
-
-
-def power(number: float) -> str:
-    """A small or large number for a sentence: power(2.4e-7) is "2·10⁻⁷"; 0 is "0"."""
-    if number == 0:
-        return "0"
-    digit, exponent = f"{number:.0e}".split("e")
-    raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{digit.replace('-', '−')}·10{raised}"

@@ -14,7 +14,8 @@ import torch_attn
 from examples.demo.report import check
 from torch_attn import plots
 
-from .page import Numbers, Picture, Section, fixed, power, theme
+from .page import Numbers, Picture, Section, theme
+from .wording import fixed, number
 
 ENGLISH = ["I", "have", "read", "the", "book"]
 GERMAN = ["Ich", "habe", "das", "Buch", "gelesen"]
@@ -249,7 +250,7 @@ def _heads(section: Section) -> None:
         A head has projections of its own, so that it can look elsewhere than the others. Here are
         four with random ones, in one call: query, key and value are [4, 5, 4], that is heads,
         tokens, numbers. Heads know nothing of each other: four calls give the same outputs (the
-        largest difference is {power(many.apart)}). The words that get most weight form
+        largest difference is {number(many.apart, 1)}). The words that get most weight form
         {places} different patterns in the 4 heads.
     """)
     with theme():
@@ -282,10 +283,10 @@ def _depends(section: Section) -> None:
     section.text(f"""
         Attention acts on a set of vectors. Put the tokens into another order, and the outputs are
         the same ones in that order: **permutation equivariance**. Measured, the largest difference
-        is {power(found["tokens in another order"])}, the rounding of float32. So “the cat saw the
-        dog” and “the dog saw the cat” would be one to it, and the two *the* of one sentence the
-        same token: their rows of weights differ by
-        {power(words.rows_differ(words.plain))}.
+        is {number(found["tokens in another order"], 1)}, the rounding of float32. So “the cat
+        saw the dog” and “the dog saw the cat” would be one to it, and the two *the* of a sentence
+        the same token: their rows of weights differ by
+        {number(words.rows_differ(words.plain), 1)}.
 
         What brings order in is added to the vectors before: sines and cosines of the place, the
         **positional encodings**. With them the rows differ by
@@ -318,11 +319,11 @@ def _depends(section: Section) -> None:
     section.heading("What the result depends on, by experiment")
     section.text(f"""
         - **Distance does not matter.** A query finds its key next to it or 4,095 tokens away, with
-          the same result to {power(found["a key moved 4,095 places away"])}. That is what recurrent
-          networks find hard.
+          the same result to {number(found["a key moved 4,095 places away"], 1)}. That is what
+          recurrent networks find hard.
         - **Texts of a batch do not talk.** Replace another text of the batch: the change is
-          {power(found["another text of the batch replaced"])}, not one bit. Replace one token of
-          the same text, and the others change by
+          {number(found["another text of the batch replaced"], 1)}, not one bit. Replace one token
+          of the same text, and the others change by
           {fixed(found["one token of the same text replaced"], 2)}.
         - **Weights are made of the data.** Two texts have weights that differ by up to
           {fixed(found["weights of one text and of another"], 2)}. Those of a linear layer are the

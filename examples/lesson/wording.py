@@ -20,6 +20,11 @@ def number(x: float, digits: int = 3) -> str:
     return text.replace("-", "−")
 
 
+def fixed(x: float, digits: int) -> str:
+    """With so many decimals: fixed(-0.12345, 3) is "−0.123"."""
+    return f"{x:.{digits}f}".replace("-", "−")
+
+
 def times(factor: float) -> str:
     """A factor: 2.8 times, 366,000 times."""
     return f"{number(factor, 2 if factor < 100 else 3)} times"
