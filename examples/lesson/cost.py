@@ -210,7 +210,9 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         advance()
 
     section = Section(
-        "cost", "What it costs: O(n²)", "Document 002, *scalability*: measured over the length"
+        "cost",
+        "What it costs: O(n²)",
+        "After *Notes On: Scaled Dot-Product Attention* (October 14, 2024), on scalability",
     )
     _quadratic(section, lengths)
     _memory(section, lengths, peaks)
@@ -221,7 +223,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
 def _quadratic(section: Section, lengths: list[int]) -> None:
     last = min(LONGEST_MATRIX, lengths[-1])
     section.text(f"""
-        Document 002 names the price of attention: its scores are "stored in a matrix that grows
+        The document names the price of attention: its scores are "stored in a matrix that grows
         quadratically with the length of the input sequence", so that the complexity is O(n²). Two
         things are in that sentence. The *work* is quadratic: each of n queries is multiplied with
         each of n keys. The *memory* is quadratic only for those who do store the matrix.
@@ -360,7 +362,7 @@ def _time(
         {number(dropped["naive"])}, {number(dropped["built-in"])} and {number(dropped["attn"])} ms.
 
         So a text twice as long takes four times as long, whoever computes it; but it need not take
-        four times the memory. The other challenge that document 002 names, a context of limited
+        four times the memory. The other challenge that the document names, a context of limited
         size, is eased by that and not removed.
     """)
     section.pictures(

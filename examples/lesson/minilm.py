@@ -1,4 +1,4 @@
-"""Chapter: attention in a trained model of BERT's architecture, on document 002's sentences."""
+"""Chapter: attention in a trained model of BERT's architecture, on the sentences of a document."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
         "minilm",
         "Attention in a trained model",
-        "Document 002, *Visualizing attention*, with other weights",
+        "After *Notes On: Scaled Dot-Product Attention*, visualizing attention, with other weights",
     )
     _maps(section, captured)
     advance()
@@ -162,7 +162,7 @@ def _maps(section: Section, captured: dict[str, Captured]) -> None:
         f"so do {listed(more)}, more strongly" if more else "no other token does so more strongly"
     )
     section.text(f"""
-        Document 002 looks into `bert-base-uncased`, at layer 3 and head 11, counted from 0, and
+        The document looks into `bert-base-uncased`, at layer 3 and head 11, counted from 0, and
         finds that {MASK} attends to "door" in "{DOCUMENT}" (That is what its picture says; its text
         says "{MASKED_DOOR}" Both are here, and the sentence without a mask.)
 

@@ -6,8 +6,8 @@ it does is one number. The weights that make queries and keys begin such that bo
 normal, as in the chapter before, with one head of 128.
 
 How it was chosen: tried beforehand were this task with 16 and 32 pairs, learning rates of 0.001 and
-0.003, three seeds, heads of 128 and 256, PyTorch's default initialization and SGD, as well as the
-characters of a real text. With 1/√dₖ it was learned first in all of them, by little in the text;
+0.003, three seeds, PyTorch's default initialization and SGD, as well as the characters of a real
+text. With 1/√dₖ it was learned first in all of them, by little in the text;
 without a scale last, but for PyTorch's initialization, where it was level with 1/dₖ. SGD learned
 with 1/√dₖ alone, and not for good. With four heads of 32 the three are nearer to each other.
 """

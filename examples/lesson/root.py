@@ -53,15 +53,15 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
         "root",
         "Why the root of dₖ",
-        "What documents 000, 002, 003 and 004 say in a sentence each, measured",
+        "What four of the documents say in a sentence each, measured",
     )
     section.text(f"""
         The documents divide the scores by √dₖ, the root of the size of a query and a key (here also
         `head_dim`), and give the same reason: it "prevents the dot products from growing too large
-        in magnitude, leading to extremely small gradients in the softmax function" (000). Document
-        002 writes that "this *scaling* might lead to the vanishing gradient problem"; it is the
-        growth that does, and the scaling that prevents it. Every step of the argument can be
-        measured.
+        in magnitude, leading to extremely small gradients in the softmax function" (*Scaled
+        Dot-Product Attention*). *Notes On: Scaled Dot-Product Attention* writes that "this
+        *scaling* might lead to the vanishing gradient problem"; it is the growth that does, and the
+        scaling that prevents it. Every step of the argument can be measured.
 
         Queries, keys and values are drawn from the standard normal distribution: {DRAWS} times
         {QUERIES} queries and {KEYS} keys, for each dₖ from 1 to {sizes(quick)[-1]:,}, with the

@@ -67,7 +67,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
         "trained",
         "The root of dₖ in training",
-        "What documents 000, 003 and 004 say of gradients, inside a transformer that learns",
+        "What the documents say of gradients, inside a transformer that learns",
     )
     _task(section, runs, steps)
     _losses(section, runs, steps)
