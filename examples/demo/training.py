@@ -6,14 +6,14 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_attn import plots
 
+from . import memory
 from .gpt import ATTENTION, Config, Training, write
-from .memory import Cost, cost
 from .plots import COLORS, figure, save
 from .report import check, console, heading, progress, seconds, table
 from .text import PROSE
@@ -21,6 +21,13 @@ from .text import PROSE
 TOLERANCE = 1e-2  # between the loss curves, in nats a character
 CHARACTERS = 2048  # a step, for every context that cost is measured at
 DROPOUT = 0.1  # of the attention's weights: what the built-in has no fused kernel for on a CPU
+
+
+class Cost(NamedTuple):
+    """Of a training: bytes that its memory grew by, and the median seconds of a step."""
+
+    memory: int
+    time: float
 
 
 def draw(
@@ -72,6 +79,21 @@ def difference(losses: dict[str, list[float]]) -> float:
     return max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
 
 
+def costs_at(context: int, rounds: int) -> dict[str, Cost]:
+    """What training takes with each attention: memory in processes of their own, time in turns."""
+    config = replace(
+        Config(), context=context, batch=CHARACTERS // context, attention_dropout=DROPOUT
+    )
+    runs = {name: Training(name, config) for name in ATTENTION}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(-1, rounds):
+        for name in list(runs)[:: 1 if i % 2 else -1]:
+            time = seconds(runs[name].step)
+            if i >= 0:  # not what the first step allocates
+                times[name].append(time)
+    return {name: Cost(memory.growth(name, config), median(times[name])) for name in runs}
+
+
 def run(out: Path, quick: bool) -> list[Path]:
     config = Config(context=64) if quick else Config()
     steps = 10 if quick else 160
@@ -99,37 +121,41 @@ def run(out: Path, quick: bool) -> list[Path]:
             bar.update(task, advance=1, description=f"  training, loss {losses['attn'][-1]:.3f}")
 
     lengths = [64, 128] if quick else [256, 512, 1024, 2048]
-    cases = {
-        length: replace(
-            config, context=length, batch=CHARACTERS // length, attention_dropout=DROPOUT
-        )
-        for length in lengths
-    }
     costs: dict[str, dict[int, Cost]] = {name: {} for name in runs}
-    measured = [(name, length) for length in cases for name in runs]
     with progress() as bar:
-        for name, length in bar.track(measured, description="  measuring memory and time"):
-            costs[name][length] = cost(name, cases[length])
+        for length in bar.track(lengths, description="  measuring memory and time"):
+            for name, cost in costs_at(length, 1 if quick else 3).items():
+                costs[name][length] = cost
 
     results = table(
         "attention",
         "first loss",
         "last loss",
-        "ms a step",
-        *(f"MiB at {length}" for length in lengths),
-        caption=f"{steps} steps in turns, median time. Memory: the growth of the resident peak of "
-        "a process of its own that trains, with dropout of a tenth of the attention's weights, by "
-        f"the characters of context, {CHARACTERS} of them in a step.",
+        "time a step",
+        caption=f"{steps} steps in turns, median time",
     )
     for name in runs:
         results.add_row(
             name,
             f"{losses[name][0]:.4f}",
             f"{losses[name][-1]:.4f}",
-            f"{1e3 * median(times[name]):.1f}",
-            *(f"{of.memory / 2**20:.0f}" for of in costs[name].values()),
+            f"{1e3 * median(times[name]):.1f} ms",
         )
     console.print(results)
+    by_length = table(
+        "context",
+        *(f"{name}, {what}" for what in ("MiB", "ms") for name in runs),
+        caption=f"with dropout of {DROPOUT} of the attention's weights, {CHARACTERS} characters a "
+        "step. Memory: growth of the resident peak of a process of its own; time: as above",
+    )
+    for length in lengths:
+        both = [costs[name][length] for name in runs]
+        by_length.add_row(
+            str(length),
+            *(f"{of.memory / 2**20:.0f}" for of in both),
+            *(f"{1e3 * of.time:.0f}" for of in both),
+        )
+    console.print(by_length)
     texts[f"after {steps} steps"] = write(runs["attn"].model, "The ", 480)
     for when, text in texts.items():
         console.print(f"  It writes, {when}: ", end="")
