@@ -29,6 +29,11 @@ LEAD = """
     Scaled dot-product attention is one line of mathematics. Here every part of it is computed,
     drawn and measured, in examples small enough to check by hand, and then in real models.
 """
+SAMPLE = """
+
+    **This is a sample,** made with `--quick`: measurements are short and trainings end early, so
+    that their figures need not show what the text says of them. Make the whole page without it.
+"""
 
 
 def main() -> int:
@@ -51,7 +56,9 @@ def main() -> int:
                 bar.update(task, description=f"The lesson: {name}")
                 sections.append(chapter.chapter(options.quick, lambda: bar.advance(task)))
             bar.update(task, description="The lesson: the page")
-            path = page.write(sections, options.out, TITLE, LEAD, _footer())
+            path = page.write(
+                sections, options.out, TITLE, LEAD + SAMPLE * options.quick, _footer()
+            )
             bar.advance(task)
     except DemoError as error:
         console.print(f"\n[bold red]The lesson failed.[/] This does not hold: {error}")
@@ -66,7 +73,7 @@ def _footer() -> str:
         Made by `python -m examples.lesson` with torch_attn {torch_attn.__version__}, PyTorch
         {torch.__version__}, instruction set `{torch.ops.attn._cpu_capability()}`,
         {torch.get_num_threads()} threads. Nothing on this page was loaded from anywhere, and every
-        number on it was computed by that run.
+        number on it was computed by that run, but for those quoted from a document.
     """
 
 

@@ -231,8 +231,8 @@ def _quadratic(section: Section, lengths: list[int]) -> None:
         One step of training, forward and backward, was measured for one head of {HEAD_DIM}, in
         float32 and at lengths from {lengths[0]} to {lengths[-1]:,}, with three operators: the
         **naive** formula, softmax(Q Kᵀ / √dₖ) V line by line as in the documents; PyTorch's
-        **built-in** `F.scaled_dot_product_attention`; and **attn**. Who stores matrices stops at
-        {LONGEST_MATRIX:,} tokens. At {last:,} query, key, value and output are
+        **built-in** `F.scaled_dot_product_attention`; and **attn**. Who stores matrices is
+        measured up to {LONGEST_MATRIX:,} tokens. At {last:,} query, key, value and output are
         {number(4 * last * HEAD_DIM * 4 / MIB, 2)} MiB together; one matrix of scores is
         {number(last * last * 4 / MIB, 2)} MiB, and the naive formula needs several.
     """)
@@ -351,19 +351,20 @@ def _time(
     plain, dropped = at.values()
     section.heading("Time")
     section.text(f"""
-        Time is another matter: **everybody's grows quadratically**, for the products are the same.
-        Fitted to the three longest texts of each, the exponents are {exponents[0.0]["naive"]:.2f}
-        for the naive formula, {exponents[0.0]["built-in"]:.2f} for the built-in and
+        Time is another matter: **everybody's grows at least quadratically**, for all compute the
+        same products. Fitted to the three longest texts of each, the exponents are
+        {exponents[0.0]["naive"]:.2f} for the naive formula, {exponents[0.0]["built-in"]:.2f} for the built-in and
         {exponents[0.0]["attn"]:.2f} for attn. What differs is the factor: at {length:,} tokens a
         step takes {number(plain["naive"])}, {number(plain["built-in"])} and {number(plain["attn"])}
         ms, so that the naive formula takes {times_of(plain["naive"] / plain["attn"])} as long as
         attn and the built-in {times_of(plain["built-in"] / plain["attn"])}. A matrix that is
-        written and read costs time as well as room. With dropout they take
+        written and read costs time as well as room, and most where it no longer fits into the
+        processor's caches: an exponent above 2 is the way there. With dropout they take
         {number(dropped["naive"])}, {number(dropped["built-in"])} and {number(dropped["attn"])} ms.
 
-        So a text twice as long takes four times as long, whoever computes it; but it need not take
-        four times the memory. The other challenge that the document names, a context of limited
-        size, is eased by that and not removed.
+        So a text twice as long takes four times as long or longer, whoever computes it; but it need
+        not take four times the memory. The other challenge that the document names, a context of
+        limited size, is eased by that and not removed.
     """)
     section.pictures(
         *(

@@ -81,9 +81,9 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section.heading("Scores")
     section.text(f"""
         A score is the dot product of a query and a key: large where they point the same way. The
-        largest, {fixed(top, 2)}, is that of Token-1 with itself. Dividing by √2 = 1.414 leaves the
-        order as it is and makes every difference smaller: both pictures have one colour scale, and
-        the second is darker everywhere.
+        largest, {fixed(top, 2)}, is that of Token-1 with itself, and of Token-3. Dividing by √2 =
+        1.414 leaves the order as it is and makes every difference smaller: both pictures have one
+        colour scale, and the second is darker everywhere.
     """)
     section.pictures(
         Picture(

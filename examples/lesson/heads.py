@@ -123,8 +123,9 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         "After *Attention Mechanism*, a notebook of reflections on embeddings and heads.",
     )
     section.text("""
-        The function of the last chapter in three lines. Its three results are what
-        `sdpa_with_weights` gives: scores, weights, output. All matrices below are its own.
+        The function of the last chapter, and its three results: scores, weights and output. All
+        matrices below are what it gives. *One head* is one such computation; a model has several
+        beside each other, each with queries, keys and values of its own.
     """)
     section.code("""
         output, weights, scores = torch_attn.sdpa_with_weights(Q, K, V)

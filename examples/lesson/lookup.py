@@ -241,7 +241,8 @@ def _dictionary(section: Section) -> None:
     section.text(f"""
         Where do such weights come from? From vectors whose directions stand for meanings. These
         are made up: fruits to the right, vegetables to the left, furniture below. The distances of
-        the centres are: {between}. The dot products of *fruit* with the three keys are
+        the centres are: {between}. The dot products of *fruit* with the three keys (not divided by
+        anything yet: `scale=1`) are
         {", ".join(fixed(s, 2) for s in found.scores.tolist())}; softmax makes the weights
         {", ".join(fixed(w, 3) for w in found.weights.tolist())} of them, and the answer is
         **{fixed(found.output, 2)}**: some apple, some banana, no chair.
@@ -326,7 +327,7 @@ def _softmax(section: Section) -> None:
         the derivative of every weight by every score; it is diag(w) − w wᵀ, and here it comes from
         the operator's backward. Its largest entry falls from
         {fixed(J.abs().max().item(), 3)} to {number(G.abs().max().item(), 1)}. No
-        gradient passes except through it, and it has become
+        gradient reaches the scores except through it, and it has become
         {J.abs().max().item() / G.abs().max().item():,.0f} times smaller. Scores grow with dₖ;
         dividing by √dₖ keeps them where the Jacobian is not 0.
     """)

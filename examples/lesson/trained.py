@@ -112,7 +112,7 @@ def _losses(section: Section, runs: list[Run], steps: int) -> None:
         for scale in SCALES
     )
     section.text(f"""
-        A loss below half of what guessing costs, as a mean of ten steps, is reached
+        The first ten steps whose mean loss is below half of what guessing costs begin
 
 {lines}
 
@@ -209,8 +209,8 @@ def _first_step(section: Section, runs: list[Run]) -> None:
         But the *norm of the gradient* of the weights is **largest without scaling**,
         {times(first[NONE] / first[ROOT])} that with {ROOT}. Who looks for vanishing gradients there
         will not find them, and the chapter before says why: the root mean square of the rows hardly
-        differs ({number(rms[NONE], 2)} and {number(rms[ROOT], 2)}), since the few undecided rows
-        make up for the others, and the factor scale · √dₖ, through which dS becomes dQ and dK, is
+        differs ({number(rms[NONE], 2)} and {number(rms[ROOT], 2)} in the first layer), since the
+        few undecided rows make up for the others, and the factor scale · √dₖ, through which dS becomes dQ and dK, is
         {HEAD_DIM**0.5:.1f} instead of 1.
     """)
 

@@ -218,7 +218,7 @@ def _three(section: Section) -> None:
     ]
     for name, title, what, weights, queries, call in variants:
         with theme():
-            graph = plots.graph(weights, queries, ENGLISH)
+            graph = plots.graph(weights, queries, ENGLISH, least=0.0)
             matrix = plots.heatmap(weights, queries, ENGLISH, vmax=1.0)
         section.heading(title)
         section.code(call)

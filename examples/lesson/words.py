@@ -66,8 +66,8 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         and 2. What will the guest pay?
 
         1. **Compare.** Multiply the query with each key, number by number, and add up: 2 for cocoa,
-           −1 for lemonade. These are the **scores**. They are divided by the root of the size
-           of a key, √2, to {fixed(high, 2)} and {fixed(low, 2)}: the last chapters show why.
+           −1 for lemonade. Divided by the root of the size of a key, √2, these are the **scores**,
+           {fixed(high, 2)} and {fixed(low, 2)}. The last chapters show why they are divided.
         2. **Share out.** Softmax turns any scores into parts of one whole. These are the
            **weights**: {fixed(warm, 3)} for cocoa and {fixed(cold, 3)} for lemonade.
         3. **Mix.** Add the values up, each times its weight:
