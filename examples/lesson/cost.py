@@ -353,7 +353,8 @@ def _time(
     section.text(f"""
         Time is another matter: **everybody's grows at least quadratically**, for all compute the
         same products. Fitted to the three longest texts of each, the exponents are
-        {exponents[0.0]["naive"]:.2f} for the naive formula, {exponents[0.0]["built-in"]:.2f} for the built-in and
+        {exponents[0.0]["naive"]:.2f} for the naive formula,
+        {exponents[0.0]["built-in"]:.2f} for the built-in and
         {exponents[0.0]["attn"]:.2f} for attn. What differs is the factor: at {length:,} tokens a
         step takes {number(plain["naive"])}, {number(plain["built-in"])} and {number(plain["attn"])}
         ms, so that the naive formula takes {times_of(plain["naive"] / plain["attn"])} as long as

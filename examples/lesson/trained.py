@@ -210,8 +210,8 @@ def _first_step(section: Section, runs: list[Run]) -> None:
         {times(first[NONE] / first[ROOT])} that with {ROOT}. Who looks for vanishing gradients there
         will not find them, and the chapter before says why: the root mean square of the rows hardly
         differs ({number(rms[NONE], 2)} and {number(rms[ROOT], 2)} in the first layer), since the
-        few undecided rows make up for the others, and the factor scale · √dₖ, through which dS becomes dQ and dK, is
-        {HEAD_DIM**0.5:.1f} instead of 1.
+        few undecided rows make up for the others, and the factor scale · √dₖ, through
+        which dS becomes dQ and dK, is {HEAD_DIM**0.5:.1f} instead of 1.
     """)
 
 
