@@ -109,10 +109,9 @@ struct BackwardMma {
   template <class Tile>
   __device__ __forceinline__ void load_keys(Tile& key_tile, Tile& value_tile, int64_t key) {
     const int keys = keys_from(key);
-    load_tile(key_tile, shared.key_data + key * p.key.row, keys, p.head_dim, [&](int j) { return j * p.key.row; });
+    load_tile(key_tile, shared.key_data + key * p.key.row, keys, p.head_dim, p.key.row);
     if constexpr (kNeedsDs)
-      load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim,
-                [&](int j) { return j * p.value.row; });
+      load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
   }
   // Calls f(offset), where row i of `count` from `first` on lies offset(i) elements behind the first: in most tiles
   // rows are of one head, as far apart as its rows are.
@@ -397,7 +396,7 @@ struct BackwardMma {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t a[4];
-      load_a(a, own_tile, thread.lane, own(thread), k);
+      load_a(a, own_tile, thread.lane, own(thread), 0, k);
 #pragma unroll
       for (int n = 0; n < kOther / 8; n += 2) {
         uint32_t b[4];
@@ -413,7 +412,9 @@ struct BackwardMma {
     if constexpr (kGeneral) {
       const float scale = slope();
       if (p.has_mask)
-        Fragments::add_mask(x, mask, p, finite);
+        Fragments::choose_add(
+            p.mask.dtype, [&] { return finite; },
+            [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, slope()); });
       else
         each(x, [&](float& score, int, int, int, int) { score *= scale; });
       each(x, [&](float& score, int i, int, int, int) {
@@ -490,7 +491,7 @@ struct BackwardMma {
 #pragma unroll
       for (int n = 0; n < kDim / 8; n += 2) {
         uint32_t b[4];
-        load_b(b, other, thread.lane, 16 * k, n);
+        load_b(b, other, thread.lane, 16 * k, n / 2);
         if constexpr (kFinite)
 #pragma unroll
           for (uint32_t& two : b) two = make_finite(two);

@@ -5,7 +5,7 @@
 
 #include "kernels.h"
 #include "launch.cuh"
-#include "scores_mma.cuh"
+#include "mask_tile.cuh"
 
 namespace attn::cuda {
 
@@ -16,7 +16,8 @@ struct ForwardMma {
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
   static constexpr float kLog2E = 1.4426950408889634f;
-  static constexpr bool kFindsRows = kGeneral && kDim <= 128;  // in the mask, once; else there is no memory for that
+  // With larger ones there is no memory for that.
+  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
@@ -27,17 +28,19 @@ struct ForwardMma {
     const S* key_data;  // of the batch entry and head
     const S* value_data;
     int64_t mask_base;  // where the batch entry begins
-    bool mask_in_pairs;
+    bool mask_in_chunks, mask_in_pairs;
     RowTile<kRows> rows;
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];  // of dropout's counters
-    int64_t in_mask[kFindsRows ? kRows : 1];     // where the row begins
+    alignas(16) const unsigned char* in_mask[kCopiesMask ? kRows : 1];  // where the row begins
+    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles>, Nothing> mask;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
-  using Mask = typename Fragments::Mask[kTiles];
+  // Of one tile of keys, where it is not in shared memory.
+  using Mask = std::conditional_t<kCopiesMask, Nothing, typename Fragments::Mask[kTiles]>;
   using Output = float[kTiles][kDim / 8][4];
 
   const ForwardParams& p;
@@ -54,7 +57,10 @@ struct ForwardMma {
     s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
     if (!p.has_mask) return;
     s.mask_base = batch_offset(p, p.mask, n);
-    s.mask_in_pairs = mask_in_pairs(p);
+    if (kCopiesMask)
+      s.mask_in_chunks = mask_in_chunks(p);
+    else
+      s.mask_in_pairs = mask_in_pairs(p);
   }
 
   // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
@@ -65,12 +71,10 @@ struct ForwardMma {
   }
 
   __device__ __forceinline__ void load_key(int64_t key) {
-    load_tile(shared.key, shared.key_data + key * p.key.row, keys_from(key), p.head_dim,
-              [&](int j) { return j * p.key.row; });
+    load_tile(shared.key, shared.key_data + key * p.key.row, keys_from(key), p.head_dim, p.key.row);
   }
   __device__ __forceinline__ void load_value(int64_t key) {
-    load_tile(shared.value, shared.value_data + key * p.value.row, keys_from(key), p.value_dim,
-              [&](int j) { return j * p.value.row; });
+    load_tile(shared.value, shared.value_data + key * p.value.row, keys_from(key), p.value_dim, p.value.row);
   }
   // Of the tile that begins with `key`.
   __device__ __forceinline__ int keys_from(int64_t key) const {
@@ -85,7 +89,9 @@ struct ForwardMma {
     if constexpr (kGeneral)
       for (int i = threadIdx.x; i < kRows; i += kMmaThreads) {  // the rows that this thread has set
         if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
-        if (kFindsRows && p.has_mask) shared.in_mask[i] = shared.mask_base + shared.rows.offset(p.mask, i);
+        if (kCopiesMask && p.has_mask)
+          shared.in_mask[i] = static_cast<const unsigned char*>(p.mask.data) +
+                              mask_number_bytes(p) * (shared.mask_base + shared.rows.offset(p.mask, i));
       }
     __syncthreads();
     if (kGeneral && p.has_mask)
@@ -101,6 +107,7 @@ struct ForwardMma {
     int64_t key = task.first_key;
     if constexpr (kHasMask) {
       read_mask(mask, key);
+      wait_for_copies<0>();
       key = first_shown(mask, key);
     }
     if (key < task.last_key) {
@@ -146,24 +153,34 @@ struct ForwardMma {
 
   __device__ __forceinline__ void read_mask(Mask& mask, int64_t key) {
     if (key >= task.last_key) return;
+    if constexpr (kCopiesMask) {
+      __syncwarp();  // the last one has been read
+      shared.mask.copy(p.mask, shared.in_mask, shared.mask_in_chunks, key, keys_from(key));
+      commit_copies();
+    } else {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-      Fragments::read_mask(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys_from(key), [&](int i) {
-        return kFindsRows ? shared.in_mask[i] : shared.mask_base + shared.rows.offset(p.mask, i);
-      });
+      for (int t = 0; t < kTiles; ++t)
+        Fragments::read_mask(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys_from(key),
+                             [&](int i) { return shared.mask_base + shared.rows.offset(p.mask, i); });
+    }
   }
-  // The first tile from `key` on, whose mask has been read, that the mask does not hide wholly. Of the others neither
-  // keys nor values are read. A barrier: what was copied is there, and the keys before have been read.
-  __device__ __forceinline__ int64_t first_shown(Mask& mask, int64_t key) {
-    const auto shows_some = [&] {
+  __device__ __forceinline__ bool shows_some(const Mask& mask) {
+    if constexpr (kCopiesMask) {
+      return shared.mask.shows_some(p.mask.dtype);
+    } else {
       bool some = false;
 #pragma unroll
       for (auto& of_tile : mask) some |= Fragments::shows_some(of_tile, p.mask.dtype);
       return some;
-    };
-    while (!__syncthreads_or(key >= task.last_key || shows_some())) {
+    }
+  }
+  // The first tile from `key` on, whose mask has been read, that the mask does not hide wholly. Of the others neither
+  // keys nor values are read. A barrier: what was copied is there, and the keys before have been read.
+  __device__ __forceinline__ int64_t first_shown(Mask& mask, int64_t key) {
+    while (!__syncthreads_or(key >= task.last_key || shows_some(mask))) {
       key += kKeys;
       read_mask(mask, key);
+      wait_for_copies<0>();
     }
     return key;
   }
@@ -178,7 +195,7 @@ struct ForwardMma {
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t a[kTiles][4];
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) load_a(a[t], shared.query, thread.lane, row(thread, t), k);
+      for (int t = 0; t < kTiles; ++t) load_a(a[t], shared.query, thread.lane, row(thread, 0), 16 * t, k);
 #pragma unroll
       for (int n = 0; n < kKeys / 8; n += 2) {
         uint32_t b[4];
@@ -197,14 +214,29 @@ struct ForwardMma {
   template <bool kHasMask>
   __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
     const int keys = keys_from(key);
-    if constexpr (kGeneral) {
-      const float slope = ScoreFunction<float>::of(p).slope();
+    const float slope = ScoreFunction<float>::of(p).slope();
+    if constexpr (kHasMask) {
+      const auto finite = [&] {
+        bool all = true;
+#pragma unroll
+        for (auto& of_tile : x) all &= Fragments::all_finite(of_tile);
+        return all;
+      };
+      Fragments::choose_add(p.mask.dtype, finite, [&]<auto kHow>() {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+          if constexpr (kCopiesMask) {
+            typename Fragments::Mask of_tile;
+            shared.mask.template read<kHow == Fragments::Add::boolean>(of_tile, t);
+            Fragments::template add_mask<kHow>(x[t], of_tile, slope);
+          } else {
+            Fragments::template add_mask<kHow>(x[t], mask[t], slope);
+          }
+      });
+    } else if constexpr (kGeneral) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
-        if constexpr (kHasMask)
-          Fragments::add_mask(x[t], mask[t], p, Fragments::all_finite(x[t]));
-        else
-          Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
+        Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
     const bool hidden = !all_visible(p, task.positions, {key, key + kKeys});
     if (!hidden && keys == kKeys) return;
@@ -318,7 +350,7 @@ struct ForwardMma {
 #pragma unroll
       for (int n = 0; n < kDim / 8; n += 2) {
         uint32_t b[4];
-        load_b(b, shared.value, thread.lane, 16 * k, n);
+        load_b(b, shared.value, thread.lane, 16 * k, n / 2);
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           multiply_add<S>(output[t][n], a[t], b[0], b[1]);

@@ -21,7 +21,7 @@ constexpr bool is_general(const Problem& p) {
   return p.has_mask || p.has_dropout || !ScoreFunction<float>::of(p).keeps_order();
 }
 // Tiles of 16 rows of a warp: as many as its registers hold.
-constexpr int forward_mma_tiles(int64_t dim, bool general) { return dim <= 64 || (dim <= 128 && !general) ? 2 : 1; }
+constexpr int forward_mma_tiles(int64_t dim, bool general) { return dim <= 128 ? 2 : 1; }
 // Rows of a block of four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 

@@ -108,21 +108,27 @@ struct ScoresMma {
     return __all_sync(~0u, (sum[0] + sum[1]) * 0 == 0);
   }
 
-  // Products become scores. `finite`: all_finite(), or false, which takes longer.
-  static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, const Problem& p, bool finite) {
-    const float slope = ScoreFunction<float>::of(p).slope();
-    const auto bias = [&](int n, int half, int c) {
-      return to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
-    };
-    if (p.mask.dtype == DType::boolean)
-      add_mask_by(x, [&](float product, int n, int half, int c) {
-        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
-      });
-    else if (finite)
-      add_mask_by(x, [&](float product, int n, int half, int c) { return fmaf(product, slope, bias(n, half, c)); });
+  // Calls f.template operator()<kHow>(), how a mask is added. `finite()`: all_finite() of the scores, or false, which
+  // takes longer.
+  enum class Add { boolean, to_finite, to_any };
+  template <class Finite, class F>
+  static __device__ __forceinline__ void choose_add(DType dtype, Finite finite, F f) {
+    if (dtype == DType::boolean)
+      f.template operator()<Add::boolean>();
+    else if (finite())
+      f.template operator()<Add::to_finite>();
     else
-      add_mask_by(
-          x, [&](float product, int n, int half, int c) { return masked_score(product, slope, bias(n, half, c)); });
+      f.template operator()<Add::to_any>();
+  }
+  // Products become scores.
+  template <Add kHow>
+  static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
+    add_mask_by(x, [&](float product, int n, int half, int c) {
+      if constexpr (kHow == Add::boolean)
+        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
+      const float bias = to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
+      return kHow == Add::to_finite ? fmaf(product, slope, bias) : masked_score(product, slope, bias);
+    });
   }
   template <class F>
   static __device__ __forceinline__ void add_mask_by(Scores& x, F score_of) {
@@ -186,8 +192,9 @@ struct ScoresMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
-        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
-#pragma unroll
+        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment. Two at a
+        // time: of more, the forward of the most rows has no registers.
+#pragma unroll 1
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;
           const unsigned of_mine =
