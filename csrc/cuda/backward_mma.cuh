@@ -141,14 +141,17 @@ struct BackwardMma {
     with_offsets(p.mask, first, count, [&](auto offset) {
       Mask mask;
       read_mask(mask, key, [&](int i) { return base + offset(RowTile<kRows>::last_repeated(i, count)); });
-      some = Fragments::shows_some(mask, p.mask.dtype);
+      with_mask_number(p, [&]<class M>() { some = Fragments::template shows_some<M>(mask); });
     });
     return some;
   }
   // Row i begins offset(i) elements behind the mask's data.
   template <class Offset>
   __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, Offset offset) const {
-    Fragments::read_mask(mask, own(MmaThread()), p.mask, shared.mask_in_pairs, key, keys_from(key), offset);
+    with_mask_number(p, [&]<class M>() {
+      Fragments::template read_mask<M>(mask, own(MmaThread()), p.mask, shared.mask_in_pairs, key, keys_from(key),
+                                       offset);
+    });
   }
   // Of the tile that begins with `key`.
   __device__ __forceinline__ int keys_from(int64_t key) const {
@@ -355,7 +358,7 @@ struct BackwardMma {
     if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
     multiply(x, shared.own_score, other.score);
-    const bool finite = Fragments::all_finite(x);
+    const bool finite = Fragments::all_finite(&x);
     make_exponents(x, rows, mask, finite);
     if (hides || !whole) Fragments::hide_keys(x, own(MmaThread()), p, rows.rows, count, key, keys, hides);
     each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
@@ -412,9 +415,10 @@ struct BackwardMma {
     if constexpr (kGeneral) {
       const float scale = slope();
       if (p.has_mask)
-        Fragments::choose_add(
-            p.mask.dtype, [&] { return finite; },
-            [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, slope()); });
+        with_mask_number(p, [&]<class M>() {
+          Fragments::template choose_add<M>([&] { return finite; },
+                                            [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, scale); });
+        });
       else
         each(x, [&](float& score, int, int, int, int) { score *= scale; });
       each(x, [&](float& score, int i, int, int, int) {

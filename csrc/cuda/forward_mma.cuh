@@ -70,13 +70,13 @@ struct ForwardMma {
     return row(thread, t) + thread.group + 8 * half;
   }
 
-  __device__ __forceinline__ void load_key(int64_t key) {
-    load_tile(shared.key, shared.key_data + key * p.key.row, keys_from(key), p.head_dim, p.key.row);
+  __device__ __forceinline__ void load_key(int64_t key, int keys) {
+    load_tile(shared.key, shared.key_data + key * p.key.row, keys, p.head_dim, p.key.row);
   }
-  __device__ __forceinline__ void load_value(int64_t key) {
-    load_tile(shared.value, shared.value_data + key * p.value.row, keys_from(key), p.value_dim, p.value.row);
+  __device__ __forceinline__ void load_value(int64_t key, int keys) {
+    load_tile(shared.value, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
   }
-  // Of the tile that begins with `key`.
+  // Of the tile that begins with `key`; none and less than none beyond the last one.
   __device__ __forceinline__ int keys_from(int64_t key) const {
     return static_cast<int>(smaller(kKeys, task.last_key - key));
   }
@@ -95,94 +95,103 @@ struct ForwardMma {
       }
     __syncthreads();
     if (kGeneral && p.has_mask)
-      go_over_keys<true>(output);
+      with_mask_number(p, [&]<class M>() { go_over_keys<M>(output); });
     else
-      go_over_keys<false>(output);
+      go_over_keys<NoMask>(output);
     write(output);
   }
 
-  template <bool kHasMask>
+  struct NoMask {};
+  // M: NoMask, or what with_mask_number() says.
+  template <class M>
   __device__ __forceinline__ void go_over_keys(Output& output) {
+    constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
     Mask mask;
     int64_t key = task.first_key;
+    int keys = keys_from(key);
     if constexpr (kHasMask) {
-      read_mask(mask, key);
+      read_mask<M>(mask, key, keys);
       wait_for_copies<0>();
-      key = first_shown(mask, key);
+      find_shown<M>(mask, key, keys);
     }
-    if (key < task.last_key) {
+    if (keys > 0) {
       const S* query = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, task.n);
       load_tile(shared.query, query, task.rows, p.head_dim, [&](int i) { return shared.rows.offset(p.query, i); });
-      load_key(key);
+      load_key(key, keys);
       commit_copies();
     }
-    while (key < task.last_key) {
+    while (keys > 0) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are there, and the last values have been read
-      load_value(key);
+      load_value(key, keys);
       commit_copies();
       Scores x = {};
       if (has_rows()) multiply_keys(x);
       if constexpr (!kHasMask) {
         wait_for_copies<0>();
         __syncthreads();  // the values are there, and the keys have been read
-        start_key(key + kKeys);
+        start_key(key + kKeys, keys_from(key + kKeys));
       }
-      if (has_rows()) make_scores<kHasMask>(x, mask, key);
-      if constexpr (kHasMask) read_mask(mask, key + kKeys);  // arrives during the softmax
+      if (has_rows()) make_scores<M>(x, mask, key, keys);
+      if constexpr (kHasMask) read_mask<M>(mask, key + kKeys, keys_from(key + kKeys));  // arrives during the softmax
       if (has_rows()) {
         softmax(x, output);
         if constexpr (kGeneral)
           if (p.has_dropout) drop(x, key);
       }
       key += kKeys;
+      keys = keys_from(key);
       if constexpr (kHasMask) {
         wait_for_copies<0>();
-        key = first_shown(mask, key);
-        start_key(key);
+        find_shown<M>(mask, key, keys);
+        start_key(key, keys);
       }
       if (has_rows()) multiply_values(x, output);
     }
   }
 
-  __device__ __forceinline__ void start_key(int64_t key) {
-    if (key >= task.last_key) return;
-    load_key(key);
+  __device__ __forceinline__ void start_key(int64_t key, int keys) {
+    if (keys <= 0) return;
+    load_key(key, keys);
     commit_copies();
   }
 
-  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key) {
-    if (key >= task.last_key) return;
+  template <class M>
+  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, int keys) {
+    if (keys <= 0) return;
     if constexpr (kCopiesMask) {
       __syncwarp();  // the last one has been read
-      shared.mask.copy(p.mask, shared.in_mask, shared.mask_in_chunks, key, keys_from(key));
+      shared.mask.template copy<M>(p.mask.col, shared.in_mask, shared.mask_in_chunks, key, keys);
       commit_copies();
     } else {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
-        Fragments::read_mask(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys_from(key),
-                             [&](int i) { return shared.mask_base + shared.rows.offset(p.mask, i); });
+        Fragments::template read_mask<M>(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys,
+                                         [&](int i) { return shared.mask_base + shared.rows.offset(p.mask, i); });
     }
   }
+  template <class M>
   __device__ __forceinline__ bool shows_some(const Mask& mask) {
     if constexpr (kCopiesMask) {
-      return shared.mask.shows_some(p.mask.dtype);
+      return shared.mask.template shows_some<M>();
     } else {
       bool some = false;
 #pragma unroll
-      for (auto& of_tile : mask) some |= Fragments::shows_some(of_tile, p.mask.dtype);
+      for (auto& of_tile : mask) some |= Fragments::template shows_some<M>(of_tile);
       return some;
     }
   }
-  // The first tile from `key` on, whose mask has been read, that the mask does not hide wholly. Of the others neither
-  // keys nor values are read. A barrier: what was copied is there, and the keys before have been read.
-  __device__ __forceinline__ int64_t first_shown(Mask& mask, int64_t key) {
-    while (!__syncthreads_or(key >= task.last_key || shows_some(mask))) {
+  // Goes on to the first tile, from that of `key` on, whose mask has been read, that the mask does not hide wholly. Of
+  // the others neither keys nor values are read. A barrier: what was copied is there, and the keys before have been
+  // read.
+  template <class M>
+  __device__ __forceinline__ void find_shown(Mask& mask, int64_t& key, int& keys) {
+    while (!__syncthreads_or(keys <= 0 || shows_some<M>(mask))) {
       key += kKeys;
-      read_mask(mask, key);
+      keys = keys_from(key);
+      read_mask<M>(mask, key, keys);
       wait_for_copies<0>();
     }
-    return key;
   }
 
   // If there are few rows, the first warps have all of them, and the others only copy.
@@ -211,23 +220,16 @@ struct ForwardMma {
 
   // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
   // -inf where a key is hidden or there is none.
-  template <bool kHasMask>
-  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
-    const int keys = keys_from(key);
+  template <class M>
+  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key, int keys) {
     const float slope = ScoreFunction<float>::of(p).slope();
-    if constexpr (kHasMask) {
-      const auto finite = [&] {
-        bool all = true;
-#pragma unroll
-        for (auto& of_tile : x) all &= Fragments::all_finite(of_tile);
-        return all;
-      };
-      Fragments::choose_add(p.mask.dtype, finite, [&]<auto kHow>() {
+    if constexpr (!std::is_same_v<M, NoMask>) {
+      Fragments::template choose_add<M>([&] { return Fragments::template all_finite<kTiles>(x); }, [&]<auto kHow>() {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
           if constexpr (kCopiesMask) {
             typename Fragments::Mask of_tile;
-            shared.mask.template read<kHow == Fragments::Add::boolean>(of_tile, t);
+            shared.mask.template read<M>(of_tile, t);
             Fragments::template add_mask<kHow>(x[t], of_tile, slope);
           } else {
             Fragments::template add_mask<kHow>(x[t], mask[t], slope);

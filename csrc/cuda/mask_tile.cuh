@@ -28,6 +28,8 @@ struct MaskTile {
   static constexpr int kNumbers = 16 / static_cast<int>(sizeof(Number));  // of a chunk
   template <class Number>
   static constexpr int kChunks = kKeys / kNumbers<Number>;  // of a row
+  template <class Number>
+  static constexpr int kRowBytes = 16 * kChunks<Number>;
 
   // A row of 16-bit numbers is a row of this tile, two rows of boolean ones are. Both lie where no two lanes that read
   // a fragment meet in a bank.
@@ -43,30 +45,26 @@ struct MaskTile {
   struct Share {
     static constexpr int kStep = 64 / kChunks<Number>;
     static constexpr int kPairs = kWarpRows / kStep;
-    int chunk, row;
+    int row, chunk;
+    unsigned char* numbers;  // of that row
 
-    __device__ __forceinline__ Share() {
+    __device__ __forceinline__ explicit Share(MaskTile& mask) {
       const MmaThread thread;
-      chunk = static_cast<unsigned>(thread.lane) % kChunks<Number>;
-      row = kWarpRows * thread.warp + 2 * (static_cast<unsigned>(thread.lane) / kChunks<Number>);
+      const unsigned lane = thread.lane;
+      row = kWarpRows * thread.warp + 2 * (lane / kChunks<Number>);
+      chunk = lane % kChunks<Number>;
+      numbers = static_cast<unsigned char*>(mask.at<Number>(row, chunk));
     }
     __device__ __forceinline__ int first() const { return chunk * kNumbers<Number>; }  // number of a row
   };
 
   // Starts to copy what belongs to the keys from `key` on, of which there are `keys`; what is beyond repeats the last
-  // one. Row i begins at in_mask[i]. in_chunks: see mask_in_chunks(). A lane may look at what it has copied itself after
+  // one, `stride` numbers after the one before. Row i begins at in_mask[i]. in_chunks: see mask_in_chunks(). A lane may look at what it has copied itself after
   // commit_copies() and wait_for_copies(), the warp after a barrier.
-  __device__ __forceinline__ void copy(const Operand& x, const unsigned char* const* in_mask, bool in_chunks,
-                                       int64_t key, int keys) {
-    if (x.dtype == DType::boolean)
-      copy_of<uint8_t>(x.col, in_mask, in_chunks, key, keys);
-    else
-      copy_of<uint16_t>(x.col, in_mask, in_chunks, key, keys);
-  }
   template <class Number>
-  __device__ __forceinline__ void copy_of(int64_t stride, const unsigned char* const* in_mask, bool in_chunks,
-                                          int64_t key, int keys) {
-    const Share<Number> share;
+  __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_chunks, int64_t key,
+                                       int keys) {
+    const Share<Number> share(*this);
     if (!in_chunks || share.first() + kNumbers<Number> > keys)
       return gather(share, key * stride, stride, in_mask, keys);
     struct alignas(16) Pair {
@@ -81,7 +79,7 @@ struct MaskTile {
       auto* const to = static_cast<unsigned char*>(at<Number>(share.row + r, share.chunk));
 #pragma unroll
       for (int k = 0; k < Share<Number>::kPairs; ++k)  // rows a multiple of 8 apart are permuted alike
-        copy_async(to + k * Share<Number>::kStep * kKeys * sizeof(Number), begin[k].row[r] + offset, true);
+        copy_async(to + k * Share<Number>::kStep * kRowBytes<Number>, begin[k].row[r] + offset, true);
     }
   }
   // The same, number by number. Few are under way at a time: it takes no more registers than the rest of a kernel.
@@ -104,34 +102,33 @@ struct MaskTile {
   }
 
   // Whether a lane has copied something that shows a key to a row.
-  __device__ __forceinline__ bool shows_some(DType dtype) {
-    return dtype == DType::boolean ? shows_some_of<uint8_t>(0) : shows_some_of<uint16_t>(Fragments::kHidden);
-  }
   template <class Number>
-  __device__ __forceinline__ bool shows_some_of(uint32_t hidden) {
-    hidden |= hidden << 16;
-    const Share<Number> share;
-#pragma unroll 1
-    for (int k = 0; k < Share<Number>::kPairs; ++k) {
+  __device__ __forceinline__ bool shows_some() {
+    constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : Fragments::kHidden << 16 | Fragments::kHidden;
+    const Share<Number> share(*this);
+    const void* const numbers[2] = {at<Number>(share.row, share.chunk), at<Number>(share.row + 1, share.chunk)};
+    const auto pair_shows_some = [&](int k) {
       uint32_t some = 0;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const auto chunk = *static_cast<const Vec16<uint32_t>*>(
-            at<Number>(share.row + k * Share<Number>::kStep + r, share.chunk));
+      for (const void* of_row : numbers) {
+        const auto chunk = static_cast<const Vec16<uint32_t>*>(of_row)[k * Share<Number>::kStep * kChunks<Number>];
 #pragma unroll
-        for (const uint32_t numbers : chunk.at) some |= numbers ^ hidden;
+        for (const uint32_t word : chunk.at) some |= word ^ kHidden;
       }
-      if (some != 0) return true;
-    }
+      return some != 0;
+    };
+#pragma unroll 1  // as the first pair often does
+    for (int k = 0; k < Share<Number>::kPairs; ++k)
+      if (pair_shows_some(k)) return true;
     return false;
   }
 
   // What belongs to the scores of tile t of the warp.
-  template <bool kBoolean>
+  template <class Number>
   __device__ __forceinline__ void read(typename Fragments::Mask& mask, int t) {
     const MmaThread thread;
     const int own = kWarpRows * thread.warp;
-    if constexpr (kBoolean) {
+    if constexpr (sizeof(Number) == 1) {
       const auto* const numbers = reinterpret_cast<const unsigned char*>(tile.numbers);
       const auto* const of_first = static_cast<const unsigned char*>(at<uint8_t>(own + thread.group, 0));
       const unsigned first = static_cast<unsigned>(of_first - numbers) + 2 * thread.place;

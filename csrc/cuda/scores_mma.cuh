@@ -18,6 +18,15 @@ __device__ inline bool mask_in_pairs(const Problem& p) {
   return x.col == 1 && odd % 2 == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
 }
 
+// Calls f.template operator()<Number>(): uint8_t, what the numbers of a boolean mask look like, or else uint16_t.
+template <class F>
+__device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
+  if (p.mask.dtype == DType::boolean)
+    f.template operator()<uint8_t>();
+  else
+    f.template operator()<uint16_t>();
+}
+
 // Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8
 // kFragments rows. S: the type of query and key, and of a mask that is not boolean.
 template <class S, int kFragments, bool kOwnsKeys>
@@ -43,19 +52,14 @@ struct ScoresMma {
   // Of a mask, what belongs to the scores: two neighbours, as they lie in memory, in each word.
   using Mask = uint32_t[kFragments][2];
 
+  // `Number`, here and below: see with_mask_number().
+
   // Reads it, all at once, of a tile that begins with `key` and has `keys` of them: what is beyond repeats the last
   // one. Row i begins offset(i) elements behind its data. in_pairs: see mask_in_pairs().
-  template <class Offset>
+  template <class Number, class Offset>
   static __device__ __forceinline__ void read_mask(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
                                                    int keys, Offset offset) {
-    if (x.dtype == DType::boolean)
-      read_mask_of<uint8_t, uint16_t>(mask, own, x, in_pairs, key, keys, offset);
-    else
-      read_mask_of<uint16_t, uint32_t>(mask, own, x, in_pairs, key, keys, offset);
-  }
-  template <class Number, class Two, class Offset>
-  static __device__ __forceinline__ void read_mask_of(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
-                                                      int keys, Offset offset) {
+    using Two = std::conditional_t<sizeof(Number) == 1, uint16_t, uint32_t>;
     const MmaThread thread;
     const auto* data = static_cast<const Number*>(x.data);
     if constexpr (!kOwnsKeys)
@@ -90,8 +94,9 @@ struct ScoresMma {
 
   static constexpr uint32_t kHidden = std::is_same_v<S, Half> ? 0xfc00 : 0xff80;  // -inf
   // Whether it shows some key to some row.
-  static __device__ __forceinline__ bool shows_some(const Mask& mask, DType dtype) {
-    const uint32_t hidden = dtype == DType::boolean ? 0 : kHidden | kHidden << 16;
+  template <class Number>
+  static __device__ __forceinline__ bool shows_some(const Mask& mask) {
+    constexpr uint32_t hidden = sizeof(Number) == 1 ? 0 : kHidden | kHidden << 16;
     uint32_t some = 0;
 #pragma unroll
     for (auto& two : mask) some |= (two[0] ^ hidden) | (two[1] ^ hidden);
@@ -99,21 +104,27 @@ struct ScoresMma {
   }
 
   // Whether all products of the warp are finite: those of a query or key that holds a NaN or an infinity are not.
-  static __device__ __forceinline__ bool all_finite(const Scores& x) {
-    float sum[2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
+  template <int kTiles = 1>
+  static __device__ __forceinline__ bool all_finite(const Scores* x) {
+    float sum[kTiles][2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
+    float total = 0;
 #pragma unroll
-    for (auto& four : x)
+    for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[half] = fmaf(four[2 * half], four[2 * half + 1], sum[half]);
-    return __all_sync(~0u, (sum[0] + sum[1]) * 0 == 0);
+      for (auto& four : x[t])
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sum[t][half] = fmaf(four[2 * half], four[2 * half + 1], sum[t][half]);
+      total += sum[t][0] + sum[t][1];
+    }
+    return __all_sync(~0u, total * 0 == 0);
   }
 
   // Calls f.template operator()<kHow>(), how a mask is added. `finite()`: all_finite() of the scores, or false, which
   // takes longer.
   enum class Add { boolean, to_finite, to_any };
-  template <class Finite, class F>
-  static __device__ __forceinline__ void choose_add(DType dtype, Finite finite, F f) {
-    if (dtype == DType::boolean)
+  template <class Number, class Finite, class F>
+  static __device__ __forceinline__ void choose_add(Finite finite, F f) {
+    if constexpr (sizeof(Number) == 1)
       f.template operator()<Add::boolean>();
     else if (finite())
       f.template operator()<Add::to_finite>();
