@@ -33,9 +33,9 @@ struct ForwardMma {
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
-    uint32_t head_number[kGeneral ? kRows : 1];  // of dropout's counters
+    uint32_t head_number[kGeneral ? kRows : 1];                         // of dropout's counters
     alignas(16) const unsigned char* in_mask[kCopiesMask ? kRows : 1];  // where the row begins
-    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles>, Nothing> mask;
+    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles, kDim <= 64>, Nothing> mask;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
@@ -224,17 +224,18 @@ struct ForwardMma {
   __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key, int keys) {
     const float slope = ScoreFunction<float>::of(p).slope();
     if constexpr (!std::is_same_v<M, NoMask>) {
-      Fragments::template choose_add<M>([&] { return Fragments::template all_finite<kTiles>(x); }, [&]<auto kHow>() {
+      Fragments::template choose_add<M>([&] { return Fragments::template all_finite<kTiles>(x); },
+                                        [&]<auto kHow>() {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-          if constexpr (kCopiesMask) {
-            typename Fragments::Mask of_tile;
-            shared.mask.template read<M>(of_tile, t);
-            Fragments::template add_mask<kHow>(x[t], of_tile, slope);
-          } else {
-            Fragments::template add_mask<kHow>(x[t], mask[t], slope);
-          }
-      });
+                                          for (int t = 0; t < kTiles; ++t)
+                                            if constexpr (kCopiesMask) {
+                                              typename Fragments::Mask of_tile;
+                                              shared.mask.template read<M>(of_tile, t);
+                                              Fragments::template add_mask<kHow>(x[t], of_tile, slope);
+                                            } else {
+                                              Fragments::template add_mask<kHow>(x[t], mask[t], slope);
+                                            }
+                                        });
     } else if constexpr (kGeneral) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)

@@ -18,8 +18,9 @@ __device__ inline bool mask_in_chunks(const Problem& p) {
 }
 
 // [kRows, kKeys] of a mask that is boolean or of the type S. A warp copies the 16 kTiles rows of its own scores and is
-// the only one that reads them, so that no other one has to be waited for.
-template <class S, int kTiles>
+// the only one that reads them, so that no other one has to be waited for. kKeepsThread: registers may keep, from one
+// tile to the next, what is computed from a thread's number.
+template <class S, int kTiles, bool kKeepsThread>
 struct MaskTile {
   static constexpr int kKeys = kKeysPerTile;
   static constexpr int kWarpRows = 16 * kTiles;
@@ -35,6 +36,13 @@ struct MaskTile {
   // a fragment meet in a bank.
   MmaTile<uint16_t, kMmaThreads / 32 * kWarpRows, kKeys> tile;
 
+  static __device__ __forceinline__ MmaThread this_thread() {
+    if constexpr (kKeepsThread)
+      return MmaThread(threadIdx.x);
+    else
+      return MmaThread();
+  }
+
   template <class Number>
   __device__ __forceinline__ void* at(unsigned row, unsigned chunk) {
     return sizeof(Number) == 2 ? tile.at(row, chunk) : tile.at(row / 2, row % 2 * kChunks<Number> + chunk);
@@ -49,7 +57,7 @@ struct MaskTile {
     unsigned char* numbers;  // of that row
 
     __device__ __forceinline__ explicit Share(MaskTile& mask) {
-      const MmaThread thread;
+      const MmaThread thread = this_thread();
       const unsigned lane = thread.lane;
       row = kWarpRows * thread.warp + 2 * (lane / kChunks<Number>);
       chunk = lane % kChunks<Number>;
@@ -126,7 +134,7 @@ struct MaskTile {
   // What belongs to the scores of tile t of the warp.
   template <class Number>
   __device__ __forceinline__ void read(typename Fragments::Mask& mask, int t) {
-    const MmaThread thread;
+    const MmaThread thread = this_thread();
     const int own = kWarpRows * thread.warp;
     if constexpr (sizeof(Number) == 1) {
       const auto* const numbers = reinterpret_cast<const unsigned char*>(tile.numbers);

@@ -64,8 +64,8 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
 struct MmaThread {
   int warp, lane, group, place;
 
-  __device__ __forceinline__ MmaThread() {
-    const unsigned thread = thread_index();
+  __device__ __forceinline__ MmaThread() : MmaThread(thread_index()) {}
+  __device__ __forceinline__ explicit MmaThread(unsigned thread) {
     warp = thread / 32;
     lane = thread % 32;
     group = lane / 4;

@@ -135,8 +135,7 @@ struct ScoresMma {
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
     add_mask_by(x, [&](float product, int n, int half, int c) {
-      if constexpr (kHow == Add::boolean)
-        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
+      if constexpr (kHow == Add::boolean) return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
       const float bias = to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
       return kHow == Add::to_finite ? fmaf(product, slope, bias) : masked_score(product, slope, bias);
     });
