@@ -423,7 +423,7 @@ Error launch_forward_mma_tiles(const ForwardParams& p, Stream stream) {
 
 template <class S, int kDim, bool kGeneral>
 Error launch_forward_mma_of(const ForwardParams& p, Stream stream) {
-  constexpr int kTiles = forward_mma_tiles(kDim, kGeneral);
+  constexpr int kTiles = forward_mma_tiles(kDim);
   return p.rows_per_task == forward_mma_rows(kTiles) ? launch_forward_mma_tiles<S, kDim, kTiles, kGeneral>(p, stream)
                                                      : launch_forward_mma_tiles<S, kDim, 1, kGeneral>(p, stream);
 }
