@@ -16,8 +16,9 @@ struct ForwardMma {
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
   static constexpr float kLog2E = 1.4426950408889634f;
-  // With larger ones there is no memory for that.
-  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;
+  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory; else there is none left for that
+  static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
+  static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // counters of a row
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
@@ -35,7 +36,7 @@ struct ForwardMma {
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];                         // of dropout's counters
     alignas(16) const unsigned char* in_mask[kCopiesMask ? kRows : 1];  // where the row begins
-    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles, kDim <= 64>, Nothing> mask;
+    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles, !kFewRegisters>, Nothing> mask;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
@@ -329,7 +330,7 @@ struct ForwardMma {
     for (int t = 0; t < kTiles; ++t) {
       const int own = row(MmaThread(), t);
       typename Fragments::Kept kept;
-      Fragments::dropout_mask(
+      Fragments::template dropout_mask<kDropoutAtOnce>(
           kept, own, shared.dropout, shared.rows, [&](int i) { return shared.head_number[i]; }, key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
         weight *= static_cast<float>(kept[half] >> bit & 1);

@@ -54,25 +54,23 @@ struct MaskTile {
     static constexpr int kStep = 64 / kChunks<Number>;
     static constexpr int kPairs = kWarpRows / kStep;
     int row, chunk;
-    unsigned char* numbers;  // of that row
 
-    __device__ __forceinline__ explicit Share(MaskTile& mask) {
+    __device__ __forceinline__ Share() {
       const MmaThread thread = this_thread();
       const unsigned lane = thread.lane;
       row = kWarpRows * thread.warp + 2 * (lane / kChunks<Number>);
       chunk = lane % kChunks<Number>;
-      numbers = static_cast<unsigned char*>(mask.at<Number>(row, chunk));
     }
     __device__ __forceinline__ int first() const { return chunk * kNumbers<Number>; }  // number of a row
   };
 
   // Starts to copy what belongs to the keys from `key` on, of which there are `keys`; what is beyond repeats the last
-  // one, `stride` numbers after the one before. Row i begins at in_mask[i]. in_chunks: see mask_in_chunks(). A lane may look at what it has copied itself after
-  // commit_copies() and wait_for_copies(), the warp after a barrier.
+  // one. Row i begins at in_mask[i], and its numbers are `stride` apart. in_chunks: see mask_in_chunks(). A lane may
+  // look at what it has copied itself after commit_copies() and wait_for_copies(), the warp after a barrier.
   template <class Number>
   __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_chunks, int64_t key,
                                        int keys) {
-    const Share<Number> share(*this);
+    const Share<Number> share;
     if (!in_chunks || share.first() + kNumbers<Number> > keys)
       return gather(share, key * stride, stride, in_mask, keys);
     struct alignas(16) Pair {
@@ -113,7 +111,7 @@ struct MaskTile {
   template <class Number>
   __device__ __forceinline__ bool shows_some() {
     constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : Fragments::kHidden << 16 | Fragments::kHidden;
-    const Share<Number> share(*this);
+    const Share<Number> share;
     const void* const numbers[2] = {at<Number>(share.row, share.chunk), at<Number>(share.row + 1, share.chunk)};
     const auto pair_shows_some = [&](int k) {
       uint32_t some = 0;

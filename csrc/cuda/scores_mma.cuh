@@ -177,8 +177,9 @@ struct ScoresMma {
   }
 
   // Which weights dropout keeps.
-  // `head_number(i)`: of row i, for dropout's counters.
-  template <class Rows, class HeadNumber>
+  // `head_number(i)`: of row i, for dropout's counters. kAtOnce: of rows of fragments, how many counters are computed
+  // side by side, which takes registers.
+  template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
                                                       HeadNumber head_number, int64_t key) {
     const MmaThread thread;
@@ -202,9 +203,8 @@ struct ScoresMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
-        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment. Two at a
-        // time: of more, the forward of the most rows has no registers.
-#pragma unroll 1
+        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
+#pragma unroll kAtOnce
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;
           const unsigned of_mine =
