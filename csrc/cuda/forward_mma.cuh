@@ -72,10 +72,19 @@ struct ForwardMma {
   }
 
   __device__ __forceinline__ void load_key(int64_t key, int keys) {
-    load_tile(shared.key, shared.key_data + key * p.key.row, keys, p.head_dim, p.key.row);
+    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim);
   }
   __device__ __forceinline__ void load_value(int64_t key, int keys) {
-    load_tile(shared.value, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
+    load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
+  }
+  // Where registers are fewest, addresses are multiplied anew, as sums of them take more.
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
+                                            int64_t cols) {
+    if constexpr (kGeneral && kFewRegisters)
+      load_tile(tile, data + key * stride, keys, cols, [&](int j) { return j * stride; });
+    else
+      load_tile(tile, data + key * stride, keys, cols, stride);
   }
   // Of the tile that begins with `key`; none and less than none beyond the last one.
   __device__ __forceinline__ int keys_from(int64_t key) const {
