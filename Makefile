@@ -17,7 +17,7 @@ CUDA_VENV := .venv-cuda
 CUDA_BIN := $(CUDA_VENV)/bin
 # What depends on torch most, with one of the instruction sets: a release of torch is supported if this passes.
 CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%.py,library main forward backward derivatives autograd functional \
-  subsystems compile export validate meta autocast weights dropout nn convert replace)
+  subsystems compile export validate meta autocast weights dropout nn convert replace replace_compiled)
 LIBRARY := torch_attn/libattn.so
 # One process a core, each file of tests in one of them, in the order of their names: those with the fewest tests, which
 # xdist would take last, are the ones that compile for minutes. Idle threads sleep, so that they take no core from others.
@@ -47,7 +47,7 @@ lesson: $(INSTALLED) $(LIBRARY) ## what attention computes and why it is scaled,
 test: $(INSTALLED) $(LIBRARY) ## the tests once per instruction set, within 10 minutes on two cores
 	@$(PYTEST) --quick tests
 
-# ONLY: options of pytest that choose some of the tests, such as ONLY='-m "not slow"'.
+# ONLY: options of pytest that choose some of the tests, such as ONLY=--rest, those that `make test` leaves out.
 SANITIZE = $(BIN)/python -m tests.sanitize
 test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 14,000, and sanitize: half an hour to an hour
 	@$(PYTEST) $(ONLY) tests

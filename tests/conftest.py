@@ -23,6 +23,7 @@ from helpers import (
     cpu_capability_set_to,
     kernels_set_to,
 )
+from torch_attn import replace
 
 # Compiled graphs of an earlier build of the operators must not be used again.
 _CACHE = tempfile.mkdtemp(prefix="attn-inductor-")
@@ -81,6 +82,17 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture
+def switched_off() -> Iterator[None]:
+    """A test that leaves the built-in replaced fails, and not those after it."""
+    assert torch.ops.attn._replace_sdpa(0) == 0
+    yield
+    left = torch.ops.attn._replace_sdpa(0)
+    for _ in range(left):
+        replace._switch(-1)
+    assert left == 0
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
@@ -88,13 +100,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="one case of each test and instruction set, all cases of those marked regression, "
         "none of those marked slow",
     )
+    parser.addoption("--rest", action="store_true", help="what --quick leaves out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out repetitions of the same functions and, with --quick, most cases."""
+    """Leaves out repetitions of the same functions, and what --quick and --rest are for."""
     taken = [item for item in items if _runs_functions_of_its_own(item)]
     if config.getoption("--quick"):
         taken = _one_case_of_each(taken)
+    elif config.getoption("--rest"):
+        quick = set(_one_case_of_each(taken))
+        taken = [item for item in taken if item not in quick]
     left = set(items) - set(taken)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = taken

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,50 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_attn
+from _cmake import PREFIX_PATH, build, configure, run, succeed
 from _variants import BUILD, ROOT, newest_clang
 
 PAGE = ROOT / "docs" / "cpp.md"
 HEADERS = {"sdpa.h", "multihead_attention.h"}
 TORCH_RELEASE = ".".join(torch.__version__.split(".")[:2])
-PREFIX_PATH = subprocess.run(
-    [sys.executable, "-m", "torch_attn", "--cmake-prefix-path"],
-    capture_output=True,
-    text=True,
-    check=True,
-).stdout.strip()
-
-
-def try_run(*command: str | Path) -> tuple[int, str]:
-    # cmake and ninja may be those of a virtual environment that is not activated. Idle threads
-    # sleep, so that programs with many short calls do not wait for cores that others have.
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    result = subprocess.run(
-        command,
-        env=os.environ | {"PATH": path, "OMP_WAIT_POLICY": "passive"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return result.returncode, result.stdout
-
-
-def run(*command: str | Path) -> str:
-    code, output = try_run(*command)
-    assert code == 0, output
-    return output
-
-
-def cmake_configure(source: Path, build: Path, prefix_path: str, *options: str) -> None:
-    variables = [f"-DCMAKE_PREFIX_PATH={prefix_path}", *options]
-    code, output = try_run("cmake", "-G", "Ninja", "-S", source, "-B", build, *variables)
-    if code and torch.version.cuda and "cannot find the CUDA" in output:
-        pytest.skip("not run: find_package(Torch) of a torch with CUDA needs the CUDA toolkit")
-    assert code == 0, output
-
-
-def cmake_build(source: Path, build: Path, prefix_path: str, *options: str) -> None:
-    cmake_configure(source, build, prefix_path, *options)
-    run("cmake", "--build", build)
 
 
 # Fast: the unit tests, the examples and the page, by one compiler, against the Python package.
@@ -69,13 +27,13 @@ def cmake_build(source: Path, build: Path, prefix_path: str, *options: str) -> N
 @pytest.fixture(scope="module")
 def built() -> Path:
     """Where tests/cpp is built; kept, so that only what has changed is compiled again."""
-    build = BUILD / f"cpp-torch-{torch.__version__}"
-    cmake_build(ROOT / "tests" / "cpp", build, PREFIX_PATH)
-    return build
+    directory = BUILD / f"cpp-torch-{torch.__version__}"
+    build(ROOT / "tests" / "cpp", directory)
+    return directory
 
 
 def test_unit_tests_and_gradcheck(built: Path) -> None:
-    output = run("ctest", "--test-dir", built, "--output-on-failure")
+    output = succeed("ctest", "--test-dir", built, "--output-on-failure")
     assert re.search(r"gradcheck \.+ +Passed", output), output
     if not (built / "unit").exists():
         pytest.skip("not run: no GoogleTest (libgtest-dev) for the unit tests of C++")
@@ -83,14 +41,14 @@ def test_unit_tests_and_gradcheck(built: Path) -> None:
 
 
 def test_gradcheck_checks_both_orders(built: Path) -> None:
-    lines = run(built / "examples" / "gradcheck").splitlines()
+    lines = succeed(built / "examples" / "gradcheck").splitlines()
     assert len(lines) == 6
     for line in lines:
         assert re.fullmatch(r"ok  .*first order \d.*e-\d\d   second order \d.*e-\d\d", line)
 
 
 def test_train_learns(built: Path) -> None:
-    output = run(built / "examples" / "train", ROOT / "README.md", "40")
+    output = succeed(built / "examples" / "train", ROOT / "README.md", "40")
     steps = re.findall(r"step +(\d+) of 40   loss ([\d.]+)   [\d.]+ steps a second", output)
     assert [int(step) for step, _ in steps] == [1, 20, 40]
     characters = len(set((ROOT / "README.md").read_bytes()))
@@ -135,7 +93,7 @@ def test_train_has_the_gradients_of_python(built: Path, tmp_path: Path) -> None:
 
     state, gradients = tmp_path / "state.pt", tmp_path / "gradients.pt"
     torch.save(dict(model.state_dict()), state)
-    run(built / "examples" / "train", ROOT / "README.md", state, gradients)
+    succeed(built / "examples" / "train", ROOT / "README.md", state, gradients)
     torch.testing.assert_close(dict(torch.load(gradients)), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -148,13 +106,13 @@ def check_page(directory: Path, prefix_path: str, *options: str) -> None:
     """The program of the page, built from what stands there, with weights saved as it says."""
     (directory / "CMakeLists.txt").write_text(block("cmake"))
     (directory / "main.cpp").write_text(block("cpp"))
-    cmake_build(directory, directory / "build", prefix_path, *options)
+    build(directory, directory / "build", *options, prefix_path=prefix_path)
     names: dict[str, nn.Module] = {}
     exec(block("py").replace('"attention.pt"', repr(str(directory / "attention.pt"))), names)
     x = torch.linspace(-1, 1, 2 * 10 * 64).view(2, 10, 64)
     expected = names["attention"](x, x, x)[0].sum().item()
 
-    lines = run(directory / "build" / "program", directory / "attention.pt").splitlines()
+    lines = succeed(directory / "build" / "program", directory / "attention.pt").splitlines()
     assert lines[0] == "[2, 8, 100, 64] and a gradient of [2, 8, 100, 64]"
     assert lines[1].startswith("as expected: attn::sdpa: key has 2 heads but the others have 8;")
     said, _, computed = lines[2].rpartition(": ")
@@ -189,8 +147,8 @@ def find_attn(directory: Path, torch_version: str, version: str = "") -> Found:
     )
     prefixes = f"{directory / 'torch'};{PREFIX_PATH.split(';')[0]}"
     options = [f"-DCMAKE_PREFIX_PATH={prefixes}", "-G", "Ninja"]
-    code, output = try_run("cmake", "-S", directory, "-B", directory / "build", *options)
-    return Found(code, " ".join(output.split()))
+    done = run("cmake", "-S", directory, "-B", directory / "build", *options)
+    return Found(done.returncode, " ".join((done.stdout + done.stderr).split()))
 
 
 def test_another_torch_is_refused(tmp_path: Path) -> None:
@@ -233,10 +191,10 @@ def test_only_our_headers_are_included() -> None:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The prefix under which CMake has installed libattn."""
-    build = tmp_path_factory.mktemp("build")
+    directory = tmp_path_factory.mktemp("build")
     prefix = tmp_path_factory.mktemp("installed")
-    cmake_build(ROOT, build, torch.utils.cmake_prefix_path)
-    run("cmake", "--install", build, "--prefix", prefix)
+    build(ROOT, directory, prefix_path=torch.utils.cmake_prefix_path)
+    succeed("cmake", "--install", directory, "--prefix", prefix)
     return prefix
 
 
@@ -261,7 +219,7 @@ def test_only_our_headers_are_included_by_who_builds_it_with_himself(tmp_path: P
              CONTENT "$<TARGET_PROPERTY:attn::attn,INTERFACE_INCLUDE_DIRECTORIES>")
         """
     )
-    cmake_configure(tmp_path, tmp_path / "build", torch.utils.cmake_prefix_path)
+    configure(tmp_path, tmp_path / "build", prefix_path=torch.utils.cmake_prefix_path)
     included = (tmp_path / "build" / "included").read_text().split(";")
     torchs = str(Path(torch.__file__).parent)
     (ours,) = [directory for directory in included if not directory.startswith(torchs)]
@@ -274,11 +232,11 @@ def test_no_python_in_the_library(installed: Path) -> None:
         installed / "lib" / "libattn.so",
         Path(torch_attn.__file__).with_name("libattn.so"),
     ):
-        dynamic = run("readelf", "--dynamic", library)
+        dynamic = succeed("readelf", "--dynamic", library)
         needed = re.findall(r"\(NEEDED\) .*\[(.*)\]", dynamic)
         assert "libtorch_cpu.so" in needed
         assert not [name for name in needed if "python" in name]
-        assert not re.search(r" U _?Py", run("nm", "--dynamic", library))
+        assert not re.search(r" U _?Py", succeed("nm", "--dynamic", library))
         assert re.findall(r"\(SONAME\) .*\[(.*)\]", dynamic) == ["libattn.so"]
 
 
@@ -294,7 +252,9 @@ def test_libraries_are_looked_for_beside_it_and_in_torch(installed: Path) -> Non
 
 def searched(library: Path) -> list[str]:
     """The directories in which the dynamic linker looks for what the library needs."""
-    paths = re.findall(r"\((?:RUNPATH|RPATH)\) .*\[(.*)\]", run("readelf", "--dynamic", library))
+    paths = re.findall(
+        r"\((?:RUNPATH|RPATH)\) .*\[(.*)\]", succeed("readelf", "--dynamic", library)
+    )
     return [directory for path in paths for directory in path.split(":")]
 
 
@@ -331,8 +291,8 @@ def test_program_that_names_no_symbol(prefix_path: str, compiler: str, tmp_path:
     torch.jit.script(Attend()).save(str(tmp_path / "model.pt"))
     source = ROOT / "tests" / "cpp" / "run_script"
     flags = "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"
-    cmake_build(source, tmp_path / "build", prefix_path, compiler, flags)
-    assert run(tmp_path / "build" / "program", tmp_path / "model.pt") == "24\n"
+    build(source, tmp_path / "build", compiler, flags, prefix_path=prefix_path)
+    assert succeed(tmp_path / "build" / "program", tmp_path / "model.pt") == "24\n"
 
 
 @pytest.mark.slow
@@ -340,6 +300,5 @@ def test_unit_tests_by_clang(tmp_path: Path) -> None:
     clang = newest_clang()
     if clang is None:
         pytest.skip("not run: no clang++ on the PATH")
-    options = f"-DCMAKE_CXX_COMPILER={clang}"
-    cmake_build(ROOT / "tests" / "cpp", tmp_path, PREFIX_PATH, options)
+    build(ROOT / "tests" / "cpp", tmp_path, f"-DCMAKE_CXX_COMPILER={clang}")
     test_unit_tests_and_gradcheck(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from _cpp_examples import build, run, succeed
+from _cmake import build_example, run, succeed
 
 pytestmark = pytest.mark.slow  # trains a model and compiles a program
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("generate", tmp_path_factory.mktemp("build"))
+    return build_example("generate", tmp_path_factory.mktemp("build"))
 
 
 def test_text_is_that_of_python(program: Path, model: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from _cpp_examples import build, run, succeed
+from _cmake import build_example, run, succeed
 
 pytestmark = pytest.mark.slow  # AOTInductor compiles two models
 
@@ -23,7 +23,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("infer", tmp_path_factory.mktemp("build"))
+    return build_example("infer", tmp_path_factory.mktemp("build"))
 
 
 @pytest.mark.parametrize(("package", "calls"), [("attn.pt2", 6), ("builtin.pt2", 0)])

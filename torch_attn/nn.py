@@ -308,7 +308,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         _check_shape("value", value, shape(*batch, S, features=self.vdim))
         packed, device = self.in_proj_weight, query.device.type
         dtype = (self.q_proj_weight if packed is None else packed).dtype
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
         for name, tensor in {"query": query, "key": key, "value": value}.items():
             if tensor.dtype != dtype and not autocast:
                 raise RuntimeError(
