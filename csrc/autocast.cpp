@@ -7,8 +7,8 @@
 namespace attn {
 namespace {
 
-template <class Op, at::DeviceType device, c10::DispatchKey key>
-auto cast_and_call(const Inputs& inputs, const PlainOptions& options) {
+template <class Op, at::DeviceType device, c10::DispatchKey key, class Tensors, class Options>
+auto cast_and_call(const Tensors& inputs, const Options& options) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   const auto cast = [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
@@ -17,8 +17,9 @@ auto cast_and_call(const Inputs& inputs, const PlainOptions& options) {
 
 template <at::DeviceType device, c10::DispatchKey key>
 void register_autocast(torch::Library& m) {
-  m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device, key>>);
-  m.impl("sdpa_with_weights", WeightsOp::kernel<cast_and_call<WeightsOp, device, key>>);
+  m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device, key, Inputs, PlainOptions>>);
+  m.impl("sdpa_with_weights", WeightsOp::kernel<cast_and_call<WeightsOp, device, key, Inputs, PlainOptions>>);
+  m.impl("sdpa_stats", StatsOp::kernel<cast_and_call<StatsOp, device, key, QueryAndKey, ScoreOptions>>);
 }
 
 }  // namespace

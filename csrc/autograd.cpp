@@ -265,6 +265,19 @@ struct SdpaSecondBackward : torch::autograd::Node {
   }
 };
 
+// sdpa_stats has no derivative. Its results say so when a gradient is asked of them; to read them is no error, so that
+// statistics can be logged in the middle of a training step.
+constexpr const char* kNoDerivative =
+    "attn::sdpa_stats: its results have no derivatives, and one was asked for; take the scores and weights of "
+    "sdpa_with_weights, which have, or call sdpa_stats with query.detach() and key.detach()";
+
+// Edges: query, key, attn_mask.
+struct SdpaStatsBackward : torch::autograd::Node {
+  std::string name() const override { return "SdpaStatsBackward"; }
+
+  variable_list apply(variable_list&&) override { TORCH_CHECK(false, kNoDerivative); }
+};
+
 // ---------------------------------------------------------------------------------------------------------------
 // The kernels under the Autograd key.
 
@@ -359,6 +372,17 @@ Gradients second_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, c
   return results;
 }
 
+Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const ScoreOptions& options) {
+  TORCH_CHECK(!is_dual(x), kNoDerivative);
+  Statistics results = below_autograd<StatsOp>(keys, x, options);
+  if (requires_grad(x)) {
+    auto node = make_node<SdpaStatsBackward>();
+    node->set_next_edges(next_edges(x));
+    set_history({results.largest_score, results.entropy, results.logsumexp, results.received_weight}, node);
+  }
+  return results;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, Autograd, m) {
@@ -367,6 +391,7 @@ TORCH_LIBRARY_IMPL(attn, Autograd, m) {
   m.impl("_sdpa_backward", BackwardOp::kernel_with_keys<backward_autograd>);
   m.impl("_sdpa_tangent", TangentOp::kernel_with_keys<tangent_autograd>);
   m.impl("_sdpa_second", SecondOp::kernel_with_keys<second_autograd>);
+  m.impl("sdpa_stats", StatsOp::kernel_with_keys<stats_autograd>);
 }
 
 }  // namespace attn

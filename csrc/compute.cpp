@@ -166,4 +166,23 @@ TangentResults compute_tangent(const Device& device, const Inputs& inputs, const
   return results;
 }
 
+Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options) {
+  const Shape shape = validate_stats(inputs, options);
+  StatsParams p;
+  ProblemBuilder builder(p, shape);
+  describe(p, builder, inputs.inputs(), options.options(), /*rng_state=*/Tensor());
+  const Statistics results = empty_statistics(shape, inputs.query);
+  if (no_rows(p)) {
+    results.received_weight.zero_();
+    return results;
+  }
+  builder.merge_batch_dims();
+  p.largest_score = results.largest_score.mutable_data_ptr();
+  p.entropy = results.entropy.mutable_data_ptr();
+  p.logsumexp = results.logsumexp.mutable_data_ptr();
+  p.received_weight = results.received_weight.mutable_data_ptr();
+  device.stats(p, inputs.query);
+  return results;
+}
+
 }  // namespace attn

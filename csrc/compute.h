@@ -20,6 +20,7 @@ struct Device {
   Run<BackwardParams>* backward;
   Run<TangentParams>* tangent;
   Run<SecondParams>* second;
+  Run<StatsParams>* stats;
 };
 
 // Without `for_derivatives`, logsumexp and residual are undefined.
@@ -33,6 +34,8 @@ Gradients compute_second(const Device& device, const at::Tensor& grad_output, co
                          const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
                          Wanted wanted);
 
+Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options);
+
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
@@ -41,11 +44,13 @@ void register_kernels(torch::Library& m) {
   constexpr auto backward = [](const auto&... a) { return compute_backward(device, a...); };
   constexpr auto tangent = [](const auto&... a) { return compute_tangent(device, a...); };
   constexpr auto second = [](const auto&... a) { return compute_second(device, a...); };
+  constexpr auto stats = [](const auto&... a) { return compute_stats(device, a...); };
   m.impl("sdpa", SdpaOp::kernel<sdpa>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward>);
   m.impl("_sdpa_backward", BackwardOp::kernel<backward>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent>);
   m.impl("_sdpa_second", SecondOp::kernel<second>);
+  m.impl("sdpa_stats", StatsOp::kernel<stats>);
 }
 
 }  // namespace attn

@@ -7,16 +7,23 @@
 namespace attn {
 namespace {
 
+[[noreturn]] void refuse_tensors(const Inputs& inputs, const PlainOptions& options, const char* names) {
+  validate(inputs, options);
+  TORCH_CHECK(false, "attn::sdpa: ", names, " must be dense (strided) tensors");
+}
 template <class Result, class... More>
 Result refuse(const Inputs& inputs, const PlainOptions& options, const More&...) {
-  validate(inputs, options);
-  TORCH_CHECK(false, "attn::sdpa: query, key, value and attn_mask must be dense (strided) tensors");
+  refuse_tensors(inputs, options, "query, key, value and attn_mask");
+}
+Statistics refuse_stats(const QueryAndKey& inputs, const ScoreOptions& options) {
+  refuse_tensors(inputs.inputs(), options.options(), "query, key and attn_mask");
 }
 
 // sdpa_with_weights, which is composed of other operators, is found for all but nested tensors, and checks by itself.
 void refuse_all(torch::Library& m) {
   m.impl("sdpa", SdpaOp::kernel<refuse<at::Tensor>>);
   m.impl("_sdpa_forward", ForwardOp::kernel<refuse<Saved, std::optional<at::Tensor>>>);
+  m.impl("sdpa_stats", StatsOp::kernel<refuse_stats>);
 }
 void refuse_nested(torch::Library& m) {
   refuse_all(m);

@@ -46,6 +46,10 @@ Gradients second_meta(const Tensor& grad_output, const Inputs& inputs, const Sav
   return empty_gradients(inputs, wanted);
 }
 
+Statistics stats_meta(const QueryAndKey& inputs, const ScoreOptions& options) {
+  return empty_statistics(validate_stats(inputs, options), inputs.query);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, Meta, m) {
@@ -54,6 +58,7 @@ TORCH_LIBRARY_IMPL(attn, Meta, m) {
   m.impl("_sdpa_backward", BackwardOp::kernel<backward_meta>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent_meta>);
   m.impl("_sdpa_second", SecondOp::kernel<second_meta>);
+  m.impl("sdpa_stats", StatsOp::kernel<stats_meta>);
 }
 
 }  // namespace attn

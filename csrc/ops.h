@@ -28,6 +28,35 @@ struct PlainOptions {
   static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa); }
 };
 
+// What scores are made of: the arguments of sdpa_stats, without a value and without dropout.
+struct QueryAndKey {
+  at::Tensor query;
+  at::Tensor key;
+  std::optional<at::Tensor> attn_mask;
+
+  static auto fields(auto& x) { return std::tie(x.query, x.key, x.attn_mask); }
+  // For what is written for sdpa. The value is never read, but its heads count: as many as the key's.
+  Inputs inputs() const { return {query, key, key, attn_mask}; }
+};
+struct ScoreOptions {
+  bool is_causal;
+  std::optional<double> scale;
+  bool enable_gqa;
+
+  static auto fields(auto& o) { return std::tie(o.is_causal, o.scale, o.enable_gqa); }
+  PlainOptions options() const { return {/*dropout_p=*/0, is_causal, scale, enable_gqa}; }
+};
+
+// The results of sdpa_stats.
+struct Statistics {
+  at::Tensor largest_score;    // [*batch, heads, L]
+  at::Tensor entropy;          // [*batch, heads, L]
+  at::Tensor logsumexp;        // [*batch, heads, L]
+  at::Tensor received_weight;  // [*batch, heads, S]
+
+  static auto fields(auto& r) { return std::tie(r.largest_score, r.entropy, r.logsumexp, r.received_weight); }
+};
+
 // The results of sdpa_with_weights.
 struct OutputAndWeights {
   at::Tensor output;   // [*batch, heads, L, Ev]
@@ -71,6 +100,7 @@ using Wanted = std::array<bool, 4>;  // in the same order
 
 using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, PlainOptions)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Inputs, PlainOptions)>;
+using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions)>;
 // Last comes rng_state.
 using ForwardOp = Operator<"attn::_sdpa_forward", Saved(Inputs, PlainOptions, std::optional<at::Tensor>)>;
 // First comes grad_output, here and in SecondOp.

@@ -172,6 +172,36 @@ struct SecondParams : BackwardParams {
   void* tangent_delta = nullptr;  // on CUDA: its derivative
 };
 
+// The statistics of the scores of every row, and the weight that every key receives: csrc/statistics.h.
+//
+// Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
+// the sum over its whole row. Results are contiguous, of the type computed in.
+struct StatsParams : Problem {
+  void* largest_score = nullptr;    // [batch, heads, L]
+  void* entropy = nullptr;          // as that
+  void* logsumexp = nullptr;        // as that: one number, not a pair
+  void* received_weight = nullptr;  // [batch, heads, S]
+
+  int64_t rows_per_task = 0;
+  int64_t splits = 1;  // of the keys, each of whole tiles; put together in order, as those of the forward
+  int64_t keys_per_split = 0;
+  void* partial = nullptr;  // RowStatistics, [splits, batch, heads, L]
+  void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
+
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
+  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+
+  // A task of the second pass adds up weights of one head: of some keys, over a chunk of the rows. With several chunks
+  // each writes a partial sum [chunks, batch, heads, S], added in order afterwards.
+  int64_t keys_per_task = 0;
+  int64_t chunks = 1;
+  int64_t rows_per_chunk = 0;  // whole tiles
+  void* partial_received = nullptr;
+
+  ATTN_INLINE constexpr int64_t key_tasks() const { return batch * heads * key_tasks_of_head() * chunks; }
+  ATTN_INLINE constexpr int64_t key_tasks_of_head() const { return (keys + keys_per_task - 1) / keys_per_task; }
+};
+
 // A task of the mask's gradient owns so many rows and keys of it. The kernels of every device compute one tile of
 // scores a task, and say so by a static_assert.
 constexpr int64_t kMaskTaskRows = 64;

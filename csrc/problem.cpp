@@ -149,6 +149,19 @@ std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& qu
   return partial;
 }
 
+std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query) {
+  const auto options = compute_options(query);
+  const int64_t rows = number_of_rows(p);
+  std::array<at::Tensor, 3> tensors = {at::empty({p.splits, rows, 4}, options), at::empty({rows, 2}, options)};
+  p.partial = tensors[0].mutable_data_ptr();
+  p.pairs = tensors[1].mutable_data_ptr();
+  if (p.chunks > 1) {
+    tensors[2] = at::empty({p.chunks, p.batch, p.heads, p.keys}, options);
+    p.partial_received = tensors[2].mutable_data_ptr();
+  }
+  return tensors;
+}
+
 at::TensorOptions compute_options(const at::Tensor& query) {
   return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }

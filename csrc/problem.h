@@ -39,6 +39,10 @@ void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, c
 // What a plan with several splits of the keys writes to; empty for one.
 std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query);
 
+// What the passes of the statistics leave for each other, p.partial, p.pairs and p.partial_received; undefined where it
+// is not needed.
+std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query);
+
 inline bool no_rows(const Problem& p) { return number_of_rows(p) == 0; }
 
 // The workspace in which partial results are kept: the type that the kernels compute in.

@@ -116,6 +116,12 @@ c10::SymDimVector Shape::expanded(const SymInt& tensor_heads, const SymInt& rows
   return sizes;
 }
 
+c10::SymDimVector Shape::numbers(const SymInt& length) const {
+  c10::SymDimVector sizes = expanded(heads, length, 1);
+  sizes.pop_back();
+  return sizes;
+}
+
 Shape validate(const Inputs& inputs, const PlainOptions& options) {
   const auto& [query, key, value, attn_mask] = inputs;
   check_tensor("query", query, query);
@@ -254,6 +260,17 @@ Shape validate_second(const Tensor& grad_output, const Inputs& inputs, const Sav
   check.tangent(tangent);
   check.wanted(wanted);
   return check.shape;
+}
+
+Shape validate_stats(const QueryAndKey& inputs, const ScoreOptions& options) {
+  return validate(inputs.inputs(), options.options());
+}
+
+Statistics empty_statistics(const Shape& shape, const Tensor& query) {
+  const auto options = query.options().dtype(statistics_dtype(query));
+  const auto of_rows = shape.numbers(shape.queries), of_keys = shape.numbers(shape.keys);
+  return {at::empty_symint(of_rows, options), at::empty_symint(of_rows, options), at::empty_symint(of_rows, options),
+          at::empty_symint(of_keys, options)};
 }
 
 Tensor empty_output(const Shape& shape, const Tensor& query) {

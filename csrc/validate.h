@@ -17,6 +17,8 @@ struct Shape {
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
   c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
+  // One number for each of so many queries or keys of a head: [*batch, heads, length].
+  c10::SymDimVector numbers(const c10::SymInt& length) const;
 };
 
 // Throws c10::Error naming the argument, what it was and what is allowed.
@@ -32,6 +34,8 @@ Shape validate_second(const at::Tensor& grad_output, const Inputs& inputs, const
                       const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
                       Wanted wanted);
 
+Shape validate_stats(const QueryAndKey& inputs, const ScoreOptions& options);
+
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
@@ -43,6 +47,8 @@ at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const 
 at::Tensor empty_gradient(const at::Tensor& input);
 // int64 (seed, offset, period), see params.h; empty without dropout.
 at::Tensor empty_rng_state(const at::Tensor& query, double dropout_p);
+
+Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
 
 // 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.
 double scale_or_default(std::optional<double> scale, int64_t head_dim);

@@ -92,6 +92,7 @@ class Batch {
     return at::functorch::makeBatched(t, 0, layer_.layerId());
   }
   Tensor logical_output(const Tensor& t) const { return logical(t, dims_); }
+  Tensor logical_numbers(const Tensor& t) const { return logical(t, dims_ - 1); }  // [..., head, L or S]
   Tensor logical_residual(const Tensor& t) const { return t.dim() > 1 ? logical_output(t) : t; }
   Gradients logical(const Gradients& grads, const Inputs& inputs) const {
     const auto& mask = inputs.attn_mask;
@@ -205,6 +206,14 @@ Gradients second_vmap(const Tensor& grad_output, const Inputs& inputs, const Sav
   return batch.logical(grads, inputs);
 }
 
+Statistics stats_vmap(const QueryAndKey& tensors, const ScoreOptions& options) {
+  const Batch batch(tensors.inputs());
+  const ForwardCall c = forward_call(batch, tensors.inputs(), options.options(), std::nullopt);
+  const Statistics results = StatsOp::call({c.inputs.query, c.inputs.key, c.inputs.attn_mask}, options);
+  if (!c.mapped) return results;
+  return map_tensors(results, [&](const Tensor& t) { return batch.logical_numbers(t); });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
@@ -213,6 +222,7 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("_sdpa_backward", BackwardOp::kernel<backward_vmap>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent_vmap>);
   m.impl("_sdpa_second", SecondOp::kernel<second_vmap>);
+  m.impl("sdpa_stats", StatsOp::kernel<stats_vmap>);
 }
 
 // Called inside vmap with nothing mapped: dropout must heed `randomness` all the same.

@@ -31,8 +31,13 @@ TESTS = {
     "tests/test_derivatives.py": 300,
     "tests/test_hidden_tiles.py": 62,
     "tests/test_validate.py": 439,
+    "tests/test_stats.py": 900,
 }
-WITHOUT_KERNELS = ["-k", "not operator and not gradient"]  # of tests/test_validate.py
+# What of them has no kernels, or is too long for fibers.
+LEFT_OUT = {
+    "tests/test_validate.py": ["-k", "not operator and not gradient"],
+    "tests/test_stats.py": ["-k", "not long_sequence and not beyond"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +56,7 @@ def environment(library: Path, seed: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("file", TESTS)
 def test_kernels(library: Path, file: str) -> None:
-    some = WITHOUT_KERNELS if file == "tests/test_validate.py" else []
-    run_tests(file, *some, at_least=TESTS[file], **environment(library, seed=1))
+    run_tests(file, *LEFT_OUT.get(file, []), at_least=TESTS[file], **environment(library, seed=1))
 
 
 @pytest.mark.parametrize("seed", [2, 3])

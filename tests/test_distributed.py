@@ -153,6 +153,33 @@ def test_redistributed(run: Run, case: str) -> None:
         assert communications > 0
 
 
+def compare_statistics(case: Case) -> list[tuple[tuple[Any, ...], int]]:
+    """Asserts that those are of one process too; their placements and the collectives."""
+    sizes, options, placements, _ = case
+    torch.manual_seed(0)
+    inputs = make_inputs(**{"L": 5, "S": 7, "E": 6, "heads": 4, "dtype": torch.float64, **sizes})
+    mesh = init_device_mesh("cpu", (WORLD,))
+    query, key, _, mask = (shard(t, mesh, p) for t, p in zip(inputs, placements, strict=True))
+    with CommDebugMode() as communication:
+        actual = torch_attn.sdpa_stats(query, key, mask, **options)
+    expected = torch_attn.sdpa_stats(inputs.query, inputs.key, inputs.attn_mask, **options)
+    for name, tensor in expected._asdict().items():
+        torch.testing.assert_close(getattr(actual, name).full_tensor(), tensor, msg=name)
+    return [(t.placements, communication.get_total_counts()) for t in actual]
+
+
+@pytest.mark.parametrize("case", [name for name in LOCAL if "value" not in name])
+def test_statistics_without_communication(run: Run, case: str) -> None:
+    expected = LOCAL[case][-1]
+    assert run(compare_statistics, LOCAL[case]) == [[((expected,), 0)] * 4] * WORLD
+
+
+@pytest.mark.parametrize("case", ["queries", "head_dim", "sum to be done", "two ways"])
+def test_statistics_redistributed(run: Run, case: str) -> None:
+    for results in run(compare_statistics, REDISTRIBUTED[case]):
+        assert all(communications > 0 for _, communications in results)
+
+
 def call_after_call() -> None:
     """What DTensor remembers of a call must not serve one that differs in an option only."""
     torch.manual_seed(0)

@@ -234,9 +234,10 @@ def test_profiler_names() -> None:
         torch_attn.sdpa(*[t.detach() for t in x])
         first = torch.autograd.grad(torch_attn.sdpa(*x).sum(), x, create_graph=True)
         torch.autograd.grad(sum(g.sum() for g in first), x)
+        torch_attn.sdpa_stats(x[0].detach(), x[1].detach())
     events = {event.key: event for event in timeline.key_averages(group_by_input_shape=True)}
-    names = ("sdpa", "_sdpa_forward", "_sdpa_backward", "_sdpa_tangent", "_sdpa_second")
-    for name in names:
+    backwards = ("_sdpa_backward", "_sdpa_tangent", "_sdpa_second")
+    for name in ("sdpa", "sdpa_stats", "_sdpa_forward", *backwards):
         assert f"attn::{name}" in events
     assert events["attn::_sdpa_forward"].input_shapes[:2] == [[2, 3, 5, 16], [2, 3, 7, 16]]
     assert "SdpaBackward" in str(list(events))

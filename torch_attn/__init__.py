@@ -1,7 +1,7 @@
 """Scaled dot-product attention for PyTorch: every input, every gradient, memory O(L + S).
 
-Importing the package registers the operators ``torch.ops.attn.sdpa`` and
-``torch.ops.attn.sdpa_with_weights``, of which :func:`sdpa` and :func:`sdpa_with_weights` are the
+Importing the package registers the operators ``torch.ops.attn.sdpa``, ``sdpa_with_weights`` and
+``sdpa_stats``, of which :func:`sdpa`, :func:`sdpa_with_weights` and :func:`sdpa_stats` are the
 documented Python side. :mod:`torch_attn.reference` is the textbook version. In models that exist,
 :func:`replacing_sdpa` puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
 :class:`torch_attn.nn.MultiheadAttention` in that of torch's module.
@@ -9,17 +9,19 @@ documented Python side. :mod:`torch_attn.reference` is the textbook version. In 
 
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import convert
-from torch_attn.functional import sdpa, sdpa_with_weights
+from torch_attn.functional import Stats, sdpa, sdpa_stats, sdpa_with_weights
 from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
 
 __all__ = [
     "Replacement",
+    "Stats",
     "__version__",
     "convert",
     "nn",
     "replace_sdpa",
     "replacing_sdpa",
     "sdpa",
+    "sdpa_stats",
     "sdpa_with_weights",
 ]
 

@@ -38,13 +38,20 @@ def register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     propagator = DTensor._op_dispatcher.sharding_propagator
-    for name in ("sdpa", "_sdpa_forward", "_sdpa_backward", "_sdpa_tangent", "_sdpa_second"):
+    for name in (
+        *("sdpa", "sdpa_stats"),
+        *("_sdpa_forward", "_sdpa_backward", "_sdpa_tangent", "_sdpa_second"),
+    ):
         op = getattr(torch.ops.attn, name).default
         register_sharding(op)(_Shardings(op))
         # Of a call like one before, DTensor repeats what it found, and takes only integers among
         # the other arguments into account. Here all matter: dropout, the gradients asked for.
         keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
         propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0, keywords, needs_pytree=True)
+
+
+# The results of sdpa_stats beside logsumexp. They lack the last dimension, not a leading one.
+_STATISTICS = ("largest_score", "entropy", "received_weight")
 
 
 class _Shardings:
@@ -83,7 +90,7 @@ class _Shardings:
 
 
 def _inputs(call: dict[str, Any]) -> list[Any]:
-    return [call[name] for name in ("query", "key", "value")]
+    return [call[name] for name in ("query", "key", "value") if name in call]
 
 
 def _rank(call: dict[str, Any]) -> int:
@@ -120,7 +127,7 @@ def _placement(call: dict[str, Any], dim: int, name: str, is_result: bool = Fals
         masked = mask is not None and mask.tensor_meta.dtype.is_floating_point
         half = call["query"].tensor_meta.dtype in (torch.bfloat16, torch.float16)
         return Shard(_rank(call) + dim) if half and masked else Replicate()
-    if kind in ("output", "logsumexp", "grad_output"):
+    if kind in ("output", "logsumexp", "grad_output", *_STATISTICS):
         return Shard(_rank(call) + dim)
     tensor = kind.removeprefix("grad_")
     source = call.get("attn_mask" if tensor == "mask" else tensor)

@@ -14,6 +14,7 @@ backward        ``2 (3 E + 2 Ev)``, of which ``2 E`` for grad_query and for grad
 tangent         ``2 (3 E + 2 Ev)``, of which ``2 E`` for the direction of query and of key each, and
                 ``2 Ev`` for that of value
 second order    ``2 (7 E + 3 Ev)``
+statistics      ``4 E``: the scores twice, for a weight is known once its whole row has been seen
 ==============  =================================================================================
 """
 
@@ -38,6 +39,7 @@ def register() -> None:
     ops = torch.ops.attn
     for op, count in (
         (ops.sdpa, _forward),
+        (ops.sdpa_stats, _statistics),
         (ops._sdpa_forward, _forward),
         (ops._sdpa_backward, _backward),
         (ops._sdpa_tangent, _tangent),
@@ -75,6 +77,10 @@ def _backward(call: Call) -> int:
     query, key, value, mask = call["grad_input_mask"]
     through_softmax = query or key or mask
     return _products(call, 1 + query + key, through_softmax + value)
+
+
+def _statistics(call: Call) -> int:
+    return _products({**call, "value": call["key"]}, 2, 0)
 
 
 def _directions(call: Call) -> list[bool]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["sdpa", "sdpa_with_weights"]
+__all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_weights"]
 
-# Both can be compiled by torch.jit.script. It takes no arguments that are given by name only and
-# have a default, so that `scale` and `enable_gqa` may be given by position here.
+# sdpa and sdpa_with_weights can be compiled by torch.jit.script. It takes no arguments that are
+# given by name only and have a default: `scale` and `enable_gqa` may be given by position here.
 
 
 def sdpa(
@@ -147,6 +147,103 @@ def sdpa_with_weights(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return results
+
+
+class Stats(NamedTuple):
+    """What :func:`sdpa_stats` returns: float32, or float64 of float64 inputs, without derivatives.
+
+    Attributes:
+        largest_score: ``[B..., Hq, L]``, of each query the largest of its scores, scaled and
+            masked. Scores that grow from step to step are the first sign of a training that
+            diverges.
+        entropy: ``[B..., Hq, L]``, of each query's weights ``p`` the entropy ``-sum(p log p)`` in
+            nats: ``log(n)`` where n keys have equal weight, 0 where one key has all of it.
+        logsumexp: ``[B..., Hq, L]``, of each query's scores: a weight is ``exp(score -
+            logsumexp)``.
+        received_weight: ``[B..., Hq, S]``, the sum of the weights that all queries give to a key.
+            Its sum over the keys is the number of queries that see a key.
+    """
+
+    largest_score: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    received_weight: Tensor
+
+    @property
+    def largest_weight(self) -> Tensor:
+        """``[B..., Hq, L]``, of each query: ``exp(largest_score - logsumexp)``, 0 without keys.
+
+        The nearer it is to 1, the more the softmax is saturated, and the less passes through it
+        to the gradients of query and key. Scores of 1e6 and more leave float32 few digits for it.
+        """
+        weight = (self.largest_score - self.logsumexp).exp()
+        return weight.masked_fill(self.logsumexp == -torch.inf, 0)
+
+
+def sdpa_stats(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Stats:
+    """Statistics of attention, of sequences so long that the weights cannot be stored.
+
+    Largest score, entropy and logsumexp of every query and the weight that every key receives, in
+    every head: what shows that attention collapses to single keys, or that scores explode, while a
+    model trains. From the same tiles as :func:`sdpa`, in memory O(L + S), in about the time of two
+    products of queries and keys.
+
+    Args:
+        query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
+        key: ``[B..., Hk, S, E]``, query's dtype and device; leading dimensions broadcast.
+        attn_mask: as of :func:`sdpa`: boolean, floating, or a causal bias of PyTorch.
+        is_causal: query i sees keys 0 ... i, together with `attn_mask`.
+        scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
+        enable_gqa: allows Hk to be a divisor of Hq.
+
+    Returns:
+        :class:`Stats`. Statistics are computed in float32 also of half types, whose scores are
+        those of :func:`sdpa`. A query that may attend to no key has a largest score and a logsumexp
+        of -inf, the entropy 0, and gives no weight.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit: the message names the argument,
+            what it was and what is allowed. And a derivative asked of the results, for they have
+            none: of inputs that require a gradient they can be read, and a backward through them,
+            or forward mode, raises. Take :func:`sdpa_with_weights` to train on these numbers. A
+            function that :func:`torch.compile` differentiates as a whole must give detached query
+            and key.
+
+    Accuracy: the entropy is as accurate near 0 as elsewhere, relative to its size, for what it is
+    summed from is never negative. The same bits on every run and with any number of threads.
+
+    NaN and infinity: a query with a NaN score has NaN as its first three statistics, and passes NaN
+    to the keys that it may attend to, and to no other. A score of -inf is one that is masked. Of a
+    query with a score of +inf, largest score and logsumexp are +inf, its entropy is NaN, and the
+    keys that it may attend to receive NaN, as softmax gives them.
+
+    Source: entropy as a sign of instability: Zhai et al., *Stabilizing Transformer Training by
+    Preventing Attention Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; largest scores:
+    Dehghani et al., *Scaling Vision Transformers to 22 Billion Parameters*, 2023,
+    https://arxiv.org/abs/2302.05442.
+
+    Example:
+        >>> query, key = torch.randn(2, 4, 1000, 64)  # 4 heads, 1000 tokens
+        >>> stats = torch_attn.sdpa_stats(query, key, is_causal=True)
+        >>> stats.entropy.shape, stats.received_weight.shape
+        (torch.Size([4, 1000]), torch.Size([4, 1000]))
+        >>> round(stats.received_weight.sum().item())  # each of 4 x 1000 queries gives away 1
+        4000
+    """
+    if scale is not None and not isinstance(scale, float):
+        _refuse_derivatives(scale=scale)
+    return Stats(
+        *torch.ops.attn.sdpa_stats(
+            query, key, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    )
 
 
 def _refuse_derivatives(**numbers: Any) -> None:

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["sdpa", "sdpa_with_weights"]
+__all__ = ["sdpa", "sdpa_stats", "sdpa_with_weights"]
 
 
 def sdpa(
@@ -114,3 +114,28 @@ def sdpa_with_weights(
         # With dropout_p = 1 nothing is left to divide.
         kept = weights.masked_fill(~dropout_mask, 0) / ((1 - dropout_p) or 1)
     return kept @ value, weights, scores
+
+
+def sdpa_stats(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of the weights P and scores X of `sdpa_with_weights`.
+
+    Returns:
+        largest score `max_j X`, entropy `-sum_j P log P` in nats and `logsumexp_j X`, each
+        `[..., Hq, L]`; received weight `sum_i P`, `[..., Hq, S]`. A row without keys has -inf, 0
+        and -inf.
+    """
+    _, weights, scores = sdpa_with_weights(
+        query, key, key, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    # A masked key more changes nothing, and without any other there still is a largest score.
+    scores = torch.nn.functional.pad(scores, (0, 1), value=-math.inf)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1)  # 0 log 0 = 0
+    return scores.amax(-1), entropy, scores.logsumexp(-1), weights.sum(-2)

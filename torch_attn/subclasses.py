@@ -48,6 +48,8 @@ def _register_causal_bias() -> None:
     ) -> Any:
         if func in known:
             return _attend_causally(func, *args, **(kwargs or {}))
+        if func in (ops.sdpa_stats, ops.sdpa_stats.default):
+            return _causal_stats(func, *args, **(kwargs or {}))
         return own(cls, func, types, args, kwargs)
 
     causal_bias.__torch_function__ = classmethod(torch_function)
@@ -66,9 +68,42 @@ def _attend_causally(
     enable_gqa: bool = False,
 ) -> Any:
     """The operator with the mask that a CausalBias stands for, as the built-in reads it."""
+    mask, causal, is_reversed = _mask_of(
+        {"query": query, "key": key, "value": value}, attn_mask, is_causal
+    )
+    query = query.flip(-2) if is_reversed else query
+    results = op(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
+    if not is_reversed:
+        return results
+    if isinstance(results, Tensor):
+        return results.flip(-2)
+    return tuple(result.flip(-2) for result in results)
+
+
+def _causal_stats(
+    op: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The same of sdpa_stats, whose last result is of keys."""
+    mask, causal, is_reversed = _mask_of({"query": query, "key": key}, attn_mask, is_causal)
+    query = query.flip(-2) if is_reversed else query
+    *of_rows, of_keys = op(query, key, mask, causal, scale=scale, enable_gqa=enable_gqa)
+    return (*(t.flip(-1) if is_reversed else t for t in of_rows), of_keys)
+
+
+def _mask_of(
+    inputs: dict[str, Tensor], attn_mask: Any, is_causal: bool
+) -> tuple[Tensor | None, bool, bool]:
+    """attn_mask and is_causal that say the same, and whether with the queries in reverse order."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    for name, tensor in inputs.items():
         if isinstance(tensor, CausalBias):
             raise TypeError(f"attn::sdpa: {name} is a CausalBias, which only attn_mask may be")
     if is_causal:
@@ -76,27 +111,21 @@ def _attend_causally(
             "attn::sdpa: is_causal is True and attn_mask a CausalBias, which says itself what is "
             "causal; give one of them"
         )
+    query, key = inputs["query"], inputs["key"]
     L, S = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if (*query.shape[-2:-1], *key.shape[-2:-1]) != (L, S):
         raise RuntimeError(
             f"attn::sdpa: attn_mask is a CausalBias of {L} queries and {S} keys, but query is "
             f"{list(query.shape)} and key {list(key.shape)}; the lengths must be equal"
         )
-
-    def attend(query: Tensor, mask: Tensor | None, is_causal: bool = False) -> Any:
-        return op(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
     if attn_mask.variant == CausalVariant.UPPER_LEFT or L == S:
-        return attend(query, None, is_causal=True)
+        return None, True, False
     if L <= 1:
-        return attend(query, None)
+        return None, False, False
     # Query i sees the keys j <= i + S - L. With the queries in reverse order that is i + j < S: a
     # mask whose rows are one vector, each beginning one further, so L + S - 1 numbers hold it.
     mask = torch.arange(L + S - 1, device=query.device).lt(S).unfold(0, S, 1)
-    results = attend(query.flip(-2), mask)
-    if isinstance(results, Tensor):
-        return results.flip(-2)
-    return tuple(result.flip(-2) for result in results)
+    return mask, False, True
 
 
 def _register_nested() -> None:
@@ -112,5 +141,5 @@ def _register_nested() -> None:
             f"for each of {nested}.unbind()"
         )
 
-    for name in ("sdpa", "sdpa_with_weights", "_sdpa_forward"):
+    for name in ("sdpa", "sdpa_with_weights", "sdpa_stats", "_sdpa_forward"):
         torch.library.register_torch_dispatch(f"attn::{name}", NestedTensor, refuse)

@@ -70,4 +70,30 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(const at
                            options.enable_gqa);
 }
 
+// What a call of sdpa_stats takes beside query and key; as in Options.
+struct StatsOptions {
+  std::optional<at::Tensor> attn_mask = std::nullopt;
+  bool is_causal = false;
+  std::optional<double> scale = std::nullopt;
+  bool enable_gqa = false;
+};
+
+// Statistics of the scores and weights of every head, float32 (float64 for float64). Of a query that may attend to no
+// key: -inf, 0 and -inf.
+struct Stats {
+  at::Tensor largest_score;    // [B..., Hq, L], of the scores, scaled and masked
+  at::Tensor entropy;          // [B..., Hq, L], of the weights, in nats
+  at::Tensor logsumexp;        // [B..., Hq, L], of the scores
+  at::Tensor received_weight;  // [B..., Hq, S], the sum over the queries of the weight that a key receives
+};
+
+// In O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: of inputs that
+// require a gradient they can be read, and a backward through them throws.
+ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,
+                          bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
+
+inline Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const StatsOptions& options = {}) {
+  return sdpa_stats(query, key, options.attn_mask, options.is_causal, options.scale, options.enable_gqa);
+}
+
 }  // namespace attn

@@ -34,6 +34,9 @@ namespace attn {
 constexpr int64_t kRowTile = kMaskTaskRows;
 constexpr int64_t kKeyTile = kMaskTaskKeys;
 
+// The most tiles of keys of a task of the statistics' second pass.
+constexpr int64_t kStatsKeyTiles = 4;
+
 // What a thread does before its first task and after its last one; null where that is nothing.
 struct OnThread {
   void (*begin)() = nullptr;
@@ -73,6 +76,16 @@ struct BackwardKernels {
   OnThread on_thread = {};  // around run() and mask()
 };
 
+struct StatsKernels {
+  bool (*takes)(const StatsParams&);
+  int64_t (*workspace)(const StatsParams&);
+  void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass, to p.partial
+  void (*finish)(const StatsParams&, int64_t first, int64_t last);      // rows of it: the results, and p.pairs
+  void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass
+  void (*add_chunks)(const StatsParams&, int64_t first, int64_t last);  // over the flat list [batch, heads, S]
+  OnThread on_thread = {};                                              // around rows() and keys()
+};
+
 struct Kernels {
   const Kernels* (*falls_back_to)();  // a function, as the other table is another file's, and no constant in this one
   void (*look_at_mask)(const Problem&, int64_t task);  // fills in p.mask_tiles
@@ -80,6 +93,7 @@ struct Kernels {
   TangentKernels tangent;
   BackwardKernels<BackwardParams> backward;
   BackwardKernels<SecondParams> second;
+  StatsKernels stats;
 };
 
 const Kernels* kernels_default();

@@ -4,6 +4,7 @@
 #include "cpu/backward.inl"
 #include "cpu/decode.inl"
 #include "cpu/forward.inl"
+#include "cpu/stats.inl"
 #include "cpu/tangent.inl"
 
 namespace attn::ATTN_ISA {
@@ -83,9 +84,22 @@ struct KernelTable {
     static void mask(const Params& p, int64_t task, char* workspace) {
       Formats::with(p, [&](auto f) { Kernel<decltype(f)>::mask(p, task, workspace); });
     }
+    static void rows(const Params& p, int64_t task, char* workspace) {
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::rows(p, task, workspace); });
+    }
+    static void finish(const Params& p, int64_t first, int64_t last) {
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::finish(p, first, last); });
+    }
+    static void keys(const Params& p, int64_t task, char* workspace) {
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::keys(p, task, workspace); });
+    }
+    static void add_chunks(const Params& p, int64_t first, int64_t last) {
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::add_chunks(p, first, last); });
+    }
   };
   using ForwardEntry = Entry<ForwardParams, ForwardOf>;
   using TangentEntry = Entry<TangentParams, TangentOf>;
+  using StatsEntry = Entry<StatsParams, Stats>;
 
   static bool takes_forward(const ForwardParams& p) {
     return Formats::takes(p) && (Formats::kDecodes || !Decode<float>::takes(p));
@@ -103,6 +117,8 @@ struct KernelTable {
       {TangentEntry::takes, TangentEntry::workspace, TangentEntry::run, Formats::kOnThread},
       backward<BackwardParams, BackwardOf>(),
       backward<SecondParams, SecondOf>(),
+      {StatsEntry::takes, StatsEntry::workspace, StatsEntry::rows, StatsEntry::finish, StatsEntry::keys,
+       StatsEntry::add_chunks, Formats::kOnThread},
   };
 };
 

@@ -69,7 +69,9 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
-void plan(ForwardParams& p) {
+// Params: with rows_per_task and splits of the keys.
+template <class Params>
+void plan_rows(Params& p) {
   // Several tiles of rows share one pass over the keys, as long as there are tasks enough.
   p.rows_per_task = 4 * kRowTile;
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
@@ -82,7 +84,7 @@ void plan(ForwardParams& p) {
 }
 
 void run_forward(ForwardParams& p, const Tensor& query) {
-  plan(p);
+  plan_rows(p);
   const auto partial = allocate_splits(p, query);
   const Tensor mask_tiles = look_at_mask(p, query);
 
@@ -159,7 +161,40 @@ void run_tangent(TangentParams& p, const Tensor& query) {
             [&](int64_t task, char* own) { k.run(p, task, own); });
 }
 
-constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second};
+// ---------------------------------------------------------------------------------------------------------------
+// Statistics
+
+void plan(StatsParams& p) {
+  plan_rows(p);
+  // The second pass is the same with keys and rows exchanged.
+  p.keys_per_task = kStatsKeyTiles * kKeyTile;
+  while (p.keys_per_task > kKeyTile && p.key_tasks() < 2 * kEnoughTasks) p.keys_per_task /= 2;
+  p.rows_per_chunk = p.queries;
+  if (p.keys > 0 && p.key_tasks() < kEnoughTasks && p.queries >= 1024) {
+    const int64_t chunks = std::min(divide_up(kEnoughTasks, p.key_tasks()), p.queries / 512);
+    p.rows_per_chunk = round_up(divide_up(p.queries, chunks), kRowTile);
+    p.chunks = divide_up(p.queries, p.rows_per_chunk);
+  }
+}
+
+void run_stats(StatsParams& p, const Tensor& query) {
+  plan(p);
+  const auto workspaces = allocate_partial(p, query);
+  const Tensor mask_tiles = look_at_mask(p, query);
+  const StatsKernels& k = kernels_for<&Kernels::stats>(p);
+  const int64_t workspace = k.workspace(p), rows = number_of_rows(p), keys = p.batch * p.heads * p.keys;
+  run_tasks(p.tasks(), product_flops(p), workspace, k.on_thread,
+            [&](int64_t task, char* own) { k.rows(p, task, own); });
+  run_ranges(rows, kRowsPerRange, 64.0 * p.splits * rows, 0,
+             [&](int64_t first, int64_t last, char*) { k.finish(p, first, last); });
+  run_tasks(p.key_tasks(), product_flops(p), workspace, k.on_thread,
+            [&](int64_t task, char* own) { k.keys(p, task, own); });
+  if (p.chunks > 1)
+    run_ranges(keys, kRowsPerRange, 1.0 * p.chunks * keys, 0,
+               [&](int64_t first, int64_t last, char*) { k.add_chunks(p, first, last); });
+}
+
+constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
 }  // namespace
 

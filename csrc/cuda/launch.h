@@ -43,6 +43,10 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 void plan_tangent(TangentParams& p);
 [[nodiscard]] Error launch_tangent(const TangentParams& p, Stream stream);
 
+// Cuts the work of both passes. The caller then allocates the partial results.
+void plan_stats(StatsParams& p, int64_t multiprocessors);
+[[nodiscard]] Error launch_stats(const StatsParams& p, Stream stream);
+
 // Writes (seed, offset, period) to `state`.
 [[nodiscard]] Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period,
                                            Stream stream);

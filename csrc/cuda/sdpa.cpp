@@ -90,7 +90,14 @@ void run_second(SecondParams& p, const Tensor& query) {
   check(launch_second(p, device.stream));
 }
 
-constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, run_second};
+void run_stats(StatsParams& p, const Tensor& query) {
+  const OnDeviceOf device(query);
+  plan_stats(p, device.multiprocessors);
+  const auto workspaces = allocate_partial(p, query);
+  check(launch_stats(p, device.stream));
+}
+
+constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
 }  // namespace
 

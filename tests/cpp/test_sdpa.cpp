@@ -73,6 +73,32 @@ TEST_F(Sdpa, IsTheFormula) {
   expect_close(attn::sdpa(query, key, value, {.attn_mask = mask, .enable_gqa = true}), output);
 }
 
+TEST_F(Sdpa, StatisticsAreThoseOfTheWeights) {
+  const auto [output, weights, scores] =
+      attn::sdpa_with_weights(query, key, value, {.attn_mask = mask, .scale = 0.3, .enable_gqa = true});
+  const attn::Stats stats = attn::sdpa_stats(query, key, {.attn_mask = mask, .scale = 0.3, .enable_gqa = true});
+  expect_close(stats.largest_score, scores.amax(-1));
+  expect_close(stats.entropy, -at::xlogy(weights, weights).sum(-1));
+  expect_close(stats.logsumexp, scores.logsumexp(-1));
+  expect_close(stats.received_weight, weights.sum(-2));
+
+  const attn::Stats flat = attn::sdpa_stats(query, key, mask, /*is_causal=*/true, 0.3, /*enable_gqa=*/true);
+  const attn::Stats named =
+      attn::sdpa_stats(query, key, {.attn_mask = mask, .is_causal = true, .scale = 0.3, .enable_gqa = true});
+  expect_same_bits(flat.entropy, named.entropy);
+  expect_same_bits(flat.received_weight, named.received_weight);
+  EXPECT_FALSE(at::equal(flat.entropy, stats.entropy));
+}
+
+TEST_F(Sdpa, StatisticsHaveNoDerivative) {
+  const Tensor leaf = query.detach().requires_grad_();
+  const attn::Stats stats = attn::sdpa_stats(leaf, leaf);
+  expect_same_bits(stats.entropy.detach(), attn::sdpa_stats(query, query).entropy);
+  expect_error("sdpa_stats: its results have no derivatives",
+               [&] { torch::autograd::grad({stats.entropy.sum()}, {leaf}); });
+  expect_error("key has 2 heads but the others have 4", [&] { attn::sdpa_stats(query, key); });
+}
+
 TEST_F(Sdpa, ErrorsNameTheArgument) {
   const Tensor undefined;
   const auto call = [&](const Tensor& q, const Tensor& k, const Tensor& v, const attn::Options& options = {}) {

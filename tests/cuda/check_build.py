@@ -50,6 +50,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     of_all = {**plain, "grad_input_mask": [True] * 4}
     output = query.new_empty(2, 3, 5, 32)
     assert_like([torch_attn.sdpa(*x)], [output], device)
+    of_rows = query.new_empty(2, 3, 5, dtype=torch.float32)
+    of_keys = query.new_empty(2, 3, key.size(-2), dtype=torch.float32)
+    statistics = torch_attn.sdpa_stats(query, key, attn_mask)
+    assert_like(statistics, [of_rows, of_rows, of_rows, of_keys], device)
     saved = ops._sdpa_forward(*x)
     assert_like(saved[:1], [output], device)
     assert_like(ops._sdpa_backward(output, *x, *saved, 0.0, False, **of_all), x, device)
