@@ -30,6 +30,7 @@ TESTS = {
     "tests/test_dropout.py": 62,
     "tests/test_precision.py": 11,
     "tests/test_properties.py": 2,
+    "tests/test_stats.py": 600,
 }
 
 

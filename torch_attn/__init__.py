@@ -4,19 +4,33 @@ Importing the package registers the operators ``torch.ops.attn.sdpa``, ``sdpa_wi
 ``sdpa_stats``, of which :func:`sdpa`, :func:`sdpa_with_weights` and :func:`sdpa_stats` are the
 documented Python side. :mod:`torch_attn.reference` is the textbook version. In models that exist,
 :func:`replacing_sdpa` puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
-:class:`torch_attn.nn.MultiheadAttention` in that of torch's module.
+:class:`torch_attn.nn.MultiheadAttention` in that of torch's module. :func:`inspect` looks at what
+a model attends to, and :mod:`torch_attn.plots` draws it.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import convert
+from torch_attn._inspect import inspect
+from torch_attn._inspection import Inspection, Layer
 from torch_attn.functional import Stats, sdpa, sdpa_stats, sdpa_with_weights
 from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
 
+if TYPE_CHECKING:
+    from torch_attn import plots as plots
+
 __all__ = [
+    "Inspection",
+    "Layer",
     "Replacement",
     "Stats",
     "__version__",
     "convert",
+    "inspect",
     "nn",
     "replace_sdpa",
     "replacing_sdpa",
@@ -26,6 +40,14 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`plots` is imported when it is first asked for, because it needs matplotlib."""
+    if name == "plots":
+        return importlib.import_module("torch_attn.plots")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _library.load()
 flops.register()

@@ -70,6 +70,19 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.token(tokens) + self.position(positions))))
 
 
+@torch.no_grad()
+def write(model: GPT, start: str, length: int, seed: int = 0) -> str:
+    """Text that the model goes on with, each character drawn by its probability."""
+    model.eval()
+    context = model.position.num_embeddings
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [ALPHABET.index(character) for character in start]
+    for _ in range(length):
+        logits = model(torch.tensor([tokens[-context:]]))[0, -1]
+        tokens.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+    return "".join(ALPHABET[token] for token in tokens)
+
+
 class Training:
     """One model in training: the same seed and steps give the same batches for every attention."""
 

@@ -1,10 +1,11 @@
-"""How much memory a training run takes: a process of its own runs some steps and is measured.
+"""What a training step takes: a process of its own runs some steps and is measured.
 
-    python -m examples.demo.memory attn 0.1 256
+    python -m examples.demo.memory attn 0.1 256 8
 
 prints by how many bytes the peak of its resident memory (VmHWM of Linux) grew over what it was
-with everything imported and the model made. That counts every allocation, whoever made it: tensors,
-the scratch of kernels, libraries. Activations of the whole model are part of it, attention or not.
+with everything imported and the model made, and how many seconds the fastest step but the first
+took. The memory counts every allocation, whoever made it: tensors, the scratch of kernels,
+libraries. Activations of the whole model are part of it, attention or not.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from .gpt import Config, Training
+from .report import seconds
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -27,21 +30,30 @@ def peak_resident_bytes() -> int:
     raise RuntimeError("/proc/self/status has no line VmHWM")
 
 
-def growth(attention: str, config: Config) -> int:
-    """Bytes that training took, measured in a new process."""
+class Cost(NamedTuple):
+    """Of a training: bytes that its memory grew by, and seconds of a step."""
+
+    memory: int
+    time: float
+
+
+def cost(attention: str, config: Config) -> Cost:
+    """What training takes, measured in a new process."""
     command = [sys.executable, "-m", "examples.demo.memory", attention]
-    command += [str(config.attention_dropout), str(config.context)]
+    command += [str(config.attention_dropout), str(config.context), str(config.batch)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return int(done.stdout)
+    memory, time = done.stdout.split()
+    return Cost(int(memory), float(time))
 
 
-def main(attention: str, dropout: str, context: str) -> None:
-    config = replace(Config(), attention_dropout=float(dropout), context=int(context))
+def main(attention: str, dropout: str, context: str, batch: str) -> None:
+    sizes = {"context": int(context), "batch": int(batch)}
+    config = replace(Config(), attention_dropout=float(dropout), **sizes)
     training = Training(attention, config)
     before = peak_resident_bytes()
-    for _ in range(STEPS):
-        training.step()
-    print(peak_resident_bytes() - before)
+    training.step()
+    time = min(seconds(training.step) for _ in range(STEPS - 1))
+    print(peak_resident_bytes() - before, time)
 
 
 if __name__ == "__main__":

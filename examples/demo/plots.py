@@ -7,8 +7,9 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-# From Okabe & Ito's palette, told apart with every kind of colour vision.
-BLUE, ORANGE, GREEN, VERMILION, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#222222"
+# From Okabe & Ito's palette, told apart with every kind of colour vision, in the order of
+# torch_attn.plots.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00"]
 
 mpl.rcParams.update(
     {

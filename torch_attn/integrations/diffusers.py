@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 import torch_attn
+from torch_attn._import import import_of, install
 from torch_attn.integrations import _calls
-from torch_attn.integrations._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register"]
 

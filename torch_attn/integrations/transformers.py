@@ -13,18 +13,20 @@ Not every model asks for an implementation by its name; :func:`register` says wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import torch_attn
+from torch_attn._import import import_of, install
 from torch_attn.integrations import _calls
-from torch_attn.integrations._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register"]
 
@@ -75,10 +77,14 @@ def register(name: str = "attn") -> str:
         ImportError: transformers is not installed, is older than 5 or does not import; in the last
             case the message is that of the import that failed.
     """
-    attention, masks = _interfaces()
-    attention.register(name, attention_forward)
-    masks.register(name, _mask_function())
+    _register(name, attention_forward)
     return name
+
+
+def _register(name: str, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+    attention, masks = _interfaces()
+    attention.register(name, function)
+    masks.register(name, _mask_function())
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -144,12 +150,12 @@ def attention_forward(
         ValueError: the model asks for softcap, attention sinks, keys that an indexer chooses, a
             head mask or a paged cache.
     """
-    for argument, meaning in _UNSUPPORTED.items():
-        if kwargs.get(argument) is not None:
-            raise ValueError(
-                f"{type(module).__name__} asks for {meaning}, which attn does not support; "
-                'load the model with attn_implementation="eager"'
-            )
+    meaning = _unsupported(kwargs)
+    if meaning is not None:
+        raise ValueError(
+            f"{type(module).__name__} asks for {meaning}, which attn does not support; "
+            'load the model with attn_implementation="eager"'
+        )
 
     _calls.count("transformers")
     if is_causal is None:
@@ -176,6 +182,59 @@ def attention_forward(
     # The operator keeps the strides of the query, in most models a view of [B, L, H, E]: no copy
     # here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi) make it contiguous.
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _unsupported(arguments: dict[str, Any]) -> str | None:
+    """What the arguments ask for that the operator does not do."""
+    for argument, meaning in _UNSUPPORTED.items():
+        if arguments.get(argument) is not None:
+            return meaning
+    return None
+
+
+@contextlib.contextmanager
+def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
+    """For a while, models within `model` call the built-in attention or an operator of attn.
+
+    Those that do already stay as they are; the others get our implementation, under a name that no
+    other program has. Does nothing where transformers was not imported.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    pretrained = () if modeling is None else (modeling.PreTrainedModel,)
+    models: list[Any] = [m for m in model.modules() if isinstance(m, pretrained)]
+    configs = {id(config): config for m in models for config in _configs(m.config)}.values()
+    before = [(config, config._attn_implementation) for config in configs]
+    try:
+        for part in models:  # from the outside to the inside: the first may switch the others
+            now = part.config._attn_implementation
+            if now != "sdpa" and _interfaces()[0]().get(now) not in (attention_forward, _inspected):
+                _register(name, _inspected)
+                part.set_attn_implementation(name)
+        yield
+    finally:
+        for config, implementation in before:
+            # The public attribute would set that of the configurations inside, too.
+            config._attn_implementation_internal = implementation
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration and those inside of it."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        inner = getattr(config, name, None)
+        if inner is not None:
+            yield from _configs(inner)
+
+
+def _inspected(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """:func:`attention_forward` in a model that somebody looks into, who did not ask for it."""
+    meaning = _unsupported(kwargs)
+    if meaning is not None:
+        raise ValueError(
+            f"inspect: {type(module).__name__} asks for {meaning}, which attn does not compute; "
+            "the attention of such a model cannot be inspected"
+        )
+    return attention_forward(module, *args, **kwargs)
 
 
 def _mask_function() -> Callable[..., Tensor | None]:

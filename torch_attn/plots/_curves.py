@@ -1,0 +1,233 @@
+"""Numbers of tokens as bars, and measurements over a size as curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator
+
+from torch_attn.plots._style import (
+    Array,
+    array,
+    axes_of,
+    colors,
+    font,
+    legend,
+    muted,
+    set_title,
+    size_in_points,
+    token_names,
+)
+
+__all__ = ["activations", "scaling"]
+
+_MARKERS = "os^Dvp"
+
+
+def activations(
+    values: Any,
+    tokens: Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+    label: str = "L2 norm of the output",
+    ax: Axes | None = None,
+) -> Figure:
+    """One number a token, as bars; several are groups of bars.
+
+    Args:
+        values: ``[N]``, or a mapping of names to such: a bar a name for each token, and a legend.
+        tokens: N names; None: their numbers.
+        title: over the picture.
+        label: what the numbers are.
+        ax: where to draw; None makes a figure.
+
+    Example:
+        >>> one, four = torch.randn(2, 5, 8)
+        >>> norms = {"one head": one.norm(dim=-1), "four heads": four.norm(dim=-1)}
+        >>> figure = plots.activations(norms, "the cat sat down .".split())
+    """
+    groups = _groups("activations", "values", values)
+    bars = {name: array("activations", "values", numbers, "[N]") for name, numbers in groups}
+    _same_length("activations", "values", bars)
+    count = len(next(iter(bars.values())))
+    names = token_names("activations", "tokens", tokens, count)
+
+    thick = 0.8 / len(bars)
+    height = 0.9 + count * max(0.19, 0.11 * len(bars)) + (0.3 if title else 0)
+    figure, ax, own = axes_of(ax, min(max(height, 1.8), 14.0))
+    for i, (name, color) in enumerate(zip(bars, colors(len(bars)), strict=True)):
+        places = np.arange(count) - 0.4 + (i + 0.5) * thick
+        ax.barh(places, bars[name], 0.92 * thick, color=color, label=name)
+    ax.set_yticks(range(count), names, fontsize=font(0.85))
+    ax.set_ylim(count - 0.4, -0.6)  # the first token on top
+    ax.set_xlabel(label, fontsize=font())
+    ax.tick_params(axis="x", labelsize=font(0.85))
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right"]].set_visible(False)
+    if isinstance(values, Mapping):
+        legend(figure, None if own else ax)
+    set_title(figure, None if own else ax, title)
+    return figure
+
+
+def scaling(
+    sizes: Any,
+    measured: Mapping[str, Any],
+    *,
+    ylabel: str,
+    theory: Mapping[str, Any] | None = None,
+    xlabel: str = "head_dim",
+    title: str | None = None,
+    ax: Axes | None = None,
+    logy: bool = True,
+) -> Figure:
+    """What was measured over a size that doubles, against theory.
+
+    Args:
+        sizes: ``[N]``, positive; on a logarithmic axis.
+        measured: names to ``[N]``, drawn as markers, joined by a line if there is no theory of that
+            name; or to ``[N, 3]``: the quantiles of 25, 50 and 75 %, of which the middle has the
+            markers and the others bound a band.
+        ylabel: what was measured, with its unit.
+        theory: names to ``[N]``, dashed lines; those with the name of a measurement in its colour.
+        xlabel: what the sizes are.
+        title: over the picture.
+        ax: where to draw; None makes a figure.
+        logy: a logarithmic vertical axis. Zeros and negative numbers are drawn all the same: below
+            the least positive number the axis is then linear.
+
+    Example:
+        >>> sizes = torch.tensor([1, 4, 16, 64])
+        >>> variance = torch.stack([torch.randn(2, n, 9999).prod(0).sum(0).var() for n in sizes])
+        >>> figure = plots.scaling(
+        ...     sizes, {"q . k": variance}, theory={"q . k": sizes}, ylabel="variance"
+        ... )
+    """
+    x = array("scaling", "sizes", sizes, "[N]")
+    if not (np.isfinite(x) & (x > 0)).all():
+        raise ValueError(f"plots.scaling: sizes are {x.tolist()}; they must be positive and finite")
+    lines = {name: _quantiles(name, values, len(x)) for name, values in measured.items()}
+    if not lines:
+        raise ValueError("plots.scaling: measured is empty; it must have at least one measurement")
+    dashed = {
+        name: array("scaling", f"theory[{name!r}]", values, "[N]")
+        for name, values in (theory or {}).items()
+    }
+    for name, values in dashed.items():
+        if len(values) != len(x):
+            raise ValueError(
+                f"plots.scaling: theory[{name!r}] has shape {list(values.shape)}; "
+                f"it must be [{len(x)}], as sizes is"
+            )
+
+    rows = len(lines) + len(dashed)
+    figure, ax, own = axes_of(ax, 3.2 + 0.11 * rows + (0.3 if title else 0))
+    names = list(dict.fromkeys([*lines, *dashed]))
+    color_of = dict(zip(names, colors(len(names)), strict=True))
+    order = np.argsort(x)
+    x = x[order]
+    for i, (name, values) in enumerate(lines.items()):
+        low, middle, high = values[order].T
+        color, marker = color_of[name], _MARKERS[i % len(_MARKERS)]
+        if values.shape[1] == 3 and not (low == high).all():
+            ax.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
+        line = "none" if name in dashed else "-"
+        ax.plot(x, middle, linestyle=line, marker=marker, color=color, markersize=4.5, label=name)
+    for name, values in dashed.items():
+        label = f"{name}, theory" if name in lines else name
+        ax.plot(x, values[order], "--", color=color_of[name], linewidth=1.4, label=label)
+
+    ax.set_xscale("log", base=2)
+    _sizes(ax, x)
+    drawn = np.concatenate([v.ravel() for v in (*lines.values(), *dashed.values())])
+    if logy:
+        _logarithmic(ax, drawn[np.isfinite(drawn)])
+    ax.set_xlabel(xlabel, fontsize=font())
+    ax.set_ylabel(ylabel, fontsize=font())
+    ax.tick_params(labelsize=font(0.85))
+    ax.grid(visible=True, color=muted(), alpha=0.2, linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+    if len(names) + len(dashed) > 1:
+        legend(figure, None if own else ax)
+    set_title(figure, None if own else ax, title)
+    return figure
+
+
+def _groups(function: str, argument: str, values: Any) -> list[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        return [("", values)]
+    if not values:
+        raise ValueError(f"plots.{function}: {argument} is an empty mapping")
+    return list(values.items())
+
+
+def _same_length(function: str, argument: str, arrays: Mapping[str, Array]) -> None:
+    lengths = {name: len(values) for name, values in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"plots.{function}: {argument} have lengths {lengths}; they must be equal")
+
+
+def _quantiles(name: str, values: Any, count: int) -> Array:
+    """`[N, 3]`, three times the same of `[N]`."""
+    argument = f"measured[{name!r}]"
+    if torch.as_tensor(values).dim() == 1:
+        result = np.repeat(array("scaling", argument, values, "[N]")[:, None], 3, axis=1)
+    else:
+        result = array("scaling", argument, values, "[N, 3]")
+    if result.shape != (count, 3):
+        raise ValueError(
+            f"plots.scaling: {argument} has shape {list(torch.as_tensor(values).shape)}; "
+            f"it must be [{count}] or [{count}, 3], for sizes has {count}"
+        )
+    return result
+
+
+def _sizes(ax: Axes, x: Array) -> None:
+    """A tick at each size, with its number where there is room."""
+    width, _ = size_in_points(ax)
+    labels = [f"{value:g}" for value in x]
+    span = max(float(np.log2(x[-1] / x[0])), 1e-9)
+    needed = 0.65 * font(0.85) * max(map(len, labels)) + 4
+    last = -np.inf
+    for i, value in enumerate(x):
+        place = float(np.log2(value / x[0])) / span * 0.9 * width
+        if place - last < needed:
+            labels[i] = ""
+        else:
+            last = place
+    ax.xaxis.set_major_locator(FixedLocator(x.tolist()))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xticks(x.tolist(), labels)
+
+
+def _logarithmic(ax: Axes, drawn: Array) -> None:
+    positive = drawn[drawn > 0]
+    if not positive.size:
+        return
+    if (drawn > 0).all():
+        ax.set_yscale("log")
+        least, most = float(positive.min()), float(positive.max())
+        if most < 30 * least:  # too few powers of ten for ticks
+            ticks = np.asarray(MaxNLocator(5).tick_values(least, most))
+            ticks = ticks[(ticks >= 0.9 * least) & (ticks <= 1.1 * most) & (ticks > 0)]
+            ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+            ax.yaxis.set_minor_locator(NullLocator())
+        return
+    # Logarithmic down to the power of ten below the least positive number, and from there, over the
+    # length of one power of ten, linear to 0.
+    first = int(np.floor(np.log10(positive.min())))
+    last = int(np.ceil(np.log10(positive.max())))
+    bottom = float(drawn.min())
+    ax.set_yscale("symlog", linthresh=10.0**first)
+    every = max(1, math.ceil((last - first) / 7))
+    powers = [10.0**e for e in range(last, first - 1, -every)]
+    ax.set_yticks([*(-p for p in powers if -p >= bottom), 0, *powers])
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_ylim(2 * bottom if bottom < 0 else -(10.0**first) / 4, 2 * float(positive.max()))

@@ -1,0 +1,198 @@
+"""Attention as a graph: what flows from the keys to the queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
+
+from torch_attn.plots._style import (
+    WIDTH,
+    Array,
+    array,
+    axes_of,
+    colors,
+    font,
+    set_title,
+    size_in_points,
+    token_names,
+)
+
+__all__ = ["graph"]
+
+_WIDEST = 5.0  # points, of an edge of weight 1
+_UPRIGHT = 10  # tokens in a ring whose names are horizontal; those of more point outwards
+
+
+def graph(
+    weights: Any,
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    *,
+    least: float = 0.05,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Figure:
+    """Weights as edges from keys to queries, each as wide as its weight and of its key's colour.
+
+    Tokens that are queries and keys at once, because `queries` and `keys` are the same or `keys` is
+    left out with L = S, stand in a ring, where a token's edge to itself is a loop. Otherwise the
+    keys are in a column on the left, the queries in one on the right.
+
+    Args:
+        weights: ``[L, S]``, from 0 to 1.
+        queries: L tokens; None: their numbers.
+        keys: S tokens; None: as above, else their numbers.
+        least: smaller weights are not drawn; the picture says so.
+        title: over the picture.
+        ax: where to draw; None makes a figure.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 4, 8)
+        >>> _, weights, _ = torch_attn.sdpa_with_weights(query, key, value, is_causal=True)
+        >>> figure = plots.graph(weights, "the cat sat down".split())
+    """
+    values = array("graph", "weights", weights, "[L, S]")
+    if not ((values >= 0) & (values <= 1 + 1e-2)).all():  # half types round above 1
+        raise ValueError(
+            f"plots.graph: weights reach from {values.min():g} to {values.max():g}; "
+            "they must be from 0 to 1, as softmax gives them"
+        )
+    L, S = values.shape
+    ring = L == S and (keys is None or (queries is not None and list(queries) == list(keys)))
+    longest = 12 if ring and L > _UPRIGHT else 18
+    receivers = token_names("graph", "queries", queries, L, longest)
+    senders = receivers if ring else token_names("graph", "keys", keys, S)
+
+    rows = max(L, S)
+    figure, ax, own = axes_of(ax, WIDTH if ring else min(max(2.2, 0.9 + 0.27 * rows), 14.0))
+    ax.axis("off")
+    draw = _ring if ring else _columns
+    draw(ax, values, receivers, senders, least)
+    number = f"{least:g}"
+    if (values >= least).any():
+        note = f"edges: weights of {number} and more"
+    else:
+        note = f"no weight reaches {number}; the largest is {values.max():.2g}"
+    ax.text(0.5, -0.01, note, transform=ax.transAxes, ha="center", va="top", fontsize=font(0.85))
+    set_title(figure, None if own else ax, title)
+    return figure
+
+
+def _columns(
+    ax: Any, values: Array, receivers: list[str], senders: list[str], least: float
+) -> None:
+    rows = max(len(receivers), len(senders))
+    palette = colors(len(senders))
+    # From top to bottom, each column in the middle.
+    heights = {
+        n: rows / 2 - (np.arange(n) + 0.5) * rows / n if n > 1 else np.zeros(1)
+        for n in (len(receivers), len(senders))
+    }
+    lefts, rights = heights[len(senders)], heights[len(receivers)]
+    for i, j in _edges(values, least):
+        _edge(ax, (0.0, lefts[j]), (1.0, rights[i]), values[i, j], palette[j], curve=0.0)
+    text: dict[str, Any] = {"va": "center", "fontsize": font(0.85)}
+    for x, names, places, side, title, marks in (
+        (0.0, senders, lefts, "right", "keys", palette),
+        (1.0, receivers, rights, "left", "queries", [mpl.rcParams["text.color"]] * len(rights)),
+    ):
+        ax.scatter(np.full(len(names), x), places, c=marks, s=36, zorder=4)
+        away = -8 if side == "right" else 8
+        for name, y in zip(names, places.tolist(), strict=True):
+            ax.annotate(name, (x, y), (away, 0), textcoords="offset points", ha=side, **text)
+        heading = (x, rows / 2 + 0.2)
+        ax.annotate(
+            title,
+            heading,
+            (0, 0),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=font(),
+            fontweight="bold",
+        )
+    ax.set(xlim=(-0.05, 1.05), ylim=(-rows / 2 - 0.2, rows / 2 + 0.6))
+
+
+def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], least: float) -> None:
+    count = len(senders)
+    palette = colors(count)
+    # Clockwise from the top.
+    angles = np.pi / 2 - 2 * np.pi * np.arange(count) / count
+    places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    radial = count > _UPRIGHT
+    # Labels start outside of the loops, and the longest has room before the axes end.
+    apart = 1.26 if (np.diag(values) >= least).any() else 1.12
+    half = 0.6 * min(size_in_points(ax))  # the axes become wider: they show no ticks
+    longest = min(0.6 * font(0.85) * max(map(len, senders)), 0.6 * half)
+    reach = apart * half / (half - longest)
+    for i, j in _edges(values, least):
+        if i == j:
+            _loop(ax, places[j], angles[j], values[i, j], palette[j], count)
+        else:
+            _edge(ax, places[j], places[i], values[i, j], palette[j], curve=0.18)
+    ax.scatter(*places.T, c=palette, s=60 if count <= 12 else 30, zorder=4)
+    for name, place, angle in zip(senders, places * apart, angles.tolist(), strict=True):
+        turn = np.degrees(angle) % 360
+        flipped = 90 < turn < 270
+        cosine = np.cos(angle)
+        side = "center" if abs(cosine) < 0.2 else "left" if cosine > 0 else "right"
+        if radial:
+            side = "right" if flipped else "left"
+        ax.text(
+            *place,
+            name,
+            ha=side,
+            va="center",
+            fontsize=font(0.85),
+            rotation=(turn - 180 if flipped else turn) if radial else 0,
+            rotation_mode="anchor",
+        )
+    high = reach if radial else apart + 0.15
+    ax.set(xlim=(-reach, reach), ylim=(-high, high), aspect="equal")
+
+
+def _edges(values: Array, least: float) -> Any:
+    """Pairs of query and key, the heaviest last so that they lie on top."""
+    pairs = np.argwhere(values >= max(least, 1e-12))
+    return pairs[np.argsort(values[tuple(pairs.T)], kind="stable")]
+
+
+def _edge(ax: Axes, start: Any, end: Any, weight: float, color: str, curve: float) -> None:
+    width = _WIDEST * weight
+    ax.add_patch(
+        FancyArrowPatch(
+            tuple(start),
+            tuple(end),
+            arrowstyle=f"-|>,head_length={3 + 1.2 * width:.2f},head_width={1.5 + 0.6 * width:.2f}",
+            mutation_scale=1,
+            connectionstyle=f"arc3,rad={curve}",
+            shrinkA=4,
+            shrinkB=5,
+            linewidth=width,
+            color=color,
+            alpha=0.75,
+            zorder=2,
+        )
+    )
+
+
+def _loop(ax: Axes, place: Array, angle: float, weight: float, color: str, count: int) -> None:
+    """A small circle outside of the ring, through the token."""
+    radius = min(0.1, 1.3 / count)
+    around = np.linspace(0, 2 * np.pi, 60)
+    center = place + radius * np.array([np.cos(angle), np.sin(angle)])
+    ax.plot(
+        center[0] + radius * np.cos(around),
+        center[1] + radius * np.sin(around),
+        color=color,
+        linewidth=_WIDEST * weight,
+        alpha=0.75,
+        zorder=2,
+    )

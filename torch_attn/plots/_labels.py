@@ -1,0 +1,146 @@
+"""Labels of points that cover neither each other nor the points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.text import Annotation, Text
+
+from torch_attn.plots._style import Array, font, muted
+
+__all__ = ["Labels"]
+
+# Distances of a label from its point, in points of 1/72 inch, and directions to try.
+_DISTANCES = (4.0, 9.0, 16.0, 25.0, 36.0, 50.0, 66.0)
+_LEADS_FROM = 9.0  # a label as far away as that is led to by a line
+_DIRECTIONS = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+
+
+class Labels(Artist):
+    """Places the labels of points whenever the axes are drawn, and draws nothing itself.
+
+    When it is drawn, sizes of texts and axes are known. Artists of an axes are drawn in the order
+    of their `zorder`, of which this one has the least, so that the labels come after it.
+
+    A label goes to the place near its point that costs least, those given first before the others.
+    One that would cover another or leave the axes everywhere is left out.
+
+    Args:
+        ax: the axes.
+        points: `[N, 2]`, in the coordinates of the data.
+        names: N labels.
+        away: `[N, 2]`, the direction in which each label should rather stand.
+        covered: `[M, 2]`, further places that labels should not cover.
+        radius: of the points' markers, in points of 1/72 inch.
+        bold: which labels are bold, and placed before the others.
+    """
+
+    def __init__(
+        self,
+        ax: Axes,
+        points: Array,
+        names: Sequence[str],
+        *,
+        away: Array,
+        covered: Array,
+        radius: float = 4.0,
+        bold: Sequence[bool] | None = None,
+    ) -> None:
+        super().__init__()
+        self.set_zorder(-1000)
+        self.set_in_layout(False)
+        bold = bold or [False] * len(names)
+        self._away = np.arctan2(away[:, 1], away[:, 0])
+        self._covered = np.concatenate([covered, points])
+        self._radius = radius
+        self._order = sorted(range(len(names)), key=lambda i: not bold[i])
+        self.annotations: list[Annotation] = []
+        for (x, y), name, is_bold in zip(points.tolist(), names, bold, strict=True):
+            annotation = ax.annotate(
+                name,
+                (x, y),
+                (0, 0),
+                textcoords="offset points",
+                ha="center",
+                va="center",
+                fontsize=font(0.85),
+                fontweight="bold" if is_bold else "normal",
+                color=mpl.rcParams["text.color"],
+                linespacing=1.1,
+                zorder=5,
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": muted(),
+                    "linewidth": 0.5,
+                    "alpha": 0.6,
+                    "shrinkA": 0,
+                    "shrinkB": radius,
+                },
+            )
+            annotation.set_in_layout(False)
+            self.annotations.append(annotation)
+        ax.add_artist(self)
+
+    def draw(self, renderer: Any) -> None:
+        ax = self.axes
+        assert isinstance(ax, Axes)
+        point = renderer.points_to_pixels(1.0)
+        frame = ax.get_window_extent(renderer)
+        covered = ax.transData.transform(self._covered)
+        anchors = ax.transData.transform([a.xy for a in self.annotations])
+        boxes = np.empty((0, 4))  # left, bottom, right, top of the labels that have their places
+        for i in self._order:
+            annotation = self.annotations[i]
+            annotation.set_visible(True)
+            extent = Text.get_window_extent(annotation, renderer)
+            size = np.array([extent.width, extent.height]) + 2 * point
+            center, distance = self._candidates(anchors[i], self._away[i], size, point)
+            candidates = np.concatenate([center - size / 2, center + size / 2], axis=1)
+            hidden = _overlaps(candidates, boxes).any(1) | _outside(candidates, frame)
+            cost = (
+                np.maximum(0, self._radius * point - _distances(candidates, covered)).sum(1) / point
+                + 0.15 * distance
+            )
+            # Turning away from the preferred direction costs a little.
+            turned = np.arctan2(*(center - anchors[i])[:, ::-1].T) - self._away[i]
+            cost += 1.5 * (1 - np.cos(turned))
+            best = int(np.where(hidden, np.inf, cost).argmin())
+            annotation.set_visible(not hidden[best])
+            if hidden[best]:
+                continue
+            annotation.set_position(tuple((center[best] - anchors[i]) / point))
+            if annotation.arrow_patch is not None:
+                annotation.arrow_patch.set_visible(bool(distance[best] >= _LEADS_FROM))
+            boxes = np.concatenate([boxes, candidates[best : best + 1]])
+
+    def _candidates(
+        self, anchor: Array, away: float, size: Array, point: float
+    ) -> tuple[Array, Array]:
+        """Centers `[C, 2]` in pixels where a label may be, and how far it then is in points."""
+        angles = away + _DIRECTIONS
+        towards = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        distances = np.repeat(_DISTANCES, len(angles))
+        directions = np.tile(towards, (len(_DISTANCES), 1))
+        gap = (self._radius * 0.5 + distances[:, None]) * point
+        return anchor + directions * (gap + size / 2), distances
+
+
+def _overlaps(a: Array, b: Array) -> Any:
+    """Which of the boxes a `[N, 4]` and b `[M, 4]` cover each other: `[N, M]`."""
+    apart = (a[:, None, :2] >= b[None, :, 2:]) | (b[None, :, :2] >= a[:, None, 2:])
+    return ~apart.any(-1)
+
+
+def _outside(boxes: Array, frame: Any) -> Any:
+    return (boxes[:, :2] < frame.min).any(1) | (boxes[:, 2:] > frame.max).any(1)
+
+
+def _distances(boxes: Array, points: Array) -> Any:
+    """From boxes `[N, 4]` to points `[M, 2]`, 0 inside: `[N, M]`."""
+    beside = np.maximum(boxes[:, None, :2] - points, points - boxes[:, None, 2:])
+    return np.linalg.norm(np.maximum(beside, 0), axis=-1)

@@ -1,0 +1,293 @@
+"""Matrices of scores and weights as heat maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from torch_attn.plots._style import (
+    WIDTH,
+    Array,
+    array,
+    axes_of,
+    font,
+    set_title,
+    size_in_points,
+    token_names,
+)
+
+__all__ = ["heads", "heatmap"]
+
+
+def heatmap(
+    matrix: Any,
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+    label: str = "attention weight",
+    digits: int | None = None,
+    vmin: float | None = 0.0,
+    vmax: float | None = None,
+    center: float | None = None,
+    ax: Axes | None = None,
+) -> Figure:
+    """A matrix of weights or scores: rows are queries, columns keys.
+
+    Cells of -inf, which masked scores are, are hatched, and those that are NaN or +inf crossed;
+    the picture then says so.
+
+    Args:
+        matrix: ``[L, S]``.
+        queries: L tokens; None: the keys' if L = S, else their numbers.
+        keys: S tokens; None: the queries' if L = S, else their numbers.
+        title: over the picture.
+        label: of the colour bar.
+        digits: decimals of the numbers in the cells. None writes two where they fit, else none; a
+            negative count is no number, too.
+        vmin: the value of the first colour; None: the least value.
+        vmax: the value of the last colour; None: the largest value.
+        center: the value of the middle colour, from which two colours lead away equally far, as
+            far as `vmin` and `vmax` reach (where `vmin` is left at 0: as the values do).
+        ax: where to draw; None makes a figure.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 5, 8)
+        >>> _, weights, scores = torch_attn.sdpa_with_weights(query, key, value, is_causal=True)
+        >>> figure = plots.heatmap(weights, "the cat sat down .".split())
+        >>> figure = plots.heatmap(scores, label="scaled score", center=0.0)
+    """
+    values = array("heatmap", "matrix", matrix, "[L, S]")
+    rows, columns = _names("heatmap", queries, keys, *values.shape)
+    norm, colormap = _scale("heatmap", values, vmin, vmax, center)
+
+    longest = max(map(len, columns))
+    width, cell = _own_size(values.shape, rows)
+    tilted = longest * 0.6 * font(0.85) > 72 * cell
+    below = longest * 0.6 * font(0.85) / 72 if tilted else 0.15
+    extra = 1.1 + below + (0.3 if title else 0)
+    height = extra + values.shape[0] * max(min(cell, 0.7), font() / 72)
+    figure, ax, own = axes_of(ax, min(height, 14.0), width)
+    if own:
+        cells = (72 * cell, 72 * (min(height, 14.0) - extra) / values.shape[0])
+    else:
+        size = size_in_points(ax)
+        cells = (size[0] / values.shape[1], size[1] / values.shape[0])
+        if 0.5 <= values.shape[0] / values.shape[1] <= 2:
+            cells = (min(cells),) * 2
+
+    _draw(ax, values, norm, colormap, equal=not own and cells[0] == cells[1])
+    _write(ax, values, norm, colormap, digits, cells)
+    _ticks(ax, rows, columns, cells)
+    ax.set_ylabel("query", fontsize=font())
+    ax.set_xlabel("\n".join(["key", *_notes(values)]), fontsize=font())
+    _bar(figure, [ax], norm, colormap, label)
+    set_title(figure, None if own else ax, title)
+    return figure
+
+
+def heads(
+    weights: Any,
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    columns: int = 2,
+    title: str | None = None,
+    vmax: float | None = None,
+) -> Figure:
+    """One small heat map a head, all with the same colours.
+
+    Args:
+        weights: ``[H, L, S]``.
+        queries: L tokens; None: the keys' if L = S, else their numbers.
+        keys: S tokens; None: the queries' if L = S, else their numbers.
+        names: H titles; None: "head 0" and so on.
+        columns: heat maps beside each other, at least 1.
+        title: over the picture.
+        vmax: the value of the last colour; None: the largest weight. The first is that of 0.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 4, 6, 8)
+        >>> _, weights, _ = torch_attn.sdpa_with_weights(query, key, value)
+        >>> figure = plots.heads(weights, "the cat sat down there .".split())
+    """
+    values = array("heads", "weights", weights, "[H, L, S]")
+    if columns < 1:
+        raise ValueError(f"plots.heads: columns is {columns}; it must be at least 1")
+    rows, cols = _names("heads", queries, keys, *values.shape[1:])
+    titles = token_names("heads", "names", names, len(values))
+    if names is None:
+        titles = [f"head {i}" for i in range(len(values))]
+    norm, colormap = _scale("heads", values, 0.0, vmax, None)
+
+    columns = min(columns, len(values))
+    lines = math.ceil(len(values) / columns)
+    longest = max(map(len, rows)) * 0.6 * font(0.85) / 72
+    width = (WIDTH - 0.35 - longest) / columns - 0.12
+    ratio = min(max(values.shape[1] / values.shape[2], 0.4), 2.5)
+    height = width * ratio
+    names_below = min(max(map(len, cols)) * 0.6 * font(0.85) / 72, 1.4)
+    total = lines * (height + 0.3) + names_below + 1.0 + (0.3 if title else 0)
+    figure = Figure(figsize=(WIDTH, total), layout="constrained")
+    grid: Any = figure.add_gridspec(lines, columns)
+    cells = (72 * width / values.shape[2], 72 * height / values.shape[1])
+    axes = []
+    for i, (head, name) in enumerate(zip(values, titles, strict=True)):
+        ax = figure.add_subplot(grid[i // columns, i % columns])
+        axes.append(ax)
+        _draw(ax, head, norm, colormap, equal=False)
+        _ticks(ax, rows, cols, cells)
+        ax.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(values))
+        ax.set_title(name, fontsize=font(), pad=3, loc="left")
+        if i + columns >= len(values):
+            ax.set_xlabel("key", fontsize=font())
+    figure.supylabel("query", fontsize=font())
+    _bar(figure, axes, norm, colormap, "\n".join(["attention weight", *_notes(values)]))
+    set_title(figure, None, title)
+    return figure
+
+
+def _names(
+    function: str, queries: Sequence[str] | None, keys: Sequence[str] | None, L: int, S: int
+) -> tuple[list[str], list[str]]:
+    if L == S:
+        queries, keys = (keys if queries is None else queries), (queries if keys is None else keys)
+    return token_names(function, "queries", queries, L), token_names(function, "keys", keys, S)
+
+
+def _scale(
+    function: str, values: Array, vmin: float | None, vmax: float | None, center: float | None
+) -> tuple[Normalize, Any]:
+    finite = values[np.isfinite(values)]
+    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    if center is not None:
+        ends = [vmin or least, most if vmax is None else vmax]
+        reach = max(abs(end - center) for end in ends) or 1.0
+        return Normalize(center - reach, center + reach), mpl.colormaps["PuOr_r"]
+    low = least if vmin is None else vmin
+    high = most if vmax is None else vmax
+    if vmax is not None and high <= low:
+        raise ValueError(
+            f"plots.{function}: vmax is {vmax}; it must be larger than the first colour's value, "
+            f"{low}"
+        )
+    if high <= low:  # nothing but one value, or none above vmin
+        low, high = min(low, least), max(low, most) + (1.0 if most <= least else 0.0)
+    return Normalize(low, high), mpl.colormaps["viridis"]
+
+
+def _own_size(shape: tuple[int, ...], rows: list[str]) -> tuple[float, float]:
+    """The width of a figure and of its cells, in inches."""
+    beside = 0.55 + max(map(len, rows)) * 0.6 * font(0.85) / 72
+    cell = min((WIDTH - beside) / shape[1], 0.75)
+    return max(beside + cell * shape[1], 3.2), max(cell, (3.2 - beside) / shape[1])
+
+
+def _draw(ax: Axes, values: Array, norm: Normalize, colormap: Any, *, equal: bool) -> None:
+    shown = np.ma.masked_invalid(values)
+    ax.imshow(
+        shown, cmap=colormap, norm=norm, aspect="equal" if equal else "auto", interpolation="none"
+    )
+    edge = mpl.rcParams["axes.edgecolor"]
+    for hatch, cells in (("////", np.isneginf(values)), ("xxxx", _broken(values))):
+        for i, j in np.argwhere(cells):
+            corner = (j - 0.5, i - 0.5)
+            ax.add_patch(
+                Rectangle(
+                    corner, 1, 1, fill=False, hatch=hatch, edgecolor=edge, linewidth=0, alpha=0.5
+                )
+            )
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+
+
+def _broken(values: Array) -> Any:
+    return np.isnan(values) | np.isposinf(values)
+
+
+def _notes(values: Array) -> list[str]:
+    notes = []
+    if np.isneginf(values).any():
+        notes.append("hatched: masked, −∞")
+    if _broken(values).any():
+        notes.append("crossed: NaN or +∞")
+    return notes
+
+
+def _write(
+    ax: Axes,
+    values: Array,
+    norm: Normalize,
+    colormap: Any,
+    digits: int | None,
+    cell: tuple[float, float],
+) -> None:
+    """The numbers into the cells, whose size is in points."""
+    finite = values[np.isfinite(values)]
+    decimals = 2 if digits is None else digits
+    if decimals < 0 or not finite.size:
+        return
+    letters = max(len(f"{value:.{decimals}f}") for value in (finite.min(), finite.max()))
+    size = min(font(1.0), 0.85 * cell[0] / (0.62 * letters), 0.8 * cell[1])
+    if size < font(0.6):
+        if digits is None:
+            return
+        size = font(0.6)
+    for (i, j), value in np.ndenumerate(values):
+        if not np.isfinite(value):
+            continue
+        red, green, blue, _ = colormap(norm(value))
+        # Relative luminance, https://www.w3.org/TR/WCAG21/#dfn-relative-luminance; black and white
+        # stand out equally at 0.18.
+        linear = [
+            ((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in (red, green, blue)
+        ]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        color = "black" if luminance > 0.18 else "white"
+        text = f"{value:.{decimals}f}".replace("-", "−")
+        ax.text(j, i, text, ha="center", va="center", color=color, fontsize=size)
+
+
+def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, float]) -> None:
+    """The tokens' names; every second, third, ... where there is no room for all."""
+    size = font(0.85)
+    tilted = max(map(len, columns)) * 0.6 * size > cell[0] - 4
+    for axis, names, room, needed in (
+        (ax.xaxis, columns, cell[0], 1.0 * size if tilted else 0.0),
+        (ax.yaxis, rows, cell[1], 1.0 * size),
+    ):
+        every = max(1, math.ceil(needed / room))
+        places = range(0, len(names), every)
+        axis.set_ticks(places, [names[i] for i in places], fontsize=size)
+    if tilted:
+        ax.tick_params(axis="x", rotation=90)
+
+
+def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label: str) -> None:
+    mappable = ScalarMappable(norm, colormap)
+    # matplotlib wants sizes as parts of the height of the axes.
+    height = sum({ax.get_position().y0: ax.get_position().height for ax in axes}.values())
+    inch = 1 / max(height * figure.get_figheight(), 0.5)
+    bar = figure.colorbar(
+        mappable,
+        ax=axes,
+        location="bottom",
+        fraction=min(0.2 * inch, 0.3),
+        pad=min(0.08 * inch, 0.2),
+        aspect=40,
+        shrink=0.9,
+    )
+    bar.set_label(label, fontsize=font())
+    bar.ax.tick_params(labelsize=font(0.85))
+    bar.outline.set_visible(False)

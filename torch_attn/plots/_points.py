@@ -1,0 +1,223 @@
+"""Vectors as points of the plane."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from torch_attn._import import install
+from torch_attn.plots._labels import Labels
+from torch_attn.plots._style import (
+    WIDTH,
+    Array,
+    array,
+    axes_of,
+    colors,
+    font,
+    legend,
+    muted,
+    set_title,
+    shown,
+    token_names,
+)
+
+__all__ = ["embeddings", "tsne"]
+
+
+def embeddings(
+    vectors: Any,
+    tokens: Sequence[str] | None = None,
+    *,
+    before: Any = None,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Figure:
+    """Vectors of two numbers as arrows from the origin.
+
+    Args:
+        vectors: ``[N, 2]``.
+        tokens: N names; None: their numbers. A label that fits nowhere is left out.
+        before: ``[N, 2]``, what the vectors were before, drawn as dots that dotted lines join to
+            the arrows' tips.
+        title: over the picture.
+        ax: where to draw; None makes a figure.
+
+    Example:
+        >>> x = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.1, 0.9], [0.8, 0.2]])
+        >>> figure = plots.embeddings(torch_attn.sdpa(x, x, x), ["a", "b", "c", "d"], before=x)
+    """
+    tips = _pairs("vectors", vectors)
+    names = token_names("embeddings", "tokens", tokens, len(tips))
+    starts = None if before is None else _pairs("before", before)
+    if starts is not None and starts.shape != tips.shape:
+        raise ValueError(
+            f"plots.embeddings: before has shape {list(starts.shape)}; "
+            f"it must have that of vectors, {list(tips.shape)}"
+        )
+    figure, ax, own = axes_of(ax, WIDTH)
+
+    ends = tips if starts is None else np.concatenate([tips, starts])
+    low, high = np.minimum(ends.min(0), 0), np.maximum(ends.max(0), 0)
+    # The same length both ways, with room for labels.
+    half = 0.5 * max(float((high - low).max()), 1e-12) * 1.3
+    center = (low + high) / 2
+    ax.set(
+        xlim=(center[0] - half, center[0] + half),
+        ylim=(center[1] - half, center[1] + half),
+        aspect="equal",
+        xlabel="first number",
+        ylabel="second number",
+    )
+    for line in (ax.axhline, ax.axvline):
+        line(0, color=muted(), linewidth=0.6, alpha=0.5, zorder=0.5)
+
+    palette = colors(len(tips))
+    ax.quiver(
+        *np.zeros((2, len(tips))),
+        *tips.T,
+        color=palette,
+        angles="xy",
+        scale_units="xy",
+        scale=1,
+        units="inches",
+        width=0.022,
+        minlength=0,
+        zorder=3,
+    )
+    if starts is not None:
+        for color, start, tip in zip(palette, starts, tips, strict=True):
+            ax.plot(*zip(start, tip, strict=True), ":", color=color, linewidth=1.2, zorder=2)
+        ax.scatter(starts[:, 0], starts[:, 1], c=palette, s=22, zorder=2.5)
+    along = np.linspace(0, 1, 25)[:, None, None]
+    covered = [along * tips] if starts is None else [along * tips, tips + along * (starts - tips)]
+    Labels(ax, tips, names, away=tips, covered=np.concatenate(covered).reshape(-1, 2), radius=3.5)
+    ax.tick_params(labelsize=font())
+    set_title(figure, None if own else ax, title)
+    return figure
+
+
+def _pairs(argument: str, values: Any) -> Array:
+    pairs = array("embeddings", argument, values, "[N, 2]")
+    if pairs.shape[1] != 2 or not np.isfinite(pairs).all():
+        problem = f"has shape {list(pairs.shape)}" if pairs.shape[1] != 2 else "is not finite"
+        raise ValueError(
+            f"plots.embeddings: {argument} {problem}; it must be [N, 2] and finite "
+            "(plots.tsne draws vectors of more numbers)"
+        )
+    return pairs
+
+
+def tsne(
+    query: Any,
+    key: Any,
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    *,
+    perplexity: float = 5.0,
+    metric: str = "cosine",
+    seed: int = 0,
+    highlight: Sequence[str] = (),
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Figure:
+    """Queries and keys of one head together in the plane: neighbours stay neighbours.
+
+    t-SNE keeps who is near whom; distances between far points, sizes of groups and directions mean
+    nothing, so that the axes have no numbers. A label that fits nowhere is left out. Needs
+    scikit-learn.
+
+    Args:
+        query: ``[L, E]``, drawn as triangles.
+        key: ``[S, E]``, drawn as circles.
+        queries: L tokens; None: their numbers. Equal tokens have one colour.
+        keys: S tokens; None: the queries' if L = S, else their numbers.
+        perplexity: about how many neighbours count, positive and below L + S.
+        metric: of distances between vectors, a name that scikit-learn knows.
+        seed: of the random numbers; the same seed gives the same picture.
+        highlight: tokens that are drawn large, the others faint.
+        title: over the picture.
+        ax: where to draw; None makes a figure.
+
+    Raises:
+        ImportError: scikit-learn is missing or does not import.
+
+    Source: van der Maaten & Hinton, *Visualizing Data using t-SNE*, 2008,
+    https://jmlr.org/papers/v9/vandermaaten08a.html
+
+    Example:
+        >>> query, key = torch.randn(2, 10, 32)
+        >>> figure = plots.tsne(query, key, "the cat sat on the mat , they all say".split())
+    """
+    q = array("tsne", "query", query, "[L, E]")
+    k = array("tsne", "key", key, "[S, E]")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"plots.tsne: query has shape {list(q.shape)} and key {list(k.shape)}; "
+            "they must be [L, E] and [S, E], with the same E"
+        )
+    if keys is None and len(q) == len(k):
+        keys = queries
+    names = token_names("tsne", "queries", queries, len(q))
+    names += token_names("tsne", "keys", keys, len(k))
+    chosen = {shown(token, 18) for token in highlight}
+    if chosen - set(names) or isinstance(highlight, str):
+        raise ValueError(
+            f"plots.tsne: highlight is {highlight!r}; it must be a sequence of tokens "
+            "that queries or keys contain"
+        )
+    if not 0 < perplexity < len(names):
+        raise ValueError(
+            f"plots.tsne: perplexity is {perplexity}; it must be positive and below the number of "
+            f"queries and keys, {len(names)}"
+        )
+    points = _tsne(np.concatenate([q, k]), perplexity, metric, seed)
+
+    figure, ax, own = axes_of(ax, WIDTH + min(2.0, 0.02 * len(names)))
+    kinds = list(dict.fromkeys(names))
+    color_of = dict(zip(kinds, colors(len(kinds)), strict=True))
+    bold = [name in chosen for name in names]
+    for start, end, marker, label in ((0, len(q), "^", "query"), (len(q), len(names), "o", "key")):
+        for i in range(start, end):
+            faint = bool(chosen) and not bold[i]
+            ax.scatter(
+                points[i, 0],
+                points[i, 1],
+                s=85 if bold[i] else 30,
+                marker=marker,
+                color=color_of[names[i]],
+                edgecolors=mpl.rcParams["text.color"] if bold[i] else "none",
+                linewidths=1.0,
+                alpha=0.6 if faint else 1.0,
+                zorder=3 if bold[i] else 2,
+            )
+        # What the legend shows: the marker without any token's colour.
+        ax.scatter([], [], marker=marker, color=mpl.rcParams["text.color"], s=30, label=label)
+    ax.margins(0.12)
+    ax.set(xticks=[], yticks=[], xlabel="t-SNE, first direction", ylabel="t-SNE, second direction")
+    center = points - points.mean(0)
+    Labels(ax, points, names, away=center, covered=np.empty((0, 2)), radius=4.0, bold=bold)
+    legend(figure, None if own else ax)
+    set_title(figure, None if own else ax, title)
+    return figure
+
+
+def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
+    """Places `[N, 2]` of vectors `[N, E]`."""
+    try:
+        manifold: Any = importlib.import_module("sklearn.manifold")
+    except ImportError as error:
+        raise ImportError(
+            f"plots.tsne needs scikit-learn: {install('lesson')} ({error})", name=error.name
+        ) from error
+    start = "pca" if min(vectors.shape) > 1 else "random"
+    reduction = manifold.TSNE(
+        n_components=2, perplexity=perplexity, metric=metric, init=start, random_state=seed
+    )
+    points: Array = reduction.fit_transform(vectors.astype(np.float32)).astype(np.float64)
+    return points

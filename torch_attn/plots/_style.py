@@ -1,0 +1,144 @@
+"""What the pictures have in common: checks of arguments, figures, colours and names of tokens."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+__all__ = [
+    "WIDTH",
+    "Array",
+    "array",
+    "axes_of",
+    "colors",
+    "font",
+    "legend",
+    "muted",
+    "set_title",
+    "shown",
+    "size_in_points",
+    "token_names",
+]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+WIDTH = 4.8  # inches, of a figure that is made here
+
+# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/) without its black and its yellow, which
+# would vanish on a dark and on a white page.
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+
+
+def array(function: str, argument: str, values: Any, shape: str) -> Array:
+    """The argument as float64 on the CPU, of as many dimensions as `shape` names: "[L, S]"."""
+    tensor = torch.as_tensor(values)
+    dimensions = shape.count(",") + 1
+    if tensor.dim() != dimensions or tensor.is_complex():
+        raise ValueError(
+            f"plots.{function}: {argument} is a tensor of {tensor.dtype} and shape "
+            f"{list(tensor.shape)}; it must be of real numbers and shape {shape}"
+        )
+    if tensor.numel() == 0:
+        raise ValueError(
+            f"plots.{function}: {argument} has shape {list(tensor.shape)}; there is nothing to draw"
+        )
+    result: Array = tensor.detach().to("cpu", torch.float64).numpy()
+    return result
+
+
+def token_names(
+    function: str, argument: str, tokens: Sequence[str] | None, count: int, longest: int = 18
+) -> list[str]:
+    """The tokens as they are written in a picture; their numbers if there are none."""
+    if tokens is None:
+        return [str(i) for i in range(count)]
+    if isinstance(tokens, str) or len(tokens) != count:
+        found = f"the string {tokens!r}" if isinstance(tokens, str) else f"{len(tokens)} tokens"
+        raise ValueError(
+            f"plots.{function}: {argument} is {found}; it must be a sequence of {count} strings"
+        )
+    return [shown(str(token), longest) for token in tokens]
+
+
+def shown(token: str, longest: int) -> str:
+    """A token as it is written: spaces visible, of one line, not too long, never a formula."""
+    token = token.replace("\n", "↵").replace("\t", "⇥")
+    if not token.strip():
+        token = "␣" * len(token)
+    if len(token) > longest:
+        token = token[: longest - 1] + "…"
+    return token.replace("$", r"\$")
+
+
+def font(factor: float = 0.9) -> float:
+    """A size of text, in points."""
+    return factor * float(mpl.rcParams["font.size"])
+
+
+def muted() -> Any:
+    """The colour of what should step back, such as the lines that lead to labels."""
+    return mpl.rcParams["axes.edgecolor"]
+
+
+def colors(count: int) -> list[str]:
+    """As many colours, for that many things that are told apart; many are a sequence."""
+    if count <= len(_PALETTE):
+        return list(_PALETTE[:count])
+    # Its two ends would vanish on a dark and on a white page.
+    scale = mpl.colormaps["viridis"]
+    return [to_hex(scale(x)) for x in np.linspace(0.28, 0.88, count)]
+
+
+def axes_of(ax: Axes | None, height: float, width: float = WIDTH) -> tuple[Figure, Any, bool]:
+    """The figure and the axes to draw on, and whether they are new; sizes in inches."""
+    if ax is not None:
+        figure = ax.get_figure(root=True)
+        if not isinstance(figure, Figure):
+            raise ValueError("plots: ax belongs to no figure")
+        return figure, ax, False
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot(), True
+
+
+def legend(figure: Figure, ax: Axes | None) -> None:
+    """Within the axes, or below a whole figure, where it covers nothing."""
+    handles, labels = (ax or figure.axes[0]).get_legend_handles_labels()
+    looks: dict[str, Any] = {
+        "ncols": 2 if max(map(len, labels)) < 26 else 1,
+        "frameon": False,
+        "fontsize": font(0.85),
+    }
+    if ax is not None:
+        ax.legend(handles, labels, loc="best", **looks)
+    else:
+        figure.legend(handles, labels, loc="outside lower center", **looks)
+
+
+def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
+    """A title over the axes, or over a whole figure, in which it has more room."""
+    if title is None:
+        return
+    if ax is not None:
+        ax.set_title(title)
+        return
+    letters = int(figure.get_figwidth() * 72 / (0.6 * font(1.1)))
+    figure.suptitle(
+        textwrap.fill(title, letters), x=0.01, ha="left", fontsize=font(1.1), fontweight="bold"
+    )
+
+
+def size_in_points(ax: Axes) -> tuple[float, float]:
+    """About how large the axes are, before the layout is known."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    width, height = figure.get_size_inches() * 72
+    box = ax.get_position()
+    return float(box.width * width), float(box.height * height)
