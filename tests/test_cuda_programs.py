@@ -140,9 +140,9 @@ MUTATIONS = {
         "      __syncthreads();  // the values are there, and the keys have been read\n",
         "",
     ),
-    "rows of A": ("cuda/mma.cuh", "row + lane % 16, 2 * k + lane / 16", "row + lane % 16, 2 * k"),
-    "columns of B": ("cuda/mma.cuh", "2 * k + lane / 8 % 2", "2 * k + lane / 16"),
-    "rows of V": ("cuda/mma.cuh", "row + lane % 16, chunk + lane / 16", "row + lane % 8, chunk"),
+    "columns of A": ("cuda/mma.cuh", "row + lane % 16, lane / 16, k", "row + lane % 16, 0, k"),
+    "columns of B": ("cuda/mma.cuh", "lane / 8 % 2, k", "lane / 16, k"),
+    "rows of V": ("cuda/mma.cuh", "address(lane % 16, lane", "address(lane % 8, lane"),
     "words of results stay with their lanes": (
         "cuda/mma.cuh",
         "for (int step = 1; step < 4; step *= 2)",

@@ -342,7 +342,7 @@ struct ForwardMma {
       Fragments::template dropout_mask<kDropoutAtOnce>(
           kept, own, shared.dropout, shared.rows, [&](int i) { return shared.head_number[i]; }, key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
-        weight *= static_cast<float>(kept[half] >> bit & 1);
+        if (!(kept[half] >> bit & 1)) weight *= 0;  // a NaN remains
       });
     }
   }
