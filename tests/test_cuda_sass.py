@@ -174,7 +174,7 @@ LIMITS = {
     "forward, 128": Limit("forward_mma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1020),
     "forward with a mask, 64": masked(64, 1045, boolean=False),
     "forward with a mask, 128": masked(128, 1450, boolean=False),
-    "forward with a boolean mask, 64": masked(64, 1070, boolean=True),
+    "forward with a boolean mask, 64": masked(64, 1059, boolean=True),
     "forward with a boolean mask, 128": masked(128, 1498, boolean=True),
     "grad_query, 64": backward(64, "query", 96),
     "grad_query, 128": backward(128, "query", 96),

@@ -176,9 +176,8 @@ struct ScoresMma {
     }
   }
 
-  // Which weights dropout keeps.
-  // `head_number(i)`: of row i, for dropout's counters. kAtOnce: of rows of fragments, how many counters are computed
-  // side by side, which takes registers.
+  // Which weights dropout keeps. `head_number(i)`: of row i, for dropout's counters. kAtOnce: of rows of fragments, how
+  // many counters are computed side by side, which takes registers; 1 where they are fewest.
   template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
                                                       HeadNumber head_number, int64_t key) {
@@ -200,6 +199,7 @@ struct ScoresMma {
         for (int c = 0; c < 4; ++c) kept[c / 2] |= (bits >> 4 * c & 1) << (2 * n + c % 2);
       }
     } else {
+      constexpr int kRoundsAtOnce = kAtOnce == 1 ? 5 : 10;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
@@ -208,7 +208,7 @@ struct ScoresMma {
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;
           const unsigned of_mine =
-              dropout.kept((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
+              dropout.kept<kRoundsAtOnce>((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
           const unsigned of_other = __shfl_xor_sync(~0u, of_mine, 1);
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
