@@ -416,8 +416,8 @@ struct BackwardMma {
       const float scale = slope();
       if (p.has_mask)
         with_mask_number(p, [&]<class M>() {
-          Fragments::template choose_add<M>([&] { return finite; },
-                                            [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, scale); });
+          const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, scale); };
+          Fragments::template choose_add<M>([&] { return finite; }, add);
         });
       else
         each(x, [&](float& score, int, int, int, int) { score *= scale; });

@@ -18,7 +18,7 @@ struct ForwardMma {
   static constexpr float kLog2E = 1.4426950408889634f;
   static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory; else there is none left for that
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
-  static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // counters of a row
+  static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
@@ -77,7 +77,8 @@ struct ForwardMma {
   __device__ __forceinline__ void load_value(int64_t key, int keys) {
     load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
   }
-  // Where registers are fewest, addresses are multiplied anew, as sums of them take more.
+  // Where registers are fewest, the address of each row is a product of its own: what it would be the sum of would have
+  // to stay in registers.
   template <class Tile>
   __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
                                             int64_t cols) {
@@ -234,18 +235,19 @@ struct ForwardMma {
   __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key, int keys) {
     const float slope = ScoreFunction<float>::of(p).slope();
     if constexpr (!std::is_same_v<M, NoMask>) {
-      Fragments::template choose_add<M>([&] { return Fragments::template all_finite<kTiles>(x); },
-                                        [&]<auto kHow>() {
+      const auto finite = [&] { return Fragments::template all_finite<kTiles>(x); };
+      const auto add = [&]<auto kHow>() {
 #pragma unroll
-                                          for (int t = 0; t < kTiles; ++t)
-                                            if constexpr (kCopiesMask) {
-                                              typename Fragments::Mask of_tile;
-                                              shared.mask.template read<M>(of_tile, t);
-                                              Fragments::template add_mask<kHow>(x[t], of_tile, slope);
-                                            } else {
-                                              Fragments::template add_mask<kHow>(x[t], mask[t], slope);
-                                            }
-                                        });
+        for (int t = 0; t < kTiles; ++t)
+          if constexpr (kCopiesMask) {
+            typename Fragments::Mask of_tile;
+            shared.mask.template read<M>(of_tile, t);
+            Fragments::template add_mask<kHow>(x[t], of_tile, slope);
+          } else {
+            Fragments::template add_mask<kHow>(x[t], mask[t], slope);
+          }
+      };
+      Fragments::template choose_add<M>(finite, add);
     } else if constexpr (kGeneral) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)

@@ -43,6 +43,7 @@ struct MaskTile {
       return MmaThread();
   }
 
+  // Where a chunk of a row of the mask lies.
   template <class Number>
   __device__ __forceinline__ void* at(unsigned row, unsigned chunk) {
     return sizeof(Number) == 2 ? tile.at(row, chunk) : tile.at(row / 2, row % 2 * kChunks<Number> + chunk);

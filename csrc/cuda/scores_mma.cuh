@@ -103,7 +103,8 @@ struct ScoresMma {
     return some != 0;
   }
 
-  // Whether all products of the warp are finite: those of a query or key that holds a NaN or an infinity are not.
+  // Whether all products of the warp, those of kTiles tiles from x on, are finite: those of a query or key that holds a
+  // NaN or an infinity are not.
   template <int kTiles = 1>
   static __device__ __forceinline__ bool all_finite(const Scores* x) {
     float sum[kTiles][2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
@@ -119,9 +120,9 @@ struct ScoresMma {
     return __all_sync(~0u, total * 0 == 0);
   }
 
-  // Calls f.template operator()<kHow>(), how a mask is added. `finite()`: all_finite() of the scores, or false, which
-  // takes longer.
+  // How a mask is added: to_finite only to products that are all finite, to_any takes longer.
   enum class Add { boolean, to_finite, to_any };
+  // Calls f.template operator()<kHow>(). `finite()`: whether all products are, called only if that matters.
   template <class Number, class Finite, class F>
   static __device__ __forceinline__ void choose_add(Finite finite, F f) {
     if constexpr (sizeof(Number) == 1)
@@ -135,9 +136,12 @@ struct ScoresMma {
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
     add_mask_by(x, [&](float product, int n, int half, int c) {
-      if constexpr (kHow == Add::boolean) return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
-      const float bias = to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
-      return kHow == Add::to_finite ? fmaf(product, slope, bias) : masked_score(product, slope, bias);
+      if constexpr (kHow == Add::boolean) {
+        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
+      } else {
+        const float bias = to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
+        return kHow == Add::to_finite ? fmaf(product, slope, bias) : masked_score(product, slope, bias);
+      }
     });
   }
   template <class F>
@@ -199,7 +203,7 @@ struct ScoresMma {
         for (int c = 0; c < 4; ++c) kept[c / 2] |= (bits >> 4 * c & 1) << (2 * n + c % 2);
       }
     } else {
-      constexpr int kRoundsAtOnce = kAtOnce == 1 ? 5 : 10;
+      constexpr int kUnrolledRounds = kAtOnce == 1 ? 5 : 10;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
@@ -208,7 +212,7 @@ struct ScoresMma {
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;
           const unsigned of_mine =
-              dropout.kept<kRoundsAtOnce>((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
+              dropout.kept<kUnrolledRounds>((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
           const unsigned of_other = __shfl_xor_sync(~0u, of_mine, 1);
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
