@@ -44,7 +44,10 @@ def compile_and_run(name: str, csrc: Path, to: Path, seeds: tuple[int, ...]) -> 
 @needs_x86
 @pytest.mark.parametrize(
     "name",
-    ["check_ptx", "check_forward", "check_backward", "check_backward_sizes", "check_backward_simt"],
+    [
+        *("check_ptx", "check_forward", "check_delta"),
+        *("check_backward", "check_backward_sizes", "check_backward_simt"),
+    ],
 )
 def test_program(name: str, tmp_path: Path) -> None:
     assert set(compile_and_run(name, ROOT / "csrc", tmp_path, (0, 1, 2))) == {"right\n"}
@@ -58,24 +61,69 @@ MUTATIONS = {
         "      __syncthreads();  // the keys",
     ),
     "a mask is taken for one that hides all": (
-        "cuda/scores_mma.cuh",
-        "return some != 0;",
-        "return some == 0;",
+        "cuda/mask_tile.cuh",
+        "if (pair_shows_some(k)) return true;",
+        "if (pair_shows_some(k)) return false;",
     ),
     "tiles that the mask hides are computed": (
-        "cuda/scores_mma.cuh",
-        "return some != 0;",
+        "cuda/mask_tile.cuh",
+        "if (pair_shows_some(k)) return true;",
         "return true;",
+    ),
+    "only the first rows of a mask are looked at": (
+        "cuda/mask_tile.cuh",
+        "if (pair_shows_some(k)) return true;",
+        "return pair_shows_some(k);",
     ),
     "one thread says what the mask hides": (
         "cuda/forward_mma.cuh",
-        "__syncthreads_or(key >= task.last_key || shows_some())",
-        "__syncthreads_or(key >= task.last_key || (threadIdx.x == 0 && shows_some()))",
+        "__syncthreads_or(keys <= 0 || shows_some<M>(mask))",
+        "__syncthreads_or(keys <= 0 || (threadIdx.x == 0 && shows_some<M>(mask)))",
     ),
     "the mask of the next tile is added": (
         "cuda/forward_mma.cuh",
-        "read_mask(mask, key + kKeys);",
-        "read_mask(mask, key + 2 * kKeys);",
+        "read_mask<M>(mask, key + kKeys,",
+        "read_mask<M>(mask, key + 2 * kKeys,",
+    ),
+    "the mask is read before it has arrived": (
+        "cuda/forward_mma.cuh",
+        "        wait_for_copies<0>();\n        find_shown",
+        "        find_shown",
+    ),
+    "the mask of the next tile is copied over one that is read": (
+        "cuda/forward_mma.cuh",
+        "      __syncwarp();  // the last one has been read\n",
+        "",
+    ),
+    "the mask of the row before": (
+        "cuda/mask_tile.cuh",
+        "begin[k].row[r] + offset",
+        "begin[k].row[0] + offset",
+    ),
+    "a mask whose rows are not aligned, of the row before": (
+        "cuda/mask_tile.cuh",
+        "kStep + i / 4 % 2, first",
+        "kStep, first",
+    ),
+    "a boolean mask of other keys": (
+        "cuda/mask_tile.cuh",
+        "n / 2 * 16 | half * 64",
+        "n / 2 * 16",
+    ),
+    "delta: a half of a row": (
+        "cuda/delta_mma.cuh",
+        "lanes < kLanes; lanes *= 2",
+        "lanes < kLanes / 2; lanes *= 2",
+    ),
+    "delta: rows past the end are written": (
+        "cuda/delta_mma.cuh",
+        "if (own + k * kRowsAtOnce < rows)",
+        "",
+    ),
+    "delta: without what rounding took from the output": (
+        "cuda/delta_mma.cuh",
+        "    sum[k] += of_rest;\n",
+        "",
     ),
     "without tensor cores, tiles that the mask hides are computed": (
         "cuda/scores_simt.cuh",
@@ -92,9 +140,9 @@ MUTATIONS = {
         "      __syncthreads();  // the values are there, and the keys have been read\n",
         "",
     ),
-    "rows of A": ("cuda/mma.cuh", "row + lane % 16, 2 * k + lane / 16", "row + lane % 16, 2 * k"),
-    "columns of B": ("cuda/mma.cuh", "2 * k + lane / 8 % 2", "2 * k + lane / 16"),
-    "rows of V": ("cuda/mma.cuh", "row + lane % 16, chunk + lane / 16", "row + lane % 8, chunk"),
+    "columns of A": ("cuda/mma.cuh", "row + lane % 16, lane / 16, k", "row + lane % 16, 0, k"),
+    "columns of B": ("cuda/mma.cuh", "lane / 8 % 2, k", "lane / 16, k"),
+    "rows of V": ("cuda/mma.cuh", "address(lane % 16, lane", "address(lane % 8, lane"),
     "words of results stay with their lanes": (
         "cuda/mma.cuh",
         "for (int step = 1; step < 4; step *= 2)",
@@ -224,6 +272,7 @@ def test_mutation_is_found(mutation: str, tmp_path: Path) -> None:
     # the stand-in has its own ones of these
     csrc = changed_sources(tmp_path, file, {right: wrong}, "ptx.cuh", "device.h")
     programs = {
+        "delta": "check_delta",
         "backward": "check_backward",
         "backward without tensor cores": "check_backward_simt",
     }

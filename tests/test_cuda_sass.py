@@ -158,18 +158,24 @@ def backward(dim: int, gradient: str, products: int) -> Limit:
     return Limit(kernel, "BackwardParams", products, 6 * products)
 
 
-def masked(dim: int, tiles: int, instructions: int) -> Limit:
-    """With a mask of bfloat16, read two numbers at a time."""
-    kernel = f"forward_mma<BFloat16, {dim}, {tiles}, true>"
-    pairs = r"LDG\.E$"
-    return Limit(kernel, "ForwardParams", 128, instructions, (pairs, "LDGSTS", "FFMA"), pairs)
+def masked(dim: int, instructions: int, boolean: bool) -> Limit:
+    """With a mask whose rows are aligned, of a tile of which each lane's first two rows show some.
+
+    A boolean mask is read two numbers at a time, one of bfloat16 by ldmatrix, which K is, too.
+    """
+    kernel = f"forward_mma<BFloat16, {dim}, 2, true>"
+    read, loop = (r"LDS\.U16", r"LDS\.U16") if boolean else ("LDSM", "LDGSTS")
+    most = (read, "LDGSTS", r"LDS\.128", "FFMA")
+    return Limit(kernel, "ForwardParams", 2 * dim, instructions, most, loop)
 
 
 LIMITS = {
-    "forward, 64": Limit("forward_mma<BFloat16, 64, 2, false>", "ForwardParams", 128, 750),
-    "forward, 128": Limit("forward_mma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1120),
-    "forward with a mask, 64": masked(64, 2, 1125),
-    "forward with a mask, 128": masked(128, 1, 1000),
+    "forward, 64": Limit("forward_mma<BFloat16, 64, 2, false>", "ForwardParams", 128, 720),
+    "forward, 128": Limit("forward_mma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1020),
+    "forward with a mask, 64": masked(64, 1045, boolean=False),
+    "forward with a mask, 128": masked(128, 1450, boolean=False),
+    "forward with a boolean mask, 64": masked(64, 1059, boolean=True),
+    "forward with a boolean mask, 128": masked(128, 1498, boolean=True),
     "grad_query, 64": backward(64, "query", 96),
     "grad_query, 128": backward(128, "query", 96),
     "grad_key and grad_value, 64": backward(64, "key_and_value", 128),

@@ -109,10 +109,9 @@ struct BackwardMma {
   template <class Tile>
   __device__ __forceinline__ void load_keys(Tile& key_tile, Tile& value_tile, int64_t key) {
     const int keys = keys_from(key);
-    load_tile(key_tile, shared.key_data + key * p.key.row, keys, p.head_dim, [&](int j) { return j * p.key.row; });
+    load_tile(key_tile, shared.key_data + key * p.key.row, keys, p.head_dim, p.key.row);
     if constexpr (kNeedsDs)
-      load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim,
-                [&](int j) { return j * p.value.row; });
+      load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
   }
   // Calls f(offset), where row i of `count` from `first` on lies offset(i) elements behind the first: in most tiles
   // rows are of one head, as far apart as its rows are.
@@ -142,14 +141,17 @@ struct BackwardMma {
     with_offsets(p.mask, first, count, [&](auto offset) {
       Mask mask;
       read_mask(mask, key, [&](int i) { return base + offset(RowTile<kRows>::last_repeated(i, count)); });
-      some = Fragments::shows_some(mask, p.mask.dtype);
+      with_mask_number(p, [&]<class M>() { some = Fragments::template shows_some<M>(mask); });
     });
     return some;
   }
   // Row i begins offset(i) elements behind the mask's data.
   template <class Offset>
   __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, Offset offset) const {
-    Fragments::read_mask(mask, own(MmaThread()), p.mask, shared.mask_in_pairs, key, keys_from(key), offset);
+    with_mask_number(p, [&]<class M>() {
+      Fragments::template read_mask<M>(mask, own(MmaThread()), p.mask, shared.mask_in_pairs, key, keys_from(key),
+                                       offset);
+    });
   }
   // Of the tile that begins with `key`.
   __device__ __forceinline__ int keys_from(int64_t key) const {
@@ -356,7 +358,7 @@ struct BackwardMma {
     if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
     multiply(x, shared.own_score, other.score);
-    const bool finite = Fragments::all_finite(x);
+    const bool finite = Fragments::all_finite(&x);
     make_exponents(x, rows, mask, finite);
     if (hides || !whole) Fragments::hide_keys(x, own(MmaThread()), p, rows.rows, count, key, keys, hides);
     each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
@@ -397,7 +399,7 @@ struct BackwardMma {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t a[4];
-      load_a(a, own_tile, thread.lane, own(thread), k);
+      load_a(a, own_tile, thread.lane, own(thread), 0, k);
 #pragma unroll
       for (int n = 0; n < kOther / 8; n += 2) {
         uint32_t b[4];
@@ -413,7 +415,10 @@ struct BackwardMma {
     if constexpr (kGeneral) {
       const float scale = slope();
       if (p.has_mask)
-        Fragments::add_mask(x, mask, p, finite);
+        with_mask_number(p, [&]<class M>() {
+          const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, scale); };
+          Fragments::template choose_add<M>([&] { return finite; }, add);
+        });
       else
         each(x, [&](float& score, int, int, int, int) { score *= scale; });
       each(x, [&](float& score, int i, int, int, int) {
@@ -490,7 +495,7 @@ struct BackwardMma {
 #pragma unroll
       for (int n = 0; n < kDim / 8; n += 2) {
         uint32_t b[4];
-        load_b(b, other, thread.lane, 16 * k, n);
+        load_b(b, other, thread.lane, 16 * k, n / 2);
         if constexpr (kFinite)
 #pragma unroll
           for (uint32_t& two : b) two = make_finite(two);

@@ -5,7 +5,7 @@
 
 #include "kernels.h"
 #include "launch.cuh"
-#include "scores_mma.cuh"
+#include "mask_tile.cuh"
 
 namespace attn::cuda {
 
@@ -16,7 +16,9 @@ struct ForwardMma {
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
   static constexpr float kLog2E = 1.4426950408889634f;
-  static constexpr bool kFindsRows = kGeneral && kDim <= 128;  // in the mask, once; else there is no memory for that
+  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory; else there is none left for that
+  static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
+  static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
@@ -27,17 +29,19 @@ struct ForwardMma {
     const S* key_data;  // of the batch entry and head
     const S* value_data;
     int64_t mask_base;  // where the batch entry begins
-    bool mask_in_pairs;
+    bool mask_in_chunks, mask_in_pairs;
     RowTile<kRows> rows;
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
-    uint32_t head_number[kGeneral ? kRows : 1];  // of dropout's counters
-    int64_t in_mask[kFindsRows ? kRows : 1];     // where the row begins
+    uint32_t head_number[kGeneral ? kRows : 1];                         // of dropout's counters
+    alignas(16) const unsigned char* in_mask[kCopiesMask ? kRows : 1];  // where the row begins
+    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles, !kFewRegisters>, Nothing> mask;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
-  using Mask = typename Fragments::Mask[kTiles];
+  // Of one tile of keys, where it is not in shared memory.
+  using Mask = std::conditional_t<kCopiesMask, Nothing, typename Fragments::Mask[kTiles]>;
   using Output = float[kTiles][kDim / 8][4];
 
   const ForwardParams& p;
@@ -54,7 +58,10 @@ struct ForwardMma {
     s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
     if (!p.has_mask) return;
     s.mask_base = batch_offset(p, p.mask, n);
-    s.mask_in_pairs = mask_in_pairs(p);
+    if (kCopiesMask)
+      s.mask_in_chunks = mask_in_chunks(p);
+    else
+      s.mask_in_pairs = mask_in_pairs(p);
   }
 
   // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
@@ -64,15 +71,23 @@ struct ForwardMma {
     return row(thread, t) + thread.group + 8 * half;
   }
 
-  __device__ __forceinline__ void load_key(int64_t key) {
-    load_tile(shared.key, shared.key_data + key * p.key.row, keys_from(key), p.head_dim,
-              [&](int j) { return j * p.key.row; });
+  __device__ __forceinline__ void load_key(int64_t key, int keys) {
+    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim);
   }
-  __device__ __forceinline__ void load_value(int64_t key) {
-    load_tile(shared.value, shared.value_data + key * p.value.row, keys_from(key), p.value_dim,
-              [&](int j) { return j * p.value.row; });
+  __device__ __forceinline__ void load_value(int64_t key, int keys) {
+    load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
   }
-  // Of the tile that begins with `key`.
+  // Where registers are fewest, the address of each row is a product of its own: what it would be the sum of would have
+  // to stay in registers.
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
+                                            int64_t cols) {
+    if constexpr (kGeneral && kFewRegisters)
+      load_tile(tile, data + key * stride, keys, cols, [&](int j) { return j * stride; });
+    else
+      load_tile(tile, data + key * stride, keys, cols, stride);
+  }
+  // Of the tile that begins with `key`; none and less than none beyond the last one.
   __device__ __forceinline__ int keys_from(int64_t key) const {
     return static_cast<int>(smaller(kKeys, task.last_key - key));
   }
@@ -85,87 +100,109 @@ struct ForwardMma {
     if constexpr (kGeneral)
       for (int i = threadIdx.x; i < kRows; i += kMmaThreads) {  // the rows that this thread has set
         if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
-        if (kFindsRows && p.has_mask) shared.in_mask[i] = shared.mask_base + shared.rows.offset(p.mask, i);
+        if (kCopiesMask && p.has_mask)
+          shared.in_mask[i] = static_cast<const unsigned char*>(p.mask.data) +
+                              mask_number_bytes(p) * (shared.mask_base + shared.rows.offset(p.mask, i));
       }
     __syncthreads();
     if (kGeneral && p.has_mask)
-      go_over_keys<true>(output);
+      with_mask_number(p, [&]<class M>() { go_over_keys<M>(output); });
     else
-      go_over_keys<false>(output);
+      go_over_keys<NoMask>(output);
     write(output);
   }
 
-  template <bool kHasMask>
+  struct NoMask {};
+  // M: NoMask, or what with_mask_number() says.
+  template <class M>
   __device__ __forceinline__ void go_over_keys(Output& output) {
+    constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
     Mask mask;
     int64_t key = task.first_key;
+    int keys = keys_from(key);
     if constexpr (kHasMask) {
-      read_mask(mask, key);
-      key = first_shown(mask, key);
+      read_mask<M>(mask, key, keys);
+      wait_for_copies<0>();
+      find_shown<M>(mask, key, keys);
     }
-    if (key < task.last_key) {
+    if (keys > 0) {
       const S* query = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, task.n);
       load_tile(shared.query, query, task.rows, p.head_dim, [&](int i) { return shared.rows.offset(p.query, i); });
-      load_key(key);
+      load_key(key, keys);
       commit_copies();
     }
-    while (key < task.last_key) {
+    while (keys > 0) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are there, and the last values have been read
-      load_value(key);
+      load_value(key, keys);
       commit_copies();
       Scores x = {};
       if (has_rows()) multiply_keys(x);
       if constexpr (!kHasMask) {
         wait_for_copies<0>();
         __syncthreads();  // the values are there, and the keys have been read
-        start_key(key + kKeys);
+        start_key(key + kKeys, keys_from(key + kKeys));
       }
-      if (has_rows()) make_scores<kHasMask>(x, mask, key);
-      if constexpr (kHasMask) read_mask(mask, key + kKeys);  // arrives during the softmax
+      if (has_rows()) make_scores<M>(x, mask, key, keys);
+      if constexpr (kHasMask) read_mask<M>(mask, key + kKeys, keys_from(key + kKeys));  // arrives during the softmax
       if (has_rows()) {
         softmax(x, output);
         if constexpr (kGeneral)
           if (p.has_dropout) drop(x, key);
       }
       key += kKeys;
+      keys = keys_from(key);
       if constexpr (kHasMask) {
         wait_for_copies<0>();
-        key = first_shown(mask, key);
-        start_key(key);
+        find_shown<M>(mask, key, keys);
+        start_key(key, keys);
       }
       if (has_rows()) multiply_values(x, output);
     }
   }
 
-  __device__ __forceinline__ void start_key(int64_t key) {
-    if (key >= task.last_key) return;
-    load_key(key);
+  __device__ __forceinline__ void start_key(int64_t key, int keys) {
+    if (keys <= 0) return;
+    load_key(key, keys);
     commit_copies();
   }
 
-  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key) {
-    if (key >= task.last_key) return;
+  template <class M>
+  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, int keys) {
+    if (keys <= 0) return;
+    if constexpr (kCopiesMask) {
+      __syncwarp();  // the last one has been read
+      shared.mask.template copy<M>(p.mask.col, shared.in_mask, shared.mask_in_chunks, key, keys);
+      commit_copies();
+    } else {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-      Fragments::read_mask(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys_from(key), [&](int i) {
-        return kFindsRows ? shared.in_mask[i] : shared.mask_base + shared.rows.offset(p.mask, i);
-      });
+      for (int t = 0; t < kTiles; ++t)
+        Fragments::template read_mask<M>(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys,
+                                         [&](int i) { return shared.mask_base + shared.rows.offset(p.mask, i); });
+    }
   }
-  // The first tile from `key` on, whose mask has been read, that the mask does not hide wholly. Of the others neither
-  // keys nor values are read. A barrier: what was copied is there, and the keys before have been read.
-  __device__ __forceinline__ int64_t first_shown(Mask& mask, int64_t key) {
-    const auto shows_some = [&] {
+  template <class M>
+  __device__ __forceinline__ bool shows_some(const Mask& mask) {
+    if constexpr (kCopiesMask) {
+      return shared.mask.template shows_some<M>();
+    } else {
       bool some = false;
 #pragma unroll
-      for (auto& of_tile : mask) some |= Fragments::shows_some(of_tile, p.mask.dtype);
+      for (auto& of_tile : mask) some |= Fragments::template shows_some<M>(of_tile);
       return some;
-    };
-    while (!__syncthreads_or(key >= task.last_key || shows_some())) {
-      key += kKeys;
-      read_mask(mask, key);
     }
-    return key;
+  }
+  // Goes on to the first tile, from that of `key` on, whose mask has been read, that the mask does not hide wholly. Of
+  // the others neither keys nor values are read. A barrier: what was copied is there, and the keys before have been
+  // read.
+  template <class M>
+  __device__ __forceinline__ void find_shown(Mask& mask, int64_t& key, int& keys) {
+    while (!__syncthreads_or(keys <= 0 || shows_some<M>(mask))) {
+      key += kKeys;
+      keys = keys_from(key);
+      read_mask<M>(mask, key, keys);
+      wait_for_copies<0>();
+    }
   }
 
   // If there are few rows, the first warps have all of them, and the others only copy.
@@ -178,7 +215,7 @@ struct ForwardMma {
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t a[kTiles][4];
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) load_a(a[t], shared.query, thread.lane, row(thread, t), k);
+      for (int t = 0; t < kTiles; ++t) load_a(a[t], shared.query, thread.lane, row(thread, 0), 16 * t, k);
 #pragma unroll
       for (int n = 0; n < kKeys / 8; n += 2) {
         uint32_t b[4];
@@ -194,17 +231,27 @@ struct ForwardMma {
 
   // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
   // -inf where a key is hidden or there is none.
-  template <bool kHasMask>
-  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
-    const int keys = keys_from(key);
-    if constexpr (kGeneral) {
-      const float slope = ScoreFunction<float>::of(p).slope();
+  template <class M>
+  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key, int keys) {
+    const float slope = ScoreFunction<float>::of(p).slope();
+    if constexpr (!std::is_same_v<M, NoMask>) {
+      const auto finite = [&] { return Fragments::template all_finite<kTiles>(x); };
+      const auto add = [&]<auto kHow>() {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+          if constexpr (kCopiesMask) {
+            typename Fragments::Mask of_tile;
+            shared.mask.template read<M>(of_tile, t);
+            Fragments::template add_mask<kHow>(x[t], of_tile, slope);
+          } else {
+            Fragments::template add_mask<kHow>(x[t], mask[t], slope);
+          }
+      };
+      Fragments::template choose_add<M>(finite, add);
+    } else if constexpr (kGeneral) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
-        if constexpr (kHasMask)
-          Fragments::add_mask(x[t], mask[t], p, Fragments::all_finite(x[t]));
-        else
-          Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
+        Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
     const bool hidden = !all_visible(p, task.positions, {key, key + kKeys});
     if (!hidden && keys == kKeys) return;
@@ -294,10 +341,10 @@ struct ForwardMma {
     for (int t = 0; t < kTiles; ++t) {
       const int own = row(MmaThread(), t);
       typename Fragments::Kept kept;
-      Fragments::dropout_mask(
+      Fragments::template dropout_mask<kDropoutAtOnce>(
           kept, own, shared.dropout, shared.rows, [&](int i) { return shared.head_number[i]; }, key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
-        weight *= static_cast<float>(kept[half] >> bit & 1);
+        if (!(kept[half] >> bit & 1)) weight *= 0;  // a NaN remains
       });
     }
   }
@@ -318,7 +365,7 @@ struct ForwardMma {
 #pragma unroll
       for (int n = 0; n < kDim / 8; n += 2) {
         uint32_t b[4];
-        load_b(b, shared.value, thread.lane, 16 * k, n);
+        load_b(b, shared.value, thread.lane, 16 * k, n / 2);
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           multiply_add<S>(output[t][n], a[t], b[0], b[1]);
@@ -388,7 +435,7 @@ Error launch_forward_mma_tiles(const ForwardParams& p, Stream stream) {
 
 template <class S, int kDim, bool kGeneral>
 Error launch_forward_mma_of(const ForwardParams& p, Stream stream) {
-  constexpr int kTiles = forward_mma_tiles(kDim, kGeneral);
+  constexpr int kTiles = forward_mma_tiles(kDim);
   return p.rows_per_task == forward_mma_rows(kTiles) ? launch_forward_mma_tiles<S, kDim, kTiles, kGeneral>(p, stream)
                                                      : launch_forward_mma_tiles<S, kDim, 1, kGeneral>(p, stream);
 }

@@ -21,7 +21,7 @@ constexpr bool is_general(const Problem& p) {
   return p.has_mask || p.has_dropout || !ScoreFunction<float>::of(p).keeps_order();
 }
 // Tiles of 16 rows of a warp: as many as its registers hold.
-constexpr int forward_mma_tiles(int64_t dim, bool general) { return dim <= 64 || (dim <= 128 && !general) ? 2 : 1; }
+constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // Rows of a block of four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
@@ -32,6 +32,10 @@ Error launch_forward_mma(const ForwardParams& p, Stream stream);
 // grad_query, grad_key, grad_value, and grad_mask where each number of it belongs to one score. `delta` is there.
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream);
+
+// Its `delta`, where delta_takes_chunks(), launch.cu.
+template <class S>
+Error launch_delta_mma(const BackwardParams& p, Stream stream);
 
 // The kernels without tensor cores. T: float or double.
 template <class T>

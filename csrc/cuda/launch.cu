@@ -27,8 +27,17 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   return launch_gradients_simt<T>(p, stream);
 }
 
+// Whether what `delta` is computed from can be read in chunks. Not where the kernels without tensor cores read it too,
+// see DeltaSimt.
+bool delta_takes_chunks(const BackwardParams& p) {
+  return !p.mask_is_shared && p.output.dtype == p.query.dtype && in_chunks(p, p.output, p.value_dim) &&
+         (!p.residual.data || in_chunks(p, p.residual, p.value_dim));
+}
+
 template <class S>
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
+  if (Error error = delta_takes_chunks(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
+    return error;
   const int64_t dim = larger(p.head_dim, p.value_dim);
   if (dim <= 64) return launch_backward_mma<S, 64>(p, stream);
   if (dim <= 128) return launch_backward_mma<S, 128>(p, stream);
@@ -37,7 +46,6 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 
 // The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
-  if (Error error = launch_delta_simt<float>(p, stream)) return error;
   if (Error error =
           p.query.dtype == DType::bf16 ? run_backward_mma<BFloat16>(p, stream) : run_backward_mma<Half>(p, stream))
     return error;
@@ -59,7 +67,7 @@ bool uses_mma(const Problem& p) {
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   p.rows_per_task = kSimtTile;
   if (uses_mma(p)) {
-    const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim), is_general(p));
+    const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim));
     p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? tiles : 1);
   }
   const int64_t keys = visible_keys(p, {0, p.queries}, p.keys).last;  // splits begin with key 0

@@ -21,32 +21,51 @@ struct MmaTile {
   __device__ __forceinline__ S* at(unsigned row, unsigned chunk) {
     return numbers + row * kCols + (chunk ^ row % 8) * kChunk;
   }
+  static constexpr unsigned kRowBytes = kCols * sizeof(S);
+  // The address of chunk `first` + 2 k of a row, `first` being 0 or 1. As a tile begins at a multiple of 128 bytes, it
+  // is that of chunk `first` but for a few bits: one instruction a k.
+  __device__ __forceinline__ SharedAddress address(unsigned row, unsigned first, unsigned k) {
+    const SharedAddress of_first = shared_address(numbers) + row * kRowBytes + (first ^ row % 8) * 16;
+    return (of_first ^ k % 4 * 32) + k / 4 * 128;
+  }
 };
 
-// Starts to fill a tile: row i from `data` + offset(i), i < rows, of `cols` numbers (in_chunks(), launch.h); zeros
-// elsewhere. Complete after commit_copies(), wait_for_copies() and a barrier.
-template <class S, int kRows, int kCols, class Offset>
-__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
-                                          Offset offset) {
+// Starts to fill a tile: `rows` rows of `cols` numbers (in_chunks(), launch.h); zeros elsewhere. A thread copies one
+// chunk of row first_row + i for each i of a few: from(first_row, i) is called in that order and says where the row
+// begins. Complete after commit_copies(), wait_for_copies() and a barrier.
+template <class S, int kRows, int kCols, class From>
+__device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from) {
   constexpr int kChunks = kCols / kChunk;
   constexpr int kRowsAtOnce = kMmaThreads / kChunks;
   const unsigned thread = thread_index(), chunk = thread % kChunks, first_row = thread / kChunks;
-  const int first = chunk * kChunk, count = first < static_cast<int>(cols) ? rows : 0;
+  const int first = chunk * kChunk;
+  const int left = (first < static_cast<int>(cols) ? rows : 0) - static_cast<int>(first_row);
   S* const to = tile.at(first_row, chunk);
 #pragma unroll
-  for (int k = 0; k < kRows / kRowsAtOnce; ++k) {
-    const int i = first_row + k * kRowsAtOnce;
+  for (int i = 0; i < kRows; i += kRowsAtOnce)
     // The chunks of rows that are a multiple of 8 apart are permuted alike.
-    copy_async(kRowsAtOnce % 8 == 0 ? to + k * kRowsAtOnce * kCols : tile.at(i, chunk), data + offset(i) + first,
-               i < count);
-  }
+    copy_async(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, chunk), from(first_row, i) + first,
+               i < left);
 }
+// Row i lies offset(i) numbers behind `data`.
+template <class S, int kRows, int kCols, class Offset>
+__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
+                                          Offset offset) {
+  copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + offset(first_row + i); });
+}
+// Row i lies i * stride numbers behind `data`. What the rows of a thread are apart is the same for all threads.
+template <class S, int kRows, int kCols>
+__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
+                                          int64_t stride) {
+  copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; });
+}
+
 // Where a thread's elements of fragments lie, see ptx.cuh.
 struct MmaThread {
   int warp, lane, group, place;
 
-  __device__ __forceinline__ MmaThread() {
-    const unsigned thread = thread_index();
+  __device__ __forceinline__ MmaThread() : MmaThread(thread_index()) {}
+  __device__ __forceinline__ explicit MmaThread(unsigned thread) {
     warp = thread / 32;
     lane = thread % 32;
     group = lane / 4;
@@ -93,22 +112,25 @@ __device__ __forceinline__ void write_chunks(const Operand& to, int64_t base, in
   }
 }
 
-// Fragments of a warp. A 16 x 16: rows from `row`, columns from 16 k.
+// Fragments of a warp. Where a row is said in two parts, the second, known to the compiler and a multiple of 8, becomes
+// part of the instruction.
+// A 16 x 16: rows from `row` + `further`, columns from 16 k.
 template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int k) {
-  load_matrices(a, tile.at(row + lane % 16, 2 * k + lane / 16));
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int further,
+                                       int k) {
+  load_matrices(a, tile.address(row + lane % 16, lane / 16, k) + further * tile.kRowBytes);
 }
 // Two B of 16 x 8 as the transpose of rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight rows,
 // b[2], b[3] of the others.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row,
                                                   int k) {
-  load_matrices(b, tile.at(row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+  load_matrices(b, tile.address(lane % 8 + lane / 16 * 8, lane / 8 % 2, k) + row * tile.kRowBytes);
 }
-// Two B of 16 x 8 as they lie: rows [row, row + 16), columns from 8 chunk: b[0], b[1] of the first eight columns.
+// Two B of 16 x 8 as they lie: rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight columns.
 template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int chunk) {
-  load_matrices_transposed(b, tile.at(row + lane % 16, chunk + lane / 16));
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int k) {
+  load_matrices_transposed(b, tile.address(lane % 16, lane / 16, k) + row * tile.kRowBytes);
 }
 
 }  // namespace attn::cuda

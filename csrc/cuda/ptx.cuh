@@ -28,8 +28,10 @@ __device__ __forceinline__ int thread_index() {
   return x;
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+// An address in shared memory, as load_matrices() takes it: the tiles' addresses are computed from one another.
+using SharedAddress = uint32_t;
+__device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
 
 // --- conversions, to nearest even; infinite where too large ---
@@ -88,17 +90,17 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 // Four 8 x 8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8, 16 bytes. Lane l gets
 // in r[m], of matrix m, the numbers (l / 4, 2 (l % 4) + 0, 1).
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 // The same of the transposed matrices.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 

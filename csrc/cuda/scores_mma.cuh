@@ -18,6 +18,15 @@ __device__ inline bool mask_in_pairs(const Problem& p) {
   return x.col == 1 && odd % 2 == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
 }
 
+// Calls f.template operator()<Number>(): uint8_t, what the numbers of a boolean mask look like, or else uint16_t.
+template <class F>
+__device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
+  if (p.mask.dtype == DType::boolean)
+    f.template operator()<uint8_t>();
+  else
+    f.template operator()<uint16_t>();
+}
+
 // Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8
 // kFragments rows. S: the type of query and key, and of a mask that is not boolean.
 template <class S, int kFragments, bool kOwnsKeys>
@@ -43,19 +52,14 @@ struct ScoresMma {
   // Of a mask, what belongs to the scores: two neighbours, as they lie in memory, in each word.
   using Mask = uint32_t[kFragments][2];
 
+  // `Number`, here and below: see with_mask_number().
+
   // Reads it, all at once, of a tile that begins with `key` and has `keys` of them: what is beyond repeats the last
   // one. Row i begins offset(i) elements behind its data. in_pairs: see mask_in_pairs().
-  template <class Offset>
+  template <class Number, class Offset>
   static __device__ __forceinline__ void read_mask(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
                                                    int keys, Offset offset) {
-    if (x.dtype == DType::boolean)
-      read_mask_of<uint8_t, uint16_t>(mask, own, x, in_pairs, key, keys, offset);
-    else
-      read_mask_of<uint16_t, uint32_t>(mask, own, x, in_pairs, key, keys, offset);
-  }
-  template <class Number, class Two, class Offset>
-  static __device__ __forceinline__ void read_mask_of(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
-                                                      int keys, Offset offset) {
+    using Two = std::conditional_t<sizeof(Number) == 1, uint16_t, uint32_t>;
     const MmaThread thread;
     const auto* data = static_cast<const Number*>(x.data);
     if constexpr (!kOwnsKeys)
@@ -90,39 +94,55 @@ struct ScoresMma {
 
   static constexpr uint32_t kHidden = std::is_same_v<S, Half> ? 0xfc00 : 0xff80;  // -inf
   // Whether it shows some key to some row.
-  static __device__ __forceinline__ bool shows_some(const Mask& mask, DType dtype) {
-    const uint32_t hidden = dtype == DType::boolean ? 0 : kHidden | kHidden << 16;
+  template <class Number>
+  static __device__ __forceinline__ bool shows_some(const Mask& mask) {
+    constexpr uint32_t hidden = sizeof(Number) == 1 ? 0 : kHidden | kHidden << 16;
     uint32_t some = 0;
 #pragma unroll
     for (auto& two : mask) some |= (two[0] ^ hidden) | (two[1] ^ hidden);
     return some != 0;
   }
 
-  // Whether all products of the warp are finite: those of a query or key that holds a NaN or an infinity are not.
-  static __device__ __forceinline__ bool all_finite(const Scores& x) {
-    float sum[2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
+  // Whether all products of the warp, those of kTiles tiles from x on, are finite: those of a query or key that holds a
+  // NaN or an infinity are not.
+  template <int kTiles = 1>
+  static __device__ __forceinline__ bool all_finite(const Scores* x) {
+    float sum[kTiles][2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
+    float total = 0;
 #pragma unroll
-    for (auto& four : x)
+    for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[half] = fmaf(four[2 * half], four[2 * half + 1], sum[half]);
-    return __all_sync(~0u, (sum[0] + sum[1]) * 0 == 0);
+      for (auto& four : x[t])
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sum[t][half] = fmaf(four[2 * half], four[2 * half + 1], sum[t][half]);
+      total += sum[t][0] + sum[t][1];
+    }
+    return __all_sync(~0u, total * 0 == 0);
   }
 
-  // Products become scores. `finite`: all_finite(), or false, which takes longer.
-  static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, const Problem& p, bool finite) {
-    const float slope = ScoreFunction<float>::of(p).slope();
-    const auto bias = [&](int n, int half, int c) {
-      return to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
-    };
-    if (p.mask.dtype == DType::boolean)
-      add_mask_by(x, [&](float product, int n, int half, int c) {
-        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
-      });
-    else if (finite)
-      add_mask_by(x, [&](float product, int n, int half, int c) { return fmaf(product, slope, bias(n, half, c)); });
+  // How a mask is added: to_finite only to products that are all finite, to_any takes longer.
+  enum class Add { boolean, to_finite, to_any };
+  // Calls f.template operator()<kHow>(). `finite()`: whether all products are, called only if that matters.
+  template <class Number, class Finite, class F>
+  static __device__ __forceinline__ void choose_add(Finite finite, F f) {
+    if constexpr (sizeof(Number) == 1)
+      f.template operator()<Add::boolean>();
+    else if (finite())
+      f.template operator()<Add::to_finite>();
     else
-      add_mask_by(
-          x, [&](float product, int n, int half, int c) { return masked_score(product, slope, bias(n, half, c)); });
+      f.template operator()<Add::to_any>();
+  }
+  // Products become scores.
+  template <Add kHow>
+  static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
+    add_mask_by(x, [&](float product, int n, int half, int c) {
+      if constexpr (kHow == Add::boolean) {
+        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
+      } else {
+        const float bias = to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
+        return kHow == Add::to_finite ? fmaf(product, slope, bias) : masked_score(product, slope, bias);
+      }
+    });
   }
   template <class F>
   static __device__ __forceinline__ void add_mask_by(Scores& x, F score_of) {
@@ -160,9 +180,9 @@ struct ScoresMma {
     }
   }
 
-  // Which weights dropout keeps.
-  // `head_number(i)`: of row i, for dropout's counters.
-  template <class Rows, class HeadNumber>
+  // Which weights dropout keeps. `head_number(i)`: of row i, for dropout's counters. kAtOnce: of rows of fragments, how
+  // many counters are computed side by side, which takes registers; 1 where they are fewest.
+  template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
                                                       HeadNumber head_number, int64_t key) {
     const MmaThread thread;
@@ -183,15 +203,16 @@ struct ScoresMma {
         for (int c = 0; c < 4; ++c) kept[c / 2] |= (bits >> 4 * c & 1) << (2 * n + c % 2);
       }
     } else {
+      constexpr int kUnrolledRounds = kAtOnce == 1 ? 5 : 10;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
         // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
-#pragma unroll
+#pragma unroll kAtOnce
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;
           const unsigned of_mine =
-              dropout.kept((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
+              dropout.kept<kUnrolledRounds>((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
           const unsigned of_other = __shfl_xor_sync(~0u, of_mine, 1);
 #pragma unroll
           for (int m = 0; m < 2; ++m) {

@@ -51,10 +51,12 @@ struct Dropout {
   }
 
   // Bit w: key 4 * quad + w is kept. Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC
-  // 2011).
+  // 2011). kUnrolled: how many of its ten rounds the compiler sees at once; more take more registers.
+  template <int kUnrolled = 10>
   __device__ inline unsigned kept(int64_t quad, int64_t position, uint32_t head_number) const {
     uint32_t c[4] = {static_cast<uint32_t>(quad), static_cast<uint32_t>(position), head_number, offset};
     uint32_t key0 = key[0], key1 = key[1];
+#pragma unroll kUnrolled
     for (int round = 0; round < 10; ++round) {
       const uint32_t a_high = __umulhi(c[0], 0xd2511f53u), a_low = c[0] * 0xd2511f53u;
       const uint32_t b_high = __umulhi(c[2], 0xcd9e8d57u), b_low = c[2] * 0xcd9e8d57u;

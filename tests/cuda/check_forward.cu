@@ -31,16 +31,18 @@ void store_bias(M* to, float x) {
 }
 
 // `causal`, with keys left over in the last tile and rows in the last block. M: the type of the mask, if there is one;
-// it hides a tile of keys wholly.
-template <class S, class M = void>
-void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), double tolerance) {
+// it hides a tile of keys wholly. Of kMaskStride numbers between its rows some are copied in chunks, and others one by
+// one.
+template <class S, class M = void, int kMaskStride = 150>
+void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), double tolerance,
+           int rows_per_task = sizeof(S) == 2 ? 128 : 64) {
   constexpr bool mask = !std::is_void_v<M>;
   using Mask = std::conditional_t<mask, M, bool>;
   constexpr int kQueries = 150, kKeys = 150, kDim = 64, kHeads = 2;
   Array<S> query(kHeads * kQueries * kDim), key(kHeads * kKeys * kDim), value(kHeads * kKeys * kDim);
   Array<float> output(kHeads * kQueries * kDim);
-  Array<Mask> of_mask(kQueries * kKeys);
-  std::vector<float> bias(of_mask.size());
+  Array<Mask> of_mask(kQueries * kMaskStride);
+  std::vector<float> bias(kQueries * kKeys);
   std::vector<float> q(query.size()), k(key.size()), v(value.size());
   std::mt19937 random(3);
   const auto fill = [&](Array<S>& array, std::vector<float>& copy) {
@@ -49,10 +51,12 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   fill(query, q);
   fill(key, k);
   fill(value, v);
-  for (int64_t i = 0; i < of_mask.size(); ++i) {
-    const bool hidden = i % 7 == 3 || i % kKeys / 64 == 1 || i / kKeys < 32;  // of the first warp's rows all
+  for (int i = 0; i < kQueries * kKeys; ++i) {
+    const int row = i / kKeys, tile = i % kKeys / 64;
+    // Of the first warp all rows, of the first tile of keys the first half of each warp's rows.
+    const bool hidden = i % 7 == 3 || tile == 1 || row < 32 || (tile == 0 && row < 128 && row % 32 < 16);
     bias[i] = hidden ? -INFINITY : std::is_same_v<Mask, bool> ? 0 : draw(random);
-    store_bias(&of_mask[i], bias[i]);
+    store_bias(&of_mask[i / kKeys * kMaskStride + i % kKeys], bias[i]);
   }
   if (mask)
     for (int h = 0; h < kHeads; ++h)
@@ -81,8 +85,8 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   p.value = operand(value, dtype, kKeys, kDim);
   p.output = operand(output, DType::f32, kQueries, kDim);
   p.mask = operand(of_mask, std::is_same_v<Mask, bool> ? DType::boolean : dtype, 0, kKeys);
-  p.mask.row = kKeys;
-  p.rows_per_task = sizeof(S) == 2 ? 128 : 64;
+  p.mask.row = kMaskStride;
+  p.rows_per_task = rows_per_task;
   p.keys_per_split = 192;
   require_launched(kernel(p, nullptr));
 
@@ -123,5 +127,11 @@ int main() {
   check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
   check<BFloat16, BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
   check<BFloat16, bool>("mma, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, BFloat16, 160>("mma, aligned mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma, aligned boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, BFloat16, 160>("mma 128, mask", DType::bf16, launch_forward_mma<BFloat16, 128>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma 128, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 128>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma, few rows, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8, 64);
+  check<BFloat16, BFloat16>("mma 256, mask", DType::bf16, launch_forward_mma<BFloat16, 256>, 0x1p-8, 64);
   std::printf("right\n");
 }

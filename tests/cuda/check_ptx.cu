@@ -69,8 +69,8 @@ __global__ void load_fragments(const __grid_constant__ Buffers b) {
   for (int i = thread_index(); i < 256; i += 32) rows[i] = static_cast<uint16_t>(i);
   __syncthreads();
   uint32_t plain[4], transposed[4];
-  load_matrices(plain, rows + 8 * threadIdx.x);
-  load_matrices_transposed(transposed, rows + 8 * threadIdx.x);
+  load_matrices(plain, shared_address(rows + 8 * threadIdx.x));
+  load_matrices_transposed(transposed, shared_address(rows + 8 * threadIdx.x));
   for (int m = 0; m < 4; ++m) {
     b.words[32 * m + threadIdx.x] = plain[m];
     b.words[128 + 32 * m + threadIdx.x] = transposed[m];

@@ -19,6 +19,9 @@ inline unsigned char* shared_memory() { return stand_in::shared_memory(); }
 
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 
+using SharedAddress = uintptr_t;
+inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
 inline float to_float(Half x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
 inline float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
@@ -98,11 +101,11 @@ void multiply_add(void** of_lane) {
 
 }  // namespace fragments
 
-inline void load_matrices(uint32_t (&r)[4], const void* row) {
-  fragments::load("ldmatrix", r, row, fragments::load<false>);
+inline void load_matrices(uint32_t (&r)[4], SharedAddress row) {
+  fragments::load("ldmatrix", r, reinterpret_cast<const void*>(row), fragments::load<false>);
 }
-inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
-  fragments::load("ldmatrix.trans", r, row, fragments::load<true>);
+inline void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
+  fragments::load("ldmatrix.trans", r, reinterpret_cast<const void*>(row), fragments::load<true>);
 }
 
 template <class S>
