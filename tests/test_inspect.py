@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -516,6 +518,141 @@ def test_calls_within_calls() -> None:
     assert [layer.name for layer in outer.layers] == ["inner"]
     assert [layer.name for layer in inner.layers] == [""]
     assert torch.equal(outer.attentions[0], inner.attentions[0])
+
+
+class Waits(nn.Module):
+    """A module that other threads than the first enter, and leave when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.may_leave = threading.Event(), threading.Event()
+        # With one hook, PyTorch also calls those that are added while it computes.
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.may_leave.wait(timeout=60)
+        return x
+
+    def in_other_thread(self, x: Tensor) -> threading.Thread:
+        thread = threading.Thread(target=self, args=(x,))
+        thread.start()
+        assert self.entered.wait(timeout=60)
+        return thread
+
+
+class Meets(nn.Module):
+    """Another thread enters or leaves a module of the same model while this one computes."""
+
+    def __init__(self, thread_enters: bool) -> None:
+        super().__init__()
+        self.waits, self.heads, self.thread_enters = Waits(), Heads(), thread_enters
+        self.thread: threading.Thread | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.thread_enters:
+            self.thread = self.waits.in_other_thread(x)
+        else:
+            self.finish()
+        return F.scaled_dot_product_attention(x, x, self.heads(x, x))
+
+    def finish(self) -> None:
+        self.waits.may_leave.set()
+        assert self.thread is not None
+        self.thread.join(timeout=60)
+        assert not self.thread.is_alive()
+
+
+@pytest.mark.parametrize("thread_enters", [True, False])
+def test_another_thread_computes_with_the_same_model(thread_enters: bool) -> None:
+    x = torch.randn(1, 2, 4, 8)
+    model = Meets(thread_enters)
+    if not thread_enters:
+        model.thread = model.waits.in_other_thread(x)
+    inspection = torch_attn.inspect(model, x)
+    model.finish()
+    assert [layer.name for layer in inspection.layers] == ["heads", ""]
+
+
+def test_threads_that_inspect_take_turns() -> None:
+    """What a model of transformers computes with is a setting that they share."""
+    model, inputs = bert(attn_implementation="eager")
+    first, second = Waits(), Waits()
+    model.waits = first
+
+    def wait(module: nn.Module, args: Any) -> None:
+        module.waits(torch.ones(1))  # type: ignore[operator]
+
+    hook = model.register_forward_pre_hook(wait)
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append(torch_attn.inspect(model, inputs))
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    threads[0].start()
+    assert first.entered.wait(timeout=60)
+    model.waits = second
+    threads[1].start()
+    assert not second.entered.wait(timeout=0.2)
+    first.may_leave.set()
+    assert second.entered.wait(timeout=60)
+    second.may_leave.set()
+    for thread in threads:
+        thread.join(timeout=60)
+    hook.remove()
+    assert [len(inspection.layers) for inspection in found] == [2, 2]
+    assert model.config._attn_implementation == "eager"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("of_all_modules", [False, True])
+def test_a_hook_that_raises_before_a_module(of_all_modules: bool) -> None:
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails = Heads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(ArithmeticError):
+                self.fails(x, x)
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model = nn.Sequential(Tries())
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if isinstance(module, Heads):
+            raise ArithmeticError
+
+    register = nn.modules.module.register_module_forward_pre_hook
+    hook = (register if of_all_modules else model[0].fails.register_forward_pre_hook)(fail)  # type: ignore[union-attr,operator]
+    try:
+        inspection = torch_attn.inspect(model, torch.randn(1, 2, 4, 8))
+    finally:
+        hook.remove()
+    assert [layer.name for layer in inspection.layers] == ["0"]
+
+
+def test_a_module_that_calls_itself_and_fails() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.depth = Heads(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(ArithmeticError):
+                self(x)
+            return F.scaled_dot_product_attention(x, x, self.inner(x, x))
+
+    model = nn.Sequential(Twice())
+
+    def fail(module: nn.Module, args: Any) -> None:
+        module.depth += 1  # type: ignore[operator,assignment]
+        if module.depth == 2:
+            raise ArithmeticError
+
+    model[0].register_forward_pre_hook(fail)
+    inspection = torch_attn.inspect(model, torch.randn(1, 2, 4, 8))
+    assert [layer.name for layer in inspection.layers] == ["0.inner", "0"]
 
 
 def test_a_shared_module_has_a_number_for_each_call() -> None:

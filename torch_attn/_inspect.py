@@ -6,11 +6,13 @@ import contextlib
 import functools
 import inspect as signatures
 import math
+import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,7 +85,7 @@ def inspect(
         )
     where = _Where(model)
     recorder = _Recorder(where, weights, saturated_above)
-    with where.followed(), calling_sdpa(model), _nothing_compiled(), recorder:
+    with _turns[0], where.followed(), calling_sdpa(model), _nothing_compiled(), recorder:
         if isinstance(inputs, Mapping):
             output = model(**inputs)
         elif isinstance(inputs, (tuple, list)):
@@ -95,8 +97,21 @@ def inspect(
     return Inspection(output, tuple(recorder.layers), recorder.skipped)
 
 
+# What a model of transformers computes with, and whether compiled code runs, are settings of all
+# threads: of two that inspect at a time, one would restore what the other has set, so they take
+# turns. In a list, for a process that another thread forks meanwhile needs a lock that is free.
+_turns = [threading.RLock()]
+
+
+def _renew_turns() -> None:
+    _turns[0] = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_turns)
+
+
 class _Where:
-    """Which module of a model computes at the moment."""
+    """Which module of a model computes at the moment, in the thread that inspects it."""
 
     def __init__(self, model: nn.Module) -> None:
         # torch.compile puts a module into another one, under a name that nobody else knows.
@@ -104,22 +119,40 @@ class _Where:
             module: ".".join(part for part in name.split(".") if part != "_orig_mod")
             for name, module in model.named_modules()
         }
-        self._calls: list[tuple[nn.Module, Any, Any]] = []
+        self._calls: list[_Call] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._calls.append((module, args, kwargs))
+        """Follows the calls of this thread; others may compute with the same modules meanwhile."""
+        calls, thread = self._calls, threading.get_ident()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == thread:
+                calls.append(_Call(module))
+
+        def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if threading.get_ident() == thread and calls and calls[-1].module is module:
+                calls[-1].args, calls[-1].kwargs = args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._calls.pop()
+            if threading.get_ident() != thread:
+                return
+            # PyTorch also leaves a call that it has not entered, where a hook of all modules raises
+            # before `enter`, and does not leave one that a KeyboardInterrupt ends.
+            for depth in reversed(range(len(calls))):
+                if calls[depth].module is module:
+                    del calls[depth:]
+                    return
 
         hooks: list[Any] = []
         try:
             for module in self._names:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                # Before the module's own hooks, which may raise: `leave` is called then too. What
+                # they make of the arguments is known after them.
+                hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+                hooks.append(module.register_forward_pre_hook(receive, with_kwargs=True))
                 hooks.append(module.register_forward_hook(leave, always_call=True))
             yield
         finally:
@@ -129,22 +162,32 @@ class _Where:
     @property
     def name(self) -> str:
         """Of the innermost module."""
-        return self._names[self._calls[-1][0]] if self._calls else ""
+        return self._names[self._calls[-1].module] if self._calls else ""
 
     @property
     def other_sequence(self) -> bool:
         """Whether the innermost module was given a sequence for the keys beside its own."""
         if not self._calls:
             return False
-        module, args, kwargs = self._calls[-1]
+        call = self._calls[-1]
         try:
-            given = signatures.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            signature = signatures.signature(call.module.forward)
+            given = signature.bind_partial(*call.args, **call.kwargs).arguments
         except (TypeError, ValueError):  # of a kind that has no signature
-            given = kwargs
+            given = call.kwargs
         # The names that transformers and diffusers have for it.
         return any(
             given.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")
         )
+
+
+@dataclass
+class _Call:
+    """A module that computes, and what its forward was given."""
+
+    module: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
