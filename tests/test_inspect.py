@@ -405,10 +405,9 @@ def test_multihead_attention(
     if converted and options.get("add_bias_kv"):
         weights = weights.roll(-2, -1)  # ours has the appended keys in front
     close(weights, expected)
-    if not converted:
-        assert layer.is_cross
-        with pytest.raises(ValueError, match="cross-attention"):
-            _ = inspection.attentions
+    assert layer.is_cross
+    with pytest.raises(ValueError, match="cross-attention"):
+        _ = inspection.attentions
 
 
 def test_multihead_attention_without_a_batch() -> None:
@@ -467,12 +466,53 @@ def test_transformer_encoder(training: bool, masked: bool, no_grad: bool) -> Non
     close(inspection.attentions[0], weights)
 
 
-def test_transformer_with_a_decoder() -> None:
-    model = nn.Transformer(16, 4, 1, 2, 32, batch_first=True)
-    inspection = torch_attn.inspect(model, (torch.randn(2, 5, 16), torch.randn(2, 5, 16)))
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformer_with_a_decoder(converted: bool, norm_first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 4, 1, 2, 32, batch_first=True, norm_first=norm_first).eval()
+    inputs = torch.randn(2, 5, 16), torch.randn(2, 5, 16)  # as long: lengths tell nothing apart
+    expected = torch_attn.inspect(model, inputs)
+    inspection = expected
+    if converted:
+        torch_attn.convert(model)
+        inspection = torch_attn.inspect(model, inputs)
     assert len(inspection.encoder_attentions) == 1
     assert len(inspection.decoder_attentions) == len(inspection.cross_attentions) == 2
-    assert inspection.layers[2].name == "decoder.layers.0.multihead_attn"
+    assert [layer.name for layer in inspection.layers if layer.is_cross] == [
+        "decoder.layers.0.multihead_attn",
+        "decoder.layers.1.multihead_attn",
+    ]
+    for actual, of_torch in zip(
+        inspection.cross_attentions, expected.cross_attentions, strict=True
+    ):
+        close(actual, of_torch)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize(
+    ("make_key", "is_cross"),
+    [
+        (lambda x: x.clone(), False),
+        (lambda x: x + 1, True),
+        (lambda x: x[:, :3], True),
+    ],
+    ids=["equal", "other values", "shorter"],
+)
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_what_tells_cross_attention(
+    converted: bool, make_key: Callable[[Tensor], Tensor], is_cross: bool, has_nan: bool
+) -> None:
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    if converted:
+        torch_attn.convert(attention)
+    x = torch.randn(2, 5, 16)
+    if has_nan:  # a model that has diverged
+        x[0, 0, 0] = math.nan
+    key = make_key(x)
+    for inputs in ((x, key, key), {"query": x, "key": key, "value": key}):
+        assert torch_attn.inspect(attention, inputs).layers[0].is_cross == is_cross
+    assert not torch_attn.inspect(attention, (x, x, x)).layers[0].is_cross
 
 
 def test_grouped_heads() -> None:

@@ -166,7 +166,7 @@ class _Where:
 
     @property
     def other_sequence(self) -> bool:
-        """Whether the innermost module was given a sequence for the keys beside its own."""
+        """Whether the innermost module was given another sequence for the keys."""
         if not self._calls:
             return False
         call = self._calls[-1]
@@ -175,7 +175,10 @@ class _Where:
             given = signature.bind_partial(*call.args, **call.kwargs).arguments
         except (TypeError, ValueError):  # of a kind that has no signature
             given = call.kwargs
-        # The names that transformers and diffusers have for it.
+        if isinstance(call.module, nn.MultiheadAttention):
+            query, key = given.get("query"), given.get("key")
+            return isinstance(query, Tensor) and isinstance(key, Tensor) and not _same(query, key)
+        # The names that transformers and diffusers have for a sequence beside the module's own.
         return any(
             given.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")
         )
@@ -190,6 +193,14 @@ class _Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def _same(query: Tensor, key: Tensor) -> bool:
+    """Whether both are one sequence: ``attention(norm(x), norm(x), x)`` gives two tensors of it."""
+    if query is key:
+        return True
+    alike = query.shape == key.shape and query.dtype == key.dtype and query.device == key.device
+    return alike and torch.allclose(query, key, rtol=0, atol=0, equal_nan=True)
+
+
 @dataclass
 class _Attention:
     """The arguments of an attention as :func:`torch_attn.sdpa_stats` takes them."""
@@ -200,7 +211,7 @@ class _Attention:
     is_causal: bool
     scale: float | None
     enable_gqa: bool
-    is_cross: bool = False
+    sequences: tuple[Tensor, Tensor] | None = None  # those of query and key, where they are known
 
 
 # Whether the calls of attention are those of a recorder, which are no part of any model.
@@ -250,13 +261,14 @@ class _Recorder(TorchFunctionMode):
             _, matrix, _ = sdpa_with_weights(
                 query, key, key[..., :0], mask, 0.0, attention.is_causal, **options
             )
+        differ = attention.sequences is not None and not _same(*attention.sequences)
         rows = stats.entropy.shape
         visible = _visible_keys(mask, attention.is_causal, query.size(-2), key.size(-2))
         self.layers.append(
             Layer(
                 name=name,
                 call=self._count[name],
-                is_cross=attention.is_cross or self._where.other_sequence,
+                is_cross=differ or self._where.other_sequence,
                 weights=None if matrix is None else _batched(matrix, 2),
                 query=_batched(query, 2),
                 key=_batched(key, 2),
@@ -355,7 +367,7 @@ def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
         hidden = F.pad(hidden, (0, k.size(2) - hidden.size(-1)))  # no mask hides what was appended
         hidden = ~hidden if hidden.dtype == torch.bool else hidden
     # `is_causal` only says that the mask is the causal one.
-    return _Attention(q, k, hidden, False, None, False, is_cross=query is not key)
+    return _Attention(q, k, hidden, False, None, False, sequences=(query, key))
 
 
 _MULTI_HEAD = signatures.signature(F.multi_head_attention_forward)

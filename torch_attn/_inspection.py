@@ -20,8 +20,10 @@ class Layer:
     Attributes:
         name: of the module that called, as ``model.named_modules()`` has it; "" is the model.
         call: how often that module had called before: 0 unless layers share a module.
-        is_cross: whether the keys are of another sequence than the queries, as far as the model
-            says so by its arguments.
+        is_cross: whether the keys are of another sequence than the queries, as far as arguments
+            say so: a module of :class:`torch.nn.MultiheadAttention` was given a query and a key of
+            different shapes or values, another module `key_value_states` or
+            `encoder_hidden_states`. False where neither is known.
         weights: ``[B, H, L, S]``, after softmax and before dropout; None if not asked for.
         query: ``[B, H, L, E]``, as the scores are computed from it.
         key: ``[B, Hk, S, E]``; Hk divides H.
