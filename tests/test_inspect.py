@@ -739,6 +739,72 @@ def test_nested_tensors_are_named() -> None:
         torch_attn.inspect(Heads(), (nested, nested))
 
 
+class AttendsToItself(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class Samples(nn.Module):
+    """Calls attention of each sample, under the transforms of ``torch.func``."""
+
+    def __init__(self, *batched: bool, with_gradient: bool = False) -> None:
+        super().__init__()
+        self.heads, self.batched, self.with_gradient = Heads(), batched, with_gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attend(query: Tensor, key: Tensor) -> Tensor:
+            return self.heads(query, key)
+
+        def differentiate(query: Tensor, key: Tensor) -> Tensor:
+            return torch.func.grad(lambda q: self.heads(q, key).sum())(query)
+
+        dims = tuple(0 if batched else None for batched in self.batched)
+        inputs = [x if batched else x[0] for batched in self.batched]
+        call = differentiate if self.with_gradient else attend
+        return torch.vmap(call, in_dims=dims)(*inputs)
+
+
+@pytest.mark.parametrize("batched", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_calls_under_vmap_are_named(batched: tuple[bool, bool], with_gradient: bool) -> None:
+    model, x = Samples(*batched, with_gradient=with_gradient), torch.randn(3, 2, 4, 8)
+    with pytest.raises(RuntimeError, match=r"in heads, it is called under torch.vmap; call it"):
+        torch_attn.inspect(model, x)
+
+    inspection = torch_attn.inspect(nn.Sequential(model, AttendsToItself()), x)
+    assert [layer.name for layer in inspection.layers] == ["1"]
+    assert list(inspection.skipped) == ["0.heads"]
+    assert "not inspected: 0.heads: it is called under torch.vmap" in str(inspection)
+
+
+def test_no_features_and_no_keys() -> None:
+    x = torch.randn(2, 3, 5, 0)
+    inspection = torch_attn.inspect(Heads(), (x, x))
+    layer = inspection.layers[0]
+    assert layer.weights is not None
+    torch.testing.assert_close(layer.weights, torch.full((2, 3, 5, 5), 0.2))
+    assert layer.scale == 1
+    assert str(inspection).splitlines()[1].endswith("uniform")
+
+    inspection = torch_attn.inspect(Heads(), (torch.randn(2, 3, 5, 8), torch.randn(2, 3, 0, 8)))
+    layer = inspection.layers[0]
+    assert layer.weights is not None
+    assert layer.weights.shape == (2, 3, 5, 0)
+    assert layer.received_weight.shape == (2, 3, 0)
+    assert layer.saturation.tolist() == [[0.0] * 3] * 2
+    assert [line.split()[2:] for line in str(inspection).splitlines()[1:]] == [
+        [str(head), "sees", "no", "key"] for head in range(3)
+    ]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0, 8), (0, 3, 5, 8), (2, 0, 5, 8)])
+def test_no_queries_no_batch_no_heads(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    inspection = torch_attn.inspect(Heads(), (x, x))
+    assert inspection.layers[0].entropy.shape == shape[:3]
+    assert len(str(inspection).splitlines()) == 1 + shape[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [

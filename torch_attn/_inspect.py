@@ -245,15 +245,17 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _record(self, attention: _Attention) -> None:
-        name, query, key = self._where.name, attention.query.detach(), attention.key.detach()
-        problem = _problem(query)
+        name, mask = self._where.name, attention.attn_mask
+        problem = _problem(attention)
         if problem is not None:
             self.skipped[name] = problem
             return
-        mask = attention.attn_mask
+        query, key = attention.query.detach(), attention.key.detach()
         if mask is not None and not isinstance(mask, CausalBias):
             mask = mask.detach()
         options: dict[str, Any] = {"scale": attention.scale, "enable_gqa": attention.enable_gqa}
+        # Scores of vectors without entries are 0 with any scale.
+        scale = 1 / math.sqrt(max(query.size(-1), 1))
         arguments = (mask, attention.is_causal)
         stats = sdpa_stats(query, key, *arguments, **options)
         matrix = None
@@ -272,7 +274,7 @@ class _Recorder(TorchFunctionMode):
                 weights=None if matrix is None else _batched(matrix, 2),
                 query=_batched(query, 2),
                 key=_batched(key, 2),
-                scale=1 / math.sqrt(query.size(-1)) if attention.scale is None else attention.scale,
+                scale=scale if attention.scale is None else attention.scale,
                 largest_score=_batched(stats.largest_score, 1),
                 entropy=_batched(stats.entropy, 1),
                 logsumexp=_batched(stats.logsumexp, 1),
@@ -290,8 +292,11 @@ def _batched(x: Tensor, own: int) -> Tensor:
     return x.reshape(math.prod(x.shape[: -own - 1]), heads, *x.shape[-own:])
 
 
-def _problem(query: Tensor) -> str | None:
+def _problem(attention: _Attention) -> str | None:
     """Why there are no statistics of attention of this kind."""
+    query = attention.query
+    if any(_is_of_vmap(x) for x in (query, attention.key, attention.attn_mask) if x is not None):
+        return "it is called under torch.vmap; call it with a batch instead"
     if query.is_nested:
         return "its tensors are nested; inspect the model with padded ones"
     if query.device.type not in ("cpu", "cuda"):
@@ -299,6 +304,16 @@ def _problem(query: Tensor) -> str | None:
     if query.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return f"its tensors are of {query.dtype}"
     return None
+
+
+def _is_of_vmap(x: Tensor) -> bool:
+    """Whether it stands for the samples of :func:`torch.vmap`, and for nothing after that call."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):  # one for each transform around the call
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def _visible_keys(mask: Tensor | None, is_causal: bool, L: int, S: int) -> Tensor:

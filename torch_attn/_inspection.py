@@ -179,7 +179,9 @@ def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
     # A query that sees one key has no choice, and its entropy is 0 = log 1.
     parts = layer.entropy / layer.visible_keys.clamp(min=2).log()
     received = layer.received_weight.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    share, keys = (layer.received_weight / received[..., None]).max(-1)
+    shares = layer.received_weight / received[..., None]
+    # Without keys there is no largest share, and below no query that sees one.
+    share, keys = shares.max(-1) if shares.size(-1) else (received, received)
     for head in range(layer.query.size(1)):
         at = sees[:, head]
         if not at.any():
