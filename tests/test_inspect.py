@@ -282,6 +282,40 @@ def test_saturation_counts_the_queries_that_choose() -> None:
     torch.testing.assert_close(layer.saturation, torch.tensor([[2 / 3]]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "number", "hides"),
+    [
+        (torch.float32, -math.inf, True),
+        (torch.float32, torch.finfo(torch.float32).min / 2, True),
+        (torch.float32, torch.finfo(torch.bfloat16).min, True),
+        (torch.float32, torch.finfo(torch.float16).min, True),
+        (torch.float32, -1e4, True),
+        (torch.float16, -1e4, True),
+        (torch.bfloat16, -1e4, True),
+        (torch.float64, torch.finfo(torch.float32).min, True),
+        (torch.float32, -50.0, False),
+        (torch.bfloat16, -50.0, False),
+    ],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_a_floating_mask_hides(
+    dtype: torch.dtype, number: float, hides: bool, is_causal: bool
+) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.where(MASK[:3], 0.0, number).to(dtype)
+            return torch_attn.sdpa(x[..., :3, :], x, x, mask, is_causal=is_causal)
+
+    x = torch.randn(1, 1, 5, 8, dtype=dtype)
+    layer = torch_attn.inspect(Masked(), x).layers[0]
+    shown = MASK[:3] | (not hides)
+    if is_causal:
+        shown = shown.tril()
+    assert torch.equal(layer.visible_keys[0, 0], shown.sum(-1))
+    assert layer.weights is not None
+    assert torch.equal(layer.weights[0, 0] > 0, shown)
+
+
 def test_lower_right_causal_bias() -> None:
     query, key = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 5, 8)
     layer = torch_attn.inspect(Heads(causal_lower_right(2, 5)), (query, key)).layers[0]
@@ -810,6 +844,13 @@ def test_no_queries_no_batch_no_heads(shape: tuple[int, ...]) -> None:
     [
         ((F.relu, torch.ones(1)), {}, TypeError, "model is a function; it must be a torch.nn.Mod"),
         ((nn.ReLU(), torch.ones(1)), {"saturated_above": 2}, ValueError, "saturated_above is 2"),
+        ((nn.ReLU(), torch.ones(1)), {"saturated_above": math.nan}, ValueError, "above is nan"),
+        (
+            (nn.ReLU(), torch.ones(1)),
+            {"saturated_above": "a"},
+            TypeError,
+            "above is a str; it must",
+        ),
     ],
 )
 def test_wrong_arguments(

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect as signatures
 import math
+import numbers
 import os
 import sys
 import threading
@@ -63,8 +64,8 @@ def inspect(
 
     Raises:
         RuntimeError: no attention was seen; the message says what cannot be seen.
-        TypeError: `model` is no module.
-        ValueError: `saturated_above` is no number from 0 to 1; or a model of transformers asks for
+        TypeError: `model` is no module, or `saturated_above` no number.
+        ValueError: `saturated_above` is not from 0 to 1; or a model of transformers asks for
             what the operator does not compute, such as a soft cap, with an implementation of
             attention whose numbers cannot be seen.
 
@@ -79,6 +80,10 @@ def inspect(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect: model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not isinstance(saturated_above, numbers.Real):
+        raise TypeError(
+            f"inspect: saturated_above is a {type(saturated_above).__name__}; it must be a number"
+        )
     if not 0 <= saturated_above <= 1:
         raise ValueError(
             f"inspect: saturated_above is {saturated_above}; it must be a weight, from 0 to 1"
@@ -316,6 +321,11 @@ def _is_of_vmap(x: Tensor) -> bool:
     return False
 
 
+# Programs that do not take -inf hide keys by a number far below all scores: the least of a type,
+# half of that, or -1e4, which bfloat16 rounds to this.
+_HIDES = -9984.0
+
+
 def _visible_keys(mask: Tensor | None, is_causal: bool, L: int, S: int) -> Tensor:
     """How many keys each query sees: broadcasts to [B..., H, L]."""
     if isinstance(mask, CausalBias):
@@ -325,8 +335,7 @@ def _visible_keys(mask: Tensor | None, is_causal: bool, L: int, S: int) -> Tenso
     causal = torch.arange(1, L + 1).clamp(max=S)
     if mask is None:
         return causal if is_causal else torch.tensor([S])
-    # Programs that have no -inf hide keys by the least number of the type.
-    sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    sees = mask if mask.dtype == torch.bool else mask > _HIDES
     if is_causal:
         sees = sees.expand(*sees.shape[:-2], L, S).tril()
     return sees.expand(*sees.shape[:-1], S).sum(-1)

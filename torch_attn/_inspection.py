@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_attn.functional import Stats
 
 __all__ = ["Inspection", "Layer"]
 
@@ -29,10 +30,12 @@ class Layer:
         key: ``[B, Hk, S, E]``; Hk divides H.
         scale: the factor of the scores.
         largest_score: ``[B, H, L]``, of each query, scaled and masked; -inf if it sees no key.
-        entropy: ``[B, H, L]``, of each query's weights, in nats, from 0 to ``log(visible_keys)``.
+        entropy: ``[B, H, L]``, of each query's weights, in nats: 0 where one key has all of it.
         logsumexp: ``[B, H, L]``, of each query's scores; -inf if it sees no key.
         received_weight: ``[B, H, S]``, the sum of the weights that all queries give to a key.
-        visible_keys: ``[B, H, L]``, how many keys the masks let each query see.
+        visible_keys: ``[B, H, L]``, how many keys the masks let each query see. A floating mask
+            hides a key by -9984 (-1e4 in bfloat16) and less. If a query's mask does so for every
+            key without being -inf, it sees none here, though the softmax gives its weights to some.
         saturated_above: what :attr:`saturation` counts from.
     """
 
@@ -53,8 +56,8 @@ class Layer:
     @property
     def largest_weight(self) -> Tensor:
         """``[B, H, L]``, of each query: 1 where one key has it all, 0 where no key is seen."""
-        weight = (self.largest_score - self.logsumexp).exp()
-        return weight.masked_fill(self.logsumexp == -math.inf, 0)
+        stats = Stats(self.largest_score, self.entropy, self.logsumexp, self.received_weight)
+        return stats.largest_weight
 
     @property
     def saturation(self) -> Tensor:
