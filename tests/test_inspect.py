@@ -1,8 +1,7 @@
-"""What inspect captures is what models computed, and the models are left as they were."""
+"""What inspect captures is what models computed, and its statistics are their formulas."""
 
 from __future__ import annotations
 
-import doctest
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import torch_attn
 from test_memory import LargestAllocation
-from torch_attn import _inspect, reference
+from torch_attn import reference
 
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -280,6 +279,40 @@ def test_saturation_counts_the_queries_that_choose() -> None:
     torch.testing.assert_close(layer.saturation, torch.tensor([[2 / 3]]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "number", "hides"),
+    [
+        (torch.float32, -math.inf, True),
+        (torch.float32, torch.finfo(torch.float32).min / 2, True),
+        (torch.float32, torch.finfo(torch.bfloat16).min, True),
+        (torch.float32, torch.finfo(torch.float16).min, True),
+        (torch.float32, -1e4, True),
+        (torch.float16, -1e4, True),
+        (torch.bfloat16, -1e4, True),
+        (torch.float64, torch.finfo(torch.float32).min, True),
+        (torch.float32, -50.0, False),
+        (torch.bfloat16, -50.0, False),
+    ],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_a_floating_mask_hides(
+    dtype: torch.dtype, number: float, hides: bool, is_causal: bool
+) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.where(MASK[:3], 0.0, number).to(dtype)
+            return torch_attn.sdpa(x[..., :3, :], x, x, mask, is_causal=is_causal)
+
+    x = torch.randn(1, 1, 5, 8, dtype=dtype)
+    layer = torch_attn.inspect(Masked(), x).layers[0]
+    shown = MASK[:3] | (not hides)
+    if is_causal:
+        shown = shown.tril()
+    assert torch.equal(layer.visible_keys[0, 0], shown.sum(-1))
+    assert layer.weights is not None
+    assert torch.equal(layer.weights[0, 0] > 0, shown)
+
+
 def test_lower_right_causal_bias() -> None:
     query, key = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 5, 8)
     layer = torch_attn.inspect(Heads(causal_lower_right(2, 5)), (query, key)).layers[0]
@@ -329,6 +362,25 @@ def test_nothing_captured_has_a_gradient_and_the_output_keeps_its_own() -> None:
     inspection.output.sum().backward()
     expected = torch.autograd.grad(Heads()(query, query).sum(), query)[0]
     torch.testing.assert_close(query.grad, expected, rtol=0, atol=0)
+
+
+def test_the_notes_of_the_table() -> None:
+    L = 12
+    uniform, sharp = torch.zeros(L, L), 50 * torch.eye(L)
+    sink = torch.zeros(L, L)
+    sink[:, 3] = 4.0
+    broken = torch.zeros(L, L)
+    broken[2, 2] = math.nan
+    query = torch.stack([uniform, sharp, sink, broken])[None]
+    key = torch.eye(L).expand(1, 4, L, L)
+    lines = str(torch_attn.inspect(Heads(scale=1.0), (query, key))).splitlines()
+    assert len(lines) == 5
+    assert lines[1].endswith("uniform")
+    assert lines[2].endswith("100 %  saturated")
+    assert lines[3].endswith("sink: 83 % to key 3")
+    assert "NaN or infinity" in lines[4]
+    assert lines[1].split()[:2] == ["(the", "model)"]
+    assert lines[1].split()[2:6] == ["0", f"{math.log(L):.2f}", "(100", "%)"]
 
 
 # --- torch.nn -------------------------------------------------------------------------------------
@@ -403,10 +455,9 @@ def test_multihead_attention(
     if converted and options.get("add_bias_kv"):
         weights = weights.roll(-2, -1)  # ours has the appended keys in front
     close(weights, expected)
-    if not converted:
-        assert layer.is_cross
-        with pytest.raises(ValueError, match="cross-attention"):
-            _ = inspection.attentions
+    assert layer.is_cross
+    with pytest.raises(ValueError, match="cross-attention"):
+        _ = inspection.attentions
 
 
 def test_multihead_attention_without_a_batch() -> None:
@@ -465,12 +516,53 @@ def test_transformer_encoder(training: bool, masked: bool, no_grad: bool) -> Non
     close(inspection.attentions[0], weights)
 
 
-def test_transformer_with_a_decoder() -> None:
-    model = nn.Transformer(16, 4, 1, 2, 32, batch_first=True)
-    inspection = torch_attn.inspect(model, (torch.randn(2, 5, 16), torch.randn(2, 5, 16)))
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformer_with_a_decoder(converted: bool, norm_first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 4, 1, 2, 32, batch_first=True, norm_first=norm_first).eval()
+    inputs = torch.randn(2, 5, 16), torch.randn(2, 5, 16)  # as long: lengths tell nothing apart
+    expected = torch_attn.inspect(model, inputs)
+    inspection = expected
+    if converted:
+        torch_attn.convert(model)
+        inspection = torch_attn.inspect(model, inputs)
     assert len(inspection.encoder_attentions) == 1
     assert len(inspection.decoder_attentions) == len(inspection.cross_attentions) == 2
-    assert inspection.layers[2].name == "decoder.layers.0.multihead_attn"
+    assert [layer.name for layer in inspection.layers if layer.is_cross] == [
+        "decoder.layers.0.multihead_attn",
+        "decoder.layers.1.multihead_attn",
+    ]
+    for actual, of_torch in zip(
+        inspection.cross_attentions, expected.cross_attentions, strict=True
+    ):
+        close(actual, of_torch)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize(
+    ("make_key", "is_cross"),
+    [
+        (lambda x: x.clone(), False),
+        (lambda x: x + 1, True),
+        (lambda x: x[:, :3], True),
+    ],
+    ids=["equal", "other values", "shorter"],
+)
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_what_tells_cross_attention(
+    converted: bool, make_key: Callable[[Tensor], Tensor], is_cross: bool, has_nan: bool
+) -> None:
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    if converted:
+        torch_attn.convert(attention)
+    x = torch.randn(2, 5, 16)
+    if has_nan:  # a model that has diverged
+        x[0, 0, 0] = math.nan
+    key = make_key(x)
+    for inputs in ((x, key, key), {"query": x, "key": key, "value": key}):
+        assert torch_attn.inspect(attention, inputs).layers[0].is_cross == is_cross
+    assert not torch_attn.inspect(attention, (x, x, x)).layers[0].is_cross
 
 
 def test_grouped_heads() -> None:
@@ -481,122 +573,3 @@ def test_grouped_heads() -> None:
     assert layer.weights is not None
     attention.eval()
     close(layer.weights, attention(x, x, x, average_attn_weights=False)[1])  # before dropout
-
-
-# --- around it ------------------------------------------------------------------------------------
-
-
-def test_an_exception_leaves_the_model_as_it_was() -> None:
-    model, inputs = bert(attn_implementation="eager")
-    before = state(model)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("on purpose")
-
-    hook = model.encoder.layer[1].register_forward_hook(fail)  # type: ignore[union-attr,index]
-    with pytest.raises(RuntimeError, match="on purpose"):
-        torch_attn.inspect(model, inputs)
-    hook.remove()
-    assert state(model) == before
-    assert model.config._attn_implementation == "eager"  # type: ignore[union-attr]
-    assert torch.overrides._get_current_function_mode_stack() == []
-
-
-def test_calls_within_calls() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Heads()
-
-        def forward(self, x: Tensor) -> Any:
-            return torch_attn.inspect(self.inner, (x, x))
-
-    outer = torch_attn.inspect(Outer(), torch.randn(1, 2, 4, 8))
-    inner = outer.output
-    assert [layer.name for layer in outer.layers] == ["inner"]
-    assert [layer.name for layer in inner.layers] == [""]
-    assert torch.equal(outer.attentions[0], inner.attentions[0])
-
-
-def test_a_shared_module_has_a_number_for_each_call() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = Heads()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.shared(self.shared(x, x), x)
-
-    inspection = torch_attn.inspect(Twice(), torch.randn(1, 2, 4, 8))
-    assert [(layer.name, layer.call) for layer in inspection.layers] == [
-        ("shared", 0),
-        ("shared", 1),
-    ]
-    assert "shared (call 2)" in str(inspection)
-
-
-def test_a_compiled_model_is_looked_into_and_stays_compiled() -> None:
-    compiled = torch.compile(Heads(), backend="eager")
-    x = torch.randn(1, 2, 4, 8)
-    compiled(x, x)
-    frames = torch._dynamo.utils.counters["frames"]["ok"]
-    inspection = torch_attn.inspect(compiled, (x, x))
-    assert [layer.name for layer in inspection.layers] == [""]
-    compiled(x, x)
-    assert torch._dynamo.utils.counters["frames"]["ok"] == frames
-
-
-def test_where_nothing_is_seen_the_error_says_why() -> None:
-    class Softmax(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ x.mT).softmax(-1) @ x
-
-    with pytest.raises(RuntimeError, match=r"Softmax called no attention .* write the softmax out"):
-        torch_attn.inspect(Softmax(), torch.randn(4, 8))
-
-
-def test_nested_tensors_are_named() -> None:
-    texts = [torch.randn(n, 2, 8) for n in (3, 5)]
-    nested = torch.nested.nested_tensor(texts, layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(RuntimeError, match=r"its tensors are nested; inspect .* padded"):
-        torch_attn.inspect(Heads(), (nested, nested))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((F.relu, torch.ones(1)), {}, TypeError, "model is a function; it must be a torch.nn.Mod"),
-        ((nn.ReLU(), torch.ones(1)), {"saturated_above": 2}, ValueError, "saturated_above is 2"),
-    ],
-)
-def test_wrong_arguments(
-    arguments: Any, options: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        torch_attn.inspect(*arguments, **options)
-
-
-def test_the_notes_of_the_table() -> None:
-    L = 12
-    uniform, sharp = torch.zeros(L, L), 50 * torch.eye(L)
-    sink = torch.zeros(L, L)
-    sink[:, 3] = 4.0
-    broken = torch.zeros(L, L)
-    broken[2, 2] = math.nan
-    query = torch.stack([uniform, sharp, sink, broken])[None]
-    key = torch.eye(L).expand(1, 4, L, L)
-    lines = str(torch_attn.inspect(Heads(scale=1.0), (query, key))).splitlines()
-    assert len(lines) == 5
-    assert lines[1].endswith("uniform")
-    assert lines[2].endswith("100 %  saturated")
-    assert lines[3].endswith("sink: 83 % to key 3")
-    assert "NaN or infinity" in lines[4]
-    assert lines[1].split()[:2] == ["(the", "model)"]
-    assert lines[1].split()[2:6] == ["0", f"{math.log(L):.2f}", "(100", "%)"]
-
-
-def test_docstrings() -> None:
-    names = {"torch": torch, "torch_attn": torch_attn}
-    result = doctest.testmod(_inspect, extraglobs=names)
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -6,11 +6,14 @@ import contextlib
 import functools
 import inspect as signatures
 import math
+import numbers
+import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,8 +64,8 @@ def inspect(
 
     Raises:
         RuntimeError: no attention was seen; the message says what cannot be seen.
-        TypeError: `model` is no module.
-        ValueError: `saturated_above` is no number from 0 to 1; or a model of transformers asks for
+        TypeError: `model` is no module, or `saturated_above` no number.
+        ValueError: `saturated_above` is not from 0 to 1; or a model of transformers asks for
             what the operator does not compute, such as a soft cap, with an implementation of
             attention whose numbers cannot be seen.
 
@@ -77,13 +80,17 @@ def inspect(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect: model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not isinstance(saturated_above, numbers.Real):
+        raise TypeError(
+            f"inspect: saturated_above is a {type(saturated_above).__name__}; it must be a number"
+        )
     if not 0 <= saturated_above <= 1:
         raise ValueError(
             f"inspect: saturated_above is {saturated_above}; it must be a weight, from 0 to 1"
         )
     where = _Where(model)
     recorder = _Recorder(where, weights, saturated_above)
-    with where.followed(), calling_sdpa(model), _nothing_compiled(), recorder:
+    with _turns[0], where.followed(), calling_sdpa(model), _nothing_compiled(), recorder:
         if isinstance(inputs, Mapping):
             output = model(**inputs)
         elif isinstance(inputs, (tuple, list)):
@@ -95,8 +102,21 @@ def inspect(
     return Inspection(output, tuple(recorder.layers), recorder.skipped)
 
 
+# What a model of transformers computes with, and whether compiled code runs, are settings of all
+# threads: of two that inspect at a time, one would restore what the other has set, so they take
+# turns. In a list, for a process that another thread forks meanwhile needs a lock that is free.
+_turns = [threading.RLock()]
+
+
+def _renew_turns() -> None:
+    _turns[0] = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_turns)
+
+
 class _Where:
-    """Which module of a model computes at the moment."""
+    """Which module of a model computes at the moment, in the thread that inspects it."""
 
     def __init__(self, model: nn.Module) -> None:
         # torch.compile puts a module into another one, under a name that nobody else knows.
@@ -104,22 +124,40 @@ class _Where:
             module: ".".join(part for part in name.split(".") if part != "_orig_mod")
             for name, module in model.named_modules()
         }
-        self._calls: list[tuple[nn.Module, Any, Any]] = []
+        self._calls: list[_Call] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._calls.append((module, args, kwargs))
+        """Follows the calls of this thread; others may compute with the same modules meanwhile."""
+        calls, thread = self._calls, threading.get_ident()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == thread:
+                calls.append(_Call(module))
+
+        def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if threading.get_ident() == thread and calls and calls[-1].module is module:
+                calls[-1].args, calls[-1].kwargs = args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._calls.pop()
+            if threading.get_ident() != thread:
+                return
+            # PyTorch also leaves a call that it has not entered, where a hook of all modules raises
+            # before `enter`, and does not leave one that a KeyboardInterrupt ends.
+            for depth in reversed(range(len(calls))):
+                if calls[depth].module is module:
+                    del calls[depth:]
+                    return
 
         hooks: list[Any] = []
         try:
             for module in self._names:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                # Before the module's own hooks, which may raise: `leave` is called then too. What
+                # they make of the arguments is known after them.
+                hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+                hooks.append(module.register_forward_pre_hook(receive, with_kwargs=True))
                 hooks.append(module.register_forward_hook(leave, always_call=True))
             yield
         finally:
@@ -129,22 +167,43 @@ class _Where:
     @property
     def name(self) -> str:
         """Of the innermost module."""
-        return self._names[self._calls[-1][0]] if self._calls else ""
+        return self._names[self._calls[-1].module] if self._calls else ""
 
     @property
     def other_sequence(self) -> bool:
-        """Whether the innermost module was given a sequence for the keys beside its own."""
+        """Whether the innermost module was given another sequence for the keys."""
         if not self._calls:
             return False
-        module, args, kwargs = self._calls[-1]
+        call = self._calls[-1]
         try:
-            given = signatures.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            signature = signatures.signature(call.module.forward)
+            given = signature.bind_partial(*call.args, **call.kwargs).arguments
         except (TypeError, ValueError):  # of a kind that has no signature
-            given = kwargs
-        # The names that transformers and diffusers have for it.
+            given = call.kwargs
+        if isinstance(call.module, nn.MultiheadAttention):
+            query, key = given.get("query"), given.get("key")
+            return isinstance(query, Tensor) and isinstance(key, Tensor) and not _same(query, key)
+        # The names that transformers and diffusers have for a sequence beside the module's own.
         return any(
             given.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")
         )
+
+
+@dataclass
+class _Call:
+    """A module that computes, and what its forward was given."""
+
+    module: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def _same(query: Tensor, key: Tensor) -> bool:
+    """Whether both are one sequence: ``attention(norm(x), norm(x), x)`` gives two tensors of it."""
+    if query is key:
+        return True
+    alike = query.shape == key.shape and query.dtype == key.dtype and query.device == key.device
+    return alike and torch.allclose(query, key, rtol=0, atol=0, equal_nan=True)
 
 
 @dataclass
@@ -157,7 +216,7 @@ class _Attention:
     is_causal: bool
     scale: float | None
     enable_gqa: bool
-    is_cross: bool = False
+    sequences: tuple[Tensor, Tensor] | None = None  # those of query and key, where they are known
 
 
 # Whether the calls of attention are those of a recorder, which are no part of any model.
@@ -191,15 +250,17 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _record(self, attention: _Attention) -> None:
-        name, query, key = self._where.name, attention.query.detach(), attention.key.detach()
-        problem = _problem(query)
+        name, mask = self._where.name, attention.attn_mask
+        problem = _problem(attention)
         if problem is not None:
             self.skipped[name] = problem
             return
-        mask = attention.attn_mask
+        query, key = attention.query.detach(), attention.key.detach()
         if mask is not None and not isinstance(mask, CausalBias):
             mask = mask.detach()
         options: dict[str, Any] = {"scale": attention.scale, "enable_gqa": attention.enable_gqa}
+        # Scores of vectors without entries are 0 with any scale.
+        scale = 1 / math.sqrt(max(query.size(-1), 1))
         arguments = (mask, attention.is_causal)
         stats = sdpa_stats(query, key, *arguments, **options)
         matrix = None
@@ -207,17 +268,18 @@ class _Recorder(TorchFunctionMode):
             _, matrix, _ = sdpa_with_weights(
                 query, key, key[..., :0], mask, 0.0, attention.is_causal, **options
             )
+        differ = attention.sequences is not None and not _same(*attention.sequences)
         rows = stats.entropy.shape
         visible = _visible_keys(mask, attention.is_causal, query.size(-2), key.size(-2))
         self.layers.append(
             Layer(
                 name=name,
                 call=self._count[name],
-                is_cross=attention.is_cross or self._where.other_sequence,
+                is_cross=differ or self._where.other_sequence,
                 weights=None if matrix is None else _batched(matrix, 2),
                 query=_batched(query, 2),
                 key=_batched(key, 2),
-                scale=1 / math.sqrt(query.size(-1)) if attention.scale is None else attention.scale,
+                scale=scale if attention.scale is None else attention.scale,
                 largest_score=_batched(stats.largest_score, 1),
                 entropy=_batched(stats.entropy, 1),
                 logsumexp=_batched(stats.logsumexp, 1),
@@ -235,8 +297,11 @@ def _batched(x: Tensor, own: int) -> Tensor:
     return x.reshape(math.prod(x.shape[: -own - 1]), heads, *x.shape[-own:])
 
 
-def _problem(query: Tensor) -> str | None:
+def _problem(attention: _Attention) -> str | None:
     """Why there are no statistics of attention of this kind."""
+    query = attention.query
+    if any(_is_of_vmap(x) for x in (query, attention.key, attention.attn_mask) if x is not None):
+        return "it is called under torch.vmap; call it with a batch instead"
     if query.is_nested:
         return "its tensors are nested; inspect the model with padded ones"
     if query.device.type not in ("cpu", "cuda"):
@@ -244,6 +309,21 @@ def _problem(query: Tensor) -> str | None:
     if query.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return f"its tensors are of {query.dtype}"
     return None
+
+
+def _is_of_vmap(x: Tensor) -> bool:
+    """Whether it stands for the samples of :func:`torch.vmap`, and for nothing after that call."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):  # one for each transform around the call
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+# Programs that do not take -inf hide keys by a number far below all scores: the least of a type,
+# half of that, or -1e4, which bfloat16 rounds to this.
+_HIDES = -9984.0
 
 
 def _visible_keys(mask: Tensor | None, is_causal: bool, L: int, S: int) -> Tensor:
@@ -255,8 +335,7 @@ def _visible_keys(mask: Tensor | None, is_causal: bool, L: int, S: int) -> Tenso
     causal = torch.arange(1, L + 1).clamp(max=S)
     if mask is None:
         return causal if is_causal else torch.tensor([S])
-    # Programs that have no -inf hide keys by the least number of the type.
-    sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    sees = mask if mask.dtype == torch.bool else mask > _HIDES
     if is_causal:
         sees = sees.expand(*sees.shape[:-2], L, S).tril()
     return sees.expand(*sees.shape[:-1], S).sum(-1)
@@ -312,7 +391,7 @@ def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
         hidden = F.pad(hidden, (0, k.size(2) - hidden.size(-1)))  # no mask hides what was appended
         hidden = ~hidden if hidden.dtype == torch.bool else hidden
     # `is_causal` only says that the mask is the causal one.
-    return _Attention(q, k, hidden, False, None, False, is_cross=query is not key)
+    return _Attention(q, k, hidden, False, None, False, sequences=(query, key))
 
 
 _MULTI_HEAD = signatures.signature(F.multi_head_attention_forward)

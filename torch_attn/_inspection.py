@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_attn.functional import Stats
 
 __all__ = ["Inspection", "Layer"]
 
@@ -20,17 +21,21 @@ class Layer:
     Attributes:
         name: of the module that called, as ``model.named_modules()`` has it; "" is the model.
         call: how often that module had called before: 0 unless layers share a module.
-        is_cross: whether the keys are of another sequence than the queries, as far as the model
-            says so by its arguments.
+        is_cross: whether the keys are of another sequence than the queries, as far as arguments
+            say so: a module of :class:`torch.nn.MultiheadAttention` was given a query and a key of
+            different shapes or values, another module `key_value_states` or
+            `encoder_hidden_states`. False where neither is known.
         weights: ``[B, H, L, S]``, after softmax and before dropout; None if not asked for.
         query: ``[B, H, L, E]``, as the scores are computed from it.
         key: ``[B, Hk, S, E]``; Hk divides H.
         scale: the factor of the scores.
         largest_score: ``[B, H, L]``, of each query, scaled and masked; -inf if it sees no key.
-        entropy: ``[B, H, L]``, of each query's weights, in nats, from 0 to ``log(visible_keys)``.
+        entropy: ``[B, H, L]``, of each query's weights, in nats: 0 where one key has all of it.
         logsumexp: ``[B, H, L]``, of each query's scores; -inf if it sees no key.
         received_weight: ``[B, H, S]``, the sum of the weights that all queries give to a key.
-        visible_keys: ``[B, H, L]``, how many keys the masks let each query see.
+        visible_keys: ``[B, H, L]``, how many keys the masks let each query see. A floating mask
+            hides a key by -9984 (-1e4 in bfloat16) and less. If a query's mask does so for every
+            key without being -inf, it sees none here, though the softmax gives its weights to some.
         saturated_above: what :attr:`saturation` counts from.
     """
 
@@ -51,8 +56,8 @@ class Layer:
     @property
     def largest_weight(self) -> Tensor:
         """``[B, H, L]``, of each query: 1 where one key has it all, 0 where no key is seen."""
-        weight = (self.largest_score - self.logsumexp).exp()
-        return weight.masked_fill(self.logsumexp == -math.inf, 0)
+        stats = Stats(self.largest_score, self.entropy, self.logsumexp, self.received_weight)
+        return stats.largest_weight
 
     @property
     def saturation(self) -> Tensor:
@@ -177,7 +182,9 @@ def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
     # A query that sees one key has no choice, and its entropy is 0 = log 1.
     parts = layer.entropy / layer.visible_keys.clamp(min=2).log()
     received = layer.received_weight.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    share, keys = (layer.received_weight / received[..., None]).max(-1)
+    shares = layer.received_weight / received[..., None]
+    # Without keys there is no largest share, and below no query that sees one.
+    share, keys = shares.max(-1) if shares.size(-1) else (received, received)
     for head in range(layer.query.size(1)):
         at = sees[:, head]
         if not at.any():

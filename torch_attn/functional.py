@@ -209,6 +209,7 @@ def sdpa_stats(
         of -inf, the entropy 0, and gives no weight.
 
     Raises:
+        TypeError: `scale` is a tensor of which a derivative is asked.
         RuntimeError: shapes, dtypes or devices that do not fit: the message names the argument,
             what it was and what is allowed. And a derivative asked of the results, for they have
             none: of inputs that require a gradient they can be read, and a backward through them,
@@ -238,7 +239,9 @@ def sdpa_stats(
         4000
     """
     if scale is not None and not isinstance(scale, float):
-        _refuse_derivatives(scale=scale)
+        _refuse_derivatives(
+            "attn::sdpa_stats", "pass scale.item(): statistics have no derivatives", scale=scale
+        )
     return Stats(
         *torch.ops.attn.sdpa_stats(
             query, key, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -246,14 +249,19 @@ def sdpa_stats(
     )
 
 
-def _refuse_derivatives(**numbers: Any) -> None:
+def _refuse_derivatives(
+    operator: str = "attn::sdpa",
+    instead: str = "to learn it, multiply the query by it and set it to 1",
+    **numbers: Any,
+) -> None:
+    """`instead` is what to do with a scale."""
     for name, number in numbers.items():
         if not isinstance(number, Tensor):
             continue
         tangent = forward_ad.unpack_dual(number).tangent  # type: ignore[no-untyped-call]
         if number.requires_grad or tangent is not None:
-            learn = "; to learn it, multiply the query by it and set it to 1"
+            advice = f"; {instead}" if name == "scale" else ""
             raise TypeError(
-                f"attn::sdpa: {name} is a tensor that wants a derivative and would get none; "
-                f"it must be a number{learn if name == 'scale' else ''}"
+                f"{operator}: {name} is a tensor that wants a derivative and would get none; "
+                f"it must be a number{advice}"
             )
