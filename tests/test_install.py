@@ -76,7 +76,7 @@ def test_page_of_a_package_index(sdist: Path) -> None:
         text = page.read().decode()
     assert "text/markdown" in text
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
-    assert "start with `torch_attn/reference.py`, the textbook" in text
+    assert "and with `torch_attn/reference.py`, the" in text
     assert "[transformers](https://huggingface.co/docs/transformers)" in text
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import convert
-from torch_attn._inspect import inspect
 from torch_attn._inspection import Inspection, Layer
 from torch_attn.functional import Stats, sdpa, sdpa_stats, sdpa_with_weights
 from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
 
 if TYPE_CHECKING:
     from torch_attn import plots as plots
+    from torch_attn._inspect import inspect
 
 __all__ = [
     "Inspection",
@@ -43,9 +43,14 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`plots` is imported when it is first asked for, because it needs matplotlib."""
+    """What is imported when it is first asked for.
+
+    `plots` needs matplotlib, and `inspect` much of torch that ``import torch`` leaves aside.
+    """
     if name == "plots":
         return importlib.import_module("torch_attn.plots")
+    if name == "inspect":
+        return importlib.import_module("torch_attn._inspect").inspect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
