@@ -277,6 +277,29 @@ def test_tsne_puts_near_vectors_together_and_repeats() -> None:
     assert torch.equal(kinds[nearest], kinds)
 
 
+def test_tsne_draws_vectors_that_are_all_alike() -> None:
+    # In a process of its own: what went wrong here ended it.
+    script = """if True:
+        import numpy, torch
+        from torch_attn import plots
+        x = torch.randn(5, 4)
+        for query, key, metric in (
+            (x * 0, x * 0, "euclidean"),
+            (x * 0 + 0.3, x * 0 + 0.3, "cosine"),
+            (x * 0 + 0.3, x * 0 + 0.3, "manhattan"),
+            (x * 1e-9 + 1, x * 1e-9 + 1, "cosine"),
+            (x[:1].expand(5, 4), 2 * x[:1].expand(5, 4), "cosine"),
+            (x[:, :1] * 0 + 1, x[:, :1] * 0 + 1, "chebyshev"),
+            (x.double() * 1e-200, x.double() * 1e-200, "cosine"),
+            (x.double() * 1e+200, x.double() * 1e+200, "euclidean"),
+        ):
+            ax = plots.tsne(query, key, metric=metric, perplexity=3).axes[0]
+            places = numpy.concatenate([c.get_offsets() for c in ax.collections])
+            assert places.shape == (10, 2) and numpy.isfinite(places).all(), (metric, places)
+    """
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
 def test_tokens_are_no_formulas_and_spaces_are_seen() -> None:
     figure = plots.activations(torch.ones(4), ["$x$", "a $5 b $6", " ", "two\nlines"])
     labels = figure.axes[0].get_yticklabels()
@@ -382,6 +405,12 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (plots.tsne, (ONE, torch.ones(3, 3)), {}, r"query has shape \[3, 2\] and key \[3, 3\]"),
     (plots.tsne, (ONE, ONE), {"perplexity": 6}, "perplexity is 6; .* below .* 6"),
     (plots.tsne, (ONE, ONE), {"highlight": ["z"]}, r"highlight is \['z'\]"),
+    (plots.tsne, (ONE, ONE * torch.nan), {}, "key has NaN or infinite numbers"),
+    (plots.tsne, (ONE * torch.inf, ONE), {}, "query has NaN or infinite numbers"),
+    (plots.tsne, (ONE * 0, ONE * 0), {}, "query has 3 vectors of zeros, the first at 0"),
+    (plots.tsne, (ONE, ONE.tril(-1)), {}, "key has 1 vectors of zeros, the first at 0; .*'cosine'"),
+    (plots.tsne, (ONE, ONE), {"metric": "nearness"}, "metric is 'nearness'; .* 'cosine', 'eucl"),
+    (plots.tsne, (ONE, ONE), {"seed": -1}, "seed is -1; it must be an integer"),
 ]
 
 

@@ -29,6 +29,8 @@ from torch_attn.plots._style import (
 
 __all__ = ["embeddings", "tsne"]
 
+_METRICS = ("cosine", "euclidean", "manhattan", "chebyshev")
+
 
 def embeddings(
     vectors: Any,
@@ -138,7 +140,8 @@ def tsne(
         queries: L tokens; None: their numbers. Equal tokens have one colour.
         keys: S tokens; None: the queries' if L = S, else their numbers.
         perplexity: about how many neighbours count, positive and below L + S.
-        metric: of distances between vectors, a name that scikit-learn knows.
+        metric: of distances between vectors: "cosine", "euclidean", "manhattan" or "chebyshev". A
+            vector of zeros has no cosine with another.
         seed: of the random numbers; the same seed gives the same picture.
         highlight: tokens that are drawn large, the others faint.
         title: over the picture.
@@ -146,6 +149,9 @@ def tsne(
 
     Raises:
         ImportError: scikit-learn is missing or does not import.
+        ValueError: of shapes and options as everywhere; and query or key has a number that is not
+            finite or, with cosines, a vector whose numbers are all 0, or below 1e-18 of the largest
+            number there is.
 
     Source: van der Maaten & Hinton, *Visualizing Data using t-SNE*, 2008,
     https://jmlr.org/papers/v9/vandermaaten08a.html
@@ -176,7 +182,13 @@ def tsne(
             f"plots.tsne: perplexity is {perplexity}; it must be positive and below the number of "
             f"queries and keys, {len(names)}"
         )
-    points = _tsne(np.concatenate([q, k]), perplexity, metric, seed)
+    if metric not in _METRICS:
+        raise ValueError(
+            f"plots.tsne: metric is {metric!r}; it must be one of {', '.join(map(repr, _METRICS))}"
+        )
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"plots.tsne: seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
+    points = _tsne(_comparable(q, k, metric), perplexity, metric, seed)
 
     figure, ax, own = axes_of(ax, WIDTH + min(2.0, 0.02 * len(names)))
     kinds = list(dict.fromkeys(names))
@@ -215,9 +227,41 @@ def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
         raise ImportError(
             f"plots.tsne needs scikit-learn: {install('lesson')} ({error})", name=error.name
         ) from error
-    start = "pca" if min(vectors.shape) > 1 else "random"
+    # scikit-learn starts from the two main directions, which it divides by the standard deviation
+    # along the first. Where that is 0, its compiled code reads outside of its memory. Differences
+    # that float32 may round away count as none.
+    spread = np.abs(vectors - vectors.mean(0)).max()
+    directed = min(vectors.shape) > 1 and spread > 16 * np.finfo(np.float32).eps
     reduction = manifold.TSNE(
-        n_components=2, perplexity=perplexity, metric=metric, init=start, random_state=seed
+        n_components=2,
+        perplexity=perplexity,
+        metric=metric,
+        init="pca" if directed else "random",
+        random_state=seed,
     )
     points: Array = reduction.fit_transform(vectors.astype(np.float32)).astype(np.float64)
     return points
+
+
+def _comparable(query: Array, key: Array, metric: str) -> Array:
+    """Both, checked, of numbers from -1 to 1, so that float32 holds their squares.
+
+    All are divided by one power of two, which rounds nothing and changes no ratio of distances.
+    """
+    for argument, vectors in (("query", query), ("key", key)):
+        if not np.isfinite(vectors).all():
+            raise ValueError(
+                f"plots.tsne: {argument} has NaN or infinite numbers; all must be finite"
+            )
+    both = np.concatenate([query, key])
+    both = np.ldexp(both, -np.frexp(np.abs(both).max())[1])
+    if metric == "cosine":
+        zero = np.abs(both).max(1) < 1e-18
+        for argument, rows in (("query", zero[: len(query)]), ("key", zero[len(query) :])):
+            if rows.any():
+                raise ValueError(
+                    f"plots.tsne: {argument} has {rows.sum()} vectors of zeros, the first at "
+                    f"{rows.argmax()}; with metric='cosine' all must have a direction "
+                    "(metric='euclidean' takes zeros)"
+                )
+    return both
