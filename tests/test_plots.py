@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ SENTENCE = (
 )
 WORDS = SENTENCE.split()
 assert len(WORDS) == 30
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_matplotlib() -> Iterator[None]:
+    """Those of a fresh process: the pictures of the demo, drawn in this one, have their own."""
+    with mpl.rc_context(mpl.rcParamsDefault):
+        yield
 
 
 def weights(L: int, S: int | None = None, heads: int = 1) -> Tensor:
