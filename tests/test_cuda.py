@@ -242,12 +242,13 @@ def test_repeats(call: str) -> None:
     other.synchronize()
 
 
+@pytest.mark.parametrize("keys", [128, 133])  # as in test_cuda_stand_in.py
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_is_that_of_the_cpu(dtype: torch.dtype) -> None:
+def test_dropout_is_that_of_the_cpu(dtype: torch.dtype, keys: int) -> None:
     """Given the state of a generator, both devices drop the same weights."""
     with torch.device("cpu"):
-        expected = weights_kept(dtype)
-    assert torch.equal(weights_kept(dtype).cpu(), expected)
+        expected = weights_kept(dtype, keys)
+    assert torch.equal(weights_kept(dtype, keys).cpu(), expected)
 
 
 # --- devices --------------------------------------------------------------------------------------
