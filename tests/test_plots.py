@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -177,10 +178,31 @@ def test_scales_of_heatmaps() -> None:
     assert image(plots.heatmap(matrix, vmin=None).axes[0]).get_clim() == (-1, 3)
     assert image(plots.heatmap(matrix, center=0).axes[0]).get_clim() == (-3, 3)
     assert image(plots.heatmap(matrix, center=1).axes[0]).get_clim() == (-1, 3)
-    assert image(plots.heatmap(matrix, vmax=5).axes[0]).get_clim() == (0, 5)
+    assert image(plots.heatmap(matrix, vmin=0, center=1).axes[0]).get_clim() == (-1, 3)
+    # 0 comes first, as of weights, unless a number is below it.
+    assert image(plots.heatmap(matrix, vmax=5).axes[0]).get_clim() == (-1, 5)
+    assert image(plots.heatmap(matrix.abs(), vmax=5).axes[0]).get_clim() == (0, 5)
+    for value, label in ((-0.1, "score"), (1.1, "score"), (0.9, "attention weight")):
+        figure = plots.heatmap([[value, 0.1]])
+        assert figure.axes[1].get_xlabel() == label
     low, high = image(plots.heatmap(torch.full((2, 2), 0.5)).axes[0]).get_clim()
     assert low <= 0.5 <= high
     assert image(plots.heatmap(torch.zeros(2, 2)).axes[0]).get_clim() == (0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:This figure includes Axes that are not:UserWarning")
+@pytest.mark.parametrize("layout", [None, "constrained", "tight"])
+def test_the_bar_covers_no_names(layout: Any) -> None:
+    """In axes that were given, whoever arranges them."""
+    figure = Figure(layout=layout)
+    ax = figure.subplots()
+    plots.heatmap(weights(5)[0], ["the", "cat", "sat", "down", "."], ax=ax)
+    FigureCanvasAgg(figure).draw()
+    (bar,) = (other for other in figure.axes if other is not ax)
+    box = bar.get_tightbbox()
+    assert box is not None
+    for text in (*ax.get_xticklabels(), *ax.get_yticklabels(), ax.xaxis.label, ax.yaxis.label):
+        assert not box.overlaps(text.get_window_extent()), text
 
 
 def test_heads_share_one_scale() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -34,9 +36,9 @@ def heatmap(
     keys: Sequence[str] | None = None,
     *,
     title: str | None = None,
-    label: str = "attention weight",
+    label: str | None = None,
     digits: int | None = None,
-    vmin: float | None = 0.0,
+    vmin: float | Literal["auto"] | None = "auto",
     vmax: float | None = None,
     center: float | None = None,
     ax: Axes | None = None,
@@ -51,14 +53,18 @@ def heatmap(
         queries: L tokens; None: the keys' if L = S, else their numbers.
         keys: S tokens; None: the queries' if L = S, else their numbers.
         title: over the picture.
-        label: of the colour bar.
+        label: of the colour bar; None: "attention weight" if all numbers are from 0 to 1, as those
+            of weights are, else "score".
         digits: decimals of the numbers in the cells. None writes two where they fit, else none; a
             negative count is no number, too.
-        vmin: the value of the first colour; None: the least value.
+        vmin: the value of the first colour. "auto": 0, or the least value where that is negative;
+            None: the least value in any case.
         vmax: the value of the last colour; None: the largest value.
         center: the value of the middle colour, from which two colours lead away equally far, as
-            far as `vmin` and `vmax` reach (where `vmin` is left at 0: as the values do).
-        ax: where to draw; None makes a figure.
+            far as `vmin` and `vmax` reach, or where these are not given, the values.
+        ax: where to draw; None makes a figure. The colour bar stands below the axes, or beside
+            them in a figure without a layout engine (``layout="constrained"`` makes room for it,
+            and for long names).
 
     Example:
         >>> query, key, value = torch.randn(3, 5, 8)
@@ -77,20 +83,18 @@ def heatmap(
     extra = 1.1 + below + (0.3 if title else 0)
     height = extra + values.shape[0] * max(min(cell, 0.7), font() / 72)
     figure, ax, own = axes_of(ax, min(height, 14.0), width)
+    square = not own and 0.5 <= values.shape[0] / values.shape[1] <= 2
+    _draw(ax, values, norm, colormap, equal=square)
+    ax.set_ylabel("query", fontsize=font())
+    ax.set_xlabel("\n".join(["key", *_notes(values)]), fontsize=font())
+    label = _kind(values) if label is None else label
+    _bar(figure, [ax], norm, colormap, label)
     if own:
         cells = (72 * cell, 72 * (min(height, 14.0) - extra) / values.shape[0])
     else:
-        size = size_in_points(ax)
-        cells = (size[0] / values.shape[1], size[1] / values.shape[0])
-        if 0.5 <= values.shape[0] / values.shape[1] <= 2:
-            cells = (min(cells),) * 2
-
-    _draw(ax, values, norm, colormap, equal=not own and cells[0] == cells[1])
-    _write(ax, values, norm, colormap, digits, cells)
+        cells = _cells(size_in_points(ax), values.shape, square)
     _ticks(ax, rows, columns, cells)
-    ax.set_ylabel("query", fontsize=font())
-    ax.set_xlabel("\n".join(["key", *_notes(values)]), fontsize=font())
-    _bar(figure, [ax], norm, colormap, label)
+    _write(ax, values, norm, colormap, digits, cells)
     set_title(figure, None if own else ax, title)
     return figure
 
@@ -114,7 +118,8 @@ def heads(
         names: H titles; None: "head 0" and so on.
         columns: heat maps beside each other, at least 1.
         title: over the picture.
-        vmax: the value of the last colour; None: the largest weight. The first is that of 0.
+        vmax: the value of the last colour; None: the largest weight. The first is that of 0, or of
+            the least number where that is negative.
 
     Example:
         >>> query, key, value = torch.randn(3, 4, 6, 8)
@@ -128,7 +133,7 @@ def heads(
     titles = token_names("heads", "names", names, len(values))
     if names is None:
         titles = [f"head {i}" for i in range(len(values))]
-    norm, colormap = _scale("heads", values, 0.0, vmax, None)
+    norm, colormap = _scale("heads", values, "auto", vmax, None)
 
     columns = min(columns, len(values))
     lines = math.ceil(len(values) / columns)
@@ -152,7 +157,7 @@ def heads(
         if i + columns >= len(values):
             ax.set_xlabel("key", fontsize=font())
     figure.supylabel("query", fontsize=font())
-    _bar(figure, axes, norm, colormap, "\n".join(["attention weight", *_notes(values)]))
+    _bar(figure, axes, norm, colormap, "\n".join([_kind(values), *_notes(values)]))
     set_title(figure, None, title)
     return figure
 
@@ -166,15 +171,29 @@ def _names(
 
 
 def _scale(
-    function: str, values: Array, vmin: float | None, vmax: float | None, center: float | None
+    function: str,
+    values: Array,
+    vmin: float | Literal["auto"] | None,
+    vmax: float | None,
+    center: float | None,
 ) -> tuple[Normalize, Any]:
+    for argument, value in (("vmin", vmin), ("vmax", vmax), ("center", center)):
+        left = value is None or (argument == "vmin" and value == "auto")
+        if not left and not (isinstance(value, Real) and math.isfinite(value)):
+            allowed = "None or a finite number"
+            if argument == "vmin":
+                allowed = f"'auto', {allowed}"
+            raise ValueError(f"plots.{function}: {argument} is {value!r}; it must be {allowed}")
     finite = values[np.isfinite(values)]
     least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if center is not None:
-        ends = [vmin or least, most if vmax is None else vmax]
+        ends = [
+            least if vmin is None or isinstance(vmin, str) else vmin,
+            most if vmax is None else vmax,
+        ]
         reach = max(abs(end - center) for end in ends) or 1.0
         return Normalize(center - reach, center + reach), mpl.colormaps["PuOr_r"]
-    low = least if vmin is None else vmin
+    low = min(least, 0.0) if isinstance(vmin, str) else least if vmin is None else vmin
     high = most if vmax is None else vmax
     if vmax is not None and high <= low:
         raise ValueError(
@@ -184,6 +203,12 @@ def _scale(
     if high <= low:  # nothing but one value, or none above vmin
         low, high = min(low, least), max(low, most) + (1.0 if most <= least else 0.0)
     return Normalize(low, high), mpl.colormaps["viridis"]
+
+
+def _kind(values: Array) -> str:
+    """What the numbers are, as far as they tell; weights of half types may round above 1."""
+    known = values[~np.isnan(values)]
+    return "attention weight" if ((known >= 0) & (known <= 1 + 1e-2)).all() else "score"
 
 
 def _own_size(shape: tuple[int, ...], rows: list[str]) -> tuple[float, float]:
@@ -274,8 +299,19 @@ def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, flo
         ax.tick_params(axis="x", rotation=90)
 
 
+def _cells(size: tuple[float, float], shape: tuple[int, ...], square: bool) -> tuple[float, float]:
+    """The width and the height of a cell of axes of that size."""
+    width, height = size[0] / shape[1], size[1] / shape[0]
+    return (min(width, height),) * 2 if square else (width, height)
+
+
 def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label: str) -> None:
     mappable = ScalarMappable(norm, colormap)
+    if figure.get_layout_engine() is None:
+        # Nothing keeps a bar below the axes clear of the names of the keys.
+        bar = figure.colorbar(mappable, ax=axes, location="right")
+        _style_bar(bar, label)
+        return
     # matplotlib wants sizes as parts of the height of the axes.
     height = sum({ax.get_position().y0: ax.get_position().height for ax in axes}.values())
     inch = 1 / max(height * figure.get_figheight(), 0.5)
@@ -288,6 +324,10 @@ def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label
         aspect=40,
         shrink=0.9,
     )
+    _style_bar(bar, label)
+
+
+def _style_bar(bar: Colorbar, label: str) -> None:
     bar.set_label(label, fontsize=font())
     bar.ax.tick_params(labelsize=font(0.85))
     bar.outline.set_visible(False)
