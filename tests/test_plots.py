@@ -111,13 +111,59 @@ def test_no_text_covers_another_or_leaves_the_picture(n: int, theme: str) -> Non
             assert text.get_fontsize() >= 6, (kind, text)
             if theme == "dark" and kind not in ("heatmap", "cross"):  # there, it is that of a cell
                 assert to_rgba(text.get_color()) == to_rgba("#eeeeee"), (kind, text)
-        for (a, one), (b, other) in itertools.combinations(found, 2):
-            if any(text.get_rotation() % 90 for text in (a, b)):
-                continue  # of a slanted text, the box is much larger than the text
-            width = min(one.x1, other.x1) - max(one.x0, other.x0)
-            height = min(one.y1, other.y1) - max(one.y0, other.y0)
-            # A line's height has room for accents and descenders, which few letters need.
-            assert min(width, height) < 0.3 * a.get_fontsize(), (kind, a, b)
+        assert_apart(found, kind)
+
+
+def assert_apart(found: list[tuple[Text, Bbox]], kind: str) -> None:
+    """That no text covers another."""
+    for (a, one), (b, other) in itertools.combinations(found, 2):
+        if any(text.get_rotation() % 90 for text in (a, b)):
+            continue  # of a slanted text, the box is much larger than the text
+        width = min(one.x1, other.x1) - max(one.x0, other.x0)
+        height = min(one.y1, other.y1) - max(one.y0, other.y0)
+        # A line's height has room for accents and descenders, which few letters need.
+        assert min(width, height) < 0.3 * a.get_fontsize(), (kind, a, b)
+
+
+LAYOUTS = ["one", "2 x 3", "subfigures", "constrained", "free in constrained", "adjusted", "tight"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", ["the cat sat on it", SENTENCE[6:64]])
+def test_the_bar_of_given_axes_covers_nothing(layout: str, tokens: str) -> None:
+    torch.manual_seed(0)
+    names = tokens.split()[:5]
+    figure = Figure(layout="constrained" if "constrained" in layout else None)
+    if layout == "2 x 3":
+        figure.set_size_inches(11, 8)
+        axes = list(figure.subplots(2, 3).ravel())
+    elif layout == "subfigures":
+        figure.set_size_inches(9, 4.8)
+        axes = [part.subplots() for part in figure.subfigures(1, 2)]
+    elif layout == "free in constrained":
+        axes = [figure.add_axes((0.1, 0.1, 0.8, 0.8))]
+    else:
+        axes = [figure.subplots()]
+    for ax in axes:
+        plots.heatmap(weights(len(names))[0], names, title="T", ax=ax)
+    if layout == "adjusted":
+        figure.subplots_adjust(left=0.2, right=0.9, bottom=0.02)
+    if layout == "tight":
+        figure.tight_layout()
+    found = drawn_texts(figure)
+    assert_apart(found, layout)
+    labels = [text.get_text() for text, _ in found]
+    assert labels.count("attention weight") == labels.count("key") == len(axes)
+    bars = [child for ax in axes for child in ax.child_axes] or figure.axes[len(axes) :]
+    assert len(bars) == len(axes)
+    for ax, bar in zip(axes, bars, strict=True):
+        assert min(ax.bbox.height, ax.bbox.width) > 40
+        assert not ax.bbox.overlaps(bar.bbox)
+        for text, box in found:
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, text
+            assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, text
+            # The numbers of the bar touch its lower edge at most.
+            assert not Bbox.from_extents(*bar.bbox.padded(-1).extents).overlaps(box), text
 
 
 # --- what they show -------------------------------------------------------------------------------
@@ -169,10 +215,27 @@ def test_scales_of_heatmaps() -> None:
     assert image(plots.heatmap(matrix, vmin=None).axes[0]).get_clim() == (-1, 3)
     assert image(plots.heatmap(matrix, center=0).axes[0]).get_clim() == (-3, 3)
     assert image(plots.heatmap(matrix, center=1).axes[0]).get_clim() == (-1, 3)
-    assert image(plots.heatmap(matrix, vmax=5).axes[0]).get_clim() == (0, 5)
+    assert image(plots.heatmap(matrix, center=1, vmin=0, vmax=2).axes[0]).get_clim() == (0, 2)
+    assert image(plots.heatmap(matrix).axes[0]).get_clim() == (-1, 3)
+    assert image(plots.heatmap(matrix, vmin=0).axes[0]).get_clim() == (0, 3)
+    assert image(plots.heatmap(matrix + 2).axes[0]).get_clim() == (0, 5)
+    assert image(plots.heatmap(matrix, vmax=5).axes[0]).get_clim() == (-1, 5)
+    masked = torch.tensor([[-torch.inf, 3.0]])
+    assert image(plots.heatmap(masked).axes[0]).get_clim() == (0, 3)
+    assert image(plots.heads(matrix[None]).axes[0]).get_clim() == (-1, 3)
     low, high = image(plots.heatmap(torch.full((2, 2), 0.5)).axes[0]).get_clim()
     assert low <= 0.5 <= high
     assert image(plots.heatmap(torch.zeros(2, 2)).axes[0]).get_clim() == (0, 1)
+
+
+def test_the_bar_says_what_the_numbers_are() -> None:
+    weight = torch.tensor([[0.0, 1.0], [torch.nan, 0.5]])
+    assert "attention weight" in texts(plots.heatmap(weight))
+    for scores in (-weight, 2 * weight, weight.log()):
+        written = texts(plots.heatmap(scores))
+        assert "score" in written
+        assert "attention weight" not in written
+    assert "logit" in texts(plots.heatmap(weight, label="logit"))
 
 
 def test_heads_share_one_scale() -> None:
@@ -376,6 +439,8 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (plots.heatmap, (torch.ones(0, 2),), {}, "matrix has shape .*nothing to draw"),
     (plots.heatmap, (ONE, ["a"]), {}, "queries is 1 tokens; it must be a sequence of 3 strings"),
     (plots.heatmap, (ONE, None, "ab"), {}, "keys is the string 'ab'; it must be a seq"),
+    (plots.heatmap, (ONE,), {"vmin": "low"}, "vmin is 'low'; it must be None, 'auto' or finite"),
+    (plots.heatmap, (ONE,), {"center": torch.nan}, "center is nan; it must be None or finite"),
     (plots.heatmap, (ONE,), {"vmax": -1}, "vmax is -1; it must be larger"),
     (plots.heatmap, (ONE * 1j,), {}, ".*must be of real numbers"),
     (plots.heads, (ONE,), {}, r"weights .* \[H, L, S\]"),

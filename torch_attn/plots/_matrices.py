@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -14,6 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from torch_attn.plots._bar import add_bar_within, laid_out, style_bar
 from torch_attn.plots._style import (
     WIDTH,
     Array,
@@ -34,9 +36,9 @@ def heatmap(
     keys: Sequence[str] | None = None,
     *,
     title: str | None = None,
-    label: str = "attention weight",
+    label: str | None = None,
     digits: int | None = None,
-    vmin: float | None = 0.0,
+    vmin: float | Literal["auto"] | None = "auto",
     vmax: float | None = None,
     center: float | None = None,
     ax: Axes | None = None,
@@ -51,13 +53,15 @@ def heatmap(
         queries: L tokens; None: the keys' if L = S, else their numbers.
         keys: S tokens; None: the queries' if L = S, else their numbers.
         title: over the picture.
-        label: of the colour bar.
+        label: of the colour bar; None: "attention weight" if all numbers are from 0 to 1, as
+            weights are, else "score".
         digits: decimals of the numbers in the cells. None writes two where they fit, else none; a
             negative count is no number, too.
-        vmin: the value of the first colour; None: the least value.
+        vmin: the value of the first colour. "auto": 0, or the least value where that is negative;
+            None: the least value in any case.
         vmax: the value of the last colour; None: the largest value.
         center: the value of the middle colour, from which two colours lead away equally far, as
-            far as `vmin` and `vmax` reach (where `vmin` is left at 0: as the values do).
+            far as `vmin` and `vmax` reach, or where these are not given, the values.
         ax: where to draw; None makes a figure.
 
     Example:
@@ -77,20 +81,26 @@ def heatmap(
     extra = 1.1 + below + (0.3 if title else 0)
     height = extra + values.shape[0] * max(min(cell, 0.7), font() / 72)
     figure, ax, own = axes_of(ax, min(height, 14.0), width)
-    if own:
-        cells = (72 * cell, 72 * (min(height, 14.0) - extra) / values.shape[0])
-    else:
-        size = size_in_points(ax)
-        cells = (size[0] / values.shape[1], size[1] / values.shape[0])
-        if 0.5 <= values.shape[0] / values.shape[1] <= 2:
-            cells = (min(cells),) * 2
-
-    _draw(ax, values, norm, colormap, equal=not own and cells[0] == cells[1])
-    _write(ax, values, norm, colormap, digits, cells)
-    _ticks(ax, rows, columns, cells)
+    square = not own and 0.5 <= values.shape[0] / values.shape[1] <= 2
+    _draw(ax, values, norm, colormap, equal=square)
     ax.set_ylabel("query", fontsize=font())
     ax.set_xlabel("\n".join(["key", *_notes(values)]), fontsize=font())
-    _bar(figure, [ax], norm, colormap, label)
+    label = _kind(values) if label is None else label
+    if own:
+        cells = (72 * cell, 72 * (min(height, 14.0) - extra) / values.shape[0])
+        _ticks(ax, rows, columns, cells)
+        _bar(figure, [ax], norm, colormap, label)
+    else:
+        size = size_in_points(ax)
+        cells = _cells(size, values.shape, square)
+        _ticks(ax, rows, columns, cells)
+        if laid_out(ax):
+            _bar(figure, [ax], norm, colormap, label)
+        else:
+            size = add_bar_within(ax, ScalarMappable(norm, colormap), label)
+            cells = _cells(size, values.shape, square)
+            _ticks(ax, rows, columns, cells)
+    _write(ax, values, norm, colormap, digits, cells)
     set_title(figure, None if own else ax, title)
     return figure
 
@@ -114,7 +124,8 @@ def heads(
         names: H titles; None: "head 0" and so on.
         columns: heat maps beside each other, at least 1.
         title: over the picture.
-        vmax: the value of the last colour; None: the largest weight. The first is that of 0.
+        vmax: the value of the last colour; None: the largest weight. The first is that of 0, or of
+            the least number where that is negative.
 
     Example:
         >>> query, key, value = torch.randn(3, 4, 6, 8)
@@ -128,7 +139,7 @@ def heads(
     titles = token_names("heads", "names", names, len(values))
     if names is None:
         titles = [f"head {i}" for i in range(len(values))]
-    norm, colormap = _scale("heads", values, 0.0, vmax, None)
+    norm, colormap = _scale("heads", values, "auto", vmax, None)
 
     columns = min(columns, len(values))
     lines = math.ceil(len(values) / columns)
@@ -152,7 +163,7 @@ def heads(
         if i + columns >= len(values):
             ax.set_xlabel("key", fontsize=font())
     figure.supylabel("query", fontsize=font())
-    _bar(figure, axes, norm, colormap, "\n".join(["attention weight", *_notes(values)]))
+    _bar(figure, axes, norm, colormap, "\n".join([_kind(values), *_notes(values)]))
     set_title(figure, None, title)
     return figure
 
@@ -166,15 +177,29 @@ def _names(
 
 
 def _scale(
-    function: str, values: Array, vmin: float | None, vmax: float | None, center: float | None
+    function: str,
+    values: Array,
+    vmin: float | Literal["auto"] | None,
+    vmax: float | None,
+    center: float | None,
 ) -> tuple[Normalize, Any]:
+    for argument, value in (("vmin", vmin), ("vmax", vmax), ("center", center)):
+        left = value is None or (argument == "vmin" and value == "auto")
+        if not left and not (isinstance(value, Real) and math.isfinite(value)):
+            allowed = "None, 'auto'" if argument == "vmin" else "None"
+            raise ValueError(
+                f"plots.{function}: {argument} is {value!r}; it must be {allowed} or finite"
+            )
     finite = values[np.isfinite(values)]
     least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if center is not None:
-        ends = [vmin or least, most if vmax is None else vmax]
+        ends = [
+            least if vmin is None or isinstance(vmin, str) else vmin,
+            most if vmax is None else vmax,
+        ]
         reach = max(abs(end - center) for end in ends) or 1.0
         return Normalize(center - reach, center + reach), mpl.colormaps["PuOr_r"]
-    low = least if vmin is None else vmin
+    low = min(least, 0.0) if isinstance(vmin, str) else least if vmin is None else vmin
     high = most if vmax is None else vmax
     if vmax is not None and high <= low:
         raise ValueError(
@@ -184,6 +209,12 @@ def _scale(
     if high <= low:  # nothing but one value, or none above vmin
         low, high = min(low, least), max(low, most) + (1.0 if most <= least else 0.0)
     return Normalize(low, high), mpl.colormaps["viridis"]
+
+
+def _kind(values: Array) -> str:
+    """What the numbers are, as far as they tell; weights of half types may round above 1."""
+    known = values[~np.isnan(values)]
+    return "attention weight" if ((known >= 0) & (known <= 1 + 1e-2)).all() else "score"
 
 
 def _own_size(shape: tuple[int, ...], rows: list[str]) -> tuple[float, float]:
@@ -274,6 +305,12 @@ def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, flo
         ax.tick_params(axis="x", rotation=90)
 
 
+def _cells(size: tuple[float, float], shape: tuple[int, ...], square: bool) -> tuple[float, float]:
+    """The width and the height of a cell of axes of that size."""
+    width, height = size[0] / shape[1], size[1] / shape[0]
+    return (min(width, height),) * 2 if square else (width, height)
+
+
 def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label: str) -> None:
     mappable = ScalarMappable(norm, colormap)
     # matplotlib wants sizes as parts of the height of the axes.
@@ -288,6 +325,4 @@ def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label
         aspect=40,
         shrink=0.9,
     )
-    bar.set_label(label, fontsize=font())
-    bar.ax.tick_params(labelsize=font(0.85))
-    bar.outline.set_visible(False)
+    style_bar(bar, label)

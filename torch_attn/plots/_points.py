@@ -253,7 +253,7 @@ def _comparable(query: Array, key: Array, metric: str) -> Array:
             raise ValueError(
                 f"plots.tsne: {argument} has NaN or infinite numbers; all must be finite"
             )
-    both = np.concatenate([query, key])
+    both: Array = np.concatenate([query, key])
     both = np.ldexp(both, -np.frexp(np.abs(both).max())[1])
     if metric == "cosine":
         zero = np.abs(both).max(1) < 1e-18
