@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 import torch_attn
 from torch_attn import plots
-from torch_attn.plots import _curves, _graph, _matrices, _points
+from torch_attn.plots import _curves, _graph, _labels, _matrices, _points
 
 ROOT = Path(__file__).parents[1]
 DARK = {
@@ -326,7 +327,7 @@ def test_tsne_puts_near_vectors_together_and_repeats() -> None:
     middles = 9 * torch.eye(3)[[0] * 6 + [1] * 6 + [2] * 6]
     query, key = middles + torch.randn(18, 3) / 9, middles + torch.randn(18, 3) / 9
     tokens = ["a"] * 6 + ["b"] * 6 + ["c"] * 6
-    first, second = (plots.tsne(query, key, tokens, highlight=["b"]).axes[0] for _ in range(2))
+    first, second = (plots.tsne(query, key, tokens).axes[0] for _ in range(2))
 
     def places(ax: Axes) -> Tensor:
         dots = [c.get_offsets() for c in ax.collections if len(c.get_offsets())]
@@ -338,6 +339,46 @@ def test_tsne_puts_near_vectors_together_and_repeats() -> None:
     kinds = torch.tensor([0, 1, 2]).repeat_interleave(6).repeat(2)
     nearest = torch.cdist(points, points).fill_diagonal_(torch.inf).argmin(1)
     assert torch.equal(kinds[nearest], kinds)
+
+
+def test_tsne_highlights_tokens() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 8)
+    ax = plots.tsne(query, key, ["a", "b", "a", "c"], perplexity=3, highlight=["a"]).axes[0]
+    dots = [c for c in ax.collections if isinstance(c, PathCollection) and len(c.get_offsets())]
+    found = [(len(c.get_offsets()), c.get_sizes().tolist(), c.get_alpha()) for c in dots]
+    assert found == [(2, [30], 0.6), (2, [85], 1.0)] * 2
+    bold = [t.get_text() for t, _ in drawn_texts(ax.figure) if t.get_fontweight() == "bold"]
+    assert bold == ["a"] * 4
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_the_cheapest_place_of_a_label_is_found(overlapping: bool) -> None:
+    generator = np.random.default_rng(0)
+    labels = _labels.Labels(
+        Figure().subplots(), np.zeros((0, 2)), [], away=np.zeros((0, 2)), covered=np.zeros((0, 2))
+    )
+    for _ in range(50):
+        corner = generator.uniform(0, 20 if overlapping else 300, (60, 2))
+        boxes = np.concatenate([corner, corner + generator.uniform(5, 40, (60, 2))], 1)
+        cost = generator.uniform(0, 10, 60)
+        covered = generator.uniform(-20, 320, (400, 2))
+        covered = covered[covered[:, 0].argsort()]
+        beside = np.maximum(boxes[:, None, :2] - covered, covered - boxes[:, None, 2:]).clip(0)
+        all_costs = cost + np.maximum(0, 8 - np.linalg.norm(beside, axis=-1)).sum(1) / 2
+        assert labels._cheapest(boxes, cost, covered, 2.0) == all_costs.argmin()
+
+
+def test_many_labels_take_no_long_time() -> None:
+    torch.manual_seed(0)
+    times = {}
+    for count in (100, 800):
+        figure = plots.embeddings(torch.randn(count, 2), [f"token{i}" for i in range(count)])
+        start = time.process_time()
+        figure.savefig(io.BytesIO())
+        times[count] = time.process_time() - start
+    # Eight times as many labels; were all compared with all, 64 times as long.
+    assert times[800] < 24 * times[100], times
 
 
 def test_tsne_draws_vectors_that_are_all_alike() -> None:

@@ -70,6 +70,10 @@ class _Place:
     def __call__(self, ax: Any, renderer: Any) -> Bbox:
         return self._to_figure(self.of_axes(renderer))
 
+    def get_subplotspec(self) -> Any:
+        """What `Figure.tight_layout` asks a locator for."""
+        return self._ax.get_subplotspec()
+
     def of_axes(self, renderer: Any) -> Bbox:
         """The axes' own box in pixels: the whole without the labels and the bar."""
         whole = self._whole(renderer)

@@ -194,19 +194,20 @@ def tsne(
     kinds = list(dict.fromkeys(names))
     color_of = dict(zip(kinds, colors(len(kinds)), strict=True))
     bold = [name in chosen for name in names]
-    for start, end, marker, label in ((0, len(q), "^", "query"), (len(q), len(names), "o", "key")):
-        for i in range(start, end):
-            faint = bool(chosen) and not bold[i]
+    large = np.array(bold)
+    queries_are = np.arange(len(names)) < len(q)
+    for those, marker, label in ((queries_are, "^", "query"), (~queries_are, "o", "key")):
+        for highlighted in (False, True):
+            drawn = np.flatnonzero(those & (large == highlighted))
             ax.scatter(
-                points[i, 0],
-                points[i, 1],
-                s=85 if bold[i] else 30,
+                *points[drawn].T,
+                s=85 if highlighted else 30,
                 marker=marker,
-                color=color_of[names[i]],
-                edgecolors=mpl.rcParams["text.color"] if bold[i] else "none",
+                c=[color_of[names[i]] for i in drawn],
+                edgecolors=mpl.rcParams["text.color"] if highlighted else "none",
                 linewidths=1.0,
-                alpha=0.6 if faint else 1.0,
-                zorder=3 if bold[i] else 2,
+                alpha=0.6 if chosen and not highlighted else 1.0,
+                zorder=3 if highlighted else 2,
             )
         # What the legend shows: the marker without any token's colour.
         ax.scatter([], [], marker=marker, color=mpl.rcParams["text.color"], s=30, label=label)
