@@ -528,6 +528,82 @@ def test_wrong_input(
         function(*arguments, **options)
 
 
+AXES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (plots.heatmap, (ONE,), {}),
+    (plots.graph, (ONE / 2,), {}),
+    (plots.embeddings, (ONE,), {}),
+    (plots.activations, (ONE[0],), {}),
+    (plots.scaling, ([1, 2], {"a": [1, 2]}), {"ylabel": "y"}),
+    (plots.tsne, (ONE, ONE), {}),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "options"), AXES)
+def test_wrong_axes(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    name = rf"plots\.{function.__name__}: ax "
+    for wrong in ("no", Figure()):
+        with pytest.raises(TypeError, match=name + r"is .*; it must be a matplotlib\.axes\.Axes"):
+            function(*arguments, ax=wrong, **options)
+    for projection in ("polar", "3d"):
+        ax = Figure().add_subplot(projection=projection)
+        with pytest.raises(ValueError, match=name + f"has the projection '{projection}'; it must"):
+            function(*arguments, ax=ax, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plots.heatmap("abc"), r"heatmap: matrix is 'abc'; it must be .* shape \[L, S\]"),
+        (lambda: plots.heatmap(None), "heatmap: matrix is None; it must be real numbers"),
+        (lambda: plots.heatmap(ONE, 3), "heatmap: queries is 3; it must be a sequence of 3 str"),
+        (
+            lambda: plots.scaling([1, 2], [1.0, 2.0], ylabel="y"),
+            r"scaling: measured is \[1.0, 2.0\]; it must be a mapping of names",
+        ),
+        (
+            lambda: plots.scaling([1], {"a": [1]}, theory=[1], ylabel="y"),
+            r"scaling: theory is \[1\]; it must be a mapping of names",
+        ),
+        (lambda: plots.scaling([1], {"a": "x"}, ylabel="y"), r"scaling: measured\['a'\] is 'x'; "),
+    ],
+)
+def test_wrong_types(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"plots\.{message}"):
+        call()
+
+
+def test_texts_are_written_as_they_are() -> None:
+    values = {"_a": torch.ones(2), "$x$": torch.ones(2), "b": torch.ones(2)}
+    options: dict[str, Any] = {"title": "$t$"}
+    for figure in (
+        plots.activations(values, label="$y$", **options),
+        plots.scaling([1, 2], values, ylabel="$y$", xlabel="$z$", **options),
+        plots.scaling([1, 2], values, ylabel="$y$", ax=Figure().subplots(), **options),
+        plots.heatmap(ONE, label="$y$", **options),
+        plots.heatmap(ONE, label="$y$", ax=Figure().subplots(), **options),
+    ):
+        found = [text for text, _ in drawn_texts(figure)]
+        written = [text.get_text() for text in found]
+        assert {r"\$t\$", r"\$y\$"} <= set(written)
+        if len(figure.axes[0].images) == 0:
+            assert {"_a", r"\$x\$", "b"} <= set(written)
+        ours = [text for text in found if r"\$" in text.get_text()]
+        assert not any(text._preprocess_math(text.get_text())[1] is True for text in ours)
+
+
+def test_the_legend_keeps_what_is_in_given_axes() -> None:
+    ax = Figure().subplots()
+    ax.plot([1, 2], [1, 2], label="before")
+    plots.scaling([1, 2], {"a": [1, 2], "b": [2, 1]}, ylabel="y", ax=ax)
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["before", "a", "b"]
+    plots.scaling([1, 2], {"c": [1, 2], "d": [2, 1]}, ylabel="y", ax=ax)
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["before", "a", "b", "c", "d"]
+
+
 @pytest.mark.parametrize("module", [_curves, _graph, _matrices, _points])
 def test_docstrings(module: Any) -> None:
     names = {"torch": torch, "torch_attn": torch_attn, "plots": plots}

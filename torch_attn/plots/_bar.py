@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.transforms import Bbox
 
-from torch_attn.plots._style import font
+from torch_attn.plots._style import font, plain
 
 __all__ = ["add_bar_within", "laid_out", "style_bar"]
 
@@ -32,7 +32,7 @@ def laid_out(ax: Axes) -> bool:
 
 
 def style_bar(bar: Colorbar, label: str) -> None:
-    bar.set_label(label, fontsize=font())
+    bar.set_label(plain(label), fontsize=font())
     bar.ax.tick_params(labelsize=font(0.85))
     bar.outline.set_visible(False)
 

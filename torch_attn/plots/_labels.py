@@ -123,8 +123,8 @@ class Labels(Artist):
     def _cheapest(self, boxes: Array, cost: Array, covered: Array, point: float) -> int:
         """Which box `[C, 4]` costs least, when what it covers is added to its cost.
 
-        What is covered is `[M, 2]`, sorted by its first coordinate. Costs only grow by it: boxes are
-        looked at from the cheapest on, until none of those left can be cheaper than the best.
+        What is covered is `[M, 2]`, sorted by its first coordinate. Costs only grow by it: boxes
+        are looked at from the cheapest on, until none of those left can be cheaper than the best.
         """
         reach = self._radius * point
         first, last = np.searchsorted(

@@ -80,7 +80,7 @@ def heatmap(
     below = longest * 0.6 * font(0.85) / 72 if tilted else 0.15
     extra = 1.1 + below + (0.3 if title else 0)
     height = extra + values.shape[0] * max(min(cell, 0.7), font() / 72)
-    figure, ax, own = axes_of(ax, min(height, 14.0), width)
+    figure, ax, own = axes_of("heatmap", ax, min(height, 14.0), width)
     square = not own and 0.5 <= values.shape[0] / values.shape[1] <= 2
     _draw(ax, values, norm, colormap, equal=square)
     ax.set_ylabel("query", fontsize=font())
