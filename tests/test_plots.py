@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ from torch import Tensor
 
 import torch_attn
 from torch_attn import plots
-from torch_attn.plots import _curves, _graph, _matrices, _points
+from torch_attn.plots import _curves, _graph, _labels, _matrices, _points
 
 ROOT = Path(__file__).parents[1]
 DARK = {
@@ -120,13 +120,59 @@ def test_no_text_covers_another_or_leaves_the_picture(n: int, theme: str) -> Non
             assert text.get_fontsize() >= 6, (kind, text)
             if theme == "dark" and kind not in ("heatmap", "cross"):  # there, it is that of a cell
                 assert to_rgba(text.get_color()) == to_rgba("#eeeeee"), (kind, text)
-        for (a, one), (b, other) in itertools.combinations(found, 2):
-            if any(text.get_rotation() % 90 for text in (a, b)):
-                continue  # of a slanted text, the box is much larger than the text
-            width = min(one.x1, other.x1) - max(one.x0, other.x0)
-            height = min(one.y1, other.y1) - max(one.y0, other.y0)
-            # A line's height has room for accents and descenders, which few letters need.
-            assert min(width, height) < 0.3 * a.get_fontsize(), (kind, a, b)
+        assert_apart(found, kind)
+
+
+def assert_apart(found: list[tuple[Text, Bbox]], kind: str) -> None:
+    """That no text covers another."""
+    for (a, one), (b, other) in itertools.combinations(found, 2):
+        if any(text.get_rotation() % 90 for text in (a, b)):
+            continue  # of a slanted text, the box is much larger than the text
+        width = min(one.x1, other.x1) - max(one.x0, other.x0)
+        height = min(one.y1, other.y1) - max(one.y0, other.y0)
+        # A line's height has room for accents and descenders, which few letters need.
+        assert min(width, height) < 0.3 * a.get_fontsize(), (kind, a, b)
+
+
+LAYOUTS = ["one", "2 x 3", "subfigures", "constrained", "free in constrained", "adjusted", "tight"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", ["the cat sat on it", SENTENCE[6:64]])
+def test_the_bar_of_given_axes_covers_nothing(layout: str, tokens: str) -> None:
+    torch.manual_seed(0)
+    names = tokens.split()[:5]
+    figure = Figure(layout="constrained" if "constrained" in layout else None)
+    if layout == "2 x 3":
+        figure.set_size_inches(11, 8)
+        axes = list(figure.subplots(2, 3).ravel())
+    elif layout == "subfigures":
+        figure.set_size_inches(9, 4.8)
+        axes = [part.subplots() for part in figure.subfigures(1, 2)]
+    elif layout == "free in constrained":
+        axes = [figure.add_axes((0.1, 0.1, 0.8, 0.8))]
+    else:
+        axes = [figure.subplots()]
+    for ax in axes:
+        plots.heatmap(weights(len(names))[0], names, title="T", ax=ax)
+    if layout == "adjusted":
+        figure.subplots_adjust(left=0.2, right=0.9, bottom=0.02)
+    if layout == "tight":
+        figure.tight_layout()
+    found = drawn_texts(figure)
+    assert_apart(found, layout)
+    labels = [text.get_text() for text, _ in found]
+    assert labels.count("attention weight") == labels.count("key") == len(axes)
+    bars = [child for ax in axes for child in ax.child_axes] or figure.axes[len(axes) :]
+    assert len(bars) == len(axes)
+    for ax, bar in zip(axes, bars, strict=True):
+        assert min(ax.bbox.height, ax.bbox.width) > 40
+        assert not ax.bbox.overlaps(bar.bbox)
+        for text, box in found:
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, text
+            assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, text
+            # The numbers of the bar touch its lower edge at most.
+            assert not Bbox.from_extents(*bar.bbox.padded(-1).extents).overlaps(box), text
 
 
 # --- what they show -------------------------------------------------------------------------------
@@ -178,31 +224,27 @@ def test_scales_of_heatmaps() -> None:
     assert image(plots.heatmap(matrix, vmin=None).axes[0]).get_clim() == (-1, 3)
     assert image(plots.heatmap(matrix, center=0).axes[0]).get_clim() == (-3, 3)
     assert image(plots.heatmap(matrix, center=1).axes[0]).get_clim() == (-1, 3)
-    assert image(plots.heatmap(matrix, vmin=0, center=1).axes[0]).get_clim() == (-1, 3)
-    # 0 comes first, as of weights, unless a number is below it.
+    assert image(plots.heatmap(matrix, center=1, vmin=0, vmax=2).axes[0]).get_clim() == (0, 2)
+    assert image(plots.heatmap(matrix).axes[0]).get_clim() == (-1, 3)
+    assert image(plots.heatmap(matrix, vmin=0).axes[0]).get_clim() == (0, 3)
+    assert image(plots.heatmap(matrix + 2).axes[0]).get_clim() == (0, 5)
     assert image(plots.heatmap(matrix, vmax=5).axes[0]).get_clim() == (-1, 5)
-    assert image(plots.heatmap(matrix.abs(), vmax=5).axes[0]).get_clim() == (0, 5)
-    for value, label in ((-0.1, "score"), (1.1, "score"), (0.9, "attention weight")):
-        figure = plots.heatmap([[value, 0.1]])
-        assert figure.axes[1].get_xlabel() == label
+    masked = torch.tensor([[-torch.inf, 3.0]])
+    assert image(plots.heatmap(masked).axes[0]).get_clim() == (0, 3)
+    assert image(plots.heads(matrix[None]).axes[0]).get_clim() == (-1, 3)
     low, high = image(plots.heatmap(torch.full((2, 2), 0.5)).axes[0]).get_clim()
     assert low <= 0.5 <= high
     assert image(plots.heatmap(torch.zeros(2, 2)).axes[0]).get_clim() == (0, 1)
 
 
-@pytest.mark.filterwarnings("ignore:This figure includes Axes that are not:UserWarning")
-@pytest.mark.parametrize("layout", [None, "constrained", "tight"])
-def test_the_bar_covers_no_names(layout: Any) -> None:
-    """In axes that were given, whoever arranges them."""
-    figure = Figure(layout=layout)
-    ax = figure.subplots()
-    plots.heatmap(weights(5)[0], ["the", "cat", "sat", "down", "."], ax=ax)
-    FigureCanvasAgg(figure).draw()
-    (bar,) = (other for other in figure.axes if other is not ax)
-    box = bar.get_tightbbox()
-    assert box is not None
-    for text in (*ax.get_xticklabels(), *ax.get_yticklabels(), ax.xaxis.label, ax.yaxis.label):
-        assert not box.overlaps(text.get_window_extent()), text
+def test_the_bar_says_what_the_numbers_are() -> None:
+    weight = torch.tensor([[0.0, 1.0], [torch.nan, 0.5]])
+    assert "attention weight" in texts(plots.heatmap(weight))
+    for scores in (-weight, 2 * weight, weight.log()):
+        written = texts(plots.heatmap(scores))
+        assert "score" in written
+        assert "attention weight" not in written
+    assert "logit" in texts(plots.heatmap(weight, label="logit"))
 
 
 def test_heads_share_one_scale() -> None:
@@ -293,7 +335,7 @@ def test_tsne_puts_near_vectors_together_and_repeats() -> None:
     middles = 9 * torch.eye(3)[[0] * 6 + [1] * 6 + [2] * 6]
     query, key = middles + torch.randn(18, 3) / 9, middles + torch.randn(18, 3) / 9
     tokens = ["a"] * 6 + ["b"] * 6 + ["c"] * 6
-    first, second = (plots.tsne(query, key, tokens, highlight=["b"]).axes[0] for _ in range(2))
+    first, second = (plots.tsne(query, key, tokens).axes[0] for _ in range(2))
 
     def places(ax: Axes) -> Tensor:
         dots = [c.get_offsets() for c in ax.collections if len(c.get_offsets())]
@@ -305,6 +347,46 @@ def test_tsne_puts_near_vectors_together_and_repeats() -> None:
     kinds = torch.tensor([0, 1, 2]).repeat_interleave(6).repeat(2)
     nearest = torch.cdist(points, points).fill_diagonal_(torch.inf).argmin(1)
     assert torch.equal(kinds[nearest], kinds)
+
+
+def test_tsne_highlights_tokens() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 8)
+    ax = plots.tsne(query, key, ["a", "b", "a", "c"], perplexity=3, highlight=["a"]).axes[0]
+    dots = [c for c in ax.collections if isinstance(c, PathCollection) and len(c.get_offsets())]
+    found = [(len(c.get_offsets()), c.get_sizes().tolist(), c.get_alpha()) for c in dots]
+    assert found == [(2, [30], 0.6), (2, [85], 1.0)] * 2
+    bold = [t.get_text() for t, _ in drawn_texts(ax.figure) if t.get_fontweight() == "bold"]
+    assert bold == ["a"] * 4
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_the_cheapest_place_of_a_label_is_found(overlapping: bool) -> None:
+    generator = np.random.default_rng(0)
+    labels = _labels.Labels(
+        Figure().subplots(), np.zeros((0, 2)), [], away=np.zeros((0, 2)), covered=np.zeros((0, 2))
+    )
+    for _ in range(50):
+        corner = generator.uniform(0, 20 if overlapping else 300, (60, 2))
+        boxes = np.concatenate([corner, corner + generator.uniform(5, 40, (60, 2))], 1)
+        cost = generator.uniform(0, 10, 60)
+        covered = generator.uniform(-20, 320, (400, 2))
+        covered = covered[covered[:, 0].argsort()]
+        beside = np.maximum(boxes[:, None, :2] - covered, covered - boxes[:, None, 2:]).clip(0)
+        all_costs = cost + np.maximum(0, 8 - np.linalg.norm(beside, axis=-1)).sum(1) / 2
+        assert labels._cheapest(boxes, cost, covered, 2.0) == all_costs.argmin()
+
+
+def test_many_labels_take_no_long_time() -> None:
+    torch.manual_seed(0)
+    times = {}
+    for count in (100, 800):
+        figure = plots.embeddings(torch.randn(count, 2), [f"token{i}" for i in range(count)])
+        start = time.process_time()
+        figure.savefig(io.BytesIO())
+        times[count] = time.process_time() - start
+    # Eight times as many labels; were all compared with all, 64 times as long.
+    assert times[800] < 24 * times[100], times
 
 
 def test_tsne_draws_vectors_that_are_all_alike() -> None:
@@ -406,6 +488,8 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (plots.heatmap, (torch.ones(0, 2),), {}, "matrix has shape .*nothing to draw"),
     (plots.heatmap, (ONE, ["a"]), {}, "queries is 1 tokens; it must be a sequence of 3 strings"),
     (plots.heatmap, (ONE, None, "ab"), {}, "keys is the string 'ab'; it must be a seq"),
+    (plots.heatmap, (ONE,), {"vmin": "low"}, "vmin is 'low'; it must be None, 'auto' or finite"),
+    (plots.heatmap, (ONE,), {"center": torch.nan}, "center is nan; it must be None or finite"),
     (plots.heatmap, (ONE,), {"vmax": -1}, "vmax is -1; it must be larger"),
     (plots.heatmap, (ONE * 1j,), {}, ".*must be of real numbers"),
     (plots.heads, (ONE,), {}, r"weights .* \[H, L, S\]"),
@@ -450,6 +534,82 @@ def test_wrong_input(
 ) -> None:
     with pytest.raises(ValueError, match=rf"plots\.{function.__name__}: {message}"):
         function(*arguments, **options)
+
+
+AXES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (plots.heatmap, (ONE,), {}),
+    (plots.graph, (ONE / 2,), {}),
+    (plots.embeddings, (ONE,), {}),
+    (plots.activations, (ONE[0],), {}),
+    (plots.scaling, ([1, 2], {"a": [1, 2]}), {"ylabel": "y"}),
+    (plots.tsne, (ONE, ONE), {}),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "options"), AXES)
+def test_wrong_axes(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    name = rf"plots\.{function.__name__}: ax "
+    for wrong in ("no", Figure()):
+        with pytest.raises(TypeError, match=name + r"is .*; it must be a matplotlib\.axes\.Axes"):
+            function(*arguments, ax=wrong, **options)
+    for projection in ("polar", "3d"):
+        ax = Figure().add_subplot(projection=projection)
+        with pytest.raises(ValueError, match=name + f"has the projection '{projection}'; it must"):
+            function(*arguments, ax=ax, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plots.heatmap("abc"), r"heatmap: matrix is 'abc'; it must be .* shape \[L, S\]"),
+        (lambda: plots.heatmap(None), "heatmap: matrix is None; it must be real numbers"),
+        (lambda: plots.heatmap(ONE, 3), "heatmap: queries is 3; it must be a sequence of 3 str"),
+        (
+            lambda: plots.scaling([1, 2], [1.0, 2.0], ylabel="y"),
+            r"scaling: measured is \[1.0, 2.0\]; it must be a mapping of names",
+        ),
+        (
+            lambda: plots.scaling([1], {"a": [1]}, theory=[1], ylabel="y"),
+            r"scaling: theory is \[1\]; it must be a mapping of names",
+        ),
+        (lambda: plots.scaling([1], {"a": "x"}, ylabel="y"), r"scaling: measured\['a'\] is 'x'; "),
+    ],
+)
+def test_wrong_types(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"plots\.{message}"):
+        call()
+
+
+def test_texts_are_written_as_they_are() -> None:
+    values = {"_a": torch.ones(2), "$x$": torch.ones(2), "b": torch.ones(2)}
+    options: dict[str, Any] = {"title": "$t$"}
+    for figure in (
+        plots.activations(values, label="$y$", **options),
+        plots.scaling([1, 2], values, ylabel="$y$", xlabel="$z$", **options),
+        plots.scaling([1, 2], values, ylabel="$y$", ax=Figure().subplots(), **options),
+        plots.heatmap(ONE, label="$y$", **options),
+        plots.heatmap(ONE, label="$y$", ax=Figure().subplots(), **options),
+    ):
+        found = [text for text, _ in drawn_texts(figure)]
+        written = [text.get_text() for text in found]
+        assert {r"\$t\$", r"\$y\$"} <= set(written)
+        if len(figure.axes[0].images) == 0:
+            assert {"_a", r"\$x\$", "b"} <= set(written)
+        ours = [text for text in found if r"\$" in text.get_text()]
+        assert not any(text._preprocess_math(text.get_text())[1] is True for text in ours)
+
+
+def test_the_legend_keeps_what_is_in_given_axes() -> None:
+    ax = Figure().subplots()
+    ax.plot([1, 2], [1, 2], label="before")
+    plots.scaling([1, 2], {"a": [1, 2], "b": [2, 1]}, ylabel="y", ax=ax)
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["before", "a", "b"]
+    plots.scaling([1, 2], {"c": [1, 2], "d": [2, 1]}, ylabel="y", ax=ax)
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["before", "a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("module", [_curves, _graph, _matrices, _points])

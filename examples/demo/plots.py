@@ -7,9 +7,9 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-# From Okabe & Ito's palette, told apart with every kind of colour vision, in the order of
-# torch_attn.plots.
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00"]
+from torch_attn.plots import PALETTE
+
+COLORS = PALETTE[:4]
 
 mpl.rcParams.update(
     {

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from examples.demo.report import check
+from torch_attn import plots
 
 from .page import Numbers, Picture, Section, theme
 from .recall import (
@@ -33,7 +34,7 @@ from .threads import one_thread
 from .wording import listed, number, percent, times
 
 # Those of plots.scaling, so that a scale has one colour in both chapters.
-COLORS = dict(zip(SCALES, ("#0072B2", "#D55E00", "#009E73"), strict=True))
+COLORS = dict(zip(SCALES, plots.PALETTE[:3], strict=True))
 
 
 def _steps(quick: bool) -> int:

@@ -8,9 +8,17 @@ return a :class:`matplotlib.figure.Figure`. They draw on the axes given as `ax`,
 figure that is at most 4.8 inches wide, for a page that is also read on a phone. They neither show
 anything nor change a setting of matplotlib. Colours of text, axes and background are those of
 ``matplotlib.rcParams`` at the time of the call, so that ``matplotlib.rc_context`` makes a theme;
-all others can be told apart with every kind of colour vision. Sizes of text follow ``font.size``.
+all others, such as those of ``PALETTE``, can be told apart with every kind of colour vision. Sizes
+of text follow ``font.size``.
 
-Wrong shapes, counts of tokens and options raise ValueError, which names the argument.
+Texts are written as they are; nothing is taken for a formula. The font that matplotlib starts with
+has no Chinese letters and no emoji, and draws boxes in their place. Name installed fonts that have
+them after it:
+
+    matplotlib.rcParams["font.family"] = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Emoji"]
+
+Wrong shapes, counts of tokens and options raise ValueError, arguments of a wrong type TypeError;
+both name the argument and what is allowed.
 """
 
 from torch_attn._import import import_of
@@ -22,5 +30,6 @@ from torch_attn.plots._curves import activations, scaling
 from torch_attn.plots._graph import graph
 from torch_attn.plots._matrices import heads, heatmap
 from torch_attn.plots._points import embeddings, tsne
+from torch_attn.plots._style import PALETTE
 
-__all__ = ["activations", "embeddings", "graph", "heads", "heatmap", "scaling", "tsne"]
+__all__ = ["PALETTE", "activations", "embeddings", "graph", "heads", "heatmap", "scaling", "tsne"]

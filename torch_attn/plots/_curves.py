@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator
@@ -20,8 +19,11 @@ from torch_attn.plots._style import (
     font,
     legend,
     muted,
+    named,
+    plain,
     set_title,
     size_in_points,
+    tensor_of,
     token_names,
 )
 
@@ -60,18 +62,20 @@ def activations(
 
     thick = 0.8 / len(bars)
     height = 0.9 + count * max(0.19, 0.11 * len(bars)) + (0.3 if title else 0)
-    figure, ax, own = axes_of(ax, min(max(height, 1.8), 14.0))
+    figure, ax, own = axes_of("activations", ax, min(max(height, 1.8), 14.0))
+    entries: list[tuple[Any, str]] = []
     for i, (name, color) in enumerate(zip(bars, colors(len(bars)), strict=True)):
         places = np.arange(count) - 0.4 + (i + 0.5) * thick
-        ax.barh(places, bars[name], 0.92 * thick, color=color, label=name)
+        drawn = ax.barh(places, bars[name], 0.92 * thick, color=color, label=plain(name))
+        entries.append((drawn, name))
     ax.set_yticks(range(count), names, fontsize=font(0.85))
     ax.set_ylim(count - 0.4, -0.6)  # the first token on top
-    ax.set_xlabel(label, fontsize=font())
+    ax.set_xlabel(plain(label), fontsize=font())
     ax.tick_params(axis="x", labelsize=font(0.85))
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right"]].set_visible(False)
     if isinstance(values, Mapping):
-        legend(figure, None if own else ax)
+        legend(figure, None if own else ax, entries)
     set_title(figure, None if own else ax, title)
     return figure
 
@@ -112,12 +116,17 @@ def scaling(
     x = array("scaling", "sizes", sizes, "[N]")
     if not (np.isfinite(x) & (x > 0)).all():
         raise ValueError(f"plots.scaling: sizes are {x.tolist()}; they must be positive and finite")
-    lines = {name: _quantiles(name, values, len(x)) for name, values in measured.items()}
+    lines = {
+        name: _quantiles(name, values, len(x))
+        for name, values in named("scaling", "measured", measured, "[N] or [N, 3]").items()
+    }
     if not lines:
         raise ValueError("plots.scaling: measured is empty; it must have at least one measurement")
     dashed = {
         name: array("scaling", f"theory[{name!r}]", values, "[N]")
-        for name, values in (theory or {}).items()
+        for name, values in named(
+            "scaling", "theory", {} if theory is None else theory, "[N]"
+        ).items()
     }
     for name, values in dashed.items():
         if len(values) != len(x):
@@ -127,34 +136,51 @@ def scaling(
             )
 
     rows = len(lines) + len(dashed)
-    figure, ax, own = axes_of(ax, 3.2 + 0.11 * rows + (0.3 if title else 0))
+    figure, ax, own = axes_of("scaling", ax, 3.2 + 0.11 * rows + (0.3 if title else 0))
     names = list(dict.fromkeys([*lines, *dashed]))
     color_of = dict(zip(names, colors(len(names)), strict=True))
     order = np.argsort(x)
     x = x[order]
+    entries: list[tuple[Any, str]] = []
     for i, (name, values) in enumerate(lines.items()):
         low, middle, high = values[order].T
         color, marker = color_of[name], _MARKERS[i % len(_MARKERS)]
         if values.shape[1] == 3 and not (low == high).all():
             ax.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
         line = "none" if name in dashed else "-"
-        ax.plot(x, middle, linestyle=line, marker=marker, color=color, markersize=4.5, label=name)
+        entries += [
+            (curve, name)
+            for curve in ax.plot(
+                x,
+                middle,
+                ls=line,
+                marker=marker,
+                color=color,
+                markersize=4.5,
+                label=plain(name),
+            )
+        ]
     for name, values in dashed.items():
         label = f"{name}, theory" if name in lines else name
-        ax.plot(x, values[order], "--", color=color_of[name], linewidth=1.4, label=label)
+        entries += [
+            (curve, label)
+            for curve in ax.plot(
+                x, values[order], "--", color=color_of[name], linewidth=1.4, label=plain(label)
+            )
+        ]
 
     ax.set_xscale("log", base=2)
     _sizes(ax, x)
     drawn = np.concatenate([v.ravel() for v in (*lines.values(), *dashed.values())])
     if logy:
         _logarithmic(ax, drawn[np.isfinite(drawn)])
-    ax.set_xlabel(xlabel, fontsize=font())
-    ax.set_ylabel(ylabel, fontsize=font())
+    ax.set_xlabel(plain(xlabel), fontsize=font())
+    ax.set_ylabel(plain(ylabel), fontsize=font())
     ax.tick_params(labelsize=font(0.85))
     ax.grid(visible=True, color=muted(), alpha=0.2, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     if len(names) + len(dashed) > 1:
-        legend(figure, None if own else ax)
+        legend(figure, None if own else ax, entries)
     set_title(figure, None if own else ax, title)
     return figure
 
@@ -176,13 +202,14 @@ def _same_length(function: str, argument: str, arrays: Mapping[str, Array]) -> N
 def _quantiles(name: str, values: Any, count: int) -> Array:
     """`[N, 3]`, three times the same of `[N]`."""
     argument = f"measured[{name!r}]"
-    if torch.as_tensor(values).dim() == 1:
+    tensor = tensor_of("scaling", argument, values, "[N] or [N, 3]")
+    if tensor.dim() == 1:
         result = np.repeat(array("scaling", argument, values, "[N]")[:, None], 3, axis=1)
     else:
         result = array("scaling", argument, values, "[N, 3]")
     if result.shape != (count, 3):
         raise ValueError(
-            f"plots.scaling: {argument} has shape {list(torch.as_tensor(values).shape)}; "
+            f"plots.scaling: {argument} has shape {list(tensor.shape)}; "
             f"it must be [{count}] or [{count}, 3], for sizes has {count}"
         )
     return result

@@ -70,7 +70,9 @@ def graph(
     senders = receivers if ring else token_names("graph", "keys", keys, S)
 
     rows = max(L, S)
-    figure, ax, own = axes_of(ax, WIDTH if ring else min(max(2.2, 0.9 + 0.27 * rows), 14.0))
+    figure, ax, own = axes_of(
+        "graph", ax, WIDTH if ring else min(max(2.2, 0.9 + 0.27 * rows), 14.0)
+    )
     ax.axis("off")
     draw = _ring if ring else _columns
     draw(ax, values, receivers, senders, least)

@@ -92,6 +92,7 @@ class Labels(Artist):
         point = renderer.points_to_pixels(1.0)
         frame = ax.get_window_extent(renderer)
         covered = ax.transData.transform(self._covered)
+        covered = covered[covered[:, 0].argsort()]
         anchors = ax.transData.transform([a.xy for a in self.annotations])
         boxes = np.empty((0, 4))  # left, bottom, right, top of the labels that have their places
         for i in self._order:
@@ -101,22 +102,47 @@ class Labels(Artist):
             size = np.array([extent.width, extent.height]) + 2 * point
             center, distance = self._candidates(anchors[i], self._away[i], size, point)
             candidates = np.concatenate([center - size / 2, center + size / 2], axis=1)
-            hidden = _overlaps(candidates, boxes).any(1) | _outside(candidates, frame)
-            cost = (
-                np.maximum(0, self._radius * point - _distances(candidates, covered)).sum(1) / point
-                + 0.15 * distance
+            # Most labels of a full picture fit nowhere, which costs little to find out.
+            free = np.flatnonzero(
+                ~(_overlaps(candidates, boxes).any(1) | _outside(candidates, frame))
             )
+            annotation.set_visible(bool(free.size))
+            if not free.size:
+                continue
+            center, distance, candidates = center[free], distance[free], candidates[free]
+            cost = 0.15 * distance
             # Turning away from the preferred direction costs a little.
             turned = np.arctan2(*(center - anchors[i])[:, ::-1].T) - self._away[i]
             cost += 1.5 * (1 - np.cos(turned))
-            best = int(np.where(hidden, np.inf, cost).argmin())
-            annotation.set_visible(not hidden[best])
-            if hidden[best]:
-                continue
+            best = self._cheapest(candidates, cost, covered, point)
             annotation.set_position(tuple((center[best] - anchors[i]) / point))
             if annotation.arrow_patch is not None:
                 annotation.arrow_patch.set_visible(bool(distance[best] >= _LEADS_FROM))
             boxes = np.concatenate([boxes, candidates[best : best + 1]])
+
+    def _cheapest(self, boxes: Array, cost: Array, covered: Array, point: float) -> int:
+        """Which box `[C, 4]` costs least, when what it covers is added to its cost.
+
+        What is covered is `[M, 2]`, sorted by its first coordinate. Costs only grow by it: boxes
+        are looked at from the cheapest on, until none of those left can be cheaper than the best.
+        """
+        reach = self._radius * point
+        first, last = np.searchsorted(
+            covered[:, 0], (boxes[:, 0].min() - reach, boxes[:, 2].max() + reach)
+        )
+        near = covered[first:last]
+        low, high = boxes[:, 1].min() - reach, boxes[:, 3].max() + reach
+        near = near[(near[:, 1] > low) & (near[:, 1] < high)]
+        ends = np.searchsorted(near[:, 0], np.stack([boxes[:, 0] - reach, boxes[:, 2] + reach]))
+        best, least = -1, np.inf
+        for i in np.argsort(cost, kind="stable"):
+            if cost[i] >= least:
+                break
+            distances = _distances(boxes[i : i + 1], near[ends[0, i] : ends[1, i]])
+            total = cost[i] + np.maximum(0, reach - distances).sum() / point
+            if total < least:
+                best, least = int(i), float(total)
+        return best
 
     def _candidates(
         self, anchor: Array, away: float, size: Array, point: float

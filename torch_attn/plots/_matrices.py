@@ -11,11 +11,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from torch_attn.plots._bar import add_bar_within, laid_out, style_bar
 from torch_attn.plots._style import (
     WIDTH,
     Array,
@@ -53,8 +53,8 @@ def heatmap(
         queries: L tokens; None: the keys' if L = S, else their numbers.
         keys: S tokens; None: the queries' if L = S, else their numbers.
         title: over the picture.
-        label: of the colour bar; None: "attention weight" if all numbers are from 0 to 1, as those
-            of weights are, else "score".
+        label: of the colour bar; None: "attention weight" if all numbers are from 0 to 1, as
+            weights are, else "score".
         digits: decimals of the numbers in the cells. None writes two where they fit, else none; a
             negative count is no number, too.
         vmin: the value of the first colour. "auto": 0, or the least value where that is negative;
@@ -62,9 +62,7 @@ def heatmap(
         vmax: the value of the last colour; None: the largest value.
         center: the value of the middle colour, from which two colours lead away equally far, as
             far as `vmin` and `vmax` reach, or where these are not given, the values.
-        ax: where to draw; None makes a figure. The colour bar stands below the axes, or beside
-            them in a figure without a layout engine (``layout="constrained"`` makes room for it,
-            and for long names).
+        ax: where to draw; None makes a figure.
 
     Example:
         >>> query, key, value = torch.randn(3, 5, 8)
@@ -82,18 +80,26 @@ def heatmap(
     below = longest * 0.6 * font(0.85) / 72 if tilted else 0.15
     extra = 1.1 + below + (0.3 if title else 0)
     height = extra + values.shape[0] * max(min(cell, 0.7), font() / 72)
-    figure, ax, own = axes_of(ax, min(height, 14.0), width)
+    figure, ax, own = axes_of("heatmap", ax, min(height, 14.0), width)
     square = not own and 0.5 <= values.shape[0] / values.shape[1] <= 2
     _draw(ax, values, norm, colormap, equal=square)
     ax.set_ylabel("query", fontsize=font())
     ax.set_xlabel("\n".join(["key", *_notes(values)]), fontsize=font())
     label = _kind(values) if label is None else label
-    _bar(figure, [ax], norm, colormap, label)
     if own:
         cells = (72 * cell, 72 * (min(height, 14.0) - extra) / values.shape[0])
+        _ticks(ax, rows, columns, cells)
+        _bar(figure, [ax], norm, colormap, label)
     else:
-        cells = _cells(size_in_points(ax), values.shape, square)
-    _ticks(ax, rows, columns, cells)
+        size = size_in_points(ax)
+        cells = _cells(size, values.shape, square)
+        _ticks(ax, rows, columns, cells)
+        if laid_out(ax):
+            _bar(figure, [ax], norm, colormap, label)
+        else:
+            size = add_bar_within(ax, ScalarMappable(norm, colormap), label)
+            cells = _cells(size, values.shape, square)
+            _ticks(ax, rows, columns, cells)
     _write(ax, values, norm, colormap, digits, cells)
     set_title(figure, None if own else ax, title)
     return figure
@@ -180,10 +186,10 @@ def _scale(
     for argument, value in (("vmin", vmin), ("vmax", vmax), ("center", center)):
         left = value is None or (argument == "vmin" and value == "auto")
         if not left and not (isinstance(value, Real) and math.isfinite(value)):
-            allowed = "None or a finite number"
-            if argument == "vmin":
-                allowed = f"'auto', {allowed}"
-            raise ValueError(f"plots.{function}: {argument} is {value!r}; it must be {allowed}")
+            allowed = "None, 'auto'" if argument == "vmin" else "None"
+            raise ValueError(
+                f"plots.{function}: {argument} is {value!r}; it must be {allowed} or finite"
+            )
     finite = values[np.isfinite(values)]
     least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if center is not None:
@@ -307,11 +313,6 @@ def _cells(size: tuple[float, float], shape: tuple[int, ...], square: bool) -> t
 
 def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label: str) -> None:
     mappable = ScalarMappable(norm, colormap)
-    if figure.get_layout_engine() is None:
-        # Nothing keeps a bar below the axes clear of the names of the keys.
-        bar = figure.colorbar(mappable, ax=axes, location="right")
-        _style_bar(bar, label)
-        return
     # matplotlib wants sizes as parts of the height of the axes.
     height = sum({ax.get_position().y0: ax.get_position().height for ax in axes}.values())
     inch = 1 / max(height * figure.get_figheight(), 0.5)
@@ -324,10 +325,4 @@ def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label
         aspect=40,
         shrink=0.9,
     )
-    _style_bar(bar, label)
-
-
-def _style_bar(bar: Colorbar, label: str) -> None:
-    bar.set_label(label, fontsize=font())
-    bar.ax.tick_params(labelsize=font(0.85))
-    bar.outline.set_visible(False)
+    style_bar(bar, label)

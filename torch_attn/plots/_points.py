@@ -62,7 +62,7 @@ def embeddings(
             f"plots.embeddings: before has shape {list(starts.shape)}; "
             f"it must have that of vectors, {list(tips.shape)}"
         )
-    figure, ax, own = axes_of(ax, WIDTH)
+    figure, ax, own = axes_of("embeddings", ax, WIDTH)
 
     ends = tips if starts is None else np.concatenate([tips, starts])
     low, high = np.minimum(ends.min(0), 0), np.maximum(ends.max(0), 0)
@@ -190,31 +190,35 @@ def tsne(
         raise ValueError(f"plots.tsne: seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
     points = _tsne(_comparable(q, k, metric), perplexity, metric, seed)
 
-    figure, ax, own = axes_of(ax, WIDTH + min(2.0, 0.02 * len(names)))
+    figure, ax, own = axes_of("tsne", ax, WIDTH + min(2.0, 0.02 * len(names)))
     kinds = list(dict.fromkeys(names))
     color_of = dict(zip(kinds, colors(len(kinds)), strict=True))
     bold = [name in chosen for name in names]
-    for start, end, marker, label in ((0, len(q), "^", "query"), (len(q), len(names), "o", "key")):
-        for i in range(start, end):
-            faint = bool(chosen) and not bold[i]
+    large = np.array(bold)
+    entries: list[tuple[Any, str]] = []
+    queries_are = np.arange(len(names)) < len(q)
+    for those, marker, label in ((queries_are, "^", "query"), (~queries_are, "o", "key")):
+        for highlighted in (False, True):
+            drawn = np.flatnonzero(those & (large == highlighted))
             ax.scatter(
-                points[i, 0],
-                points[i, 1],
-                s=85 if bold[i] else 30,
+                points[drawn, 0],
+                points[drawn, 1],
+                s=85 if highlighted else 30,
                 marker=marker,
-                color=color_of[names[i]],
-                edgecolors=mpl.rcParams["text.color"] if bold[i] else "none",
+                c=[color_of[names[i]] for i in drawn],
+                edgecolors=mpl.rcParams["text.color"] if highlighted else "none",
                 linewidths=1.0,
-                alpha=0.6 if faint else 1.0,
-                zorder=3 if bold[i] else 2,
+                alpha=0.6 if chosen and not highlighted else 1.0,
+                zorder=3 if highlighted else 2,
             )
         # What the legend shows: the marker without any token's colour.
-        ax.scatter([], [], marker=marker, color=mpl.rcParams["text.color"], s=30, label=label)
+        dot = ax.scatter([], [], marker=marker, color=mpl.rcParams["text.color"], s=30, label=label)
+        entries.append((dot, label))
     ax.margins(0.12)
     ax.set(xticks=[], yticks=[], xlabel="t-SNE, first direction", ylabel="t-SNE, second direction")
     center = points - points.mean(0)
     Labels(ax, points, names, away=center, covered=np.empty((0, 2)), radius=4.0, bold=bold)
-    legend(figure, None if own else ax)
+    legend(figure, None if own else ax, entries)
     set_title(figure, None if own else ax, title)
     return figure
 

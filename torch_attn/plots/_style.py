@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import matplotlib as mpl
@@ -14,6 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 __all__ = [
+    "PALETTE",
     "WIDTH",
     "Array",
     "array",
@@ -22,9 +24,12 @@ __all__ = [
     "font",
     "legend",
     "muted",
+    "named",
+    "plain",
     "set_title",
     "shown",
     "size_in_points",
+    "tensor_of",
     "token_names",
 ]
 
@@ -34,12 +39,12 @@ WIDTH = 4.8  # inches, of a figure that is made here
 
 # Okabe & Ito's palette (https://jfly.uni-koeln.de/color/) without its black and its yellow, which
 # would vanish on a dark and on a white page.
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 
 
 def array(function: str, argument: str, values: Any, shape: str) -> Array:
     """The argument as float64 on the CPU, of as many dimensions as `shape` names: "[L, S]"."""
-    tensor = torch.as_tensor(values)
+    tensor = tensor_of(function, argument, values, shape)
     dimensions = shape.count(",") + 1
     if tensor.dim() != dimensions or tensor.is_complex():
         raise ValueError(
@@ -54,12 +59,40 @@ def array(function: str, argument: str, values: Any, shape: str) -> Array:
     return result
 
 
+def tensor_of(function: str, argument: str, values: Any, shape: str) -> torch.Tensor:
+    """What :func:`torch.as_tensor` makes of the argument."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # A list whose rows differ in length is of the right type.
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(
+            f"plots.{function}: {argument} is {reprlib.repr(values)}; it must be real numbers of "
+            f"shape {shape}, a tensor or what torch.as_tensor takes ({error})"
+        ) from error
+
+
+def named(function: str, argument: str, values: Any, shape: str) -> Mapping[str, Any]:
+    """The argument, which must be a mapping of names to numbers of that shape."""
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"plots.{function}: {argument} is {reprlib.repr(values)}; it must be a mapping of "
+            f"names to numbers of shape {shape}"
+        )
+    return values
+
+
 def token_names(
     function: str, argument: str, tokens: Sequence[str] | None, count: int, longest: int = 18
 ) -> list[str]:
     """The tokens as they are written in a picture; their numbers if there are none."""
     if tokens is None:
         return [str(i) for i in range(count)]
+    if not isinstance(tokens, Sized):
+        raise TypeError(
+            f"plots.{function}: {argument} is {reprlib.repr(tokens)}; it must be a sequence of "
+            f"{count} strings"
+        )
     if isinstance(tokens, str) or len(tokens) != count:
         found = f"the string {tokens!r}" if isinstance(tokens, str) else f"{len(tokens)} tokens"
         raise ValueError(
@@ -75,7 +108,12 @@ def shown(token: str, longest: int) -> str:
         token = "␣" * len(token)
     if len(token) > longest:
         token = token[: longest - 1] + "…"
-    return token.replace("$", r"\$")
+    return plain(token)
+
+
+def plain(text: str) -> str:
+    """A text as it is, for matplotlib takes what stands between two dollars for a formula."""
+    return text.replace("$", r"\$")
 
 
 def font(factor: float = 0.9) -> float:
@@ -90,36 +128,58 @@ def muted() -> Any:
 
 def colors(count: int) -> list[str]:
     """As many colours, for that many things that are told apart; many are a sequence."""
-    if count <= len(_PALETTE):
-        return list(_PALETTE[:count])
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
     # Its two ends would vanish on a dark and on a white page.
     scale = mpl.colormaps["viridis"]
     return [to_hex(scale(x)) for x in np.linspace(0.28, 0.88, count)]
 
 
-def axes_of(ax: Axes | None, height: float, width: float = WIDTH) -> tuple[Figure, Any, bool]:
+def axes_of(
+    function: str, ax: Axes | None, height: float, width: float = WIDTH
+) -> tuple[Figure, Any, bool]:
     """The figure and the axes to draw on, and whether they are new; sizes in inches."""
     if ax is not None:
+        if not isinstance(ax, Axes):
+            raise TypeError(
+                f"plots.{function}: ax is {reprlib.repr(ax)}; it must be a matplotlib.axes.Axes"
+            )
         figure = ax.get_figure(root=True)
         if not isinstance(figure, Figure):
-            raise ValueError("plots: ax belongs to no figure")
+            raise ValueError(f"plots.{function}: ax belongs to no figure; it must be in one")
+        if ax.name != "rectilinear":
+            raise ValueError(
+                f"plots.{function}: ax has the projection {ax.name!r}; it must be 'rectilinear', "
+                "which axes are by default"
+            )
         return figure, ax, False
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot(), True
 
 
-def legend(figure: Figure, ax: Axes | None) -> None:
-    """Within the axes, or below a whole figure, where it covers nothing."""
-    handles, labels = (ax or figure.axes[0]).get_legend_handles_labels()
+def legend(figure: Figure, ax: Axes | None, entries: Sequence[tuple[Any, str]]) -> None:
+    """Within the axes, or below a whole figure, where it covers nothing.
+
+    It shows the entries, and before them what else is labelled in the axes.
+    """
+    ours = [handle for handle, _ in entries]
+    others = zip(*(ax or figure.axes[0]).get_legend_handles_labels(), strict=True)
+    shown_entries = [(handle, name) for handle, name in others if handle not in ours]
+    shown_entries += [(handle, plain(name)) for handle, name in entries]
+    handles, labels = zip(*shown_entries, strict=True)
+    # matplotlib leaves out names that start with "_": these get theirs afterwards.
+    allowed = [f"-{label}" for label in labels]
     looks: dict[str, Any] = {
         "ncols": 2 if max(map(len, labels)) < 26 else 1,
         "frameon": False,
         "fontsize": font(0.85),
     }
     if ax is not None:
-        ax.legend(handles, labels, loc="best", **looks)
+        made = ax.legend(handles, allowed, loc="best", **looks)
     else:
-        figure.legend(handles, labels, loc="outside lower center", **looks)
+        made = figure.legend(handles, allowed, loc="outside lower center", **looks)
+    for text, label in zip(made.get_texts(), labels, strict=True):
+        text.set_text(label)
 
 
 def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
@@ -127,11 +187,15 @@ def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
     if title is None:
         return
     if ax is not None:
-        ax.set_title(title)
+        ax.set_title(plain(title))
         return
     letters = int(figure.get_figwidth() * 72 / (0.6 * font(1.1)))
     figure.suptitle(
-        textwrap.fill(title, letters), x=0.01, ha="left", fontsize=font(1.1), fontweight="bold"
+        plain(textwrap.fill(title, letters)),
+        x=0.01,
+        ha="left",
+        fontsize=font(1.1),
+        fontweight="bold",
     )
 
 

@@ -1,0 +1,128 @@
+"""A colour bar that keeps clear of labels in figures that no layout engine arranges."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colorbar import Colorbar
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.transforms import Bbox
+
+from torch_attn.plots._style import font, plain
+
+__all__ = ["add_bar_within", "laid_out", "style_bar"]
+
+_THICK, _GAP = 8.0, 5.0  # points, of the bar and above it
+_LEAST = 0.3  # of the place of the axes is left to the picture, whatever the labels need
+
+
+def laid_out(ax: Axes) -> bool:
+    """Whether matplotlib makes room for a colour bar and labels of these axes."""
+    figure = ax.get_figure(root=True)
+    return (
+        isinstance(figure, Figure)
+        and isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine)
+        and ax.get_subplotspec() is not None
+    )
+
+
+def style_bar(bar: Colorbar, label: str) -> None:
+    bar.set_label(plain(label), fontsize=font())
+    bar.ax.tick_params(labelsize=font(0.85))
+    bar.outline.set_visible(False)
+
+
+def add_bar_within(ax: Axes, mappable: ScalarMappable, label: str) -> tuple[float, float]:
+    """A bar below the axes; returns the size in points that it leaves them.
+
+    Axes, their labels, the bar and its labels together then take the place that the axes alone
+    had, whenever they are drawn and however large the labels are at that time.
+    """
+    place = _Place(ax)
+    bar_axes = ax.inset_axes((0, 0, 1, 1))
+    place.bar = bar_axes
+    root = ax.get_figure(root=True)
+    assert root is not None
+    bar = root.colorbar(mappable, cax=bar_axes, orientation="horizontal")
+    measure: Any = RendererAgg
+    renderer = measure(1, 1, root.dpi)
+    width = place.of_axes(renderer).width * 72 / root.dpi
+    style_bar(bar, textwrap.fill(label, max(int(width / (0.6 * font())), 8)))
+    ax.set_axes_locator(place)
+    bar_axes.set_axes_locator(place.locate_bar)
+    box = place.of_axes(renderer)
+    return box.width * 72 / root.dpi, box.height * 72 / root.dpi
+
+
+class _Place:
+    """Says where the axes and their bar are when they are drawn: matplotlib's axes locator."""
+
+    def __init__(self, ax: Axes) -> None:
+        self._ax = ax
+        self._locator = ax.get_axes_locator()  # inset axes have one
+        self.bar: Axes | None = None
+
+    def __call__(self, ax: Any, renderer: Any) -> Bbox:
+        return self._to_figure(self.of_axes(renderer))
+
+    def get_subplotspec(self) -> Any:
+        """What `Figure.tight_layout` asks a locator for."""
+        return self._ax.get_subplotspec()
+
+    def of_axes(self, renderer: Any) -> Bbox:
+        """The axes' own box in pixels: the whole without the labels and the bar."""
+        whole = self._whole(renderer)
+        below = self._below(renderer) + self._bar_height(renderer)
+        labels = self._ax.yaxis.get_tightbbox(renderer)
+        beside = 0.0 if labels is None else max(self._ax.bbox.x0 - labels.x0, 0.0)
+        return Bbox.from_extents(
+            whole.x0 + min(beside, (1 - _LEAST) * whole.width),
+            whole.y0 + min(below, (1 - _LEAST) * whole.height),
+            whole.x1,
+            whole.y1,
+        )
+
+    def locate_bar(self, bar: Any, renderer: Any) -> Bbox:
+        """Below the labels of the keys, of the width that the axes may have."""
+        room = self.of_axes(renderer)
+        point = self._pixels(1.0)
+        top = self._ax.bbox.y0 - self._below(renderer) - _GAP * point
+        inset = 0.05 * room.width
+        return self._to_figure(
+            Bbox.from_extents(room.x0 + inset, top - _THICK * point, room.x1 - inset, top)
+        )
+
+    def _whole(self, renderer: Any) -> Bbox:
+        """What the axes would take without labels and bar, in pixels."""
+        if self._locator is None:
+            box = self._ax.get_position(original=True)
+        else:
+            box = self._locator(self._ax, renderer)
+        return Bbox(self._transform().transform(box))
+
+    def _below(self, renderer: Any) -> float:
+        labels = self._ax.xaxis.get_tightbbox(renderer)
+        return 0.0 if labels is None else max(self._ax.bbox.y0 - labels.y0, 0.0)
+
+    def _bar_height(self, renderer: Any) -> float:
+        assert self.bar is not None
+        labels = self.bar.xaxis.get_tightbbox(renderer)
+        below = 0.0 if labels is None else max(self.bar.bbox.y0 - labels.y0, 0.0)
+        return below + self._pixels(_GAP + _THICK)
+
+    def _pixels(self, points: float) -> float:
+        root = self._ax.get_figure(root=True)
+        assert root is not None
+        return points * root.dpi / 72
+
+    def _transform(self) -> Any:
+        figure: Any = self._ax.get_figure(root=False)  # a figure, or a part of one
+        return figure.transSubfigure
+
+    def _to_figure(self, box: Bbox) -> Bbox:
+        return Bbox(self._transform().inverted().transform(box))
