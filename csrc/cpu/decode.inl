@@ -64,16 +64,29 @@ struct Decode {
     const S* copy;
 
     ATTN_INLINE const S* row(int64_t j) const { return j == copied ? copy : data + j * ld; }
+
+    // Asks for the columns [col, col + count) of a row that is read later, while row j is.
+    ATTN_INLINE void prefetch(int64_t j, int64_t col, int64_t count) const {
+      constexpr int64_t kLine = 64 / sizeof(S);
+      for (int64_t d = 0; d < count; d += kLine) __builtin_prefetch(data + (j + kAhead) * ld + col + d, 0, 2);
+    }
   };
 
-  // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
+  // Rows of K and V are prefetched so many rows before they are read,
+  static constexpr int64_t kAhead = 32;
+  // except where one query reads numbers that need no conversion: then the processor itself reads far enough ahead.
   template <int R, class S>
+  static constexpr bool kPrefetches = R > 1 || sizeof(S) < sizeof(T);
+
+  // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
+  template <int R, bool kPrefetch, class S>
   static void dot(const WholeVectors<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query,
                   int64_t ld_query, T* sums, ScoreFunction<T> score, T* x) {
     const int64_t whole = cols / W * W;
     const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - whole);
     for (int64_t j = 0; j < keys; ++j) {
       const S* const key = rows.row(first + j);
+      if constexpr (kPrefetch && kPrefetches<R, S>) rows.prefetch(first + j, 0, cols);
       Vec<T> sum[R] = {};
       int64_t d = 0;
       for (; d + 2 * W <= whole; d += 2 * W) {
@@ -112,13 +125,14 @@ struct Decode {
   }
 
   // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries and N vectors of columns from `col` on.
-  template <int R, int N, class S>
+  template <int R, int N, bool kPrefetch, class S>
   static void average(const WholeVectors<S>& rows, int64_t col, int64_t keys, const T* x, const T* correction,
                       T* output, int64_t ld_output) {
     constexpr int kChains = R * N <= 2 ? 4 : 1;  // sums side by side: one has to wait for its last step
     Vec<T> sum[kChains][R][N] = {};
     const auto add = [&](int64_t j, int chain) {
       const S* const value = rows.row(j) + col;
+      if constexpr (kPrefetch && kPrefetches<R, S>) rows.prefetch(j, col, N * W);
       Vec<T> v[N];
 #pragma GCC unroll 8
       for (int n = 0; n + 1 < N; n += 2) load_two<T>(value + n * W, v[n], v[n + 1]);
@@ -223,12 +237,19 @@ struct Decode {
     for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
       const int64_t keys = read_mask(p, b, masks, key, smaller(kKeyTile, all_keys.last - key));
       if (keys == 0) continue;
+      // The first queries that read a row prefetch; the others find it in the cache.
+      const bool goes_on = all_keys.last - key >= kKeyTile + kAhead;
+      const auto with_prefetch = [&](int64_t row, auto f) {
+        return goes_on && row == 0 ? f(std::true_type()) : f(std::false_type());
+      };
       with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, in_place(p.key, p.head_dim),
                 [&](const auto& key_rows) {
                   for (int64_t j = 0; j < keys; j += W)
                     each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
-                      dot<r()>(key_rows, j, smaller(W, keys - j), p.head_dim, b.query + row * b.ld_key, b.ld_key,
-                               b.sums, score, b.x + row * kKeyTile + j);
+                      with_prefetch(row, [&](auto prefetch) {
+                        dot<r(), prefetch()>(key_rows, j, smaller(W, keys - j), p.head_dim, b.query + row * b.ld_key,
+                                             b.ld_key, b.sums, score, b.x + row * kKeyTile + j);
+                      });
                     });
                 });
       hide_keys(p, b, key, keys);
@@ -238,8 +259,11 @@ struct Decode {
                 in_place(p.value, p.value_dim), [&](const auto& value_rows) {
                   each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
                     each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {
-                      average<r(), vectors()>(value_rows, first * W, keys, b.x + row * kKeyTile, correction + row,
-                                              b.output + row * b.ld_value + first * W, b.ld_value);
+                      with_prefetch(row, [&](auto prefetch) {
+                        average<r(), vectors(), prefetch()>(value_rows, first * W, keys, b.x + row * kKeyTile,
+                                                            correction + row, b.output + row * b.ld_value + first * W,
+                                                            b.ld_value);
+                      });
                     });
                   });
                 });

@@ -1,0 +1,102 @@
+"""Few queries over many keys, as a grid: ``python benchmarks/decode.py``.
+
+Queries (1 to 16) by keys (16 to 4096) by head_dim, eight heads, forward, ours and the built-in
+alternating in one process. A number is the built-in's time divided by ours: at 1 or above no call
+of decoding gets slower by changing the operator. head_dim 20 and 100 are no multiples of a vector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import OPERATORS
+from common import DTYPES, HELD_TO, Case, about, alternate, hold_to, runner, write
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+HEADS = 8
+QUERIES = (1, 2, 4, 8, 16)
+KEYS = (16, 32, 64, 128, 256, 1024, 4096)
+HEAD_DIMS = (20, 64, 100, 128)
+
+
+def measure(
+    console: Console, dtypes: list[str], head_dims: list[int], seconds: float
+) -> list[dict[str, Any]]:
+    jobs = list(itertools.product(dtypes, head_dims, QUERIES, KEYS))
+    rows = []
+    for name, head_dim, queries, keys in track(jobs, description="decoding", console=console):
+        case = Case("decode", 1, HEADS, queries, head_dim, keys=keys)
+        functions = [runner(operator, case, DTYPES[name], "forward") for operator in OPERATORS]
+        ours, builtin = alternate(functions, seconds)
+        rows.append(
+            {
+                "dtype": name,
+                "head_dim": head_dim,
+                "queries": queries,
+                "keys": keys,
+                "ours_us": ours.median * 1e6,
+                "builtin_us": builtin.median * 1e6,
+                "ratio": builtin.median / ours.median,
+                "spread": max(ours.spread, builtin.spread),
+            }
+        )
+    return rows
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """One for every dtype and head_dim: queries down, keys across."""
+    found = []
+    for name, head_dim in dict.fromkeys((r["dtype"], r["head_dim"]) for r in rows):
+        table = Table(title=f"{name}, head_dim {head_dim}: the built-in's time / ours")
+        table.add_column("queries", justify="right")
+        for keys in KEYS:
+            table.add_column(f"{keys} keys", justify="right")
+        for queries in QUERIES:
+            ratios = [
+                r["ratio"]
+                for r in rows
+                if (r["dtype"], r["head_dim"], r["queries"]) == (name, head_dim, queries)
+            ]
+            cells = [f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]" for ratio in ratios]
+            table.add_row(str(queries), *cells)
+        found.append(table)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=list(HEAD_DIMS))
+    parser.add_argument("--seconds", type=float, default=0.2, help="for one number, default 0.2")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument(
+        "--capability",
+        choices=HELD_TO,
+        help="hold ours, and PyTorch's libraries, to this instruction set",
+    )
+    arguments = parser.parse_args()
+    if arguments.capability:
+        hold_to(arguments.capability)
+    console = Console()
+    console = Console(width=max(console.width, 120))
+    about_it = about()
+    console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
+    torch.manual_seed(0)
+    rows = measure(console, arguments.dtype, arguments.head_dim, arguments.seconds)
+    for table in tables(rows):
+        console.print(table)
+    slower = sum(r["ratio"] < 1 for r in rows)
+    console.print(f"{slower} of {len(rows)} slower than the built-in")
+    if arguments.json:
+        write({"machine": about_it, "decode": rows}, arguments.json)
+        console.print(f"written: {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
