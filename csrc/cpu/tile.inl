@@ -56,6 +56,15 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
 
 // Where rows are transposed, the rows behind them are prefetched: processors do not foresee reads that jump from row to
 // row.
+//
+// A last vector that is not full begins earlier where there are numbers enough, and moves some of them a second time: a
+// part of a vector has to go through memory, number by number.
+
+// Where the vector begins that holds number `first`, a multiple of kLanes, of `count`.
+template <class T>
+ATTN_INLINE int64_t vector_at(int64_t first, int64_t count) {
+  return count < kLanes<T> ? first : smaller(first, count - kLanes<T>);
+}
 
 // tile[o * ld + i] = source[o * outer + i * inner], o < outers, i < inners; zeros for inners <= i < width.
 template <class T, class S>
@@ -68,7 +77,12 @@ void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inne
       T* to = tile + o * ld;
       int64_t i = 0;
       for (; i + W <= inners; i += W) store<T>(to + i, load_as<T>(from + i));
-      if (i < inners) store_some<T>(to + i, load_some<T>(from + i, inners - i), inners - i);
+      if (i == inners) continue;
+      i = vector_at<T>(i, inners);
+      if (inners >= W)
+        store<T>(to + i, load_as<T>(from + i));
+      else
+        store_some<T>(to + i, load_some<T>(from + i, inners), inners);
     }
   } else if (inner == 0) {
     for (int64_t o = 0; o < outers; ++o) {
@@ -76,10 +90,10 @@ void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inne
       for (int64_t i = 0; i < inners; ++i) tile[o * ld + i] = value;
     }
   } else if (outer == 1) {
-    for (int64_t i = 0; i < inners; i += W) {
-      const int64_t count = smaller(W, inners - i);
-      for (int64_t o = 0; o < outers; o += W) {
-        const int64_t depth = smaller(W, outers - o);
+    for (int64_t next_i = 0; next_i < inners; next_i += W) {
+      const int64_t i = vector_at<T>(next_i, inners), count = smaller(W, inners - i);
+      for (int64_t next_o = 0; next_o < outers; next_o += W) {
+        const int64_t o = vector_at<T>(next_o, outers), depth = smaller(W, outers - o);
         Vec<T> rows[W];
         const S* from = source + o + i * inner;
         if (count == W && depth == W) {
@@ -149,13 +163,18 @@ void unpack_to(S* target, const T* tile, int64_t ld, int64_t outer, int64_t inne
     for (int64_t o = 0; o < outers; ++o) {
       int64_t i = 0;
       for (; i + W <= inners; i += W) store_as(target + o * outer + i, load<T>(tile + o * ld + i));
-      if (i < inners) store_some<T>(target + o * outer + i, load_some<T>(tile + o * ld + i, inners - i), inners - i);
+      if (i == inners) continue;
+      i = vector_at<T>(i, inners);
+      if (inners >= W)
+        store_as(target + o * outer + i, load<T>(tile + o * ld + i));
+      else
+        store_some<T>(target + o * outer + i, load_some<T>(tile + o * ld + i, inners), inners);
     }
   } else if (outer == 1) {
-    for (int64_t i = 0; i < inners; i += W) {
-      const int64_t count = smaller(W, inners - i);
-      for (int64_t o = 0; o < outers; o += W) {
-        const int64_t depth = smaller(W, outers - o);
+    for (int64_t next_i = 0; next_i < inners; next_i += W) {
+      const int64_t i = vector_at<T>(next_i, inners), count = smaller(W, inners - i);
+      for (int64_t next_o = 0; next_o < outers; next_o += W) {
+        const int64_t o = vector_at<T>(next_o, outers), depth = smaller(W, outers - o);
         Vec<T> rows[W];
         if (count == W && depth == W) {
 #pragma GCC unroll 16
