@@ -14,7 +14,12 @@ struct Decode {
 
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
-  static bool takes(const ForwardParams& p) { return p.rows() <= kRows && !p.logsumexp; }
+  // Short rows, too, once there are several: here every score is a sum across a vector, there a vector holds scores.
+  static bool takes(const ForwardParams& p) {
+    const bool in_place = size_of(p.key.dtype) == static_cast<int64_t>(sizeof(T));
+    const bool short_rows = p.head_dim < W ? p.rows() > 1 : p.head_dim < 32 && p.rows() >= 6 && in_place;
+    return p.rows() <= kRows && !p.logsumexp && !short_rows;
+  }
 
   // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once. An
   // even number, for load_two.

@@ -23,10 +23,14 @@ constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that 
 constexpr int64_t kEnoughChunks = 16;  // of the backward: each costs a grad_query of its own
 constexpr int64_t kRowsPerRange = 64;
 
+double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
+
 // Of one product over all pairs of queries and keys.
-double product_flops(const Problem& p) {
-  return 2.0 * p.batch * p.heads * p.queries * p.keys * std::max(p.head_dim, p.value_dim);
-}
+double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
+
+// What everything else about a pair takes in the forward, as products would: it decides whether a second thread pays
+// where calls take ten microseconds (measured while decoding).
+constexpr double kFlopsPerPair = 128;
 
 Tensor draw_rng_state(const Tensor& query, int64_t heads) {
   Tensor state = empty_rng_state(query, 1);
@@ -98,7 +102,7 @@ void run_forward(ForwardParams& p, const Tensor& query) {
               [&](int64_t task, char*) { k.pack(p, task); });
   }
   const int64_t workspace = k.workspace(p);
-  run_tasks(p.tasks(), 2 * product_flops(p), workspace, k.on_thread,
+  run_tasks(p.tasks(), 2 * product_flops(p) + kFlopsPerPair * pairs(p), workspace, k.on_thread,
             [&](int64_t task, char* own) { k.run(p, task, own); });
   const int64_t rows = number_of_rows(p);
   if (p.splits > 1)
