@@ -9,16 +9,27 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct Decode {
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 8;  // at most so many queries share a pass over the keys
-  static constexpr int kAtOnce = 4;    // queries that share a load
+  static constexpr int64_t kRows = 16;  // at most so many queries share a pass over the keys
+  static constexpr int kAtOnce = 4;     // queries that share a load
 
+  // Where the other kernel multiplies several numbers at once it is ahead from more than so many queries on.
+  static constexpr int64_t kRowsBesidePairs = 8;
+
+  // The limits are measured. The two kernels are level between eight and sixteen queries: nearer to sixteen where keys
+  // and values come from memory, which this one prefetches. Short rows leave it sooner: here every score is a sum
+  // across a vector, there a vector holds scores.
+  //
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
-  // Short rows, too, once there are several: here every score is a sum across a vector, there a vector holds scores.
-  static bool takes(const ForwardParams& p) {
-    const bool in_place = size_of(p.key.dtype) == static_cast<int64_t>(sizeof(T));
-    const bool short_rows = p.head_dim < W ? p.rows() > 1 : p.head_dim < 32 && p.rows() >= 6 && in_place;
-    return p.rows() <= kRows && !p.logsumexp && !short_rows;
+  static bool takes(const ForwardParams& p, int64_t most = kRows) {
+    constexpr int64_t kSmallBytes = int64_t{8} << 20;  // stay in a cache from call to call
+    const int64_t rows = p.rows(), size = size_of(p.key.dtype);
+    const int64_t bytes = p.batch * p.key_heads * p.keys * (p.head_dim + p.value_dim) * size;
+    const bool converts = size < static_cast<int64_t>(sizeof(T));
+    if (p.logsumexp || rows > most) return false;
+    if (p.head_dim < W) return rows == 1;
+    if (converts) return rows <= 12;
+    return rows <= (p.head_dim < 32 ? 5 : bytes > kSmallBytes ? 16 : 12);
   }
 
   // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once. An

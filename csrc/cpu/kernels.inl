@@ -102,7 +102,7 @@ struct KernelTable {
   using StatsEntry = Entry<StatsParams, Stats>;
 
   static bool takes_forward(const ForwardParams& p) {
-    return Formats::takes(p) && (Formats::kDecodes || !Decode<float>::takes(p));
+    return Formats::takes(p) && (Formats::kDecodes || !Decode<float>::takes(p, Decode<float>::kRowsBesidePairs));
   }
   template <class Params, template <class> class Kernel>
   static constexpr BackwardKernels<Params> backward() {
