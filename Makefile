@@ -33,7 +33,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson test test-all test-torch fuzz sanitize bench bench-models bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo lesson test test-all test-torch fuzz sanitize bench bench-decode bench-models bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
@@ -68,6 +68,9 @@ fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz
 
 bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there is one), and a chart, into out/
 	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png
+
+bench-decode: $(INSTALLED) $(LIBRARY) ## speed of 1 to 16 queries over 16 to 4096 keys, as a grid
+	@$(BIN)/python benchmarks/decode.py --json out/decode.json
 
 bench-models: $(INSTALLED) $(LIBRARY) ## speed of whole models: MiniLM, a GPT and a ViT, with each attention
 	@$(BIN)/python benchmarks/models.py --json out/models.json

@@ -69,6 +69,21 @@ def test_bench_of_decoding_and_derivatives(tmp_path: Path) -> None:
     assert row["ours_mib"] < row["builtin_mib"]
 
 
+def test_bench_of_the_grid_of_decoding(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    arguments = ["--dtype", "bf16", "--head-dim", "20", "--seconds", "0.001"]
+    printed = run("decode.py", *arguments, "--capability", "default", "--json", str(results))
+    written = json.loads(results.read_text())
+    rows = written["decode"]
+    assert written["machine"]["capability"] == "default"
+    assert {(r["dtype"], r["head_dim"]) for r in rows} == {("bf16", 20)}
+    assert len({(r["queries"], r["keys"]) for r in rows}) == len(rows) == 5 * 7
+    for r in rows:
+        assert r["ratio"] == pytest.approx(r["builtin_us"] / r["ours_us"])
+    slower = sum(r["ratio"] < 1 for r in rows)
+    assert f"{slower} of {len(rows)} slower than the built-in" in printed
+
+
 def render(table: Any) -> str:
     console = Console(width=150, file=io.StringIO())
     console.print(table)

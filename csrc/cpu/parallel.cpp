@@ -25,7 +25,7 @@ constexpr int kPauseHard = 2;  // omp_pause_hard of <omp.h>
 // one when they need it.
 [[maybe_unused]] const int registered = pthread_atfork([] { omp_pause_resource_all(kPauseHard); }, nullptr, nullptr);
 
-constexpr double kWorthwhileFlops = 5e5;
+constexpr double kWorthwhileFlops = 4e5;
 
 int64_t threads_for(int64_t tasks, double flops) {
   if (tasks <= 1 || flops < kWorthwhileFlops || at::in_parallel_region()) return 1;
