@@ -304,7 +304,7 @@ def main() -> None:
 
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
-    machine = Machine()
+    machine = Machine(arguments.capability)
     about_it["peak_gflops"] = machine.gflops
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gflops.items())
     console.print(f"peak of {torch.get_num_threads()} threads, GFLOP/s: {rates}")

@@ -27,6 +27,8 @@ HELD_TO = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512", "AVX512_CORE"),
 }
+# What the compiler calls these instruction sets.
+MARCH = {"default": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 
 
 def hold_to(capability: str) -> None:
@@ -204,12 +206,16 @@ def run_of(
 
 
 class Machine:
-    """What the machine can do, measured now by peak.cpp on as many threads as PyTorch uses."""
+    """What the machine can do, measured now by peak.cpp on as many threads as PyTorch uses.
 
-    def __init__(self) -> None:
+    With an instruction set of HELD_TO if one is given.
+    """
+
+    def __init__(self, capability: str | None = None) -> None:
         self._program = Path(tempfile.mkdtemp(prefix="attn-bench-")) / "peak"
         compiler = os.environ.get("CXX", "c++")
-        flags = ["-O3", "-std=c++20", "-march=native", "-fopenmp"]
+        march = MARCH[capability] if capability else "native"
+        flags = ["-O3", "-std=c++20", f"-march={march}", "-fopenmp"]
         source, target = str(HERE / "peak.cpp"), str(self._program)
         subprocess.run([compiler, *flags, source, "-o", target], check=True)
         rates, per_cycle = self._run("flops").splitlines()

@@ -68,11 +68,12 @@ struct Rates {
   double per_cycle = 0;  // of a thread, NaN where cycles cannot be read
 };
 
-// `work` is done by each thread, and is of so many floating-point operations.
+// The best of half a second: at first two threads may share a core. `work` is done by each thread, and is of so many
+// floating-point operations.
 template <class Work>
 Rates rates(double flops, Work work) {
   Rates best;
-  for (int repeat = 0; repeat < 3; ++repeat) {
+  for (const double end = seconds() + 0.5; seconds() < end;) {
     float sink = 0;
     double cycles = 0;
     const double start = seconds();
