@@ -185,4 +185,27 @@ Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const 
   return results;
 }
 
+std::array<Tensor, 2> compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options) {
+  PlainOptions without_dropout = options;
+  without_dropout.dropout_p = 0;
+  const Shape shape = validate(inputs, options);
+  StatsParams p;
+  ProblemBuilder builder(p, shape);
+  describe(p, builder, inputs, without_dropout, /*rng_state=*/Tensor());
+  const auto sizes = shape.expanded(shape.heads, shape.queries, shape.keys);
+  const Tensor weights = at::empty_symint(sizes, inputs.query.options());
+  const Tensor scores = at::empty_symint(sizes, inputs.query.options());
+  if (no_rows(p) || p.keys == 0) return {weights, scores};
+  builder.add_result(p.weights, weights);
+  builder.add_result(p.scores, scores);
+  builder.merge_batch_dims();
+  const Statistics of_rows = empty_statistics(shape, inputs.query);
+  p.largest_score = of_rows.largest_score.mutable_data_ptr();
+  p.entropy = of_rows.entropy.mutable_data_ptr();
+  p.logsumexp = of_rows.logsumexp.mutable_data_ptr();
+  p.received_weight = of_rows.received_weight.mutable_data_ptr();
+  device.stats(p, inputs.query);
+  return {weights, scores};
+}
+
 }  // namespace attn

@@ -36,6 +36,11 @@ Gradients compute_second(const Device& device, const at::Tensor& grad_output, co
 
 Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options);
 
+// Weights and scores, before dropout, of the query's type: those of attention_formula() (formulas.h). For the CPU.
+std::array<at::Tensor, 2> compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options);
+
+const Device& cpu_device();
+
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>
 void register_kernels(torch::Library& m) {

@@ -1,12 +1,16 @@
 #include "formulas.h"
 
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <array>
 #include <limits>
 
+#include "compute.h"
 #include "validate.h"
 
 namespace attn {
@@ -144,10 +148,80 @@ Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const 
 
 namespace {
 
-OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
+// (weights, scores) of the query's type.
+std::array<Tensor, 2> rounded_weights(const Inputs& inputs, const PlainOptions& options) {
   const auto dtype = inputs.query.scalar_type();
   const auto [weights, scores] = weights_and_scores(validate(inputs, options), inputs, options);
-  return {SdpaOp::call(inputs, options), weights.to(dtype), scores.to(dtype)};
+  return {weights.to(dtype), scores.to(dtype)};
+}
+
+// The kernel's weights and scores. Few who ask for them ask for a gradient through them, too: the backward computes
+// them again, by the formula, which is differentiable to any order.
+struct SdpaWeights : torch::autograd::Function<SdpaWeights> {
+  using Context = torch::autograd::AutogradContext;
+  using Tensors = torch::autograd::variable_list;
+
+  static Tensors forward(Context* context, const Tensor& query, const Tensor& key, const Tensor& value,
+                         const std::optional<Tensor>& attn_mask, const PlainOptions& options) {
+    context->save_for_backward({query, key, value, attn_mask.value_or(Tensor())});
+    context->saved_data["is_causal"] = options.is_causal;
+    context->saved_data["scale"] = options.scale;
+    context->saved_data["enable_gqa"] = options.enable_gqa;
+    const auto [weights, scores] = compute_weights(cpu_device(), {query, key, value, attn_mask}, options);
+    return {weights, scores};
+  }
+
+  static Tensors backward(Context* context, const Tensors& grad_outputs) {
+    const auto saved = context->get_saved_variables();
+    PlainOptions options;
+    options.is_causal = context->saved_data["is_causal"].toBool();
+    options.scale = context->saved_data["scale"].toOptional<double>();
+    options.enable_gqa = context->saved_data["enable_gqa"].toBool();
+    const bool create_graph = at::GradMode::is_enabled();
+    at::AutoGradMode enable(true);
+    // Aliases, so that the gradient is that of the formula alone. Without a graph of it they need none of their own.
+    Tensors x, wanted, outputs, along;
+    for (const Tensor& t : saved) {
+      const bool differentiable = t.defined() && t.requires_grad();
+      x.push_back(differentiable ? create_graph ? t.view_as(t) : t.detach().requires_grad_() : t);
+      if (differentiable) wanted.push_back(x.back());
+    }
+    const auto mask = x[3].defined() ? std::optional(x[3]) : std::nullopt;
+    const auto results = rounded_weights({x[0], x[1], x[2], mask}, options);
+    for (size_t i = 0; i < results.size(); ++i)
+      if (grad_outputs[i].defined()) {
+        outputs.push_back(results[i]);
+        along.push_back(grad_outputs[i]);
+      }
+    Tensors gradients(5);
+    const Tensors found = torch::autograd::grad(outputs, wanted, along, create_graph, create_graph,
+                                                /*allow_unused=*/true);
+    for (size_t i = 0, next = 0; i < saved.size(); ++i)
+      if (saved[i].defined() && saved[i].requires_grad()) gradients[i] = found[next++];
+    return gradients;
+  }
+};
+
+// Whether these are tensors of the CPU and nothing else: no sample of vmap, no symbol of a compiler, no dual number.
+bool has_kernel(const Inputs& inputs) {
+  if (at::tracer::impl::is_dispatch_enabled()) return false;
+  const auto plain = [](const Tensor& t) {
+    return t.device().is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() &&
+           !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
+  };
+  return plain(inputs.query) && plain(inputs.key) && plain(inputs.value) &&
+         (!inputs.attn_mask || plain(*inputs.attn_mask));
+}
+
+OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
+  const Tensor output = SdpaOp::call(inputs, options);
+  if (!has_kernel(inputs)) {
+    const auto [weights, scores] = rounded_weights(inputs, options);
+    return {output, weights, scores};
+  }
+  const auto& [query, key, value, attn_mask] = inputs;
+  const auto results = SdpaWeights::apply(query, key, value, attn_mask, options);
+  return {output, results[0], results[1]};
 }
 
 constexpr auto kernel = WeightsOp::kernel<sdpa_with_weights>;

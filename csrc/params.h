@@ -176,11 +176,17 @@ struct SecondParams : BackwardParams {
 //
 // Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
 // the sum over its whole row. Results are contiguous, of the type computed in.
+//
+// On the CPU the second pass may write the weights and scores themselves instead; the first four are then only means.
 struct StatsParams : Problem {
   void* largest_score = nullptr;    // [batch, heads, L]
   void* entropy = nullptr;          // as that
   void* logsumexp = nullptr;        // as that: one number, not a pair
   void* received_weight = nullptr;  // [batch, heads, S]
+
+  // [*batch, heads, L, S]; null data where they are not asked for.
+  Operand weights;
+  Operand scores;
 
   int64_t rows_per_task = 0;
   int64_t splits = 1;  // of the keys, each of whole tiles; put together in order, as those of the forward

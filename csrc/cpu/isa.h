@@ -83,7 +83,8 @@ struct StatsKernels {
   void (*finish)(const StatsParams&, int64_t first, int64_t last);      // rows of it: the results, and p.pairs
   void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass
   void (*add_chunks)(const StatsParams&, int64_t first, int64_t last);  // over the flat list [batch, heads, S]
-  OnThread on_thread = {};                                              // around rows() and keys()
+  void (*weights)(const StatsParams&, int64_t task, char* workspace);   // the second pass that writes p.weights
+  OnThread on_thread = {};                                              // around rows(), keys() and weights()
 };
 
 struct Kernels {

@@ -96,6 +96,9 @@ struct KernelTable {
     static void add_chunks(const Params& p, int64_t first, int64_t last) {
       Formats::with(p, [&](auto f) { Kernel<decltype(f)>::add_chunks(p, first, last); });
     }
+    static void weights(const Params& p, int64_t task, char* workspace) {
+      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::weights(p, task, workspace); });
+    }
   };
   using ForwardEntry = Entry<ForwardParams, ForwardOf>;
   using TangentEntry = Entry<TangentParams, TangentOf>;
@@ -118,7 +121,7 @@ struct KernelTable {
       backward<BackwardParams, BackwardOf>(),
       backward<SecondParams, SecondOf>(),
       {StatsEntry::takes, StatsEntry::workspace, StatsEntry::rows, StatsEntry::finish, StatsEntry::keys,
-       StatsEntry::add_chunks, Formats::kOnThread},
+       StatsEntry::add_chunks, StatsEntry::weights, Formats::kOnThread},
   };
 };
 

@@ -191,6 +191,9 @@ void run_stats(StatsParams& p, const Tensor& query) {
             [&](int64_t task, char* own) { k.rows(p, task, own); });
   run_ranges(rows, kRowsPerRange, 64.0 * p.splits * rows, 0,
              [&](int64_t first, int64_t last, char*) { k.finish(p, first, last); });
+  if (p.weights.data)
+    return run_tasks(p.tasks(), product_flops(p), workspace, k.on_thread,
+                     [&](int64_t task, char* own) { k.weights(p, task, own); });
   run_tasks(p.key_tasks(), product_flops(p), workspace, k.on_thread,
             [&](int64_t task, char* own) { k.keys(p, task, own); });
   if (p.chunks > 1)
@@ -201,6 +204,8 @@ void run_stats(StatsParams& p, const Tensor& query) {
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
 }  // namespace
+
+const Device& cpu_device() { return kCpu; }
 
 TORCH_LIBRARY_IMPL(attn, CPU, m) { register_kernels<kCpu>(m); }
 

@@ -27,6 +27,7 @@ struct Stats {
     T* x;                        // [kKeyTile][kRowTile]: scores
     T* bias;                     // as x
     T* received;                 // [keys of a task of the second pass][W]: sums of every W-th row
+    T* weights;                  // as x, where they are written
     int64_t ld_key;
     int64_t size;
 
@@ -42,6 +43,7 @@ struct Stats {
       x = arena.take<T>(kKeyTile * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       received = arena.take<T>(p.keys_per_task * W);
+      weights = arena.take<T>(p.weights.data ? kKeyTile * kRowTile : 0);
       for (int64_t t = 0; t < tiles; ++t) {
         RowState measured;
         RowState& state = base ? states[t] : measured;
@@ -263,6 +265,45 @@ struct Stats {
         sum += score == hidden ? Vec<T>{} : weight;
       }
       store<T>(received + j * W, load<T>(received + j * W) + sum);
+    }
+  }
+
+  // The second pass that writes weights and scores, cut as the first.
+  static void weights(const StatsParams& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace);
+    const RowTask own(p, task, p.splits);
+    int64_t tiles = 0;
+    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile, ++tiles) {
+      RowState& state = b.states[tiles];
+      state.rows.set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
+      state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
+    }
+    const T slope = log2_slope<T>(p);
+    const auto score = leaves_products<T>(p) ? ScoreFunction<T>::of(p) : ScoreFunction<T>::identity();
+    const int64_t first_key = own.split * p.keys_per_split;
+    const int64_t last_key = smaller(first_key + p.keys_per_split, p.keys);
+    for (int64_t key = first_key; key < last_key; key += kKeyTile) {
+      const int64_t count = smaller(kKeyTile, last_key - key);
+      Rows<T> key_rows{};  // once some row sees them
+      for (int64_t t = 0; t < tiles; ++t) {
+        const RowTile& rows = b.states[t].rows;
+        MaskTile<T> mask;
+        if (any_visible(p, rows.positions, {key, key + count}) && mask.read(p, rows, key, count, b.bias)) {
+          if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.first_head, key, count, b.key);
+          ATTN_ISA::scores<F>(p, rows, b.states[t].query_t, key_rows, key, count, mask, b.x);
+        } else {
+          for (int64_t i = 0; i < count * kRowTile; i += W) store<T>(b.x + i, splat<T>(-kInfinity<T>));
+        }
+        // A row whose sum is NaN has weights of NaN, also where its keys are hidden: 0 * NaN.
+        rows.load_pairs(p, p.pairs, b.reference, b.inverse_sum);
+        each_vector(b.x, count, rows.template lanes<T>(), [&](Vec<T> x, int64_t j, int64_t i) {
+          const Vec<T> weight = exp2<T>((x - load<T>(b.reference + i)) * slope) * load<T>(b.inverse_sum + i);
+          store<T>(b.weights + j * kRowTile + i, weight);
+          return score(x);
+        });
+        rows.unpack_transposed(p, p.weights, count, b.weights, key);
+        rows.unpack_transposed(p, p.scores, count, b.x, key);
+      }
     }
   }
 
