@@ -220,7 +220,8 @@ OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& opt
     return {output, weights, scores};
   }
   const auto& [query, key, value, attn_mask] = inputs;
-  const auto results = SdpaWeights::apply(query, key, value, attn_mask, options);
+  // Neither depends on the numbers of the value.
+  const auto results = SdpaWeights::apply(query, key, value.detach(), attn_mask, options);
   return {output, results[0], results[1]};
 }
 

@@ -1,5 +1,6 @@
 // Attention as compositions of ATen operators: O(L S) memory, every device, differentiable to any order. Used where the
-// scores themselves are asked for, and for derivatives beyond the second.
+// scores themselves, or gradients through them, are asked for (a kernel computes them on the CPU), and for derivatives
+// beyond the second.
 #pragma once
 
 #include "ops.h"

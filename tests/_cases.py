@@ -179,7 +179,7 @@ def _long() -> list[Case]:
     return [
         Case((1, 64), (5001, 64), (5001, 64)),
         Case((2, 8, 1, 32), (2, 2, 3000, 32), (2, 2, 3000, 32), dtype=bf16, options=gqa),
-        # More than four and more than eight queries to a pass over the keys; sixteen where they are many.
+        # More than four and more than eight queries to a pass over keys; 16 where these are many.
         Case((2, 12, 36), (2, 200, 36), (2, 200, 44), (12, 200), "bool"),
         Case((1, 24, 1, 40), (1, 2, 300, 40), (1, 2, 300, 40), dtype=bf16, options=gqa),
         Case((15, 64), (16500, 64), (16500, 64)),

@@ -51,6 +51,63 @@ def test_values(case: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(scores, exact_scores.to(dtype))
 
 
+# Several tiles of queries and keys, of which masks hide some wholly; few queries over many keys.
+LARGE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tiles": ({"L": 70, "S": 200}, {}),
+    "causal": ({"L": 300, "S": 300, "E": 40}, {"is_causal": True}),
+    "grouped heads, bool mask": (
+        {"L": 70, "S": 200, "heads": (6, 2, 3), "mask": (6, 1, 200), "kind": "bool"},
+        {"enable_gqa": True},
+    ),
+    "mask with -inf": ({"L": 70, "S": 200, "mask": (70, 1), "kind": "-inf"}, {"scale": -0.5}),
+    "one query": ({"L": 1, "S": 1500, "heads": 1, "batch": ()}, {}),
+    "one head": ({"L": 3, "S": 2100, "heads": 1, "mask": (1, 2100)}, {"scale": 0.0}),
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LARGE)
+def test_values_of_many_tiles(case: str, dtype: torch.dtype) -> None:
+    sizes, options = LARGE[case]
+    inputs = make_inputs(**{"dtype": dtype, **sizes})
+    # Rows that lie apart, and columns of the transposed.
+    inputs = inputs._replace(
+        query=inputs.query.repeat_interleave(2, -1)[..., ::2],
+        key=inputs.key.mT.contiguous().mT,
+    )
+    _, weights, scores = torch_attn.sdpa_with_weights(*inputs, **options)
+    exact = inputs.map(lambda t: t.double() if t.is_floating_point() else t)
+    _, exact_weights, exact_scores = reference.sdpa_with_weights(*exact, **options)
+    torch.testing.assert_close(weights, exact_weights.to(dtype))
+    torch.testing.assert_close(scores, exact_scores.to(dtype))
+    hidden = exact_scores == -INF
+    assert torch.equal(scores == -INF, hidden)
+    assert (weights[hidden] == 0).all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("argument", ["query", "key"])
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+def test_kernel_and_formula_agree_on_what_is_no_number(number: float, argument: str) -> None:
+    """Under vmap the formula serves. Key 70 is seen by no query, tiles are hidden from query 3."""
+    inputs = make_inputs(9, 200)
+    mask = torch.rand(9, 200) > 0.3
+    mask[:, 70] = False
+    mask[3, 64:] = False
+    mask[4] = False
+    for row in (3, 4) if argument == "query" else (5, 70, 130):
+        getattr(inputs, argument)[..., row, 2] = number
+
+    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return torch_attn.sdpa_with_weights(*tensors)[1:]
+
+    batched = [t.unsqueeze(0) for t in (*inputs[:3], mask)]
+    expected = torch.vmap(results)(*batched)
+    for kernel, formula in zip(results(*inputs[:3], mask), expected, strict=True):
+        torch.testing.assert_close(kernel, formula[0], equal_nan=True)
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_sum_to_one_or_zero(dtype: torch.dtype) -> None:
@@ -95,6 +152,39 @@ def test_gradients(which: int | slice, case: str) -> None:
         return tuple(t.masked_fill(t == -INF, 0) for t in results)[which]
 
     assert torch.autograd.gradcheck(function, tuple(inputs.require_grad()))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("which", [1, 2], ids=["weights", "scores"])
+def test_second_derivatives(which: int) -> None:
+    inputs = make_inputs(3, 4, 5, heads=2, mask=(3, 4), dtype=torch.float64).require_grad()
+
+    def function(*tensors: Tensor) -> Tensor:
+        return torch_attn.sdpa_with_weights(*tensors, is_causal=which == 1)[which].masked_fill(
+            torch.ones(3, 4, dtype=torch.bool).triu(1), 0
+        )
+
+    assert torch.autograd.gradgradcheck(function, tuple(inputs))
+
+
+@pytest.mark.usefixtures("device")
+def test_one_gradient_of_many() -> None:
+    """Of the weights alone, of the key alone; neither weights nor scores have one of the value."""
+    query, key, value, _ = make_inputs(5, 7, dtype=torch.float64)
+    key.requires_grad_()
+    output, weights, scores = torch_attn.sdpa_with_weights(query, key, value)
+    (actual,) = torch.autograd.grad(weights.square().sum(), key, retain_graph=True)
+    formula = torch.softmax(query @ key.mT * query.size(-1) ** -0.5, -1)
+    (expected,) = torch.autograd.grad(formula.square().sum(), key)
+    torch.testing.assert_close(actual, expected)
+    output, weights, scores = torch_attn.sdpa_with_weights(
+        query, key.detach(), value.requires_grad_()
+    )
+    assert (output.requires_grad, weights.requires_grad, scores.requires_grad) == (
+        True,
+        False,
+        False,
+    )
 
 
 @pytest.mark.usefixtures("device")

@@ -1,5 +1,6 @@
 // Statistics of the scores of every row and the weight that every key receives, tile by tile: statistics.h. A pass over
 // the keys finds each row's sum; a second one, over the rows, computes the scores again and adds up each key's weights.
+// Another second pass writes the weights and scores themselves, for sdpa_with_weights.
 #pragma once
 
 #include "cpu/scores.inl"
