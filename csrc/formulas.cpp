@@ -163,6 +163,7 @@ struct SdpaWeights : torch::autograd::Function<SdpaWeights> {
 
   static Tensors forward(Context* context, const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& attn_mask, const PlainOptions& options) {
+    context->set_materialize_grads(false);
     context->save_for_backward({query, key, value, attn_mask.value_or(Tensor())});
     context->saved_data["is_causal"] = options.is_causal;
     context->saved_data["scale"] = options.scale;

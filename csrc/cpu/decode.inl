@@ -249,20 +249,21 @@ struct Decode {
       for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, n, rows.head[r], rows.position[r]);
 
     const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
+    const bool key_in_place = in_place(p.key, p.head_dim), value_in_place = in_place(p.value, p.value_dim);
     const Range all_keys = Forward<Singles<T>>::keys_of_split(p, own, rows.positions);
     for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
       const int64_t keys = read_mask(p, b, masks, key, smaller(kKeyTile, all_keys.last - key));
       if (keys == 0) continue;
-      // The first queries that read a row prefetch; the others find it in the cache.
+      // The first queries that read a row where it lies prefetch; the others find it in the cache.
       const bool goes_on = all_keys.last - key >= kKeyTile + kAhead;
-      const auto with_prefetch = [&](int64_t row, auto f) {
-        return goes_on && row == 0 ? f(std::true_type()) : f(std::false_type());
+      const auto with_prefetch = [&](bool in_place, int64_t row, auto f) {
+        return goes_on && in_place && row == 0 ? f(std::true_type()) : f(std::false_type());
       };
-      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, in_place(p.key, p.head_dim),
+      with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, key_in_place,
                 [&](const auto& key_rows) {
                   for (int64_t j = 0; j < keys; j += W)
                     each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
-                      with_prefetch(row, [&](auto prefetch) {
+                      with_prefetch(key_in_place, row, [&](auto prefetch) {
                         dot<r(), prefetch()>(key_rows, j, smaller(W, keys - j), p.head_dim, b.query + row * b.ld_key,
                                              b.ld_key, b.sums, score, b.x + row * kKeyTile + j);
                       });
@@ -271,11 +272,11 @@ struct Decode {
       hide_keys(p, b, key, keys);
       if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
-      with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value,
-                in_place(p.value, p.value_dim), [&](const auto& value_rows) {
+      with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value, value_in_place,
+                [&](const auto& value_rows) {
                   each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
                     each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {
-                      with_prefetch(row, [&](auto prefetch) {
+                      with_prefetch(value_in_place, row, [&](auto prefetch) {
                         average<r(), vectors(), prefetch()>(value_rows, first * W, keys, b.x + row * kKeyTile,
                                                             correction + row, b.output + row * b.ld_value + first * W,
                                                             b.ld_value);
