@@ -36,10 +36,11 @@ Gradients compute_second(const Device& device, const at::Tensor& grad_output, co
 
 Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options);
 
-// Weights and scores, before dropout, of the query's type: those of attention_formula() (formulas.h). For the CPU.
+// Weights and scores, before dropout, of the query's type: those of attention_formula() (formulas.h).
 std::array<at::Tensor, 2> compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options);
 
-const Device& cpu_device();
+// The device that has a kernel for them, which is the CPU; null in a library without its kernels (tests/stand_in).
+inline const Device* device_of_weights = nullptr;
 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>

@@ -168,7 +168,7 @@ struct SdpaWeights : torch::autograd::Function<SdpaWeights> {
     context->saved_data["is_causal"] = options.is_causal;
     context->saved_data["scale"] = options.scale;
     context->saved_data["enable_gqa"] = options.enable_gqa;
-    const auto [weights, scores] = compute_weights(cpu_device(), {query, key, value, attn_mask}, options);
+    const auto [weights, scores] = compute_weights(*device_of_weights, {query, key, value, attn_mask}, options);
     return {weights, scores};
   }
 
@@ -205,7 +205,7 @@ struct SdpaWeights : torch::autograd::Function<SdpaWeights> {
 
 // Whether these are tensors of the CPU and nothing else: no sample of vmap, no symbol of a compiler, no dual number.
 bool has_kernel(const Inputs& inputs) {
-  if (at::tracer::impl::is_dispatch_enabled()) return false;
+  if (!device_of_weights || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const Tensor& t) {
     return t.device().is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() &&
            !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();

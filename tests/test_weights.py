@@ -228,3 +228,13 @@ def test_masked_nan_reaches_no_gradient(argument: str, which: int) -> None:
         assert torch.equal(actual[name], expected[name]), name
     assert gradients(seen, NAN)["query"].isnan().any()
     assert gradients(seen, NAN)["key"][..., seen, :].isnan().all()
+
+
+def test_a_kernel_serves_on_the_cpu() -> None:
+    inputs = make_inputs(5, 7).require_grad()
+    with torch.autograd.profiler.profile() as profile:
+        _, weights, _ = torch_attn.sdpa_with_weights(*inputs)
+    assert not [event.name for event in profile.function_events if "softmax" in event.name]
+    with torch.autograd.profiler.profile() as profile:
+        weights.sum().backward()
+    assert [event.name for event in profile.function_events if "softmax" in event.name]
