@@ -177,7 +177,8 @@ struct SecondParams : BackwardParams {
 // Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
 // the sum over its whole row. Results are contiguous, of the type computed in.
 //
-// On the CPU the second pass may write the weights and scores themselves instead; the first four are then only means.
+// On the CPU the second pass may write every weight and score instead. Then received_weight is not written, and nobody
+// reads what else comes out of the rows.
 struct StatsParams : Problem {
   void* largest_score = nullptr;    // [batch, heads, L]
   void* entropy = nullptr;          // as that

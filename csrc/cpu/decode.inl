@@ -88,9 +88,9 @@ struct Decode {
     }
   };
 
-  // Rows of K and V are prefetched so many rows before they are read,
+  // Rows of K and V are prefetched so many rows before they are read.
   static constexpr int64_t kAhead = 32;
-  // except where one query reads numbers that need no conversion: then the processor itself reads far enough ahead.
+  // Not where one query reads numbers that need no conversion: there the processor itself reads far enough ahead.
   template <int R, class S>
   static constexpr bool kPrefetches = R > 1 || sizeof(S) < sizeof(T);
 
