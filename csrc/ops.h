@@ -20,10 +20,10 @@ struct Inputs {
 
 // The options that are no tensors: they have no derivatives. (attn::Options, with the mask, is what users name.)
 struct PlainOptions {
-  double dropout_p;
-  bool is_causal;
+  double dropout_p = 0;
+  bool is_causal = false;
   std::optional<double> scale;
-  bool enable_gqa;
+  bool enable_gqa = false;
 
   static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa); }
 };
@@ -39,9 +39,9 @@ struct QueryAndKey {
   Inputs inputs() const { return {query, key, key, attn_mask}; }
 };
 struct ScoreOptions {
-  bool is_causal;
+  bool is_causal = false;
   std::optional<double> scale;
-  bool enable_gqa;
+  bool enable_gqa = false;
 
   static auto fields(auto& o) { return std::tie(o.is_causal, o.scale, o.enable_gqa); }
   PlainOptions options() const { return {/*dropout_p=*/0, is_causal, scale, enable_gqa}; }
