@@ -1,7 +1,8 @@
 """`make sanitize`: the library under three sanitizers, the core of the tests over it, no finding.
 
 AddressSanitizer and UndefinedBehaviorSanitizer watch a build by the compiler of every other build
-(CXX), ThreadSanitizer one by clang. Python and torch are as they are and load the sanitizer first
+(CXX), ThreadSanitizer one by clang. In the first, numbers that nothing has written are NaN or huge,
+on the stack as in memory from malloc. Python and torch are as they are and load the sanitizer first
 (LD_PRELOAD). Each build has errors on purpose (errors.cpp), and all of them must be reported.
 """
 
@@ -24,7 +25,18 @@ from tests._variants import BUILD, ROOT, build_library, newest_clang
 # numbers of instruction sets and of dtypes, and so meets all of these.
 CORE = [
     f"tests/test_{name}.py"
-    for name in ("forward", "backward", "derivatives", "nan", "dropout", "validate", "properties")
+    for name in (
+        "forward",
+        "backward",
+        "derivatives",
+        "nan",
+        "dropout",
+        "validate",
+        "properties",
+        "weights",
+        "stats",
+        "nn",
+    )
 ]
 CORE_EVERY = 37
 
@@ -39,6 +51,8 @@ ADDRESS_ERRORS = {
     "freed_query": "heap-use-after-free.*attn::",
     "signed_overflow": "signed integer overflow",
     "front_of_empty_vector": "Assertion '!this->empty",
+    "number_never_written": "nothing has written the number",
+    "memory_never_written": "nothing has written these numbers",
 }
 THREAD_ERRORS = {
     "race_in_a_region": "data race.*race_in_a_region",
@@ -116,7 +130,8 @@ def check_addresses() -> None:
         raise SystemExit(f"{compiler} has no AddressSanitizer")
     library = build_library(BUILD / "address", ATTN_SANITIZE="address", ATTN_STAND_IN="amx")
     options = {
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks on purpose
+        # Python leaks on purpose. Memory that nothing has written holds NaN, whichever the type.
+        "ASAN_OPTIONS": "detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1073741824",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
     check(library, preload, options, ADDRESS_ERRORS, [(CORE_EVERY, [*CORE, "--numprocesses=auto"])])

@@ -20,6 +20,12 @@ ATTN_ERROR int signed_overflow(int number) { return number + 1; }
 
 ATTN_ERROR int front_of_empty_vector() { return std::vector<int>().front(); }
 
+ATTN_ERROR double number_never_written() {
+  double number;
+  asm volatile("" : "+m"(number));  // or the compiler, which sees that nothing writes it, may return anything
+  return number;
+}
+
 // Two threads of one parallel region, no lock.
 ATTN_ERROR int64_t race_in_a_region() {
   int64_t tasks_done = 0;

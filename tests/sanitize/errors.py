@@ -37,6 +37,19 @@ def front_of_empty_vector() -> None:
     library.front_of_empty_vector()
 
 
+def number_never_written() -> None:
+    """By chance it would often be 0, which is what most options are."""
+    library.number_never_written.restype = ctypes.c_double
+    if number := library.number_never_written():
+        raise SystemExit(f"nothing has written the number {number}")
+
+
+def memory_never_written() -> None:
+    """By chance it would often be 0, as where sums begin."""
+    if torch.empty(2**20).isnan().all():
+        raise SystemExit("nothing has written these numbers")
+
+
 def race_in_a_region() -> None:
     torch.set_num_threads(2)
     library.race_in_a_region()
