@@ -94,50 +94,73 @@ struct Decode {
   template <int R, class S>
   static constexpr bool kPrefetches = R > 1 || sizeof(S) < sizeof(T);
 
-  // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
-  template <int R, bool kPrefetch, class S>
-  static void dot(const WholeVectors<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query,
-                  int64_t ld_query, T* sums, ScoreFunction<T> score, T* x) {
-    const int64_t whole = cols / W * W;
-    const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - whole);
-    for (int64_t j = 0; j < keys; ++j) {
-      const S* const key = rows.row(first + j);
-      if constexpr (kPrefetch && kPrefetches<R, S>) rows.prefetch(first + j, 0, cols);
-      Vec<T> sum[R] = {};
+  // sums[(r * W + i) * W ...]: a vector whose elements add up to <q_r, k_i>, for R queries and the keys number
+  // first + i, i < kKeys, which share the loads of the queries. V: the vectors of a row, or 0 for any number of them.
+  template <int R, int kKeys, int V, bool kPrefetch, class S>
+  static ATTN_INLINE void multiply(const WholeVectors<S>& rows, int64_t first, int64_t cols, const T* query,
+                                   int64_t ld_query, T* sums) {
+    const S* key[kKeys];
+#pragma GCC unroll 2
+    for (int i = 0; i < kKeys; ++i) {
+      key[i] = rows.row(first + i);
+      if constexpr (kPrefetch && kPrefetches<R, S>) rows.prefetch(first + i, 0, V == 0 ? cols : V * W);
+    }
+    Vec<T> sum[kKeys][R] = {};
+    const auto add = [&](int64_t d, const Vec<T>(&k)[kKeys]) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const Vec<T> q = load<T>(query + r * ld_query + d);
+#pragma GCC unroll 2
+        for (int i = 0; i < kKeys; ++i) sum[i][r] += q * k[i];
+      }
+    };
+    const auto add_vector = [&](int64_t d) {
+      Vec<T> k[kKeys];
+#pragma GCC unroll 2
+      for (int i = 0; i < kKeys; ++i) k[i] = load_as<T>(key[i] + d);
+      add(d, k);
+    };
+    const auto add_end = [&](int64_t d) {  // by selection: what lies behind the row may be NaN
+      const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - d);
+      Vec<T> k[kKeys];
+#pragma GCC unroll 2
+      for (int i = 0; i < kKeys; ++i) k[i] = ends_here ? load_as<T>(key[i] + d) : Vec<T>{};
+      add(d, k);
+    };
+    if constexpr (V > 0) {
+#pragma GCC unroll 4
+      for (int v = 0; v + 1 < V; ++v) add_vector(v * W);
+      add_end((V - 1) * W);
+    } else {
+      const int64_t whole = cols / W * W;
       int64_t d = 0;
       for (; d + 2 * W <= whole; d += 2 * W) {
-        Vec<T> k0, k1;
-        load_two<T>(key + d, k0, k1);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          sum[r] += load<T>(query + r * ld_query + d) * k0;
-          sum[r] += load<T>(query + r * ld_query + d + W) * k1;
-        }
+        Vec<T> k0[kKeys], k1[kKeys];
+#pragma GCC unroll 2
+        for (int i = 0; i < kKeys; ++i) load_two<T>(key[i] + d, k0[i], k1[i]);
+        add(d, k0);
+        add(d + W, k1);
       }
-      if (d < whole) {
-        const Vec<T> k = load_as<T>(key + d);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[r] += load<T>(query + r * ld_query + d) * k;
-      }
-      if (whole < cols) {  // by selection: what lies behind the row may be NaN
-        const Vec<T> k = ends_here ? load_as<T>(key + whole) : Vec<T>{};
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[r] += load<T>(query + r * ld_query + whole) * k;
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) store<T>(sums + (r * W + j) * W, sum[r]);
+      if (d < whole) add_vector(d);
+      if (whole < cols) add_end(whole);
     }
-    for (int r = 0; r < R; ++r) {
-      Vec<T> lanes[W];
-#pragma GCC unroll 16
-      for (int j = 0; j < W; ++j) lanes[j] = j < keys ? load<T>(sums + (r * W + j) * W) : Vec<T>{};
-      transpose<T>(lanes);
 #pragma GCC unroll 4
-      for (int step = W / 2; step > 0; step /= 2)
-#pragma GCC unroll 8
-        for (int j = 0; j < step; ++j) lanes[j] += lanes[j + step];
-      store<T>(x + r * kKeyTile, score(lanes[0]));
-    }
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int i = 0; i < kKeys; ++i) store<T>(sums + (r * W + i) * W, sum[i][r]);
+  }
+
+  // x[r * kKeyTile + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
+  template <int R, int V, bool kPrefetch, class S>
+  static void dot(const WholeVectors<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query,
+                  int64_t ld_query, T* sums, ScoreFunction<T> score, T* x) {
+    int64_t j = 0;
+    constexpr int kTogether = V > 0 ? 2 : 1;  // two long rows at once are read from memory more slowly
+    for (; j + kTogether <= keys; j += kTogether)
+      multiply<R, kTogether, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
+    for (; j < keys; ++j) multiply<R, 1, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
+    for (int r = 0; r < R; ++r)  // lanes past the keys mean nothing: softmax() hides them
+      store<T>(x + r * kKeyTile, score(sums_of_rows<T>(sums + r * W * W)));
   }
 
   // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries and N vectors of columns from `col` on.
@@ -182,6 +205,19 @@ struct Decode {
   static ATTN_INLINE void rest(int64_t count, int64_t first, F f) {
     if (count == N) return f(std::integral_constant<int, N>(), first);
     if constexpr (N > 1) rest<N - 1>(count, first, f);
+  }
+
+  // Calls f(std::integral_constant<int, V>) with the number of vectors of a short row that needs no conversion: there a
+  // loop over them would take as long as the arithmetic. V is 0 for all others.
+  template <class S, class F>
+  static ATTN_INLINE void with_vectors(int64_t cols, F f) {
+    const int64_t vectors = (cols + W - 1) / W;
+    if constexpr (std::is_same_v<S, T>) {
+      if (vectors == 2) return f(std::integral_constant<int, 2>());
+      if (vectors == 3) return f(std::integral_constant<int, 3>());
+      if (vectors == 4) return f(std::integral_constant<int, 4>());
+    }
+    f(std::integral_constant<int, 0>());
   }
 
   // Whether rows are read as they lie.
@@ -260,14 +296,17 @@ struct Decode {
         return goes_on && in_place && row == 0 ? f(std::true_type()) : f(std::false_type());
       };
       with_rows(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key, key_in_place,
-                [&](const auto& key_rows) {
-                  for (int64_t j = 0; j < keys; j += W)
-                    each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
-                      with_prefetch(key_in_place, row, [&](auto prefetch) {
-                        dot<r(), prefetch()>(key_rows, j, smaller(W, keys - j), p.head_dim, b.query + row * b.ld_key,
-                                             b.ld_key, b.sums, score, b.x + row * kKeyTile + j);
+                [&]<class S>(const WholeVectors<S>& key_rows) {
+                  with_vectors<S>(p.head_dim, [&](auto vectors) {
+                    for (int64_t j = 0; j < keys; j += W)
+                      each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
+                        with_prefetch(key_in_place, row, [&](auto prefetch) {
+                          dot<r(), vectors(), prefetch()>(key_rows, j, smaller(W, keys - j), p.head_dim,
+                                                          b.query + row * b.ld_key, b.ld_key, b.sums, score,
+                                                          b.x + row * kKeyTile + j);
+                        });
                       });
-                    });
+                  });
                 });
       hide_keys(p, b, key, keys);
       if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);

@@ -56,6 +56,22 @@ ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int i = 0; i < kIn128; ++i) transpose_units<T, N / kIn128, kIn128, kIn128, N>(rows + i);
 }
 
+// Lane j: the sum of the elements of row j, of kLanes rows one after the other. As in a transposition, every other unit
+// of two vectors is taken, but the even ones and the odd ones are added: of kRows rows it makes one vector, which holds
+// kLanes / kRows sums of parts of each.
+template <class T, int kRows = kLanes<T>>
+ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
+  if constexpr (kRows == 1) {
+    return load<T>(rows);
+  } else {
+    constexpr int N = kLanes<T>, kIn128 = 16 / sizeof(T);
+    using Units =
+        EveryOther<T, kRows <= kIn128 ? 1 : kIn128, kRows <= kIn128 ? kIn128 : N, std::make_integer_sequence<int, N>>;
+    const Vec<T> a = sums_of_rows<T, kRows / 2>(rows), b = sums_of_rows<T, kRows / 2>(rows + kRows / 2 * N);
+    return Units::template of<0>(a, b) + Units::template of<1>(a, b);
+  }
+}
+
 // Bit i of row j becomes bit j of row i (Warren, Hacker's Delight, section 7-3).
 ATTN_INLINE void transpose_bits(uint64_t (&rows)[64]) {
   uint64_t low = 0x00000000ffffffffu;  // of every 2 * step bits, the lower half

@@ -41,11 +41,11 @@ using UInt = typename IntegersOf<T>::UInt;
 template <class T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
+// Not by memcpy: GCC 12 then takes some vectors through the stack.
 template <class T>
 ATTN_INLINE Vec<T> load(const T* p) {
-  Vec<T> v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
+  typedef Vec<T> Anywhere __attribute__((aligned(1), may_alias));
+  return *reinterpret_cast<const Anywhere*>(p);
 }
 
 template <class T, class V>
