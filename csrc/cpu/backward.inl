@@ -260,25 +260,36 @@ struct Backward {
     const T slope = log2_slope<T>(p);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       const Vec<T> delta = load<T>(state.delta + lane);
-      for (int64_t j = 0; j < keys; ++j) {
-        const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = state.logsumexp->template weight<F>(load<T>(b.x + at), slope, lane);
-        const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
-        // by selection: nothing of a masked key or its value may come through, not even a NaN
-        const auto masked = weight == zero;
-        if constexpr (kSecond) {
-          const Vec<T> dp = load<T>(b.dx + at) * factor - delta;
-          const Vec<T> tx_shifted = load<T>(b.tx + at) - load<T>(state.shift + lane);
-          const Vec<T> tweight = weight * (tx_shifted - load<T>(state.shifted_sum + lane));
-          const Vec<T> tdp = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
-          store<T>(b.x + at, masked ? zero : tweight * factor);
-          store<T>(b.dx + at, masked ? zero : weight * dp);
-          store<T>(b.tdx + at, masked ? zero : tweight * dp + weight * tdp);
-        } else {
-          store<T>(b.x + at, weight * factor);
-          if (want_dx) store<T>(b.dx + at, masked ? zero : weight * (load<T>(b.dx + at) * factor - delta));
+      const auto weigh = [&]<int kKeys>(int64_t first,
+                                        std::integral_constant<int, kKeys>) __attribute__((always_inline)) {
+        Vec<T> found[kKeys];
+#pragma GCC unroll 8
+        for (int i = 0; i < kKeys; ++i) found[i] = load<T>(b.x + (first + i) * kRowTile + lane);
+        state.logsumexp->template weights<F>(found, slope, lane);
+#pragma GCC unroll 8
+        for (int i = 0; i < kKeys; ++i) {
+          const int64_t at = (first + i) * kRowTile + lane;
+          const Vec<T> weight = found[i], factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
+          // by selection: nothing of a masked key or its value may come through, not even a NaN
+          const auto masked = weight == zero;
+          if constexpr (kSecond) {
+            const Vec<T> dp = load<T>(b.dx + at) * factor - delta;
+            const Vec<T> tx_shifted = load<T>(b.tx + at) - load<T>(state.shift + lane);
+            const Vec<T> tweight = weight * (tx_shifted - load<T>(state.shifted_sum + lane));
+            const Vec<T> tdp = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
+            store<T>(b.x + at, masked ? zero : tweight * factor);
+            store<T>(b.dx + at, masked ? zero : weight * dp);
+            store<T>(b.tdx + at, masked ? zero : tweight * dp + weight * tdp);
+          } else {
+            store<T>(b.x + at, weight * factor);
+            if (want_dx) store<T>(b.dx + at, masked ? zero : weight * (load<T>(b.dx + at) * factor - delta));
+          }
         }
-      }
+      };
+      constexpr int kAtOnce = kRegisters == 32 ? 4 : 2;
+      int64_t j = 0;
+      for (; j + kAtOnce <= keys; j += kAtOnce) weigh(j, std::integral_constant<int, kAtOnce>());
+      for (; j < keys; ++j) weigh(j, std::integral_constant<int, 1>());
     }
   }
 

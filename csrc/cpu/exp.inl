@@ -32,30 +32,54 @@ struct Exp2Constants<double> {
                                     6.9314718055994531e-1};
 };
 
-// 2^x for x <= 127 by a polynomial of the degree, defined where kHasExp2 is true.
-template <int kDegree>
-Vec<float> exp2_of_degree(Vec<float>);
+// 2^x in place of every x <= 127 by a polynomial of the degree, defined where kHasExp2 is true.
+template <int kDegree, int N>
+void exp2_of_degree(Vec<float> (&x)[N]);
 
-// 2^x within 1 ulp for x <= 127 (1023), exactly 1 for 0; 0 where the result is not a normal number, or hardly is one;
-// NaN stays NaN. x = n + r with n an integer, 2^x = 2^n 2^r. If x is a product, compilers contract it with the sums.
-template <class T>
-ATTN_INLINE Vec<T> exp2(Vec<T> x) {
+// 2^x in place of every x within 1 ulp for x <= 127 (1023), exactly 1 for 0; 0 where the result is not a normal number,
+// or hardly is one; NaN stays NaN. x = n + r with n an integer, 2^x = 2^n 2^r. If x is a product, compilers contract it
+// with the sums. Each operation waits for the one before, and processors look ahead only so far: so every step is taken
+// for all N before the next one.
+template <class T, int N>
+ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
   if constexpr (kHasExp2 && sizeof(T) == 4) {
-    return x < -126.0f ? Vec<T>{} : exp2_of_degree<6>(x);
+    Vec<T> power[N];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) power[v] = x[v];
+    exp2_of_degree<6>(power);
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) x[v] = x[v] < -126.0f ? Vec<T>{} : power[v];
   } else {
     using F = Exp2Constants<T>;
     using U = Vec<UInt<T>>;
-    const Vec<T> shifted = x + F::round_magic;
-    const Vec<T> n = shifted - F::round_magic;
-    const Vec<T> r = x - n;
-    Vec<T> p = splat<T>(F::poly[0]);
+    Vec<T> shifted[N], n[N], r[N], p[N];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) shifted[v] = x[v] + F::round_magic;
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) n[v] = shifted[v] - F::round_magic;
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) r[v] = x[v] - n[v];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) p[v] = splat<T>(F::poly[0]);
 #pragma GCC unroll 16
-    for (size_t i = 1; i < sizeof(F::poly) / sizeof(T); ++i) p = p * r + F::poly[i];
-    p = p * r + static_cast<T>(1);
-    // the low bits of `shifted` hold n: move n + bias into the exponent field
-    const U two_to_n = (bit_cast<U>(shifted) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;
-    return n < static_cast<T>(2 - F::exponent_bias) ? Vec<T>{} : p * bit_cast<Vec<T>>(two_to_n);
+    for (size_t i = 1; i < sizeof(F::poly) / sizeof(T); ++i)
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) p[v] = p[v] * r[v] + F::poly[i];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) {
+      p[v] = p[v] * r[v] + static_cast<T>(1);
+      // the low bits of `shifted` hold n: move n + bias into the exponent field
+      const U two_to_n = (bit_cast<U>(shifted[v]) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;
+      x[v] = n[v] < static_cast<T>(2 - F::exponent_bias) ? Vec<T>{} : p[v] * bit_cast<Vec<T>>(two_to_n);
+    }
   }
+}
+
+template <class T>
+ATTN_INLINE Vec<T> exp2(Vec<T> x) {
+  Vec<T> power[] = {x};
+  exp2<T>(power);
+  return power[0];
 }
 
 }  // namespace attn::ATTN_ISA

@@ -82,17 +82,27 @@ struct Forward {
       shift[v] = best[v] == -kInfinity<T> ? Vec<T>{} : best[v];  // a row without any key so far: exp(-inf - 0) = 0
       total[v] = Vec<T>{};
     }
-    for (int64_t j = 0; j < keys; j += F::kNumbers)
-      for (int v = 0; v < N; ++v) {
-        Vec<T> weight[F::kNumbers] = {};
-        for (int64_t k = 0; k < F::kNumbers && j + k < keys; ++k) {
-          const int64_t at = (j + k) * kRowTile + v * W;
-          weight[k] = F::exp2((load<T>(x + at) - shift[v]) * slope);
-          total[v] += weight[k];
-          if (factor) weight[k] *= load<T>(factor + at);
-        }
-        F::store_along_keys(weights + v * W, j, weight);
+    const auto weigh = [&]<int kKeys>(int64_t j, std::integral_constant<int, kKeys>) __attribute__((always_inline)) {
+      constexpr int kVectors = kKeys * N;
+      Vec<T> weight[kVectors];
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i)
+        weight[i] = (load<T>(x + (j + i / N) * kRowTile + i % N * W) - shift[i % N]) * slope;
+      F::exp2(weight);
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i) {
+        total[i % N] += weight[i];
+        if (factor) weight[i] *= load<T>(factor + (j + i / N) * kRowTile + i % N * W);
       }
+      for (int v = 0; v < N; ++v) {
+        Vec<T> slot[F::kNumbers] = {};
+        for (int k = 0; k < kKeys; ++k) slot[k] = weight[k * N + v];
+        F::store_along_keys(weights + v * W, j, slot);
+      }
+    };
+    int64_t j = 0;
+    for (; j + F::kNumbers <= keys; j += F::kNumbers) weigh(j, std::integral_constant<int, F::kNumbers>());
+    if (j < keys) weigh(j, std::integral_constant<int, 1>());  // part of a slot
     if (!state.started) {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, total[v]);
       return;
@@ -104,10 +114,9 @@ struct Forward {
       return;
     }
     Vec<T> correction[N];
-    for (int v = 0; v < N; ++v) {
-      correction[v] = F::exp2((old[v] - shift[v]) * slope);
-      store<T>(sum + v * W, load<T>(sum + v * W) * correction[v] + total[v]);
-    }
+    for (int v = 0; v < N; ++v) correction[v] = (old[v] - shift[v]) * slope;
+    F::exp2(correction);
+    for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) * correction[v] + total[v]);
     for (int64_t d = 0; d < p.value_dim; ++d)
       for (int v = 0; v < N; ++v) {
         T* at = state.output_t + d * kRowTile + lane + v * W;

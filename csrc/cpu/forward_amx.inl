@@ -173,7 +173,9 @@ struct TileForward : Forward<F> {
         const Vec<T> now = rises ? max_number(load<T>(block->best + v * W), old) : old;
         reference[v] = now == -kInfinity<T> ? Vec<T>{} : now;  // no key so far: exp(-inf - 0) = 0
         if (!rises) return;
-        const Vec<T> correction = F::exp2((old - reference[v]) * slope);
+        Vec<T> corrections[] = {(old - reference[v]) * slope};
+        F::exp2(corrections);
+        const Vec<T> correction = corrections[0];
         store<T>(before + v * W, now);
         store<T>(sum + v * W, load<T>(sum + v * W) * correction);
         store<T>(block->correction + v * W, correction);
@@ -191,8 +193,9 @@ struct TileForward : Forward<F> {
 #pragma GCC unroll 2
           for (int64_t k = 0; k < F::kNumbers; ++k) {
             const int64_t at = (next + k) * kRowTile + v * W;
-            weight[k] = F::exp2((reference[v] - load<T>(x + at)) * minus_slope);
+            weight[k] = (reference[v] - load<T>(x + at)) * minus_slope;
           }
+          F::exp2(weight);
           total[v] += weight[0] + weight[1];
           if constexpr (kDropout)
             for (int64_t k = 0; k < F::kNumbers; ++k) weight[k] *= load<T>(factor + (next + k) * kRowTile + v * W);

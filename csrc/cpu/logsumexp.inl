@@ -12,10 +12,13 @@ struct Logsumexp {
   T reference[kRowTile];
   T log2_sum[kRowTile];
 
-  // The weight of a score of the tile, as accurate as the format F. `slope`: log2_slope(), see scores.inl.
-  template <class F>
-  ATTN_INLINE Vec<T> weight(Vec<T> score, T slope, int64_t lane) const {
-    return F::exp2((score - load<T>(reference + lane)) * slope - load<T>(log2_sum + lane));
+  // The weights of scores of the same rows, in their place, as accurate as the format F. `slope`: log2_slope(), see
+  // scores.inl.
+  template <class F, int N>
+  ATTN_INLINE void weights(Vec<T> (&scores)[N], T slope, int64_t lane) const {
+#pragma GCC unroll 8
+    for (Vec<T>& score : scores) score = (score - load<T>(reference + lane)) * slope - load<T>(log2_sum + lane);
+    F::exp2(scores);
   }
 };
 

@@ -103,8 +103,11 @@ struct Singles {
     }
   }
 
-  // 2^x, as accurate as numbers of the format.
-  static ATTN_INLINE Vec<T> exp2(Vec<T> x) { return ATTN_ISA::exp2<T>(x); }
+  // 2^x in place of every x, as accurate as numbers of the format.
+  template <int N>
+  static ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
+    ATTN_ISA::exp2<T>(x);
+  }
 };
 
 }  // namespace attn::ATTN_ISA

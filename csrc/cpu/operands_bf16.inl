@@ -176,8 +176,11 @@ struct Bfloat16s {
     }
   }
 
-  // 2^x, as accurate as kParts bfloat16.
-  static ATTN_INLINE Vec<float> exp2(Vec<float> x) { return exp2_of_degree<3 + kParts>(x); }
+  // 2^x in place of every x, as accurate as kParts bfloat16.
+  template <int N>
+  static ATTN_INLINE void exp2(Vec<float> (&x)[N]) {
+    exp2_of_degree<3 + kParts>(x);
+  }
 
  private:
   // Two vectors as bfloat16, rounded to nearest even: the first one in the low half.

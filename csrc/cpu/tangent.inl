@@ -82,7 +82,9 @@ struct Tangent {
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
-        const Vec<T> weight = b.logsumexp->template weight<Singles<T>>(load<T>(b.x + at), slope, lane);
+        Vec<T> weights[] = {load<T>(b.x + at)};
+        b.logsumexp->template weights<Singles<T>>(weights, slope, lane);
+        const Vec<T> weight = weights[0];
         total += weight;
         mean += weight == zero ? zero : weight * load<T>(b.tx + at);
         store<T>(b.x + at, weight);
