@@ -47,8 +47,8 @@ ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) 
   return bit_cast<Vec<uint64_t>>(_mm512_mul_epu32(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 }
 
-// 2^x in place of every x <= 0, by a polynomial in x - floor(x) whose relative error is at most 3e-6 (degree 4), 1e-7 (5) or 2e-8
-// (6). 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the lowest held at 1.
+// 2^x in place of every x <= 0, by a polynomial in x - floor(x) whose relative error is at most 3e-6 (degree 4), 1e-7
+// (5) or 2e-8 (6). 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the lowest held at 1.
 template <int kDegree, int N>
 ATTN_INLINE void exp2_of_degree(Vec<float> (&x)[N]) {
   static constexpr float kFour[] = {0.013426683843135834f, 0.052242472767829895f, 0.241280198097229f,
