@@ -41,11 +41,18 @@ using UInt = typename IntegersOf<T>::UInt;
 template <class T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-// Not by memcpy: GCC 12 then takes some vectors through the stack.
+// GCC 12 takes some vectors that are copied by memcpy through the stack. Of clang's ThreadSanitizer it is memcpy that is
+// seen: it overlooks reads of more than 16 bytes.
 template <class T>
 ATTN_INLINE Vec<T> load(const T* p) {
+#if defined(__clang__)
+  Vec<T> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+#else
   typedef Vec<T> Anywhere __attribute__((aligned(1), may_alias));
   return *reinterpret_cast<const Anywhere*>(p);
+#endif
 }
 
 template <class T, class V>
