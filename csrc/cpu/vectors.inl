@@ -41,8 +41,8 @@ using UInt = typename IntegersOf<T>::UInt;
 template <class T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-// GCC 12 takes some vectors that are copied by memcpy through the stack. Of clang's ThreadSanitizer it is memcpy that is
-// seen: it overlooks reads of more than 16 bytes.
+// GCC 12 takes some vectors that are copied by memcpy through the stack. With clang it is memcpy that its
+// ThreadSanitizer sees: it overlooks other reads of more than 16 bytes.
 template <class T>
 ATTN_INLINE Vec<T> load(const T* p) {
 #if defined(__clang__)
