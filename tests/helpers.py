@@ -166,7 +166,7 @@ def results(
 
 
 def natural_logsumexp(pair: Tensor, scale: float = 1) -> Tensor:
-    """In float64, of what _sdpa_forward keeps (csrc/params.h).
+    """In float64, of what _sdpa_forward keeps (csrc/core/params.h).
 
     The CPU's pair counts in products, which the scale makes scores, unless the mask holds numbers.
     """

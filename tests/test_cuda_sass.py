@@ -187,7 +187,7 @@ def compile_kernel(limit: Limit, csrc: Path, to: Path) -> Path:
     """Compiles one instantiation; fails if it needs more registers than there are."""
     source, cubin = to / "kernel.cu", to / "kernel.cubin"
     source.write_text(
-        f'#include "cuda/{limit.kernel.split("<")[0]}.cuh"\n'
+        f'#include "cuda/mma/{limit.kernel.split("_")[0]}.cuh"\n'
         "namespace attn::cuda {\n"
         f"template __global__ void {limit.kernel}(const __grid_constant__ {limit.params});\n"
         "}\n"

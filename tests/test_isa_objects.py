@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-CPU = Path(__file__).parent.parent / "csrc" / "cpu"
-SOURCES = {path.stem.removeprefix("isa_"): path for path in sorted(CPU.glob("isa_*.cpp"))}
+CSRC = Path(__file__).parent.parent / "csrc"
+SOURCES = {path.stem: path for path in sorted((CSRC / "cpu" / "isa").glob("*.cpp"))}
 NAMESPACES = {name: "baseline" if name == "default" else name for name in SOURCES}
 NOT_CODE = {"DW.ref.__gxx_personality_v0"}  # the address of a function of libstdc++
 
@@ -31,7 +31,7 @@ def tool(*command: str | Path) -> str:
 
 def compiled(source: Path, level: str, directory: Path) -> Path:
     target = directory / "object.o"
-    flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-fopenmp", f"-I{CPU.parent}"]
+    flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-fopenmp", f"-I{CSRC}"]
     tool("c++", level, *flags, "-c", source, "-o", target)
     return target
 

@@ -10,7 +10,7 @@ import pytest
 
 from _variants import ROOT, changed_sources
 
-CPU = ROOT / "csrc" / "cpu"
+CSRC = ROOT / "csrc"
 ARM = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64")
 NATIVE = shutil.which("g++")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # compiles kernels
 
 def compiled(compiler: str, csrc: Path, sets: list[str], to: Path, *options: str) -> Path:
     """The program tests/cpu/check_kernels.cpp over the kernels of these instruction sets."""
-    sources = [csrc / "cpu" / f"isa_{name}.cpp" for name in sets]
+    sources = [csrc / "cpu" / "isa" / f"{name}.cpp" for name in sets]
     program = ROOT / "tests" / "cpu" / "check_kernels.cpp"
     command = [compiler, *FLAGS, "-O2", *options, f"-I{csrc}", program, *sources, "-o", to]
     subprocess.run(command, check=True)
@@ -46,17 +46,25 @@ def test_arm(tmp_path: Path) -> None:
 # What the program must see: a line of a file, and what to put there instead.
 MUTATIONS = {
     "causality": (
-        "score.h",
+        "core/score.h",
         "smaller(limit, positions.last)",
         "smaller(limit, positions.last - 1)",
     ),
     "halves": (
-        "cpu/instructions_portable.inl",
+        "cpu/isa/instructions_portable.inl",
         "normal = (magnitude - (112u",
         "normal = (magnitude - (111u",
     ),
-    "tangent": ("cpu/tangent.inl", "load<T>(at) - shifted_sum *", "load<T>(at) + shifted_sum *"),
-    "second": ("cpu/backward.inl", "tweight * dp + weight * tdp", "tweight * dp - weight * tdp"),
+    "tangent": (
+        "cpu/kernels/tangent.inl",
+        "load<T>(at) - shifted_sum *",
+        "load<T>(at) + shifted_sum *",
+    ),
+    "second": (
+        "cpu/kernels/backward.inl",
+        "tweight * dp + weight * tdp",
+        "tweight * dp - weight * tdp",
+    ),
 }
 
 
@@ -86,22 +94,24 @@ WINDOW = {
 @pytest.mark.parametrize("window", [1, 37, 100])
 def test_both_ends_of_what_is_visible(window: int, tmp_path: Path) -> None:
     assert NATIVE
-    csrc = changed_sources(tmp_path, "score.h", WINDOW)
+    csrc = changed_sources(tmp_path, "core/score.h", WINDOW)
     option = f"-DATTN_WINDOW={window}"
     program = compiled(NATIVE, csrc, ["default"], tmp_path / "check", option)
     assert run(program, "default") == "default: right\n"
 
 
 @pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
-@pytest.mark.parametrize("file", sorted(path.name for path in CPU.glob("*.inl")))
+@pytest.mark.parametrize(
+    "file", sorted(str(path.relative_to(CSRC)) for path in CSRC.glob("cpu/*/*.inl"))
+)
 def test_file_alone(file: str) -> None:
     """Every file includes what it uses, so that it can be read and compiled alone."""
-    neon = file == "instructions_neon.inl"
+    neon = file.endswith("neon.inl")
     compiler = ARM if neon else NATIVE
     if compiler is None:
         pytest.skip("not run: no aarch64-linux-gnu-g++")
     processor = [] if neon else ["-march=sapphirerapids"]
-    flags = [*FLAGS, *processor, f"-I{CPU.parent}", "-fsyntax-only", "-x", "c++"]
+    flags = [*FLAGS, *processor, f"-I{CSRC}", "-fsyntax-only", "-x", "c++"]
     # included, and not compiled as a main file, in which `#pragma once` is a warning
-    include = f'#include "cpu/{file}"\n'
+    include = f'#include "{file}"\n'
     subprocess.run([compiler, *flags, "-"], input=include, text=True, check=True)

@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-#include "params.h"
+#include "core/params.h"
 
 // Compiles what follows for a processor with these instructions, until ATTN_END_TARGET.
 #define ATTN_PRAGMA(text) _Pragma(#text)

@@ -1,4 +1,4 @@
-#include "parallel.h"
+#include "cpu/parallel.h"
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "isa.h"
+#include "cpu/isa.h"
 
 namespace attn {
 

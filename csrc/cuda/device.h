@@ -9,7 +9,7 @@
 
 #include <mutex>
 
-#include "launch.h"
+#include "cuda/launch.h"
 
 #define ATTN_CUDA_KEY CUDA
 

@@ -1,8 +1,8 @@
 // The instantiations, one inst_*.cu each; launch.cu chooses among them.
 #pragma once
 
-#include "launch.h"
-#include "score.h"
+#include "cuda/launch.h"
+#include "core/score.h"
 
 namespace attn::cuda {
 

@@ -1,7 +1,7 @@
 // Which kernel serves which problem, and how its work is cut.
-#include "launch.cuh"
+#include "cuda/launch.cuh"
 
-#include "kernels.h"
+#include "cuda/kernels.h"
 
 namespace attn::cuda {
 

@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "launch.h"
-#include "numbers.cuh"
+#include "cuda/launch.h"
+#include "cuda/shared/numbers.cuh"
 
 namespace attn::cuda {
 

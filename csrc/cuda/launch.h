@@ -1,7 +1,7 @@
 // What the kernels look like from outside: C++ without torch and without CUDA's headers.
 #pragma once
 
-#include "../params.h"
+#include "core/params.h"
 
 struct CUstream_st;
 

@@ -1,5 +1,5 @@
 // The state of dropout, written on the device: under capture of a graph the host does not know it.
-#include "launch.cuh"
+#include "cuda/launch.cuh"
 
 namespace attn::cuda {
 

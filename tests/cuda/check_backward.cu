@@ -1,6 +1,6 @@
 // One head size, every kind of problem: for compute-sanitizer, and to see that an error put into a kernel is found.
 #include "check_backward.h"
-#include "cuda/backward_mma.cuh"
+#include "cuda/mma/backward.cuh"
 
 int main() {
   using namespace attn;

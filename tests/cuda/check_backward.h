@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/softmax.cuh"
+#include "cuda/shared/softmax.cuh"
 
 namespace attn::cuda {
 constexpr int kHeads = 4;

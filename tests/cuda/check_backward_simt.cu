@@ -1,6 +1,6 @@
 // The kernels of plain multiply-adds: more columns than a block has, every kind of problem.
 #include "check_backward.h"
-#include "cuda/backward_simt.cuh"
+#include "cuda/simt/backward.cuh"
 
 int main() {
   using namespace attn;

@@ -1,6 +1,6 @@
 // The other head sizes and float16.
 #include "check_backward.h"
-#include "cuda/backward_mma.cuh"
+#include "cuda/mma/backward.cuh"
 
 int main() {
   using namespace attn;

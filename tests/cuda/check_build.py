@@ -92,7 +92,9 @@ def main() -> None:
     assert not missing, f"no kernel for CUDA: {missing}"
     for operator in kernels:
         table = torch._C._dispatch_dump_table(operator)
-        assert re.search(r"^AutogradCUDA: .*csrc/autograd\.cpp.*$", table, re.MULTILINE), table
+        assert re.search(
+            r"^AutogradCUDA: .*csrc/operators/autograd\.cpp.*$", table, re.MULTILINE
+        ), table
 
     # Not by autograd, which asks the driver for a context of the device.
     with FakeTensorMode(allow_non_fake_inputs=False), torch.device("cuda"):

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "check_backward.h"
-#include "cuda/delta_mma.cuh"
+#include "cuda/mma/delta.cuh"
 
 namespace attn::cuda {
 namespace {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/forward_simt.cuh"
-#include "cuda/forward_mma.cuh"
+#include "cuda/simt/forward.cuh"
+#include "cuda/mma/forward.cuh"
 
 namespace attn::cuda {
 namespace {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "check.h"
-#include "cuda/ptx.cuh"
+#include "cuda/shared/ptx.cuh"
 
 namespace attn::cuda {
 namespace {

@@ -11,7 +11,7 @@ The bounds follow from the standard model fl(a op b) = (a op b)(1 + d), |d| <= u
   (The first-order form: P. Blanchard, D. J. Higham, N. J. Higham, Accurately computing the
   log-sum-exp and softmax functions, IMA J. Numer. Anal. 41(4), 2021, sections 3 and 4.)
 
-Absolute errors are carried through the formulas of csrc/cpu/backward.inl and tangent.inl, whose
+Absolute errors are carried through the formulas of csrc/cpu/kernels/backward.inl and tangent.inl, whose
 names are used here in lower case; `e_x` is the bound for the error of x. Products of two errors are
 left out where both are small: hence `SLACK`.
 """
@@ -66,7 +66,7 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
         return plain
     if capability not in ("avx512_bf16", "amx"):
         return plain
-    # The bits that factors of products may be rounded to, as csrc/problem.cpp has them.
+    # The bits that factors of products may be rounded to, as csrc/operators/problem.cpp has them.
     if problem.dtype == "float32":
         bits = {"medium": 8, "high": 16, "highest": 24}[problem.precision]
     elif problem.dtype == "float16":
@@ -76,7 +76,7 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
     if bits > 8 and capability == "avx512_bf16":
         return plain
     # A number is a sum of one, two or three bfloat16, and products of the smallest parts are left
-    # out; the exponential is as accurate (exp2_of_degree of csrc/cpu/instructions_avx512.inl).
+    # out; the exponential is as accurate (exp2_of_degree of csrc/cpu/isa/instructions_avx512.inl).
     unit = {8: BF16, 16: 2.0**-16, 24: 2.0**-23}[bits]
     exp = {8: 3e-6, 16: 1e-7, 24: 2e-8}[bits] + 4 * u
     given = 8 if problem.dtype == "bfloat16" else 11 if problem.dtype == "float16" else 24

@@ -6,7 +6,7 @@
 
 #include <mutex>
 
-#include "../../../csrc/cuda/launch.h"
+#include "cuda/launch.h"
 
 #define ATTN_CUDA_KEY CPU
 

@@ -1,0 +1,74 @@
+// Where the numbers of a problem lie, for the kernels of every device.
+#pragma once
+
+#include "core/params.h"
+
+namespace attn {
+
+ATTN_INLINE constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+ATTN_INLINE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+ATTN_INLINE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+ATTN_INLINE constexpr int64_t round_up(int64_t n, int64_t multiple) { return divide_up(n, multiple) * multiple; }
+
+// Where batch entry n of an operand begins, in elements.
+ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, int64_t n) {
+  int64_t offset = 0;
+  for (int d = p.batch_dims - 1; d >= 0; --d) {
+    offset += n % p.batch_size[d] * x.batch[d];
+    n /= p.batch_size[d];
+  }
+  return offset;
+}
+
+// The number of queries and of keys of a sequence: of a batch entry and a head of the query.
+ATTN_INLINE constexpr int64_t query_length(const Problem& p, int64_t /*n*/, int64_t /*head*/) { return p.queries; }
+ATTN_INLINE constexpr int64_t key_length(const Problem& p, int64_t /*n*/, int64_t /*head*/) { return p.keys; }
+
+// The heads of key and value that a head of the query reads.
+ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
+ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.value_heads); }
+
+// A row: a query of a batch entry and a head. Rows are numbered as they lie in a contiguous [batch, heads, L].
+struct Row {
+  int64_t n, head, position;
+};
+ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) { return p.batch * p.heads * p.queries; }
+ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
+  return (n * p.heads + head) * p.queries + position;
+}
+// The row that comes so many after another, which may be itself, in the list of a group of heads.
+ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) {
+  const int64_t length = query_length(p, at.n, at.head);
+  at.position += count;
+  if (at.position >= length) {  // seldom: divisions take long
+    at.head += at.position / length;
+    at.position %= length;
+  }
+  return at;
+}
+ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
+  return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
+}
+
+// The innermost coordinate that is left in the number of a slice of a mask, or of one of those who share it.
+ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, int64_t stride, int64_t& slice, int64_t& sharer) {
+  const int64_t from = stride == 0 ? sharer : slice;  // the mask is the same all along a dimension of stride 0
+  if (stride == 0)
+    sharer = from / extent;
+  else
+    slice = from / extent;
+  return from % extent;
+}
+// Several scores may share one number of a mask. A slice of it is what lies at one batch entry and head; this is the
+// `sharer`-th batch entry and head among those that read a slice. The position is 0.
+ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, int64_t slice, int64_t sharer) {
+  Row place{0, take_coordinate(p.heads, mask.head, slice, sharer), 0};
+  int64_t step = 1;
+  for (int d = p.batch_dims - 1; d >= 0; --d) {
+    place.n += take_coordinate(p.batch_size[d], mask.batch[d], slice, sharer) * step;
+    step *= p.batch_size[d];
+  }
+  return place;
+}
+
+}  // namespace attn

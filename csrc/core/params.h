@@ -1,0 +1,217 @@
+// What a kernel is told: plain data, 64-bit sizes, strides in elements. No torch, no STL.
+#pragma once
+
+#include <stdint.h>
+
+// An inline function that is always inlined: compiled for one instruction set, a copy in an object file might be the
+// one that the linker keeps for all (cpu/isa.h). CUDA's kernels call it too.
+#ifdef __CUDACC__
+#define ATTN_INLINE inline __host__ __device__ __attribute__((always_inline))
+#else
+#define ATTN_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace attn {
+
+enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
+
+// Batch dimensions left after neighbours with compatible strides were merged.
+constexpr int kMaxBatchDims = 16;
+
+// Of a tile of a mask.
+constexpr uint8_t kSomeVisible = 1;  // some query may see some key
+constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
+
+// One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t batch[kMaxBatchDims] = {};
+  int64_t head = 0;
+  int64_t row = 0;
+  int64_t col = 0;
+};
+
+// The attention problem itself, shared by every kernel. What a score is stands in score.h, where a number lies in
+// geometry.h.
+struct Problem {
+  int batch_dims = 0;
+  int64_t batch_size[kMaxBatchDims] = {};
+  int64_t batch = 1;  // product of batch_size
+  int64_t heads = 1;  // of the query and the output
+  int64_t key_heads = 1;
+  int64_t value_heads = 1;
+  int64_t queries = 0;    // L
+  int64_t keys = 0;       // S
+  int64_t head_dim = 0;   // E
+  int64_t value_dim = 0;  // Ev
+  double scale = 1;
+  bool causal = false;    // key j is seen by query i when j <= i
+  bool has_mask = false;  // boolean (true = attend) or additive
+  bool has_dropout = false;
+
+  Operand query;
+  Operand key;
+  Operand value;
+  Operand mask;
+  // What the mask does to tiles, so that heads that share it need not read all of it each: of every kMaskTaskRows
+  // queries and kMaskTaskKeys keys a byte of the two bits below, [*batch, head, tile of queries, tile of keys]. Null
+  // data where nobody has looked.
+  Operand mask_tiles;
+
+  // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). The weight of query i and key j in head
+  // r = (batch * heads + head) % period is decided by Philox4x32-10 with key `seed` and counter (j / 4, i, r, offset):
+  // kept when word j % 4 is below `keep_below`. The period is the number of heads of the call that drew the seed:
+  // when vmap adds batch dimensions in front, every sample sees the numbers it saw alone.
+  Operand rng;
+  uint64_t keep_below = 0;
+  double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
+
+  // The factors of products may be rounded to so many bits: 53, 24, 16 or, as bfloat16, 8.
+  int factor_bits = 53;
+
+  // Heads [g * group, (g + 1) * group) read the same key head and the same value head: their rows form one
+  // long list, row r being query r % L of head g * group + r / L.
+  int64_t group = 1;
+  ATTN_INLINE constexpr int64_t rows() const { return group * queries; }
+  ATTN_INLINE constexpr int64_t groups() const { return heads / group; }
+};
+
+// Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs). The logsumexp is a pair,
+// [batch, heads, L, 2]. With scores near -1e9 (a row of a mask that is all finfo.min, say) one number would have no
+// digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1. Each device has its own pair, which no
+// other code reads; of a row without keys it is (-inf, 0):
+//   CPU   (m, l) with weights 2^((x_j - m) slope - l), x_j the product or score of key j, m near the largest of them
+//         (log2_slope in cpu/tiles/scores.inl): logsumexp = (m slope + l) / log2(e). Of one key the weight is exactly 1.
+//   CUDA  the value of the logsumexp and what rounding took from it
+
+struct ForwardParams : Problem {
+  Operand output;
+  Operand residual;           // the exact output minus the rounded one; data may be null
+  void* logsumexp = nullptr;  // may be null
+
+  int64_t rows_per_task = 0;
+  // With few rows and many keys the keys are cut in `splits` chunks of `keys_per_split`, whole tiles; each writes a
+  // partial output [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L, 2], merged in order
+  // afterwards. The cut depends on the shape alone (on CUDA also on the device), so that the bits do not depend on
+  // threads.
+  int64_t splits = 1;
+  int64_t keys_per_split = 0;
+  void* partial_output = nullptr;
+  void* partial_logsumexp = nullptr;
+
+  void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
+
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
+  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+};
+
+struct BackwardParams : Problem {
+  Operand output;
+  Operand residual;
+  Operand grad_output;
+  const void* logsumexp = nullptr;
+  void* delta = nullptr;  // on CUDA: <grad_output, output + residual> of every row, [batch, heads, L]
+
+  // Null data where a gradient is not wanted.
+  Operand grad_query;
+  Operand grad_key;
+  Operand grad_value;
+  Operand grad_mask;  // stride 0 where the mask was broadcast
+
+  // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
+  int64_t span = 1;
+  int64_t rows_per_pass = 0;
+  // Keys are cut in chunks by the shape alone. Each chunk is one task; with several of them each writes its share of
+  // grad_query to partial_grad_query [chunks, batch, heads, L, E], added in order afterwards.
+  int64_t chunks = 1;
+  int64_t keys_per_chunk = 0;
+  void* partial_grad_query = nullptr;
+
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * (heads / span) * chunks; }
+
+  // The gradient of a mask that several scores share is summed in a pass of its own, over tasks that own disjoint
+  // parts of it; one that belongs to a single score is written by the main pass.
+  bool mask_is_shared = false;
+  int64_t mask_slices = 0;     // different (batch, head) slices of the mask
+  int64_t mask_row_tasks = 0;  // blocks of queries, 1 if all queries share one row
+  int64_t mask_key_tasks = 0;  // blocks of keys
+  ATTN_INLINE constexpr int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
+};
+
+// A direction t in the space of inputs, for derivatives along it. Null data where it is zero.
+struct Tangents {
+  Operand query;
+  Operand key;
+  Operand value;
+  Operand mask;
+};
+
+// J t, the derivative of the output along t.
+struct TangentParams : Problem {
+  Tangents t;
+  Operand output;
+  Operand residual;
+  const void* logsumexp = nullptr;
+  Operand tangent_output;
+  Operand tangent_residual;
+  void* tangent_logsumexp = nullptr;  // [batch, heads, L, 2]: the derivative of logsumexp along t, as a sum of two
+
+  int64_t rows_per_task = 0;
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks(); }
+  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+};
+
+// H(u; x; t) = grad_x <u, J(x) t>, the derivative along t of the gradients J'u: the fields of BackwardParams hold those
+// derivatives.
+struct SecondParams : BackwardParams {
+  Tangents t;
+  Operand tangent_output;
+  Operand tangent_residual;
+  const void* tangent_logsumexp = nullptr;
+  void* tangent_delta = nullptr;  // on CUDA: its derivative
+};
+
+// The statistics of the scores of every row, and the weight that every key receives: csrc/core/statistics.h.
+//
+// Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
+// the sum over its whole row. Results are contiguous, of the type computed in.
+//
+// On the CPU the second pass may write every weight and score instead. Then received_weight is not written, and nobody
+// reads what else comes out of the rows.
+struct StatsParams : Problem {
+  void* largest_score = nullptr;    // [batch, heads, L]
+  void* entropy = nullptr;          // as that
+  void* logsumexp = nullptr;        // as that: one number, not a pair
+  void* received_weight = nullptr;  // [batch, heads, S]
+
+  // [*batch, heads, L, S]; null data where they are not asked for.
+  Operand weights;
+  Operand scores;
+
+  int64_t rows_per_task = 0;
+  int64_t splits = 1;  // of the keys, each of whole tiles; put together in order, as those of the forward
+  int64_t keys_per_split = 0;
+  void* partial = nullptr;  // RowStatistics, [splits, batch, heads, L]
+  void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
+
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
+  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+
+  // A task of the second pass adds up weights of one head: of some keys, over a chunk of the rows. With several chunks
+  // each writes a partial sum [chunks, batch, heads, S], added in order afterwards.
+  int64_t keys_per_task = 0;
+  int64_t chunks = 1;
+  int64_t rows_per_chunk = 0;  // whole tiles
+  void* partial_received = nullptr;
+
+  ATTN_INLINE constexpr int64_t key_tasks() const { return batch * heads * key_tasks_of_head() * chunks; }
+  ATTN_INLINE constexpr int64_t key_tasks_of_head() const { return (keys + keys_per_task - 1) / keys_per_task; }
+};
+
+// A task of the mask's gradient owns so many rows and keys of it. The kernels of every device compute one tile of
+// scores a task, and say so by a static_assert.
+constexpr int64_t kMaskTaskRows = 64;
+constexpr int64_t kMaskTaskKeys = 64;
+
+}  // namespace attn

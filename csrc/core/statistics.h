@@ -1,0 +1,89 @@
+// The statistics of a row of scores: what is kept of the keys that have passed, and what comes out in the end. The same
+// on every device.
+//
+// With m the largest score of the row, weights w_j = exp(x_j - m) and l = sum_j w_j, the probabilities are w_j / l and
+//
+//   logsumexp = m + log(l)        entropy = -sum_j w_j / l log(w_j / l) = log(l) - sum_j (x_j - m) w_j / l
+//
+// Neither term of the entropy is negative, so that nothing cancels. Where one key has nearly all of the weight, both
+// terms are small and l is nearly 1: it is kept without the 1 of the largest score, and log(l) is log1p of the rest. So
+// an entropy is as accurate near 0, where attention has collapsed to one key, as elsewhere.
+#pragma once
+
+#include "core/params.h"
+
+namespace attn {
+
+// Of some keys of a row. Numbers x in a tile may be scores or, on the CPU, products; with `slope` a power of 2 is
+// exp(score_i - score_j) = 2^((x_i - x_j) slope).
+template <class T>
+struct RowStatistics {
+  T largest;  // m; -inf without a key, NaN once a score was NaN
+  T ones;     // how many weights are 1, those of the largest score
+  T rest;     // the sum of the others
+  T moment;   // sum_j (x_j - m) slope w_j, not positive
+};
+
+constexpr double kLn2 = 0.69314718055994530942;
+
+// The exponent of a weight. No weight is a number below 2^-1100 in any type, and that times a weight of 0 is then 0,
+// not NaN. Keeps NaN.
+constexpr double kLeastExponent = -1100;
+template <class T>
+ATTN_INLINE constexpr T exponent_of(T x, T reference, T slope) {
+  const T exponent = (x - reference) * slope;
+  return exponent < static_cast<T>(kLeastExponent) ? static_cast<T>(kLeastExponent) : exponent;
+}
+
+// Two parts of a row are put together by bringing both to the larger of their references, which is no NaN.
+template <class T>
+ATTN_INLINE constexpr T common_reference(const RowStatistics<T>& a, const RowStatistics<T>& b) {
+  return a.largest > b.largest ? a.largest : b.largest;
+}
+// `exponent`: exponent_of(part.largest, reference, slope), and `weight` 2 to that power.
+template <class T>
+ATTN_INLINE constexpr RowStatistics<T> brought_to(T reference, const RowStatistics<T>& part, T exponent, T weight) {
+  if (part.largest == reference) return part;
+  const T sum = part.ones + part.rest;
+  return {reference, 0, sum == 0 ? 0 : sum * weight, sum == 0 ? 0 : (part.moment + exponent * sum) * weight};
+}
+// The sum of two parts with the same reference, unless a score of one of them was NaN.
+template <class T>
+ATTN_INLINE constexpr RowStatistics<T> added(T reference, const RowStatistics<T>& a, const RowStatistics<T>& b) {
+  return {reference, a.ones + b.ones, a.rest + b.rest, a.moment + b.moment};
+}
+template <class T>
+ATTN_INLINE constexpr bool has_nan(const RowStatistics<T>& part) {
+  return part.largest != part.largest;
+}
+
+// What is written of a row.
+template <class T>
+struct FinishedRow {
+  T largest_score, entropy, logsumexp;
+  // A weight p is 2^((x - reference) slope) inverse_sum. (Not 2^((x - reference) slope - log2(l)): that may be 20, and
+  // its rounding would be off by as many ulps in all weights of the row.)
+  T reference, inverse_sum;
+};
+
+// l - 1, and -1 without keys. log1p() of it is the argument `log_sum` of finished().
+template <class T>
+ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s) {
+  return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest);
+}
+// `scale` makes `largest` the largest score. A score of +inf has the sum inf - inf = NaN, though no score was NaN.
+template <class T>
+ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T scale, double log_sum, T infinity) {
+  if (s.ones == 0 && s.rest == 0) return {-infinity, 0, -infinity, 0, 0};
+  const T largest = s.largest * scale;
+  const double sum = 1 + sum_without_one(s);
+  const T nan = infinity - infinity;
+  if (has_nan(s) || sum != sum) {
+    const T score = largest == infinity && !has_nan(s) ? infinity : nan;
+    return {score, nan, score, nan, nan};
+  }
+  return {largest, static_cast<T>(log_sum - kLn2 * static_cast<double>(s.moment) / sum),
+          static_cast<T>(static_cast<double>(largest) + log_sum), s.largest, static_cast<T>(1 / sum)};
+}
+
+}  // namespace attn

@@ -1,0 +1,32 @@
+// Which instruction set the CPU kernels run with.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cpu/isa.h"
+
+namespace attn {
+
+// The best one that this machine has, or the one named in the environment variable
+// ATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16|amx|neon. Throws c10::Error if that name is unknown or not
+// supported here; an empty one counts as none.
+const Kernels& kernels();
+
+// Of its tables, from the best one down, the first whose kernels take `p`: kernels_for<&Kernels::forward>(p).
+template <auto kPart, class Params>
+const auto& kernels_for(const Params& p) {
+  const Kernels* table = &kernels();
+  while (!(table->*kPart).takes(p)) table = table->falls_back_to();
+  return table->*kPart;
+}
+
+std::string cpu_capability();
+
+// All that this machine can run, slowest first.
+std::vector<std::string> cpu_capabilities();
+
+// Switches for the whole process. For tests and comparisons; calls under way finish with the old one.
+void set_cpu_capability(const std::string& name);
+
+}  // namespace attn

@@ -1,0 +1,212 @@
+// The operators on the CPU: work cut into tasks, threads.
+//
+// How the work is cut depends on the shape alone. The number of threads decides only who computes a task, so the
+// result has the same bits with any number of threads.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <numeric>
+#include <utility>
+
+#include "operators/call.h"
+#include "cpu/capability.h"
+#include "cpu/parallel.h"
+
+namespace attn {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
+constexpr int64_t kEnoughChunks = 16;  // of the backward: each costs a grad_query of its own
+constexpr int64_t kRowsPerRange = 64;
+
+double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
+
+// Of one product over all pairs of queries and keys.
+double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
+
+// What everything else about a pair takes in the forward, as products would: it decides whether a second thread pays
+// where calls take ten microseconds (measured while decoding).
+constexpr double kFlopsPerPair = 128;
+
+Tensor draw_rng_state(const Tensor& query, int64_t heads) {
+  Tensor state = empty_rng_state(query, 1);
+  auto* generator =
+      at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
+  std::lock_guard<std::mutex> lock(generator->mutex_);
+  auto* values = state.mutable_data_ptr<int64_t>();
+  values[0] = static_cast<int64_t>(generator->random64());
+  values[1] = 0;
+  values[2] = heads;
+  return state;
+}
+
+// Looks once at a mask that several heads share. p.mask_tiles points into the result.
+Tensor look_at_mask(Problem& p, const Tensor& query) {
+  constexpr int64_t kFewQueries = 16;  // read little of the mask, as they go
+  if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries) return {};
+  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
+  const int64_t key_tiles = divide_up(p.keys, kKeyTile);
+  Operand& tiles = p.mask_tiles;
+  tiles.dtype = DType::boolean;
+  tiles.col = 1;
+  tiles.row = p.mask.row == 0 ? 0 : key_tiles;
+  int64_t size = row_tiles * key_tiles;
+  const auto stride = [&](int64_t extent, int64_t stride_of_mask) {
+    if (stride_of_mask == 0) return int64_t{0};
+    return std::exchange(size, size * extent);
+  };
+  tiles.head = stride(p.heads, p.mask.head);
+  for (int d = p.batch_dims - 1; d >= 0; --d) tiles.batch[d] = stride(p.batch_size[d], p.mask.batch[d]);
+  const int64_t slices = size / (row_tiles * key_tiles);
+  if (slices == p.batch * p.heads) return {};  // nobody shares it
+  Tensor bytes = at::zeros({size}, query.options().dtype(at::kByte));
+  tiles.data = bytes.mutable_data_ptr();
+  const double read = 1.0 * slices * (p.mask.row == 0 ? 1 : p.queries) * p.keys;
+  run_tasks(slices * row_tiles, read, 0, {}, [&](int64_t task, char*) { kernels().look_at_mask(p, task); });
+  return bytes;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Forward
+
+// Params: with rows_per_task and splits of the keys.
+template <class Params>
+void plan_rows(Params& p) {
+  // Several tiles of rows share one pass over the keys, as long as there are tasks enough.
+  p.rows_per_task = 4 * kRowTile;
+  while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
+  p.keys_per_split = p.keys;
+  if (p.tasks() < kEnoughTasks && p.keys >= 1024) {
+    const int64_t splits = std::min(divide_up(kEnoughTasks, p.tasks()), p.keys / 512);
+    p.keys_per_split = round_up(divide_up(p.keys, splits), kKeyTile);
+    p.splits = divide_up(p.keys, p.keys_per_split);
+  }
+}
+
+void run_forward(ForwardParams& p, const Tensor& query) {
+  plan_rows(p);
+  const auto partial = allocate_splits(p, query);
+  const Tensor mask_tiles = look_at_mask(p, query);
+
+  const ForwardKernels& k = kernels_for<&Kernels::forward>(p);
+  Tensor packed;
+  if (const int64_t bytes = k.packed_size(p)) {
+    packed = at::empty({bytes / static_cast<int64_t>(sizeof(float))}, query.options().dtype(at::kFloat));
+    p.packed = packed.mutable_data_ptr();
+    const int64_t heads = p.batch * std::max(p.key_heads, p.value_heads);
+    run_tasks(heads * divide_up(p.keys, kKeyTile), static_cast<double>(bytes), 0, {},
+              [&](int64_t task, char*) { k.pack(p, task); });
+  }
+  const int64_t workspace = k.workspace(p);
+  run_tasks(p.tasks(), 2 * product_flops(p) + kFlopsPerPair * pairs(p), workspace, k.on_thread,
+            [&](int64_t task, char* own) { k.run(p, task, own); });
+  const int64_t rows = number_of_rows(p);
+  if (p.splits > 1)
+    run_ranges(rows, kRowsPerRange, 2.0 * p.splits * rows * p.value_dim, workspace,
+               [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Gradients, and their derivative along a direction: the same plan and passes
+
+void plan(BackwardParams& p) {
+  p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
+  // What a pass keeps of its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
+  const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
+  p.rows_per_pass = std::min(rows, round_up(p.rows(), kRowTile));
+  p.keys_per_chunk = p.keys;
+  if (p.tasks() < kEnoughChunks) {
+    const int64_t chunks = std::min(divide_up(kEnoughChunks, p.tasks()), divide_up(p.keys, 4 * kKeyTile));
+    p.keys_per_chunk = round_up(divide_up(p.keys, chunks), kKeyTile);
+    p.chunks = divide_up(p.keys, p.keys_per_chunk);
+  }
+}
+
+template <auto kPart, class Params>
+void run_gradients(Params& p, const Tensor& query) {
+  plan(p);
+  const Tensor mask_tiles = look_at_mask(p, query);
+  const BackwardKernels<Params>& k = kernels_for<kPart>(p);
+  Tensor partial;
+  if (p.chunks > 1 && p.grad_query.data) {
+    partial = at::empty({p.chunks, p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
+    p.partial_grad_query = partial.mutable_data_ptr();
+  }
+  const int64_t workspace = k.workspace(p);
+  const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
+  if (p.grad_query.data || p.grad_key.data || p.grad_value.data || direct_mask)
+    run_tasks(p.tasks(), 5 * product_flops(p), workspace, k.on_thread,
+              [&](int64_t task, char* own) { k.run(p, task, own); });
+  const int64_t rows = number_of_rows(p);
+  if (p.partial_grad_query)
+    run_ranges(rows, kRowsPerRange, 2.0 * p.chunks * rows * p.head_dim, workspace,
+               [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
+  if (p.mask_is_shared)
+    run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, k.on_thread,
+              [&](int64_t task, char* own) { k.mask(p, task, own); });
+}
+
+void run_backward(BackwardParams& p, const Tensor& query) { run_gradients<&Kernels::backward>(p, query); }
+void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::second>(p, query); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Tangent
+
+void run_tangent(TangentParams& p, const Tensor& query) {
+  p.rows_per_task = kRowTile;
+  const Tensor mask_tiles = look_at_mask(p, query);
+  const TangentKernels& k = kernels_for<&Kernels::tangent>(p);
+  run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), k.on_thread,
+            [&](int64_t task, char* own) { k.run(p, task, own); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Statistics
+
+void plan(StatsParams& p) {
+  plan_rows(p);
+  // The second pass is the same with keys and rows exchanged.
+  p.keys_per_task = kStatsKeyTiles * kKeyTile;
+  while (p.keys_per_task > kKeyTile && p.key_tasks() < 2 * kEnoughTasks) p.keys_per_task /= 2;
+  p.rows_per_chunk = p.queries;
+  if (p.keys > 0 && p.key_tasks() < kEnoughTasks && p.queries >= 1024) {
+    const int64_t chunks = std::min(divide_up(kEnoughTasks, p.key_tasks()), p.queries / 512);
+    p.rows_per_chunk = round_up(divide_up(p.queries, chunks), kRowTile);
+    p.chunks = divide_up(p.queries, p.rows_per_chunk);
+  }
+}
+
+void run_stats(StatsParams& p, const Tensor& query) {
+  plan(p);
+  const auto workspaces = allocate_partial(p, query);
+  const Tensor mask_tiles = look_at_mask(p, query);
+  const StatsKernels& k = kernels_for<&Kernels::stats>(p);
+  const int64_t workspace = k.workspace(p), rows = number_of_rows(p), keys = p.batch * p.heads * p.keys;
+  run_tasks(p.tasks(), product_flops(p), workspace, k.on_thread,
+            [&](int64_t task, char* own) { k.rows(p, task, own); });
+  run_ranges(rows, kRowsPerRange, 64.0 * p.splits * rows, 0,
+             [&](int64_t first, int64_t last, char*) { k.finish(p, first, last); });
+  if (p.weights.data)
+    return run_tasks(p.tasks(), product_flops(p), workspace, k.on_thread,
+                     [&](int64_t task, char* own) { k.weights(p, task, own); });
+  run_tasks(p.key_tasks(), product_flops(p), workspace, k.on_thread,
+            [&](int64_t task, char* own) { k.keys(p, task, own); });
+  if (p.chunks > 1)
+    run_ranges(keys, kRowsPerRange, 1.0 * p.chunks * keys, 0,
+               [&](int64_t first, int64_t last, char*) { k.add_chunks(p, first, last); });
+}
+
+constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
+
+[[maybe_unused]] const Device* const registered = device_of_weights = &kCpu;
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn, CPU, m) { register_kernels<kCpu>(m); }
+
+}  // namespace attn

@@ -1,0 +1,34 @@
+// AMX with bfloat16 (Sapphire Rapids and later), its vector code that of AVX-512 with VDPBF16PS. float16 and float32
+// are sums of two and three bfloat16, multiplied in four and six products; float32 only where sequences are long.
+#include "cpu/isa.h"
+
+#if defined(__x86_64__)
+ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+#define ATTN_ISA amx
+#define ATTN_INSTRUCTIONS "cpu/isa/instructions_avx512.inl"
+#include "cpu/kernels/forward_amx.inl"
+#include "cpu/kernels/kernels.inl"
+#include "cpu/tiles/formats_bf16.inl"
+
+namespace attn::amx {
+
+struct Formats {  // see kernels.inl
+  template <class F>
+  using ForwardLoop = TileForward<F>;
+  static constexpr OnThread kOnThread = {configure_tiles, release_tiles};
+  static bool takes(const Problem& p) {
+    return p.factor_bits <= 16 || (p.factor_bits <= 24 && p.queries >= kLongInFloat32 && p.keys >= kLongInFloat32);
+  }
+  template <class Function>
+  static ATTN_INLINE auto with(const Problem& p, Function f) {
+    return p.factor_bits <= 8 ? f(Tiles<1>()) : p.factor_bits <= 16 ? f(Tiles<2>()) : f(Tiles<3>());
+  }
+  static constexpr bool kDecodes = false;
+  static constexpr auto falls_back_to = kernels_avx512;
+};
+
+}  // namespace attn::amx
+
+const attn::Kernels* attn::kernels_amx() { return &amx::KernelTable<amx::Formats>::table; }
+ATTN_END_TARGET
+#endif

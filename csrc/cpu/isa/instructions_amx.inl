@@ -1,0 +1,46 @@
+// AMX: the tile instructions, as inline assembly and not as the compiler's intrinsics. GCC's do not tell that a load
+// reads memory, and stores to it may then be moved behind it. tests/stand_in/cpu has a file of the same name, in
+// software.
+#pragma once
+
+#include "cpu/simd/simd.inl"
+
+namespace attn::ATTN_ISA {
+
+// Queries and keys from which on float32 is multiplied by tiles. Six products take half the time of FMAs, but only once
+// keys and values are split in three; nobody has measured yet where that is paid back.
+constexpr int64_t kLongInFloat32 = 1024;
+
+// Eight tiles of 16 rows of 16 slots, the kernels' from here on until they are released. What a thread leaves in them
+// would be saved and restored whenever it waits.
+inline void configure_tiles() {
+  struct alignas(64) Configuration {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_of_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  static constexpr Configuration kConfiguration;
+  asm volatile("ldtilecfg %0" : : "m"(kConfiguration));
+}
+inline void release_tiles() { asm volatile("tilerelease"); }
+
+template <int kTile>
+ATTN_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
+}
+// Rows `ld` floats apart.
+template <int kTile>
+ATTN_INLINE void tile_load(const float* rows, int64_t ld) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(ld * 4), "i"(kTile) : "memory");
+}
+template <int kTile>
+ATTN_INLINE void tile_store(float* rows, int64_t ld) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(ld * 4), "i"(kTile) : "memory");
+}
+// C += A B; a slot is two bfloat16.
+template <int kC, int kA, int kB>
+ATTN_INLINE void tile_multiply_add() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+}  // namespace attn::ATTN_ISA

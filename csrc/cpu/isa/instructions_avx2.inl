@@ -1,0 +1,51 @@
+// AVX2 with FMA and F16C: what vector types do not say.
+#pragma once
+
+#ifndef ATTN_ISA  // included by itself
+#define ATTN_ISA avx2
+#endif
+#include "cpu/isa.h"
+
+namespace attn::ATTN_ISA {
+
+constexpr int kVectorBytes = 32;
+constexpr int kRegisters = 16;
+constexpr bool kHasExp2 = false;
+
+}  // namespace attn::ATTN_ISA
+
+#include "cpu/simd/vectors.inl"
+
+namespace attn::ATTN_ISA {
+
+// IEEE half <-> float, to nearest even.
+ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
+  return bit_cast<Vec<float>>(_mm256_cvtph_ps(bit_cast<__m128i>(h)));
+}
+
+ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
+  return bit_cast<Shorts<float>>(_mm256_cvtps_ph(bit_cast<__m256>(f), _MM_FROUND_TO_NEAREST_INT));
+}
+
+// With zeros in the high halves. (GCC 12 makes three instructions of __builtin_convertvector where there is one.)
+ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
+  return bit_cast<Vec<uint32_t>>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(s)));
+}
+
+// Bit i: whether byte i of 64 is not 0.
+ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
+  uint64_t zeros = 0;
+  for (int i = 0; i < 64; i += 32) {
+    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i));
+    const int mask = _mm256_movemask_epi8(_mm256_cmpeq_epi8(v, _mm256_setzero_si256()));
+    zeros |= static_cast<uint64_t>(static_cast<uint32_t>(mask)) << i;
+  }
+  return ~zeros;
+}
+
+// 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
+ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
+  return bit_cast<Vec<uint64_t>>(_mm256_mul_epu32(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+}
+
+}  // namespace attn::ATTN_ISA

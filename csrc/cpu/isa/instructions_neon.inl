@@ -1,0 +1,51 @@
+// NEON (every 64-bit ARM): what vector types do not say.
+#pragma once
+
+#ifndef ATTN_ISA  // included by itself
+#define ATTN_ISA neon
+#endif
+#include "cpu/isa.h"
+
+namespace attn::ATTN_ISA {
+
+constexpr int kVectorBytes = 16;
+constexpr int kRegisters = 32;
+constexpr bool kHasExp2 = false;
+
+}  // namespace attn::ATTN_ISA
+
+#include "cpu/simd/vectors.inl"
+
+namespace attn::ATTN_ISA {
+
+// IEEE half <-> float, to nearest even.
+ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
+  return bit_cast<Vec<float>>(vcvt_f32_f16(bit_cast<float16x4_t>(h)));
+}
+
+ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
+  return bit_cast<Shorts<float>>(vcvt_f16_f32(bit_cast<float32x4_t>(f)));
+}
+
+// With zeros in the high halves.
+ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) { return __builtin_convertvector(s, Vec<uint32_t>); }
+
+// Bit i: whether byte i of 64 is not 0.
+ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
+  const VectorOf<uint8_t, 16>::type bit_of_byte = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  uint64_t bits = 0;
+  for (int i = 0; i < 64; i += 16) {
+    const uint8x16_t v = vld1q_u8(bytes + i);
+    const uint8x16_t of_these = vandq_u8(vtstq_u8(v, v), bit_cast<uint8x16_t>(bit_of_byte));
+    const uint64_t low = vaddv_u8(vget_low_u8(of_these)), high = vaddv_u8(vget_high_u8(of_these));
+    bits |= (low | high << 8) << i;
+  }
+  return bits;
+}
+
+// 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
+ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
+  return bit_cast<Vec<uint64_t>>(vmull_u32(vmovn_u64(bit_cast<uint64x2_t>(a)), vmovn_u64(bit_cast<uint64x2_t>(b))));
+}
+
+}  // namespace attn::ATTN_ISA

@@ -1,0 +1,75 @@
+// An instruction set of which only this is known: vectors of 16 bytes, on x86-64 those of SSE2.
+#pragma once
+
+#ifndef ATTN_ISA  // included by itself
+#define ATTN_ISA baseline
+#endif
+#include "cpu/isa.h"
+
+namespace attn::ATTN_ISA {
+
+constexpr int kVectorBytes = 16;
+constexpr int kRegisters = 16;
+constexpr bool kHasExp2 = false;
+
+}  // namespace attn::ATTN_ISA
+
+#include "cpu/simd/vectors.inl"
+
+namespace attn::ATTN_ISA {
+
+// IEEE half <-> float by integer arithmetic: a half's exponent and mantissa are moved to a float's place, and the
+// exponent's bias of 15 becomes 127.
+ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
+  using U = Vec<uint32_t>;
+  const U wide = __builtin_convertvector(h, U);
+  const U magnitude = (wide & 0x7fffu) << 13;
+  U bits = magnitude + (112u << 23);
+  bits = magnitude >= (0x7c00u << 13) ? (magnitude | 0x7f800000u) : bits;  // infinity, NaN
+  // A subnormal half is an integer times 2^-24. No float here is subnormal: torch.set_flush_denormal would make it 0.
+  const Vec<float> subnormal = __builtin_convertvector(bit_cast<Vec<int32_t>>(wide & 0x3ffu), Vec<float>) * 0x1p-24f;
+  bits = magnitude < (0x0400u << 13) ? bit_cast<U>(subnormal) : bits;
+  return bit_cast<Vec<float>>(bits | ((wide & 0x8000u) << 16));
+}
+
+ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
+  using U = Vec<uint32_t>;
+  const U all = bit_cast<U>(f);
+  const U magnitude = all & 0x7fffffffu;
+  // normal numbers: rebias the exponent, round to nearest even on the 13 bits that go
+  const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // subnormal: adding 0.5 aligns the mantissa so that the addition itself rounds
+  const U subnormal = bit_cast<U>(bit_cast<Vec<float>>(magnitude) + 0.5f) - 0x3f000000u;
+  U bits = magnitude < (113u << 23) ? subnormal : normal;
+  bits = magnitude >= 0x477ff000u ? (magnitude > 0x7f800000u ? U{} + 0x7e00u : U{} + 0x7c00u) : bits;
+  return __builtin_convertvector(bits | ((all >> 16) & 0x8000u), Shorts<float>);
+}
+
+// With zeros in the high halves.
+ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) { return __builtin_convertvector(s, Vec<uint32_t>); }
+
+// Bit i: whether byte i of 64 is not 0.
+ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
+  uint64_t bits = 0;
+#if defined(__SSE2__)
+  for (int i = 0; i < 64; i += 16) {
+    const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i));
+    const auto zeros = static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(v, _mm_setzero_si128())));
+    bits |= static_cast<uint64_t>(~zeros & 0xffffu) << i;
+  }
+#else
+  for (int i = 0; i < 64; ++i) bits |= static_cast<uint64_t>(bytes[i] != 0) << i;
+#endif
+  return bits;
+}
+
+// 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
+ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
+#if defined(__SSE2__)
+  return bit_cast<Vec<uint64_t>>(_mm_mul_epu32(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+}  // namespace attn::ATTN_ISA

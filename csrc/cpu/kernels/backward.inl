@@ -1,0 +1,470 @@
+// Gradients, recomputed tile by tile from the saved logsumexp. With s the scale, G the gradient of the output O,
+// Z the dropout factors (0 or 1/(1-p)) and P_ij = exp(x_ij - logsumexp_i) the weights,
+//
+//   x = s Q K^T + M              O = (P * Z) V
+//   dV = (P * Z)^T G
+//   d(P)_ij  = Z_ij <G_i, V_j>
+//   dS_ij    = P_ij (dP_ij - delta_i),   delta_i = sum_j dP_ij P_ij = <G_i, O_i>
+//   dM = dS       dQ = s dS K       dK = s dS^T Q
+//
+// dS is the gradient of x, the scaled score, so that the scale enters once in dQ and once in dK, by the chain rule for
+// x = s q.k. The sum over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates
+// (one weight near 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k,
+// the softmax saturates as d_k grows, and every gradient above dies. s = 1/sqrt(d_k) brings the variance of x back to 1
+// and so keeps dS at a size that does not depend on d_k (Vaswani et al., 2017, section 3.2.1).
+//
+// The same code gives the derivative of these gradients along a direction t = (tQ, tK, tV, tM), with u = G held fixed:
+// H(u; x; t) of schema.cpp. A prefixed t is the derivative along t; tx, c = d(logsumexp) and tO come from tangent.inl:
+//
+//   tP = P (tx - c)
+//   t(dP)_ij = Z_ij <G_i, tV_j>,   t(delta)_i = <G_i, tO_i>
+//   t(dS) = tP (dP - delta) + P (t(dP) - t(delta))
+//   H_V = (tP * Z)^T G      H_M = t(dS)      H_Q = s (t(dS) K + dS tK)      H_K = s (t(dS)^T Q + dS^T tQ)
+#pragma once
+
+#include "cpu/tiles/dropout.inl"
+#include "cpu/tiles/scores.inl"
+
+namespace attn::ATTN_ISA {
+
+// Params: BackwardParams for the gradients, SecondParams for their derivative along t. F: the format of the operands of
+// the products. S: that of queries and keys in the forward, in which the scores are computed again.
+template <class F, class Params, class S = F>
+struct Backward {
+  using T = typename F::Number;
+  static constexpr int W = kLanes<T>;
+  static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
+  static constexpr bool kRoundsScores = !std::is_same_v<F, S>;
+
+  struct RowState {
+    RowTile rows;
+    T* query_t;        // [slots of E][kRowTile]
+    T* query;          // [slots of kRowTile][E], finite: a NaN reaches dK through dS, and only at keys attended to
+    T* grad_output_t;  // [slots of Ev][kRowTile]
+    T* grad_output;    // [slots of kRowTile][Ev]
+    T* grad_query_t;   // [E][kRowTile]
+    Logsumexp<T>* logsumexp;
+    T* delta;  // [kRowTile]
+    // for kSecond
+    T* tangent_query_t;
+    T* tangent_query;
+    T *shift, *shifted_sum;  // [kRowTile]: c is the sum of both, see tangent.inl
+    T* tangent_delta;        // [kRowTile]
+    // for kRoundsScores
+    T* score_query_t;  // [slots of E][kRowTile]
+  };
+  struct Buffers {
+    RowState* states;
+    T* key;         // [kKeyTile][slots of E]
+    T* key_finite;  // [slots of kKeyTile][E], for dQ^T, where a NaN in a masked key must not meet dS = 0
+    T* value;       // [kKeyTile][slots of Ev]
+    T* lanes;       // [kKeyTile][slots of kRowTile]: P * Z or dS, for dV and dK
+    T* weights;     // [slots of kKeyTile][kRowTile]: dS, for dQ^T, where the format can't have it in dx
+    T* x;           // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
+    T* dx;          // [kKeyTile][kRowTile]: dP, then dS
+    T* bias;
+    T* factor;
+    T* grad_key;    // [keys of a task][E]
+    T* grad_value;  // [keys of a task][Ev]
+    // for kSecond
+    T *tangent_key, *tangent_key_finite, *tangent_value;
+    T* tx;   // [kKeyTile][kRowTile]
+    T* tdx;  // [kKeyTile][kRowTile]: t(dP), then t(dS)
+    // for kRoundsScores
+    T* score_key;  // [kKeyTile][slots of E]
+    int64_t ld_key, ld_value, ld_score_key;
+    int64_t size;
+
+    Buffers(const Params& p, char* base, int64_t row_tiles, int64_t accumulated_keys) {
+      Arena arena(base);
+      const int64_t tile = kKeyTile * kRowTile;
+      ld_key = row_of<F>(p.head_dim);
+      ld_value = row_of<F>(p.value_dim);
+      ld_score_key = row_of<S>(p.head_dim);
+      states = arena.take<RowState>(row_tiles);
+      key = arena.take<T>(kKeyTile * ld_key);
+      key_finite = arena.take<T>(slots_of<F>(kKeyTile) * ld_key);
+      value = arena.take<T>(kKeyTile * ld_value);
+      lanes = arena.take<T>(F::kNumbers == 1 ? 0 : kKeyTile * slots_of<F>(kRowTile));
+      weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
+      x = arena.take<T>(tile);
+      dx = arena.take<T>(tile);
+      bias = arena.take<T>(p.has_mask ? tile : 0);
+      factor = arena.take<T>(p.has_dropout ? tile : 0);
+      grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
+      grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
+      tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
+      tangent_key_finite = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
+      tangent_value = arena.take<T>(kSecond ? kKeyTile * ld_value : 0);
+      tx = arena.take<T>(kSecond ? tile : 0);
+      tdx = arena.take<T>(kSecond ? tile : 0);
+      score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
+      for (int64_t t = 0; t < row_tiles; ++t) {
+        RowState measured;
+        RowState& state = base ? states[t] : measured;
+        state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
+        state.query = arena.take<T>(slots_of<F>(kRowTile) * ld_key);
+        state.grad_output_t = arena.take<T>(slots_of<F>(p.value_dim) * kRowTile);
+        state.grad_output = arena.take<T>(slots_of<F>(kRowTile) * ld_value);
+        state.grad_query_t = arena.take<T>(p.head_dim * kRowTile);
+        state.logsumexp = arena.take<Logsumexp<T>>(1);
+        state.delta = arena.take<T>(kRowTile);
+        state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
+        state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
+        state.shift = arena.take<T>(kSecond ? kRowTile : 0);
+        state.shifted_sum = arena.take<T>(kSecond ? kRowTile : 0);
+        state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
+        state.score_query_t = kRoundsScores ? arena.take<T>(slots_of<S>(p.head_dim) * kRowTile) : state.query_t;
+      }
+      size = arena.used();
+    }
+
+    // What is multiplied with K and Q, and what the mask receives.
+    T* ds() const { return kSecond ? tdx : dx; }
+  };
+
+  static void load_rows(const Params& p, const Buffers& b, RowState& state) {
+    const RowTile& rows = state.rows;
+    const auto finite_rows = [&](const Operand& x, T* tile) {
+      rows.template pack_lanes<F>(p, x, p.head_dim, tile, b.ld_key);
+      F::make_finite(tile, slots_of<F>(rows.count) * b.ld_key);
+    };
+    rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
+    if constexpr (kRoundsScores) rows.template pack_columns<S>(p, p.query, p.head_dim, state.score_query_t);
+    rows.template pack_columns<F>(p, p.grad_output, p.value_dim, state.grad_output_t);
+    if (p.grad_key.data) finite_rows(p.query, state.query);
+    if (p.grad_value.data) rows.template pack_lanes<F>(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
+    rows.load_logsumexp(p, p.logsumexp, *state.logsumexp);
+    dot_grad_output(p, b, state, p.output, p.residual, state.delta);
+    if constexpr (kSecond) {
+      if (p.t.query.data) {
+        rows.template pack_columns<F>(p, p.t.query, p.head_dim, state.tangent_query_t);
+        if (p.grad_key.data) finite_rows(p.t.query, state.tangent_query);
+      }
+      rows.load_pairs(p, p.tangent_logsumexp, state.shift, state.shifted_sum);
+      dot_grad_output(p, b, state, p.tangent_output, p.tangent_residual, state.tangent_delta);
+    }
+  }
+
+  // dots[lane] = <G, y + rest>
+  static void dot_grad_output(const Params& p, const Buffers& b, const RowState& state, const Operand& y,
+                              const Operand& rest, T* dots) {
+    fill_zero(dots, kRowTile);
+    if (y.data) F::holds(y.dtype) ? add_products(p, b, state, y, dots) : add_numbers(p, b, state, y, dots);
+    if (rest.data) add_numbers(p, b, state, rest, dots);
+  }
+
+  // Adds <G, y> in the order in which the matrix product sums <G, V>: where a row attends to one key only, O is that V,
+  // and dP - delta is then exactly 0.
+  static void add_products(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
+    const int64_t lanes = state.rows.template lanes<T>();
+    if constexpr (F::kTiles) {  // the diagonal of that product
+      state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+        F::pack_along_columns(block_of(p, y, state.rows.n, h, l), rows, p.value_dim, b.value + lane * b.ld_value,
+                              b.ld_value);
+      });
+      for (int64_t lane = 0; lane < lanes; lane += W) {
+        Gemm<F>::template run<false>(W, W, slots_of<F>(p.value_dim), b.value + lane * b.ld_value, b.ld_value,
+                                     state.grad_output_t + lane, kRowTile, b.x, W, false);
+        for (int64_t i = 0; i < smaller(W, state.rows.count - lane); ++i) dots[lane + i] += b.x[i * W + i];
+      }
+    } else {
+      constexpr int64_t kDepth = Gemm<F>::kDepth, kNumbers = F::kNumbers;
+      for (int64_t first = 0; first < p.value_dim; first += kDepth * kNumbers) {
+        const int64_t cols = smaller(kDepth * kNumbers, p.value_dim - first);
+        const T* grad_output_t = state.grad_output_t + first / kNumbers * kRowTile;
+        state.rows.template pack_columns<F>(p, y, cols, b.x, first);
+        for (int64_t lane = 0; lane < lanes; lane += W) {
+          Vec<T> sum{};
+          for (int64_t d = 0; d < slots_of<F>(cols); ++d)
+            sum =
+                F::multiply_add(sum, load<T>(b.x + d * kRowTile + lane), load<T>(grad_output_t + d * kRowTile + lane));
+          store<T>(dots + lane, load<T>(dots + lane) + sum);
+        }
+      }
+    }
+  }
+
+  // The same for y that the format would round.
+  static void add_numbers(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
+    const int64_t lanes = state.rows.template lanes<T>();
+    for (int64_t first = 0; first < p.value_dim; first += kKeyTile) {
+      const int64_t cols = smaller(kKeyTile, p.value_dim - first);
+      state.rows.pack_transposed(p, y, cols, b.x, first);
+      for (int64_t lane = 0; lane < lanes; lane += W) {
+        Vec<T> sum{};
+        for (int64_t d = 0; d < cols; ++d)
+          for (int64_t part = 0; part < F::kParts; ++part) {
+            const Vec<T> slots = load<T>(state.grad_output_t + F::slot(first + d, part) * kRowTile + lane);
+            sum += load<T>(b.x + d * kRowTile + lane) * F::number(slots, d % F::kNumbers);
+          }
+        store<T>(dots + lane, load<T>(dots + lane) + sum);
+      }
+    }
+  }
+
+  struct Keys {
+    Rows<T> key, score_key, key_finite, value;
+    Rows<T> tangent_key, tangent_key_finite, tangent_value;
+  };
+
+  static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys) {
+    const int64_t key_head = key_head_of(p, head), value_head = value_head_of(p, head);
+    const auto finite = [&](const Operand& x, T* tile) {
+      if (!p.grad_query.data) return Rows<T>{};
+      return F::finite_along_rows(block_of(p, x, n, key_head, key), keys, p.head_dim, tile, b.ld_key);
+    };
+    Keys k{};
+    k.key = F::along_columns(block_of(p, p.key, n, key_head, key), keys, p.head_dim, b.key, b.ld_key);
+    k.score_key = k.key;
+    if constexpr (kRoundsScores) {
+      const Block block = block_of(p, p.key, n, key_head, key);
+      k.score_key = S::along_columns(block, keys, p.head_dim, b.score_key, b.ld_score_key);
+    }
+    k.value = F::along_columns(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value);
+    k.key_finite = finite(p.key, b.key_finite);
+    if constexpr (kSecond) {
+      const auto along_columns = [&](const Operand& x, int64_t x_head, int64_t cols, T* tile, int64_t ld) {
+        return x.data ? F::along_columns(block_of(p, x, n, x_head, key), keys, cols, tile, ld) : Rows<T>{};
+      };
+      k.tangent_key = along_columns(p.t.key, key_head, p.head_dim, b.tangent_key, b.ld_key);
+      k.tangent_value = along_columns(p.t.value, value_head, p.value_dim, b.tangent_value, b.ld_value);
+      if (p.t.key.data) k.tangent_key_finite = finite(p.t.key, b.tangent_key_finite);
+    }
+    return k;
+  }
+
+  // Fills x with P * Z (tP * Z), dx with dS if `want_dx`, and for kSecond tdx with t(dS).
+  static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, int64_t key,
+                      int64_t keys, const MaskTile<T>& mask, bool want_dx) {
+    const RowTile& rows = state.rows;
+    const int64_t lanes = rows.template lanes<T>();
+    scores<S>(p, rows, state.score_query_t, k.score_key, key, keys, mask, b.x);
+    if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
+    const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
+      each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+        Gemm<F>::template run<false>(seen, count, slots_of<F>(p.value_dim), value.data, value.ld,
+                                     state.grad_output_t + lane, kRowTile, dots + lane, kRowTile, false);
+      });
+    };
+    if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
+    if constexpr (kSecond) {
+      tangent_scores<F>(p, p.t, rows, state.query_t, state.tangent_query_t, k.key, k.tangent_key, key, keys, b.bias,
+                        b.tx);
+      if (p.t.value.data)
+        dot_with_grad_output(k.tangent_value, b.tdx);
+      else
+        fill_zero(b.tdx, keys * kRowTile);
+    }
+    const Vec<T> zero{};
+    const T slope = log2_slope<T>(p);
+    for (int64_t lane = 0; lane < lanes; lane += W) {
+      const Vec<T> delta = load<T>(state.delta + lane);
+      const auto weigh = [&]<int kKeys>(int64_t first,
+                                        std::integral_constant<int, kKeys>) __attribute__((always_inline)) {
+        Vec<T> found[kKeys];
+#pragma GCC unroll 8
+        for (int i = 0; i < kKeys; ++i) found[i] = load<T>(b.x + (first + i) * kRowTile + lane);
+        state.logsumexp->template weights<F>(found, slope, lane);
+#pragma GCC unroll 8
+        for (int i = 0; i < kKeys; ++i) {
+          const int64_t at = (first + i) * kRowTile + lane;
+          const Vec<T> weight = found[i], factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
+          // by selection: nothing of a masked key or its value may come through, not even a NaN
+          const auto masked = weight == zero;
+          if constexpr (kSecond) {
+            const Vec<T> dp = load<T>(b.dx + at) * factor - delta;
+            const Vec<T> tx_shifted = load<T>(b.tx + at) - load<T>(state.shift + lane);
+            const Vec<T> tweight = weight * (tx_shifted - load<T>(state.shifted_sum + lane));
+            const Vec<T> tdp = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
+            store<T>(b.x + at, masked ? zero : tweight * factor);
+            store<T>(b.dx + at, masked ? zero : weight * dp);
+            store<T>(b.tdx + at, masked ? zero : tweight * dp + weight * tdp);
+          } else {
+            store<T>(b.x + at, weight * factor);
+            if (want_dx) store<T>(b.dx + at, masked ? zero : weight * (load<T>(b.dx + at) * factor - delta));
+          }
+        }
+      };
+      constexpr int kAtOnce = kRegisters == 32 ? 4 : 2;
+      int64_t j = 0;
+      for (; j + kAtOnce <= keys; j += kAtOnce) weigh(j, std::integral_constant<int, kAtOnce>());
+      for (; j < keys; ++j) weigh(j, std::integral_constant<int, 1>());
+    }
+  }
+
+  static void run(const Params& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_chunk);
+    const int64_t chunk = task % p.chunks;
+    task /= p.chunks;
+    const int64_t spans = p.heads / p.span;
+    const int64_t n = task / spans;
+    const int64_t first_head = task % spans * p.span;
+    const int64_t first_key = chunk * p.keys_per_chunk;
+    const int64_t keys = smaller(p.keys_per_chunk, key_length(p, n, first_head) - first_key);
+    const int64_t per_key_head = p.heads / p.key_heads;
+    const int64_t per_value_head = p.heads / p.value_heads;
+
+    for (int64_t head = first_head; head < first_head + p.span; head += p.group) {
+      if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
+      if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
+      for (int64_t row = 0; row < p.rows(); row += p.rows_per_pass)
+        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, p.rows()), chunk, {first_key, first_key + keys});
+      const int64_t next = head + p.group;
+      if (p.grad_key.data && next % per_key_head == 0) {
+        scale_tile<T>(b.grad_key, keys * b.ld_key, ScoreFunction<T>::of(p).slope());
+        unpack_rows<T>(block_of(p, p.grad_key, n, head / per_key_head, first_key), b.grad_key, b.ld_key, keys,
+                       p.head_dim);
+      }
+      if (p.grad_value.data && next % per_value_head == 0)
+        unpack_rows<T>(block_of(p, p.grad_value, n, head / per_value_head, first_key), b.grad_value, b.ld_value, keys,
+                       p.value_dim);
+    }
+  }
+
+  // Rows [first_row, last_row) of the group that begins with `head`, against the keys of the task.
+  static void pass(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t first_row, int64_t last_row,
+                   int64_t chunk, Range own) {
+    const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
+    const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
+    Range positions = {p.queries, 0};  // grows to hold those of all tiles
+    int64_t tiles = 0;
+    for (int64_t r = first_row; r < last_row; r += kRowTile, ++tiles) {
+      RowState& state = b.states[tiles];
+      state.rows.set(p, n, head, r, smaller(kRowTile, last_row - r));
+      load_rows(p, b, state);
+      if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
+      positions = hull(positions, state.rows.positions);
+    }
+    const Range seen = in_tiles(common(visible_keys(p, positions, own.last), own), kKeyTile);
+    for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, seen.last - key);
+      Keys k{};  // once some row sees them
+      bool is_loaded = false;
+      T* grad_key = b.grad_key + (key - own.first) * b.ld_key;
+      T* grad_value = b.grad_value + (key - own.first) * b.ld_value;
+      for (int64_t t = 0; t < tiles; ++t) {
+        RowState& state = b.states[t];
+        const RowTile& rows = state.rows;
+        if (!any_visible(p, rows.positions, {key, key + keys})) continue;
+        MaskTile<T> mask;
+        if (!mask.read(p, rows, key, keys, b.bias)) continue;
+        if (!is_loaded) k = load_keys(p, b, n, head, key, keys);
+        is_loaded = true;
+        const int64_t lanes = rows.template lanes<T>();
+        weights(p, b, state, k, key, keys, mask, want_dx);
+        const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* tile, const T* x) {
+          each_panel_of_keys<F>(p, rows, key, keys, [&](int64_t j, int64_t count, int64_t lane) {
+            const Rows<T> a = F::along_lanes(tile + j * kRowTile + lane, count, rows.count - lane, b.lanes);
+            Gemm<F>::template run<false>(count, round_up(cols, W), slots_of<F>(rows.count - lane), a.data, a.ld,
+                                         x + F::slot(lane, 0) * ld, ld, grad + j * ld, ld, true);
+          });
+        };
+        const auto add_to_queries = [&](T* tile, const Rows<T>& x) {  // overwrites the tile
+          const T* dx = F::along_keys(tile, keys, lanes, b.weights);
+          each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+            Gemm<F>::template run<true>(p.head_dim, count, slots_of<F>(seen), x.data, x.ld, dx + lane, kRowTile,
+                                        state.grad_query_t + lane, kRowTile, true);
+          });
+        };
+        if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);
+        if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
+        if (direct_mask) rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
+        if (p.grad_query.data) add_to_queries(b.ds(), k.key_finite);
+        if constexpr (kSecond) {
+          if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.dx, state.tangent_query);
+          if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, k.tangent_key_finite);
+        }
+      }
+    }
+    if (!p.grad_query.data) return;
+    for (int64_t t = 0; t < tiles; ++t) {
+      RowState& state = b.states[t];
+      scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
+      state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
+        const T* from = state.grad_query_t + lane;
+        if (p.chunks == 1) {
+          unpack_transposed<T>(block_of(p, p.grad_query, n, h, l), from, kRowTile, count, p.head_dim);
+        } else {
+          T* to =
+              static_cast<T*>(p.partial_grad_query) + (chunk * number_of_rows(p) + row_number(p, n, h, l)) * p.head_dim;
+          const Block block{reinterpret_cast<char*>(to), sizeof(T) == 8 ? DType::f64 : DType::f32, p.head_dim, 1};
+          unpack_transposed<T>(block, from, kRowTile, count, p.head_dim);
+        }
+      });
+    }
+  }
+
+  // Adds the chunks' shares of grad_query, in order, for the rows numbered [first, last).
+  static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
+    T* row = reinterpret_cast<T*>(workspace);
+    const int64_t all_rows = number_of_rows(p);
+    for (int64_t r = first; r < last; ++r) {
+      for (int64_t d = 0; d < p.head_dim; ++d) row[d] = 0;
+      for (int64_t c = 0; c < p.chunks; ++c) {
+        const T* part = static_cast<const T*>(p.partial_grad_query) + (c * all_rows + r) * p.head_dim;
+        for (int64_t d = 0; d < p.head_dim; ++d) row[d] += part[d];
+      }
+      const Row to = row_of_number(p, r);
+      unpack_rows<T>(block_of(p, p.grad_query, to.n, to.head, to.position), row, p.head_dim, 1, p.head_dim);
+    }
+  }
+
+  // The gradient of a mask that several heads or rows share. A task owns a block of the mask and sums dS over all of
+  // them. (A mask that all keys of a row share has the gradient sum_j dS_ij = 0 and never comes here.)
+  static void mask(const Params& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace, 1, 0);
+    RowState& state = b.states[0];
+    Arena after(workspace + b.size);
+    T* sum = after.take<T>(kKeyTile * kRowTile);
+    const bool one_row = p.mask_row_tasks == 1 && p.grad_mask.row == 0;
+    const int64_t key_task = task % p.mask_key_tasks;
+    task /= p.mask_key_tasks;
+    const int64_t row_task = task % p.mask_row_tasks;
+    const int64_t slice = task / p.mask_row_tasks;
+    const int64_t first_row = one_row ? 0 : row_task * kRowTile;
+    const int64_t last_row = one_row ? p.queries : smaller(first_row + kRowTile, p.queries);
+    const int64_t first_key = key_task * kKeyTile;
+    const int64_t last_key = smaller(first_key + kKeyTile, p.keys);
+
+    fill_zero(sum, kKeyTile * kRowTile);
+    const int64_t sharers = p.batch * p.heads / p.mask_slices;
+    for (int64_t sharer = 0; sharer < sharers; ++sharer) {
+      const Row at = sharer_of_mask(p, p.grad_mask, slice, sharer);
+      for (int64_t row = first_row; row < last_row; row += kRowTile) {
+        state.rows.set(p, at.n, at.head, row, smaller(kRowTile, last_row - row));
+        const Range seen = common(visible_keys(p, state.rows.positions, last_key), {first_key, last_key});
+        if (seen.empty()) continue;
+        const int64_t keys = seen.last - first_key;
+        MaskTile<T> mask;
+        if (!mask.read(p, state.rows, first_key, keys, b.bias)) continue;
+        load_rows(p, b, state);
+        const Keys k = load_keys(p, b, at.n, at.head, first_key, keys);
+        weights(p, b, state, k, first_key, keys, mask, true);
+        each_vector(sum, keys, state.rows.template lanes<T>(),
+                    [&](Vec<T> s, int64_t j, int64_t i) { return s + load<T>(b.ds() + j * kRowTile + i); });
+      }
+    }
+    const Row target = sharer_of_mask(p, p.grad_mask, slice, 0);
+    const int64_t keys = last_key - first_key;
+    int64_t rows = smaller(kRowTile, last_row - first_row);
+    if (one_row) {
+      for (int64_t j = 0; j < keys; ++j)
+        for (int64_t i = 1; i < rows; ++i) sum[j * kRowTile] += sum[j * kRowTile + i];
+      rows = 1;
+    }
+    unpack_transposed<T>(block_of(p, p.grad_mask, target.n, target.head, first_row, first_key), sum, kRowTile, rows,
+                         keys);
+  }
+
+  // The workspace of run(), of mask() and of merge(), which takes one row.
+  static int64_t workspace(const Params& p) {
+    constexpr int64_t kSize = sizeof(T);
+    const int64_t run_size = Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_chunk).size;
+    const int64_t mask_size = Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * kSize;
+    return larger(larger(run_size, mask_size), p.head_dim * kSize);
+  }
+  static int64_t tiles_per_pass(const Params& p) { return (p.rows_per_pass + kRowTile - 1) / kRowTile; }
+};
+
+}  // namespace attn::ATTN_ISA

@@ -1,0 +1,289 @@
+// O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
+// 2021; Dao et al., FlashAttention, 2022). Per row a reference m and the sum l of the weights exp(x - m) are kept. m is
+// the largest score so far or a little less; where a tile raises it, what was accumulated before is multiplied by
+// exp(m_old - m_new).
+#pragma once
+
+#include "cpu/tiles/dropout.inl"
+#include "cpu/tiles/scores.inl"
+
+namespace attn::ATTN_ISA {
+
+// F: the format of the operands of the products.
+template <class F>
+struct Forward {
+  using T = typename F::Number;
+  static constexpr int W = kLanes<T>;
+  static constexpr T kLag = 8;  // see softmax()
+
+  // Per tile of rows, kept while the keys pass.
+  struct RowState {
+    RowTile rows;
+    bool started;  // some keys were seen: reference, sum and output_t hold values
+    T* query_t;    // [slots of E][kRowTile]
+    T* output_t;   // [Ev][kRowTile]
+    T* reference;  // [kRowTile]
+    T* sum;
+  };
+  struct Buffers {
+    RowState* states;
+    T* key;      // [kKeyTile][slots of E]
+    T* value;    // [slots of kKeyTile][Ev]
+    T* x;        // [kKeyTile][kRowTile]: scores
+    T* weights;  // [slots of kKeyTile][kRowTile], in x if the format can have them there
+    T* bias;     // as x
+    T* factor;   // as x
+    int64_t ld_key, ld_value;
+    int64_t size;
+
+    Buffers(const ForwardParams& p, char* base) {
+      Arena arena(base);
+      const int64_t tiles = (p.rows_per_task + kRowTile - 1) / kRowTile;
+      states = arena.take<RowState>(tiles);
+      // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
+      ld_key = row_of<F>(p.head_dim) + W;
+      ld_value = row_of<F>(p.value_dim) + W;
+      key = arena.take<T>(kKeyTile * ld_key);
+      value = arena.take<T>(slots_of<F>(kKeyTile) * ld_value);
+      x = arena.take<T>(kKeyTile * kRowTile);
+      weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
+      bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
+      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      for (int64_t t = 0; t < tiles; ++t) {
+        RowState measured;
+        RowState& state = base ? states[t] : measured;
+        state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
+        state.output_t = arena.take<T>(p.value_dim * kRowTile);
+        state.reference = arena.take<T>(kRowTile);
+        state.sum = arena.take<T>(kRowTile);
+      }
+      size = arena.used();
+    }
+  };
+
+  // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - reference), times
+  // the factors of dropout if there are any, with slots along the keys. A reference moves to the largest score once it
+  // lies more than kLag powers of 2 below: no weight is larger than 2^kLag, and sums are seldom corrected.
+  template <int N>
+  static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, int64_t keys,
+                                  int64_t lane) {
+    const T slope = log2_slope<T>(p);
+    const T* const x = b.x + lane;
+    const T* const factor = p.has_dropout ? b.factor + lane : nullptr;
+    T *const weights = b.weights + lane, *const reference = state.reference + lane, *const sum = state.sum + lane;
+    Vec<T> old[N], best[N], shift[N], total[N];
+    for (int v = 0; v < N; ++v) best[v] = splat<T>(-kInfinity<T>);
+    for (int64_t j = 0; j < keys; ++j)
+      for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
+    for (int v = 0; v < N; ++v) {
+      old[v] = state.started ? load<T>(reference + v * W) : splat<T>(-kInfinity<T>);
+      best[v] = (best[v] - old[v]) * slope > kLag ? best[v] : old[v];
+      store<T>(reference + v * W, best[v]);
+      shift[v] = best[v] == -kInfinity<T> ? Vec<T>{} : best[v];  // a row without any key so far: exp(-inf - 0) = 0
+      total[v] = Vec<T>{};
+    }
+    const auto weigh = [&]<int kKeys>(int64_t j, std::integral_constant<int, kKeys>) __attribute__((always_inline)) {
+      constexpr int kVectors = kKeys * N;
+      Vec<T> weight[kVectors];
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i)
+        weight[i] = (load<T>(x + (j + i / N) * kRowTile + i % N * W) - shift[i % N]) * slope;
+      F::exp2(weight);
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i) {
+        total[i % N] += weight[i];
+        if (factor) weight[i] *= load<T>(factor + (j + i / N) * kRowTile + i % N * W);
+      }
+      for (int v = 0; v < N; ++v) {
+        Vec<T> slot[F::kNumbers] = {};
+        for (int k = 0; k < kKeys; ++k) slot[k] = weight[k * N + v];
+        F::store_along_keys(weights + v * W, j, slot);
+      }
+    };
+    int64_t j = 0;
+    for (; j + F::kNumbers <= keys; j += F::kNumbers) weigh(j, std::integral_constant<int, F::kNumbers>());
+    if (j < keys) weigh(j, std::integral_constant<int, 1>());  // part of a slot
+    if (!state.started) {
+      for (int v = 0; v < N; ++v) store<T>(sum + v * W, total[v]);
+      return;
+    }
+    bool moved = false;
+    for (int v = 0; v < N; ++v) moved |= any(best[v] != old[v]);
+    if (!moved) {
+      for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) + total[v]);
+      return;
+    }
+    Vec<T> correction[N];
+    for (int v = 0; v < N; ++v) correction[v] = (old[v] - shift[v]) * slope;
+    F::exp2(correction);
+    for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) * correction[v] + total[v]);
+    for (int64_t d = 0; d < p.value_dim; ++d)
+      for (int v = 0; v < N; ++v) {
+        T* at = state.output_t + d * kRowTile + lane + v * W;
+        store<T>(at, load<T>(at) * correction[v]);
+      }
+  }
+
+  static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& key_rows,
+                    const Rows<T>& value_rows, int64_t key, int64_t keys, const MaskTile<T>& mask) {
+    scores<F>(p, state.rows, state.query_t, key_rows, key, keys, mask, b.x);
+    const int64_t lanes = state.rows.template lanes<T>();
+    if (p.has_dropout) dropout_factors<T>(p, state.rows, key, keys, 1, b.factor);
+    int64_t lane = 0;
+    for (; lane + 4 * W <= lanes; lane += 4 * W) softmax<4>(p, b, state, keys, lane);
+    for (; lane < lanes; lane += W) softmax<1>(p, b, state, keys, lane);
+    F::end_along_keys(b.weights, keys, lanes);
+    // O^T += V^T P^T
+    each_panel_of_lanes<F>(p, state.rows, key, keys, [&](int64_t at, int64_t count, int64_t seen) {
+      Gemm<F>::template run<true>(p.value_dim, count, slots_of<F>(seen), value_rows.data, value_rows.ld, b.weights + at,
+                                  kRowTile, state.output_t + at, kRowTile, state.started);
+    });
+    state.started = true;
+  }
+
+  // Divides by the sum, multiplies by the factor of what dropout kept (a factor that a bfloat16 does not hold), and
+  // writes the rows; a row that saw no key is 0, its logsumexp -inf.
+  static void finish(const ForwardParams& p, RowState& state, const Operand& output, const Operand& residual,
+                     T* logsumexp, T* scratch) {
+    const RowTile& rows = state.rows;
+    const int64_t lanes = rows.template lanes<T>();
+    for (int64_t i = 0; i < lanes; i += W) {
+      const Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{};
+      const auto empty = sum == Vec<T>{};
+      const Vec<T> inverse = static_cast<T>(p.keep_scale) / (empty ? splat<T>(1) : sum);
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        T* at = state.output_t + d * kRowTile + i;
+        store<T>(at, empty ? Vec<T>{} : load<T>(at) * inverse);
+      }
+    }
+    rows.unpack_rounded(p, output, residual, p.value_dim, state.output_t, scratch);
+    if (!logsumexp) return;
+    for (int64_t i = 0; i < rows.count; ++i) {
+      T* pair = logsumexp + 2 * rows.number(p, i);
+      state.started ? store_logsumexp<T>(pair, state.reference[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
+    }
+  }
+
+  static void run(const ForwardParams& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace);
+    const RowTask own(p, task, p.splits);
+    const int64_t n = own.n;
+    Range positions = {p.queries, 0};  // grows to hold those of all tiles
+    int64_t tiles = 0;
+    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile, ++tiles) {
+      RowState& state = b.states[tiles];
+      state.started = false;
+      state.rows.set(p, n, own.first_head, r, smaller(kRowTile, own.last_row - r));
+      state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
+      positions = hull(positions, state.rows.positions);
+    }
+
+    const Range keys = keys_of_split(p, own, positions);
+    for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
+      const int64_t count = smaller(kKeyTile, keys.last - key);
+      Rows<T> key_rows{}, value_rows{};  // once some row sees them
+      for (int64_t t = 0; t < tiles; ++t) {
+        RowState& state = b.states[t];
+        if (!any_visible(p, state.rows.positions, {key, key + count})) continue;
+        MaskTile<T> mask;
+        if (!mask.read(p, state.rows, key, count, b.bias)) continue;
+        if (!key_rows.data) {
+          key_rows = F::along_columns(block_of(p, p.key, n, key_head_of(p, own.first_head), key), count, p.head_dim,
+                                      b.key, b.ld_key);
+          value_rows = F::along_rows(block_of(p, p.value, n, value_head_of(p, own.first_head), key), count, p.value_dim,
+                                     b.value, b.ld_value);
+        }
+        visit(p, b, state, key_rows, value_rows, key, count, mask);
+      }
+    }
+
+    finish_task(p, own, b.states, tiles, b.x);
+  }
+
+  static void finish_task(const ForwardParams& p, const RowTask& own, RowState* states, int64_t tiles, T* scratch) {
+    T* logsumexp = static_cast<T*>(p.logsumexp);
+    Operand output = p.output, residual = p.residual;
+    if (p.splits > 1) {
+      output = partial_output(p, own.split);
+      residual = {};
+      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * own.split * number_of_rows(p);
+    }
+    for (int64_t t = 0; t < tiles; ++t) finish(p, states[t], output, residual, logsumexp, scratch);
+  }
+
+  // The keys of the task's split that the rows at these positions see, in whole tiles.
+  static Range keys_of_split(const ForwardParams& p, const RowTask& own, Range positions) {
+    const int64_t first = own.split * p.keys_per_split;
+    const Range seen = visible_keys(p, positions, key_length(p, own.n, own.first_head));
+    return in_tiles(common(seen, {first, first + p.keys_per_split}), kKeyTile);
+  }
+
+  // The partial output of one split, [batch, heads, L, Ev] contiguous.
+  static Operand partial_output(const ForwardParams& p, int64_t split) {
+    Operand o{};
+    o.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
+    o.data = static_cast<T*>(p.partial_output) + split * number_of_rows(p) * p.value_dim;
+    o.col = 1;
+    o.row = p.value_dim;
+    o.head = o.row * p.queries;
+    int64_t stride = o.head * p.heads;
+    for (int d = p.batch_dims - 1; d >= 0; --d) {
+      o.batch[d] = stride;
+      stride *= p.batch_size[d];
+    }
+    return o;
+  }
+
+  // Writes the output of one row from its reference and sums; `row` is overwritten.
+  static void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, const Operand& output,
+                        const Operand& residual, T* logsumexp, T* scratch) {
+    for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] / sum;
+    const Block to = block_of(p, output, at.n, at.head, at.position);
+    unpack_rows<T>(to, row, p.value_dim, 1, p.value_dim);
+    if (residual.data) {
+      pack_rows<T>(scratch, p.value_dim, to, 1, p.value_dim);
+      for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
+      unpack_rows<T>(block_of(p, residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
+    }
+    if (logsumexp) store_logsumexp(logsumexp + 2 * row_number(p, at.n, at.head, at.position), reference, sum);
+  }
+
+  // Merges the splits of the rows numbered [first, last):
+  // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them).
+  static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
+    T* row = reinterpret_cast<T*>(workspace);
+    const int64_t all_rows = number_of_rows(p);
+    const T slope = log2_slope<T>(p);
+    const T* partial = static_cast<const T*>(p.partial_logsumexp);
+    for (int64_t r = first; r < last; ++r) {
+      const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
+      T best = -kInfinity<T>;
+      for (int64_t s = 0; s < p.splits; ++s) best = part(s)[0] > best ? part(s)[0] : best;
+      const T reference = best == -kInfinity<T> ? 0 : best;
+      T sum = 0;
+      for (int64_t d = 0; d < p.value_dim; ++d) row[d] = 0;
+      for (int64_t s = 0; s < p.splits; ++s) {
+        const T weight = exp2<T>(splat<T>((part(s)[0] - reference) * slope + part(s)[1]))[0];
+        sum += weight;
+        if (weight == 0) continue;  // its output is 0 where it saw no key
+        const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
+        for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
+      }
+      write_row(p, row_of_number(p, r), row, reference, sum, p.output, p.residual, nullptr,
+                row + round_up(p.value_dim, W));
+      if (p.logsumexp) store_logsumexp<T>(static_cast<T*>(p.logsumexp) + 2 * r, reference, sum);
+    }
+  }
+
+  // Tasks pack keys and values for themselves.
+  static int64_t packed_size(const ForwardParams&) { return 0; }
+  static void pack(const ForwardParams&, int64_t) {}
+
+  // The workspace of run() and of merge().
+  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace(p)); }
+  static int64_t merge_workspace(const ForwardParams& p) {  // two rows
+    return 2 * round_up(p.value_dim, W) * static_cast<int64_t>(sizeof(T));
+  }
+};
+
+}  // namespace attn::ATTN_ISA

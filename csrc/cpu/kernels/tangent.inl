@@ -1,0 +1,186 @@
+// J t: how the output changes when query, key, value and mask move along t = (tQ, tK, tV, tM). With the weights P
+// recomputed from logsumexp, Z the dropout factors and s the scale,
+//
+//   tx = s (tQ K^T + Q tK^T) + tM
+//   tP_ij = P_ij (tx_ij - c_i),   c_i = sum_j P_ij tx_ij    (the derivative of logsumexp_i)
+//   tO = (tP * Z) V + (P * Z) tV = (P * tx * Z) V + (P * Z) tV - c O
+//
+// so that one pass over the keys is enough: c and the products are summed together. What is common to all tx of a row
+// cancels in tP. So that it does not cost digits, tx is shifted before anything is summed, by the weighted mean r of tx
+// over the first keys that the row attends to:
+//
+//   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
+#pragma once
+
+#include "cpu/tiles/dropout.inl"
+#include "cpu/tiles/scores.inl"
+
+namespace attn::ATTN_ISA {
+
+// F: the format in which the forward multiplied queries and keys. The scores are computed in it again: weights
+// exp(x - logsumexp) of scores that were rounded otherwise would not sum to 1. All else is computed in T.
+template <class T, class F = Singles<T>>
+struct Tangent {
+  static constexpr int W = kLanes<T>;
+  static constexpr bool kRoundsScores = !std::is_same_v<F, Singles<T>>;
+
+  struct Buffers {
+    RowTile* rows;
+    T* query_t;           // [E][kRowTile]
+    T* tangent_query_t;   // tQ
+    T* output_t;          // [Ev][kRowTile]
+    T* tangent_output_t;  // [Ev][kRowTile]
+    Logsumexp<T>* logsumexp;
+    T* shift;                                      // [kRowTile]: r
+    T* has_shift;                                  // [kRowTile]: 1 once there is one, else 0
+    T* shifted_sum;                                // [kRowTile]: c - r
+    T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
+    T* score_query_t;                              // for kRoundsScores, [slots of E][kRowTile]
+    T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
+    T *x, *tx;                                     // [kKeyTile][kRowTile]
+    T *bias, *factor;
+    int64_t ld_key, ld_value, ld_score_key;
+    int64_t size;
+
+    Buffers(const TangentParams& p, char* base) {
+      Arena arena(base);
+      ld_key = round_up(p.head_dim, W) + W;
+      ld_value = round_up(p.value_dim, W) + W;
+      rows = arena.take<RowTile>(1);
+      query_t = arena.take<T>(p.head_dim * kRowTile);
+      tangent_query_t = arena.take<T>(p.head_dim * kRowTile);
+      output_t = arena.take<T>(p.value_dim * kRowTile);
+      tangent_output_t = arena.take<T>(p.value_dim * kRowTile);
+      logsumexp = arena.take<Logsumexp<T>>(1);
+      shift = arena.take<T>(kRowTile);
+      has_shift = arena.take<T>(kRowTile);
+      shifted_sum = arena.take<T>(kRowTile);
+      key = arena.take<T>(kKeyTile * ld_key);
+      tangent_key = arena.take<T>(kKeyTile * ld_key);
+      value = arena.take<T>(kKeyTile * ld_value);
+      tangent_value = arena.take<T>(kKeyTile * ld_value);
+      ld_score_key = row_of<F>(p.head_dim);
+      score_query_t = arena.take<T>(kRoundsScores ? slots_of<F>(p.head_dim) * kRowTile : 0);
+      score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
+      x = arena.take<T>(kKeyTile * kRowTile);
+      tx = arena.take<T>(kKeyTile * kRowTile);
+      bias = arena.take<T>(kKeyTile * kRowTile);
+      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      size = arena.used();
+    }
+  };
+
+  static int64_t workspace(const TangentParams& p) { return Buffers(p, nullptr).size; }
+
+  // x becomes P * Z and tx becomes P * (tx - r) * Z; adds up c - r.
+  static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
+    const int64_t lanes = b.rows->template lanes<T>();
+    const Vec<T> zero{}, one = splat<T>(1);
+    const T slope = log2_slope<T>(p);
+    if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
+    for (int64_t lane = 0; lane < lanes; lane += W) {
+      Vec<T> total{}, mean{};
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t at = j * kRowTile + lane;
+        Vec<T> weights[] = {load<T>(b.x + at)};
+        b.logsumexp->template weights<Singles<T>>(weights, slope, lane);
+        const Vec<T> weight = weights[0];
+        total += weight;
+        mean += weight == zero ? zero : weight * load<T>(b.tx + at);
+        store<T>(b.x + at, weight);
+      }
+      const Vec<T> had = load<T>(b.has_shift + lane);
+      const auto begins = (had == zero) & (total > zero);
+      const Vec<T> shift = begins ? mean / total : load<T>(b.shift + lane);
+      store<T>(b.shift + lane, shift);
+      store<T>(b.has_shift + lane, begins ? one : had);
+
+      Vec<T> shifted_sum = load<T>(b.shifted_sum + lane);
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t at = j * kRowTile + lane;
+        const Vec<T> weight = load<T>(b.x + at);
+        // by selection: nothing of a masked key may come through, not even a NaN
+        const Vec<T> product = weight == zero ? zero : weight * (load<T>(b.tx + at) - shift);
+        const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : one;
+        shifted_sum += product;
+        store<T>(b.x + at, weight * factor);
+        store<T>(b.tx + at, product * factor);
+      }
+      store<T>(b.shifted_sum + lane, shifted_sum);
+    }
+  }
+
+  static void run(const TangentParams& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace);
+    const RowTask own(p, task, /*splits=*/1);
+    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile) {
+      b.rows->set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
+      tile(p, b, own.first_head);
+    }
+  }
+
+  static void tile(const TangentParams& p, const Buffers& b, int64_t first_head) {
+    const RowTile& rows = *b.rows;
+    const int64_t key_head = key_head_of(p, first_head), value_head = value_head_of(p, first_head);
+    const int64_t lanes = rows.template lanes<T>();
+    rows.pack_transposed(p, p.query, p.head_dim, b.query_t);
+    if constexpr (kRoundsScores) rows.template pack_columns<F>(p, p.query, p.head_dim, b.score_query_t);
+    if (p.t.query.data) rows.pack_transposed(p, p.t.query, p.head_dim, b.tangent_query_t);
+    rows.load_logsumexp(p, p.logsumexp, *b.logsumexp);
+    fill_zero(b.shift, kRowTile);
+    fill_zero(b.has_shift, kRowTile);
+    fill_zero(b.shifted_sum, kRowTile);
+    fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
+
+    const Range seen = in_tiles(visible_keys(p, rows.positions, key_length(p, rows.n, first_head)), kKeyTile);
+    for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
+      const int64_t keys = smaller(kKeyTile, seen.last - key);
+      MaskTile<T> mask;
+      if (!mask.read(p, rows, key, keys, b.bias)) continue;
+      const auto load_tile = [&](const Operand& x, int64_t head, T* tile, int64_t ld, int64_t cols) {
+        if (x.data) pack_rows<T>(tile, ld, block_of(p, x, rows.n, head, key), keys, cols);
+      };
+      load_tile(p.key, key_head, b.key, b.ld_key, p.head_dim);
+      load_tile(p.value, value_head, b.value, b.ld_value, p.value_dim);
+      load_tile(p.t.key, key_head, b.tangent_key, b.ld_key, p.head_dim);
+      load_tile(p.t.value, value_head, b.tangent_value, b.ld_value, p.value_dim);
+      if constexpr (kRoundsScores) {
+        const Block block = block_of(p, p.key, rows.n, key_head, key);
+        const Rows<T> score_key = F::along_columns(block, keys, p.head_dim, b.score_key, b.ld_score_key);
+        scores<F>(p, rows, b.score_query_t, score_key, key, keys, mask, b.x);
+      } else {
+        scores<F>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, mask, b.x);
+      }
+      tangent_scores<Singles<T>>(p, p.t, rows, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
+                                 {b.tangent_key, b.ld_key}, key, keys, b.bias, b.tx);
+      weights(p, b, key, keys);
+      Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys, b.value, b.ld_value, b.tx, kRowTile,
+                                           b.tangent_output_t, kRowTile, true);
+      if (p.t.value.data)
+        Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys, b.tangent_value, b.ld_value, b.x, kRowTile,
+                                             b.tangent_output_t, kRowTile, true);
+    }
+
+    const auto subtract = [&](const Operand& output) {  // (c - r) O
+      if (!output.data) return;
+      rows.pack_transposed(p, output, p.value_dim, b.output_t);
+      for (int64_t i = 0; i < lanes; i += W) {
+        const Vec<T> shifted_sum = load<T>(b.shifted_sum + i);
+        for (int64_t d = 0; d < p.value_dim; ++d) {
+          T* at = b.tangent_output_t + d * kRowTile + i;
+          store<T>(at, load<T>(at) - shifted_sum * load<T>(b.output_t + d * kRowTile + i));
+        }
+      }
+    };
+    subtract(p.output);
+    subtract(p.residual);
+    rows.template unpack_rounded<T>(p, p.tangent_output, p.tangent_residual, p.value_dim, b.tangent_output_t, b.x);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      T* pair = static_cast<T*>(p.tangent_logsumexp) + 2 * rows.number(p, i);
+      pair[0] = b.shift[i];
+      pair[1] = b.shifted_sum[i];
+    }
+  }
+};
+
+}  // namespace attn::ATTN_ISA

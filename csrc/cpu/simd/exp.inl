@@ -1,0 +1,85 @@
+// Powers of 2 of vectors.
+#pragma once
+
+#include "cpu/simd/simd.inl"
+
+namespace attn::ATTN_ISA {
+
+constexpr double kLog2E = 1.4426950408889634074;
+
+// How a number is stored, and a polynomial: 2^r = 1 + r p(r) for |r| <= 1/2, the highest power first.
+template <class T>
+struct Exp2Constants;
+template <>
+struct Exp2Constants<float> {
+  static constexpr int mantissa_bits = 23;
+  static constexpr int exponent_bias = 127;
+  static constexpr float round_magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  // minimax coefficients of Cephes' exp2f
+  static constexpr float poly[] = {1.535336188319500e-4f, 1.339887440266574e-3f, 9.618437357674640e-3f,
+                                   5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f};
+};
+template <>
+struct Exp2Constants<double> {
+  static constexpr int mantissa_bits = 52;
+  static constexpr int exponent_bias = 1023;
+  static constexpr double round_magic = 6755399441055744.0;  // 1.5 * 2^52
+  // the Taylor series, ln(2)^k / k!, to r^13: what is left out is below 2^-57
+  static constexpr double poly[] = {1.3691488853904129e-12, 2.5678435993488201e-11, 4.4455382718708115e-10,
+                                    7.0549116208011234e-9,  1.0178086009239699e-7,  1.3215486790144310e-6,
+                                    1.5252733804059841e-5,  1.5403530393381610e-4,  1.3333558146428443e-3,
+                                    9.6181291076284772e-3,  5.5504108664821580e-2,  2.4022650695910072e-1,
+                                    6.9314718055994531e-1};
+};
+
+// 2^x in place of every x <= 127 by a polynomial of the degree, defined where kHasExp2 is true.
+template <int kDegree, int N>
+void exp2_of_degree(Vec<float> (&x)[N]);
+
+// 2^x in place of every x within 1 ulp for x <= 127 (1023), exactly 1 for 0; 0 where the result is not a normal number,
+// or hardly is one; NaN stays NaN. x = n + r with n an integer, 2^x = 2^n 2^r. If x is a product, compilers contract it
+// with the sums. Each operation waits for the one before, and processors look ahead only so far: so every step is taken
+// for all N before the next one.
+template <class T, int N>
+ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
+  if constexpr (kHasExp2 && sizeof(T) == 4) {
+    Vec<T> power[N];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) power[v] = x[v];
+    exp2_of_degree<6>(power);
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) x[v] = x[v] < -126.0f ? Vec<T>{} : power[v];
+  } else {
+    using F = Exp2Constants<T>;
+    using U = Vec<UInt<T>>;
+    Vec<T> shifted[N], n[N], r[N], p[N];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) shifted[v] = x[v] + F::round_magic;
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) n[v] = shifted[v] - F::round_magic;
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) r[v] = x[v] - n[v];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) p[v] = splat<T>(F::poly[0]);
+#pragma GCC unroll 16
+    for (size_t i = 1; i < sizeof(F::poly) / sizeof(T); ++i)
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) p[v] = p[v] * r[v] + F::poly[i];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) {
+      p[v] = p[v] * r[v] + static_cast<T>(1);
+      // the low bits of `shifted` hold n: move n + bias into the exponent field
+      const U two_to_n = (bit_cast<U>(shifted[v]) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;
+      x[v] = n[v] < static_cast<T>(2 - F::exponent_bias) ? Vec<T>{} : p[v] * bit_cast<Vec<T>>(two_to_n);
+    }
+  }
+}
+
+template <class T>
+ATTN_INLINE Vec<T> exp2(Vec<T> x) {
+  Vec<T> power[] = {x};
+  exp2<T>(power);
+  return power[0];
+}
+
+}  // namespace attn::ATTN_ISA

@@ -1,0 +1,18 @@
+// The vectors of one instruction set, and the few instructions that vector types do not say. Every file of the kernels
+// builds on this one.
+//
+// A file isa_*.cpp opens a target region and defines ATTN_ISA, the namespace of everything compiled in it, and
+// ATTN_INSTRUCTIONS, the file that says what the set has. Where neither is defined, an .inl file was included by
+// itself. (The compiler's own macros, __AVX2__ and so on, do not follow the target region: g++ reads the whole file
+// first.)
+#pragma once
+
+#include "cpu/isa.h"
+// In the target region, as its functions are used with vectors; always inlined, they leave nothing in the object file.
+#include "core/score.h"
+
+#ifndef ATTN_ISA
+#define ATTN_ISA baseline
+#define ATTN_INSTRUCTIONS "cpu/isa/instructions_portable.inl"
+#endif
+#include ATTN_INSTRUCTIONS

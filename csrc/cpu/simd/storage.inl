@@ -1,0 +1,106 @@
+// Storage types: how an element of a tensor becomes a number of the type computed in (float or double), and back.
+#pragma once
+
+#include "cpu/simd/simd.inl"
+
+namespace attn::ATTN_ISA {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+struct Boolean {  // a mask: true is 0, false is -inf, ready to be added to a score
+  uint8_t byte;
+};
+
+ATTN_INLINE Vec<float> bfloat16_to_float(Shorts<float> b) { return bit_cast<Vec<float>>(widened(b) << 16); }
+
+ATTN_INLINE Shorts<float> float_to_bfloat16(Vec<float> f) {
+  using U = Vec<uint32_t>;
+  const U bits = bit_cast<U>(f);
+  const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U nan = (bits >> 16) | 0x40u;
+  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, Shorts<float>);
+}
+
+// load_as<T>(p): kLanes<T> elements of storage type S from p, as compute type T.
+template <class T>
+ATTN_INLINE Vec<T> load_as(const T* p) {
+  return load<T>(p);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const BFloat16* p) {
+  Shorts<T> bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return bfloat16_to_float(bits);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const Half* p) {
+  Shorts<T> bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return half_to_float(bits);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const Boolean* p) {
+  Bytes<T> bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Vec<Int<T>>) != 0 ? Vec<T>{} : splat<T>(-kInfinity<T>);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const float* p)
+  requires(sizeof(T) == 8)
+{
+  typename VectorOf<float, kLanes<T>>::type narrow;  // a float32 mask of float64 scores
+  __builtin_memcpy(&narrow, p, sizeof narrow);
+  return __builtin_convertvector(narrow, Vec<T>);
+}
+
+// 2 kLanes<T> neighbours, in the order of memory, or, where that takes fewer instructions (kTakesTurns<S>), those of
+// even place in `first` and those of odd place in `second`.
+template <class S>
+constexpr bool kTakesTurns = std::is_same_v<S, BFloat16>;
+template <class T, class S>
+ATTN_INLINE void load_two(const S* p, Vec<T>& first, Vec<T>& second) {
+  if constexpr (kTakesTurns<S>) {
+    Vec<uint32_t> bits;
+    __builtin_memcpy(&bits, p, sizeof bits);
+    first = bit_cast<Vec<T>>(bits << 16);
+    second = bit_cast<Vec<T>>(bits & 0xffff0000u);
+  } else {
+    first = load_as<T>(p);
+    second = load_as<T>(p + kLanes<T>);
+  }
+}
+
+ATTN_INLINE void store_as(float* p, Vec<float> v) { store<float>(p, v); }
+ATTN_INLINE void store_as(double* p, Vec<double> v) { store<double>(p, v); }
+ATTN_INLINE void store_as(BFloat16* p, Vec<float> v) {
+  const auto bits = float_to_bfloat16(v);
+  __builtin_memcpy(p, &bits, sizeof bits);
+}
+ATTN_INLINE void store_as(Half* p, Vec<float> v) {
+  const auto bits = float_to_half(v);
+  __builtin_memcpy(p, &bits, sizeof bits);
+}
+ATTN_INLINE void store_as(float* p, Vec<double> v) {
+  const auto narrow = __builtin_convertvector(v, typename VectorOf<float, kLanes<double>>::type);
+  __builtin_memcpy(p, &narrow, sizeof narrow);
+}
+
+// The same for `count` < kLanes elements: nothing beyond them is read or written.
+template <class T, class S>
+ATTN_INLINE Vec<T> load_some(const S* p, int64_t count) {
+  S buffer[kLanes<T>] = {};
+  __builtin_memcpy(buffer, p, count * sizeof(S));
+  return load_as<T>(buffer);
+}
+template <class T, class S>
+ATTN_INLINE void store_some(S* p, Vec<T> v, int64_t count) {
+  S buffer[kLanes<T>];
+  store_as(buffer, v);
+  __builtin_memcpy(p, buffer, count * sizeof(S));
+}
+
+}  // namespace attn::ATTN_ISA

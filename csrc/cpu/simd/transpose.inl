@@ -1,0 +1,96 @@
+// Transposition in registers, of vectors and of bits.
+#pragma once
+
+#include "cpu/simd/simd.inl"
+
+namespace attn::ATTN_ISA {
+
+// Transposition of kLanes rows of kLanes elements in registers. n rows of n units are transposed by taking, log2(n)
+// times, every other unit of neighbouring rows: of all neighbours the even ones, then of all the odd ones. Units are
+// first the elements of 128 bits, then those 128 bits: these are the shuffles that processors do in one step.
+
+template <class T, int kUnit, int kSpan, class Indices>
+struct EveryOther;
+template <class T, int kUnit, int kSpan, int... I>
+struct EveryOther<T, kUnit, kSpan, std::integer_sequence<int, I...>> {
+  // Where element i comes from, span by span of kSpan elements; those of b are counted on from kLanes.
+  static constexpr int source(int i, int odd) {
+    const int unit = i % kSpan / kUnit, units = kSpan / kUnit;
+    const int from = 2 * unit % units + odd;
+    return (2 * unit >= units ? kLanes<T> : 0) + i / kSpan * kSpan + from * kUnit + i % kUnit;
+  }
+  template <int kOdd>
+  static ATTN_INLINE Vec<T> of(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (source(I, kOdd))...);
+#else
+    return __builtin_shuffle(a, b, Vec<Int<T>>{source(I, kOdd)...});
+#endif
+  }
+};
+
+// Transposes kCount units of the rows 0, kDistance, 2 * kDistance, ...
+template <class T, int kCount, int kDistance, int kUnit, int kSpan>
+ATTN_INLINE void transpose_units(Vec<T>* rows) {
+  using Units = EveryOther<T, kUnit, kSpan, std::make_integer_sequence<int, kLanes<T>>>;
+#pragma GCC unroll 4
+  for (int step = 1; step < kCount; step *= 2) {
+    Vec<T> next[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount / 2; ++i) {
+      const Vec<T> a = rows[2 * i * kDistance], b = rows[(2 * i + 1) * kDistance];
+      next[i] = Units::template of<0>(a, b);
+      next[i + kCount / 2] = Units::template of<1>(a, b);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) rows[i * kDistance] = next[i];
+  }
+}
+
+template <class T>
+ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int N = kLanes<T>, kIn128 = 16 / sizeof(T);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i += kIn128) transpose_units<T, kIn128, 1, 1, kIn128>(rows + i);
+#pragma GCC unroll 4
+  for (int i = 0; i < kIn128; ++i) transpose_units<T, N / kIn128, kIn128, kIn128, N>(rows + i);
+}
+
+// Lane j: the sum of the elements of row j, of kLanes rows one after the other. As in a transposition, every other unit
+// of two vectors is taken, but the even ones and the odd ones are added: of kRows rows it makes one vector, which holds
+// kLanes / kRows sums of parts of each.
+template <class T, int kRows = kLanes<T>>
+ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
+  if constexpr (kRows == 1) {
+    return load<T>(rows);
+  } else {
+    constexpr int N = kLanes<T>, kIn128 = 16 / sizeof(T);
+    using Units =
+        EveryOther<T, kRows <= kIn128 ? 1 : kIn128, kRows <= kIn128 ? kIn128 : N, std::make_integer_sequence<int, N>>;
+    const Vec<T> a = sums_of_rows<T, kRows / 2>(rows), b = sums_of_rows<T, kRows / 2>(rows + kRows / 2 * N);
+    return Units::template of<0>(a, b) + Units::template of<1>(a, b);
+  }
+}
+
+// Bit i of row j becomes bit j of row i (Warren, Hacker's Delight, section 7-3).
+ATTN_INLINE void transpose_bits(uint64_t (&rows)[64]) {
+  uint64_t low = 0x00000000ffffffffu;  // of every 2 * step bits, the lower half
+  for (int step = 32; step != 0; step /= 2, low ^= low << step)
+    for (int block = 0; block < 64; block += 2 * step)
+      for (int k = block; k < block + step; ++k) {
+        const uint64_t swapped = ((rows[k] >> step) ^ rows[k + step]) & low;
+        rows[k] ^= swapped << step;
+        rows[k + step] ^= swapped;
+      }
+}
+
+// Lane i: all bits set if bit i is, else 0.
+template <class T>
+ATTN_INLINE auto lanes_of_bits(uint64_t bits) {
+  using U = UInt<T>;
+  Vec<U> bit;
+  for (int i = 0; i < kLanes<T>; ++i) bit[i] = U{1} << i;
+  return (splat<U>(static_cast<U>(bits)) & bit) != Vec<U>{};
+}
+
+}  // namespace attn::ATTN_ISA

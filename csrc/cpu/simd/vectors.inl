@@ -1,0 +1,101 @@
+// Vectors as GNU vector types, so that arithmetic is written once with + - * / and ?: for all instruction sets. It is
+// included by cpu/instructions_*.inl, which defines kVectorBytes before; included by itself, it includes that first.
+#ifndef ATTN_ISA
+#include "cpu/simd/simd.inl"
+#elif !defined(ATTN_VECTORS_INL)
+#define ATTN_VECTORS_INL
+
+namespace attn::ATTN_ISA {
+
+template <class T, int N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(sizeof(T) * N)));
+};
+
+template <class T>
+constexpr int kLanes = kVectorBytes / sizeof(T);
+template <class T>
+using Vec = typename VectorOf<T, kLanes<T> >::type;
+template <class T>
+using Shorts = typename VectorOf<uint16_t, kLanes<T> >::type;
+template <class T>
+using Bytes = typename VectorOf<uint8_t, kLanes<T> >::type;
+
+template <class T>
+struct IntegersOf;  // of the same size
+template <>
+struct IntegersOf<float> {
+  using Int = int32_t;
+  using UInt = uint32_t;
+};
+template <>
+struct IntegersOf<double> {
+  using Int = int64_t;
+  using UInt = uint64_t;
+};
+template <class T>
+using Int = typename IntegersOf<T>::Int;
+template <class T>
+using UInt = typename IntegersOf<T>::UInt;
+
+template <class T>
+constexpr T kInfinity = static_cast<T>(__builtin_inf());
+
+// GCC 12 takes some vectors that are copied by memcpy through the stack. With clang it is memcpy that its
+// ThreadSanitizer sees: it overlooks other reads of more than 16 bytes.
+template <class T>
+ATTN_INLINE Vec<T> load(const T* p) {
+#if defined(__clang__)
+  Vec<T> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+#else
+  typedef Vec<T> Anywhere __attribute__((aligned(1), may_alias));
+  return *reinterpret_cast<const Anywhere*>(p);
+#endif
+}
+
+template <class T, class V>
+ATTN_INLINE void store(T* p, V v) {
+  static_assert(sizeof(v) == sizeof(T) * kLanes<T>);
+  __builtin_memcpy(p, &v, sizeof v);
+}
+
+template <class T>
+ATTN_INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};
+}
+
+template <class To, class From>
+ATTN_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// 0, 1, 2, ...
+template <class T>
+ATTN_INLINE Vec<Int<T> > lane_numbers() {
+  Vec<Int<T> > numbers;
+  for (int i = 0; i < kLanes<T>; ++i) numbers[i] = i;
+  return numbers;
+}
+
+// The larger of the two; a NaN in `x` is passed over.
+template <class V>
+ATTN_INLINE V max_number(V x, V best) {
+  return x > best ? x : best;
+}
+
+template <class M>
+ATTN_INLINE bool any(M mask) {
+  typename VectorOf<uint64_t, sizeof(M) / 8>::type words = bit_cast<decltype(words)>(mask);
+  uint64_t all = 0;
+  for (size_t i = 0; i < sizeof(M) / 8; ++i) all |= words[i];
+  return all != 0;
+}
+
+}  // namespace attn::ATTN_ISA
+
+#endif

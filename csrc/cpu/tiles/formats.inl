@@ -1,0 +1,113 @@
+// Formats of the operands of a matrix product. An operand is stored in slots: a slot is as large as T, the type of the
+// result, and is what one lane multiplies in one step. Along the dimension that a product sums over, a slot holds one
+// number (Singles) or two neighbours (operands_bf16.inl). Everything else about products is the same for all formats.
+//
+// In C = A B an operand is packed for its place:
+//   A  [row][slots along the columns]         along_columns    keys, values, weights for dK and dV
+//   A' [columns of A][rows], read transposed  along_rows       V of O^T = V^T P^T, K of dQ^T = K^T dS^T
+//   B  [slots along the columns][row]         pack_transposed  queries, gradients of the output
+//   B  [slots along the rows][column]         pack_along_rows  the same, for dK and dV
+#pragma once
+
+#include "cpu/simd/exp.inl"
+#include "cpu/tiles/pack.inl"
+
+namespace attn::ATTN_ISA {
+
+// Rows that are read one slot at a time: where they lie, or packed.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t ld;
+};
+
+// Slots that hold `numbers` neighbours: whole steps of a product, of kStep slots for each of kParts parts of a number.
+template <class F>
+constexpr int64_t slots_of(int64_t numbers) {
+  constexpr int64_t kStep = F::kNumbers * F::kStep;
+  return (numbers + kStep - 1) / kStep * (F::kStep * F::kParts);
+}
+
+// The length of a packed row: room for `columns` numbers or, if these are more, for their slots.
+template <class F>
+ATTN_INLINE int64_t row_of(int64_t columns) {
+  return round_up(larger(columns, slots_of<F>(columns)), kLanes<typename F::Number>);
+}
+
+// The format in which a slot is one number.
+template <class T>
+struct Singles {
+  using Number = T;
+  static constexpr int64_t kNumbers = 1;
+  static constexpr int64_t kStep = 1;
+  static constexpr int64_t kParts = 1;
+  static constexpr bool kTiles = false;  // whether products go through the processor's tiles
+
+  static constexpr bool holds(DType) { return true; }  // whether the format keeps its numbers as they are
+
+  static ATTN_INLINE Vec<T> multiply(const T* a, Vec<T> b) { return *a * b; }
+  static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
+  static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
+
+  // The rows of `block`, slots along the columns. Packs into `tile` only what is not usable in place: another dtype, a
+  // column stride, or rows so far apart that a column of them would fall into few sets of the cache.
+  static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+    constexpr int64_t kFarApart = 256;
+    const bool same_type = block.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32);
+    if (same_type && block.col == 1 && (block.row <= kFarApart || rows == 1))
+      return {reinterpret_cast<const T*>(block.data), block.row};
+    pack_rows<T>(tile, ld, block, rows, cols);
+    return {tile, ld};
+  }
+  // The same rows, to be read transposed, slots along the rows.
+  static Rows<T> along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+    return along_columns(block, rows, cols, tile, ld);
+  }
+  // As along_rows, always packed, and with 0 for infinities and NaNs.
+  static Rows<T> finite_along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+    pack_rows<T>(tile, ld, block, rows, cols);
+    make_finite(tile, rows * ld);
+    return {tile, ld};
+  }
+  // Rows [first, first + rows) of a tile, whose row `first + rows` is not written yet.
+  static void pack_along_rows(const Block& block, int64_t first, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+    pack_rows<T>(tile + first * ld, ld, block, rows, cols);
+  }
+  // tile[slot of columns * kRowTile + i], zeros for rows <= i < width
+  static void pack_transposed(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t width) {
+    ATTN_ISA::pack_transposed<T>(tile, kRowTile, block, rows, cols, width);
+  }
+
+  // A tile of weights with slots along the keys, [slot][lane], may take the place of the tile [key][lane].
+  static constexpr bool kWeightsInPlace = true;
+  // Stores weights of keys [key, key + kNumbers) in the lanes at `tile`.
+  static ATTN_INLINE void store_along_keys(T* tile, int64_t key, Vec<T> (&weights)[1]) {
+    store<T>(tile + key * kRowTile, weights[0]);
+  }
+  // Fills the last step of a product.
+  static void end_along_keys(T*, int64_t, int64_t) {}
+  // The tile x[key][lane] with slots along the keys, in x or in `tile`. Overwrites x.
+  static const T* along_keys(T* x, int64_t, int64_t, T*) { return x; }
+  // The same, slots along the lanes: [key][slot], in `tile`. What x holds in lanes
+  // without a row does not matter: their slots are 0.
+  static Rows<T> along_lanes(const T* x, int64_t, int64_t, T*) { return {x, kRowTile}; }
+
+  // Where `part` of number i is, and the k-th number of every slot.
+  static ATTN_INLINE int64_t slot(int64_t i, int64_t) { return i; }
+  static ATTN_INLINE Vec<T> number(Vec<T> slots, int64_t) { return slots; }
+  // Infinities and NaNs become 0.
+  static void make_finite(T* tile, int64_t slots) {
+    for (int64_t i = 0; i < slots; i += kLanes<T>) {
+      const Vec<T> v = load<T>(tile + i);
+      store<T>(tile + i, (v - v) != Vec<T>{} ? Vec<T>{} : v);
+    }
+  }
+
+  // 2^x in place of every x, as accurate as numbers of the format.
+  template <int N>
+  static ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
+    ATTN_ISA::exp2<T>(x);
+  }
+};
+
+}  // namespace attn::ATTN_ISA

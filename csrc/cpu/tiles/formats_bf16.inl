@@ -1,0 +1,263 @@
+// Operands of bfloat16, for the instructions that multiply them: a slot holds two neighbours, the first in its low
+// half, and their products are summed in float32. A number of more bits is a sum of kParts bfloat16, each the rounding
+// of what those before it left.
+#pragma once
+
+#include "cpu/tiles/formats.inl"
+
+namespace attn::ATTN_ISA {
+
+// kPartsOfNumber: bfloat16 that a number is the sum of. kSlotsOfStep: slots that one step of a product takes; the parts
+// of a number lie so many slots apart, and the last step is filled up with zeros.
+//   Pairs         one slot a step, multiplied by VDPBF16PS
+//   Tiles<parts>  16 slots a step, multiplied by the tiles of AMX
+template <int kPartsOfNumber, int kSlotsOfStep>
+struct Bfloat16s {
+  using Number = float;
+  using Bits = Vec<uint32_t>;
+  static constexpr int64_t kNumbers = 2;
+  static constexpr int64_t kStep = kSlotsOfStep;
+  static constexpr int64_t kParts = kPartsOfNumber;
+  static constexpr bool kTiles = kStep > 1;
+  static constexpr int W = kLanes<float>;
+  static_assert(kTiles || kParts == 1);
+  static constexpr bool holds(DType dtype) {
+    return dtype == DType::bf16 || (kParts >= 2 && dtype == DType::f16) || kParts == 3;
+  }
+
+  static ATTN_INLINE Vec<float> multiply(const float* a, Vec<float> b) { return multiply_add(Vec<float>{}, a, b); }
+  static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, const float* a, Vec<float> b) {
+    uint32_t slot;
+    __builtin_memcpy(&slot, a, sizeof slot);
+    return multiply_add(sum, bit_cast<Vec<float>>(splat(slot)), b);
+  }
+  static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, Vec<float> a, Vec<float> b) {
+    return bit_cast<Vec<float>>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
+  }
+
+  static bool in_place(const Block& block, int64_t rows, int64_t cols) {
+    if (kParts > 1 || block.dtype != DType::bf16 || block.col != 1 || cols % (kNumbers * kStep) != 0) return false;
+    if (!kTiles) return block.row % kNumbers == 0;
+    // Whole tiles, in aligned rows, not so far apart that they fall into few sets of the cache.
+    constexpr int64_t kLine = 64 / sizeof(uint16_t), kFarApart = 512;
+    return rows % kStep == 0 && reinterpret_cast<uintptr_t>(block.data) % 64 == 0 && block.row % kLine == 0 &&
+           block.row <= kFarApart;
+  }
+  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld,
+                                   bool is_packed = false) {
+    if (in_place(block, rows, cols)) return {reinterpret_cast<const float*>(block.data), block.row / kNumbers};
+    if (!is_packed) pack_along_columns(block, rows, cols, tile, ld);
+    return {tile, ld};
+  }
+  static void pack_along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+    const int64_t end = round_up(cols, kNumbers * kStep);
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t d = 0; d < end; d += W) {
+        Shorts<float> part[kParts];
+        load_parts(block, i, d, smaller(cols - d, W), part);
+        for (int64_t g = 0; g < kParts; ++g)
+          __builtin_memcpy(tile + i * ld + slot(d, g), &part[g], smaller(end - d, W) / kNumbers * sizeof(float));
+      }
+    }
+  }
+
+  static Rows<float> along_rows(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+    if constexpr (kTiles) {  // tiles are not read transposed: packs A itself, [column][slots of kKeyTile]
+      constexpr int64_t kColumns = 2 * W;
+      constexpr int64_t kSlots = slots_of<Bfloat16s>(kKeyTile);
+      alignas(64) float packed[kSlots * kColumns];
+      for (int64_t d = 0; d < cols; d += kColumns) {
+        Block part = block;
+        part.data += d * block.col * size_of(block.dtype);
+        pack_along_rows(part, 0, rows, smaller(cols - d, kColumns), packed, kColumns);
+        const Block slots{reinterpret_cast<char*>(packed), DType::f32, kColumns, 1};
+        ATTN_ISA::pack_transposed<float>(tile + d * kSlots, kSlots, slots, slots_of<Bfloat16s>(rows),
+                                         smaller(round_up(cols - d, W), kColumns), slots_of<Bfloat16s>(rows));
+      }
+      return {tile, kSlots};
+    } else {
+      pack_along_rows(block, 0, rows, cols, tile, ld);
+      return {tile, ld};
+    }
+  }
+  static Rows<float> finite_along_rows(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+    const Rows<float> packed = along_rows(block, rows, cols, tile, ld);
+    make_finite(tile, packed.ld * (kTiles ? cols : slots_of<Bfloat16s>(rows)));
+    return packed;
+  }
+  static void pack_along_rows(const Block& block, int64_t first, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+    const int64_t last = first + rows;
+    for (int64_t i = first; i < last;) {
+      const bool is_second = i % kNumbers == 1, is_pair = !is_second && i + 1 < last;
+      if (kTiles && i % (kNumbers * kStep) == 0) fill_zero(tile + slot(i, 0) * ld, kStep * kParts * ld);
+      for (int64_t d = 0; d < ld; d += W) {
+        Shorts<float> part[kParts], next[kParts];
+        load_parts(block, i - first, d, smaller(cols - d, W), part);
+        if (is_pair) load_parts(block, i + 1 - first, d, smaller(cols - d, W), next);
+        for (int64_t g = 0; g < kParts; ++g) {
+          float* to = tile + slot(i, g) * ld + d;
+          Bits bits = __builtin_convertvector(part[g], Bits);
+          if (is_pair) bits |= __builtin_convertvector(next[g], Bits) << 16;
+          if (is_second) bits = bit_cast<Bits>(load<float>(to)) | bits << 16;
+          store<float>(to, bit_cast<Vec<float>>(bits));
+        }
+      }
+      i += is_pair ? 2 : 1;
+    }
+  }
+  static void pack_transposed(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t width) {
+    constexpr int64_t kPass = 64;  // columns at a time
+    constexpr int64_t ld = slots_of<Bfloat16s>(kPass);
+    alignas(64) float packed[kRowTile * ld];
+    for (int64_t d = 0; d < cols; d += kPass) {
+      const int64_t depth = smaller(cols - d, kPass);
+      Block part = block;
+      part.data += d * block.col * size_of(block.dtype);
+      const Rows<float> from = along_columns(part, rows, depth, packed, ld);
+      const Block slots{reinterpret_cast<char*>(const_cast<float*>(from.data)), DType::f32, from.ld, 1};
+      ATTN_ISA::pack_transposed<float>(tile + slot(d, 0) * kRowTile, kRowTile, slots, rows, slots_of<Bfloat16s>(depth),
+                                       width);
+    }
+  }
+
+  static constexpr bool kWeightsInPlace = kParts == 1;
+  static ATTN_INLINE void store_along_keys(float* tile, int64_t key, Vec<float> (&weights)[2]) {
+    for (int64_t g = 0; g < kParts; ++g)
+      store<float>(tile + slot(key, g) * kRowTile, take_part<interleaved>(weights[0], weights[1], g));
+  }
+  static void end_along_keys(float* tile, int64_t keys, int64_t lanes) {
+    for (int64_t j = round_up(keys, kNumbers); j < round_up(keys, kNumbers * kStep); j += kNumbers)
+      for (int64_t g = 0; g < kParts; ++g) fill_zero(tile + slot(j, g) * kRowTile, lanes);
+  }
+  static const float* along_keys(float* x, int64_t keys, int64_t lanes, float* tile) {
+    float* const to = kWeightsInPlace ? x : tile;
+    for (int64_t i = 0; i < lanes; i += W)
+      for (int64_t j = 0; j < keys; j += kNumbers) {
+        const float* at = x + j * kRowTile + i;
+        Vec<float> weights[2] = {load<float>(at), j + 1 < keys ? load<float>(at + kRowTile) : Vec<float>{}};
+        store_along_keys(to + i, j, weights);
+      }
+    end_along_keys(to, keys, lanes);
+    return to;
+  }
+  static Rows<float> along_lanes(const float* x, int64_t keys, int64_t lanes, float* tile) {
+    constexpr int64_t ld = slots_of<Bfloat16s>(kRowTile);
+    const auto load_lanes = [&](const float* from, int64_t i) {
+      if (i + W <= lanes) return load<float>(from + i);
+      return i < lanes ? load_some<float>(from + i, lanes - i) : Vec<float>{};
+    };
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < lanes; i += 2 * W) {
+        Vec<float> first = load_lanes(x + j * kRowTile, i);
+        Vec<float> second = load_lanes(x + j * kRowTile, i + W);
+        for (int64_t g = 0; g < kParts; ++g)
+          store<float>(tile + j * ld + slot(i, g), take_part<joined>(first, second, g));
+      }
+    return {tile, ld};
+  }
+
+  static ATTN_INLINE int64_t slot(int64_t i, int64_t part) {
+    const uint64_t n = static_cast<uint64_t>(i);  // divided by shifts
+    if (kParts == 1) return static_cast<int64_t>(n / kNumbers);
+    return static_cast<int64_t>((n / (kNumbers * kStep) * kParts + static_cast<uint64_t>(part)) * kStep +
+                                n / kNumbers % kStep);
+  }
+  static ATTN_INLINE Vec<float> number(Vec<float> slots, int64_t k) {
+    const Bits bits = bit_cast<Bits>(slots);
+    return bit_cast<Vec<float>>(k == 0 ? bits << 16 : bits & 0xffff0000u);
+  }
+  static void make_finite(float* tile, int64_t slots) {
+    constexpr uint32_t kLow = 0x7f80u, kHigh = kLow << 16;  // the exponents of infinity and NaN
+    for (int64_t i = 0; i < slots; i += W) {
+      const Bits bits = bit_cast<Bits>(load<float>(tile + i));
+      const Bits bad = ((bits & kLow) == kLow ? Bits{} + 0xffffu : Bits{}) |
+                       ((bits & kHigh) == kHigh ? Bits{} + 0xffff0000u : Bits{});
+      store<float>(tile + i, bit_cast<Vec<float>>(bits & ~bad));
+    }
+  }
+
+  // 2^x in place of every x, as accurate as kParts bfloat16.
+  template <int N>
+  static ATTN_INLINE void exp2(Vec<float> (&x)[N]) {
+    exp2_of_degree<3 + kParts>(x);
+  }
+
+ private:
+  // Two vectors as bfloat16, rounded to nearest even: the first one in the low half.
+  static ATTN_INLINE Vec<float> joined(Vec<float> first, Vec<float> second) {
+    return bit_cast<Vec<float>>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(second), bit_cast<__m512>(first)));
+  }
+  // The same, number by number: first[0], second[0], first[1], ...
+  static ATTN_INLINE Vec<float> interleaved(Vec<float> first, Vec<float> second) {
+    using Words = typename VectorOf<uint16_t, 2 * W>::type;
+    const Words order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return bit_cast<Vec<float>>(
+        _mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(joined(first, second))));
+  }
+  // The next part of two vectors, joined by kJoin. Unless it is the last one, it is subtracted from them.
+  template <auto kJoin>
+  static ATTN_INLINE Vec<float> take_part(Vec<float>& first, Vec<float>& second, int64_t part) {
+    const Vec<float> slots = kJoin(first, second);
+    if (part + 1 < kParts) {
+      first = without(first, bfloat16_to_float(rounded(first)));
+      second = without(second, bfloat16_to_float(rounded(second)));
+    }
+    return slots;
+  }
+  static ATTN_INLINE Shorts<float> rounded(Vec<float> x) {
+    return bit_cast<Shorts<float>>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+  }
+  // x minus a part of it. Of an infinity or a NaN, which is in the first part alone, nothing is left.
+  static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
+    const Vec<float> rest = x - part;
+    return rest - rest == Vec<float>{} ? rest : Vec<float>{};
+  }
+
+  // Parts of the numbers (i, d), (i, d + 1), ... of the block, `count` of them if fewer than W, and zeros.
+  static ATTN_INLINE void load_parts(const Block& block, int64_t i, int64_t d, int64_t count,
+                                     Shorts<float> (&part)[kParts]) {
+    const int64_t at = i * block.row + d * block.col;
+    if (block.dtype == DType::bf16) {
+      part[0] = gathered<Shorts<float>>(reinterpret_cast<const uint16_t*>(block.data) + at, block.col, count);
+      for (int64_t g = 1; g < kParts; ++g) part[g] = Shorts<float>{};
+      return;
+    }
+    Vec<float> x;
+    if (block.dtype == DType::f16)
+      x = half_to_float(gathered<Shorts<float>>(reinterpret_cast<const uint16_t*>(block.data) + at, block.col, count));
+    else
+      x = gathered<Vec<float>>(reinterpret_cast<const float*>(block.data) + at, block.col, count);
+    if constexpr (kParts == 1) {
+      part[0] = rounded(x);
+      return;
+    }
+    // A part of a finite number is at most the largest finite bfloat16. Infinities and NaNs are in the last part, which
+    // is multiplied with one part only of the other factor: with a part that is 0 they would give NaN.
+    const auto finite = x - x == Vec<float>{};
+    Vec<float> rest = finite ? x : Vec<float>{};
+    for (int64_t g = 0; g < kParts; ++g) {
+      part[g] = rounded(rest);
+      const auto infinite = (part[g] & static_cast<uint16_t>(0x7fff)) == static_cast<uint16_t>(0x7f80);
+      part[g] = infinite ? part[g] - static_cast<uint16_t>(1) : part[g];
+      rest = rest - bfloat16_to_float(part[g]);
+    }
+    part[kParts - 1] = __builtin_convertvector(finite, Shorts<float>) ? part[kParts - 1] : rounded(x);
+  }
+  template <class V, class S>
+  static ATTN_INLINE V gathered(const S* from, int64_t stride, int64_t count) {
+    V v{};
+    if (stride == 1 && count >= W) {
+      __builtin_memcpy(&v, from, sizeof v);
+    } else {
+      for (int64_t k = 0; k < count; ++k) v[k] = from[k * stride];
+    }
+    return v;
+  }
+};
+
+using Pairs = Bfloat16s<1, 1>;
+template <int kParts>
+using Tiles = Bfloat16s<kParts, 16>;
+
+}  // namespace attn::ATTN_ISA

@@ -1,0 +1,232 @@
+// Moving rectangles between tensors, of any dtype and strides, and workspace tiles, contiguous and of the type computed
+// in.
+#pragma once
+
+#include "cpu/simd/storage.inl"
+#include "cpu/simd/transpose.inl"
+
+namespace attn::ATTN_ISA {
+
+// Hands out 64-byte aligned pieces of the workspace. Over a null base it only measures.
+class Arena {
+ public:
+  explicit Arena(char* base) : base_(base) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* piece = base_ ? base_ + used_ : nullptr;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return reinterpret_cast<T*>(piece);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// A matrix inside a tensor: element (i, d) at data + i * row + d * col, in elements of dtype.
+struct Block {
+  char* data;
+  DType dtype;
+  int64_t row;
+  int64_t col;
+};
+
+ATTN_INLINE int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+    case DType::i64:
+      return 8;
+    case DType::f32:
+      return 4;
+    case DType::bf16:
+    case DType::f16:
+      return 2;
+    case DType::boolean:
+      return 1;
+  }
+  __builtin_unreachable();
+}
+
+// The rows of operand `x` at batch entry `n` and head `h`, from row `row` and column `col` on.
+ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t row, int64_t col = 0) {
+  const int64_t offset = batch_offset(p, x, n) + h * x.head + row * x.row + col * x.col;
+  return {static_cast<char*>(x.data) + offset * size_of(x.dtype), x.dtype, x.row, x.col};
+}
+
+// Where rows are transposed, the rows behind them are prefetched: processors do not foresee reads that jump from row to
+// row.
+//
+// A last vector that is not full begins earlier where there are numbers enough, and moves some of them a second time: a
+// part of a vector has to go through memory, number by number.
+
+// Where the vector begins that holds number `first`, a multiple of kLanes, of `count`.
+template <class T>
+ATTN_INLINE int64_t vector_at(int64_t first, int64_t count) {
+  return count < kLanes<T> ? first : smaller(first, count - kLanes<T>);
+}
+
+// tile[o * ld + i] = source[o * outer + i * inner], o < outers, i < inners; zeros for inners <= i < width.
+template <class T, class S>
+void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inner, int64_t outers, int64_t inners) {
+  constexpr int W = kLanes<T>;
+  if (inners == 1) inner = 1;
+  if (inner == 1) {
+    for (int64_t o = 0; o < outers; ++o) {
+      const S* from = source + o * outer;
+      T* to = tile + o * ld;
+      int64_t i = 0;
+      for (; i + W <= inners; i += W) store<T>(to + i, load_as<T>(from + i));
+      if (i == inners) continue;
+      i = vector_at<T>(i, inners);
+      if (inners >= W)
+        store<T>(to + i, load_as<T>(from + i));
+      else
+        store_some<T>(to + i, load_some<T>(from + i, inners), inners);
+    }
+  } else if (inner == 0) {
+    for (int64_t o = 0; o < outers; ++o) {
+      const T value = load_some<T>(source + o * outer, 1)[0];
+      for (int64_t i = 0; i < inners; ++i) tile[o * ld + i] = value;
+    }
+  } else if (outer == 1) {
+    for (int64_t next_i = 0; next_i < inners; next_i += W) {
+      const int64_t i = vector_at<T>(next_i, inners), count = smaller(W, inners - i);
+      for (int64_t next_o = 0; next_o < outers; next_o += W) {
+        const int64_t o = vector_at<T>(next_o, outers), depth = smaller(W, outers - o);
+        Vec<T> rows[W];
+        const S* from = source + o + i * inner;
+        if (count == W && depth == W) {
+#pragma GCC unroll 16
+          for (int x = 0; x < W; ++x) rows[x] = load_as<T>(from + x * inner);
+#pragma GCC unroll 16
+          for (int x = 0; x < W; ++x) __builtin_prefetch(from + (x + 2 * W) * inner);
+          transpose<T>(rows);
+#pragma GCC unroll 16
+          for (int y = 0; y < W; ++y) store<T>(tile + (o + y) * ld + i, rows[y]);
+        } else {
+          for (int x = 0; x < W; ++x) {
+            if (x >= count)
+              rows[x] = Vec<T>{};
+            else if (depth == W)
+              rows[x] = load_as<T>(from + x * inner);
+            else
+              rows[x] = load_some<T>(from + x * inner, depth);
+          }
+          transpose<T>(rows);
+          for (int y = 0; y < depth; ++y) store_some<T>(tile + (o + y) * ld + i, rows[y], count);
+        }
+      }
+    }
+  } else {
+    for (int64_t o = 0; o < outers; ++o)
+      for (int64_t i = 0; i < inners; ++i) tile[o * ld + i] = load_some<T>(source + o * outer + i * inner, 1)[0];
+  }
+}
+
+template <class T>
+void pack(T* tile, int64_t ld, const void* source, DType dtype, int64_t outer, int64_t inner, int64_t outers,
+          int64_t inners, int64_t width) {
+  if (dtype == DType::f32)
+    pack_from<T>(tile, ld, static_cast<const float*>(source), outer, inner, outers, inners);
+  else if (dtype == DType::boolean)
+    pack_from<T>(tile, ld, static_cast<const Boolean*>(source), outer, inner, outers, inners);
+  else if constexpr (sizeof(T) == 8)
+    pack_from<T>(tile, ld, static_cast<const double*>(source), outer, inner, outers, inners);
+  else if (dtype == DType::bf16)
+    pack_from<T>(tile, ld, static_cast<const BFloat16*>(source), outer, inner, outers, inners);
+  else
+    pack_from<T>(tile, ld, static_cast<const Half*>(source), outer, inner, outers, inners);
+  if (inners < width)
+    for (int64_t o = 0; o < outers; ++o)
+      __builtin_memset(tile + o * ld + inners, 0, static_cast<size_t>(width - inners) * sizeof(T));
+}
+
+// tile[i * ld + d] = block(i, d), zeros up to a whole vector: a vector holds neighbouring columns of one row.
+template <class T>
+void pack_rows(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols) {
+  pack<T>(tile, ld, block.data, block.dtype, block.row, block.col, rows, cols, round_up(cols, kLanes<T>));
+}
+
+// tile[d * ld + i] = block(i, d): a vector holds one column of neighbouring rows.
+template <class T>
+void pack_transposed(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols, int64_t width) {
+  pack<T>(tile, ld, block.data, block.dtype, block.col, block.row, cols, rows, width);
+}
+
+// target[o * outer + i * inner] = tile[o * ld + i]
+template <class T, class S>
+void unpack_to(S* target, const T* tile, int64_t ld, int64_t outer, int64_t inner, int64_t outers, int64_t inners) {
+  constexpr int W = kLanes<T>;
+  if (inners == 1) inner = 1;
+  if (inner == 1) {
+    for (int64_t o = 0; o < outers; ++o) {
+      int64_t i = 0;
+      for (; i + W <= inners; i += W) store_as(target + o * outer + i, load<T>(tile + o * ld + i));
+      if (i == inners) continue;
+      i = vector_at<T>(i, inners);
+      if (inners >= W)
+        store_as(target + o * outer + i, load<T>(tile + o * ld + i));
+      else
+        store_some<T>(target + o * outer + i, load_some<T>(tile + o * ld + i, inners), inners);
+    }
+  } else if (outer == 1) {
+    for (int64_t next_i = 0; next_i < inners; next_i += W) {
+      const int64_t i = vector_at<T>(next_i, inners), count = smaller(W, inners - i);
+      for (int64_t next_o = 0; next_o < outers; next_o += W) {
+        const int64_t o = vector_at<T>(next_o, outers), depth = smaller(W, outers - o);
+        Vec<T> rows[W];
+        if (count == W && depth == W) {
+#pragma GCC unroll 16
+          for (int y = 0; y < W; ++y) rows[y] = load<T>(tile + (o + y) * ld + i);
+          transpose<T>(rows);
+#pragma GCC unroll 16
+          for (int x = 0; x < W; ++x) store_as(target + o + (i + x) * inner, rows[x]);
+#pragma GCC unroll 16
+          for (int x = 0; x < W; ++x) __builtin_prefetch(target + o + (i + x + W) * inner, 1);
+        } else {
+          for (int y = 0; y < W; ++y) rows[y] = y < depth ? load_some<T>(tile + (o + y) * ld + i, count) : Vec<T>{};
+          transpose<T>(rows);
+          for (int x = 0; x < count; ++x) store_some<T>(target + o + (i + x) * inner, rows[x], depth);
+        }
+      }
+    }
+  } else {
+    for (int64_t o = 0; o < outers; ++o)
+      for (int64_t i = 0; i < inners; ++i) store_some<T>(target + o * outer + i * inner, splat<T>(tile[o * ld + i]), 1);
+  }
+}
+
+template <class T>
+void unpack(const Block& to, const T* tile, int64_t ld, int64_t outer, int64_t inner, int64_t outers, int64_t inners) {
+  if (to.dtype == DType::f32)
+    unpack_to<T>(reinterpret_cast<float*>(to.data), tile, ld, outer, inner, outers, inners);
+  else if constexpr (sizeof(T) == 8)
+    unpack_to<T>(reinterpret_cast<double*>(to.data), tile, ld, outer, inner, outers, inners);
+  else if (to.dtype == DType::bf16)
+    unpack_to<T>(reinterpret_cast<BFloat16*>(to.data), tile, ld, outer, inner, outers, inners);
+  else
+    unpack_to<T>(reinterpret_cast<Half*>(to.data), tile, ld, outer, inner, outers, inners);
+}
+
+template <class T>
+void unpack_rows(const Block& block, const T* tile, int64_t ld, int64_t rows, int64_t cols) {
+  unpack<T>(block, tile, ld, block.row, block.col, rows, cols);
+}
+template <class T>
+void unpack_transposed(const Block& block, const T* tile, int64_t ld, int64_t rows, int64_t cols) {
+  unpack<T>(block, tile, ld, block.col, block.row, cols, rows);
+}
+
+template <class T>
+void fill_zero(T* p, int64_t count) {
+  __builtin_memset(p, 0, static_cast<size_t>(count) * sizeof(T));
+}
+
+template <class T>
+void scale_tile(T* tile, int64_t count, T factor) {
+  if (factor == 1) return;
+  for (int64_t i = 0; i < count; i += kLanes<T>) store<T>(tile + i, load<T>(tile + i) * factor);
+}
+
+}  // namespace attn::ATTN_ISA

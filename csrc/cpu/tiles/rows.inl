@@ -1,0 +1,145 @@
+// The rows of a tile of scores: which queries they are, and the tiles of what belongs to them.
+//
+// Tiles are transposed: a lane is a query. Row maximum, sum and rescaling are then vertical, without a reduction across
+// the lanes of a vector.
+#pragma once
+
+#include "cpu/tiles/logsumexp.inl"
+#include "cpu/tiles/formats.inl"
+
+namespace attn::ATTN_ISA {
+
+// Up to kRowTile consecutive rows of a group of heads (Problem::group): the lanes of a tile.
+struct RowTile {
+  int64_t n;        // the batch entry
+  int64_t count;    // of the rows
+  Range positions;  // holds those of all rows
+  int64_t head[kRowTile];
+  int64_t position[kRowTile];
+
+  // Rows [first, first + rows) of the list that begins with head `first_head`.
+  void set(const Problem& p, int64_t batch_entry, int64_t first_head, int64_t first, int64_t rows) {
+    n = batch_entry;
+    count = rows;
+    const int64_t length = query_length(p, n, first_head);
+    int64_t h = first_head + first / length;
+    int64_t l = first % length;
+    positions = {l, l + 1};
+    for (int64_t i = 0; i < rows; ++i) {
+      head[i] = h;
+      position[i] = l;
+      positions = {smaller(positions.first, l), larger(positions.last, l + 1)};
+      if (++l == length) {
+        l = 0;
+        ++h;
+      }
+    }
+  }
+
+  // Calls f(head, position, lane, rows) for every run of rows of one head.
+  template <class F>
+  ATTN_INLINE void each_head(F f) const {
+    for (int64_t lane = 0; lane < count;) {
+      int64_t end = lane + 1;
+      while (end < count && head[end] == head[lane]) ++end;
+      f(head[lane], position[lane], lane, end - lane);
+      lane = end;
+    }
+  }
+
+  // The row's number: where its statistics stand.
+  int64_t number(const Problem& p, int64_t lane) const { return row_number(p, n, head[lane], position[lane]); }
+
+  // The rows, rounded up to whole vectors.
+  template <class T>
+  int64_t lanes() const {
+    return round_up(count, kLanes<T>);
+  }
+
+  // tile[d * kRowTile + lane] = x(lane, first_col + d)
+  template <class T>
+  void pack_transposed(const Problem& p, const Operand& x, int64_t cols, T* tile, int64_t first_col = 0) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      const int64_t width = lane + rows == count ? lanes<T>() - lane : rows;
+      ATTN_ISA::pack_transposed<T>(tile + lane, kRowTile, block_of(p, x, n, h, l, first_col), rows, cols, width);
+    });
+  }
+  // The way back.
+  template <class T>
+  void unpack_transposed(const Problem& p, const Operand& x, int64_t cols, const T* tile, int64_t first_col = 0) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      ATTN_ISA::unpack_transposed<T>(block_of(p, x, n, h, l, first_col), tile + lane, kRowTile, rows, cols);
+    });
+  }
+
+  // The same, and what rounding took away to `residual`, unless its data is null. `tile` is overwritten; `scratch` has
+  // room for kKeyTile * kRowTile numbers.
+  template <class T>
+  void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile,
+                      T* scratch) const {
+    unpack_transposed(p, x, cols, tile);
+    if (!residual.data) return;
+    for (int64_t d = 0; d < cols; d += kKeyTile) {
+      const int64_t depth = smaller(kKeyTile, cols - d);
+      T* exact = tile + d * kRowTile;
+      pack_transposed(p, x, depth, scratch, d);
+      for (int64_t i = 0; i < depth * kRowTile; i += kLanes<T>)
+        store<T>(exact + i, load<T>(exact + i) - load<T>(scratch + i));
+      unpack_transposed(p, residual, depth, exact, d);
+    }
+  }
+
+  template <class T>
+  void load_logsumexp(const Problem& p, const void* logsumexp, Logsumexp<T>& lanes_of) const {
+    for (int64_t i = 0; i < kRowTile; ++i) {
+      const T* pair = static_cast<const T*>(logsumexp) + 2 * (i < count ? number(p, i) : 0);
+      const bool empty = i >= count || pair[0] == -kInfinity<T>;
+      lanes_of.reference[i] = empty ? kInfinity<T> : pair[0];
+      lanes_of.log2_sum[i] = empty ? 0 : pair[1];
+    }
+  }
+  template <class T>
+  void load_pairs(const Problem& p, const void* pairs, T* high, T* low) const {
+    for (int64_t i = 0; i < kRowTile; ++i) {
+      const T* pair = static_cast<const T*>(pairs) + 2 * (i < count ? number(p, i) : 0);
+      high[i] = i < count ? pair[0] : 0;
+      low[i] = i < count ? pair[1] : 0;
+    }
+  }
+
+  // Operands of format F with slots along the columns: tile[slot * kRowTile + lane].
+  template <class F>
+  void pack_columns(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile,
+                    int64_t first_col = 0) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      const int64_t width = lane + rows == count ? lanes<typename F::Number>() - lane : rows;
+      F::pack_transposed(block_of(p, x, n, h, l, first_col), rows, cols, tile + lane, width);
+    });
+  }
+  // Operands of format F with slots along the lanes: tile[slot * ld + column].
+  template <class F>
+  void pack_lanes(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile, int64_t ld) const {
+    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+      F::pack_along_rows(block_of(p, x, n, h, l), lane, rows, cols, tile, ld);
+    });
+  }
+};
+
+// What a task of the forward or of the tangent computes: rows of a group of heads, of one batch entry, over a split of
+// the keys.
+struct RowTask {
+  int64_t split, first_row, last_row, first_head, n;
+
+  template <class Params>
+  RowTask(const Params& p, int64_t task, int64_t splits) {
+    split = task % splits;
+    task /= splits;
+    first_row = task % p.row_tasks() * p.rows_per_task;
+    last_row = smaller(first_row + p.rows_per_task, p.rows());
+    task /= p.row_tasks();
+    first_head = task % p.groups() * p.group;
+    n = task / p.groups();
+  }
+};
+
+}  // namespace attn::ATTN_ISA

@@ -1,0 +1,142 @@
+// A tile of scores: products of queries and keys, the rule that makes them scores (score.h), the mask.
+#pragma once
+
+#include "cpu/tiles/gemm.inl"
+#include "cpu/tiles/mask.inl"
+
+namespace attn::ATTN_ISA {
+
+// Whether scores() leaves products in the tile instead of scores: that saves a pass over it. It may if the largest
+// product is the largest score and no number of a mask is to be added.
+template <class T>
+ATTN_INLINE bool leaves_products(const Problem& p) {
+  const bool adds = p.has_mask && p.mask.dtype != DType::boolean;
+  return !adds && ScoreFunction<T>::of(p).keeps_order();
+}
+// The readers of the tile: of numbers x and y in it, be they scores or products, exp(score_x - score_y) is
+// 2^((x - y) * log2_slope). The difference comes first: it is exact where it is small, and 0 for the largest score.
+template <class T>
+ATTN_INLINE T log2_slope(const Problem& p) {
+  return static_cast<T>(kLog2E * (leaves_products<T>(p) ? p.scale : 1));
+}
+
+// Calls f(product or bias or score at x[j * kRowTile + lane], its key j, its lane) for every vector of the tile.
+template <class T, class F>
+ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
+  for (int64_t j = 0; j < keys; ++j)
+    for (int64_t i = 0; i < lanes; i += kLanes<T>) {
+      T* at = x + j * kRowTile + i;
+      store<T>(at, f(load<T>(at), j, i));
+    }
+}
+
+// -inf where a row does not see a key.
+template <class T>
+void hide_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* x) {
+  if (all_visible(p, rows.positions, {key, key + keys})) return;
+  const int64_t length = key_length(p, rows.n, rows.head[0]);
+  // The keys that a lane sees, counted from `key`.
+  Int<T> first[kRowTile] = {};
+  UInt<T> count[kRowTile] = {};
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const int64_t l = rows.position[i];
+    const Range seen = common(visible_keys(p, {l, l + 1}, length), {key, key + keys});
+    first[i] = static_cast<Int<T>>(seen.first - key);
+    count[i] = static_cast<UInt<T>>(larger(0, seen.last - seen.first));
+  }
+  each_vector(x, keys, rows.lanes<T>(), [&](Vec<T> score, int64_t j, int64_t i) {
+    const auto from_first = bit_cast<Vec<UInt<T>>>(static_cast<Int<T>>(j) - load<Int<T>>(first + i));
+    return from_first < load<UInt<T>>(count + i) ? score : splat<T>(-kInfinity<T>);
+  });
+}
+
+// Where some keys of a tile are hidden from some rows by their position alone (on the diagonal, with causality),
+// products are cut into panels: of lanes, each with the keys up to the last one that it sees, or of keys, each with the
+// rows from the first one that sees them. The scores left out are hidden ones.
+template <class F>
+constexpr int64_t kPanel =
+    2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;
+
+// Calls f(lane, lanes, keys) for each panel of lanes and the number of keys of the tile.
+template <class F, class Function>
+ATTN_INLINE void each_panel_of_lanes(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
+  const int64_t lanes = rows.lanes<typename F::Number>();
+  if (all_visible(p, rows.positions, {key, key + keys})) return f(0, lanes, keys);
+  for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
+    Range positions = {rows.position[lane], rows.position[lane] + 1};
+    for (int64_t i = lane; i < smaller(lane + kPanel<F>, rows.count); ++i)
+      positions = hull(positions, {rows.position[i], rows.position[i] + 1});
+    const Range seen = visible_keys(p, positions, key + keys);
+    f(lane, smaller(kPanel<F>, lanes - lane), larger(0, seen.last - key));
+  }
+}
+
+// Calls f(j, keys, lane) for each panel of keys and the first of the lanes.
+template <class F, class Function>
+ATTN_INLINE void each_panel_of_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
+  const bool one_head = rows.head[0] == rows.head[rows.count - 1];
+  if (!one_head || all_visible(p, rows.positions, {key, key + keys})) return f(0, keys, 0);
+  for (int64_t j = 0; j < keys; j += kPanel<F>) {
+    const int64_t count = smaller(kPanel<F>, keys - j);
+    const Range seeing = common(visible_rows(p, {key + j, key + j + count}, rows.positions.last), rows.positions);
+    if (!seeing.empty()) f(j, count, (seeing.first - rows.positions.first) / kPanel<F> * kPanel<F>);
+  }
+}
+
+// Turns the products of a tile into scores, but leaves them where leaves_products(); -inf where a key is hidden.
+template <class T>
+void products_to_scores(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, const MaskTile<T>& mask,
+                        T* x) {
+  const int64_t lanes = rows.lanes<T>();
+  const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
+  const Vec<T> hidden = splat<T>(-kInfinity<T>);
+  if (mask.kind == MaskTile<T>::Kind::bits) {
+    each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
+      return lanes_of_bits<T>(mask.bits[j] >> i) ? score(product) : hidden;
+    });
+  } else if (mask.kind == MaskTile<T>::Kind::numbers) {
+    const T* numbers = mask.numbers(p, rows, key, keys);
+    each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
+      const Vec<T> b = load<T>(numbers + j * kRowTile + i);
+      return b == hidden ? hidden : score(product) + b;
+    });
+  } else if (!leaves_products<T>(p)) {
+    each_vector(x, keys, lanes, [&](Vec<T> product, int64_t, int64_t) { return score(product); });
+  }
+  hide_keys<T>(p, rows, key, keys, x);
+}
+
+// x[j * kRowTile + lane] for the keys [key, key + keys), see score.h; products instead of scores where
+// leaves_products(). `query_t`: the tile of queries, transposed.
+template <class F, class T = typename F::Number>
+void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
+            const MaskTile<T>& mask, T* x) {
+  each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+    Gemm<F>::template run<false>(seen, count, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t + lane,
+                                 kRowTile, x + lane, kRowTile, false);
+  });
+  products_to_scores<T>(p, rows, key, keys, mask, x);
+}
+
+// tx, the derivative of the scores along t: slope * (tQ K^T + Q tK^T) + tM. Meaningless where a key is hidden.
+template <class F, class T = typename F::Number>
+void tangent_scores(const Problem& p, const Tangents& t, const RowTile& rows, const T* query_t,
+                    const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, int64_t key,
+                    int64_t keys, T* bias, T* tx) {
+  const int64_t lanes = rows.lanes<T>();
+  bool started = false;
+  const auto add = [&](const Rows<T>& keys_of, const T* queries) {
+    Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), keys_of.data, keys_of.ld, queries, kRowTile, tx,
+                                 kRowTile, started);
+    started = true;
+  };
+  if (t.query.data) add(key_rows, tangent_query_t);
+  if (t.key.data) add(tangent_key_rows, query_t);
+  if (!started) fill_zero(tx, keys * kRowTile);
+  scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
+  if (!t.mask.data) return;
+  pack_mask<T>(p, t.mask, rows, key, keys, bias);
+  each_vector(tx, keys, kRowTile, [&](Vec<T> x, int64_t j, int64_t i) { return x + load<T>(bias + j * kRowTile + i); });
+}
+
+}  // namespace attn::ATTN_ISA

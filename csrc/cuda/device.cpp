@@ -1,0 +1,106 @@
+// The operators on CUDA: launches on the current stream. Nothing waits for the device, and all memory comes from
+// torch's allocator, so that a call can be captured in a graph.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "operators/call.h"
+#include "cuda/device.h"
+#include "cuda/launch.h"
+
+namespace attn::cuda {
+namespace {
+
+using at::Tensor;
+
+void check(Error error) { TORCH_CHECK(!error, "attn::sdpa: a CUDA kernel could not be launched: ", error); }
+
+Tensor draw_rng_state(const Tensor& query, int64_t heads) {
+  const OnDeviceOf device(query);
+  const Tensor state = empty_rng_state(query, 1);
+  RngNumber seed, offset;
+  draw_numbers(query, seed, offset);
+  check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
+  return state;
+}
+
+// Puts an operand whose rows are not in chunks into memory where they are, filled up with zeros. Copied number by
+// number in every tile that reads them, they would cost many times as much. The tensor is that memory.
+[[nodiscard]] Tensor put_in_chunks(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
+                                   const Tensor& query) {
+  if (!uses_mma(p) || in_chunks(p, x, cols)) return {};
+  at::DimVector sizes(p.batch_size, p.batch_size + p.batch_dims), strides(x.batch, x.batch + p.batch_dims);
+  for (const auto& [size, stride] : {std::pair{heads, x.head}, {rows, x.row}, {cols, x.col}}) {
+    sizes.push_back(size);
+    strides.push_back(stride);
+  }
+  for (size_t d = 0; d + 1 < sizes.size(); ++d)
+    if (strides[d] == 0) sizes[d] = 1;  // what is broadcast stays so
+  const Tensor from = at::from_blob(x.data, sizes, strides, query.options());
+  sizes.back() = round_up(larger(1, cols), kChunk);
+  const Tensor chunks = sizes.back() == cols ? at::empty(sizes, query.options()) : at::zeros(sizes, query.options());
+  chunks.narrow(-1, 0, cols).copy_(from);
+  const auto stride_of = [&](int64_t d) { return sizes[static_cast<size_t>(d)] == 1 ? 0 : chunks.stride(d); };
+  x.data = chunks.mutable_data_ptr();
+  for (int64_t d = 0; d < p.batch_dims; ++d) x.batch[d] = stride_of(d);
+  x.head = stride_of(p.batch_dims);
+  x.row = stride_of(p.batch_dims + 1);
+  x.col = 1;
+  return chunks;
+}
+template <class Params>
+[[nodiscard]] std::array<Tensor, 3> put_inputs_in_chunks(Params& p, const Tensor& query) {
+  return {put_in_chunks(p, p.query, p.heads, p.queries, p.head_dim, query),
+          put_in_chunks(p, p.key, p.key_heads, p.keys, p.head_dim, query),
+          put_in_chunks(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
+}
+
+void run_forward(ForwardParams& p, const Tensor& query) {
+  const OnDeviceOf device(query);
+  const auto inputs = put_inputs_in_chunks(p, query);
+  plan_forward(p, device.multiprocessors);
+  const auto partial = allocate_splits(p, query);
+  check(launch_forward(p, device.stream));
+}
+
+// Memory for one number a row, [batch, heads, L].
+Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data) {
+  const Tensor rows = at::empty({p.batch, p.heads, p.queries}, compute_options(query));
+  data = rows.mutable_data_ptr();
+  return rows;
+}
+
+void run_backward(BackwardParams& p, const Tensor& query) {
+  const OnDeviceOf device(query);
+  const auto inputs = put_inputs_in_chunks(p, query);
+  const Tensor grad_output = put_in_chunks(p, p.grad_output, p.heads, p.queries, p.value_dim, query);
+  const Tensor delta = allocate_rows(p, query, p.delta);
+  check(launch_backward(p, device.stream));
+}
+
+void run_tangent(TangentParams& p, const Tensor& query) {
+  const OnDeviceOf device(query);
+  plan_tangent(p);
+  check(launch_tangent(p, device.stream));
+}
+
+void run_second(SecondParams& p, const Tensor& query) {
+  const OnDeviceOf device(query);
+  const Tensor delta = allocate_rows(p, query, p.delta);
+  const Tensor tangent_delta = allocate_rows(p, query, p.tangent_delta);
+  check(launch_second(p, device.stream));
+}
+
+void run_stats(StatsParams& p, const Tensor& query) {
+  const OnDeviceOf device(query);
+  plan_stats(p, device.multiprocessors);
+  const auto workspaces = allocate_partial(p, query);
+  check(launch_stats(p, device.stream));
+}
+
+constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn, ATTN_CUDA_KEY, m) { register_kernels<kCuda>(m); }
+
+}  // namespace attn::cuda

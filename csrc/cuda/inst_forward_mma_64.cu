@@ -1,8 +1,0 @@
-#include "cuda/forward_mma.cuh"
-
-namespace attn::cuda {
-
-template Error launch_forward_mma<BFloat16, 64>(const ForwardParams&, Stream);
-template Error launch_forward_mma<Half, 64>(const ForwardParams&, Stream);
-
-}  // namespace attn::cuda

@@ -1,8 +1,0 @@
-#include "cuda/tangent_simt.cuh"
-
-namespace attn::cuda {
-
-template Error launch_tangent_simt<float>(const TangentParams&, Stream);
-template Error launch_tangent_simt<double>(const TangentParams&, Stream);
-
-}  // namespace attn::cuda

@@ -1,0 +1,576 @@
+// The gradients of backward_simt.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256. A block owns 64 keys
+// (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys); a warp owns 16 of those. Every product is
+// one of
+//
+//   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
+//   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
+//
+// so that weights stay in registers from the first to the second, and sums are added up in the order of the tiles.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/kernels.h"
+#include "cuda/launch.cuh"
+#include "cuda/mma/scores.cuh"
+
+namespace attn::cuda {
+
+// What the backward knows of a row.
+struct alignas(16) RowStatistics {
+  float logsumexp, logsumexp_low;  // as a pair; +inf for a row that attends to no key: its weights are 0
+  float delta;
+  uint32_t head_number;  // of dropout's counters
+};
+
+// A logsumexp as it lies in memory.
+struct alignas(8) Pair {
+  float high, low;
+};
+
+// Of up to kRows consecutive rows of a group of heads, in shared memory.
+template <int kRows, bool kHasMask>
+struct BackwardRows {
+  RowTile<kRows> rows;
+  RowStatistics of_row[kRows];
+  int64_t in_mask[kHasMask ? kRows : 1];  // where it begins in the mask
+};
+
+// Keys of a block that owns keys, and rows of one that owns rows.
+constexpr int kMmaOwn = 64;
+
+// The gradients that a block computes a part of: two at once only up to head_dim 128, as registers hold no more sums.
+enum class MmaGradient { query, key, value, key_and_value };
+
+template <class S, int kDim, MmaGradient kOf, bool kGeneral>
+struct BackwardMma {
+  static constexpr bool kOwnsKeys = kOf != MmaGradient::query;
+  static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
+  static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
+  static constexpr int kOwn = kMmaOwn;
+  // As registers and shared memory allow.
+  static constexpr bool kCrowded = kGeneral && kOf == MmaGradient::key_and_value;
+  static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
+  static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
+  static constexpr int kStages = 2;  // of the tiles that it does not own: one is used while the next is copied
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  using Own = MmaTile<S, kOwn, kDim>;
+  using Other = MmaTile<S, kOther, kDim>;
+  struct Shared {
+    // Of the products K Q^T and V G^T, or Q K^T and G V^T, the left factors, which the block owns, and the right ones.
+    Own own_score, own_dp;
+    struct {
+      Other score, dp;
+    } other[kStages];
+    BackwardRows<kRows, kGeneral> rows[kOwnsKeys ? kStages : 1];
+    Dropout dropout;
+    int64_t n;
+    int64_t first_key, last_key;  // the keys that the block owns, or that the rows see which it owns
+    int64_t first_row;            // of the group of heads, among all rows
+    const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
+    int64_t mask_base, grad_mask_base;
+    bool mask_in_pairs;
+    double exponent_per_score;
+  };
+  using Fragments = ScoresMma<S, kOther / 8, kOwnsKeys>;
+  using Scores = typename Fragments::Scores;
+  using Kept = typename Fragments::Kept;
+  using Mask = typename Fragments::Mask;
+  using Sums = float[kDim / 8][4];
+  using Rows = BackwardRows<kRows, kGeneral>;
+
+  const BackwardParams& p;
+  Shared& shared;
+
+  // Called by one thread, followed by a barrier.
+  __device__ void set(int64_t n) {
+    shared.n = n;
+    if (p.has_dropout) shared.dropout.set(p, n);
+    shared.query_data = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, n);
+    shared.grad_output_data = static_cast<const S*>(p.grad_output.data) + batch_offset(p, p.grad_output, n);
+    if (p.has_mask) {
+      shared.mask_base = batch_offset(p, p.mask, n);
+      shared.mask_in_pairs = mask_in_pairs(p);
+    }
+    if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
+    // What rounding changes in the slope of exponents is changed in the logsumexp too: large scores cancel.
+    shared.exponent_per_score = slope() == 0 ? double{kLog2E} : double{exponent_slope()} / slope();
+  }
+  // The same, for the group of heads that begins with `head`.
+  __device__ void set_heads(int64_t head) {
+    shared.first_row = row_number(p, shared.n, head, 0);
+    shared.key_data =
+        static_cast<const S*>(p.key.data) + batch_offset(p, p.key, shared.n) + key_head_of(p, head) * p.key.head;
+    shared.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, shared.n) +
+                        value_head_of(p, head) * p.value.head;
+  }
+
+  template <class Tile>
+  __device__ __forceinline__ void load_keys(Tile& key_tile, Tile& value_tile, int64_t key) {
+    const int keys = keys_from(key);
+    load_tile(key_tile, shared.key_data + key * p.key.row, keys, p.head_dim, p.key.row);
+    if constexpr (kNeedsDs)
+      load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
+  }
+  // Calls f(offset), where row i of `count` from `first` on lies offset(i) elements behind the first: in most tiles
+  // rows are of one head, as far apart as its rows are.
+  template <class F>
+  __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
+    if (first.position + count <= query_length(p, first.n, first.head)) return f([&](int i) { return i * x.row; });
+    f([&](int i) {
+      const Row row = row_after(p, first, i);
+      return (row.head - first.head) * x.head + (row.position - first.position) * x.row;
+    });
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(Tile& query_tile, Tile& grad_output_tile, Row first, int count) const {
+    const auto load = [&](Tile& tile, const S* data, const Operand& x, int64_t cols) {
+      with_offsets(x, first, count, [&](auto offset) {
+        load_tile(tile, data + first.head * x.head + first.position * x.row, count, cols, offset);
+      });
+    };
+    load(query_tile, shared.query_data, p.query, p.head_dim);
+    load(grad_output_tile, shared.grad_output_data, p.grad_output, p.value_dim);
+  }
+
+  // Whether the mask shows some of the tile of `count` rows from `first` on and the keys from `key` on.
+  __device__ __forceinline__ bool mask_shows_some(Row first, int count, int64_t key) const {
+    bool some = false;
+    const int64_t base = shared.mask_base + first.head * p.mask.head + first.position * p.mask.row;
+    with_offsets(p.mask, first, count, [&](auto offset) {
+      Mask mask;
+      read_mask(mask, key, [&](int i) { return base + offset(RowTile<kRows>::last_repeated(i, count)); });
+      with_mask_number(p, [&]<class M>() { some = Fragments::template shows_some<M>(mask); });
+    });
+    return some;
+  }
+  // Row i begins offset(i) elements behind the mask's data.
+  template <class Offset>
+  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, Offset offset) const {
+    with_mask_number(p, [&]<class M>() {
+      Fragments::template read_mask<M>(mask, own(MmaThread()), p.mask, shared.mask_in_pairs, key, keys_from(key),
+                                       offset);
+    });
+  }
+  // Of the tile that begins with `key`.
+  __device__ __forceinline__ int keys_from(int64_t key) const {
+    return static_cast<int>(smaller(kKeys, shared.last_key - key));
+  }
+  // The first tile from this one on, or `end`, that the mask does not hide wholly: shows_some(tile), next(tile). Of the
+  // others nothing else is read. A barrier: what was copied is there, and what is before it has been read.
+  template <class Tile, class ShowsSome, class Next>
+  __device__ __forceinline__ Tile first_shown(Tile tile, ShowsSome shows_some, Next next) const {
+    if (kGeneral && p.has_mask)
+      while (!__syncthreads_or(shows_some(tile))) tile = next(tile);
+    else
+      __syncthreads();
+    return tile;
+  }
+
+  // Of the row of a tile that this thread reads and stores, if there is one. Read early, as that takes long, and stored
+  // when it is there.
+  static_assert(kRows <= kMmaThreads);
+  __device__ __forceinline__ RowStatistics read_row(int64_t number, int count) const {
+    RowStatistics row;
+    const int i = thread_index();
+    if (i >= kRows) return row;
+    const int64_t r = shared.first_row + number + RowTile<kRows>::last_repeated(i, count);
+    const auto pair = static_cast<const Pair*>(p.logsumexp)[r];
+    row.logsumexp = pair.high;
+    row.logsumexp_low = pair.low;
+    row.delta = static_cast<const float*>(p.delta)[r];
+    return row;
+  }
+  // Followed by a barrier.
+  __device__ __forceinline__ void store_row(Rows& rows, Row first, int count, RowStatistics row) const {
+    const int i = thread_index();
+    if (i >= kRows) return;
+    if (!kOwnsKeys || kGeneral || p.causal)  // else nobody asks where it lies
+      rows.rows.set(i, row_after(p, first, RowTile<kRows>::last_repeated(i, count)));
+    if (row.logsumexp == -infinity<float>()) {
+      row.logsumexp = infinity<float>();
+      row.logsumexp_low = 0;
+    } else if constexpr (!kGeneral) {  // as an exponent of 2
+      const double exponent = (double{row.logsumexp} + row.logsumexp_low) * shared.exponent_per_score;
+      row.logsumexp = static_cast<float>(exponent);
+      row.logsumexp_low = static_cast<float>(exponent - row.logsumexp);
+    }
+    if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.n, rows.rows.head[i]);
+    rows.of_row[i] = row;
+    if (kGeneral && p.has_mask) rows.in_mask[i] = shared.mask_base + rows.rows.offset(p.mask, i);
+  }
+
+  __device__ __forceinline__ void run(int64_t number) {
+    if constexpr (kOwnsKeys)
+      run_keys(number);
+    else
+      run_query(number);
+  }
+
+  __device__ __forceinline__ void run_keys(int64_t number) {
+    const int64_t heads = kNeedsDs ? p.key_heads : p.value_heads;
+    const int64_t key_tasks = divide_up(p.keys, kOwn);
+    const int64_t readers = p.heads / heads;
+    const int64_t first_head = number / key_tasks % heads * readers;
+    if (thread_index() == 0) {
+      set(number / key_tasks / heads);
+      shared.first_key = number % key_tasks * kOwn;
+      shared.last_key = smaller(shared.first_key + kOwn, key_length(p, shared.n, first_head));
+    }
+    Sums of_ds = {}, of_weights = {};
+    for (int64_t head = first_head; head < first_head + readers; head += p.group) {
+      if (thread_index() == 0) set_heads(head);
+      __syncthreads();  // the last group's tiles have been read
+      TileOfRows tile = first_shown_rows(visible_from({0, {shared.n, head, 0}}));
+      if (tile.number >= p.rows()) continue;
+      load_keys(shared.own_score, shared.own_dp, shared.first_key);
+      load_rows(shared.other[0].score, shared.other[0].dp, tile.first, count_of(tile));
+      commit_copies();
+      store_row(shared.rows[0], tile.first, count_of(tile), read_row(tile.number, count_of(tile)));
+      for (int stage = 0; tile.number < p.rows(); stage ^= 1) {
+        const int count = count_of(tile);
+        wait_for_copies<0>();
+        tile = first_shown_rows(visible_from(after(tile, kOther)));  // these are there, those before have been read
+        RowStatistics next;
+        if (tile.number < p.rows()) {
+          load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, tile.first, count_of(tile));
+          commit_copies();
+          next = read_row(tile.number, count_of(tile));
+        }
+        add_tile(of_ds, of_weights, stage, count, shared.first_key);
+        if (tile.number < p.rows()) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
+      }
+    }
+    if constexpr (kNeedsDs)
+      if (p.grad_key.data) write_keys(p.grad_key, first_head / readers, p.head_dim, of_ds, slope());
+    if constexpr (kSumsValue)
+      if (p.grad_value.data)
+        write_keys(p.grad_value, first_head / readers, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
+  }
+
+  // Of a group's list of rows: the tile that begins with row `number`.
+  struct TileOfRows {
+    int64_t number;
+    Row first;
+  };
+  __device__ __forceinline__ int count_of(const TileOfRows& tile) const {
+    return static_cast<int>(smaller(kOther, p.rows() - tile.number));
+  }
+  __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
+    return {tile.number + rows, row_after(p, tile.first, rows)};
+  }
+  // The first tile, from this one on, that sees one of the block's keys.
+  __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
+    const int64_t length = query_length(p, shared.n, tile.first.head);
+    const Range seen = visible_rows(p, {shared.first_key, shared.last_key}, length);
+    if (seen.empty()) return {p.rows(), tile.first};
+    const int64_t last = tile.first.position + kOther;  // beyond the length rows are the next head's, which see more
+    return last > smaller(length, seen.first) ? tile
+                                              : after(tile, (seen.first - tile.first.position) / kOther * kOther);
+  }
+
+  __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {
+    return first_shown(
+        tile,
+        [&](const TileOfRows& t) {
+          return t.number >= p.rows() || mask_shows_some(t.first, count_of(t), shared.first_key);
+        },
+        [&](const TileOfRows& t) { return visible_from(after(t, kOther)); });
+  }
+
+  __device__ __forceinline__ void run_query(int64_t number) {
+    const int64_t row_tasks = divide_up(p.rows(), kOwn);
+    const int64_t row = (row_tasks - 1 - number % row_tasks) * kOwn;  // those with most keys under causality first
+    const int64_t head = number / row_tasks % p.groups() * p.group;
+    const int count = static_cast<int>(smaller(kOwn, p.rows() - row));
+    const Row first = row_after(p, {number / row_tasks / p.groups(), head, 0}, row);
+    if (thread_index() == 0) {
+      set(first.n);
+      set_heads(head);
+      const Range positions = positions_of_rows(p, first, count);
+      const Range seen = in_tiles(visible_keys(p, positions, key_length(p, shared.n, head)), kOther);
+      shared.first_key = seen.first;
+      shared.last_key = seen.last;
+    }
+    __syncthreads();
+    store_row(shared.rows[0], first, count, read_row(row, count));
+    Sums of_ds = {}, none;
+    const auto first_shown_key = [&](int64_t key) {
+      return first_shown(
+          key, [&](int64_t k) { return k >= shared.last_key || mask_shows_some(first, count, k); },
+          [](int64_t k) { return k + kOther; });
+    };
+    int64_t key = first_shown_key(shared.first_key);
+    if (key < shared.last_key) {
+      load_rows(shared.own_score, shared.own_dp, first, count);
+      load_keys(shared.other[0].score, shared.other[0].dp, key);
+      commit_copies();
+    }
+    for (int stage = 0; key < shared.last_key; stage ^= 1) {
+      const int64_t these = key;
+      wait_for_copies<0>();
+      key = first_shown_key(key + kOther);  // these keys are there, and those before have been read
+      if (key < shared.last_key) {
+        load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key);
+        commit_copies();
+      }
+      add_tile(of_ds, none, stage, count, these);
+    }
+    if (!p.grad_query.data) return;
+    const MmaThread thread;
+    const int64_t base = batch_offset(p, p.grad_query, shared.n);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = own(thread, half);
+      write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds, half, slope(),
+            i < count);
+    }
+  }
+
+  __device__ __forceinline__ float slope() const { return ScoreFunction<float>::of(p).slope(); }
+  // Of the exponent of 2, per product.
+  __device__ __forceinline__ float exponent_slope() const { return slope() * kLog2E; }
+
+  // The first of the 16 rows or keys of the warp; and that of a thread's elements 0, 1 (half 0) or 2, 3 (half 1).
+  static __device__ __forceinline__ int own(const MmaThread& thread) { return 16 * thread.warp; }
+  static __device__ __forceinline__ int own(const MmaThread& thread, int half) {
+    return own(thread) + thread.group + 8 * half;
+  }
+  template <class F>
+  static __device__ __forceinline__ void each(Scores& x, F f) {
+    Fragments::each(x, own(MmaThread()), f);
+  }
+
+  // Whether causality hides some score of the tile of `count` rows from `first` on and the keys from `key` on.
+  __device__ __forceinline__ bool some_hidden(Row first, int count, int64_t key) const {
+    return !all_visible(p, positions_of_rows(p, first, count), {key, key + kKeys});
+  }
+
+  // Adds what a tile contributes, whose rows or keys are those of a stage: `count` rows, and the keys from `key` on.
+  __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int count, int64_t key) {
+    auto& other = shared.other[stage];
+    const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
+    const Row first{shared.n, rows.rows.head[0], rows.rows.position[0]};  // if it is known, see store_row()
+    const int keys = keys_from(key);
+    const bool hides = some_hidden(first, count, key), whole = (kOwnsKeys ? count : keys) == kOther;
+    Mask mask;  // read before products are computed, and for the second time
+    if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
+    Scores x = {};
+    multiply(x, shared.own_score, other.score);
+    const bool finite = Fragments::all_finite(&x);
+    make_exponents(x, rows, mask, finite);
+    if (hides || !whole) Fragments::hide_keys(x, own(MmaThread()), p, rows.rows, count, key, keys, hides);
+    each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
+    Kept kept = {~0u, ~0u};
+    if constexpr (kGeneral)
+      if (p.has_dropout)
+        Fragments::dropout_mask(
+            kept, own(MmaThread()), shared.dropout, rows.rows, [&](int i) { return rows.of_row[i].head_number; }, key);
+    if constexpr (kSumsValue)
+      if (p.grad_value.data) {
+        uint32_t a[kOther / 16][4];
+        pack_kept(a, x, kept);
+        accumulate<false>(of_weights, a, other.dp);
+      }
+    if constexpr (kNeedsDs) {
+      if (kOwnsKeys && !p.grad_key.data) return;
+      Scores dx = {};  // dP; or at once dP - delta, which saves subtractions
+      if constexpr (kOwnsKeys && !kGeneral)
+        each(dx, [&](float& slope, int i, int, int, int) { slope = -rows.of_row[i].delta; });
+      multiply(dx, shared.own_dp, other.dp);
+      compute_ds(x, dx, rows, kept, hides || !whole);
+      if constexpr (!kOwnsKeys)
+        if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
+      if (!kOwnsKeys && !p.grad_query.data) return;
+      uint32_t a[kOther / 16][4];
+      const Kept all = {~0u, ~0u};
+      pack_kept(a, x, all);
+      if (finite)
+        accumulate<false>(of_ds, a, other.score);
+      else
+        accumulate<true>(of_ds, a, other.score);
+    }
+  }
+
+  // x += own other^T
+  static __device__ __forceinline__ void multiply(Scores& x, Own& own_tile, Other& other) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[4];
+      load_a(a, own_tile, thread.lane, own(thread), 0, k);
+#pragma unroll
+      for (int n = 0; n < kOther / 8; n += 2) {
+        uint32_t b[4];
+        load_b_transposed(b, other, thread.lane, 8 * n, k);
+        multiply_add<S>(x[n], a, b[0], b[1]);
+        multiply_add<S>(x[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Products become exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key.
+  __device__ __forceinline__ void make_exponents(Scores& x, const Rows& rows, const Mask& mask, bool finite) {
+    if constexpr (kGeneral) {
+      const float scale = slope();
+      if (p.has_mask)
+        with_mask_number(p, [&]<class M>() {
+          const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, scale); };
+          Fragments::template choose_add<M>([&] { return finite; }, add);
+        });
+      else
+        each(x, [&](float& score, int, int, int, int) { score *= scale; });
+      each(x, [&](float& score, int i, int, int, int) {
+        const float shifted = (score - rows.of_row[i].logsumexp) - rows.of_row[i].logsumexp_low;
+        score = score == -infinity<float>() ? score : shifted * kLog2E;
+      });
+    } else {
+      const float slope = exponent_slope();
+      each(x, [&](float& product, int i, int, int, int) {
+        product = fmaf(product, slope, -rows.of_row[i].logsumexp) - rows.of_row[i].logsumexp_low;
+      });
+    }
+  }
+
+  // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is, if some key of the tile is hidden:
+  // nothing of it or its value may come through, not even a NaN. dx holds dP.
+  __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
+    if constexpr (kGeneral) {
+      const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
+      each(dx, [&](float& slope, int, int, int half, int bit) { slope *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
+    }
+    if constexpr (!kOwnsKeys || kGeneral)
+      each(dx, [&](float& slope, int i, int, int, int) { slope -= rows.of_row[i].delta; });
+    if (kGeneral || hides)
+#pragma unroll
+      for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) dx[n][c] = x[n][c] == 0 ? 0 : dx[n][c];
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[n][c] *= dx[n][c];
+  }
+
+  __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int count, int64_t key) {
+    const Operand& to = p.grad_mask;
+    const int64_t base = shared.grad_mask_base + key * to.col, keys = shared.last_key - key;
+    each(ds, [&](float& gradient, int i, int j, int, int) {
+      if (i < count && j < keys)
+        store_rounded(to.data, to.dtype, base + rows.rows.offset(to, i) + j * to.col, gradient);
+    });
+  }
+
+  // The C of two products, [16 x 8] each, is the A [16 x 16] of the next; 0 where dropped.
+  static __device__ __forceinline__ void pack_kept(uint32_t (&a)[kOther / 16][4], const Scores& x, const Kept& kept) {
+#pragma unroll
+    for (int n = 0; n < kOther / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float pair[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          pair[c] =
+              kGeneral ? x[n][2 * half + c] * static_cast<float>(kept[half] >> (2 * n + c) & 1) : x[n][2 * half + c];
+        a[n / 2][2 * (n % 2) + half] = pack<S>(pair[0], pair[1]);
+      }
+  }
+
+  // 0 in place of infinities and NaNs.
+  static __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
+    constexpr uint32_t kExponent = std::is_same_v<S, Half> ? 0x7c00 : 0x7f80;
+    const uint32_t low = (two & kExponent) == kExponent ? 0 : two & 0xffffu;
+    const uint32_t high = (two >> 16 & kExponent) == kExponent ? 0 : two & 0xffff0000u;
+    return low | high;
+  }
+
+  // sum += a other. kFinite: with 0 in place of infinities and NaNs in `other`. A NaN reaches dQ and dK through dS, and
+  // only where a row attends to the key.
+  template <bool kFinite>
+  static __device__ __forceinline__ void accumulate(Sums& sum, const uint32_t (&a)[kOther / 16][4], Other& other) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kOther / 16; ++k)
+#pragma unroll
+      for (int n = 0; n < kDim / 8; n += 2) {
+        uint32_t b[4];
+        load_b(b, other, thread.lane, 16 * k, n / 2);
+        if constexpr (kFinite)
+#pragma unroll
+          for (uint32_t& two : b) two = make_finite(two);
+        multiply_add<S>(sum[n], a[k], b[0], b[1]);
+        multiply_add<S>(sum[n + 1], a[k], b[2], b[3]);
+      }
+  }
+
+  __device__ __forceinline__ void write_keys(const Operand& to, int64_t head, int64_t cols, const Sums& sum,
+                                             float scale) {
+    const MmaThread thread;
+    const int64_t base = batch_offset(p, to, shared.n) + head * to.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t key = shared.first_key + own(thread, half);
+      write(to, base + key * to.row, cols, sum, half, scale, key < shared.last_key);
+    }
+  }
+
+  // Writes a row of a gradient, if it is `there`. Called by all lanes.
+  __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const Sums& sum, int half,
+                                        float scale, bool there) const {
+    const MmaThread thread;
+    const auto value = [&](int n, int c) { return sum[n][2 * half + c] * scale; };
+    if (takes_chunks(p, to, cols)) return write_chunks<S, kDim / 8>(to, base, cols, there, value);
+    if (!there) return;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (thread.col(n) + c < cols)
+          store_rounded(to.data, to.dtype, base + (thread.col(n) + c) * to.col, value(n, c));
+  }
+};
+
+// Blocks of a gradient.
+template <MmaGradient kOf>
+__host__ __device__ int64_t backward_mma_tasks(const BackwardParams& p) {
+  if (kOf == MmaGradient::query) return p.batch * p.groups() * divide_up(p.rows(), kMmaOwn);
+  return p.batch * (kOf == MmaGradient::value ? p.value_heads : p.key_heads) * divide_up(p.keys, kMmaOwn);
+}
+
+template <class S, int kDim, MmaGradient kOf, bool kGeneral>
+__global__ void __launch_bounds__(kMmaThreads, kDim <= 64 && kOf == MmaGradient::query && !kGeneral ? 3 : 2)
+    backward_mma(const __grid_constant__ BackwardParams p) {
+  using Kernel = BackwardMma<S, kDim, kOf, kGeneral>;
+  const int64_t number = block_number();
+  if (number >= backward_mma_tasks<kOf>(p)) return;
+  Kernel{p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())}.run(number);
+}
+
+template <class S, int kDim, MmaGradient kOf>
+Error launch_gradient_mma(const BackwardParams& p, Stream stream) {
+  const auto run = [&]<bool kGeneral>() {
+    return launch<typename BackwardMma<S, kDim, kOf, kGeneral>::Shared>(
+        backward_mma<S, kDim, kOf, kGeneral>, p, backward_mma_tasks<kOf>(p), kMmaThreads, stream);
+  };
+  return p.has_mask || p.has_dropout ? run.template operator()<true>() : run.template operator()<false>();
+}
+
+template <class S, int kDim>
+Error launch_backward_mma(const BackwardParams& p, Stream stream) {
+  if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared))
+    if (Error error = launch_gradient_mma<S, kDim, MmaGradient::query>(p, stream)) return error;
+  BackwardParams of_key = p, of_value = p;  // where one block can't have both
+  of_key.grad_value.data = of_value.grad_key.data = nullptr;
+  if constexpr (kDim <= 128) {
+    constexpr auto kBoth = MmaGradient::key_and_value;
+    if (p.key_heads == p.value_heads && p.grad_key.data && p.grad_value.data)
+      return launch_gradient_mma<S, kDim, kBoth>(p, stream);
+  }
+  if (p.grad_key.data)
+    if (Error error = launch_gradient_mma<S, kDim, MmaGradient::key>(of_key, stream)) return error;
+  if (p.grad_value.data) return launch_gradient_mma<S, kDim, MmaGradient::value>(of_value, stream);
+  return nullptr;
+}
+
+}  // namespace attn::cuda

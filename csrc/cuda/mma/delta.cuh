@@ -1,0 +1,83 @@
+// What the backward needs of each row before tensor cores compute gradients: delta = <G, O + residual>.
+#pragma once
+
+#include "cuda/kernels.h"
+#include "cuda/launch.cuh"
+#include "cuda/simt/simt.cuh"
+
+namespace attn::cuda {
+
+constexpr int kDeltaThreads = 128;
+constexpr int kDeltaSteps = 4;  // rows of a thread, all under way at a time
+
+// Up to kDim columns: a row belongs to so many lanes that each reads one chunk of it.
+template <int kDim>
+constexpr int kDeltaLanes = kDim / kChunk;
+// Rows of a block.
+template <int kDim>
+constexpr int kDeltaRows = kDeltaSteps * kDeltaThreads / kDeltaLanes<kDim>;
+
+template <int kDim>
+__host__ __device__ int64_t delta_tasks(const BackwardParams& p) {
+  return p.batch * p.heads * divide_up(p.queries, kDeltaRows<kDim>);
+}
+
+// Sums are short and always in the same order: eight products of a lane, then those of the lanes in pairs.
+template <class S, int kDim>
+__global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant__ BackwardParams p) {
+  constexpr int kLanes = kDeltaLanes<kDim>, kRowsAtOnce = kDeltaThreads / kLanes;
+  const int64_t number = block_number(), tiles = divide_up(p.queries, kDeltaRows<kDim>);
+  if (number >= delta_tasks<kDim>(p)) return;
+  const Row first{number / tiles / p.heads, number / tiles % p.heads, number % tiles * kDeltaRows<kDim>};
+  const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, p.queries - first.position));
+  const int col = threadIdx.x % kLanes * kChunk, own = threadIdx.x / kLanes;
+  const int own_rows = col < p.value_dim ? rows : 0;  // with numbers in this thread's columns
+
+  const auto begin = [&](const Operand& x) {
+    return batch_offset(p, x, first.n) + first.head * x.head + (first.position + own) * x.row + col;
+  };
+  const auto* grad_output = static_cast<const S*>(p.grad_output.data) + begin(p.grad_output);
+  const auto* output = static_cast<const S*>(p.output.data) + begin(p.output);
+  const auto* residual = p.residual.data ? static_cast<const float*>(p.residual.data) + begin(p.residual) : nullptr;
+  float sum[kDeltaSteps] = {};
+#pragma unroll
+  for (int k = 0; k < kDeltaSteps; ++k) {
+    const int64_t i = k * kRowsAtOnce;
+    if (own + i >= own_rows) continue;
+    S g[kChunk], o[kChunk];
+    float rest[kChunk] = {};
+    load_vec16(g, grad_output + i * p.grad_output.row);
+    load_vec16(o, output + i * p.output.row);
+    if (residual) load_vec16(rest, residual + i * p.residual.row);
+    float of_rest = 0;
+#pragma unroll
+    for (int c = 0; c < kChunk; ++c) {
+      sum[k] = fmaf(to_float(g[c]), to_float(o[c]), sum[k]);
+      of_rest = fmaf(to_float(g[c]), rest[c], of_rest);
+    }
+    sum[k] += of_rest;
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2)
+#pragma unroll
+    for (float& s : sum) s += __shfl_xor_sync(~0u, s, lanes);
+  if (col > 0) return;
+  auto* delta = static_cast<float*>(p.delta) + row_number(p, first.n, first.head, first.position + own);
+#pragma unroll
+  for (int k = 0; k < kDeltaSteps; ++k)
+    if (own + k * kRowsAtOnce < rows) delta[k * kRowsAtOnce] = sum[k];
+}
+
+template <class S, int kDim>
+Error launch_delta_mma_of(const BackwardParams& p, Stream stream) {
+  return launch<Nothing>(delta_mma<S, kDim>, p, delta_tasks<kDim>(p), kDeltaThreads, stream);
+}
+
+template <class S>
+Error launch_delta_mma(const BackwardParams& p, Stream stream) {
+  if (p.value_dim <= 64) return launch_delta_mma_of<S, 64>(p, stream);
+  if (p.value_dim <= 128) return launch_delta_mma_of<S, 128>(p, stream);
+  return launch_delta_mma_of<S, 256>(p, stream);
+}
+
+}  // namespace attn::cuda

@@ -1,0 +1,449 @@
+// The forward of forward_simt.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256, in the shape of
+// FlashAttention-2 (Dao, 2023): a warp owns rows, their weights stay in registers between the two products.
+// Of K and V one tile is in use while the other's copy is under way.
+#pragma once
+
+#include "cuda/kernels.h"
+#include "cuda/launch.cuh"
+#include "cuda/mma/mask_tile.cuh"
+
+namespace attn::cuda {
+
+// S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: of 16 rows, of a warp. kGeneral:
+// with a mask, dropout or a scale that is not positive.
+template <class S, int kDim, int kTiles, bool kGeneral>
+struct ForwardMma {
+  static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
+  static constexpr int kKeys = kKeysPerTile;
+  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory; else there is none left for that
+  static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
+  static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
+
+  struct Shared {
+    MmaTile<S, kRows, kDim> query;
+    MmaTile<S, kKeys, kDim> key;
+    MmaTile<S, kKeys, kDim> value;
+    Task task;
+    Dropout dropout;
+    const S* key_data;  // of the batch entry and head
+    const S* value_data;
+    int64_t mask_base;  // where the batch entry begins
+    bool mask_in_chunks, mask_in_pairs;
+    RowTile<kRows> rows;
+    // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
+    float maximum[kRows];
+    float sum[2 * kTiles][kMmaThreads];
+    uint32_t head_number[kGeneral ? kRows : 1];                         // of dropout's counters
+    alignas(16) const unsigned char* in_mask[kCopiesMask ? kRows : 1];  // where the row begins
+    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles, !kFewRegisters>, Nothing> mask;
+  };
+  using Fragments = ScoresMma<S, kKeys / 8, false>;
+  using Scores = typename Fragments::Scores[kTiles];
+  // Of one tile of keys, where it is not in shared memory.
+  using Mask = std::conditional_t<kCopiesMask, Nothing, typename Fragments::Mask[kTiles]>;
+  using Output = float[kTiles][kDim / 8][4];
+
+  const ForwardParams& p;
+  Shared& shared;
+  const Task& task;
+
+  __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
+
+  __device__ static void set(const ForwardParams& p, Shared& s, int64_t number) {
+    s.task.set(p, number, kKeys);
+    if (p.has_dropout) s.dropout.set(p, s.task.n);
+    const int64_t n = s.task.n;
+    s.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, n) + s.task.key_head * p.key.head;
+    s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
+    if (!p.has_mask) return;
+    s.mask_base = batch_offset(p, p.mask, n);
+    if (kCopiesMask)
+      s.mask_in_chunks = mask_in_chunks(p);
+    else
+      s.mask_in_pairs = mask_in_pairs(p);
+  }
+
+  // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
+  // (half 0) or 2 and 3 (half 1) are of.
+  __device__ static __forceinline__ int row(const MmaThread& thread, int t) { return 16 * (kTiles * thread.warp + t); }
+  __device__ static __forceinline__ int row(const MmaThread& thread, int t, int half) {
+    return row(thread, t) + thread.group + 8 * half;
+  }
+
+  __device__ __forceinline__ void load_key(int64_t key, int keys) {
+    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim);
+  }
+  __device__ __forceinline__ void load_value(int64_t key, int keys) {
+    load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
+  }
+  // Where registers are fewest, the address of each row is a product of its own: what it would be the sum of would have
+  // to stay in registers.
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
+                                            int64_t cols) {
+    if constexpr (kGeneral && kFewRegisters)
+      load_tile(tile, data + key * stride, keys, cols, [&](int j) { return j * stride; });
+    else
+      load_tile(tile, data + key * stride, keys, cols, stride);
+  }
+  // Of the tile that begins with `key`; none and less than none beyond the last one.
+  __device__ __forceinline__ int keys_from(int64_t key) const {
+    return static_cast<int>(smaller(kKeys, task.last_key - key));
+  }
+
+  __device__ __forceinline__ void run() {
+    Output output = {};
+    for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.maximum[i] = -infinity<float>();
+    for (auto& sums : shared.sum) sums[threadIdx.x] = 0;
+    shared.rows.set(p, task.row_at(p), task.rows);
+    if constexpr (kGeneral)
+      for (int i = threadIdx.x; i < kRows; i += kMmaThreads) {  // the rows that this thread has set
+        if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
+        if (kCopiesMask && p.has_mask)
+          shared.in_mask[i] = static_cast<const unsigned char*>(p.mask.data) +
+                              mask_number_bytes(p) * (shared.mask_base + shared.rows.offset(p.mask, i));
+      }
+    __syncthreads();
+    if (kGeneral && p.has_mask)
+      with_mask_number(p, [&]<class M>() { go_over_keys<M>(output); });
+    else
+      go_over_keys<NoMask>(output);
+    write(output);
+  }
+
+  struct NoMask {};
+  // M: NoMask, or what with_mask_number() says.
+  template <class M>
+  __device__ __forceinline__ void go_over_keys(Output& output) {
+    constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
+    Mask mask;
+    int64_t key = task.first_key;
+    int keys = keys_from(key);
+    if constexpr (kHasMask) {
+      read_mask<M>(mask, key, keys);
+      wait_for_copies<0>();
+      find_shown<M>(mask, key, keys);
+    }
+    if (keys > 0) {
+      const S* query = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, task.n);
+      load_tile(shared.query, query, task.rows, p.head_dim, [&](int i) { return shared.rows.offset(p.query, i); });
+      load_key(key, keys);
+      commit_copies();
+    }
+    while (keys > 0) {
+      wait_for_copies<0>();
+      __syncthreads();  // the keys are there, and the last values have been read
+      load_value(key, keys);
+      commit_copies();
+      Scores x = {};
+      if (has_rows()) multiply_keys(x);
+      if constexpr (!kHasMask) {
+        wait_for_copies<0>();
+        __syncthreads();  // the values are there, and the keys have been read
+        start_key(key + kKeys, keys_from(key + kKeys));
+      }
+      if (has_rows()) make_scores<M>(x, mask, key, keys);
+      if constexpr (kHasMask) read_mask<M>(mask, key + kKeys, keys_from(key + kKeys));  // arrives during the softmax
+      if (has_rows()) {
+        softmax(x, output);
+        if constexpr (kGeneral)
+          if (p.has_dropout) drop(x, key);
+      }
+      key += kKeys;
+      keys = keys_from(key);
+      if constexpr (kHasMask) {
+        wait_for_copies<0>();
+        find_shown<M>(mask, key, keys);
+        start_key(key, keys);
+      }
+      if (has_rows()) multiply_values(x, output);
+    }
+  }
+
+  __device__ __forceinline__ void start_key(int64_t key, int keys) {
+    if (keys <= 0) return;
+    load_key(key, keys);
+    commit_copies();
+  }
+
+  template <class M>
+  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, int keys) {
+    if (keys <= 0) return;
+    if constexpr (kCopiesMask) {
+      __syncwarp();  // the last one has been read
+      shared.mask.template copy<M>(p.mask.col, shared.in_mask, shared.mask_in_chunks, key, keys);
+      commit_copies();
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+        Fragments::template read_mask<M>(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys,
+                                         [&](int i) { return shared.mask_base + shared.rows.offset(p.mask, i); });
+    }
+  }
+  template <class M>
+  __device__ __forceinline__ bool shows_some(const Mask& mask) {
+    if constexpr (kCopiesMask) {
+      return shared.mask.template shows_some<M>();
+    } else {
+      bool some = false;
+#pragma unroll
+      for (auto& of_tile : mask) some |= Fragments::template shows_some<M>(of_tile);
+      return some;
+    }
+  }
+  // Goes on to the first tile, from that of `key` on, whose mask has been read, that the mask does not hide wholly. Of
+  // the others neither keys nor values are read. A barrier: what was copied is there, and the keys before have been
+  // read.
+  template <class M>
+  __device__ __forceinline__ void find_shown(Mask& mask, int64_t& key, int& keys) {
+    while (!__syncthreads_or(keys <= 0 || shows_some<M>(mask))) {
+      key += kKeys;
+      keys = keys_from(key);
+      read_mask<M>(mask, key, keys);
+      wait_for_copies<0>();
+    }
+  }
+
+  // If there are few rows, the first warps have all of them, and the others only copy.
+  __device__ __forceinline__ bool has_rows() const { return kTiles > 1 || row(MmaThread(), 0) < task.rows; }
+
+  // x = <q, k>
+  __device__ __forceinline__ void multiply_keys(Scores& x) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) load_a(a[t], shared.query, thread.lane, row(thread, 0), 16 * t, k);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; n += 2) {
+        uint32_t b[4];
+        load_b_transposed(b, shared.key, thread.lane, 8 * n, k);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          multiply_add<S>(x[t][n], a[t], b[0], b[1]);
+          multiply_add<S>(x[t][n + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
+  // -inf where a key is hidden or there is none.
+  template <class M>
+  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key, int keys) {
+    const float slope = ScoreFunction<float>::of(p).slope();
+    if constexpr (!std::is_same_v<M, NoMask>) {
+      const auto finite = [&] { return Fragments::template all_finite<kTiles>(x); };
+      const auto add = [&]<auto kHow>() {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+          if constexpr (kCopiesMask) {
+            typename Fragments::Mask of_tile;
+            shared.mask.template read<M>(of_tile, t);
+            Fragments::template add_mask<kHow>(x[t], of_tile, slope);
+          } else {
+            Fragments::template add_mask<kHow>(x[t], mask[t], slope);
+          }
+      };
+      Fragments::template choose_add<M>(finite, add);
+    } else if constexpr (kGeneral) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+        Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
+    }
+    const bool hidden = !all_visible(p, task.positions, {key, key + kKeys});
+    if (!hidden && keys == kKeys) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+      Fragments::hide_keys(x[t], row(MmaThread(), t), p, shared.rows, kRows, key, keys, hidden);
+  }
+
+  // What a number that make_scores() leaves is multiplied by, so that it is a score.
+  __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
+  // Base-2 exponent of such a number: the number * scale * log2(e). Rounded once, so that weights that are shifted by
+  // the same maximum, and what corrects them for another one, share a factor, which the division by their sum removes.
+  __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E; }
+  __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
+  // With masks of large numbers that factor would be too large: such rows are shifted before.
+  static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
+
+  // exp(score - maximum) of what make_scores() leaves.
+  __device__ __forceinline__ float weight(float x, float shift) const {
+    return exp2_approx(fmaf(x, exponent_slope(), -exponent(shift)));
+  }
+  // What weights that were shifted by `old` are multiplied by; 1 where nothing has changed.
+  __device__ __forceinline__ float correction(float old, float shift) const {
+    return exp2_approx(exponent(old) - exponent(shift));
+  }
+
+  // Scores become weights. Rows are dealt with side by side: no instruction waits for the one before.
+  __device__ __forceinline__ void softmax(Scores& x, Output& output) {
+    const MmaThread thread;
+    float old[2 * kTiles], best[2 * kTiles];
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      old[r] = shared.maximum[row(thread, r / 2, r % 2)];
+      float of_column[2] = {old[r], old[r]};
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) of_column[c] = max_number(x[r / 2][n][2 * (r % 2) + c], of_column[c]);
+      best[r] = max_number(of_column[0], of_column[1]);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (float& b : best) b = max_number(__shfl_xor_sync(~0u, b, lanes), b);
+    __syncwarp();  // all of a row have read its maximum: the shuffles say so, but no order of memory
+    float shift[2 * kTiles], factor[2 * kTiles];
+    bool some_large = false;
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      shift[r] = shift_of(best[r]);
+      factor[r] = correction(old[r], shift[r]);
+      some_large |= is_large(shift[r]);
+    }
+    if (some_large)
+#pragma unroll
+      for (int r = 0; r < 2 * kTiles; ++r) {
+        const bool large = is_large(shift[r]);
+        const float first = large ? shift[r] : 0;
+        factor[r] = large ? exp2_approx((old[r] - first) * kLog2E) : factor[r];
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) x[r / 2][n][2 * (r % 2) + c] -= first;
+        shift[r] -= first;
+      }
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      const int t = r / 2, half = r % 2;
+      if (thread.place == 0) shared.maximum[row(thread, t, half)] = best[r];
+      float total[2] = {};  // of this lane's columns
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) total[c] += x[t][n][2 * half + c] = weight(x[t][n][2 * half + c], shift[r]);
+      float& sum = shared.sum[r][32 * thread.warp + thread.lane];
+      sum = sum * factor[r] + (total[0] + total[1]);
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        output[t][n][2 * half] *= factor[r];
+        output[t][n][2 * half + 1] *= factor[r];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void drop(Scores& x, int64_t key) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const int own = row(MmaThread(), t);
+      typename Fragments::Kept kept;
+      Fragments::template dropout_mask<kDropoutAtOnce>(
+          kept, own, shared.dropout, shared.rows, [&](int i) { return shared.head_number[i]; }, key);
+      Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
+        if (!(kept[half] >> bit & 1)) weight *= 0;  // a NaN remains
+      });
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const Scores& x, Output& output) {
+    const MmaThread thread;
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      // The C of two products, [16 x 8] each, is the A [16 x 16] of this one.
+      uint32_t a[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        a[t][0] = pack<S>(x[t][2 * k][0], x[t][2 * k][1]);
+        a[t][1] = pack<S>(x[t][2 * k][2], x[t][2 * k][3]);
+        a[t][2] = pack<S>(x[t][2 * k + 1][0], x[t][2 * k + 1][1]);
+        a[t][3] = pack<S>(x[t][2 * k + 1][2], x[t][2 * k + 1][3]);
+      }
+#pragma unroll
+      for (int n = 0; n < kDim / 8; n += 2) {
+        uint32_t b[4];
+        load_b(b, shared.value, thread.lane, 16 * k, n / 2);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          multiply_add<S>(output[t][n], a[t], b[0], b[1]);
+          multiply_add<S>(output[t][n + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
+  __device__ __forceinline__ void write(const Output& output) {
+    const MmaThread thread;
+    const int64_t output_base = batch_offset(p, p.output, task.n);
+    const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
+    const bool chunks = p.splits == 1 && !p.residual.data && takes_chunks(p, p.output, p.value_dim);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float total = shared.sum[2 * t + half][threadIdx.x];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        const int i = row(thread, t, half);
+        const bool there = i < task.rows;
+        if (!there && !chunks) continue;
+        const bool empty = total == 0;
+        const float inverse = static_cast<float>(p.keep_scale) / (empty ? 1 : total);
+        const OutputRow<float> to(p, task.n, output_base, residual_base, shared.rows.head[i], shared.rows.position[i],
+                                  task.split);
+        const auto value = [&](int n, int c) { return empty ? 0 : output[t][n][2 * half + c] * inverse; };
+        if (chunks) {
+          write_chunks<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
+        } else {
+#pragma unroll
+          for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+              if (thread.col(n) + c < p.value_dim) to.write(thread.col(n) + c, value(n, c));
+        }
+        if (thread.place > 0 || !there) continue;
+        const float best = empty ? 0 : shared.maximum[i];
+        const float maximum = __fmul_rn(best, scale());
+        // What rounding took from the maximum, and the logarithm of the factor that all weights share.
+        float maximum_low = fmaf(best, scale(), -maximum);
+        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E;
+        to.write_logsumexp(task.split, maximum, maximum_low, total);
+      }
+  }
+};
+
+template <class S, int kDim, int kTiles, bool kGeneral>
+__global__ void __launch_bounds__(kMmaThreads) forward_mma(const __grid_constant__ ForwardParams p) {
+  using Kernel = ForwardMma<S, kDim, kTiles, kGeneral>;
+  const int64_t number = block_number();
+  if (number >= p.tasks()) return;
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
+  if (threadIdx.x == 0) Kernel::set(p, shared, number);
+  __syncthreads();
+  Kernel(p, shared).run();
+}
+
+template <class S, int kDim, int kTiles, bool kGeneral>
+Error launch_forward_mma_tiles(const ForwardParams& p, Stream stream) {
+  return launch<typename ForwardMma<S, kDim, kTiles, kGeneral>::Shared>(forward_mma<S, kDim, kTiles, kGeneral>, p,
+                                                                        p.tasks(), kMmaThreads, stream);
+}
+
+template <class S, int kDim, bool kGeneral>
+Error launch_forward_mma_of(const ForwardParams& p, Stream stream) {
+  constexpr int kTiles = forward_mma_tiles(kDim);
+  return p.rows_per_task == forward_mma_rows(kTiles) ? launch_forward_mma_tiles<S, kDim, kTiles, kGeneral>(p, stream)
+                                                     : launch_forward_mma_tiles<S, kDim, 1, kGeneral>(p, stream);
+}
+
+template <class S, int kDim>
+Error launch_forward_mma(const ForwardParams& p, Stream stream) {
+  return is_general(p) ? launch_forward_mma_of<S, kDim, true>(p, stream)
+                       : launch_forward_mma_of<S, kDim, false>(p, stream);
+}
+
+}  // namespace attn::cuda

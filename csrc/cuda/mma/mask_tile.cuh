@@ -1,0 +1,162 @@
+// The forward's tile of a mask in shared memory, which takes no registers while it is under way.
+#pragma once
+
+#include "cuda/mma/scores.cuh"
+#include "cuda/simt/simt.cuh"
+
+namespace attn::cuda {
+
+// Of a mask that is boolean or of 16 bits.
+__device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
+
+// Whether the rows of a mask may be copied 16 bytes at a time.
+__device__ inline bool mask_in_chunks(const Problem& p) {
+  const Operand& x = p.mask;
+  int64_t offsets = x.head | x.row;
+  for (int d = 0; d < p.batch_dims; ++d) offsets |= x.batch[d];
+  return x.col == 1 && offsets * mask_number_bytes(p) % 16 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+}
+
+// [kRows, kKeys] of a mask that is boolean or of the type S. A warp copies the 16 kTiles rows of its own scores and is
+// the only one that reads them, so that no other one has to be waited for. kKeepsThread: registers may keep, from one
+// tile to the next, what is computed from a thread's number.
+template <class S, int kTiles, bool kKeepsThread>
+struct MaskTile {
+  static constexpr int kKeys = kKeysPerTile;
+  static constexpr int kWarpRows = 16 * kTiles;
+  using Fragments = ScoresMma<S, kKeys / 8, false>;
+  template <class Number>
+  static constexpr int kNumbers = 16 / static_cast<int>(sizeof(Number));  // of a chunk
+  template <class Number>
+  static constexpr int kChunks = kKeys / kNumbers<Number>;  // of a row
+  template <class Number>
+  static constexpr int kRowBytes = 16 * kChunks<Number>;
+
+  // A row of 16-bit numbers is a row of this tile, two rows of boolean ones are. Both lie where no two lanes that read
+  // a fragment meet in a bank.
+  MmaTile<uint16_t, kMmaThreads / 32 * kWarpRows, kKeys> tile;
+
+  static __device__ __forceinline__ MmaThread this_thread() {
+    if constexpr (kKeepsThread)
+      return MmaThread(threadIdx.x);
+    else
+      return MmaThread();
+  }
+
+  // Where a chunk of a row of the mask lies.
+  template <class Number>
+  __device__ __forceinline__ void* at(unsigned row, unsigned chunk) {
+    return sizeof(Number) == 2 ? tile.at(row, chunk) : tile.at(row / 2, row % 2 * kChunks<Number> + chunk);
+  }
+
+  // What a lane copies: a chunk of each of some rows of its warp, of two neighbours and of those kStep further each.
+  template <class Number>
+  struct Share {
+    static constexpr int kStep = 64 / kChunks<Number>;
+    static constexpr int kPairs = kWarpRows / kStep;
+    int row, chunk;
+
+    __device__ __forceinline__ Share() {
+      const MmaThread thread = this_thread();
+      const unsigned lane = thread.lane;
+      row = kWarpRows * thread.warp + 2 * (lane / kChunks<Number>);
+      chunk = lane % kChunks<Number>;
+    }
+    __device__ __forceinline__ int first() const { return chunk * kNumbers<Number>; }  // number of a row
+  };
+
+  // Starts to copy what belongs to the keys from `key` on, of which there are `keys`; what is beyond repeats the last
+  // one. Row i begins at in_mask[i], and its numbers are `stride` apart. in_chunks: see mask_in_chunks(). A lane may
+  // look at what it has copied itself after commit_copies() and wait_for_copies(), the warp after a barrier.
+  template <class Number>
+  __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_chunks, int64_t key,
+                                       int keys) {
+    const Share<Number> share;
+    if (!in_chunks || share.first() + kNumbers<Number> > keys)
+      return gather(share, key * stride, stride, in_mask, keys);
+    struct alignas(16) Pair {
+      const unsigned char* row[2];
+    } begin[Share<Number>::kPairs];  // read before any copy starts, which no reading may then overtake
+#pragma unroll
+    for (int k = 0; k < Share<Number>::kPairs; ++k)
+      begin[k] = *reinterpret_cast<const Pair*>(in_mask + share.row + k * Share<Number>::kStep);
+    const int64_t offset = (key + share.first()) * static_cast<int64_t>(sizeof(Number));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      auto* const to = static_cast<unsigned char*>(at<Number>(share.row + r, share.chunk));
+#pragma unroll
+      for (int k = 0; k < Share<Number>::kPairs; ++k)  // rows a multiple of 8 apart are permuted alike
+        copy_async(to + k * Share<Number>::kStep * kRowBytes<Number>, begin[k].row[r] + offset, true);
+    }
+  }
+  // The same, number by number. Few are under way at a time: it takes no more registers than the rest of a kernel.
+  template <class Number>
+  __device__ __forceinline__ void gather(const Share<Number>& share, int64_t offset, int64_t stride,
+                                         const unsigned char* const* in_mask, int keys) {
+    constexpr int kOfWord = 4 / sizeof(Number), kWords = 4 * 2 * Share<Number>::kPairs;
+#pragma unroll 1
+    for (int i = 0; i < kWords; ++i) {
+      const int row = share.row + i / 8 * Share<Number>::kStep + i / 4 % 2, first = share.first() + i % 4 * kOfWord;
+      const auto* from = reinterpret_cast<const Number*>(in_mask[row]) + offset;
+      uint32_t word = 0;
+#pragma unroll
+      for (int j = 0; j < kOfWord; ++j) {
+        const int at_most = first + j < keys ? first + j : keys - 1;
+        word |= static_cast<uint32_t>(from[at_most * stride]) << 8 * sizeof(Number) * j;
+      }
+      static_cast<uint32_t*>(at<Number>(row, share.chunk))[i % 4] = word;
+    }
+  }
+
+  // Whether a lane has copied something that shows a key to a row.
+  template <class Number>
+  __device__ __forceinline__ bool shows_some() {
+    constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : Fragments::kHidden << 16 | Fragments::kHidden;
+    const Share<Number> share;
+    const void* const numbers[2] = {at<Number>(share.row, share.chunk), at<Number>(share.row + 1, share.chunk)};
+    const auto pair_shows_some = [&](int k) {
+      uint32_t some = 0;
+#pragma unroll
+      for (const void* of_row : numbers) {
+        const auto chunk = static_cast<const Vec16<uint32_t>*>(of_row)[k * Share<Number>::kStep * kChunks<Number>];
+#pragma unroll
+        for (const uint32_t word : chunk.at) some |= word ^ kHidden;
+      }
+      return some != 0;
+    };
+#pragma unroll 1  // as the first pair often does
+    for (int k = 0; k < Share<Number>::kPairs; ++k)
+      if (pair_shows_some(k)) return true;
+    return false;
+  }
+
+  // What belongs to the scores of tile t of the warp.
+  template <class Number>
+  __device__ __forceinline__ void read(typename Fragments::Mask& mask, int t) {
+    const MmaThread thread = this_thread();
+    const int own = kWarpRows * thread.warp;
+    if constexpr (sizeof(Number) == 1) {
+      const auto* const numbers = reinterpret_cast<const unsigned char*>(tile.numbers);
+      const auto* const of_first = static_cast<const unsigned char*>(at<uint8_t>(own + thread.group, 0));
+      const unsigned first = static_cast<unsigned>(of_first - numbers) + 2 * thread.place;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // As MmaTile::address(): the chunk is n / 2, and eight rows further it is permuted otherwise.
+          const unsigned offset = (first ^ (n / 2 * 16 | half * 64)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
+          mask[n][half] = *reinterpret_cast<const uint16_t*>(numbers + offset);
+        }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        uint32_t a[4];
+        load_a(a, tile, thread.lane, own, 16 * t, k);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mask[2 * k + i / 2][i % 2] = a[i];
+      }
+    }
+  }
+};
+
+}  // namespace attn::cuda

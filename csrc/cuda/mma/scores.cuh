@@ -1,0 +1,228 @@
+// Scores (score.h) in the fragments of tensor cores, for forward and backward: the mask, hidden keys, what dropout
+// keeps.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/mma/mma.cuh"
+#include "cuda/shared/softmax.cuh"
+
+namespace attn::cuda {
+
+// Whether two neighbours along the keys, of which the first is even, may be read at once.
+__device__ inline bool mask_in_pairs(const Problem& p) {
+  const Operand& x = p.mask;
+  int64_t odd = x.head | x.row;
+  for (int d = 0; d < p.batch_dims; ++d) odd |= x.batch[d];
+  const uintptr_t bytes = x.dtype == DType::boolean ? 2 : 4;
+  return x.col == 1 && odd % 2 == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
+}
+
+// Calls f.template operator()<Number>(): uint8_t, what the numbers of a boolean mask look like, or else uint16_t.
+template <class F>
+__device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
+  if (p.mask.dtype == DType::boolean)
+    f.template operator()<uint8_t>();
+  else
+    f.template operator()<uint16_t>();
+}
+
+// Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8
+// kFragments rows. S: the type of query and key, and of a mask that is not boolean.
+template <class S, int kFragments, bool kOwnsKeys>
+struct ScoresMma {
+  using Scores = float[kFragments][4];
+  using Kept = uint32_t[2];  // bit 2 n + c of kept[half]: of element (half, c) of fragment n
+
+  // Calls f(score, row, key, half, bit of Kept); row and key are those of the block's tiles.
+  template <class F>
+  static __device__ __forceinline__ void each(Scores& x, int own, F f) {
+    const MmaThread thread;
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int mine = own + thread.group + 8 * half, other = thread.col(n) + c;
+          f(x[n][2 * half + c], kOwnsKeys ? other : mine, kOwnsKeys ? mine : other, half, 2 * n + c);
+        }
+  }
+
+  // Of a mask, what belongs to the scores: two neighbours, as they lie in memory, in each word.
+  using Mask = uint32_t[kFragments][2];
+
+  // `Number`, here and below: see with_mask_number().
+
+  // Reads it, all at once, of a tile that begins with `key` and has `keys` of them: what is beyond repeats the last
+  // one. Row i begins offset(i) elements behind its data. in_pairs: see mask_in_pairs().
+  template <class Number, class Offset>
+  static __device__ __forceinline__ void read_mask(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
+                                                   int keys, Offset offset) {
+    using Two = std::conditional_t<sizeof(Number) == 1, uint16_t, uint32_t>;
+    const MmaThread thread;
+    const auto* data = static_cast<const Number*>(x.data);
+    if constexpr (!kOwnsKeys)
+      if (in_pairs && keys == 8 * kFragments) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const auto* row =
+              reinterpret_cast<const Two*>(data + offset(own + thread.group + 8 * half) + key) + thread.place;
+#pragma unroll
+          for (int n = 0; n < kFragments; ++n) mask[n][half] = row[4 * n];
+        }
+        return;
+      }
+    data += key * x.col;
+    const auto key_at = [&](int j) { return (j < keys ? j : keys - 1) * x.col; };
+#pragma unroll
+    for (int outer = 0; outer < (kOwnsKeys ? kFragments : 2); ++outer)
+#pragma unroll
+      for (int c = 0; c < (kOwnsKeys ? 2 : 1); ++c) {
+        const auto* row = data + offset(kOwnsKeys ? thread.col(outer) + c : own + thread.group + 8 * outer);
+#pragma unroll
+        for (int inner = 0; inner < (kOwnsKeys ? 2 : kFragments); ++inner)
+          if constexpr (kOwnsKeys) {
+            const uint32_t number = row[key_at(own + thread.group + 8 * inner)];
+            mask[outer][inner] = c == 0 ? number : mask[outer][inner] | number << 8 * sizeof(Number);
+          } else {
+            const uint32_t first = row[key_at(thread.col(inner))], second = row[key_at(thread.col(inner) + 1)];
+            mask[inner][outer] = first | second << 8 * sizeof(Number);
+          }
+      }
+  }
+
+  static constexpr uint32_t kHidden = std::is_same_v<S, Half> ? 0xfc00 : 0xff80;  // -inf
+  // Whether it shows some key to some row.
+  template <class Number>
+  static __device__ __forceinline__ bool shows_some(const Mask& mask) {
+    constexpr uint32_t hidden = sizeof(Number) == 1 ? 0 : kHidden | kHidden << 16;
+    uint32_t some = 0;
+#pragma unroll
+    for (auto& two : mask) some |= (two[0] ^ hidden) | (two[1] ^ hidden);
+    return some != 0;
+  }
+
+  // Whether all products of the warp, those of kTiles tiles from x on, are finite: those of a query or key that holds a
+  // NaN or an infinity are not.
+  template <int kTiles = 1>
+  static __device__ __forceinline__ bool all_finite(const Scores* x) {
+    float sum[kTiles][2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
+    float total = 0;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (auto& four : x[t])
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sum[t][half] = fmaf(four[2 * half], four[2 * half + 1], sum[t][half]);
+      total += sum[t][0] + sum[t][1];
+    }
+    return __all_sync(~0u, total * 0 == 0);
+  }
+
+  // How a mask is added: to_finite only to products that are all finite, to_any takes longer.
+  enum class Add { boolean, to_finite, to_any };
+  // Calls f.template operator()<kHow>(). `finite()`: whether all products are, called only if that matters.
+  template <class Number, class Finite, class F>
+  static __device__ __forceinline__ void choose_add(Finite finite, F f) {
+    if constexpr (sizeof(Number) == 1)
+      f.template operator()<Add::boolean>();
+    else if (finite())
+      f.template operator()<Add::to_finite>();
+    else
+      f.template operator()<Add::to_any>();
+  }
+  // Products become scores.
+  template <Add kHow>
+  static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
+    add_mask_by(x, [&](float product, int n, int half, int c) {
+      if constexpr (kHow == Add::boolean) {
+        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
+      } else {
+        const float bias = to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
+        return kHow == Add::to_finite ? fmaf(product, slope, bias) : masked_score(product, slope, bias);
+      }
+    });
+  }
+  template <class F>
+  static __device__ __forceinline__ void add_mask_by(Scores& x, F score_of) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) x[n][2 * half + c] = score_of(x[n][2 * half + c], n, half, c);
+  }
+
+  // -inf where there is no key or, with `hidden`, a row does not see it. Where others are rows, also where there is no
+  // row, which must add nothing to sums over them.
+  template <class Rows>
+  static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Problem& p, const Rows& rows, int count,
+                                                   int64_t key, int keys, bool hidden) {
+    const auto seen_by = [&](int i) {  // keys of the tile that row i sees
+      const int64_t last = key + (kOwnsKeys && i >= count ? 0 : keys), position = rows.position[i];
+      return TileRange(hidden ? visible_keys(p, {position, position + 1}, last) : Range{0, last}, key);
+    };
+    if constexpr (kOwnsKeys) {
+      each(x, own,
+           [&](float& score, int i, int j, int, int) { score = seen_by(i).contains(j) ? score : -infinity<float>(); });
+      return;
+    }
+    const MmaThread thread;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const TileRange seen = seen_by(own + thread.group + 8 * half);
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (!seen.contains(thread.col(n) + c)) x[n][2 * half + c] = -infinity<float>();
+    }
+  }
+
+  // Which weights dropout keeps. `head_number(i)`: of row i, for dropout's counters. kAtOnce: of rows of fragments, how
+  // many counters are computed side by side, which takes registers; 1 where they are fewest.
+  template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
+  static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
+                                                      HeadNumber head_number, int64_t key) {
+    const MmaThread thread;
+    kept[0] = kept[1] = 0;
+    if constexpr (kOwnsKeys) {
+      // Four lanes, of one place and neighbouring groups, hold the keys of one counter: each computes that of one
+      // element, and all get the bits of all.
+      const int mine = thread.group % 4;
+      const int64_t quad = (key + own + thread.group + 8 * (mine / 2)) / 4;
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+        const int i = thread.col(n) + mine % 2;
+        uint32_t bits = dropout.kept(quad, rows.position[i], head_number(i)) << 4 * mine;
+        bits |= __shfl_xor_sync(~0u, bits, 4);
+        bits |= __shfl_xor_sync(~0u, bits, 8);
+        bits >>= thread.group % 4;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) kept[c / 2] |= (bits >> 4 * c & 1) << (2 * n + c % 2);
+      }
+    } else {
+      constexpr int kUnrolledRounds = kAtOnce == 1 ? 5 : 10;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = own + thread.group + 8 * half;
+        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
+#pragma unroll kAtOnce
+        for (int n = 0; n < kFragments; n += 2) {
+          const int mine = n + thread.place % 2;
+          const unsigned of_mine =
+              dropout.kept<kUnrolledRounds>((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
+          const unsigned of_other = __shfl_xor_sync(~0u, of_mine, 1);
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const unsigned bits = (m == thread.place % 2 ? of_mine : of_other) >> 2 * (thread.place % 2);
+            kept[half] |= (bits & 3) << 2 * (n + m);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace attn::cuda

@@ -1,0 +1,102 @@
+// Which rows a block of threads works on, and where they lie.
+#pragma once
+
+#include "cuda/shared/numbers.cuh"
+#include "core/score.h"
+
+namespace attn::cuda {
+
+// This block's number in a grid made by grid_of(), launch.cuh.
+__device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
+
+// Up to kRows consecutive rows of a group of heads (Problem::group), in shared memory.
+template <int kRows>
+struct RowTile {
+  int64_t head[kRows];
+  int64_t position[kRows];
+
+  // `count` rows from `first` on. Called by all threads, followed by a barrier.
+  __device__ void set(const Problem& p, Row first, int count) {
+    for (int i = threadIdx.x; i < kRows; i += blockDim.x) set(i, row_after(p, first, last_repeated(i, count)));
+  }
+  __device__ __forceinline__ void set(int i, Row row) {
+    head[i] = row.head;
+    position[i] = row.position;
+  }
+  // Rows past the end repeat the last one and are never written.
+  static __device__ __forceinline__ int last_repeated(int i, int count) { return i < count ? i : count - 1; }
+
+  // Of row i within its batch entry.
+  __device__ __forceinline__ int64_t offset(const Operand& x, int i) const {
+    return head[i] * x.head + position[i] * x.row;
+  }
+};
+
+// The positions of `count` rows from `first` on: of all where the rows of a head end in between.
+__device__ __forceinline__ Range positions_of_rows(const Problem& p, Row first, int64_t count) {
+  const int64_t length = query_length(p, first.n, first.head), end = first.position + count;
+  return end > length ? Range{0, length} : Range{first.position, end};
+}
+
+// The keys of a range that lie in the tile that begins with `key`, counted from there.
+struct TileRange {
+  int first;
+  unsigned count;
+
+  __device__ __forceinline__ TileRange(Range keys, int64_t key) {
+    // Where all ranges begin with 0, the compiler sees that this is 0, and contains() is one comparison.
+    first = keys.first == 0 ? 0 : static_cast<int>(smaller(larger(0, keys.first - key), kMostKeys));
+    count = static_cast<unsigned>(larger(first, smaller(keys.last - key, kMostKeys)) - first);
+  }
+  __device__ __forceinline__ bool contains(int j) const { return static_cast<unsigned>(j - first) < count; }
+
+ private:
+  static constexpr int64_t kMostKeys = 1 << 16;  // more than a tile has
+};
+
+// One block's share of the problem, in shared memory: one thread computes it, and no register has to keep it. Blocks of
+// the same keys are neighbours, those with most keys under causality first.
+struct Task {
+  int64_t n;           // the batch entry
+  int64_t first_head;  // of the group
+  int64_t key_head, value_head;
+  int64_t first_row;  // of the group's list
+  int rows;
+  int64_t split;
+  int64_t first_key, last_key;  // no row of the tile sees others
+  Range positions;              // holds those of its rows
+
+  // Rows of the list that begins with `head`. Called by one thread, followed by a barrier.
+  __device__ void set_rows(const Problem& p, int64_t head, int64_t first, int64_t count) {
+    first_head = head;
+    key_head = key_head_of(p, head);
+    value_head = value_head_of(p, head);
+    first_row = first;
+    rows = static_cast<int>(count);
+    positions = positions_of_rows(p, row_at(p), count);
+  }
+  // The first of the rows.
+  __device__ __forceinline__ Row row_at(const Problem& p) const { return row_after(p, {n, first_head, 0}, first_row); }
+  // The keys of [first, last) that the rows see, in whole tiles.
+  __device__ void set_keys(const Problem& p, int64_t first, int64_t last, int64_t tile) {
+    const Range seen = common(visible_keys(p, positions, key_length(p, n, first_head)), {first, last});
+    const Range tiles = in_tiles(seen, tile);
+    first_key = tiles.first;
+    last_key = tiles.last;
+  }
+
+  // All of it, of task `number` of a kernel with such tiles of keys. Called by one thread, followed by a barrier.
+  template <class Params>
+  __device__ void set(const Params& p, int64_t number, int64_t tile) {
+    const int64_t row_tasks = p.row_tasks();
+    const int64_t row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task;
+    number /= row_tasks;
+    split = number % p.splits;
+    number /= p.splits;
+    n = number / p.groups();
+    set_rows(p, number % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
+    set_keys(p, split * p.keys_per_split, (split + 1) * p.keys_per_split, tile);
+  }
+};
+
+}  // namespace attn::cuda

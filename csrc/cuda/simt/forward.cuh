@@ -1,0 +1,134 @@
+// O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Dao et al.,
+// FlashAttention, 2022), for every dtype and any head_dim. Per row the running maximum m and sum l are kept; when a
+// tile raises m, what was accumulated before is multiplied by exp(m_old - m_new).
+#pragma once
+
+#include "cuda/kernels.h"
+#include "cuda/launch.cuh"
+#include "cuda/simt/scores.cuh"
+
+namespace attn::cuda {
+
+// T: the type it computes in. kValueCols: the columns of the output that a block computes.
+template <class T, int kValueCols>
+struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
+  using Base = ScoresSimt<T, ForwardParams, false, kValueCols>;
+  using Base::kN;
+  using Base::p;
+  using Base::task;
+
+  struct Shared : Base::Shared {
+    T maximum[kSimtTile], sum[kSimtTile];  // read and written once a tile of keys: registers need not keep them
+  };
+
+  Shared& shared;
+  const int64_t first_col;  // of the output
+  typename Base::Sums output = {};
+
+  __device__ ForwardSimt(const ForwardParams& p, Shared& shared, int64_t first_col)
+      : Base(p, shared), shared(shared), first_col(first_col) {}
+
+  __device__ void run() {
+    this->set_rows();
+    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {
+      shared.maximum[i] = -infinity<T>();
+      shared.sum[i] = 0;
+    }
+    __syncthreads();
+    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
+      if (!this->mask_shows_some(key)) continue;
+      typename Base::Scores x = {};
+      this->scores(x, key);
+      softmax(x);
+      if (p.has_dropout) {
+        const uint32_t kept = this->kept(key);
+        this->each(x, [&](T& weight, int, int, int bit) { weight *= static_cast<T>(kept >> bit & 1); });
+      }
+      this->store_weights(x);
+      this->template add_to<AsItIs>(output, p.value, shared.value_base, key, p.value_dim, first_col);
+    }
+    write();
+  }
+
+  // Scores become weights exp(x - maximum).
+  __device__ __forceinline__ void softmax(typename Base::Scores& x) {
+    const SimtThread thread;
+#pragma unroll
+    for (int i = 0; i < kSimtRows; ++i) {
+      const int row = thread.row(i);
+      const T old = shared.maximum[row], old_sum = shared.sum[row];
+      T best = old;
+#pragma unroll
+      for (T score : x[i]) best = max_number(score, best);
+#pragma unroll
+      for (int lanes = 1; lanes < 16; lanes *= 2) best = max_number(__shfl_xor_sync(~0u, best, lanes), best);
+      const T shift = shift_of(best);
+      T total = 0;
+#pragma unroll
+      for (T& score : x[i]) total += score = exp(score - shift);
+#pragma unroll
+      for (int lanes = 1; lanes < 16; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
+      const T correction = exp(old - shift);
+      if (thread.x == 0) {  // all of the row have read: the shuffles have brought them together
+        shared.maximum[row] = best;
+        shared.sum[row] = old_sum * correction + total;
+      }
+#pragma unroll
+      for (T& o : output[i]) o *= correction;
+    }
+  }
+
+  // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
+  __device__ __forceinline__ void write() {
+    const SimtThread thread;
+    const int64_t output_base = batch_offset(p, p.output, task.n);
+    const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
+#pragma unroll
+    for (int i = 0; i < kSimtRows; ++i) {
+      const int row = thread.row(i);
+      if (row >= task.rows) break;
+      const T sum = shared.sum[row];
+      const bool empty = sum == 0;
+      const T inverse = static_cast<T>(p.keep_scale) / (empty ? 1 : sum);
+      const OutputRow<T> to(p, task.n, output_base, residual_base, shared.rows.head[row], shared.rows.position[row],
+                            task.split);
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        const int64_t d = first_col + thread.col(j);
+        if (d < p.value_dim) to.write(d, empty ? 0 : output[i][j] * inverse);
+      }
+      if (thread.x == 0 && first_col == 0) to.write_logsumexp(task.split, shared.maximum[row], 0, sum);
+    }
+  }
+};
+
+template <class T, int kValueCols>
+__global__ void __launch_bounds__(kSimtThreads, 2) forward_simt(const __grid_constant__ ForwardParams p) {
+  using Kernel = ForwardSimt<T, kValueCols>;
+  const int64_t number = block_number(), tasks = p.tasks();
+  const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));
+  if (number >= tasks * passes) return;
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
+  if (threadIdx.x == 0) {
+    shared.task.set(p, number % tasks, kSimtTile);
+    Kernel::set_bases(p, shared);
+  }
+  __syncthreads();
+  Kernel(p, shared, number / tasks * kValueCols).run();
+}
+
+template <class T, int kValueCols>
+Error launch_forward_simt_of(const ForwardParams& p, Stream stream) {
+  const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));
+  return launch<typename ForwardSimt<T, kValueCols>::Shared>(forward_simt<T, kValueCols>, p, p.tasks() * passes,
+                                                             kSimtThreads, stream);
+}
+
+template <class T>
+Error launch_forward_simt(const ForwardParams& p, Stream stream) {
+  if constexpr (sizeof(T) == 4)
+    if (p.value_dim > 64) return launch_forward_simt_of<T, 128>(p, stream);
+  return launch_forward_simt_of<T, 64>(p, stream);
+}
+
+}  // namespace attn::cuda

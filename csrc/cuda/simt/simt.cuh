@@ -1,0 +1,142 @@
+// Products of tiles in shared memory with plain multiply-adds, for 128 threads.
+//
+// A tile of 64 x 64 results, or 64 x 64 n, is shared out so: thread (y, x) of 8 x 16 has the rows 8 y ... 8 y + 7 and
+// of every 64 columns those from 4 x to 4 x + 3. Factors lie with the dimension that is summed over outermost: per step
+// a thread reads 8 + 4 n neighbours for 32 n multiply-adds.
+#pragma once
+
+#include "cuda/kernels.h"
+#include "cuda/shared/rows.cuh"
+
+namespace attn::cuda {
+
+constexpr int kSimtThreads = 128;
+constexpr int kSimtRows = 8;  // of a thread
+constexpr int kSimtCols = 4;  // of a thread, of every kSimtTile
+
+// Of the factors that are in shared memory at a time.
+template <class T>
+constexpr int kSimtDepth = 128 / static_cast<int>(sizeof(T));
+
+// Between rows of a tile: a multiple of 16 bytes, and columns of it fall into different banks.
+template <class T>
+constexpr int kSimtStride = kSimtTile + 16 / static_cast<int>(sizeof(T));
+
+struct SimtThread {
+  int x, y;
+
+  __device__ __forceinline__ SimtThread() {
+    const int thread = thread_index();
+    x = thread % 16;
+    y = thread / 16;
+  }
+  __device__ __forceinline__ int row(int i) const { return y * kSimtRows + i; }
+  __device__ __forceinline__ int col(int j) const { return j / kSimtCols * kSimtTile + x * kSimtCols + j % kSimtCols; }
+};
+
+// 16 bytes, moved at once.
+template <class T>
+struct alignas(16) Vec16 {
+  static constexpr int kSize = 16 / sizeof(T);
+  T at[kSize];
+};
+
+template <int N, class T>
+__device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset = 0) {
+#pragma unroll
+  for (int i = 0; i < N; i += Vec16<T>::kSize) {
+    const Vec16<T> q = *reinterpret_cast<const Vec16<T>*>(from + offset + i);
+#pragma unroll
+    for (int k = 0; k < Vec16<T>::kSize; ++k) to[i + k] = q.at[k];
+  }
+}
+
+// float sums kSimtDepth products from zero before it adds them to others: short chains keep the error of long sums low.
+template <class T>
+constexpr bool kShortChains = sizeof(T) == 4;
+
+template <class T, int M, int N>
+__device__ __forceinline__ void add_chain(T (&sum)[M][N], const SimtThread& t, const T* a, int lda, const T* b,
+                                          int ldb) {
+  static_assert(M == kSimtRows && N % kSimtCols == 0);
+#pragma unroll 4
+  for (int k = 0; k < kSimtDepth<T>; ++k) {
+    T left[M], right[N];
+    load_vec16(left, a + k * lda + t.row(0));
+#pragma unroll
+    for (int j = 0; j < N; j += kSimtCols) {
+      T quad[kSimtCols];
+      load_vec16(quad, b + k * ldb + t.col(j));
+#pragma unroll
+      for (int c = 0; c < kSimtCols; ++c) right[j + c] = quad[c];
+    }
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[i][j] = fma(left[i], right[j], sum[i][j]);
+  }
+}
+
+// sum[i][j] += sum_k a[k * lda + row(i)] b[k * ldb + col(j)], k < kSimtDepth
+template <class T, int M, int N>
+__device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t, const T* a, int lda, const T* b,
+                                             int ldb) {
+  if constexpr (kShortChains<T>) {
+    T chain[M][N] = {};
+    add_chain(chain, t, a, lda, b, ldb);
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[i][j] += chain[i][j];
+  } else {
+    add_chain(sum, t, a, lda, b, ldb);
+  }
+}
+
+// Fills tile[outer * stride + inner], outer < outers, inner < inners, from x(outer, inner), 0 beyond `outer_count` and
+// `inner_count`. `outer_is_fast`: neighbouring threads read neighbours along the outer dimension.
+template <class T, class Source>
+__device__ __forceinline__ void fill_tile(T* tile, int stride, int outers, int inners, int64_t outer_count,
+                                          int64_t inner_count, bool outer_is_fast, Source x) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < outers * inners; i += kSimtThreads) {
+    const int outer = outer_is_fast ? i % outers : i / inners;
+    const int inner = outer_is_fast ? i / outers : i % inners;
+    tile[outer * stride + inner] = outer < outer_count && inner < inner_count ? x(outer, inner) : static_cast<T>(0);
+  }
+}
+
+// tile[d * kSimtStride + i] = x(row i, first_col + d), d < kSimtDepth<T>; row i lies offset(i) elements behind `base`.
+template <class T, class Offset>
+__device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
+                                                int64_t first_col, Offset offset) {
+  base += first_col * x.col;
+  fill_tile(tile, kSimtStride<T>, kSimtDepth<T>, kSimtTile, cols - first_col, rows, x.col <= 1,
+            [&](int d, int i) { return read<T>(x, base + offset(i) + d * x.col); });
+}
+
+// 0 in place of infinities and NaNs.
+struct Finite {
+  template <class T>
+  __device__ __forceinline__ T operator()(T x) const {
+    return x - x == 0 ? x : static_cast<T>(0);
+  }
+};
+struct AsItIs {
+  template <class T>
+  __device__ __forceinline__ T operator()(T x) const {
+    return x;
+  }
+};
+
+// tile[i * (kCols + padding) + d] = as(x(row i, first_col + d)), i < kSimtDepth<T>, d < kCols; row i lies offset(i)
+// elements behind `base`.
+template <int kCols, class As, class T, class Offset>
+__device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
+                                          int64_t first_col, Offset offset) {
+  base += first_col * x.col;
+  fill_tile(tile, kCols + kSimtStride<T> - kSimtTile, kSimtDepth<T>, kCols, rows, cols - first_col, x.col > 1,
+            [&](int i, int d) { return As()(read<T>(x, base + offset(i) + d * x.col)); });
+}
+
+}  // namespace attn::cuda

@@ -1,0 +1,248 @@
+// Statistics of the scores of every row and the weight that every key receives, with plain multiply-adds: statistics.h,
+// and the two passes of cpu/kernels/stats.inl. Nothing is added by atomic operations: equal calls give equal bits.
+#pragma once
+
+#include "cuda/kernels.h"
+#include "cuda/launch.cuh"
+#include "cuda/simt/scores.cuh"
+#include "core/statistics.h"
+
+namespace attn::cuda {
+
+constexpr double kLog2E = 1.4426950408889634074;
+
+// A sum, or the largest number, over the 16 threads that have the same rows or keys.
+template <class T>
+__device__ __forceinline__ T sum_over_x(T x) {
+#pragma unroll
+  for (int lanes = 1; lanes < 16; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
+  return x;
+}
+template <class T>
+__device__ __forceinline__ T max_over_x(T x) {
+#pragma unroll
+  for (int lanes = 1; lanes < 16; lanes *= 2) x = max_number(__shfl_xor_sync(~0u, x, lanes), x);
+  return x;
+}
+
+// Both parts of a row together.
+template <class T>
+__device__ __forceinline__ RowStatistics<T> together(const RowStatistics<T>& a, const RowStatistics<T>& b) {
+  if (has_nan(a) || b.largest == -infinity<T>()) return a;
+  if (has_nan(b) || a.largest == -infinity<T>()) return b;
+  const T reference = common_reference(a, b), slope = static_cast<T>(kLog2E);
+  const T of_a = exponent_of(a.largest, reference, slope), of_b = exponent_of(b.largest, reference, slope);
+  return added(reference, brought_to(reference, a, of_a, exp2(of_a)), brought_to(reference, b, of_b, exp2(of_b)));
+}
+
+// The first pass. A block owns 64 rows and passes over keys. T: the type it computes in.
+template <class T>
+struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
+  using Base = ScoresSimt<T, StatsParams, false, kSimtTile>;
+  using Base::p;
+  using Base::task;
+
+  struct Shared : Base::Shared {
+    RowStatistics<T> row[kSimtTile];
+  };
+
+  Shared& shared;
+
+  __device__ RowStatsSimt(const StatsParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
+
+  __device__ void run() {
+    this->set_rows();
+    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) shared.row[i] = {-infinity<T>(), 0, 0, 0};
+    __syncthreads();
+    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
+      if (!this->mask_shows_some(key)) continue;
+      typename Base::Scores x = {};
+      this->scores(x, key);
+      add(x);
+    }
+    __syncthreads();
+    auto* partial = static_cast<RowStatistics<T>*>(p.partial) + task.split * number_of_rows(p);
+    for (int i = threadIdx.x; i < task.rows; i += kSimtThreads)
+      partial[row_number(p, task.n, shared.rows.head[i], shared.rows.position[i])] = shared.row[i];
+  }
+
+  // Adds the scores of a tile to what is known of their rows.
+  __device__ __forceinline__ void add(const typename Base::Scores& x) {
+    const SimtThread thread;
+#pragma unroll
+    for (int i = 0; i < kSimtRows; ++i) {
+      T best = -infinity<T>();
+      bool is_nan = false;
+#pragma unroll
+      for (T score : x[i]) {
+        best = max_number(score, best);
+        is_nan |= score != score;
+      }
+      RowStatistics<T> tile{max_over_x(best), 0, 0, 0};
+      const T shift = shift_of(tile.largest);
+#pragma unroll
+      for (T score : x[i]) {
+        const T exponent = exponent_of(score, shift, static_cast<T>(kLog2E));
+        const T weight = exponent == 0 ? 0 : exp2(exponent);
+        tile.ones += exponent == 0 ? 1 : 0;
+        tile.rest += weight;
+        tile.moment += exponent * weight;
+      }
+      tile.ones = sum_over_x(tile.ones);
+      tile.rest = sum_over_x(tile.rest);
+      tile.moment = sum_over_x(tile.moment);
+      // The sum over a NaN is NaN, but so is that over +inf.
+      if (sum_over_x(is_nan ? 1 : 0)) tile.largest = infinity<T>() - infinity<T>();
+      const int row = thread.row(i);
+      const RowStatistics<T> sum = together(shared.row[row], tile);
+      __syncwarp();
+      if (thread.x == 0) shared.row[row] = sum;
+    }
+    __syncwarp();
+  }
+};
+
+// The second pass. A block owns 64 keys of one head of the query, and passes over a chunk of its rows.
+template <class T>
+struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
+  using Base = ScoresSimt<T, StatsParams, true, kSimtTile>;
+  using Base::p;
+  using Base::task;
+
+  struct Shared : Base::Shared {
+    int64_t head;
+    T reference[kSimtTile], inverse_sum[kSimtTile];
+  };
+
+  Shared& shared;
+
+  __device__ KeyStatsSimt(const StatsParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
+
+  __device__ void run(int64_t number) {
+    const int64_t chunk = number % p.chunks;
+    number /= p.chunks;
+    if (threadIdx.x == 0) {
+      shared.task.first_key = number % p.key_tasks_of_head() * kSimtTile;
+      number /= p.key_tasks_of_head();
+      shared.head = number % p.heads;
+      shared.task.n = number / p.heads;
+      shared.task.last_key = smaller(task.first_key + kSimtTile, key_length(p, task.n, shared.head));
+    }
+    const int64_t first_row = chunk * p.rows_per_chunk;
+    T received[kSimtRows] = {};
+    for (int64_t row = first_row; row < smaller(first_row + p.rows_per_chunk, p.queries); row += kSimtTile) {
+      set_rows(row);
+      if (any_visible(p, task.positions, {task.first_key, task.last_key}) && this->mask_shows_some(task.first_key))
+        add_tile(received);
+    }
+
+    const SimtThread thread;
+    __syncthreads();  // the task is there, also without a row
+    T* to = static_cast<T*>(p.chunks > 1 ? p.partial_received : p.received_weight);
+    to += ((chunk * p.batch + task.n) * p.heads + shared.head) * p.keys + task.first_key;
+#pragma unroll
+    for (int i = 0; i < kSimtRows; ++i) {
+      const T sum = sum_over_x(received[i]);
+      if (thread.x == 0 && task.first_key + thread.row(i) < task.last_key) to[thread.row(i)] = sum;
+    }
+  }
+
+  __device__ void set_rows(int64_t row) {
+    __syncthreads();  // what is in shared memory has been read
+    if (threadIdx.x == 0) {
+      shared.task.set_rows(p, shared.head, row, smaller(kSimtTile, p.queries - row));
+      Base::set_bases(p, shared);
+    }
+    __syncthreads();
+    Base::set_rows();
+    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {  // the rows that this thread has set
+      const int64_t r = row_number(p, task.n, shared.rows.head[i], shared.rows.position[i]);
+      const T* pair = static_cast<const T*>(p.pairs) + 2 * r;
+      shared.reference[i] = pair[0];
+      shared.inverse_sum[i] = pair[1];
+    }
+  }
+
+  __device__ __forceinline__ void add_tile(T (&received)[kSimtRows]) {
+    typename Base::Scores x = {};
+    this->scores(x, task.first_key);
+    const SimtThread thread;
+#pragma unroll
+    for (int b = 0; b < kSimtRows; ++b) {
+      T sum = 0;
+#pragma unroll
+      for (int a = 0; a < kSimtCols; ++a) {
+        const int row = thread.col(a);
+        const T score = x[b][a];
+        // by selection: a row whose sum is NaN gives no NaN to a key that it does not see
+        if (score != -infinity<T>())
+          sum += exp2((score - shared.reference[row]) * static_cast<T>(kLog2E)) * shared.inverse_sum[row];
+      }
+      received[b] += sum;
+    }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kSimtThreads, 2) row_stats_simt(const __grid_constant__ StatsParams p) {
+  using Kernel = RowStatsSimt<T>;
+  const int64_t number = block_number();
+  if (number >= p.tasks()) return;
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
+  if (threadIdx.x == 0) {
+    shared.task.set(p, number, kSimtTile);
+    Kernel::set_bases(p, shared);
+  }
+  __syncthreads();
+  Kernel(p, shared).run();
+}
+
+template <class T>
+__global__ void __launch_bounds__(kSimtThreads, 2) key_stats_simt(const __grid_constant__ StatsParams p) {
+  using Kernel = KeyStatsSimt<T>;
+  const int64_t number = block_number();
+  if (number >= p.key_tasks()) return;
+  Kernel(p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())).run(number);
+}
+
+// Puts the splits of a row together and writes what comes out; a thread a row.
+template <class T>
+__global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_constant__ StatsParams p) {
+  const int64_t rows = number_of_rows(p), r = block_number() * kSimtThreads + threadIdx.x;
+  if (r >= rows) return;
+  const auto* partial = static_cast<const RowStatistics<T>*>(p.partial);
+  RowStatistics<T> row = partial[r];
+  for (int64_t s = 1; s < p.splits; ++s) row = together(row, partial[s * rows + r]);
+  const FinishedRow<T> results = finished(row, static_cast<T>(1), log1p(sum_without_one(row)), infinity<T>());
+  static_cast<T*>(p.largest_score)[r] = results.largest_score;
+  static_cast<T*>(p.entropy)[r] = results.entropy;
+  static_cast<T*>(p.logsumexp)[r] = results.logsumexp;
+  T* pair = static_cast<T*>(p.pairs) + 2 * r;
+  pair[0] = results.reference;
+  pair[1] = results.inverse_sum;
+}
+
+// Adds the chunks' shares of a key, in order; a thread a key.
+template <class T>
+__global__ void __launch_bounds__(kSimtThreads) add_received(const __grid_constant__ StatsParams p) {
+  const int64_t keys = p.batch * p.heads * p.keys, k = block_number() * kSimtThreads + threadIdx.x;
+  if (k >= keys) return;
+  T sum = 0;
+  for (int64_t c = 0; c < p.chunks; ++c) sum += static_cast<const T*>(p.partial_received)[c * keys + k];
+  static_cast<T*>(p.received_weight)[k] = sum;
+}
+
+template <class T>
+Error launch_stats_simt(const StatsParams& p, Stream stream) {
+  const auto launch_flat = [&](void (*kernel)(StatsParams), int64_t numbers) {
+    return launch<Nothing>(kernel, p, divide_up(numbers, kSimtThreads), kSimtThreads, stream);
+  };
+  using Rows = typename RowStatsSimt<T>::Shared;
+  using Keys = typename KeyStatsSimt<T>::Shared;
+  if (Error error = launch<Rows>(row_stats_simt<T>, p, p.tasks(), kSimtThreads, stream)) return error;
+  if (Error error = launch_flat(finish_row_stats<T>, number_of_rows(p))) return error;
+  if (Error error = launch<Keys>(key_stats_simt<T>, p, p.key_tasks(), kSimtThreads, stream)) return error;
+  return p.chunks == 1 ? nullptr : launch_flat(add_received<T>, p.batch * p.heads * p.keys);
+}
+
+}  // namespace attn::cuda

@@ -1,0 +1,169 @@
+#include "operators/problem.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <numeric>
+
+namespace attn {
+
+namespace {
+
+int64_t concrete(const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); }
+
+}  // namespace
+
+DType dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return DType::f64;
+    case at::kFloat:
+      return DType::f32;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
+    case at::kBool:
+      return DType::boolean;
+    case at::kLong:
+      return DType::i64;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "attn: no kernel takes ", tensor.scalar_type());
+  }
+}
+
+ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape) : problem_(problem) {
+  for (const auto& size : shape.batch) batch_size_.push_back(concrete(size));
+  problem.heads = concrete(shape.heads);
+  problem.key_heads = concrete(shape.key_heads);
+  problem.value_heads = concrete(shape.value_heads);
+  problem.queries = concrete(shape.queries);
+  problem.keys = concrete(shape.keys);
+  problem.head_dim = concrete(shape.head_dim);
+  problem.value_dim = concrete(shape.value_dim);
+  for (const int64_t size : {problem.head_dim, problem.value_dim})
+    TORCH_CHECK(size < kMaxHeadDim, "attn::sdpa: the head_dim of query and key is ", problem.head_dim,
+                ", that of value ", problem.value_dim, "; both must be below 2^32");
+  problem.batch = c10::multiply_integers(batch_size_);
+  if (problem.key_heads > 0 && problem.value_heads > 0)
+    problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
+}
+
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor) {
+  add(operand, tensor, const_cast<void*>(tensor.const_data_ptr()));  // kernels only read inputs
+}
+
+void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor) {
+  add(operand, tensor, tensor.mutable_data_ptr());
+}
+
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data) {
+  const int64_t dims = tensor.dim();
+  const auto stride = [&](int64_t dim_from_end) -> int64_t {
+    const int64_t d = dims - dim_from_end;
+    return d < 0 || tensor.size(d) == 1 ? 0 : tensor.stride(d);
+  };
+  operand.data = data;
+  operand.dtype = dtype_of(tensor);
+  operand.col = stride(1);
+  operand.row = stride(2);
+  operand.head = stride(3);
+  Strides strides{&operand, {}};
+  const auto batch_dims = static_cast<int64_t>(batch_size_.size());
+  for (int64_t d = 0; d < batch_dims; ++d) strides.batch.push_back(stride(3 + batch_dims - d));
+  operands_.push_back(std::move(strides));
+}
+
+void ProblemBuilder::merge_batch_dims() {
+  int merged = 0;
+  // Whether all operands walk through dimension d and the one kept last as through a single dimension.
+  const auto mergeable = [&](size_t d) {
+    return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
+             return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];
+           });
+  };
+  for (size_t d = 0; d < batch_size_.size(); ++d) {
+    if (batch_size_[d] == 1) continue;
+    const bool merge = mergeable(d);
+    TORCH_CHECK(merge || merged < kMaxBatchDims, "attn::sdpa: the leading dimensions ", at::IntArrayRef(batch_size_),
+                " of query, key, value, attn_mask and the results leave more than ", kMaxBatchDims,
+                " after those that lie alike in memory are merged; .expand() the inputs to these dimensions and call "
+                ".contiguous() on them");
+    if (!merge) problem_.batch_size[merged++] = 1;
+    problem_.batch_size[merged - 1] *= batch_size_[d];
+    for (const Strides& s : operands_) s.operand->batch[merged - 1] = s.batch[d];
+  }
+  problem_.batch_dims = merged;
+}
+
+namespace {
+
+int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return 53;
+    case at::kFloat:  // as torch.set_float32_matmul_precision has it for matrix products
+      switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
+        case at::Float32Precision::BF16:
+          return 8;
+        case at::Float32Precision::TF32:
+          return 16;
+        default:
+          return 24;
+      }
+    case at::kHalf:
+      return 16;
+    default:  // bfloat16; but a float32 mask, and its gradient, ask for weights that are not rounded to it
+      return mask_dtype == at::kFloat ? 16 : 8;
+  }
+}
+
+}  // namespace
+
+void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const PlainOptions& options,
+              const at::Tensor& rng_state) {
+  const auto& [query, key, value, attn_mask] = inputs;
+  const double dropout_p = options.dropout_p;
+  problem.scale = scale_or_default(options.scale, problem.head_dim);
+  problem.causal = options.is_causal;
+  problem.has_mask = attn_mask.has_value();
+  problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
+  builder.add(problem.query, query);
+  builder.add(problem.key, key);
+  builder.add(problem.value, value);
+  if (attn_mask) builder.add(problem.mask, *attn_mask);
+  if (dropout_p == 0) return;
+  problem.has_dropout = true;
+  builder.add(problem.rng, rng_state);
+  problem.keep_below = static_cast<uint64_t>(std::llround((1 - dropout_p) * 0x1p32));
+  problem.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
+}
+
+std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query) {
+  if (p.splits == 1) return {};
+  const int64_t rows = p.splits * number_of_rows(p);
+  const std::array<at::Tensor, 2> partial = {at::empty({rows, p.value_dim}, compute_options(query)),
+                                             at::empty({rows, 2}, compute_options(query))};
+  p.partial_output = partial[0].mutable_data_ptr();
+  p.partial_logsumexp = partial[1].mutable_data_ptr();
+  return partial;
+}
+
+std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query) {
+  const auto options = compute_options(query);
+  const int64_t rows = number_of_rows(p);
+  std::array<at::Tensor, 3> tensors = {at::empty({p.splits, rows, 4}, options), at::empty({rows, 2}, options)};
+  p.partial = tensors[0].mutable_data_ptr();
+  p.pairs = tensors[1].mutable_data_ptr();
+  if (p.chunks > 1) {
+    tensors[2] = at::empty({p.chunks, p.batch, p.heads, p.keys}, options);
+    p.partial_received = tensors[2].mutable_data_ptr();
+  }
+  return tensors;
+}
+
+at::TensorOptions compute_options(const at::Tensor& query) {
+  return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+}  // namespace attn

@@ -1,0 +1,88 @@
+// The switch that puts attn::sdpa in the place of the built-in, for every caller in the process.
+//
+// PyTorch has one kernel of aten::scaled_dot_product_attention for all devices: a function composed of other operators
+// (CompositeImplicitAutograd). It runs above autograd, and tracers take the operator apart by it. Another function
+// stands there from the first use of the switch on, composed of operators as well: it calls attn::sdpa, or what stood
+// there before. It stays there, for other threads may be reading the dispatcher's tables; the switch is a number.
+#include <ATen/ATen.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+
+#include "operators/ops.h"
+
+namespace attn {
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(Inputs, PlainOptions)>;
+
+std::atomic<int64_t> switched_on = 0;  // how many times more than off
+std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
+std::atomic<int64_t> passed_on = 0;    // answered by the built-in while switched on
+
+// On the CPU, or on CUDA if the library has kernels for it. Tensors without data say which device they stand for.
+bool has_kernels(const Tensor& t) {
+  static const bool with_cuda = SdpaOp::handle().hasKernelForDispatchKey(DispatchKey::CUDA);
+  return t.is_cpu() || (with_cuda && t.is_cuda());
+}
+
+bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
+
+// The kinds of tensors that attn::sdpa is for. Of these it refuses only what the built-in refuses as well, or should.
+bool serves(const Inputs& x) {
+  const auto dtype = x.query.scalar_type();
+  return has_kernels(x.query) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
+         (!x.attn_mask || is_dense(*x.attn_mask)) &&
+         (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble);
+}
+
+Tensor sdpa_or_builtin(const Inputs& inputs, const PlainOptions& options) {
+  if (switched_on.load(std::memory_order_relaxed) > 0) {
+    if (serves(inputs)) {
+      calls.fetch_add(1, std::memory_order_relaxed);
+      Inputs x = inputs;
+      if (x.attn_mask && x.attn_mask->dim() < 2) x.attn_mask = at::atleast_2d(*x.attn_mask);  // the built-in takes [S]
+      return SdpaOp::call(x, options);
+    }
+    passed_on.fetch_add(1, std::memory_order_relaxed);
+  }
+  return at::native::scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, inputs.attn_mask,
+                                                  options.dropout_p, options.is_causal, options.scale,
+                                                  options.enable_gqa);
+}
+
+torch::Library put_in_place(DispatchKey key) {
+  torch::Library library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  library.impl("scaled_dot_product_attention", BuiltinOp::kernel<sdpa_or_builtin>);
+  return library;
+}
+
+// PyTorch warns of the first kernel in a process that takes another's place; this one does so because it was told to.
+// With warnings always on, that first time is not used up.
+std::array<torch::Library, 2> put_in_place() {
+  struct Silence : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silence;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  const c10::WarningUtils::WarnAlways always;
+  // Under vmap, PyTorch registers the same function once more.
+  return {put_in_place(DispatchKey::CompositeImplicitAutograd), put_in_place(DispatchKey::FuncTorchVmapMode)};
+}
+
+int64_t replace_sdpa(int64_t change) {
+  static const auto for_good = put_in_place();
+  return switched_on += change;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(attn, m) {
+  m.impl("_replace_sdpa", replace_sdpa);
+  m.impl("_replaced_calls", [] { return std::tuple(calls.load(), passed_on.load()); });
+}
+
+}  // namespace attn

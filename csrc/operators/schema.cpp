@@ -1,0 +1,63 @@
+// Every operator of the library: the table of contents.
+#include <torch/library.h>
+
+#define INPUTS "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
+#define SAVED "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual"
+#define TANGENTS "Tensor? tangent_query, Tensor? tangent_key, Tensor? tangent_value, Tensor? tangent_mask"
+#define OPTIONS "float dropout_p, bool is_causal, *, float? scale, bool enable_gqa"
+#define CALL INPUTS "=None, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False"
+
+TORCH_LIBRARY(attn, m) {
+  const std::vector<at::Tag> plain = {at::Tag::pt2_compliant_tag};
+  const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
+
+  // What users call. sdpa has exactly the schema of the built-in.
+  m.def("sdpa(" CALL ") -> Tensor", random);
+  m.def("sdpa_with_weights(" CALL ") -> (Tensor output, Tensor weights, Tensor scores)", random);
+
+  // Of every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
+  // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. Of every key
+  // and head of the query received_weight, the sum over the rows of p_j, [*, H, S]. float32 (float64 for float64), in
+  // O(L + S) memory (statistics.h). Without derivatives: their place is taken by an error.
+  m.def(
+      "sdpa_stats(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, bool "
+      "enable_gqa=False) -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
+      plain);
+
+  // With x = (query, key, value, attn_mask), O(x) the output and J its Jacobian, four operators give every derivative.
+  //
+  // O(x), and what derivatives need:
+  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): a pair, whose meaning is each
+  //             device's own (params.h)
+  // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
+  // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
+  //             is empty
+  m.def("_sdpa_forward(" CALL
+        ", Tensor? rng_state=None) -> (Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual)",
+        random);
+  // J'u for u = grad_output. Gradients not asked for in grad_input_mask are undefined.
+  m.def("_sdpa_backward(Tensor grad_output, " INPUTS ", " SAVED ", " OPTIONS
+        ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+        plain);
+  // J t for a direction t, with the derivative of logsumexp along it (a sum of two, [*, H, L, 2]) and the
+  // residual of J t.
+  m.def("_sdpa_tangent(" INPUTS ", " SAVED ", " TANGENTS ", " OPTIONS
+        ") -> (Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual)",
+        plain);
+  // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
+  // reverse J'du + H, reverse over forward (J'u, H): the Hessian is symmetric, so the same H serves all three.
+  m.def("_sdpa_second(Tensor grad_output, " INPUTS ", " SAVED ", " TANGENTS
+        ", Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual, " OPTIONS
+        ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+        plain);
+
+  // Which instruction set the CPU kernels run with; see cpu/capability.h.
+  m.def("_cpu_capability() -> str");
+  m.def("_cpu_capabilities() -> str[]");
+  m.def("_set_cpu_capability(str name) -> ()");
+
+  // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive, and returns that sum.
+  m.def("_replace_sdpa(int change) -> int");
+  // How many calls of it sdpa has answered, and how many it has left to the built-in while switched on.
+  m.def("_replaced_calls() -> (int, int)");
+}

@@ -1,0 +1,56 @@
+// The one argument checker, used by every device, by Meta and by autograd, and the shapes that follow from the
+// arguments. Sizes are symbolic, so that the same code serves dynamic shapes.
+#pragma once
+
+#include "operators/ops.h"
+
+namespace attn {
+
+// One call after broadcasting: query [*batch, heads, L, E], key [*batch, key_heads, S, E],
+// value [*batch, value_heads, S, Ev], scores [*batch, heads, L, S]. Tensors of two dimensions have one head.
+struct Shape {
+  int64_t dims = 0;  // of the output
+  c10::SymDimVector batch;
+  c10::SymInt heads = 1, key_heads = 1, value_heads = 1;
+  c10::SymInt queries, keys, head_dim, value_dim;
+
+  c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
+  c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
+  c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
+  // One number for each of so many queries or keys of a head: [*batch, heads, length].
+  c10::SymDimVector numbers(const c10::SymInt& length) const;
+};
+
+// Throws c10::Error naming the argument, what it was and what is allowed.
+Shape validate(const Inputs& inputs, const PlainOptions& options);
+
+// The same for the operators that take more than that.
+Shape validate_forward(const Inputs& inputs, const PlainOptions& options, const std::optional<at::Tensor>& rng_state);
+Shape validate_backward(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
+                        const PlainOptions& options, Wanted wanted);
+Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction,
+                       const PlainOptions& options);
+Shape validate_second(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
+                      const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
+                      Wanted wanted);
+
+Shape validate_stats(const QueryAndKey& inputs, const ScoreOptions& options);
+
+// Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
+at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
+at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
+// Whether what rounding takes from an output of a half type is kept for derivatives. With a floating mask: it counts in
+// the mask's gradient, while in other gradients it is below what the rounding of the weights does. And with dropout:
+// the gradients of a row with one key, which are 0, would else be what rounding took from value / (1 - dropout_p).
+bool has_residual(const Inputs& inputs, const PlainOptions& options);
+at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const PlainOptions& options);
+at::Tensor empty_gradient(const at::Tensor& input);
+// int64 (seed, offset, period), see params.h; empty without dropout.
+at::Tensor empty_rng_state(const at::Tensor& query, double dropout_p);
+
+Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
+
+// 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.
+double scale_or_default(std::optional<double> scale, int64_t head_dim);
+
+}  // namespace attn

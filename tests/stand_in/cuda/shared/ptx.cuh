@@ -1,0 +1,124 @@
+// In place of csrc/cuda/shared/ptx.cuh, which says what each function does.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <type_traits>
+
+namespace attn::cuda {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline unsigned char* shared_memory() { return stand_in::shared_memory(); }
+
+inline int thread_index() { return static_cast<int>(threadIdx.x); }
+
+using SharedAddress = uintptr_t;
+inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+inline float to_float(Half x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
+inline float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+template <class S>
+S from_float(float x) {
+  if constexpr (std::is_same_v<S, Half>) return {std::bit_cast<uint16_t>(static_cast<_Float16>(x))};
+  const auto bits = std::bit_cast<uint32_t>(x);
+  if (x != x) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+template <class S>
+uint32_t pack(float first, float second) {
+  return from_float<S>(first).bits | static_cast<uint32_t>(from_float<S>(second).bits) << 16;
+}
+
+inline float exp2_approx(float x) {
+  const float y = std::exp2(x);
+  return y < 0x1p-126f ? 0 : y;  // .ftz
+}
+
+namespace fragments {
+
+struct Load {
+  uint32_t* r;
+  const unsigned char* row;
+};
+template <bool kTransposed>
+void load(void** of_lane) {
+  const auto number = [&](int matrix, int row, int col) {
+    uint16_t x;
+    std::memcpy(&x, static_cast<Load*>(of_lane[8 * matrix + row])->row + 2 * col, 2);
+    return uint32_t{x};
+  };
+  for (int l = 0; l < 32; ++l)
+    for (int m = 0; m < 4; ++m) {
+      const int i = l / 4, j = 2 * (l % 4);
+      static_cast<Load*>(of_lane[l])->r[m] =
+          kTransposed ? number(m, j, i) | number(m, j + 1, i) << 16 : number(m, i, j) | number(m, i, j + 1) << 16;
+    }
+}
+inline void load(const char* name, uint32_t* r, const void* row, void (*f)(void**)) {
+  if (reinterpret_cast<uintptr_t>(row) % 16) stand_in::fail("ldmatrix: a row is not aligned");
+  if (!stand_in::is_shared(row, 16)) stand_in::fail("ldmatrix: a row is not in shared memory");
+  Load mine{r, static_cast<const unsigned char*>(row)};
+  stand_in::collective(name, &mine, f);
+}
+
+struct Product {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+template <class S>
+void multiply_add(void** of_lane) {
+  const auto half = [](uint32_t r, int k) { return to_float(S{static_cast<uint16_t>(k ? r >> 16 : r)}); };
+  float a[16][16], b[16][8];
+  for (int l = 0; l < 32; ++l) {
+    const auto& x = *static_cast<Product*>(of_lane[l]);
+    const int group = l / 4, place = l % 4;
+    for (int k = 0; k < 2; ++k) {
+      a[group][2 * place + k] = half(x.a[0], k);
+      a[group + 8][2 * place + k] = half(x.a[1], k);
+      a[group][2 * place + 8 + k] = half(x.a[2], k);
+      a[group + 8][2 * place + 8 + k] = half(x.a[3], k);
+      b[2 * place + k][group] = half(x.b[0], k);
+      b[2 * place + 8 + k][group] = half(x.b[1], k);
+    }
+  }
+  float c[16][8] = {};
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < 16; ++k)
+      for (int j = 0; j < 8; ++j) c[i][j] += a[i][k] * b[k][j];
+  for (int l = 0; l < 32; ++l)
+    for (int i = 0; i < 4; ++i) static_cast<Product*>(of_lane[l])->c[i] += c[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2];
+}
+
+}  // namespace fragments
+
+inline void load_matrices(uint32_t (&r)[4], SharedAddress row) {
+  fragments::load("ldmatrix", r, reinterpret_cast<const void*>(row), fragments::load<false>);
+}
+inline void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
+  fragments::load("ldmatrix.trans", r, reinterpret_cast<const void*>(row), fragments::load<true>);
+}
+
+template <class S>
+void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  fragments::Product mine{c, a, {b0, b1}};
+  stand_in::collective("mma", &mine, fragments::multiply_add<S>);
+}
+
+inline void copy_async(void* to, const void* from, bool there) { stand_in::start_copy(to, from, there ? 16 : 0); }
+inline void commit_copies() { stand_in::commit_copies(); }
+template <int kLeft>
+void wait_for_copies() {
+  stand_in::wait_for_copies(kLeft);
+}
+
+}  // namespace attn::cuda
