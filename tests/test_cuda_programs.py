@@ -172,7 +172,7 @@ MUTATIONS = {
         "      add_products(x",
     ),
     "the diagonal is seen from one row up": (
-        "score.h",
+        "core/score.h",
         "smaller(limit, positions.last)",
         "smaller(limit, positions.last - 1)",
     ),

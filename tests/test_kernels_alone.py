@@ -47,8 +47,13 @@ def test_arm(tmp_path: Path) -> None:
 MUTATIONS = {
     "causality": (
         "core/score.h",
-        "smaller(limit, positions.last)",
-        "smaller(limit, positions.last - 1)",
+        "smaller(s.keys, queries.last + s.offset + right)",
+        "smaller(s.keys, queries.last + s.offset + right - 1)",
+    ),
+    "window": (
+        "core/score.h",
+        "larger(0, queries.first + s.offset - left)",
+        "larger(0, queries.first + s.offset - left + 1)",
     ),
     "halves": (
         "cpu/isa/instructions_portable.inl",
@@ -80,23 +85,15 @@ def test_errors_are_found(name: str, tmp_path: Path) -> None:
     assert (run(program, "default") == "default: right\n") == (not name)
 
 
-# A rule that also hides the keys before a window: no option has one yet, but all loops heed it.
-WINDOW = {
-    "return {0, p.causal": "return {larger(0, positions.first + 1 - ATTN_WINDOW), p.causal",
-    "smaller(keys.first, limit) : 0, limit}": "smaller(keys.first, limit) : 0, "
-    "smaller(limit, keys.last - 1 + ATTN_WINDOW)}",
-    "return !p.causal || keys.last <= positions.first + 1;": "return (!p.causal || "
-    "keys.last <= positions.first + 1) && positions.last - 1 - keys.first < ATTN_WINDOW;",
-}
-
-
+# The kernels heed where a sequence's queries stand among its keys, though no option says so yet:
+# behind all keys, in the middle, and so early that the first ones see no key.
 @pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
-@pytest.mark.parametrize("window", [1, 37, 100])
-def test_both_ends_of_what_is_visible(window: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offset", [-30, 80, 200])
+def test_offset_of_queries(offset: int, tmp_path: Path) -> None:
     assert NATIVE
-    csrc = changed_sources(tmp_path, "core/score.h", WINDOW)
-    option = f"-DATTN_WINDOW={window}"
-    program = compiled(NATIVE, csrc, ["default"], tmp_path / "check", option)
+    line = "return {p.queries, p.keys, %s};"
+    csrc = changed_sources(tmp_path, "core/geometry.h", {line % 0: line % offset})
+    program = compiled(NATIVE, csrc, ["default"], tmp_path / "check", f"-DATTN_OFFSET={offset}")
     assert run(program, "default") == "default: right\n"
 
 

@@ -20,9 +20,14 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
   return offset;
 }
 
-// The number of queries and of keys of a sequence: of a batch entry and a head of the query.
-ATTN_INLINE constexpr int64_t query_length(const Problem& p, int64_t /*n*/, int64_t /*head*/) { return p.queries; }
-ATTN_INLINE constexpr int64_t key_length(const Problem& p, int64_t /*n*/, int64_t /*head*/) { return p.keys; }
+// The queries and keys of one batch entry, the same for all of its heads.
+struct Sequence {
+  int64_t queries;
+  int64_t keys;
+  int64_t offset;  // of query 0 among the keys: query i stands at position i + offset
+};
+// The one function that says how long a sequence is and how its queries and keys are aligned.
+ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t /*n*/) { return {p.queries, p.keys, 0}; }
 
 // The heads of key and value that a head of the query reads.
 ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
@@ -36,9 +41,9 @@ ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) { return p.batch 
 ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }
-// The row that comes so many after another, which may be itself, in the list of a group of heads.
+// Returns the row `count` >= 0 places after `at` in the list of its group of heads.
 ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) {
-  const int64_t length = query_length(p, at.n, at.head);
+  const int64_t length = sequence_of(p, at.n).queries;
   at.position += count;
   if (at.position >= length) {  // seldom: divisions take long
     at.head += at.position / length;
@@ -50,7 +55,8 @@ ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
   return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
 }
 
-// The innermost coordinate that is left in the number of a slice of a mask, or of one of those who share it.
+// Takes the innermost coordinate out of the number of a slice of a mask or, along a dimension that the mask broadcasts
+// over, out of the number of a sharer of that slice.
 ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, int64_t stride, int64_t& slice, int64_t& sharer) {
   const int64_t from = stride == 0 ? sharer : slice;  // the mask is the same all along a dimension of stride 0
   if (stride == 0)

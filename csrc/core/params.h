@@ -32,6 +32,13 @@ struct Operand {
   int64_t col = 0;
 };
 
+// Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative number
+// is no bound. Causality is right = 0.
+struct Visibility {
+  int64_t left = -1;
+  int64_t right = -1;
+};
+
 // The attention problem itself, shared by every kernel. What a score is stands in score.h, where a number lies in
 // geometry.h.
 struct Problem {
@@ -46,7 +53,7 @@ struct Problem {
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
   double scale = 1;
-  bool causal = false;    // key j is seen by query i when j <= i
+  Visibility visibility;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
 

@@ -49,24 +49,30 @@ struct ScoreFunction {
   ATTN_INLINE constexpr bool keeps_order() const { return scale > 0; }
 };
 
-// Which keys a query sees, apart from the mask. Positions count the queries and keys of one sequence (geometry.h); a
-// range of positions stands for the queries in it. With causality, query i sees the keys j <= i.
+// Which keys a query sees, apart from the mask (Visibility). Queries and keys are counted within their sequence; a range
+// of queries stands for all that are in it. Only here is the offset between a query's number and its position known.
 
-// The keys below `limit` that some query of the range sees. The limit may be less than the number of keys.
-ATTN_INLINE constexpr Range visible_keys(const Problem& p, Range positions, int64_t limit) {
-  return {0, p.causal ? smaller(limit, positions.last) : limit};
+// Returns the keys that some query of the range, which is not empty, sees.
+ATTN_INLINE constexpr Range visible_keys(const Problem& p, const Sequence& s, Range queries) {
+  const auto [left, right] = p.visibility;
+  return {left < 0 ? 0 : larger(0, queries.first + s.offset - left),
+          right < 0 ? s.keys : smaller(s.keys, queries.last + s.offset + right)};
 }
-// The positions below `limit` of the queries that see some key of the range.
-ATTN_INLINE constexpr Range visible_rows(const Problem& p, Range keys, int64_t limit) {
-  return {p.causal ? smaller(keys.first, limit) : 0, limit};
+// Returns the queries that see some key of the range, which is not empty.
+ATTN_INLINE constexpr Range visible_rows(const Problem& p, const Sequence& s, Range keys) {
+  const auto [left, right] = p.visibility;
+  return {right < 0 ? 0 : larger(0, keys.first - s.offset - right),
+          left < 0 ? s.queries : smaller(s.queries, keys.last - s.offset + left)};
 }
-// Whether every query of the one range sees every key of the other, so that no score of their tile is hidden; and
-// whether any query sees any of the keys, so that the tile counts at all.
-ATTN_INLINE constexpr bool all_visible(const Problem& p, Range positions, Range keys) {
-  return !p.causal || keys.last <= positions.first + 1;
+// Says whether every query of the one range sees every key of the other, so that no score of their tile is hidden.
+ATTN_INLINE constexpr bool all_visible(const Problem& p, const Sequence& s, Range queries, Range keys) {
+  const auto [left, right] = p.visibility;
+  return keys.last <= s.keys && (right < 0 || keys.last <= queries.first + s.offset + right + 1) &&
+         (left < 0 || keys.first >= queries.last - 1 + s.offset - left);
 }
-ATTN_INLINE constexpr bool any_visible(const Problem& p, Range positions, Range keys) {
-  return !common(visible_keys(p, positions, keys.last), keys).empty();
+// Says whether any query of the one range sees any key of the other, so that their tile counts at all.
+ATTN_INLINE constexpr bool any_visible(const Problem& p, const Sequence& s, Range queries, Range keys) {
+  return !common(visible_keys(p, s, queries), keys).empty();
 }
 
 }  // namespace attn

@@ -49,5 +49,7 @@ template <class T, class Params>
 Error launch_gradients_simt(const Params& p, Stream stream);
 template <class T>
 Error launch_tangent_simt(const TangentParams& p, Stream stream);
+template <class T>
+Error launch_stats_simt(const StatsParams& p, Stream stream);
 
 }  // namespace attn::cuda

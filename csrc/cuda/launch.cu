@@ -64,13 +64,19 @@ bool uses_mma(const Problem& p) {
   return is_16_bits && !exact_weights && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
+// Counts the keys that some query sees, from the first of a tile on, which is where splits begin (Task::set).
+static int64_t keys_to_split(const Problem& p) {
+  const Range seen = in_tiles(visible_keys(p, sequence_of(p, 0), {0, p.queries}), kKeysPerTile);
+  return seen.last - seen.first;
+}
+
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   p.rows_per_task = kSimtTile;
   if (uses_mma(p)) {
     const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim));
     p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? tiles : 1);
   }
-  const int64_t keys = visible_keys(p, {0, p.queries}, p.keys).last;  // splits begin with key 0
+  const int64_t keys = keys_to_split(p);
   p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
   // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
   // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way.
@@ -103,6 +109,25 @@ void plan_tangent(TangentParams& p) { p.rows_per_task = kSimtTile; }
 Error launch_tangent(const TangentParams& p, Stream stream) {
   if (p.query.dtype == DType::f64) return launch_tangent_simt<double>(p, stream);
   return launch_tangent_simt<float>(p, stream);
+}
+
+void plan_stats(StatsParams& p, int64_t multiprocessors) {
+  // As plan_forward(): with fewer blocks than the device runs at a time, what a block passes over is cut too.
+  const int64_t wanted = 2 * multiprocessors;
+  const auto parts = [&](int64_t blocks, int64_t length) {
+    return blocks >= wanted ? 1 : larger(1, smaller(divide_up(wanted, larger(1, blocks)), length / (4 * kSimtTile)));
+  };
+  p.rows_per_task = kSimtTile;
+  const int64_t keys = keys_to_split(p);
+  p.keys_per_split = round_up(larger(1, divide_up(keys, parts(p.tasks(), keys))), kSimtTile);
+  p.splits = larger(1, divide_up(keys, p.keys_per_split));
+  p.keys_per_task = kSimtTile;
+  p.rows_per_chunk = round_up(divide_up(p.queries, parts(p.key_tasks(), p.queries)), kSimtTile);
+  p.chunks = divide_up(p.queries, p.rows_per_chunk);
+}
+
+Error launch_stats(const StatsParams& p, Stream stream) {
+  return p.query.dtype == DType::f64 ? launch_stats_simt<double>(p, stream) : launch_stats_simt<float>(p, stream);
 }
 
 }  // namespace attn::cuda

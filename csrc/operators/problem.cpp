@@ -125,7 +125,7 @@ void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, c
   const auto& [query, key, value, attn_mask] = inputs;
   const double dropout_p = options.dropout_p;
   problem.scale = scale_or_default(options.scale, problem.head_dim);
-  problem.causal = options.is_causal;
+  if (options.is_causal) problem.visibility.right = 0;
   problem.has_mask = attn_mask.has_value();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   builder.add(problem.query, query);

@@ -12,9 +12,9 @@
 
 #include "cpu/isa.h"
 
-// Of how many keys up to its own position a query sees the last: all, but for a test that puts a window into score.h.
-#ifndef ATTN_WINDOW
-#define ATTN_WINDOW (int64_t{1} << 62)
+// How far before query 0 key 0 stands: a test puts the same number into sequence_of().
+#ifndef ATTN_OFFSET
+#define ATTN_OFFSET 0
 #endif
 
 namespace attn {
@@ -71,7 +71,8 @@ double number_of(uint16_t bits, DType dtype) {
 struct Operators {
   const Kernels& kernels;
   DType dtype;
-  bool causal, boolean_mask;
+  Visibility visibility;
+  bool boolean_mask;
   // What operands point to.
   std::vector<std::vector<char>> memory = {};
 
@@ -131,7 +132,7 @@ struct Operators {
     p.head_dim = kDim;
     p.value_dim = kValueDim;
     p.scale = 0.25;
-    p.causal = causal;
+    p.visibility = visibility;
     p.has_mask = true;
     p.factor_bits = dtype == DType::f64 ? 53 : dtype == DType::f32 ? 24 : dtype == DType::f16 ? 16 : 8;
     p.query = operand(x.query, dtype);
@@ -222,7 +223,8 @@ struct Operators {
 };
 
 // The forward of the textbook.
-Tensor textbook(Point& x, bool causal, bool boolean_mask) {
+Tensor textbook(Point& x, Visibility visibility, bool boolean_mask) {
+  const auto [left, right] = visibility;
   Tensor output(kHeads, kQueries, kValueDim);
   for (int64_t h = 0; h < kHeads; ++h)
     for (int64_t i = 0; i < kQueries; ++i) {
@@ -235,7 +237,8 @@ Tensor textbook(Point& x, bool causal, bool boolean_mask) {
           product += x.query.numbers[static_cast<size_t>((h * kQueries + i) * kDim + d)] *
                      x.key.numbers[static_cast<size_t>((of_key + j) * kDim + d)];
         const double mask = x.mask.numbers[static_cast<size_t>((h * kQueries + i) * kKeys + j)];
-        if (i - j >= ATTN_WINDOW || (causal && j > i) || (boolean_mask && !(mask > -1))) continue;
+        const int64_t ahead = j - (i + ATTN_OFFSET);  // of the query's position
+        if ((left >= 0 && ahead < -left) || (right >= 0 && ahead > right) || (boolean_mask && !(mask > -1))) continue;
         const double weight = std::exp(0.25 * product + (boolean_mask ? 0 : mask));
         total += weight;
         for (int64_t d = 0; d < kValueDim; ++d)
@@ -263,7 +266,7 @@ void expect(const std::string& what, const Tensor& actual, const Tensor& expecte
   }
 }
 
-void check(const std::string& name, const Kernels& kernels, bool causal, bool boolean_mask) {
+void check(const std::string& name, const Kernels& kernels, Visibility visibility, bool boolean_mask) {
   std::mt19937 random(3);
   Point x, t;
   for (Tensor* tensor : x.all()) fill(*tensor, random);
@@ -272,9 +275,9 @@ void check(const std::string& name, const Kernels& kernels, bool causal, bool bo
   Tensor u(kHeads, kQueries, kValueDim);
   fill(u, random);
 
-  Operators exact{kernels, DType::f64, causal, boolean_mask};
+  Operators exact{kernels, DType::f64, visibility, boolean_mask};
   const auto f = exact.forward(x);
-  expect(name + ", forward", f.output, textbook(x, causal, boolean_mask), 1e-13);
+  expect(name + ", forward", f.output, textbook(x, visibility, boolean_mask), 1e-13);
   const auto tangent = exact.tangent(x, t, f);
   constexpr double kStep = 1e-5;
   Point up = moved(x, t, kStep), down = moved(x, t, -kStep);
@@ -304,7 +307,7 @@ void check(const std::string& name, const Kernels& kernels, bool causal, bool bo
     double tolerance;
   } types[] = {{DType::f32, "float32", 1e-5}, {DType::f16, "float16", 0x1p-9}, {DType::bf16, "bfloat16", 0x1p-6}};
   for (const auto& type : types) {
-    Operators operators{kernels, type.dtype, causal, boolean_mask};
+    Operators operators{kernels, type.dtype, visibility, boolean_mask};
     const std::string of = name + ", " + type.name;
     const auto rounded = operators.forward(x);
     expect(of + ", forward", rounded.output, f.output, type.tolerance);
@@ -331,8 +334,9 @@ int main(int argc, char** argv) {
       std::printf("no instruction set %s here\n", name.c_str());
       return 2;
     }
-    for (const bool causal : {false, true})
-      for (const bool boolean_mask : {false, true}) attn::check(name, *kernels, causal, boolean_mask);
+    // No bound, causality, and windows: the last one is closed at both ends.
+    for (const attn::Visibility visibility : {attn::Visibility{-1, -1}, {-1, 0}, {0, 0}, {36, 0}, {20, -1}, {99, 5}})
+      for (const bool boolean_mask : {false, true}) attn::check(name, *kernels, visibility, boolean_mask);
     std::printf("%s: right\n", name.c_str());
   }
 }

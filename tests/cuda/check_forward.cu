@@ -69,7 +69,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   p.keys = kKeys;
   p.head_dim = p.value_dim = kDim;
   p.scale = 0.125;
-  p.causal = true;
+  p.visibility.right = 0;
   p.has_mask = mask;
   const auto operand = [](auto& array, DType type, int rows, int cols) {
     Operand x;

@@ -301,15 +301,16 @@ struct Backward {
     const int64_t n = task / spans;
     const int64_t first_head = task % spans * p.span;
     const int64_t first_key = chunk * p.keys_per_chunk;
-    const int64_t keys = smaller(p.keys_per_chunk, key_length(p, n, first_head) - first_key);
+    const int64_t keys = smaller(p.keys_per_chunk, p.keys - first_key);  // gradients of 0 beyond the sequence's own
+    const int64_t rows = p.group * sequence_of(p, n).queries;
     const int64_t per_key_head = p.heads / p.key_heads;
     const int64_t per_value_head = p.heads / p.value_heads;
 
     for (int64_t head = first_head; head < first_head + p.span; head += p.group) {
       if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
       if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
-      for (int64_t row = 0; row < p.rows(); row += p.rows_per_pass)
-        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, p.rows()), chunk, {first_key, first_key + keys});
+      for (int64_t row = 0; row < rows; row += p.rows_per_pass)
+        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, rows), chunk, {first_key, first_key + keys});
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
         scale_tile<T>(b.grad_key, keys * b.ld_key, ScoreFunction<T>::of(p).slope());
@@ -327,16 +328,17 @@ struct Backward {
                    int64_t chunk, Range own) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
+    const Sequence sequence = sequence_of(p, n);
     Range positions = {p.queries, 0};  // grows to hold those of all tiles
     int64_t tiles = 0;
     for (int64_t r = first_row; r < last_row; r += kRowTile, ++tiles) {
       RowState& state = b.states[tiles];
       state.rows.set(p, n, head, r, smaller(kRowTile, last_row - r));
-      load_rows(p, b, state);
+      if (any_visible(p, sequence, state.rows.positions, own)) load_rows(p, b, state);
       if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
       positions = hull(positions, state.rows.positions);
     }
-    const Range seen = in_tiles(common(visible_keys(p, positions, own.last), own), kKeyTile);
+    const Range seen = in_tiles(common(visible_keys(p, sequence, positions), own), kKeyTile);
     for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, seen.last - key);
       Keys k{};  // once some row sees them
@@ -346,7 +348,7 @@ struct Backward {
       for (int64_t t = 0; t < tiles; ++t) {
         RowState& state = b.states[t];
         const RowTile& rows = state.rows;
-        if (!any_visible(p, rows.positions, {key, key + keys})) continue;
+        if (!any_visible(p, sequence, rows.positions, {key, key + keys})) continue;
         MaskTile<T> mask;
         if (!mask.read(p, rows, key, keys, b.bias)) continue;
         if (!is_loaded) k = load_keys(p, b, n, head, key, keys);
@@ -431,9 +433,11 @@ struct Backward {
     const int64_t sharers = p.batch * p.heads / p.mask_slices;
     for (int64_t sharer = 0; sharer < sharers; ++sharer) {
       const Row at = sharer_of_mask(p, p.grad_mask, slice, sharer);
-      for (int64_t row = first_row; row < last_row; row += kRowTile) {
-        state.rows.set(p, at.n, at.head, row, smaller(kRowTile, last_row - row));
-        const Range seen = common(visible_keys(p, state.rows.positions, last_key), {first_key, last_key});
+      const Sequence sequence = sequence_of(p, at.n);
+      const int64_t last = smaller(last_row, sequence.queries);
+      for (int64_t row = first_row; row < last; row += kRowTile) {
+        state.rows.set(p, at.n, at.head, row, smaller(kRowTile, last - row));
+        const Range seen = common(visible_keys(p, sequence, state.rows.positions), {first_key, last_key});
         if (seen.empty()) continue;
         const int64_t keys = seen.last - first_key;
         MaskTile<T> mask;

@@ -272,7 +272,7 @@ struct Decode {
     RowTile& rows = *b.rows;
     const RowTask own(p, task, p.splits);
     const int64_t n = own.n, key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
-    rows.set(p, n, own.first_head, 0, p.rows());
+    rows.set(p, n, own.first_head, 0, own.last_row);
     rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, b.query, b.ld_key);
     if (takes_turns(p.key, p.head_dim))
       for (int64_t r = 0; r < rows.count; ++r) apart(b.query + r * b.ld_key, p.head_dim / W * W);
@@ -344,7 +344,7 @@ struct Decode {
     if (!p.has_mask) return keys;
     Block tile[kRows];
     bool visible = false;
-    for (int64_t r = 0; r < p.rows(); ++r) {
+    for (int64_t r = 0; r < b.rows->count; ++r) {
       tile[r] = masks[r];
       tile[r].data += key * p.mask.col * size_of(p.mask.dtype);
       visible |= mask_in_bits(p.mask) ? visible_bits(reinterpret_cast<const uint8_t*>(tile[r].data), keys) != 0
@@ -352,7 +352,7 @@ struct Decode {
     }
     if (!visible) return 0;
     int64_t seen = 0;
-    for (int64_t r = 0; r < p.rows(); ++r) {
+    for (int64_t r = 0; r < b.rows->count; ++r) {
       T* bias = b.bias + r * kKeyTile;
       pack_rows<T>(bias, kKeyTile, tile[r], 1, keys);
       for (int64_t j = keys; j < round_up(keys, W); ++j) bias[j] = -kInfinity<T>;
@@ -372,9 +372,9 @@ struct Decode {
           T* at = b.x + r * kKeyTile + j;
           store<T>(at, add == -kInfinity<T> ? add : load<T>(at) + add);
         }
-    if (all_visible(p, rows.positions, {key, key + keys})) return;
+    if (all_visible(p, rows.sequence, rows.positions, {key, key + keys})) return;
     for (int64_t r = 0; r < rows.count; ++r) {
-      const Range seen = visible_keys(p, {rows.position[r], rows.position[r] + 1}, key + keys);
+      const Range seen = visible_keys(p, rows.sequence, {rows.position[r], rows.position[r] + 1});
       for (int64_t j = 0; j < keys; ++j)
         if (!seen.contains(key + j)) b.x[r * kKeyTile + j] = -kInfinity<T>;
     }

@@ -184,7 +184,7 @@ struct Forward {
       Rows<T> key_rows{}, value_rows{};  // once some row sees them
       for (int64_t t = 0; t < tiles; ++t) {
         RowState& state = b.states[t];
-        if (!any_visible(p, state.rows.positions, {key, key + count})) continue;
+        if (!any_visible(p, own.sequence, state.rows.positions, {key, key + count})) continue;
         MaskTile<T> mask;
         if (!mask.read(p, state.rows, key, count, b.bias)) continue;
         if (!key_rows.data) {
@@ -214,7 +214,7 @@ struct Forward {
   // The keys of the task's split that the rows at these positions see, in whole tiles.
   static Range keys_of_split(const ForwardParams& p, const RowTask& own, Range positions) {
     const int64_t first = own.split * p.keys_per_split;
-    const Range seen = visible_keys(p, positions, key_length(p, own.n, own.first_head));
+    const Range seen = visible_keys(p, own.sequence, positions);
     return in_tiles(common(seen, {first, first + p.keys_per_split}), kKeyTile);
   }
 

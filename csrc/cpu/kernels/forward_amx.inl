@@ -377,7 +377,7 @@ struct TileForward : Forward<F> {
         };
         for (int64_t t = 0; t < kKeyTiles; ++t) {
           const int64_t key = first + t * kKeyTile, count = smaller(kKeyTile, keys.last - key);
-          if (count <= 0 || !any_visible(p, group.rows.positions, {key, key + count})) continue;
+          if (count <= 0 || !any_visible(p, own.sequence, group.rows.positions, {key, key + count})) continue;
           const int64_t tile = next ? next->tiles : 0;
           if (!b.masks[tile].read(p, group.rows, key, count, b.bias + tile * kKeyTile * kRowTile)) continue;
           if (!key_rows[t].data) {
@@ -396,7 +396,8 @@ struct TileForward : Forward<F> {
             next->weights = b.weights + side;
             next->factor = b.factor + side;
           }
-          const int64_t seen = visible_keys(p, group.rows.positions, key + count).last - key;
+          const Range of_group = visible_keys(p, own.sequence, group.rows.positions);
+          const int64_t seen = smaller(of_group.last - key, count);
           if (kDropout) dropout_factors<T>(p, group.rows, key, seen, 1, next->factor + tile * kKeyTile * kRowTile);
           rows_of[tile] = key_rows[t];
           key_of[tile] = key;

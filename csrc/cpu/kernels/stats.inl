@@ -139,14 +139,14 @@ struct Stats {
     }
 
     const int64_t first_key = own.split * p.keys_per_split;
-    const Range seen = visible_keys(p, positions, key_length(p, own.n, own.first_head));
+    const Range seen = visible_keys(p, own.sequence, positions);
     const Range keys = in_tiles(common(seen, {first_key, first_key + p.keys_per_split}), kKeyTile);
     for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
       const int64_t count = smaller(kKeyTile, keys.last - key);
       Rows<T> key_rows{};  // once some row sees them
       for (int64_t t = 0; t < tiles; ++t) {
         const RowState& state = b.states[t];
-        if (!any_visible(p, state.rows.positions, {key, key + count})) continue;
+        if (!any_visible(p, state.rows.sequence, state.rows.positions, {key, key + count})) continue;
         MaskTile<T> mask;
         if (!mask.read(p, state.rows, key, count, b.bias)) continue;
         if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.first_head, key, count, b.key);
@@ -210,7 +210,7 @@ struct Stats {
     const int64_t head = task % p.heads, n = task / p.heads;
     const int64_t last_key = smaller(first_key + p.keys_per_task, p.keys);
     const int64_t first_row = chunk * p.rows_per_chunk;
-    const int64_t last_row = smaller(first_row + p.rows_per_chunk, query_length(p, n, head));
+    const int64_t last_row = smaller(first_row + p.rows_per_chunk, sequence_of(p, n).queries);
 
     fill_zero(b.received, (last_key - first_key) * W);
     Rows<T> tiles[kStatsKeyTiles] = {};  // once some row sees them
@@ -219,7 +219,7 @@ struct Stats {
       bool has_queries = false;
       for (int64_t key = first_key; key < last_key; key += kKeyTile) {
         const int64_t count = smaller(kKeyTile, last_key - key);
-        if (!any_visible(p, state.rows.positions, {key, key + count})) continue;
+        if (!any_visible(p, state.rows.sequence, state.rows.positions, {key, key + count})) continue;
         MaskTile<T> mask;
         if (!mask.read(p, state.rows, key, count, b.bias)) continue;
         Rows<T>& key_rows = tiles[(key - first_key) / kKeyTile];
@@ -289,7 +289,8 @@ struct Stats {
       for (int64_t t = 0; t < tiles; ++t) {
         const RowTile& rows = b.states[t].rows;
         MaskTile<T> mask;
-        if (any_visible(p, rows.positions, {key, key + count}) && mask.read(p, rows, key, count, b.bias)) {
+        if (any_visible(p, rows.sequence, rows.positions, {key, key + count}) &&
+            mask.read(p, rows, key, count, b.bias)) {
           if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.first_head, key, count, b.key);
           ATTN_ISA::scores<F>(p, rows, b.states[t].query_t, key_rows, key, count, mask, b.x);
         } else {

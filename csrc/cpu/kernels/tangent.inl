@@ -132,7 +132,7 @@ struct Tangent {
     fill_zero(b.shifted_sum, kRowTile);
     fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
 
-    const Range seen = in_tiles(visible_keys(p, rows.positions, key_length(p, rows.n, first_head)), kKeyTile);
+    const Range seen = in_tiles(visible_keys(p, rows.sequence, rows.positions), kKeyTile);
     for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
       const int64_t keys = smaller(kKeyTile, seen.last - key);
       MaskTile<T> mask;

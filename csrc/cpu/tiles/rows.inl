@@ -11,28 +11,26 @@ namespace attn::ATTN_ISA {
 
 // Up to kRowTile consecutive rows of a group of heads (Problem::group): the lanes of a tile.
 struct RowTile {
-  int64_t n;        // the batch entry
+  int64_t n;  // the batch entry
+  Sequence sequence;
   int64_t count;    // of the rows
-  Range positions;  // holds those of all rows
+  Range positions;  // holds those of all rows, each counted within the sequence
   int64_t head[kRowTile];
   int64_t position[kRowTile];
 
   // Rows [first, first + rows) of the list that begins with head `first_head`.
   void set(const Problem& p, int64_t batch_entry, int64_t first_head, int64_t first, int64_t rows) {
     n = batch_entry;
+    sequence = sequence_of(p, n);
     count = rows;
-    const int64_t length = query_length(p, n, first_head);
-    int64_t h = first_head + first / length;
-    int64_t l = first % length;
-    positions = {l, l + 1};
+    positions = {p.queries, 0};  // grows to hold those of all rows
+    if (rows == 0) return;
+    Row at = row_after(p, {n, first_head, 0}, first);
     for (int64_t i = 0; i < rows; ++i) {
-      head[i] = h;
-      position[i] = l;
-      positions = {smaller(positions.first, l), larger(positions.last, l + 1)};
-      if (++l == length) {
-        l = 0;
-        ++h;
-      }
+      head[i] = at.head;
+      position[i] = at.position;
+      positions = hull(positions, {at.position, at.position + 1});
+      at = row_after(p, at, 1);
     }
   }
 
@@ -129,16 +127,18 @@ struct RowTile {
 // the keys.
 struct RowTask {
   int64_t split, first_row, last_row, first_head, n;
+  Sequence sequence;
 
   template <class Params>
   RowTask(const Params& p, int64_t task, int64_t splits) {
     split = task % splits;
     task /= splits;
     first_row = task % p.row_tasks() * p.rows_per_task;
-    last_row = smaller(first_row + p.rows_per_task, p.rows());
     task /= p.row_tasks();
     first_head = task % p.groups() * p.group;
     n = task / p.groups();
+    sequence = sequence_of(p, n);
+    last_row = smaller(first_row + p.rows_per_task, p.group * sequence.queries);
   }
 };
 

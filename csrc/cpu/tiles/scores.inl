@@ -33,14 +33,13 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
 // -inf where a row does not see a key.
 template <class T>
 void hide_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* x) {
-  if (all_visible(p, rows.positions, {key, key + keys})) return;
-  const int64_t length = key_length(p, rows.n, rows.head[0]);
+  if (all_visible(p, rows.sequence, rows.positions, {key, key + keys})) return;
   // The keys that a lane sees, counted from `key`.
   Int<T> first[kRowTile] = {};
   UInt<T> count[kRowTile] = {};
   for (int64_t i = 0; i < rows.count; ++i) {
     const int64_t l = rows.position[i];
-    const Range seen = common(visible_keys(p, {l, l + 1}, length), {key, key + keys});
+    const Range seen = common(visible_keys(p, rows.sequence, {l, l + 1}), {key, key + keys});
     first[i] = static_cast<Int<T>>(seen.first - key);
     count[i] = static_cast<UInt<T>>(larger(0, seen.last - seen.first));
   }
@@ -61,12 +60,12 @@ constexpr int64_t kPanel =
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
   const int64_t lanes = rows.lanes<typename F::Number>();
-  if (all_visible(p, rows.positions, {key, key + keys})) return f(0, lanes, keys);
+  if (all_visible(p, rows.sequence, rows.positions, {key, key + keys})) return f(0, lanes, keys);
   for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
     Range positions = {rows.position[lane], rows.position[lane] + 1};
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, rows.count); ++i)
       positions = hull(positions, {rows.position[i], rows.position[i] + 1});
-    const Range seen = visible_keys(p, positions, key + keys);
+    const Range seen = common(visible_keys(p, rows.sequence, positions), {key, key + keys});
     f(lane, smaller(kPanel<F>, lanes - lane), larger(0, seen.last - key));
   }
 }
@@ -75,10 +74,10 @@ ATTN_INLINE void each_panel_of_lanes(const Problem& p, const RowTile& rows, int6
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
   const bool one_head = rows.head[0] == rows.head[rows.count - 1];
-  if (!one_head || all_visible(p, rows.positions, {key, key + keys})) return f(0, keys, 0);
+  if (!one_head || all_visible(p, rows.sequence, rows.positions, {key, key + keys})) return f(0, keys, 0);
   for (int64_t j = 0; j < keys; j += kPanel<F>) {
     const int64_t count = smaller(kPanel<F>, keys - j);
-    const Range seeing = common(visible_rows(p, {key + j, key + j + count}, rows.positions.last), rows.positions);
+    const Range seeing = common(visible_rows(p, rows.sequence, {key + j, key + j + count}), rows.positions);
     if (!seeing.empty()) f(j, count, (seeing.first - rows.positions.first) / kPanel<F> * kPanel<F>);
   }
 }

@@ -66,6 +66,8 @@ struct BackwardMma {
     BackwardRows<kRows, kGeneral> rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
     int64_t n;
+    Sequence sequence;
+    Range rows_seen;  // the queries that see some key which the block owns
     int64_t first_key, last_key;  // the keys that the block owns, or that the rows see which it owns
     int64_t first_row;            // of the group of heads, among all rows
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
@@ -86,6 +88,7 @@ struct BackwardMma {
   // Called by one thread, followed by a barrier.
   __device__ void set(int64_t n) {
     shared.n = n;
+    shared.sequence = sequence_of(p, n);
     if (p.has_dropout) shared.dropout.set(p, n);
     shared.query_data = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, n);
     shared.grad_output_data = static_cast<const S*>(p.grad_output.data) + batch_offset(p, p.grad_output, n);
@@ -117,7 +120,7 @@ struct BackwardMma {
   // rows are of one head, as far apart as its rows are.
   template <class F>
   __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
-    if (first.position + count <= query_length(p, first.n, first.head)) return f([&](int i) { return i * x.row; });
+    if (first.position + count <= shared.sequence.queries) return f([&](int i) { return i * x.row; });
     f([&](int i) {
       const Row row = row_after(p, first, i);
       return (row.head - first.head) * x.head + (row.position - first.position) * x.row;
@@ -186,8 +189,7 @@ struct BackwardMma {
   __device__ __forceinline__ void store_row(Rows& rows, Row first, int count, RowStatistics row) const {
     const int i = thread_index();
     if (i >= kRows) return;
-    if (!kOwnsKeys || kGeneral || p.causal)  // else nobody asks where it lies
-      rows.rows.set(i, row_after(p, first, RowTile<kRows>::last_repeated(i, count)));
+    rows.rows.set(i, row_after(p, first, RowTile<kRows>::last_repeated(i, count)));
     if (row.logsumexp == -infinity<float>()) {
       row.logsumexp = infinity<float>();
       row.logsumexp_low = 0;
@@ -216,7 +218,9 @@ struct BackwardMma {
     if (thread_index() == 0) {
       set(number / key_tasks / heads);
       shared.first_key = number % key_tasks * kOwn;
-      shared.last_key = smaller(shared.first_key + kOwn, key_length(p, shared.n, first_head));
+      shared.last_key = smaller(shared.first_key + kOwn, shared.sequence.keys);
+      const Range keys{shared.first_key, shared.last_key};
+      shared.rows_seen = keys.empty() ? Range{0, 0} : visible_rows(p, shared.sequence, keys);
     }
     Sums of_ds = {}, of_weights = {};
     for (int64_t head = first_head; head < first_head + readers; head += p.group) {
@@ -260,14 +264,13 @@ struct BackwardMma {
   __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
     return {tile.number + rows, row_after(p, tile.first, rows)};
   }
-  // The first tile, from this one on, that sees one of the block's keys.
+  // The tile with the first row, from the first of this tile on, that sees one of the block's keys.
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
-    const int64_t length = query_length(p, shared.n, tile.first.head);
-    const Range seen = visible_rows(p, {shared.first_key, shared.last_key}, length);
+    const Range seen = shared.rows_seen;
     if (seen.empty()) return {p.rows(), tile.first};
-    const int64_t last = tile.first.position + kOther;  // beyond the length rows are the next head's, which see more
-    return last > smaller(length, seen.first) ? tile
-                                              : after(tile, (seen.first - tile.first.position) / kOther * kOther);
+    const int64_t at = tile.first.position;
+    const int64_t next = at < seen.last ? larger(at, seen.first) : shared.sequence.queries + seen.first;
+    return after(tile, (next - at) / kOther * kOther);
   }
 
   __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {
@@ -288,8 +291,8 @@ struct BackwardMma {
     if (thread_index() == 0) {
       set(first.n);
       set_heads(head);
-      const Range positions = positions_of_rows(p, first, count);
-      const Range seen = in_tiles(visible_keys(p, positions, key_length(p, shared.n, head)), kOther);
+      const Range positions = positions_of_rows(shared.sequence, first, count);
+      const Range seen = in_tiles(visible_keys(p, shared.sequence, positions), kOther);
       shared.first_key = seen.first;
       shared.last_key = seen.last;
     }
@@ -342,25 +345,20 @@ struct BackwardMma {
     Fragments::each(x, own(MmaThread()), f);
   }
 
-  // Whether causality hides some score of the tile of `count` rows from `first` on and the keys from `key` on.
-  __device__ __forceinline__ bool some_hidden(Row first, int count, int64_t key) const {
-    return !all_visible(p, positions_of_rows(p, first, count), {key, key + kKeys});
-  }
-
   // Adds what a tile contributes, whose rows or keys are those of a stage: `count` rows, and the keys from `key` on.
   __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int count, int64_t key) {
     auto& other = shared.other[stage];
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
-    const Row first{shared.n, rows.rows.head[0], rows.rows.position[0]};  // if it is known, see store_row()
-    const int keys = keys_from(key);
-    const bool hides = some_hidden(first, count, key), whole = (kOwnsKeys ? count : keys) == kOther;
+    const Range positions = positions_of_rows(shared.sequence, {0, 0, rows.rows.position[0]}, count);
+    const bool hides = (kOwnsKeys && count < kOther) ||  // rows beyond the last one are hidden too
+                       !all_visible(p, shared.sequence, positions, {key, key + kKeys});
     Mask mask;  // read before products are computed, and for the second time
     if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
     multiply(x, shared.own_score, other.score);
     const bool finite = Fragments::all_finite(&x);
     make_exponents(x, rows, mask, finite);
-    if (hides || !whole) Fragments::hide_keys(x, own(MmaThread()), p, rows.rows, count, key, keys, hides);
+    if (hides) Fragments::hide_keys(x, own(MmaThread()), p, shared.sequence, rows.rows, count, key);
     each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
     Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)
@@ -379,7 +377,7 @@ struct BackwardMma {
       if constexpr (kOwnsKeys && !kGeneral)
         each(dx, [&](float& slope, int i, int, int, int) { slope = -rows.of_row[i].delta; });
       multiply(dx, shared.own_dp, other.dp);
-      compute_ds(x, dx, rows, kept, hides || !whole);
+      compute_ds(x, dx, rows, kept, hides);
       if constexpr (!kOwnsKeys)
         if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
       if (!kOwnsKeys && !p.grad_query.data) return;
@@ -511,7 +509,7 @@ struct BackwardMma {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t key = shared.first_key + own(thread, half);
-      write(to, base + key * to.row, cols, sum, half, scale, key < shared.last_key);
+      write(to, base + key * to.row, cols, sum, half, scale, key < p.keys);
     }
   }
 

@@ -143,7 +143,7 @@ struct ForwardMma {
         __syncthreads();  // the values are there, and the keys have been read
         start_key(key + kKeys, keys_from(key + kKeys));
       }
-      if (has_rows()) make_scores<M>(x, mask, key, keys);
+      if (has_rows()) make_scores<M>(x, mask, key);
       if constexpr (kHasMask) read_mask<M>(mask, key + kKeys, keys_from(key + kKeys));  // arrives during the softmax
       if (has_rows()) {
         softmax(x, output);
@@ -232,7 +232,7 @@ struct ForwardMma {
   // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
   // -inf where a key is hidden or there is none.
   template <class M>
-  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key, int keys) {
+  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
     const float slope = ScoreFunction<float>::of(p).slope();
     if constexpr (!std::is_same_v<M, NoMask>) {
       const auto finite = [&] { return Fragments::template all_finite<kTiles>(x); };
@@ -253,11 +253,10 @@ struct ForwardMma {
       for (int t = 0; t < kTiles; ++t)
         Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
-    const bool hidden = !all_visible(p, task.positions, {key, key + kKeys});
-    if (!hidden && keys == kKeys) return;
+    if (task.all_visible(key, kKeys)) return;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-      Fragments::hide_keys(x[t], row(MmaThread(), t), p, shared.rows, kRows, key, keys, hidden);
+      Fragments::hide_keys(x[t], row(MmaThread(), t), p, task.sequence, shared.rows, kRows, key);
   }
 
   // What a number that make_scores() leaves is multiplied by, so that it is a score.

@@ -154,14 +154,14 @@ struct ScoresMma {
         for (int c = 0; c < 2; ++c) x[n][2 * half + c] = score_of(x[n][2 * half + c], n, half, c);
   }
 
-  // -inf where there is no key or, with `hidden`, a row does not see it. Where others are rows, also where there is no
-  // row, which must add nothing to sums over them.
+  // Makes -inf of the scores of keys from `key` on that a row does not see. Where others are rows, also of rows from
+  // `count` on, which must add nothing to sums over them.
   template <class Rows>
-  static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Problem& p, const Rows& rows, int count,
-                                                   int64_t key, int keys, bool hidden) {
+  static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Problem& p, const Sequence& s,
+                                                   const Rows& rows, int count, int64_t key) {
     const auto seen_by = [&](int i) {  // keys of the tile that row i sees
-      const int64_t last = key + (kOwnsKeys && i >= count ? 0 : keys), position = rows.position[i];
-      return TileRange(hidden ? visible_keys(p, {position, position + 1}, last) : Range{0, last}, key);
+      const int64_t position = rows.position[i];
+      return TileRange(kOwnsKeys && i >= count ? Range{0, 0} : visible_keys(p, s, {position, position + 1}), key);
     };
     if constexpr (kOwnsKeys) {
       each(x, own,

@@ -32,10 +32,10 @@ struct RowTile {
   }
 };
 
-// The positions of `count` rows from `first` on: of all where the rows of a head end in between.
-__device__ __forceinline__ Range positions_of_rows(const Problem& p, Row first, int64_t count) {
-  const int64_t length = query_length(p, first.n, first.head), end = first.position + count;
-  return end > length ? Range{0, length} : Range{first.position, end};
+// Returns the positions of `count` rows from `first` on: all of the sequence where the rows of a head end in between.
+__device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first, int64_t count) {
+  const int64_t end = first.position + count;
+  return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
 // The keys of a range that lie in the tile that begins with `key`, counted from there.
@@ -44,8 +44,7 @@ struct TileRange {
   unsigned count;
 
   __device__ __forceinline__ TileRange(Range keys, int64_t key) {
-    // Where all ranges begin with 0, the compiler sees that this is 0, and contains() is one comparison.
-    first = keys.first == 0 ? 0 : static_cast<int>(smaller(larger(0, keys.first - key), kMostKeys));
+    first = static_cast<int>(smaller(larger(0, keys.first - key), kMostKeys));
     count = static_cast<unsigned>(larger(first, smaller(keys.last - key, kMostKeys)) - first);
   }
   __device__ __forceinline__ bool contains(int j) const { return static_cast<unsigned>(j - first) < count; }
@@ -57,6 +56,7 @@ struct TileRange {
 // One block's share of the problem, in shared memory: one thread computes it, and no register has to keep it. Blocks of
 // the same keys are neighbours, those with most keys under causality first.
 struct Task {
+  Sequence sequence;   // of the batch entry
   int64_t n;           // the batch entry
   int64_t first_head;  // of the group
   int64_t key_head, value_head;
@@ -65,22 +65,30 @@ struct Task {
   int64_t split;
   int64_t first_key, last_key;  // no row of the tile sees others
   Range positions;              // holds those of its rows
+  Range seen_by_all;            // the keys that every row sees
 
   // Rows of the list that begins with `head`. Called by one thread, followed by a barrier.
-  __device__ void set_rows(const Problem& p, int64_t head, int64_t first, int64_t count) {
+  __device__ void set_rows(const Problem& p, int64_t batch_entry, int64_t head, int64_t first, int64_t count) {
+    n = batch_entry;
+    sequence = sequence_of(p, n);
     first_head = head;
     key_head = key_head_of(p, head);
     value_head = value_head_of(p, head);
     first_row = first;
     rows = static_cast<int>(count);
-    positions = positions_of_rows(p, row_at(p), count);
+    positions = positions_of_rows(sequence, row_at(p), count);
+    seen_by_all = common(visible_keys(p, sequence, {positions.first, positions.first + 1}),
+                         visible_keys(p, sequence, {positions.last - 1, positions.last}));
+  }
+  // Says whether no score of `count` keys from `key` on is hidden from a row.
+  __device__ __forceinline__ bool all_visible(int64_t key, int count) const {
+    return seen_by_all.first <= key && key + count <= seen_by_all.last;
   }
   // The first of the rows.
   __device__ __forceinline__ Row row_at(const Problem& p) const { return row_after(p, {n, first_head, 0}, first_row); }
   // The keys of [first, last) that the rows see, in whole tiles.
   __device__ void set_keys(const Problem& p, int64_t first, int64_t last, int64_t tile) {
-    const Range seen = common(visible_keys(p, positions, key_length(p, n, first_head)), {first, last});
-    const Range tiles = in_tiles(seen, tile);
+    const Range tiles = in_tiles(common(visible_keys(p, sequence, positions), {first, last}), tile);
     first_key = tiles.first;
     last_key = tiles.last;
   }
@@ -93,9 +101,9 @@ struct Task {
     number /= row_tasks;
     split = number % p.splits;
     number /= p.splits;
-    n = number / p.groups();
-    set_rows(p, number % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
-    set_keys(p, split * p.keys_per_split, (split + 1) * p.keys_per_split, tile);
+    set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
+    const int64_t first = in_tiles(visible_keys(p, sequence, {0, sequence.queries}), tile).first;  // of all splits
+    set_keys(p, first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split, tile);
   }
 };
 

@@ -119,8 +119,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   __device__ void set_rows(int64_t n, int64_t head, int64_t first, int64_t last) {
     __syncthreads();  // what is in shared memory has been read
     if (threadIdx.x == 0) {
-      shared.task.n = n;
-      shared.task.set_rows(p, head, first, smaller(kSimtTile, last - first));
+      shared.task.set_rows(p, n, head, first, smaller(kSimtTile, last - first));
       Base::set_bases(p, shared);
       shared.grad_output_base = batch_offset(p, p.grad_output, n);
       if constexpr (kSecond) shared.tangent_base.set(p, task);
@@ -253,7 +252,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     __syncthreads();
     Sums sum = {};
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile)
-      if (this->mask_shows_some(key)) add_tile(sum, key);
+      if (this->shows_some(key)) add_tile(sum, key);
 
     const SimtThread thread;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
@@ -273,8 +272,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.own_head = task_number / key_tasks % heads;
       shared.task.n = task_number / key_tasks / heads;
       shared.task.first_key = task_number % key_tasks * kSimtTile;
-      shared.task.last_key =
-          smaller(task.first_key + kSimtTile, key_length(p, task.n, shared.own_head * (p.heads / heads)));
+      shared.task.last_key = smaller(task.first_key + kSimtTile, sequence_of(p, task.n).keys);
       shared.task.first_head = shared.own_head * (p.heads / heads);
       shared.task.first_row = 0;
     }
@@ -282,7 +280,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Sums sum = {};
     do {
       set_rows(task.n, task.first_head, task.first_row, p.rows());
-      if (shows_some()) add_tile(sum, task.first_key);
+      if (this->shows_some(task.first_key)) add_tile(sum, task.first_key);
     } while (next_rows((shared.own_head + 1) * (p.heads / heads)));
 
     const int64_t n = task.n, head = shared.own_head, key = task.first_key;
@@ -294,11 +292,6 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       if (key + thread.row(i) >= p.keys) break;
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
-  }
-
-  // Whether some row sees some key of the tile that begins with the block's first key.
-  __device__ bool shows_some() {
-    return any_visible(p, task.positions, {task.first_key, task.last_key}) && this->mask_shows_some(task.first_key);
   }
 
   // Moves on to the next rows of the group, or to the next group below `last_head`; false after the last.
@@ -339,7 +332,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     do {
       const Row at = sharer_of_mask(p, p.grad_mask, shared.mask.slice, shared.mask.sharer);
       set_rows(at.n, at.head, shared.mask.row, shared.mask.last_row);
-      if (!shows_some()) continue;
+      if (!this->shows_some(task.first_key)) continue;
       Scores x = {};
       compute_ds(x, task.first_key);
 #pragma unroll
@@ -415,9 +408,9 @@ __global__ void __launch_bounds__(kSimtThreads, 2) delta_simt(const __grid_const
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
   if (threadIdx.x == 0) {
     const int64_t row = number % row_tasks * kSimtTile, group = number / row_tasks;
-    shared.task.n = group / p.groups();
-    shared.task.set_rows(p, group % p.groups() * p.group, row, smaller(kSimtTile, p.rows() - row));
-    shared.grad_output_base = batch_offset(p, p.grad_output, shared.task.n);
+    const int64_t n = group / p.groups(), head = group % p.groups() * p.group;
+    shared.task.set_rows(p, n, head, row, smaller(kSimtTile, p.rows() - row));
+    shared.grad_output_base = batch_offset(p, p.grad_output, n);
   }
   __syncthreads();
   Kernel{p, shared}.run();

@@ -36,7 +36,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
     }
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
-      if (!this->mask_shows_some(key)) continue;
+      if (!this->shows_some(key)) continue;
       typename Base::Scores x = {};
       this->scores(x, key);
       softmax(x);

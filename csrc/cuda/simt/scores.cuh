@@ -145,8 +145,10 @@ struct ScoresSimt {
     }
   }
 
-  // Whether the mask shows some score of a tile: of others nothing but the mask is read. Called by all threads.
-  __device__ __forceinline__ bool mask_shows_some(int64_t key) {
+  // Says whether some row sees some key of the tile from `key` on, the mask included, which alone is read of others.
+  // Called by all threads.
+  __device__ __forceinline__ bool shows_some(int64_t key) {
+    if (!any_visible(p, task.sequence, task.positions, {key, task.last_key})) return false;
     if (!p.has_mask) return true;
     __syncthreads();  // it is known where the rows lie
     bool some = false;
@@ -168,13 +170,13 @@ struct ScoresSimt {
 
   __device__ __forceinline__ void hide_keys(Scores& x, int64_t key) {
     const SimtThread thread;
-    const bool hidden = !all_visible(p, task.positions, {key, key + kSimtTile});
-    if (!hidden && key + kSimtTile <= task.last_key && task.rows == kSimtTile) return;
+    if (task.rows == kSimtTile && task.all_visible(key, kSimtTile)) return;
 #pragma unroll
     for (int a = 0; a < kRows; ++a) {
       const int row = row_of(thread, a);
-      const int64_t last = row < task.rows ? task.last_key : 0, position = shared_scores.rows.position[row];
-      const TileRange in_tile(hidden ? visible_keys(p, {position, position + 1}, last) : Range{0, last}, key);
+      const int64_t position = shared_scores.rows.position[row];
+      const Range seen = row < task.rows ? visible_keys(p, task.sequence, {position, position + 1}) : Range{0, 0};
+      const TileRange in_tile(seen, key);
 #pragma unroll
       for (int b = 0; b < kKeys; ++b)
         if (!in_tile.contains(key_of(thread, b))) of(x, a, b) = -infinity<T>();

@@ -55,7 +55,7 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
     for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) shared.row[i] = {-infinity<T>(), 0, 0, 0};
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
-      if (!this->mask_shows_some(key)) continue;
+      if (!this->shows_some(key)) continue;
       typename Base::Scores x = {};
       this->scores(x, key);
       add(x);
@@ -126,14 +126,13 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
       number /= p.key_tasks_of_head();
       shared.head = number % p.heads;
       shared.task.n = number / p.heads;
-      shared.task.last_key = smaller(task.first_key + kSimtTile, key_length(p, task.n, shared.head));
+      shared.task.last_key = smaller(task.first_key + kSimtTile, sequence_of(p, task.n).keys);
     }
     const int64_t first_row = chunk * p.rows_per_chunk;
     T received[kSimtRows] = {};
     for (int64_t row = first_row; row < smaller(first_row + p.rows_per_chunk, p.queries); row += kSimtTile) {
       set_rows(row);
-      if (any_visible(p, task.positions, {task.first_key, task.last_key}) && this->mask_shows_some(task.first_key))
-        add_tile(received);
+      if (this->shows_some(task.first_key)) add_tile(received);
     }
 
     const SimtThread thread;
@@ -143,14 +142,14 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       const T sum = sum_over_x(received[i]);
-      if (thread.x == 0 && task.first_key + thread.row(i) < task.last_key) to[thread.row(i)] = sum;
+      if (thread.x == 0 && task.first_key + thread.row(i) < p.keys) to[thread.row(i)] = sum;
     }
   }
 
   __device__ void set_rows(int64_t row) {
     __syncthreads();  // what is in shared memory has been read
     if (threadIdx.x == 0) {
-      shared.task.set_rows(p, shared.head, row, smaller(kSimtTile, p.queries - row));
+      shared.task.set_rows(p, task.n, shared.head, row, smaller(kSimtTile, p.queries - row));
       Base::set_bases(p, shared);
     }
     __syncthreads();

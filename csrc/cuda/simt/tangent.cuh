@@ -36,8 +36,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     Task& task = shared.task;
     const int64_t row_tasks = p.row_tasks();
     const int64_t row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task, group = number / row_tasks;
-    task.n = group / p.groups();
-    task.set_rows(p, group % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
+    task.set_rows(p, group / p.groups(), group % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
     task.set_keys(p, 0, p.keys, kSimtTile);
     Base::set_bases(p, shared);
     shared.tangent_base.set(p, task);
@@ -59,7 +58,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     }
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
-      if (!this->mask_shows_some(key)) continue;
+      if (!this->shows_some(key)) continue;
       Scores x = {};
       this->scores(x, key);
       this->each(x, [&](T& score, int row, int, int) {
