@@ -126,6 +126,27 @@ def test_key_that_no_row_attends_to(L: int, S: int, kind: str, dtype: torch.dtyp
     assert (dirty["grad_value"][..., S // 2 :, :] == 0).all()
 
 
+@pytest.mark.regression
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@pytest.mark.parametrize("L", [65, 200])
+def test_key_hidden_by_a_row_that_all_queries_share(L: int, bad: float) -> None:
+    """The mask's gradient, and that gradient's own, sum no more than the last tile's rows."""
+    inputs = make_inputs(L, 6, 8)
+    mask = torch.zeros(1, 6)
+    mask[:, 4:] = -torch.inf
+    key = inputs.key.clone()
+    key[..., 4:, :] = bad
+
+    def gradients(key: Tensor) -> tuple[Tensor, ...]:
+        query, bias = (x.clone().requires_grad_() for x in (inputs.query, mask))
+        loss = torch_attn.sdpa(query, key, inputs.value, bias).square().sum()
+        first = torch.autograd.grad(loss, (query, bias), create_graph=True)
+        return (first[1], *torch.autograd.grad((first[0] * inputs.query).sum(), (query, bias)))
+
+    for dirty, clean in zip(gradients(key), gradients(inputs.key), strict=True):
+        assert torch.equal(dirty, clean)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", KEYS)
 def test_value(S: int, dtype: torch.dtype) -> None:

@@ -445,6 +445,7 @@ struct Backward {
         load_rows(p, b, state);
         const Keys k = load_keys(p, b, at.n, at.head, first_key, keys);
         weights(p, b, state, k, first_key, keys, mask, true);
+        state.rows.fill_empty_lanes(b.ds(), keys, T{0});
         each_vector(sum, keys, state.rows.template lanes<T>(),
                     [&](Vec<T> s, int64_t j, int64_t i) { return s + load<T>(b.ds() + j * kRowTile + i); });
       }

@@ -253,10 +253,7 @@ struct Stats {
     const T slope = log2_slope<T>(p);
     const int64_t lanes = rows.template lanes<T>();
     const Vec<T> hidden = splat<T>(-kInfinity<T>);
-    // Lanes without a row: the product of their zeros with a NaN is NaN.
-    if (rows.count < lanes)
-      for (int64_t j = 0; j < keys; ++j)
-        for (int64_t i = rows.count; i < lanes; ++i) b.x[j * kRowTile + i] = -kInfinity<T>;
+    rows.fill_empty_lanes(b.x, keys, -kInfinity<T>);
     for (int64_t j = 0; j < keys; ++j) {
       Vec<T> sum{};
       for (int64_t i = 0; i < lanes; i += W) {

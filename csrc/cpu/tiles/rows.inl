@@ -54,6 +54,14 @@ struct RowTile {
     return round_up(count, kLanes<T>);
   }
 
+  // Fills the lanes without a row of tile[key][lane], which are no numbers to add up: the product of a query of zeros
+  // with a NaN is NaN.
+  template <class T>
+  void fill_empty_lanes(T* tile, int64_t keys, T value) const {
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = count; i < lanes<T>(); ++i) tile[j * kRowTile + i] = value;
+  }
+
   // tile[d * kRowTile + lane] = x(lane, first_col + d)
   template <class T>
   void pack_transposed(const Problem& p, const Operand& x, int64_t cols, T* tile, int64_t first_col = 0) const {
