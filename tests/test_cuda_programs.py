@@ -173,8 +173,8 @@ MUTATIONS = {
     ),
     "the diagonal is seen from one row up": (
         "core/score.h",
-        "smaller(limit, positions.last)",
-        "smaller(limit, positions.last - 1)",
+        "smaller(s.keys, queries.last + s.offset + right)",
+        "smaller(s.keys, queries.last - 1 + s.offset + right)",
     ),
     "backward: what is known of the next rows is stored while that of these is read": (
         "cuda/mma/backward.cuh",
@@ -228,8 +228,8 @@ MUTATIONS = {
     ),
     "backward: rows that see the first key are skipped": (
         "cuda/mma/backward.cuh",
-        "(seen.first - tile.first.position) / kOther * kOther",
-        "(seen.first - tile.first.position) + kOther",
+        "(next - at) / kOther * kOther",
+        "(next - at) + kOther",
     ),
     "backward: delta of other rows": (
         "cuda/mma/backward.cuh",
@@ -243,7 +243,7 @@ MUTATIONS = {
     ),
     "backward: values of hidden keys come through": (
         "cuda/mma/backward.cuh",
-        "compute_ds(x, dx, rows, kept, hides || !whole)",
+        "compute_ds(x, dx, rows, kept, hides)",
         "compute_ds(x, dx, rows, kept, false)",
     ),
     "backward without tensor cores: the next rows are chosen while these are read": (
@@ -252,9 +252,9 @@ MUTATIONS = {
         "    if (threadIdx.x == 0) shared.task.first_head",
     ),
     "backward without tensor cores: tiles on the diagonal are skipped": (
-        "cuda/simt/backward.cuh",
-        "return any_visible(p, task.positions",
-        "return all_visible(p, task.positions",
+        "cuda/simt/scores.cuh",
+        "!any_visible(p, task.sequence",
+        "!attn::all_visible(p, task.sequence",
     ),
     "backward without tensor cores: dropped weights have no share in the gradient of scores": (
         "cuda/simt/backward.cuh",

@@ -67,7 +67,7 @@ struct BackwardMma {
     Dropout dropout;
     int64_t n;
     Sequence sequence;
-    Range rows_seen;  // the queries that see some key which the block owns
+    Range rows_seen;              // the queries that see some key which the block owns
     int64_t first_key, last_key;  // the keys that the block owns, or that the rows see which it owns
     int64_t first_row;            // of the group of heads, among all rows
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads

@@ -25,10 +25,10 @@ struct ForwardMma {
     MmaTile<S, kKeys, kDim> key;
     MmaTile<S, kKeys, kDim> value;
     Task task;
+    int64_t mask_base;  // where the batch entry begins
     Dropout dropout;
     const S* key_data;  // of the batch entry and head
     const S* value_data;
-    int64_t mask_base;  // where the batch entry begins
     bool mask_in_chunks, mask_in_pairs;
     RowTile<kRows> rows;
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
