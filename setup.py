@@ -90,7 +90,8 @@ def as_cpp(source: str) -> str:
         return str(CSRC / source)
     path = Path("build") / "stand_in" / Path(source).with_suffix(".cpp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#include "{source}"\n')
+    if not path.exists():  # with another date it would be compiled again
+        path.write_text(f'#include "{source}"\n')
     return str(path)
 
 
