@@ -1,0 +1,200 @@
+"""`make mutants`: what the tests are worth. Errors are put into the sources, one at a time.
+
+A mutant is the last commit with one line changed, drawn by a seed from all lines of csrc (a third
+of them in cuda/) and torch_attn that an operator below applies to; not from instructions that this
+processor lacks, what the stand-in for CUDA replaces, and pictures. Until one compiles, others are
+drawn. It runs in build/mutants/tree, compiled with -O1, one of csrc/cuda over the stand-in. Number
+0 changes nothing and must pass. Tests with errors of their own do not run: the lines may be gone.
+"""
+
+import argparse
+import collections.abc
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE, STDOUT, check_call, check_output
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "mutants"
+TREE, BUILD_LOG = WORK / "tree", WORK / "build.log"
+BUILT = TREE, WORK / "cuda"  # the second over the stand-in
+OBJECTS = WORK / "objects", WORK / "cuda_objects"
+
+SWAPS = [
+    *((" + ", " - "), (" += ", " -= "), (" * ", " / "), (" < ", " <= "), (" > ", " >= ")),
+    *((" == ", " != "), (" && ", " || "), (" and ", " or "), (" is None", " is not None")),
+    *(("[0]", "[1]"), ("-1)", "-2)"), ("true", "false"), ("True", "False"), (".first", ".last")),
+    *(("smaller(", "larger("), ("min(", "max("), (".keys", ".queries"), ("key_head", "value_head")),
+]
+NEGATED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+OPERATORS = [
+    *((rf"(?<!\w){re.escape(a)}", b) for pair in SWAPS for a, b in (pair, pair[::-1])),
+    *((r" [+-] 1\b", ""), (r"\b1\b(?!\.)", "2"), (r"= 0;", "= 1;")),  # off by one
+    (r" \* [\w.]+(?=[;,)]|$)", ""),  # a factor is dropped
+    *((r"(?<=[ (\[])-(?=[a-z])", ""), (r"\bnot |!(?=[\w(])", "")),  # a sign, a negation
+    (rf"\bif (constexpr )?({NEGATED})", r"if \1(!\2)"),
+    (r"\b(if|while) (?=[a-z][^(]*:$)", r"\1 not "),
+    (r"^( +)[a-z_][\w.:<>]*\(.*\);$", r"\1;"),  # a step is missing
+    (r"^( +)[a-z_][\w.]*\(.*\)$", r"\1pass"),
+]
+NO_CODE = re.compile(r"\s*(#|static_assert|using |template|namespace |import |from |@|\.def\()")
+
+FLAGS = {"avx512": "avx512f", "bf16": "avx512_bf16", "amx": "amx_tile", "neon": "asimd"}
+LACKS = set(FLAGS) - {k for k in FLAGS if FLAGS[k] in Path("/proc/cpuinfo").read_text().split()}
+LEFT_OUT = re.compile(
+    rf"csrc/cpu/\w+/\w*({'|'.join(LACKS or '-')})\.|csrc/cuda/(device\.h|shared/ptx)|torch_lacks/"
+    r"|/plots/|(?<!\.cpp)(?<!\.h)(?<!\.inl)(?<!\.cu)(?<!\.cuh)(?<!\.py)$"
+)
+
+# The likeliest tests, after those with the source's name, and those that run over the stand-in.
+LIKELY = ["validate", "forward", "backward", "derivatives", "nan", "stats", "dropout", "autograd"]
+STAND_IN = [f"tests/test_{name}.py" for name in [*LIKELY[1:7], "hidden_tiles"]]
+NO_OWN_ERRORS = ["-k", "not errors_are_found and not mutation_is_found"]
+# Survivors that change no result: the file and what its line becomes, and why.
+EQUIVALENT: dict[tuple[str, str], str] = {}
+Mutant = collections.namedtuple("Mutant", "file line old new", defaults=["", 0, "", ""])
+
+
+def mutants_by_line(file: str) -> collections.abc.Iterator[list[Mutant]]:
+    text = (TREE / file).read_text()
+    comment = "#" if file.endswith(".py") else "//"
+    strings = rf'"""(?s:.*?)"""|"(?:\\.|[^"\\\n])*"|/\*.*?\*/|{comment}.*'
+    code = re.sub(strings, lambda found: re.sub(r"[^\n]", "\1", found[0]), text)
+    for n, (line, plain) in enumerate(zip(text.splitlines(), code.splitlines(), strict=True), 1):
+        found = [(m, new) for old, new in OPERATORS for m in re.finditer(old, plain)]
+        changed = {line[: m.start()] + m.expand(new) + line[m.end() :] for m, new in found}
+        if changed and not NO_CODE.match(plain):
+            yield [Mutant(file, n, line, new) for new in sorted(changed)]
+
+
+def draw(seed: int) -> list[list[Mutant]]:
+    """Of each number the mutants to try until one compiles."""
+    listed = check_output(["git", "ls-files", "csrc", "torch_attn"], cwd=TREE, text=True)
+    pools: tuple[list[list[Mutant]], ...] = ([], [])
+    for file in listed.split():
+        pools["/cuda/" in file].extend([] if LEFT_OUT.search(file) else mutants_by_line(file))
+    chance = random.Random(seed)
+    drawn = [[chance.choice(line) for line in chance.sample(p, 400)] for p in pools]
+    return [[Mutant()], *(drawn[n % 3 == 0][n::40] for n in range(40))]
+
+
+def build(cuda: bool) -> bool:
+    """Compiles what is missing of the library, or of that over the stand-in; whether it could."""
+    compiler = WORK / "g++"  # of two options the last one holds
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@" -O1\n')
+    compiler.chmod(0o755)
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(BUILT[cuda])]
+    command += ["--build-temp", str(OBJECTS[cuda])]
+    environment = os.environ | {"CXX": str(compiler), "ATTN_STAND_IN": "cuda" if cuda else ""}
+    with BUILD_LOG.open("w") as log:
+        return subprocess.call(command, cwd=TREE, env=environment, stdout=log, stderr=log) == 0
+
+
+def put_in(mutant: Mutant) -> bool:
+    """Whether it compiles; what it changes is put aside."""
+    path, cuda = TREE / mutant.file, "/cuda/" in mutant.file
+    lines = path.read_text().splitlines()
+    lines[mutant.line - 1] = mutant.new
+    when, aside = path.stat().st_mtime_ns, [path]
+    if not mutant.file.endswith(".py"):
+        aside.append(BUILT[cuda] / "torch_attn" / "libattn.so")
+        deps = check_output(["ninja", "-t", "deps"], cwd=OBJECTS[cuda], text=True)
+        blocks = [block for block in deps.split("\n\n") if f"/{mutant.file}\n" in f"{block}\n"]
+        compiled = [Path(block.partition(":")[0]) for block in blocks]
+        aside += [o for o in compiled if o.exists() and not LEFT_OUT.search(f"{o}.cpp")]
+    for file in aside:
+        file.rename(f"{file}.kept")
+    path.write_text("\n".join(lines) + "\n")
+    if mutant.file.endswith(".py"):
+        return subprocess.call([sys.executable, "-m", "py_compile", path]) == 0
+    os.utime(path, ns=(when, when))  # ninja is to compile only what is not there
+    return build(cuda)
+
+
+def restore() -> None:
+    for kept in WORK.rglob("*.kept"):
+        kept.rename(kept.with_suffix(""))
+    for directory in TREE.glob("build/*/objects"):  # of variants that tests have built
+        shutil.rmtree(directory)
+
+
+def first_failure(log: Path, arguments: list[str], lib: str) -> str:
+    """The test that fails first, or how else pytest ends; "" if all pass."""
+    pytest = "-u -m pytest -v -x -p no:cacheprovider -n auto --maxprocesses 8 --dist loadfile"
+    hangs = "-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true"
+    command = [sys.executable, *f"{pytest} --no-loadscope-reorder {hangs}".split(), *arguments]
+    env = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(TREE), "ATTN_LIBRARY": lib}
+    process = subprocess.Popen(
+        command, cwd=TREE, env=env, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True
+    )
+    with process, log.open("w") as file:
+        for line in process.stdout or ():
+            file.write(line)
+            if failed := re.search(r"\b(?:FAILED|ERROR) (tests/.*)", line):
+                os.killpg(process.pid, 9)
+                return failed[1]
+    return f"exit status {process.returncode}" if process.returncode else ""
+
+
+def suites(file: str) -> list[tuple[list[str], str]]:
+    """What `make test` runs of a source, for one of csrc/cuda over the stand-in; which library."""
+    words = (Path(file).stem.strip("_"), *LIKELY)
+    files = sorted(str(path.relative_to(TREE)) for path in TREE.glob("tests/test_*.py"))
+    likely = [name for name in files if name[11:].startswith(words)]
+    rest = [name for name in files if name not in likely]
+    cpu = [(["--quick", *NO_OWN_ERRORS, *names], "") for names in (likely, rest)]
+    library = str(BUILT[True] / "torch_attn" / "libattn.so")
+    stand_in = (["--quick", "-k", "not long_sequence and not beyond", *STAND_IN], library)
+    cuda = [stand_in, (["tests/test_cuda_programs.py", *NO_OWN_ERRORS], "")]
+    return cuda if "/cuda/" in file else cpu if file else cpu + cuda
+
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--list", action="store_true", help="print the mutants, run none")
+parser.add_argument("--only", default=",".join(map(str, range(41))), help="numbers: 7,12")
+parser.add_argument("--resume", action="store_true", help="leave out what the file has")
+parser.add_argument("--tests", help="options of pytest in place of what `make test` runs")
+parser.add_argument("--json", type=Path, default=ROOT / "out" / "mutants.json")
+options = parser.parse_args()
+restore()
+head = check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+if not TREE.exists():
+    check_call(["git", "worktree", "add", "-f", "--detach", TREE, head], cwd=ROOT)
+check_call(["git", "checkout", "--quiet", "--force", "--detach", head], cwd=TREE)
+drawn = draw(options.seed)
+if not options.list and not (build(False) and build(True)):
+    sys.exit(BUILD_LOG.read_text()[-8000:])
+results = json.loads(options.json.read_text()) if options.resume else {}
+options.json.parent.mkdir(exist_ok=True)
+for n in (n for n in options.only.split(",") if n not in results):
+    for mutant in drawn[int(n)]:
+        print(f"{n} {mutant.file}:{mutant.line}", f"-{mutant.old}", f"+{mutant.new}", sep="\n")
+        started = time.monotonic()
+        if options.list or not mutant.file or put_in(mutant):
+            break
+        print("  does not compile")
+        restore()
+    if options.list:
+        continue
+    compiled = time.monotonic()
+    given = [(shlex.split(options.tests), "")] if options.tests else suites(mutant.file)
+    caught = next(filter(None, (first_failure(WORK / f"{n}.log", *run) for run in given)), "")
+    seconds = round(compiled - started), round(time.monotonic() - compiled)
+    restore()
+    result = EQUIVALENT.get((mutant.file, mutant.new.strip()), "SURVIVED")
+    result = f"caught by {caught}" if caught else result
+    print(f"  {result} (compiled, tested: {seconds} s)")
+    results[n] = {**mutant._asdict(), "result": result, "seconds": seconds}
+    options.json.write_text(json.dumps(results, indent=1))
+wrong = results.pop("0", {}).get("result", "").startswith("caught")
+survived = [n for n, r in results.items() if r["result"] == "SURVIVED"]
+print(f"{len(results)} mutants, survived: {survived}" + ", tests fail without any" * wrong)
+sys.exit(wrong or bool(survived))
