@@ -32,32 +32,47 @@ from helpers import (
 from torch_attn import reference
 
 
+def hold(name: str, actual: Tensor, expected: Tensor, error: float, *dtypes: torch.dtype) -> None:
+    """The bound: twice the error that PyTorch makes, plus one ulp of the largest value.
+
+    Of several dtypes, those of the inputs and of the result, the coarser counts.
+    """
+    assert actual.shape == expected.shape, name
+    off, size = largest(actual - expected), largest(expected)
+    assert off <= 2 * error + max(ulp(size, dtype) for dtype in dtypes), (
+        f"{name}: error {off:.3g}, PyTorch's {error:.3g}, largest value {size:.3g}"
+    )
+
+
+def means_something(errors: dict[str, float], expected: dict[str, Tensor]) -> None:
+    """A bound means nothing where the built-in and the reference compute different things."""
+    assert max(errors.values()) <= 0.05 * max(map(largest, expected.values())), errors
+
+
 def check(
     inputs: Inputs, *, gradients: bool = False, dropout_mask: Tensor | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """Holds the output and, if asked, every gradient of `torch_attn.sdpa` to the bound.
 
-    With dropout, `dropout_mask` is what `helpers.kept` says of the same call. Returns the results.
+    The output of a call without gradients too, which other kernels compute if there are few
+    queries. With dropout, `dropout_mask` is what `helpers.kept` says of the same call. Returns the
+    results.
     """
     grad_output = make_grad_output(inputs, **options) if gradients else None
     problem = Problem(inputs, options, grad_output, dropout_mask)
     with threads_set_to(1):  # the built-in's errors depend on it
         expected = problem.to(torch.float64).solve(reference.sdpa)
         errors = builtin_errors(problem)
-    # A bound means nothing where the built-in and the reference compute different things.
-    assert max(errors.values()) <= 0.05 * max(map(largest, expected.values())), errors
-    torch.manual_seed(SEED)
-    actual = results(torch_attn.sdpa, inputs, grad_output, **options)
+    means_something(errors, expected)
+    for gradient in [None, grad_output] if gradients else [None]:
+        torch.manual_seed(SEED)
+        actual = results(torch_attn.sdpa, inputs, gradient, **options)
+        for name, result in actual.items():
+            source = "query" if name == "output" else name.removeprefix("grad_")
+            dtype = getattr(inputs, source).dtype
+            assert result.dtype == dtype, name
+            hold(name, result, expected[name], errors[name], inputs.query.dtype, dtype)
     assert actual.keys() == expected.keys()
-    for name in expected:
-        tensor = inputs.query if name == "output" else getattr(inputs, name.removeprefix("grad_"))
-        assert actual[name].shape == expected[name].shape, name
-        assert actual[name].dtype == tensor.dtype, name
-        error, size = largest(actual[name] - expected[name]), largest(expected[name])
-        step = max(ulp(size, inputs.query.dtype), ulp(size, tensor.dtype))
-        assert error <= 2 * errors[name] + step, (
-            f"{name}: error {error:.3g}, built-in {errors[name]:.3g}, largest value {size:.3g}"
-        )
     return actual
 
 
@@ -76,11 +91,8 @@ def check_modules(runs: Sequence[tuple[Results, Results, Results, Results]]) -> 
     )
     assert ours.keys() == first.keys() == second.keys() == exact.keys()
     for name, expected in exact.items():
-        error, size = largest(ours[name] - expected), largest(expected)
-        builtin = max(largest(first[name] - expected), largest(second[name] - expected))
-        assert error <= 2 * builtin + ulp(size, first[name].dtype), (
-            f"{name}: error {error:.3g}, PyTorch's {builtin:.3g}, largest value {size:.3g}"
-        )
+        error = max(largest(first[name] - expected), largest(second[name] - expected))
+        hold(name, ours[name], expected, error, first[name].dtype)
 
 
 class Neighbour:

@@ -1,4 +1,4 @@
-"""The gradients: every case of the forward against the float64 reference; subsets; layouts."""
+"""Output and gradients: every case against the float64 reference; layouts; rows without keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients(case: Case) -> None:
+def test_cases(case: Case) -> None:
+    """With gradients and without, which few queries have a kernel of their own for."""
     check(case.inputs(), gradients=True, **case.options)
 
 
@@ -55,17 +56,19 @@ def test_expanded_grad_output(stored: tuple[int, ...], dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", [1, 5, 16, 70, 200])
-def test_fully_masked_rows_give_no_gradient(S: int, dtype: torch.dtype) -> None:
-    """Zero, not NaN, in their own rows, and nothing of them in other gradients."""
+def test_fully_masked_rows(S: int, dtype: torch.dtype) -> None:
+    """Zero, not NaN, as output and as gradient, and nothing of them in other gradients."""
     inputs = make_inputs(9, S, dtype=dtype)
     rows = torch.tensor([0, 3, 4, 8])
     attend = torch.ones(9, S, dtype=torch.bool)
     attend[rows] = False
     added = torch.zeros(9, S, dtype=dtype).masked_fill(~attend, -INF)
     for mask in (attend, added):
-        gradients = check(inputs._replace(attn_mask=mask), gradients=True)
-        assert (gradients["grad_query"][..., rows, :] == 0).all()
-    assert (gradients["grad_attn_mask"][rows] == 0).all()
+        found = check(inputs._replace(attn_mask=mask), gradients=True)
+        assert (found["output"][..., rows, :] == 0).all()
+        assert (found["grad_query"][..., rows, :] == 0).all()
+    assert (found["grad_attn_mask"][rows] == 0).all()
+    assert (torch_attn.sdpa(*inputs[:3], torch.zeros(1, 1, dtype=torch.bool)) == 0).all()
     nothing = inputs._replace(attn_mask=torch.full((1, 1), -INF, dtype=dtype))
     gradients = results(torch_attn.sdpa, nothing, torch.ones_like(inputs.query))
     assert all((gradient == 0).all() for gradient in gradients.values())
@@ -75,7 +78,9 @@ def test_fully_masked_rows_give_no_gradient(S: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": -1.0}], ids=str)
 def test_large_scores(options: dict, dtype: torch.dtype) -> None:
+    """Scores of 1e4 and more: the softmax is almost one-hot, nothing overflows."""
     inputs = make_inputs(33, 65, mask=(33, 65), dtype=dtype)
+    check(inputs._replace(query=inputs.query * 3e3), **options)
     check(inputs._replace(attn_mask=inputs.attn_mask * 1e4), gradients=True, **options)
 
 

@@ -21,21 +21,25 @@ from helpers import (
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# Below, at and above the width of vectors and tiles.
-KEYS = (1, 2, 5, 8, 15, 16, 17, 40, 64, 65, 200)
+# Numbers of keys below, at and above the width of vectors and tiles, each with two dtypes; and each
+# dtype with three numbers.
+KEYS = [(S, DTYPES[(i + j) % 4]) for i, S in enumerate((1, 7, 16, 17, 64, 200)) for j in (0, 2)]
+of_keys = pytest.mark.parametrize(("S", "dtype"), KEYS)
+
+
+SIZES = [(1, 1, 1, 1), (3, 5, 7, 9), (16,) * 4, (17, 33, 20, 3), (65, 70, 5, 33), (70, 130, 64, 40)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("L", "S", "E", "Ev"),
-    [(1, 1, 1, 1), (3, 5, 7, 9), (16,) * 4, (17, 33, 20, 3), (65, 70, 5, 33), (70, 130, 64, 40)],
+    ("layout", "sizes"),
+    [(name, SIZES[(i + j) % 6]) for i, name in enumerate(LAYOUTS) for j in (0, 4)],
 )
 def test_surroundings_are_not_read(
-    L: int, S: int, E: int, Ev: int, layout: str, dtype: torch.dtype
+    layout: str, sizes: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     """Views into memory full of NaN: the same bits as from clean tensors, gradients too."""
-    inputs = make_inputs(L, S, E, Ev, mask=(2, 3, L, S), dtype=dtype)
+    inputs = make_inputs(*sizes, mask=(2, 3, *sizes[:2]), dtype=dtype)
     grad_output = make_grad_output(inputs)
     place = LAYOUTS[layout]
     for mask in (None, inputs.attn_mask, inputs.attn_mask > 0):
@@ -50,9 +54,8 @@ def split_rows(dirty: Tensor, clean: Tensor, reached: Tensor) -> tuple[Tensor, b
     return dirty[reached], torch.equal(dirty[~reached], clean[~reached])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_keys
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("S", KEYS)
 def test_query(S: int, is_causal: bool, dtype: torch.dtype) -> None:
     """Its own row is NaN throughout, every other row is untouched."""
     inputs = make_inputs(20, S, 9, dtype=dtype)
@@ -76,9 +79,8 @@ def masks_that_hide(hidden: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_keys
 @pytest.mark.parametrize("kind", ["bool", "-inf", "float32 -inf", "causal"])
-@pytest.mark.parametrize("S", KEYS)
 def test_key(S: int, kind: str, dtype: torch.dtype) -> None:
     """It reaches the rows that attend to it and no other, in the output and in grad_query."""
     L = 20
@@ -105,12 +107,24 @@ def test_key(S: int, kind: str, dtype: torch.dtype) -> None:
             assert others_untouched, name
 
 
-@pytest.mark.regression
+found = pytest.mark.regression  # rows that do not fill the vectors of a last tile
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["bool", "-inf", "float32 -inf"])
-@pytest.mark.parametrize("S", KEYS)
-@pytest.mark.parametrize("L", [20, 21])
-def test_key_that_no_row_attends_to(L: int, S: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "bad"), [("bool", INF), ("-inf", NAN), ("float32 -inf", -INF)])
+@pytest.mark.parametrize(
+    ("L", "S"),
+    [
+        (20, 1),
+        (20, 40),
+        pytest.param(21, 40, marks=found),
+        pytest.param(65, 6, marks=found),
+        (200, 130),
+    ],
+)
+def test_key_that_no_row_attends_to(
+    L: int, S: int, kind: str, bad: float, dtype: torch.dtype
+) -> None:
     """Padding may hold anything: no result sees it, no gradient reaches it."""
     inputs = make_inputs(L, S, 9, dtype=dtype)
     padding = torch.zeros(1, S, dtype=torch.bool)
@@ -119,7 +133,7 @@ def test_key_that_no_row_attends_to(L: int, S: int, kind: str, dtype: torch.dtyp
     grad_output = make_grad_output(inputs)
     clean = results(torch_attn.sdpa, inputs, grad_output)
     key = inputs.key.clone()
-    key[..., S // 2 :, :] = NAN
+    key[..., S // 2 :, :] = bad
     dirty = results(torch_attn.sdpa, inputs._replace(key=key), grad_output)
     assert_same_bits(dirty, clean)
     assert (dirty["grad_key"][..., S // 2 :, :] == 0).all()
@@ -147,8 +161,7 @@ def test_key_hidden_by_a_row_that_all_queries_share(L: int, bad: float) -> None:
         assert torch.equal(dirty, clean)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("S", KEYS)
+@of_keys
 def test_value(S: int, dtype: torch.dtype) -> None:
     """It reaches the rows that attend to it, and stays in its head."""
     inputs = make_inputs(20, S, 9, dtype=dtype)
@@ -162,10 +175,9 @@ def test_value(S: int, dtype: torch.dtype) -> None:
     assert torch.equal(dirty, clean)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_keys
 @pytest.mark.parametrize("mask_dtype", [None, torch.float32])
-@pytest.mark.parametrize("S", KEYS)
-def test_mask(S: int, mask_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+def test_mask(S: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> None:
     """It makes its row NaN, and no other."""
     inputs = make_inputs(20, S, 9, dtype=dtype)
     mask = torch.randn(20, S, dtype=mask_dtype or dtype)
@@ -177,8 +189,7 @@ def test_mask(S: int, mask_dtype: torch.dtype | None, dtype: torch.dtype) -> Non
     assert torch.equal(dirty, clean)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("S", KEYS)
+@of_keys
 def test_fully_masked_row(S: int, dtype: torch.dtype) -> None:
     """0, whatever its query and the keys hold."""
     query, key, value, _ = make_inputs(20, S, 9, dtype=dtype)

@@ -42,7 +42,7 @@ def test_samples(dtype: torch.dtype) -> None:
         ("avx2", "test_opinfo.py::test_samples[default-dtype0]"),
         (
             "default",
-            "test_backward.py::test_gradients"
+            "test_backward.py::test_cases"
             "[default-2x3x19x8-2x3x70x8-2x3x70x8--inf1x1-float32-is_causal]",
         ),
     ],
