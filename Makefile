@@ -45,9 +45,9 @@ lesson: $(INSTALLED) $(LIBRARY) ## what attention computes and why it is scaled,
 	@$(BIN)/python -m examples.lesson
 
 test: $(INSTALLED) $(LIBRARY) ## the tests once per instruction set, within 10 minutes on two cores
-	@$(PYTEST) --quick tests
+	@$(PYTEST) --tiers quick tests
 
-# ONLY: options of pytest that choose some of the tests, such as ONLY=--rest, those that `make test` leaves out.
+# ONLY: options of pytest that choose some of the tests, such as ONLY="--tiers rest,slow", those that `make test` leaves out.
 SANITIZE = $(BIN)/python -m tests.sanitize
 test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 14,000, and sanitize: half an hour to an hour
 	@$(PYTEST) $(ONLY) tests

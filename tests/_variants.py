@@ -34,12 +34,15 @@ def changed_sources(to: Path, file: str, changes: dict[str, str], *left_out: str
 
 
 def build_library(directory: Path, **environment: str) -> Path:
-    """Compiles what changed of the variant that `environment` chooses (see setup.py)."""
+    """Compiles what changed of the variant that `environment` chooses (see setup.py).
+
+    With little optimization, which takes minutes; `-O1` inlines what intrinsics and templates need.
+    """
     directories = ["--build-lib", directory, "--build-temp", directory / "objects"]
     process = subprocess.run(
         [sys.executable, "setup.py", "build_ext", *directories],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, "ATTN_OPTIMIZE": "-O1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

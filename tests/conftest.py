@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -93,27 +94,58 @@ def switched_off() -> Iterator[None]:
     assert left == 0
 
 
+# Every test is in one of them.
+TIERS = {
+    "quick": "one case of each test, instruction set and dtype; all of those marked regression",
+    "rest": "the other cases",
+    "slow": "what is marked slow: it compiles variants of the library, or trains",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    tiers = "; ".join(f"{name}: {what}" for name, what in TIERS.items())
     parser.addoption(
-        "--quick",
-        action="store_true",
-        help="one case of each test and instruction set, all cases of those marked regression, "
-        "none of those marked slow",
+        "--tiers", default=",".join(TIERS), help=f"those to run, with commas between ({tiers})"
     )
-    parser.addoption("--rest", action="store_true", help="what --quick leaves out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out repetitions of the same functions, and what --quick and --rest are for."""
-    taken = [item for item in items if _runs_functions_of_its_own(item)]
-    if config.getoption("--quick"):
-        taken = _one_case_of_each(taken)
-    elif config.getoption("--rest"):
-        quick = set(_one_case_of_each(taken))
-        taken = [item for item in taken if item not in quick]
-    left = set(items) - set(taken)
-    config.hook.pytest_deselected(items=[item for item in items if item in left])
-    items[:] = taken
+    """Leaves out repetitions of the same functions, and the tiers that were not asked for."""
+    asked = config.getoption("--tiers").split(",")
+    if unknown := set(asked) - set(TIERS):
+        raise pytest.UsageError(f"--tiers {', '.join(unknown)}: there are {', '.join(TIERS)}")
+    own = [item for item in items if _runs_functions_of_its_own(item)]
+    quick = set(_one_case_of_each(own))
+    tier = {i: "slow" if _slow(i) else "quick" if i in quick else "rest" for i in own}
+    sizes = collections.Counter(tier.values())
+    said = [f"{name} {sizes[name]:,}{'' if name in asked else ' (not run)'}" for name in TIERS]
+    config.stash[SIZES] = f"tiers: {', '.join(said)}"
+    if hasattr(config, "workerinput"):
+        Path(config.workerinput["sizes"]).write_text(config.stash[SIZES])
+    config.hook.pytest_deselected(items=[i for i in items if tier.get(i) not in asked])
+    items[:] = [i for i in own if tier[i] in asked]
+
+
+SIZES = pytest.StashKey[str]()
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    return config.stash.get(SIZES, "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist, whose workers collect and print nothing: they write to a file."""
+    node.workerinput["sizes"] = os.path.join(_CACHE, "sizes")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    if SIZES not in node.config.stash:
+        node.config.stash[SIZES] = Path(_CACHE, "sizes").read_text()
+        node.config.pluginmanager.get_plugin("terminalreporter").write_line(
+            node.config.stash[SIZES]
+        )
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:
@@ -133,27 +165,33 @@ def _runs_functions_of_its_own(item: pytest.Item) -> bool:
         "avx512_bf16": {torch.float64, torch.float32, torch.float16},
         "amx": {torch.float64},
     }
-    dtypes = {
-        v if isinstance(v, torch.dtype) else getattr(v, "dtype", None)
-        for v in _params(item).values()
-    }
-    return not dtypes & of_avx512.get(_capability(item), set())
+    return not _dtypes(item) & of_avx512.get(_capability(item), set())
+
+
+def _dtypes(item: pytest.Item) -> set[torch.dtype]:
+    given = (getattr(value, "dtype", value) for value in _params(item).values())
+    return {value for value in given if isinstance(value, torch.dtype)}
+
+
+def _slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test and instruction set the same case on every run; which one is spread evenly."""
+    """Of each test, instruction set and dtype the same case on every run.
+
+    Which one is spread evenly.
+    """
     cases: dict[tuple[Any, ...], list[pytest.Item]] = collections.defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("slow"):
-            continue
+    for item in filter(lambda i: not _slow(i), items):
         function = getattr(item, "originalname", item.name)
         regression = item.name if item.get_closest_marker("regression") else ""
-        cases[item.path, function, _capability(item), regression].append(item)
-    taken = {
-        group[zlib.crc32(f"{function} {capability}".encode()) % len(group)]
-        for (_, function, capability, _), group in cases.items()
-    }
-    return [item for item in items if item in taken]
+        kernels = f"{_capability(item)} {sorted(map(str, _dtypes(item)))}"
+        cases[item.path, function, kernels, regression].append(item)
+    return [
+        group[zlib.crc32(f"{function} {kernels}".encode()) % len(group)]
+        for (_, function, kernels, _), group in cases.items()
+    ]
 
 
 @pytest.fixture(autouse=True)

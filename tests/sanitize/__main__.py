@@ -40,6 +40,9 @@ CORE = [
 ]
 CORE_EVERY = 37
 
+# As many as leave a core to ThreadSanitizer, whose tests run in one process.
+PROCESSES = [f"--numprocesses={max(1, (os.cpu_count() or 1) - 1)}"]
+
 # The tests that run on several threads. The one of every node has no sample: there are four.
 THREADED = ["tests/test_determinism.py", "tests/test_subsystems.py::test_threads"]
 THREADED_EVERY = 37
@@ -108,7 +111,7 @@ def check(
 
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         list(executor.map(reported, errors))
-    print(f"reported, as they must be: {', '.join(errors)}", flush=True)
+    print(f"{library.parts[-3]}: reported, as they must be: {', '.join(errors)}", flush=True)
 
     for every, names in tests:
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.sanitize.sample"]
@@ -116,7 +119,7 @@ def check(
         status, text = run(library, preload, *command, *names, **options)
         if status != 0:
             raise SystemExit(f"{text}\n{library}: the tests fail")
-        print(text.splitlines()[-1], flush=True)
+        print(f"{library.parts[-3]}: {text.splitlines()[-1]}", flush=True)
 
 
 def check_addresses() -> None:
@@ -134,7 +137,7 @@ def check_addresses() -> None:
         "ASAN_OPTIONS": "detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1073741824",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
-    check(library, preload, options, ADDRESS_ERRORS, [(CORE_EVERY, [*CORE, "--numprocesses=auto"])])
+    check(library, preload, options, ADDRESS_ERRORS, [(CORE_EVERY, [*CORE, *PROCESSES])])
 
 
 def check_threads() -> None:
@@ -165,6 +168,7 @@ def check_threads() -> None:
 
 
 started = time.monotonic()
-check_addresses()
-check_threads()
+with ThreadPoolExecutor() as both:
+    for half in [both.submit(check_addresses), both.submit(check_threads)]:
+        half.result()
 print(f"No finding ({time.monotonic() - started:.0f} s)")
