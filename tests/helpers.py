@@ -259,6 +259,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
 }
 
+# Each with two dtypes.
+PLACES = [(name, DTYPES[(i + j) % 4]) for i, name in enumerate(LAYOUTS) for j in (0, 2)]
+
 
 # --- instruction sets, devices, threads, processes ------------------------------------------------
 

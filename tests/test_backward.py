@@ -12,6 +12,7 @@ from helpers import (
     DTYPES,
     INF,
     LAYOUTS,
+    PLACES,
     Inputs,
     assert_same_bits,
     make_grad_output,
@@ -28,15 +29,13 @@ def test_cases(case: Case) -> None:
     check(case.inputs(), gradients=True, **case.options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), PLACES)
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(35, 70, 12, 20, mask=(2, 3, 35, 70), dtype=dtype)
     check(inputs.map(LAYOUTS[layout]), gradients=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), PLACES)
 def test_layouts_of_grad_output(layout: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(35, 70, 12, 20, mask=(35, 70), dtype=dtype)
     grad_output = make_grad_output(inputs)

@@ -17,9 +17,8 @@ pytestmark = [
 
 # Tests of other files, over every instruction set and dtype; how many there are at least.
 TESTS = {
-    "tests/test_forward.py::test_layouts": 32,
-    "tests/test_forward.py::test_large_scores": 12,
     "tests/test_backward.py::test_layouts": 32,
+    "tests/test_backward.py::test_large_scores": 24,
     "tests/test_nan.py::test_many_keys": 4,
     "tests/test_precision.py": 5,
     "tests/test_determinism.py::test_repeats_and_threads": 52,

@@ -24,14 +24,14 @@ pytestmark = [
 
 # Tests of other files with the numbers of them that there are at least.
 TESTS = {
-    "tests/test_forward.py": 885,
-    "tests/test_backward.py": 827,
-    "tests/test_nan.py": 901,
+    "tests/test_forward.py": 130,
+    "tests/test_backward.py": 395,
+    "tests/test_nan.py": 245,
     "tests/test_dropout.py": 75,
-    "tests/test_derivatives.py": 300,
-    "tests/test_hidden_tiles.py": 62,
+    "tests/test_derivatives.py": 260,
+    "tests/test_hidden_tiles.py": 25,
     "tests/test_validate.py": 439,
-    "tests/test_stats.py": 900,
+    "tests/test_stats.py": 480,
 }
 # What of them has no kernels, or is too long for fibers.
 LEFT_OUT = {
@@ -61,8 +61,8 @@ def test_kernels(library: Path, file: str) -> None:
 
 @pytest.mark.parametrize("seed", [2, 3])
 def test_forward_in_another_order_of_threads(library: Path, seed: int) -> None:
-    some = ["-k", "layouts or expanded or many_dimensions"]
-    run_tests("tests/test_forward.py", *some, at_least=85, **environment(library, seed))
+    some = ["-k", "mixed_layouts or expanded or many_dimensions"]
+    run_tests("tests/test_forward.py", *some, at_least=50, **environment(library, seed))
 
 
 def test_random_problems() -> None:

@@ -38,6 +38,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout of one query": ({"L": 1, "S": 5000, "batch": (), "heads": 1}, {"dropout_p": 0.3}),
     "broadcast key": ({"L": 60, "S": 70, "heads": (6, 1, 1)}, {}),
 }  # fmt: skip
+# Each with two dtypes.
+of_cases = pytest.mark.parametrize(
+    ("case", "dtype"), [(name, DTYPES[(i + j) % 4]) for i, name in enumerate(CASES) for j in (0, 2)]
+)
 
 
 def compute(inputs: Inputs, grad_output: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -46,8 +50,7 @@ def compute(inputs: Inputs, grad_output: Tensor, **options: Any) -> dict[str, Te
 
 
 @pytest.mark.usefixtures("cpu_capability")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@of_cases
 def test_repeats_and_threads(case: str, dtype: torch.dtype) -> None:
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes, dtype=dtype)
@@ -76,8 +79,7 @@ def test_batch_and_heads_do_not_mix(case: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@of_cases
 def test_nothing_is_left_unwritten(case: str, dtype: torch.dtype) -> None:
     """With new memory filled with NaN, the results have the same bits as without."""
     sizes, options = CASES[case]

@@ -105,7 +105,7 @@ def gradients(argnums: tuple[int, ...], **options: Any) -> Callable[..., tuple[T
     return grad(lambda *x: torch_attn.sdpa(*x, **options).sin().sum(), argnums)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_vmap(sample: str, subset: tuple[str, ...]) -> None:
@@ -147,7 +147,7 @@ def test_nested(order: str, first: tuple[str, ...]) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("sample", [s for s in SAMPLES if SAMPLES[s][0].get("kind") != "bool"])
 @pytest.mark.parametrize("subset", [TENSORS, ("query",), ("key", "attn_mask")], ids="-".join)
 def test_vmap_of_derivatives(sample: str, subset: tuple[str, ...]) -> None:

@@ -108,6 +108,22 @@ def test_kernel_and_formula_agree_on_what_is_no_number(number: float, argument: 
         torch.testing.assert_close(kernel, formula[0], equal_nan=True)
 
 
+@pytest.mark.regression
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+def test_hidden_keys_reach_no_gradient(number: float) -> None:
+    query, key, value, _ = make_inputs(5, 7)
+    mask = torch.arange(7) < 4
+
+    def gradients(key: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+        output, weights, _ = torch_attn.sdpa_with_weights(*leaves, mask[None])
+        return torch.autograd.grad(output.sum() + weights.square().sum(), leaves)
+
+    spoilt = torch.where(mask[:, None], key, number)
+    assert all(map(torch.equal, gradients(spoilt), gradients(key)))
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_sum_to_one_or_zero(dtype: torch.dtype) -> None:

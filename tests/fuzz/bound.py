@@ -11,9 +11,9 @@ The bounds follow from the standard model fl(a op b) = (a op b)(1 + d), |d| <= u
   (The first-order form: P. Blanchard, D. J. Higham, N. J. Higham, Accurately computing the
   log-sum-exp and softmax functions, IMA J. Numer. Anal. 41(4), 2021, sections 3 and 4.)
 
-Absolute errors are carried through the formulas of csrc/cpu/kernels/backward.inl and tangent.inl, whose
-names are used here in lower case; `e_x` is the bound for the error of x. Products of two errors are
-left out where both are small: hence `SLACK`.
+Absolute errors are carried through the formulas of csrc/cpu/kernels (backward.inl, tangent.inl),
+whose names are used here in lower case; `e_x` is the bound for the error of x. Products of two
+errors are left out where both are small: hence `SLACK`.
 """
 
 from __future__ import annotations

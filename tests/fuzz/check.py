@@ -42,6 +42,21 @@ for n in clean:
     print(n, "numbers changed that may not be reached:", touched.sum().item())
     assert not touched.any(), f"{n}: numbers are changed that may not be reached"
 """
+HIDDEN_KEYS = """
+mask, S = x["attn_mask"], x["key"].size(-2)
+hidden = torch.arange(S) >= (S + 1) // 2
+x["attn_mask"] = mask.masked_fill(hidden, False if mask.dtype == torch.bool else -inf)
+dirty = {**x, "key": x["key"].masked_fill(hidden[:, None], BAD)}
+spoilt = more[:1] + [
+    {n: a.masked_fill(hidden[:, None], BAD) if n == "key" else a for n, a in t.items()}
+    for t in more[1:]
+]
+clean, dirty = solve(sdpa, x, *more, **options), solve(sdpa, dirty, *spoilt, **options)
+for n in clean:
+    changed = (dirty[n] != clean[n]).sum().item()
+    print(n, "numbers changed by keys that no query sees:", changed)
+    assert changed == 0, f"{n}: numbers are changed by keys that no query sees"
+"""
 SAME_BITS = """
 first = solve(sdpa, x, *more, **options)
 for threads in (1, 2, 3):
@@ -92,11 +107,11 @@ def check(problem: Problem, capabilities: list[str]) -> tuple[Failure | None, li
     """On each of the instruction sets; the first failure, if any."""
     ratios: list[Ratio] = []
     try:
-        if problem.nan or problem.bits:
+        if problem.nan or problem.bits or problem.hidden:
             for capability in capabilities:
                 if failure := check_program(problem, capability):
                     return failure, ratios
-            if problem.nan:
+            if problem.nan or problem.hidden:
                 return None, ratios
         made = problem.make()
         textbook = Textbook(problem, made)
@@ -171,10 +186,13 @@ def compare(
 
 def check_program(problem: Problem, capability: str) -> Failure | None:
     """Of problems that are programs with assertions of their own: runs them."""
-    ending = ["more = []" if problem.mode == "forward" else "more = [u]"]
+    more = [] if problem.mode == "forward" else ["u", "t"] if problem.of_second_order else ["u"]
+    ending = [f"more = [{', '.join(more)}]"]
     if problem.nan:
         ending += [f"NAME, BAD = {problem.nan!r}, {problem.bad}"]
         ending += NAN_REACHES.strip().splitlines()
+    elif problem.hidden:
+        ending += [f"BAD = {problem.bad}", *HIDDEN_KEYS.strip().splitlines()]
     else:
         ending += ["torch.manual_seed(7)", *SAME_BITS.strip().splitlines()]
     failure = Failure(problem, capability, "", tuple(ending))

@@ -69,6 +69,8 @@ class Problem:
     vmap: tuple[int | None, ...] | None = None  # in_dims of query, key, value and mask
     nan: str = ""  # the tensor that NaNs are put into, or what `bad` says
     bad: str = "nan"
+    hidden: bool = False  # `bad` is in keys that the mask hides from all queries
+    weights: bool = False  # the output of sdpa_with_weights, plus something of its weights
     bits: bool = False  # compare the bits of several runs
     threads: int = 1
     precision: str = "highest"
@@ -100,7 +102,7 @@ class Problem:
     @property
     def kind(self) -> str:
         """What the table counts it as."""
-        extra = "NaN" if self.nan else "bits" if self.bits else ""
+        extra = "NaN" if self.nan else "hidden" if self.hidden else "bits" if self.bits else ""
         extra = extra or ("vmap" if self.vmap else "dropout" if self.dropout_p else "")
         extra = extra or self.precision.removeprefix("highest")
         mode = "second" if self.mode.startswith("over") else self.mode
@@ -251,6 +253,12 @@ class Problem:
 
     def sdpa(self) -> list[str]:
         """Lines that name the operator that is called."""
+        if self.weights:
+            return [
+                "def sdpa(*x, **options):",
+                "    output, weights, _ = torch_attn.sdpa_with_weights(*x, **options)",
+                "    return output + weights.square().sum(-1, keepdim=True)",
+            ]
         if self.vmap is None:
             return ["sdpa = torch_attn.sdpa"]
         lines = ["def sdpa(query, key, value, attn_mask, **options):"]
@@ -302,7 +310,7 @@ class Problem:
             *self.settings(capability),
             *self.setup(),
         ]
-        if not (self.nan or self.bits):
+        if not (self.nan or self.bits or self.hidden):
             lines += [
                 "torch.manual_seed(7)",
                 f"actual = solve(sdpa, x{more}, **options)",
@@ -454,6 +462,8 @@ def draw(seed: int, index: int, device: str = "cpu", plain: bool = False) -> Pro
         return dataclasses.replace(problem, bits=True)
     if special < 0.11 and mode in ("forward", "backward"):
         return with_nan(rng, problem)
+    if 0.95 < special < 1:
+        return with_hidden(rng, problem)
     return problem
 
 
@@ -500,4 +510,25 @@ def with_nan(rng: random.Random, problem: Problem) -> Problem:
         problem, values=values, layouts=layouts, nan=name, dropout_p=0.0, scale=None,
         bad=rng.choice(("nan", "nan", "inf", "-inf")),
         mode="backward" if with_gradient else "forward", wanted=("query",) if with_gradient else (),
+    )  # fmt: skip
+
+
+def with_hidden(rng: random.Random, problem: Problem) -> Problem:
+    """Plain numbers, and a mask, often shared by rows, that hides some keys from all queries."""
+    dims = dict(problem.dims)
+    mask = dims.get("attn_mask", ("1", "S"))
+    dims["attn_mask"] = (*mask[:-2], "1" if rng.random() < 0.6 else "L", "S")
+    values = dict.fromkeys(problem.values, "normal")
+    values["attn_mask"] = weighted(rng, {"bool": 3, "float": 4, "-inf": 3})
+    wanted = problem.wanted
+    if problem.mode != "forward" and values["attn_mask"] != "bool" and rng.random() < 0.7:
+        wanted = tuple(dict.fromkeys((*wanted, "attn_mask")))
+    elif values["attn_mask"] == "bool":
+        wanted = tuple(n for n in wanted if n != "attn_mask") or problem.wanted and ("query",)
+    return dataclasses.replace(
+        problem, dims=dims, values=values, wanted=wanted, hidden=True, dropout_p=0.0,
+        mask_dtype=problem.mask_dtype if values["attn_mask"] != "bool" else "",
+        layouts={n: s for n, s in problem.layouts.items() if n != "attn_mask"},
+        bad=rng.choice(("nan", "nan", "inf", "-inf")), 
+        weights=problem.mode != "over_forward" and rng.random() < 0.25,  # which torch's exp lacks
     )  # fmt: skip
