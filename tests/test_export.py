@@ -140,3 +140,82 @@ def test_torchscript_of_the_function(name: str) -> None:
         assert argument.default_value == other.default_value
     with pytest.raises(RuntimeError, match="key"):
         scripted(query, key[..., :3], value)
+
+
+# --- docs/promises.md -----------------------------------------------------------------------------
+
+PUBLIC = {"attn::sdpa", "attn::sdpa_with_weights", "attn::sdpa_stats"}
+
+
+def of_attn(program: ExportedProgram) -> set[str]:
+    targets = (getattr(node.target, "_schema", None) for node in program.graph.nodes)
+    return {schema.name for schema in targets if schema and schema.name.startswith("attn::")}
+
+
+def test_public_operators() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    ours = {n for n in names if n.startswith("attn::") and not n.startswith("attn::_")}
+    page = (Path(__file__).parents[1] / "docs" / "promises.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| Operators |"))
+    assert {name.replace("torch.ops.attn.", "") for name in row.split("`")[1::2]} == {
+        name.removeprefix("attn::") for name in PUBLIC
+    }
+    assert ours == PUBLIC
+
+
+class Step(nn.Module):
+    """A layer with a learned bias, and the loss of a training step; entropies are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(8, 24)
+        self.bias = nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value = self.project(x).chunk(3, -1)
+        output = torch_attn.sdpa(query, key, value, self.bias, is_causal=True)
+        _, weights, _ = torch_attn.sdpa_with_weights(query, key, value)
+        stats = torch_attn.sdpa_stats(query.detach(), key.detach())
+        return (output - x).square().mean() + weights.square().mean(), stats.entropy
+
+
+def trained(step: Callable[[Tensor], tuple[Tensor, Tensor]], module: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(torch.randn(2, 6, 8))[0].backward()
+        optimizer.step()
+    return [parameter.detach() for _, parameter in sorted(module.named_parameters())]
+
+
+def train_saved(path: str) -> list[Tensor]:
+    program = torch.export.load(path).module()
+    return trained(program, program)
+
+
+def test_training_step_holds_public_operators_only(tmp_path: Path) -> None:
+    """Exported, decomposed, saved; loaded in another process it trains as the module does."""
+    program = torch.export.export(Step(), (torch.randn(2, 6, 8),))
+    assert of_attn(program) == PUBLIC
+    assert of_attn(program.run_decompositions()) <= PUBLIC  # without the weights', which are ATen's
+    path = str(tmp_path / "step.pt2")
+    torch.export.save(program, path)
+    module = Step()
+    actual = in_fresh_process(train_saved, path)
+    torch.testing.assert_close(actual, trained(module, module), rtol=0, atol=0)
+
+
+def test_joint_graphs_are_of_one_build() -> None:
+    """The page warns of what they hold."""
+
+    class Loss(nn.Module):
+        def forward(self, query: Tensor) -> tuple[Tensor]:
+            return (torch_attn.sdpa(query, query, query).sum(),)
+
+    query = torch.randn(5, 8, requires_grad=True)
+    joint, _ = torch._functorch.aot_autograd.aot_export_module(
+        Loss(), [query], trace_joint=True, output_loss_index=0
+    )
+    assert of_attn(joint) == {"attn::_sdpa_forward", "attn::_sdpa_backward"}

@@ -529,6 +529,6 @@ def with_hidden(rng: random.Random, problem: Problem) -> Problem:
         problem, dims=dims, values=values, wanted=wanted, hidden=True, dropout_p=0.0,
         mask_dtype=problem.mask_dtype if values["attn_mask"] != "bool" else "",
         layouts={n: s for n, s in problem.layouts.items() if n != "attn_mask"},
-        bad=rng.choice(("nan", "nan", "inf", "-inf")), 
+        bad=rng.choice(("nan", "nan", "inf", "-inf")),
         weights=problem.mode != "over_forward" and rng.random() < 0.25,  # which torch's exp lacks
     )  # fmt: skip

@@ -1,0 +1,46 @@
+"""What may be in which folder of csrc: the map of CONTRIBUTING.md, by the files' includes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[1] / "csrc"
+TORCH = re.compile(r"torch/|ATen|c10/|operators/|attn/")
+# Of C, and what a kernel file may ask of its types at compile time.
+WITHOUT_CODE = {"stdint.h", "stddef.h", "type_traits", "cuda_runtime.h"}
+KERNELS = [
+    *(path for part in ("simd", "tiles", "kernels", "isa") for path in CSRC.glob(f"cpu/{part}/*")),
+    *(path for path in CSRC.glob("cuda/**/*.*") if path.name not in ("device.cpp", "device.h")),
+]
+
+
+def included(file: Path) -> list[str]:
+    return re.findall(r'^ *# *include [<"](.*)[>"]', file.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("file", sorted(CSRC.glob("core/*")), ids=lambda path: path.name)
+def test_core_knows_no_torch_and_no_stl(file: Path) -> None:
+    for name in included(file):
+        assert name in WITHOUT_CODE or name.startswith("core/"), name
+    assert not re.search(r"\b(std|at|c10|torch)::", file.read_text())
+
+
+@pytest.mark.parametrize("file", sorted(KERNELS), ids=lambda path: str(path.relative_to(CSRC)))
+def test_kernels_know_no_torch(file: Path) -> None:
+    """On the CPU no STL either: inline copies compiled for AVX-512 would crash older machines."""
+    for name in included(file):
+        assert not TORCH.match(name), name
+        assert "/" in name or "cuda" in file.parts or name in WITHOUT_CODE, name
+    assert not re.search(r"\b(at|c10|torch)::", file.read_text())
+
+
+def test_what_is_looked_at_is_there() -> None:
+    assert len(KERNELS) > 50
+    assert any(TORCH.match(name) for name in included(CSRC / "cpu" / "device.cpp"))
+
+
+def test_the_root_is_a_table_of_contents() -> None:
+    assert len([path for path in CSRC.iterdir() if path.is_file()]) <= 12
