@@ -13,12 +13,12 @@ namespace attn {
 // supported here; an empty one counts as none.
 const Kernels& kernels();
 
-// Of its tables, from the best one down, the first whose kernels take `p`: kernels_for<&Kernels::forward>(p).
+// Returns the kernels for `p` of the best table that has some: kernels_for<&Kernels::forward>(p).
 template <auto kPart, class Params>
 const auto& kernels_for(const Params& p) {
   const Kernels* table = &kernels();
-  while (!(table->*kPart).takes(p)) table = table->falls_back_to();
-  return table->*kPart;
+  while (!(table->*kPart)(p)) table = table->falls_back_to();
+  return *(table->*kPart)(p);
 }
 
 std::string cpu_capability();

@@ -43,12 +43,10 @@ struct OnThread {
   void (*end)() = nullptr;
 };
 
-// takes() says whether a table's kernels do a problem; another table's do it otherwise.
 // A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. Tasks are
 // independent: what a task computes depends on its number alone, so any thread may run it at any time.
 // The functions over rows [first, last) go over the flat list [batch, heads, L].
 struct ForwardKernels {
-  bool (*takes)(const ForwardParams&);
   int64_t (*workspace)(const ForwardParams&);
   void (*run)(const ForwardParams&, int64_t task, char* workspace);
   void (*merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
@@ -60,7 +58,6 @@ struct ForwardKernels {
 };
 
 struct TangentKernels {
-  bool (*takes)(const TangentParams&);
   int64_t (*workspace)(const TangentParams&);
   void (*run)(const TangentParams&, int64_t task, char* workspace);
   OnThread on_thread = {};
@@ -68,7 +65,6 @@ struct TangentKernels {
 
 template <class Params>
 struct BackwardKernels {
-  bool (*takes)(const Params&);
   int64_t (*workspace)(const Params&);
   void (*run)(const Params&, int64_t task, char* workspace);
   void (*merge)(const Params&, int64_t first, int64_t last, char* workspace);
@@ -77,7 +73,6 @@ struct BackwardKernels {
 };
 
 struct StatsKernels {
-  bool (*takes)(const StatsParams&);
   int64_t (*workspace)(const StatsParams&);
   void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass, to p.partial
   void (*finish)(const StatsParams&, int64_t first, int64_t last);      // rows of it: the results, and p.pairs
@@ -90,11 +85,12 @@ struct StatsKernels {
 struct Kernels {
   const Kernels* (*falls_back_to)();  // a function, as the other table is another file's, and no constant in this one
   void (*look_at_mask)(const Problem&, int64_t task);  // fills in p.mask_tiles
-  ForwardKernels forward;
-  TangentKernels tangent;
-  BackwardKernels<BackwardParams> backward;
-  BackwardKernels<SecondParams> second;
-  StatsKernels stats;
+  // Each returns the kernels for a problem, or null where the set does not support it: then falls_back_to() is asked.
+  const ForwardKernels* (*forward)(const ForwardParams&);
+  const TangentKernels* (*tangent)(const TangentParams&);
+  const BackwardKernels<BackwardParams>* (*backward)(const BackwardParams&);
+  const BackwardKernels<SecondParams>* (*second)(const SecondParams&);
+  const StatsKernels* (*stats)(const StatsParams&);
 };
 
 const Kernels* kernels_default();

@@ -154,8 +154,9 @@ struct Operators {
     p.logsumexp = f.logsumexp = allocate(kHeads * kQueries * 2 * compute_size());
     p.rows_per_task = 2 * kRowTile;
     p.keys_per_split = kKeys;
-    char* own = allocate(kernels.forward.workspace(p));
-    for (int64_t task = 0; task < p.tasks(); ++task) kernels.forward.run(p, task, own);
+    const ForwardKernels& k = *kernels.forward(p);
+    char* own = allocate(k.workspace(p));
+    for (int64_t task = 0; task < p.tasks(); ++task) k.run(p, task, own);
     read(f.output, p.output);
     return f;
   }
@@ -180,14 +181,16 @@ struct Operators {
     p.tangent_output = t.output_operand = result(t.output);
     p.tangent_logsumexp = t.logsumexp = allocate(kHeads * kQueries * 2 * compute_size());
     p.rows_per_task = kRowTile;
-    char* own = allocate(kernels.tangent.workspace(p));
-    for (int64_t task = 0; task < p.tasks(); ++task) kernels.tangent.run(p, task, own);
+    const TangentKernels& k = *kernels.tangent(p);
+    char* own = allocate(k.workspace(p));
+    for (int64_t task = 0; task < p.tasks(); ++task) k.run(p, task, own);
     read(t.output, p.tangent_output);
     return t;
   }
   // Gradients, or their derivative for SecondParams.
   template <class Params>
-  Point gradients(Params& p, const BackwardKernels<Params>& k, Point& x, Tensor& grad_output, const Forward& f) {
+  Point gradients(Params& p, const BackwardKernels<Params>* (*kernels_of)(const Params&), Point& x, Tensor& grad_output,
+                  const Forward& f) {
     describe(p, x);
     Point g;
     p.output = f.output_operand;
@@ -201,6 +204,7 @@ struct Operators {
     p.rows_per_pass = 2 * kRowTile;
     p.chunks = 1;
     p.keys_per_chunk = kKeys;
+    const BackwardKernels<Params>& k = *kernels_of(p);
     char* own = allocate(k.workspace(p));
     for (int64_t task = 0; task < p.tasks(); ++task) k.run(p, task, own);
     read(g.query, p.grad_query);

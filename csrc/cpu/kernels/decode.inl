@@ -2,7 +2,8 @@
 // key: rows of K and V are read as they lie, whatever their type and length, once for all queries that share them.
 #pragma once
 
-#include "cpu/kernels/forward.inl"
+#include "cpu/kernels/splits.inl"
+#include "cpu/tiles/dropout.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -66,9 +67,7 @@ struct Decode {
     }
   };
 
-  static int64_t workspace(const ForwardParams& p) {
-    return larger(Buffers(p, nullptr).size, Forward<Singles<T>>::merge_workspace(p));
-  }
+  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }
 
   // Rows that are read in whole vectors, past their end where they end within one: there follows the next row, and
   // the last one is a copy.
@@ -286,7 +285,7 @@ struct Decode {
 
     const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
     const bool key_in_place = in_place(p.key, p.head_dim), value_in_place = in_place(p.value, p.value_dim);
-    const Range all_keys = Forward<Singles<T>>::keys_of_split(p, own, rows.positions);
+    const Range all_keys = own.keys(p, rows.positions);
     for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
       const int64_t keys = read_mask(p, b, masks, key, smaller(kKeyTile, all_keys.last - key));
       if (keys == 0) continue;
@@ -325,17 +324,12 @@ struct Decode {
                 });
     }
 
-    T* logsumexp = nullptr;
-    Operand output = p.output;
-    if (p.splits > 1) {
-      output = Forward<Singles<T>>::partial_output(p, own.split);
-      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * own.split * number_of_rows(p);
-    }
+    Results<T> to(p, own.split);
+    to.residual = {};  // wanted for derivatives alone
     if (takes_turns(p.value, p.value_dim))
       for (int64_t r = 0; r < rows.count; ++r) together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
-      Forward<Singles<T>>::write_row(p, {n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r],
-                                     sum[r], output, {}, logsumexp, nullptr);
+      write_row<T>(p, {n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r], sum[r], to, nullptr);
   }
 
   // Reads the rows' masks at the keys [key, key + keys). Returns how many of the keys are left without those at the end

@@ -4,6 +4,7 @@
 // exp(m_old - m_new).
 #pragma once
 
+#include "cpu/kernels/splits.inl"
 #include "cpu/tiles/dropout.inl"
 #include "cpu/tiles/scores.inl"
 
@@ -143,8 +144,7 @@ struct Forward {
 
   // Divides by the sum, multiplies by the factor of what dropout kept (a factor that a bfloat16 does not hold), and
   // writes the rows; a row that saw no key is 0, its logsumexp -inf.
-  static void finish(const ForwardParams& p, RowState& state, const Operand& output, const Operand& residual,
-                     T* logsumexp, T* scratch) {
+  static void finish(const ForwardParams& p, RowState& state, const Results<T>& to, T* scratch) {
     const RowTile& rows = state.rows;
     const int64_t lanes = rows.template lanes<T>();
     for (int64_t i = 0; i < lanes; i += W) {
@@ -156,10 +156,10 @@ struct Forward {
         store<T>(at, empty ? Vec<T>{} : load<T>(at) * inverse);
       }
     }
-    rows.unpack_rounded(p, output, residual, p.value_dim, state.output_t, scratch);
-    if (!logsumexp) return;
+    rows.unpack_rounded(p, to.output, to.residual, p.value_dim, state.output_t, scratch);
+    if (!to.logsumexp) return;
     for (int64_t i = 0; i < rows.count; ++i) {
-      T* pair = logsumexp + 2 * rows.number(p, i);
+      T* pair = to.logsumexp + 2 * rows.number(p, i);
       state.started ? store_logsumexp<T>(pair, state.reference[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
     }
   }
@@ -178,7 +178,7 @@ struct Forward {
       positions = hull(positions, state.rows.positions);
     }
 
-    const Range keys = keys_of_split(p, own, positions);
+    const Range keys = own.keys(p, positions);
     for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
       const int64_t count = smaller(kKeyTile, keys.last - key);
       Rows<T> key_rows{}, value_rows{};  // once some row sees them
@@ -201,78 +201,12 @@ struct Forward {
   }
 
   static void finish_task(const ForwardParams& p, const RowTask& own, RowState* states, int64_t tiles, T* scratch) {
-    T* logsumexp = static_cast<T*>(p.logsumexp);
-    Operand output = p.output, residual = p.residual;
-    if (p.splits > 1) {
-      output = partial_output(p, own.split);
-      residual = {};
-      logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * own.split * number_of_rows(p);
-    }
-    for (int64_t t = 0; t < tiles; ++t) finish(p, states[t], output, residual, logsumexp, scratch);
+    const Results<T> to(p, own.split);
+    for (int64_t t = 0; t < tiles; ++t) finish(p, states[t], to, scratch);
   }
 
-  // The keys of the task's split that the rows at these positions see, in whole tiles.
-  static Range keys_of_split(const ForwardParams& p, const RowTask& own, Range positions) {
-    const int64_t first = own.split * p.keys_per_split;
-    const Range seen = visible_keys(p, own.sequence, positions);
-    return in_tiles(common(seen, {first, first + p.keys_per_split}), kKeyTile);
-  }
-
-  // The partial output of one split, [batch, heads, L, Ev] contiguous.
-  static Operand partial_output(const ForwardParams& p, int64_t split) {
-    Operand o{};
-    o.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
-    o.data = static_cast<T*>(p.partial_output) + split * number_of_rows(p) * p.value_dim;
-    o.col = 1;
-    o.row = p.value_dim;
-    o.head = o.row * p.queries;
-    int64_t stride = o.head * p.heads;
-    for (int d = p.batch_dims - 1; d >= 0; --d) {
-      o.batch[d] = stride;
-      stride *= p.batch_size[d];
-    }
-    return o;
-  }
-
-  // Writes the output of one row from its reference and sums; `row` is overwritten.
-  static void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, const Operand& output,
-                        const Operand& residual, T* logsumexp, T* scratch) {
-    for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] / sum;
-    const Block to = block_of(p, output, at.n, at.head, at.position);
-    unpack_rows<T>(to, row, p.value_dim, 1, p.value_dim);
-    if (residual.data) {
-      pack_rows<T>(scratch, p.value_dim, to, 1, p.value_dim);
-      for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
-      unpack_rows<T>(block_of(p, residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
-    }
-    if (logsumexp) store_logsumexp(logsumexp + 2 * row_number(p, at.n, at.head, at.position), reference, sum);
-  }
-
-  // Merges the splits of the rows numbered [first, last):
-  // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them).
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
-    T* row = reinterpret_cast<T*>(workspace);
-    const int64_t all_rows = number_of_rows(p);
-    const T slope = log2_slope<T>(p);
-    const T* partial = static_cast<const T*>(p.partial_logsumexp);
-    for (int64_t r = first; r < last; ++r) {
-      const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
-      T best = -kInfinity<T>;
-      for (int64_t s = 0; s < p.splits; ++s) best = part(s)[0] > best ? part(s)[0] : best;
-      const T reference = best == -kInfinity<T> ? 0 : best;
-      T sum = 0;
-      for (int64_t d = 0; d < p.value_dim; ++d) row[d] = 0;
-      for (int64_t s = 0; s < p.splits; ++s) {
-        const T weight = exp2<T>(splat<T>((part(s)[0] - reference) * slope + part(s)[1]))[0];
-        sum += weight;
-        if (weight == 0) continue;  // its output is 0 where it saw no key
-        const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
-        for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
-      }
-      write_row(p, row_of_number(p, r), row, reference, sum, p.output, p.residual, nullptr,
-                row + round_up(p.value_dim, W));
-      if (p.logsumexp) store_logsumexp<T>(static_cast<T*>(p.logsumexp) + 2 * r, reference, sum);
-    }
+    merge_splits<T>(p, first, last, workspace);
   }
 
   // Tasks pack keys and values for themselves.
@@ -280,10 +214,7 @@ struct Forward {
   static void pack(const ForwardParams&, int64_t) {}
 
   // The workspace of run() and of merge().
-  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace(p)); }
-  static int64_t merge_workspace(const ForwardParams& p) {  // two rows
-    return 2 * round_up(p.value_dim, W) * static_cast<int64_t>(sizeof(T));
-  }
+  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }
 };
 
 }  // namespace attn::ATTN_ISA

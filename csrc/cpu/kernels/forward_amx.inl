@@ -11,8 +11,9 @@
 // The reference m moves as in forward.inl, for all rows of a block at once.
 #pragma once
 
+#include "cpu/tiles/gemm_amx.inl"  // first, as there
+
 #include "cpu/kernels/forward.inl"
-#include "cpu/tiles/gemm_amx.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -87,9 +88,7 @@ struct TileForward : Forward<F> {
       size = arena.used();
     }
   };
-  static int64_t workspace(const ForwardParams& p) {
-    return larger(Buffers(p, nullptr).size, Base::merge_workspace(p));
-  }
+  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }
 
   // Keys and values are packed once for all tasks if several read them and that takes no more memory than queries and
   // outputs, about.
@@ -343,7 +342,7 @@ struct TileForward : Forward<F> {
         group.started = false;
       }
     }
-    const Range keys = Base::keys_of_split(p, own, positions);
+    const Range keys = own.keys(p, positions);
     const auto loop = own.last_row - own.first_row > kTile ? (p.has_dropout ? pipeline<2, true> : pipeline<2, false>)
                                                            : (p.has_dropout ? pipeline<1, true> : pipeline<1, false>);
     loop(p, b, own, keys, groups);

@@ -1,4 +1,15 @@
-// The table of one instruction set.
+// The table of one instruction set, and which kernel runs when:
+//
+//   decode    few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for all
+//             queries of a group of heads: memory is the limit.
+//   forward   all else (KernelTable::forward). Reads keys and values once for up to 256 rows of a group, and a mask once
+//             for each head, or its tiles' bytes (look_at_mask) where heads share it: products are the limit.
+//   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
+//             the L2 cache (rows_per_pass), and each row once for every chunk of keys.
+//   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
+//   stats     one pass over the keys as the forward's, and one over the rows.
+//
+// A set that does not support a problem (Formats::takes) leaves it to the one that it falls back to: kernels_for().
 #pragma once
 
 #include "cpu/kernels/backward.inl"
@@ -31,98 +42,52 @@ struct SinglesOnly {
   static constexpr const Kernels* (*falls_back_to)() = nullptr;
 };
 
+// Each function of the table chooses, by the problem, the kernels of one format.
 template <class Formats>
 struct KernelTable {
-  template <class F>
-  struct ForwardOf {
-    using Decoder = Decode<typename F::Number>;
-    using Loop = typename Formats::template ForwardLoop<F>;
+  // The kernels of a format F. Tangents and second derivatives take only the scores from the format, which must be the
+  // forward's.
+  template <class F, class Loop = typename Formats::template ForwardLoop<F>>
+  static constexpr ForwardKernels kForward = {Loop::workspace,   Loop::run,  Loop::merge,
+                                              Loop::packed_size, Loop::pack, Formats::kOnThread};
+  template <class T, class Loop = Forward<Singles<T>>>
+  static constexpr ForwardKernels kDecode = {Decode<T>::workspace, Decode<T>::run, Loop::merge,
+                                             Loop::packed_size,    Loop::pack,     Formats::kOnThread};
+  template <class F, class K = Tangent<typename F::Number, F>>
+  static constexpr TangentKernels kTangent = {K::workspace, K::run, Formats::kOnThread};
+  template <class Params, class K>
+  static constexpr BackwardKernels<Params> kBackward = {K::workspace, K::run, K::merge, K::mask, Formats::kOnThread};
+  template <class F, class K = Stats<F>>
+  static constexpr StatsKernels kStats = {K::workspace,  K::rows,    K::finish,         K::keys,
+                                          K::add_chunks, K::weights, Formats::kOnThread};
 
-    static int64_t workspace(const ForwardParams& p) {
+  static const ForwardKernels* forward(const ForwardParams& p) {
+    if (!Formats::takes(p)) return nullptr;
+    if (!Formats::kDecodes && Decode<float>::takes(p, Decode<float>::kRowsBesidePairs)) return nullptr;
+    return Formats::with(p, [&]<class F>(F) {
       if constexpr (Formats::kDecodes)
-        if (Decoder::takes(p)) return Decoder::workspace(p);
-      return Loop::workspace(p);
-    }
-    static void run(const ForwardParams& p, int64_t task, char* workspace) {
-      if constexpr (Formats::kDecodes)
-        if (Decoder::takes(p)) return Decoder::run(p, task, workspace);
-      Loop::run(p, task, workspace);
-    }
-    static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
-      Loop::merge(p, first, last, workspace);
-    }
-    static int64_t packed_size(const ForwardParams& p) { return Loop::packed_size(p); }
-    static void pack(const ForwardParams& p, int64_t task) { Loop::pack(p, task); }
-  };
-  // Tangents and second derivatives take only the scores from the format, which must be the forward's.
-  template <class F>
-  using TangentOf = Tangent<typename F::Number, F>;
-  template <class F>
-  using BackwardOf = Backward<F, BackwardParams>;
-  template <class F>
-  using SecondOf = Backward<Singles<typename F::Number>, SecondParams, F>;
-
-  // Kernel: of a format.
-  template <class Params, template <class> class Kernel>
-  struct Entry {
-    static bool takes(const Params& p) { return Formats::takes(p); }
-    static int64_t workspace(const Params& p) {
-      return Formats::with(p, [&](auto f) { return Kernel<decltype(f)>::workspace(p); });
-    }
-    static void run(const Params& p, int64_t task, char* workspace) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::run(p, task, workspace); });
-    }
-    static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::merge(p, first, last, workspace); });
-    }
-    static int64_t packed_size(const Params& p) {
-      return Formats::with(p, [&](auto f) { return Kernel<decltype(f)>::packed_size(p); });
-    }
-    static void pack(const Params& p, int64_t task) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::pack(p, task); });
-    }
-    static void mask(const Params& p, int64_t task, char* workspace) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::mask(p, task, workspace); });
-    }
-    static void rows(const Params& p, int64_t task, char* workspace) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::rows(p, task, workspace); });
-    }
-    static void finish(const Params& p, int64_t first, int64_t last) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::finish(p, first, last); });
-    }
-    static void keys(const Params& p, int64_t task, char* workspace) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::keys(p, task, workspace); });
-    }
-    static void add_chunks(const Params& p, int64_t first, int64_t last) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::add_chunks(p, first, last); });
-    }
-    static void weights(const Params& p, int64_t task, char* workspace) {
-      Formats::with(p, [&](auto f) { Kernel<decltype(f)>::weights(p, task, workspace); });
-    }
-  };
-  using ForwardEntry = Entry<ForwardParams, ForwardOf>;
-  using TangentEntry = Entry<TangentParams, TangentOf>;
-  using StatsEntry = Entry<StatsParams, Stats>;
-
-  static bool takes_forward(const ForwardParams& p) {
-    return Formats::takes(p) && (Formats::kDecodes || !Decode<float>::takes(p, Decode<float>::kRowsBesidePairs));
+        if (Decode<typename F::Number>::takes(p)) return &kDecode<typename F::Number>;
+      return &kForward<F>;
+    });
   }
-  template <class Params, template <class> class Kernel>
-  static constexpr BackwardKernels<Params> backward() {
-    using E = Entry<Params, Kernel>;
-    return {E::takes, E::workspace, E::run, E::merge, E::mask, Formats::kOnThread};
+  static const TangentKernels* tangent(const TangentParams& p) {
+    return Formats::takes(p) ? Formats::with(p, []<class F>(F) { return &kTangent<F>; }) : nullptr;
   }
-  static constexpr Kernels table = {
-      Formats::falls_back_to,
-      look_at_mask,
-      {takes_forward, ForwardEntry::workspace, ForwardEntry::run, ForwardEntry::merge, ForwardEntry::packed_size,
-       ForwardEntry::pack, Formats::kOnThread},
-      {TangentEntry::takes, TangentEntry::workspace, TangentEntry::run, Formats::kOnThread},
-      backward<BackwardParams, BackwardOf>(),
-      backward<SecondParams, SecondOf>(),
-      {StatsEntry::takes, StatsEntry::workspace, StatsEntry::rows, StatsEntry::finish, StatsEntry::keys,
-       StatsEntry::add_chunks, StatsEntry::weights, Formats::kOnThread},
-  };
+  static const BackwardKernels<BackwardParams>* backward(const BackwardParams& p) {
+    using Params = BackwardParams;
+    if (!Formats::takes(p)) return nullptr;
+    return Formats::with(p, []<class F>(F) { return &kBackward<Params, Backward<F, Params>>; });
+  }
+  static const BackwardKernels<SecondParams>* second(const SecondParams& p) {
+    using Params = SecondParams;
+    if (!Formats::takes(p)) return nullptr;
+    return Formats::with(
+        p, []<class F>(F) { return &kBackward<Params, Backward<Singles<typename F::Number>, Params, F>>; });
+  }
+  static const StatsKernels* stats(const StatsParams& p) {
+    return Formats::takes(p) ? Formats::with(p, []<class F>(F) { return &kStats<F>; }) : nullptr;
+  }
+  static constexpr Kernels table = {Formats::falls_back_to, look_at_mask, forward, tangent, backward, second, stats};
 };
 
 }  // namespace attn::ATTN_ISA

@@ -138,9 +138,7 @@ struct Stats {
       positions = hull(positions, state.rows.positions);
     }
 
-    const int64_t first_key = own.split * p.keys_per_split;
-    const Range seen = visible_keys(p, own.sequence, positions);
-    const Range keys = in_tiles(common(seen, {first_key, first_key + p.keys_per_split}), kKeyTile);
+    const Range keys = own.keys(p, positions);
     for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
       const int64_t count = smaller(kKeyTile, keys.last - key);
       Rows<T> key_rows{};  // once some row sees them

@@ -148,6 +148,14 @@ struct RowTask {
     sequence = sequence_of(p, n);
     last_row = smaller(first_row + p.rows_per_task, p.group * sequence.queries);
   }
+
+  // The keys of the task's split that the rows at these positions see, in whole tiles.
+  template <class Params>
+  Range keys(const Params& p, Range positions) const {
+    const int64_t first = split * p.keys_per_split;
+    const Range seen = visible_keys(p, sequence, positions);
+    return in_tiles(common(seen, {first, first + p.keys_per_split}), kKeyTile);
+  }
 };
 
 }  // namespace attn::ATTN_ISA
