@@ -36,15 +36,18 @@ bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
          (ecx & bit_F16C);
 }
+#ifdef ATTN_STAND_IN
+// Software, on vectors that AVX2 holds in halves.
+bool has_avx512() { return has_avx2(); }
+bool has_avx512_bf16() { return has_avx2(); }
+bool has_amx() { return has_avx2(); }
+#else
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-#ifdef ATTN_STAND_IN
-bool has_amx() { return has_avx512_bf16(); }  // tiles in software
-#else
 // The processor has tiles, and the operating system saves them and lets this process use them.
 bool has_amx() {
 #if defined(__linux__)

@@ -47,35 +47,14 @@ ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) 
   return bit_cast<Vec<uint64_t>>(_mm512_mul_epu32(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 }
 
-// 2^x in place of every x <= 0, by a polynomial in x - floor(x) whose relative error is at most 3e-6 (degree 4), 1e-7
-// (5) or 2e-8 (6). 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the lowest held at 1.
-template <int kDegree, int N>
-ATTN_INLINE void exp2_of_degree(Vec<float> (&x)[N]) {
-  static constexpr float kFour[] = {0.013426683843135834f, 0.052242472767829895f, 0.241280198097229f,
-                                    0.6930448412895203f, 1};
-  static constexpr float kFive[] = {0.0018671300495043397f, 0.009017030708491802f, 0.05579991266131401f,
-                                    0.24016444385051727f,   0.6931512951850891f,   1};
-  static constexpr float kSix[] = {0.00021612914861179888f,
-                                   0.0012467846972867846f,
-                                   0.009675451554358006f,
-                                   0.055485282093286514f,
-                                   0.2402293086051941f,
-                                   0.6931470632553101f,
-                                   1};
-  const float* c = kDegree == 4 ? kFour : kDegree == 5 ? kFive : kSix;
-  Vec<float> r[N], p[N];
-#pragma GCC unroll 8
-  for (int v = 0; v < N; ++v)
-    r[v] = bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x[v]), _MM_FROUND_TO_NEG_INF));
-#pragma GCC unroll 8
-  for (int v = 0; v < N; ++v) p[v] = splat(c[0]);
-#pragma GCC unroll 8
-  for (int i = 1; i <= kDegree; ++i)
-#pragma GCC unroll 8
-    for (int v = 0; v < N; ++v) p[v] = p[v] * r[v] + c[i];
-#pragma GCC unroll 8
-  for (int v = 0; v < N; ++v)
-    x[v] = bit_cast<Vec<float>>(_mm512_scalef_ps(bit_cast<__m512>(p[v]), bit_cast<__m512>(x[v])));
+// x - floor(x), 0 for infinities.
+ATTN_INLINE Vec<float> fraction(Vec<float> x) {
+  return bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF));
+}
+
+// p * 2^floor(x)
+ATTN_INLINE Vec<float> scaled(Vec<float> p, Vec<float> x) {
+  return bit_cast<Vec<float>>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));
 }
 
 }  // namespace attn::ATTN_ISA

@@ -8,11 +8,11 @@
 #pragma once
 
 #include "cpu/isa.h"
-// In the target region, as its functions are used with vectors; always inlined, they leave nothing in the object file.
-#include "core/score.h"
 
 #ifndef ATTN_ISA
 #define ATTN_ISA baseline
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_portable.inl"
 #endif
 #include ATTN_INSTRUCTIONS
+// In the target region, as its functions are used with vectors; always inlined, they leave nothing in the object file.
+#include "core/score.h"

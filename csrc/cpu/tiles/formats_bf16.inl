@@ -3,6 +3,7 @@
 // of what those before it left.
 #pragma once
 
+#include "cpu/isa/instructions_avx512_bf16.inl"
 #include "cpu/tiles/formats.inl"
 
 namespace attn::ATTN_ISA {
@@ -32,7 +33,7 @@ struct Bfloat16s {
     return multiply_add(sum, bit_cast<Vec<float>>(splat(slot)), b);
   }
   static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, Vec<float> a, Vec<float> b) {
-    return bit_cast<Vec<float>>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
+    return add_products_of_pairs(sum, a, b);
   }
 
   static bool in_place(const Block& block, int64_t rows, int64_t cols) {
@@ -123,7 +124,7 @@ struct Bfloat16s {
   static constexpr bool kWeightsInPlace = kParts == 1;
   static ATTN_INLINE void store_along_keys(float* tile, int64_t key, Vec<float> (&weights)[2]) {
     for (int64_t g = 0; g < kParts; ++g)
-      store<float>(tile + slot(key, g) * kRowTile, take_part<interleaved>(weights[0], weights[1], g));
+      store<float>(tile + slot(key, g) * kRowTile, take_part<interleaved_bfloat16>(weights[0], weights[1], g));
   }
   static void end_along_keys(float* tile, int64_t keys, int64_t lanes) {
     for (int64_t j = round_up(keys, kNumbers); j < round_up(keys, kNumbers * kStep); j += kNumbers)
@@ -151,7 +152,7 @@ struct Bfloat16s {
         Vec<float> first = load_lanes(x + j * kRowTile, i);
         Vec<float> second = load_lanes(x + j * kRowTile, i + W);
         for (int64_t g = 0; g < kParts; ++g)
-          store<float>(tile + j * ld + slot(i, g), take_part<joined>(first, second, g));
+          store<float>(tile + j * ld + slot(i, g), take_part<joined_bfloat16>(first, second, g));
       }
     return {tile, ld};
   }
@@ -183,30 +184,15 @@ struct Bfloat16s {
   }
 
  private:
-  // Two vectors as bfloat16, rounded to nearest even: the first one in the low half.
-  static ATTN_INLINE Vec<float> joined(Vec<float> first, Vec<float> second) {
-    return bit_cast<Vec<float>>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(second), bit_cast<__m512>(first)));
-  }
-  // The same, number by number: first[0], second[0], first[1], ...
-  static ATTN_INLINE Vec<float> interleaved(Vec<float> first, Vec<float> second) {
-    using Words = typename VectorOf<uint16_t, 2 * W>::type;
-    const Words order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return bit_cast<Vec<float>>(
-        _mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(joined(first, second))));
-  }
   // The next part of two vectors, joined by kJoin. Unless it is the last one, it is subtracted from them.
   template <auto kJoin>
   static ATTN_INLINE Vec<float> take_part(Vec<float>& first, Vec<float>& second, int64_t part) {
     const Vec<float> slots = kJoin(first, second);
     if (part + 1 < kParts) {
-      first = without(first, bfloat16_to_float(rounded(first)));
-      second = without(second, bfloat16_to_float(rounded(second)));
+      first = without(first, bfloat16_to_float(round_to_bfloat16(first)));
+      second = without(second, bfloat16_to_float(round_to_bfloat16(second)));
     }
     return slots;
-  }
-  static ATTN_INLINE Shorts<float> rounded(Vec<float> x) {
-    return bit_cast<Shorts<float>>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
   }
   // x minus a part of it. Of an infinity or a NaN, which is in the first part alone, nothing is left.
   static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
@@ -229,7 +215,7 @@ struct Bfloat16s {
     else
       x = gathered<Vec<float>>(reinterpret_cast<const float*>(block.data) + at, block.col, count);
     if constexpr (kParts == 1) {
-      part[0] = rounded(x);
+      part[0] = round_to_bfloat16(x);
       return;
     }
     // A part of a finite number is at most the largest finite bfloat16. Infinities and NaNs are in the last part, which
@@ -237,12 +223,12 @@ struct Bfloat16s {
     const auto finite = x - x == Vec<float>{};
     Vec<float> rest = finite ? x : Vec<float>{};
     for (int64_t g = 0; g < kParts; ++g) {
-      part[g] = rounded(rest);
+      part[g] = round_to_bfloat16(rest);
       const auto infinite = (part[g] & static_cast<uint16_t>(0x7fff)) == static_cast<uint16_t>(0x7f80);
       part[g] = infinite ? part[g] - static_cast<uint16_t>(1) : part[g];
       rest = rest - bfloat16_to_float(part[g]);
     }
-    part[kParts - 1] = __builtin_convertvector(finite, Shorts<float>) ? part[kParts - 1] : rounded(x);
+    part[kParts - 1] = __builtin_convertvector(finite, Shorts<float>) ? part[kParts - 1] : round_to_bfloat16(x);
   }
   template <class V, class S>
   static ATTN_INLINE V gathered(const S* from, int64_t stride, int64_t count) {

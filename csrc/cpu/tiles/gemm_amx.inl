@@ -2,9 +2,10 @@
 // of them.
 #pragma once
 
-#include "cpu/tiles/gemm.inl"
+#include "cpu/tiles/formats_bf16.inl"  // first: where no instruction set is chosen, it chooses one
+
 #include "cpu/isa/instructions_amx.inl"
-#include "cpu/tiles/formats_bf16.inl"
+#include "cpu/tiles/gemm.inl"
 
 namespace attn::ATTN_ISA {
 

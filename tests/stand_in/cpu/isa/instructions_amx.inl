@@ -3,7 +3,7 @@
 // would be an error there: tiles used while they are not configured, or configured twice.
 #pragma once
 
-#include "cpu/simd/simd.inl"
+#include "cpu/isa/instructions_avx512_bf16.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -56,21 +56,6 @@ void tile_store(float* rows, int64_t ld) {
   for (int i = 0; i < 16; ++i) __builtin_memcpy(rows + i * ld, tiles.row[kTile][i], 64);
 }
 
-// Subnormal numbers count as zeros.
-ATTN_INLINE Vec<float> without_subnormals(Vec<float> x) {
-  const Vec<uint32_t> magnitude = bit_cast<Vec<uint32_t>>(x) & 0x7fffffffu;
-  return magnitude < 0x00800000u ? Vec<float>{} : x;
-}
-ATTN_INLINE Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
-  return without_subnormals(
-      bit_cast<Vec<float>>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c))));
-}
-
-ATTN_INLINE Vec<float> number(Vec<float> slots, int second) {
-  const Vec<uint32_t> bits = bit_cast<Vec<uint32_t>>(slots);
-  return without_subnormals(bit_cast<Vec<float>>(second ? bits & 0xffff0000u : bits << 16));
-}
-
 template <int kC, int kA, int kB>
 void tile_multiply_add() {
   count_tiles(kMultiplied);
@@ -80,7 +65,7 @@ void tile_multiply_add() {
     for (int k = 0; k < 16; ++k) {
       const Vec<float> a = splat(tiles.row[kA][m][k]), b = load<float>(tiles.row[kB][k]);
       for (int second = 0; second < 2; ++second)
-        sum[second] = fused_multiply_add(number(a, second), number(b, second), sum[second]);
+        sum[second] = fused_multiply_add(number_of_pair(a, second), number_of_pair(b, second), sum[second]);
     }
     const Vec<float> total = without_subnormals(sum[0] + sum[1]);
     store<float>(tiles.row[kC][m], without_subnormals(without_subnormals(load<float>(tiles.row[kC][m])) + total));
