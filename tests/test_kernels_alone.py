@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from _variants import ROOT, changed_sources
+from helpers import CPU_CAPABILITIES
 
 CSRC = ROOT / "csrc"
 ARM = shutil.which("aarch64-linux-gnu-g++")
@@ -41,6 +42,17 @@ def test_arm(tmp_path: Path) -> None:
     sets = ["default", "neon"]
     program = compiled(ARM, ROOT / "csrc", sets, tmp_path / "check", "-O1", "-static")
     assert run(EMULATOR, program, *sets) == "default: right\nneon: right\n"
+
+
+@pytest.mark.skipif(
+    NATIVE is None or "avx2" not in CPU_CAPABILITIES, reason="not run: no g++ or no AVX2"
+)
+def test_amx_in_software(tmp_path: Path) -> None:
+    assert NATIVE
+    stand_in = ["-DATTN_STAND_IN", f"-I{ROOT / 'tests' / 'stand_in'}", "-Wno-psabi"]
+    sets = ["default", "amx"]
+    program = compiled(NATIVE, CSRC, sets, tmp_path / "check", *stand_in)
+    assert run(program, "amx") == "amx: right\n"
 
 
 # What the program must see: a line of a file, and what to put there instead.

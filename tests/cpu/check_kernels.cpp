@@ -141,6 +141,12 @@ struct Operators {
     p.mask = operand(x.mask, boolean_mask ? DType::boolean : compute_dtype());
   }
 
+  template <class Params, class Kernel>
+  static void run_tasks(const Params& p, const Kernel& k, char* own) {
+    if (k.on_thread.begin) k.on_thread.begin();
+    for (int64_t task = 0; task < p.tasks(); ++task) k.run(p, task, own);
+    if (k.on_thread.end) k.on_thread.end();
+  }
   struct Forward {
     Tensor output{kHeads, kQueries, kValueDim};
     Operand output_operand;
@@ -156,7 +162,7 @@ struct Operators {
     p.keys_per_split = kKeys;
     const ForwardKernels& k = *kernels.forward(p);
     char* own = allocate(k.workspace(p));
-    for (int64_t task = 0; task < p.tasks(); ++task) k.run(p, task, own);
+    run_tasks(p, k, own);
     read(f.output, p.output);
     return f;
   }
@@ -183,7 +189,7 @@ struct Operators {
     p.rows_per_task = kRowTile;
     const TangentKernels& k = *kernels.tangent(p);
     char* own = allocate(k.workspace(p));
-    for (int64_t task = 0; task < p.tasks(); ++task) k.run(p, task, own);
+    run_tasks(p, k, own);
     read(t.output, p.tangent_output);
     return t;
   }
@@ -206,7 +212,7 @@ struct Operators {
     p.keys_per_chunk = kKeys;
     const BackwardKernels<Params>& k = *kernels_of(p);
     char* own = allocate(k.workspace(p));
-    for (int64_t task = 0; task < p.tasks(); ++task) k.run(p, task, own);
+    run_tasks(p, k, own);
     read(g.query, p.grad_query);
     read(g.key, p.grad_key);
     read(g.value, p.grad_value);
@@ -279,7 +285,8 @@ void check(const std::string& name, const Kernels& kernels, Visibility visibilit
   Tensor u(kHeads, kQueries, kValueDim);
   fill(u, random);
 
-  Operators exact{kernels, DType::f64, visibility, boolean_mask};
+  const Kernels& with_float64 = kernels.falls_back_to ? *kernels_default() : kernels;
+  Operators exact{with_float64, DType::f64, visibility, boolean_mask};
   const auto f = exact.forward(x);
   expect(name + ", forward", f.output, textbook(x, visibility, boolean_mask), 1e-13);
   const auto tangent = exact.tangent(x, t, f);
@@ -327,12 +334,18 @@ void check(const std::string& name, const Kernels& kernels, Visibility visibilit
 }  // namespace
 }  // namespace attn
 
+#ifdef ATTN_STAND_IN
+const attn::Kernels* attn::kernels_avx512() { return nullptr; }  // AMX falls back to it for float64 alone
+#endif
+
 int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     const attn::Kernels* kernels = name == "default" ? attn::kernels_default() : nullptr;
 #if defined(__aarch64__)
     if (name == "neon") kernels = attn::kernels_neon();
+#elif defined(ATTN_STAND_IN)
+    if (name == "amx") kernels = attn::kernels_amx();
 #endif
     if (!kernels) {
       std::printf("no instruction set %s here\n", name.c_str());
