@@ -16,7 +16,8 @@ static_assert(kSimtTile == kMaskTaskRows && kSimtTile == kMaskTaskKeys && kSimtT
 
 // Head sizes up to this one run on tensor cores, padded to 64, 128 or 256.
 constexpr int64_t kMmaMaxDim = 256;
-// Whether products do not simply become weights: that needs more registers.
+// Says whether forward and backward take the kernels for masks, dropout or a score that falls as the product grows
+// (kGeneral); the others save registers: a weight is 2^(product * slope - shift) with a positive slope.
 constexpr bool is_general(const Problem& p) {
   return p.has_mask || p.has_dropout || !ScoreFunction<float>::of(p).keeps_order();
 }

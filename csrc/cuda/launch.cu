@@ -7,18 +7,21 @@ namespace attn::cuda {
 
 namespace {
 
-template <class S>
-Error run_forward_mma(const ForwardParams& p, Stream stream) {
-  const int64_t dim = larger(p.head_dim, p.value_dim);
-  if (dim <= 64) return launch_forward_mma<S, 64>(p, stream);
-  if (dim <= 128) return launch_forward_mma<S, 128>(p, stream);
-  return launch_forward_mma<S, 256>(p, stream);
+// Calls f.template operator()<S, kDim>() with the type of the query and the padded head size.
+template <class F>
+Error with_mma(const Problem& p, F f) {
+  const auto with_dim = [&]<class S>() {
+    const int64_t dim = larger(p.head_dim, p.value_dim);
+    if (dim <= 64) return f.template operator()<S, 64>();
+    return dim <= 128 ? f.template operator()<S, 128>() : f.template operator()<S, 256>();
+  };
+  return p.query.dtype == DType::bf16 ? with_dim.template operator()<BFloat16>() : with_dim.template operator()<Half>();
 }
 
 Error run_forward(const ForwardParams& p, Stream stream) {
   if (p.query.dtype == DType::f64) return launch_forward_simt<double>(p, stream);
   if (!uses_mma(p)) return launch_forward_simt<float>(p, stream);
-  return p.query.dtype == DType::bf16 ? run_forward_mma<BFloat16>(p, stream) : run_forward_mma<Half>(p, stream);
+  return with_mma(p, [&]<class S, int kDim>() { return launch_forward_mma<S, kDim>(p, stream); });
 }
 
 template <class T, class Params>
@@ -34,21 +37,14 @@ bool delta_takes_chunks(const BackwardParams& p) {
          (!p.residual.data || in_chunks(p, p.residual, p.value_dim));
 }
 
-template <class S>
-Error run_backward_mma(const BackwardParams& p, Stream stream) {
-  if (Error error = delta_takes_chunks(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
-    return error;
-  const int64_t dim = larger(p.head_dim, p.value_dim);
-  if (dim <= 64) return launch_backward_mma<S, 64>(p, stream);
-  if (dim <= 128) return launch_backward_mma<S, 128>(p, stream);
-  return launch_backward_mma<S, 256>(p, stream);
-}
-
 // The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
-  if (Error error =
-          p.query.dtype == DType::bf16 ? run_backward_mma<BFloat16>(p, stream) : run_backward_mma<Half>(p, stream))
-    return error;
+  const auto run = [&]<class S, int kDim>() -> Error {
+    if (Error error = delta_takes_chunks(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
+      return error;
+    return launch_backward_mma<S, kDim>(p, stream);
+  };
+  if (Error error = with_mma(p, run)) return error;
   if (!p.mask_is_shared) return nullptr;
   BackwardParams only_mask = p;
   only_mask.grad_query.data = only_mask.grad_key.data = only_mask.grad_value.data = nullptr;

@@ -17,7 +17,7 @@
 namespace attn::cuda {
 
 // What the backward knows of a row.
-struct alignas(16) RowStatistics {
+struct alignas(16) BackwardRow {
   float logsumexp, logsumexp_low;  // as a pair; +inf for a row that attends to no key: its weights are 0
   float delta;
   uint32_t head_number;  // of dropout's counters
@@ -32,7 +32,7 @@ struct alignas(8) Pair {
 template <int kRows, bool kHasMask>
 struct BackwardRows {
   RowTile<kRows> rows;
-  RowStatistics of_row[kRows];
+  BackwardRow of_row[kRows];
   int64_t in_mask[kHasMask ? kRows : 1];  // where it begins in the mask
 };
 
@@ -53,7 +53,7 @@ struct BackwardMma {
   static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
   static constexpr int kStages = 2;  // of the tiles that it does not own: one is used while the next is copied
-  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr float kLog2E = static_cast<float>(cuda::kLog2E);
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
@@ -94,11 +94,11 @@ struct BackwardMma {
     shared.grad_output_data = static_cast<const S*>(p.grad_output.data) + batch_offset(p, p.grad_output, n);
     if (p.has_mask) {
       shared.mask_base = batch_offset(p, p.mask, n);
-      shared.mask_in_pairs = mask_in_pairs(p);
+      shared.mask_in_pairs = mask_in_units(p, 2);
     }
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     // What rounding changes in the slope of exponents is changed in the logsumexp too: large scores cancel.
-    shared.exponent_per_score = slope() == 0 ? double{kLog2E} : double{exponent_slope()} / slope();
+    if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
   // The same, for the group of heads that begins with `head`.
   __device__ void set_heads(int64_t head) {
@@ -174,8 +174,8 @@ struct BackwardMma {
   // Of the row of a tile that this thread reads and stores, if there is one. Read early, as that takes long, and stored
   // when it is there.
   static_assert(kRows <= kMmaThreads);
-  __device__ __forceinline__ RowStatistics read_row(int64_t number, int count) const {
-    RowStatistics row;
+  __device__ __forceinline__ BackwardRow read_row(int64_t number, int count) const {
+    BackwardRow row;
     const int i = thread_index();
     if (i >= kRows) return row;
     const int64_t r = shared.first_row + number + RowTile<kRows>::last_repeated(i, count);
@@ -186,7 +186,7 @@ struct BackwardMma {
     return row;
   }
   // Followed by a barrier.
-  __device__ __forceinline__ void store_row(Rows& rows, Row first, int count, RowStatistics row) const {
+  __device__ __forceinline__ void store_row(Rows& rows, Row first, int count, BackwardRow row) const {
     const int i = thread_index();
     if (i >= kRows) return;
     rows.rows.set(i, row_after(p, first, RowTile<kRows>::last_repeated(i, count)));
@@ -236,7 +236,7 @@ struct BackwardMma {
         const int count = count_of(tile);
         wait_for_copies<0>();
         tile = first_shown_rows(visible_from(after(tile, kOther)));  // these are there, those before have been read
-        RowStatistics next;
+        BackwardRow next;
         if (tile.number < p.rows()) {
           load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, tile.first, count_of(tile));
           commit_copies();
@@ -551,14 +551,14 @@ Error launch_gradient_mma(const BackwardParams& p, Stream stream) {
     return launch<typename BackwardMma<S, kDim, kOf, kGeneral>::Shared>(
         backward_mma<S, kDim, kOf, kGeneral>, p, backward_mma_tasks<kOf>(p), kMmaThreads, stream);
   };
-  return p.has_mask || p.has_dropout ? run.template operator()<true>() : run.template operator()<false>();
+  return is_general(p) ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream) {
   if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared))
     if (Error error = launch_gradient_mma<S, kDim, MmaGradient::query>(p, stream)) return error;
-  BackwardParams of_key = p, of_value = p;  // where one block can't have both
+  BackwardParams of_key = p, of_value = p;  // for blocks that compute one of the two
   of_key.grad_value.data = of_value.grad_key.data = nullptr;
   if constexpr (kDim <= 128) {
     constexpr auto kBoth = MmaGradient::key_and_value;

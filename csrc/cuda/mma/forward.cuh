@@ -15,7 +15,7 @@ template <class S, int kDim, int kTiles, bool kGeneral>
 struct ForwardMma {
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
-  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr float kLog2E = static_cast<float>(cuda::kLog2E);
   static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory; else there is none left for that
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
   static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
@@ -59,9 +59,9 @@ struct ForwardMma {
     if (!p.has_mask) return;
     s.mask_base = batch_offset(p, p.mask, n);
     if (kCopiesMask)
-      s.mask_in_chunks = mask_in_chunks(p);
+      s.mask_in_chunks = mask_in_units(p, 16 / mask_number_bytes(p));
     else
-      s.mask_in_pairs = mask_in_pairs(p);
+      s.mask_in_pairs = mask_in_units(p, 2);
   }
 
   // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
@@ -77,8 +77,8 @@ struct ForwardMma {
   __device__ __forceinline__ void load_value(int64_t key, int keys) {
     load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
   }
-  // Where registers are fewest, the address of each row is a product of its own: what it would be the sum of would have
-  // to stay in registers.
+  // Where registers are fewest, the address of each row is a product of its own: a sum would keep the
+  // row before it in registers.
   template <class Tile>
   __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
                                             int64_t cols) {
@@ -254,9 +254,10 @@ struct ForwardMma {
         Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
     if (task.all_visible(key, kKeys)) return;
+    // Asks anew for the sequence: read from shared memory, it would need a register more than there are (head_dim 128).
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-      Fragments::hide_keys(x[t], row(MmaThread(), t), p, task.sequence, shared.rows, kRows, key);
+      Fragments::hide_keys(x[t], row(MmaThread(), t), p, sequence_of(p, task.n), shared.rows, kRows, key);
   }
 
   // What a number that make_scores() leaves is multiplied by, so that it is a score.

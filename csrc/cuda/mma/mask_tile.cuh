@@ -6,17 +6,6 @@
 
 namespace attn::cuda {
 
-// Of a mask that is boolean or of 16 bits.
-__device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
-
-// Whether the rows of a mask may be copied 16 bytes at a time.
-__device__ inline bool mask_in_chunks(const Problem& p) {
-  const Operand& x = p.mask;
-  int64_t offsets = x.head | x.row;
-  for (int d = 0; d < p.batch_dims; ++d) offsets |= x.batch[d];
-  return x.col == 1 && offsets * mask_number_bytes(p) % 16 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
-}
-
 // [kRows, kKeys] of a mask that is boolean or of the type S. A warp copies the 16 kTiles rows of its own scores and is
 // the only one that reads them, so that no other one has to be waited for. kKeepsThread: registers may keep, from one
 // tile to the next, what is computed from a thread's number.
@@ -66,7 +55,7 @@ struct MaskTile {
   };
 
   // Starts to copy what belongs to the keys from `key` on, of which there are `keys`; what is beyond repeats the last
-  // one. Row i begins at in_mask[i], and its numbers are `stride` apart. in_chunks: see mask_in_chunks(). A lane may
+  // one. Row i begins at in_mask[i], and its numbers are `stride` apart. in_chunks: see mask_in_units(). A lane may
   // look at what it has copied itself after commit_copies() and wait_for_copies(), the warp after a barrier.
   template <class Number>
   __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_chunks, int64_t key,
@@ -124,7 +113,7 @@ struct MaskTile {
       }
       return some != 0;
     };
-#pragma unroll 1  // as the first pair often does
+#pragma unroll 1  // the first pair often shows some: the others are then not read
     for (int k = 0; k < Share<Number>::kPairs; ++k)
       if (pair_shows_some(k)) return true;
     return false;

@@ -9,13 +9,16 @@
 
 namespace attn::cuda {
 
-// Whether two neighbours along the keys, of which the first is even, may be read at once.
-__device__ inline bool mask_in_pairs(const Problem& p) {
+// Of a mask that is boolean or of 16 bits.
+__device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
+
+// Says whether `count` neighbours along the keys may be read at once from every multiple of `count` on.
+__device__ inline bool mask_in_units(const Problem& p, int count) {
   const Operand& x = p.mask;
-  int64_t odd = x.head | x.row;
-  for (int d = 0; d < p.batch_dims; ++d) odd |= x.batch[d];
-  const uintptr_t bytes = x.dtype == DType::boolean ? 2 : 4;
-  return x.col == 1 && odd % 2 == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
+  int64_t offsets = x.head | x.row;
+  for (int d = 0; d < p.batch_dims; ++d) offsets |= x.batch[d];
+  return x.col == 1 && offsets % count == 0 &&
+         reinterpret_cast<uintptr_t>(x.data) % (count * mask_number_bytes(p)) == 0;
 }
 
 // Calls f.template operator()<Number>(): uint8_t, what the numbers of a boolean mask look like, or else uint16_t.
@@ -55,7 +58,7 @@ struct ScoresMma {
   // `Number`, here and below: see with_mask_number().
 
   // Reads it, all at once, of a tile that begins with `key` and has `keys` of them: what is beyond repeats the last
-  // one. Row i begins offset(i) elements behind its data. in_pairs: see mask_in_pairs().
+  // one. Row i begins offset(i) elements behind its data. in_pairs: see mask_in_units().
   template <class Number, class Offset>
   static __device__ __forceinline__ void read_mask(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
                                                    int keys, Offset offset) {

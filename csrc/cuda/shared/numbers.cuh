@@ -6,10 +6,16 @@
 
 namespace attn::cuda {
 
+constexpr double kLog2E = 1.4426950408889634074;
+
 template <class T>
 __device__ __forceinline__ T infinity() {
   return static_cast<T>(HUGE_VALF);
 }
+
+// Returns the larger number; passes over a NaN in `x`, whose weight will be NaN. One instruction.
+__device__ __forceinline__ float max_number(float x, float best) { return fmaxf(x, best); }
+__device__ __forceinline__ double max_number(double x, double best) { return fmax(x, best); }
 
 // Number `index` of an operand, not boolean. A kernel that computes in double meets no 16-bit numbers. The dtype is
 // looked at for each number and not once outside of a loop: the loop is compiled once, the loads are predicated.

@@ -99,11 +99,17 @@ struct Task {
     const int64_t row_tasks = p.row_tasks();
     const int64_t row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task;
     number /= row_tasks;
-    split = number % p.splits;
-    number /= p.splits;
+    if constexpr (requires { p.splits; }) {
+      split = number % p.splits;
+      number /= p.splits;
+    }
     set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
-    const int64_t first = in_tiles(visible_keys(p, sequence, {0, sequence.queries}), tile).first;  // of all splits
-    set_keys(p, first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split, tile);
+    if constexpr (requires { p.splits; }) {
+      const int64_t first = in_tiles(visible_keys(p, sequence, {0, sequence.queries}), tile).first;  // of all splits
+      set_keys(p, first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split, tile);
+    } else {
+      set_keys(p, 0, sequence.keys, tile);
+    }
   }
 };
 

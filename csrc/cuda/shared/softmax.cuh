@@ -17,10 +17,6 @@ __device__ inline void store_logsumexp(T* pair, T maximum, T maximum_low, T sum)
   pair[1] = sum == 0 || !finite ? 0 : low + maximum_low;
 }
 
-// The larger number; a NaN in `x` is passed over, as its weight will be NaN. One instruction.
-__device__ __forceinline__ float max_number(float x, float best) { return fmaxf(x, best); }
-__device__ __forceinline__ double max_number(double x, double best) { return fmax(x, best); }
-
 // What exp() is shifted by: a row without any key so far has weights exp(-inf - 0) = 0.
 template <class T>
 __device__ __forceinline__ T shift_of(T maximum) {

@@ -8,13 +8,24 @@
 
 #include <type_traits>
 
-#include "cuda/kernels.h"
-#include "cuda/launch.cuh"
 #include "cuda/simt/scores.cuh"
 
 namespace attn::cuda {
 
 enum class Gradient { query, key, value, mask };
+
+// Parts of a gradient that blocks own, for every kCols columns.
+template <Gradient kOf, class Params>
+ATTN_INLINE constexpr int64_t gradient_tasks(const Params& p) {
+  if (kOf == Gradient::mask) return p.mask_tasks();
+  if (kOf == Gradient::query) return p.batch * p.groups() * divide_up(p.rows(), kSimtTile);
+  return p.batch * (kOf == Gradient::key ? p.key_heads : p.value_heads) * divide_up(p.keys, kSimtTile);
+}
+template <Gradient kOf, class Params>
+ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
+  if (kOf == Gradient::mask) return 1;
+  return kOf == Gradient::value ? p.value_dim : p.head_dim;
+}
 
 // delta = <G, O + residual>, of 64 rows, summed in the order in which these kernels sum <G, V>: where a row attends to
 // one key only, O is that V, and dP - delta is then exactly 0. For SecondParams also its derivative, <G, tO>.
@@ -60,7 +71,16 @@ struct DeltaSimt {
     return sums[0] + sums[1];
   }
 
-  __device__ void run() {
+  ATTN_INLINE static constexpr int64_t blocks(const Params& p) { return gradient_tasks<Gradient::query>(p); }
+  __device__ void run(int64_t number) {
+    if (threadIdx.x == 0) {
+      const int64_t row_tasks = divide_up(p.rows(), kSimtTile);
+      const int64_t row = number % row_tasks * kSimtTile, group = number / row_tasks;
+      const int64_t n = group / p.groups(), head = group % p.groups() * p.group;
+      shared.task.set_rows(p, n, head, row, smaller(kSimtTile, p.rows() - row));
+      shared.grad_output_base = batch_offset(p, p.grad_output, n);
+    }
+    __syncthreads();
     shared.rows.set(p, shared.task.row_at(p), shared.task.rows);
     write(p.delta, dot(p.output, p.residual));
     if constexpr (std::is_same_v<Params, SecondParams>)
@@ -376,7 +396,12 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     return true;
   }
 
-  __device__ void run(int64_t task_number) {
+  ATTN_INLINE static constexpr int64_t blocks(const Params& p) {
+    return gradient_tasks<kOf>(p) * divide_up(gradient_cols<kOf>(p), kCols);
+  }
+  __device__ void run(int64_t number) {
+    const int64_t tasks = gradient_tasks<kOf>(p), task_number = number % tasks;
+    if (threadIdx.x == 0) shared.first_col = number / tasks * kCols;
     if constexpr (kOf == Gradient::query)
       run_query(task_number);
     else if constexpr (kOf == Gradient::mask)
@@ -386,65 +411,16 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   }
 };
 
-// Parts of a gradient that blocks own, for every kCols columns.
-template <Gradient kOf, class Params>
-__host__ __device__ int64_t gradient_tasks(const Params& p) {
-  if (kOf == Gradient::mask) return p.mask_tasks();
-  if (kOf == Gradient::query) return p.batch * p.groups() * divide_up(p.rows(), kSimtTile);
-  return p.batch * (kOf == Gradient::key ? p.key_heads : p.value_heads) * divide_up(p.keys, kSimtTile);
-}
-template <Gradient kOf, class Params>
-__host__ __device__ int64_t gradient_cols(const Params& p) {
-  if (kOf == Gradient::mask) return 1;
-  return kOf == Gradient::value ? p.value_dim : p.head_dim;
-}
-
-template <class T, class Params>
-__global__ void __launch_bounds__(kSimtThreads, 2) delta_simt(const __grid_constant__ Params p) {
-  using Kernel = DeltaSimt<T, Params>;
-  const int64_t row_tasks = divide_up(p.rows(), kSimtTile);
-  const int64_t number = block_number();
-  if (number >= gradient_tasks<Gradient::query>(p)) return;
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
-  if (threadIdx.x == 0) {
-    const int64_t row = number % row_tasks * kSimtTile, group = number / row_tasks;
-    const int64_t n = group / p.groups(), head = group % p.groups() * p.group;
-    shared.task.set_rows(p, n, head, row, smaller(kSimtTile, p.rows() - row));
-    shared.grad_output_base = batch_offset(p, p.grad_output, n);
-  }
-  __syncthreads();
-  Kernel{p, shared}.run();
-}
-
-template <class T, class Params, Gradient kOf, int kCols>
-__global__ void __launch_bounds__(kSimtThreads, 2) gradient_simt(const __grid_constant__ Params p) {
-  using Kernel = GradientSimt<T, Params, kOf, kCols>;
-  const int64_t number = block_number(), tasks = gradient_tasks<kOf>(p);
-  if (number >= tasks * divide_up(gradient_cols<kOf>(p), kCols)) return;
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
-  if (threadIdx.x == 0) shared.first_col = number / tasks * kCols;
-  Kernel(p, shared).run(number % tasks);
-}
-
-template <class T, Gradient kOf, int kCols, class Params>
-Error launch_gradient_simt_of(const Params& p, Stream stream) {
-  const int64_t blocks = gradient_tasks<kOf>(p) * divide_up(gradient_cols<kOf>(p), kCols);
-  return launch<typename GradientSimt<T, Params, kOf, kCols>::Shared>(gradient_simt<T, Params, kOf, kCols>, p, blocks,
-                                                                      kSimtThreads, stream);
-}
-
 template <class T, Gradient kOf, class Params>
 Error launch_gradient_simt(const Operand& to, const Params& p, Stream stream) {
   if (!to.data || gradient_cols<kOf>(p) == 0) return nullptr;
-  if constexpr (sizeof(T) == 4 && kOf != Gradient::mask)
-    if (gradient_cols<kOf>(p) > 64) return launch_gradient_simt_of<T, kOf, 128>(p, stream);
-  return launch_gradient_simt_of<T, kOf, 64>(p, stream);
+  return with_cols<T>(gradient_cols<kOf>(p),
+                      [&]<int kCols>() { return launch_simt<GradientSimt<T, Params, kOf, kCols>>(p, stream); });
 }
 
 template <class T, class Params>
 Error launch_delta_simt(const Params& p, Stream stream) {
-  return launch<typename DeltaSimt<T, Params>::Shared>(delta_simt<T, Params>, p, gradient_tasks<Gradient::query>(p),
-                                                       kSimtThreads, stream);
+  return launch_simt<DeltaSimt<T, Params>>(p, stream);
 }
 
 template <class T, class Params>

@@ -3,8 +3,6 @@
 // tile raises m, what was accumulated before is multiplied by exp(m_old - m_new).
 #pragma once
 
-#include "cuda/kernels.h"
-#include "cuda/launch.cuh"
 #include "cuda/simt/scores.cuh"
 
 namespace attn::cuda {
@@ -22,14 +20,17 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
   };
 
   Shared& shared;
-  const int64_t first_col;  // of the output
+  int64_t first_col = 0;  // of the output
   typename Base::Sums output = {};
 
-  __device__ ForwardSimt(const ForwardParams& p, Shared& shared, int64_t first_col)
-      : Base(p, shared), shared(shared), first_col(first_col) {}
+  __device__ ForwardSimt(const ForwardParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
-  __device__ void run() {
-    this->set_rows();
+  ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) {
+    return p.tasks() * larger(1, divide_up(p.value_dim, kValueCols));
+  }
+  __device__ void run(int64_t number) {
+    first_col = number / p.tasks() * kValueCols;
+    this->set_task(number % p.tasks());
     for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {
       shared.maximum[i] = -infinity<T>();
       shared.sum[i] = 0;
@@ -60,14 +61,12 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
       T best = old;
 #pragma unroll
       for (T score : x[i]) best = max_number(score, best);
-#pragma unroll
-      for (int lanes = 1; lanes < 16; lanes *= 2) best = max_number(__shfl_xor_sync(~0u, best, lanes), best);
+      best = max_over_x(best);
       const T shift = shift_of(best);
       T total = 0;
 #pragma unroll
       for (T& score : x[i]) total += score = exp(score - shift);
-#pragma unroll
-      for (int lanes = 1; lanes < 16; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
+      total = sum_over_x(total);
       const T correction = exp(old - shift);
       if (thread.x == 0) {  // all of the row have read: the shuffles have brought them together
         shared.maximum[row] = best;
@@ -102,33 +101,9 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
   }
 };
 
-template <class T, int kValueCols>
-__global__ void __launch_bounds__(kSimtThreads, 2) forward_simt(const __grid_constant__ ForwardParams p) {
-  using Kernel = ForwardSimt<T, kValueCols>;
-  const int64_t number = block_number(), tasks = p.tasks();
-  const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));
-  if (number >= tasks * passes) return;
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
-  if (threadIdx.x == 0) {
-    shared.task.set(p, number % tasks, kSimtTile);
-    Kernel::set_bases(p, shared);
-  }
-  __syncthreads();
-  Kernel(p, shared, number / tasks * kValueCols).run();
-}
-
-template <class T, int kValueCols>
-Error launch_forward_simt_of(const ForwardParams& p, Stream stream) {
-  const int64_t passes = larger(1, divide_up(p.value_dim, kValueCols));
-  return launch<typename ForwardSimt<T, kValueCols>::Shared>(forward_simt<T, kValueCols>, p, p.tasks() * passes,
-                                                             kSimtThreads, stream);
-}
-
 template <class T>
 Error launch_forward_simt(const ForwardParams& p, Stream stream) {
-  if constexpr (sizeof(T) == 4)
-    if (p.value_dim > 64) return launch_forward_simt_of<T, 128>(p, stream);
-  return launch_forward_simt_of<T, 64>(p, stream);
+  return with_cols<T>(p.value_dim, [&]<int kCols>() { return launch_simt<ForwardSimt<T, kCols>>(p, stream); });
 }
 
 }  // namespace attn::cuda

@@ -1,4 +1,5 @@
-// The splits of the keys put together: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
+// Puts the splits of the keys together, a warp a row, which reads each partial output once and, for every 32 columns,
+// computes the weights of all splits anew: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
 #pragma once
 
 #include "cuda/kernels.h"
@@ -25,37 +26,25 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   }
   const T shift = shift_of(best_high);
   const auto weight = [&](int64_t s) { return exp((part(s)[0] - shift) + (part(s)[1] - best_low)); };
-  // Calls f(split, its weight) in order: of 32 splits each lane computes one weight, for all columns of the row.
-  const auto each = [&](auto f) {
-    for (int64_t first = 0; first < p.splits; first += 32) {
-      const int count = static_cast<int>(smaller(32, p.splits - first));
-      const T mine = lane < count ? weight(first + lane) : 0;
-      for (int l = 0; l < count; ++l) f(first + l, __shfl_sync(~0u, mine, l));
-    }
-  };
   T sum = 0;
-  each([&](int64_t, T w) { sum += w; });
+  for (int64_t s = 0; s < p.splits; ++s) sum += weight(s);
 
   const Row row = row_of_number(p, r);
   const auto offset_in = [&](const Operand& x) {
     return batch_offset(p, x, row.n) + row.head * x.head + row.position * x.row;
   };
   const int64_t output_at = offset_in(p.output), residual_at = offset_in(p.residual);
-  for (int64_t first_col = 0; first_col < p.value_dim; first_col += 32) {
-    const int64_t d = first_col + lane;
-    const bool inside = d < p.value_dim;
+  for (int64_t d = lane; d < p.value_dim; d += 32) {
     T total = 0;
-    each([&](int64_t s, T w) {  // the output is 0 where it saw no key
-      if (inside && w != 0) total += w * static_cast<const T*>(p.partial_output)[(s * all_rows + r) * p.value_dim + d];
-    });
-    if (!inside) continue;
+    for (int64_t s = 0; s < p.splits; ++s) {
+      const T w = weight(s);  // 0 where the split saw no key
+      if (w != 0) total += w * static_cast<const T*>(p.partial_output)[(s * all_rows + r) * p.value_dim + d];
+    }
     const T exact = sum == 0 ? 0 : total / sum;
     const T stored = store_rounded(p.output.data, p.output.dtype, output_at + d * p.output.col, exact);
     if (p.residual.data) static_cast<float*>(p.residual.data)[residual_at + d * p.residual.col] = exact - stored;
   }
-  if (p.logsumexp && lane == 0) {
-    store_logsumexp(static_cast<T*>(p.logsumexp) + 2 * r, shift, best_low, sum);
-  }
+  if (p.logsumexp && lane == 0) store_logsumexp(static_cast<T*>(p.logsumexp) + 2 * r, shift, best_low, sum);
 }
 
 template <class T>

@@ -70,6 +70,15 @@ struct ScoresSimt {
     shared.value_base = batch_offset(p, p.value, task.n) + task.value_head * p.value.head;
     shared.mask_base = p.has_mask ? batch_offset(p, p.mask, task.n) : 0;
   }
+  // Sets all of task `number` of a kernel that passes over keys. Called by all threads, followed by a barrier.
+  __device__ void set_task(int64_t number) {
+    if (threadIdx.x == 0) {
+      shared_scores.task.set(p, number, kSimtTile);
+      set_bases(p, shared_scores);
+    }
+    __syncthreads();
+    set_rows();
+  }
   // Called by all threads after that barrier, followed by another.
   __device__ void set_rows() {
     shared_scores.rows.set(p, task.row_at(p), task.rows);

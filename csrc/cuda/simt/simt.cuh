@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/kernels.h"
+#include "cuda/launch.cuh"
 #include "cuda/shared/rows.cuh"
 
 namespace attn::cuda {
@@ -113,6 +114,38 @@ __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64
   base += first_col * x.col;
   fill_tile(tile, kSimtStride<T>, kSimtDepth<T>, kSimtTile, cols - first_col, rows, x.col <= 1,
             [&](int d, int i) { return read<T>(x, base + offset(i) + d * x.col); });
+}
+
+// Adds up, or finds the largest of, what the 16 threads with the same rows have.
+template <class T>
+__device__ __forceinline__ T sum_over_x(T x) {
+#pragma unroll
+  for (int lanes = 1; lanes < 16; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
+  return x;
+}
+template <class T>
+__device__ __forceinline__ T max_over_x(T x) {
+#pragma unroll
+  for (int lanes = 1; lanes < 16; lanes *= 2) x = max_number(__shfl_xor_sync(~0u, x, lanes), x);
+  return x;
+}
+
+// Runs a kernel of kSimtThreads threads a block: Kernel::blocks(p) says how many blocks, run(number) does one's work.
+template <class Kernel, class Params>
+__global__ void __launch_bounds__(kSimtThreads, 2) simt_kernel(const __grid_constant__ Params p) {
+  const int64_t number = block_number();
+  if (number < Kernel::blocks(p)) Kernel{p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())}.run(number);
+}
+template <class Kernel, class Params>
+Error launch_simt(const Params& p, Stream stream) {
+  return launch<typename Kernel::Shared>(simt_kernel<Kernel, Params>, p, Kernel::blocks(p), kSimtThreads, stream);
+}
+// Calls f.template operator()<kCols>(), the columns of a result for whose sums a thread has registers.
+template <class T, class F>
+Error with_cols(int64_t cols, F f) {
+  if constexpr (sizeof(T) == 4)
+    if (cols > 64) return f.template operator()<128>();
+  return f.template operator()<64>();
 }
 
 // 0 in place of infinities and NaNs.

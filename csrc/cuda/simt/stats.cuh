@@ -2,28 +2,10 @@
 // and the two passes of cpu/kernels/stats.inl. Nothing is added by atomic operations: equal calls give equal bits.
 #pragma once
 
-#include "cuda/kernels.h"
-#include "cuda/launch.cuh"
 #include "cuda/simt/scores.cuh"
 #include "core/statistics.h"
 
 namespace attn::cuda {
-
-constexpr double kLog2E = 1.4426950408889634074;
-
-// A sum, or the largest number, over the 16 threads that have the same rows or keys.
-template <class T>
-__device__ __forceinline__ T sum_over_x(T x) {
-#pragma unroll
-  for (int lanes = 1; lanes < 16; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
-  return x;
-}
-template <class T>
-__device__ __forceinline__ T max_over_x(T x) {
-#pragma unroll
-  for (int lanes = 1; lanes < 16; lanes *= 2) x = max_number(__shfl_xor_sync(~0u, x, lanes), x);
-  return x;
-}
 
 // Both parts of a row together.
 template <class T>
@@ -50,8 +32,9 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
 
   __device__ RowStatsSimt(const StatsParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
-  __device__ void run() {
-    this->set_rows();
+  ATTN_INLINE static constexpr int64_t blocks(const StatsParams& p) { return p.tasks(); }
+  __device__ void run(int64_t number) {
+    this->set_task(number);
     for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) shared.row[i] = {-infinity<T>(), 0, 0, 0};
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
@@ -118,6 +101,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
 
   __device__ KeyStatsSimt(const StatsParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
+  ATTN_INLINE static constexpr int64_t blocks(const StatsParams& p) { return p.key_tasks(); }
   __device__ void run(int64_t number) {
     const int64_t chunk = number % p.chunks;
     number /= p.chunks;
@@ -182,28 +166,6 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
   }
 };
 
-template <class T>
-__global__ void __launch_bounds__(kSimtThreads, 2) row_stats_simt(const __grid_constant__ StatsParams p) {
-  using Kernel = RowStatsSimt<T>;
-  const int64_t number = block_number();
-  if (number >= p.tasks()) return;
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
-  if (threadIdx.x == 0) {
-    shared.task.set(p, number, kSimtTile);
-    Kernel::set_bases(p, shared);
-  }
-  __syncthreads();
-  Kernel(p, shared).run();
-}
-
-template <class T>
-__global__ void __launch_bounds__(kSimtThreads, 2) key_stats_simt(const __grid_constant__ StatsParams p) {
-  using Kernel = KeyStatsSimt<T>;
-  const int64_t number = block_number();
-  if (number >= p.key_tasks()) return;
-  Kernel(p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())).run(number);
-}
-
 // Puts the splits of a row together and writes what comes out; a thread a row.
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_constant__ StatsParams p) {
@@ -236,11 +198,9 @@ Error launch_stats_simt(const StatsParams& p, Stream stream) {
   const auto launch_flat = [&](void (*kernel)(StatsParams), int64_t numbers) {
     return launch<Nothing>(kernel, p, divide_up(numbers, kSimtThreads), kSimtThreads, stream);
   };
-  using Rows = typename RowStatsSimt<T>::Shared;
-  using Keys = typename KeyStatsSimt<T>::Shared;
-  if (Error error = launch<Rows>(row_stats_simt<T>, p, p.tasks(), kSimtThreads, stream)) return error;
+  if (Error error = launch_simt<RowStatsSimt<T>>(p, stream)) return error;
   if (Error error = launch_flat(finish_row_stats<T>, number_of_rows(p))) return error;
-  if (Error error = launch<Keys>(key_stats_simt<T>, p, p.key_tasks(), kSimtThreads, stream)) return error;
+  if (Error error = launch_simt<KeyStatsSimt<T>>(p, stream)) return error;
   return p.chunks == 1 ? nullptr : launch_flat(add_received<T>, p.batch * p.heads * p.keys);
 }
 

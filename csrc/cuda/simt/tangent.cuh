@@ -2,8 +2,6 @@
 // names are used here.
 #pragma once
 
-#include "cuda/kernels.h"
-#include "cuda/launch.cuh"
 #include "cuda/simt/scores.cuh"
 
 namespace attn::cuda {
@@ -28,29 +26,22 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
   };
 
   Shared& shared;
-  const int64_t first_col;  // of the output
+  int64_t first_col = 0;  // of the output
   Sums sum = {};
 
-  // Called by one thread, followed by a barrier.
-  __device__ static void set(const TangentParams& p, Shared& shared, int64_t number) {
-    Task& task = shared.task;
-    const int64_t row_tasks = p.row_tasks();
-    const int64_t row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task, group = number / row_tasks;
-    task.set_rows(p, group / p.groups(), group % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
-    task.set_keys(p, 0, p.keys, kSimtTile);
-    Base::set_bases(p, shared);
-    shared.tangent_base.set(p, task);
-  }
-
-  __device__ TangentSimt(const TangentParams& p, Shared& shared, int64_t first_col)
-      : Base(p, shared), shared(shared), first_col(first_col) {}
+  __device__ TangentSimt(const TangentParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
   __device__ __forceinline__ int64_t number_of(int row) const {
     return row_number(p, task.n, shared.rows.head[row], shared.rows.position[row]);
   }
 
-  __device__ void run() {
-    this->set_rows();
+  ATTN_INLINE static constexpr int64_t blocks(const TangentParams& p) {
+    return p.tasks() * larger(1, divide_up(p.value_dim, kCols));
+  }
+  __device__ void run(int64_t number) {
+    first_col = number / p.tasks() * kCols;
+    this->set_task(number % p.tasks());
+    if (threadIdx.x == 0) shared.tangent_base.set(p, task);
     for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {  // the rows that this thread has set
       const T* pair = static_cast<const T*>(p.logsumexp) + 2 * number_of(i);
       const bool empty = pair[0] == -infinity<T>();
@@ -85,12 +76,6 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     write();
   }
 
-  static __device__ __forceinline__ T sum_of_row(T x) {
-#pragma unroll
-    for (int lanes = 1; lanes < 16; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
-    return x;
-  }
-
   // tx becomes P (tx - r); adds up c - r. P is in shared memory; by selection, nothing of a masked key comes through.
   __device__ __forceinline__ void differentiate_weights(Scores& tangent) {
     const SimtThread thread;
@@ -105,8 +90,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
         total += weight;
         mean += weight == 0 ? 0 : weight * tangent[i][j];
       }
-      total = sum_of_row(total);
-      mean = sum_of_row(mean);
+      total = sum_over_x(total);
+      mean = sum_over_x(mean);
       const bool begins = !old.has_shift && total > 0;
       const T shift = begins ? mean / total : old.shift;
       T shifted_sum = 0;
@@ -115,7 +100,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
         const T weight = this->weight(row, thread.col(j));
         shifted_sum += tangent[i][j] = weight == 0 ? 0 : weight * (tangent[i][j] - shift);
       }
-      shifted_sum = sum_of_row(shifted_sum);
+      shifted_sum = sum_over_x(shifted_sum);
       if (thread.x == 0) {  // all of the row have read: the shuffles have brought them together
         shared.row[row].shift = shift;
         shared.row[row].shifted_sum = old.shifted_sum + shifted_sum;
@@ -161,29 +146,9 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
   }
 };
 
-template <class T, int kCols>
-__global__ void __launch_bounds__(kSimtThreads, 2) tangent_simt(const __grid_constant__ TangentParams p) {
-  using Kernel = TangentSimt<T, kCols>;
-  const int64_t number = block_number(), tasks = p.tasks();
-  if (number >= tasks * larger(1, divide_up(p.value_dim, kCols))) return;
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
-  if (threadIdx.x == 0) Kernel::set(p, shared, number % tasks);
-  __syncthreads();
-  Kernel(p, shared, number / tasks * kCols).run();
-}
-
-template <class T, int kCols>
-Error launch_tangent_simt_of(const TangentParams& p, Stream stream) {
-  const int64_t passes = larger(1, divide_up(p.value_dim, kCols));
-  return launch<typename TangentSimt<T, kCols>::Shared>(tangent_simt<T, kCols>, p, p.tasks() * passes, kSimtThreads,
-                                                        stream);
-}
-
 template <class T>
 Error launch_tangent_simt(const TangentParams& p, Stream stream) {
-  if constexpr (sizeof(T) == 4)
-    if (p.value_dim > 64) return launch_tangent_simt_of<T, 128>(p, stream);
-  return launch_tangent_simt_of<T, 64>(p, stream);
+  return with_cols<T>(p.value_dim, [&]<int kCols>() { return launch_simt<TangentSimt<T, kCols>>(p, stream); });
 }
 
 }  // namespace attn::cuda
