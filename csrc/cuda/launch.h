@@ -30,20 +30,25 @@ ATTN_INLINE constexpr bool in_chunks(const Problem& p, const Operand& x, int64_t
   return aligned && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
-// Cuts the work into blocks for a device with so many multiprocessors: the fields of ForwardParams that say how. The
-// caller then allocates the partial results.
+// Every plan_*() and launch_*() is given a Problem that is complete: sizes, `group` and `span`, operands on the current
+// device. Launches return before the kernels have run and allocate nothing.
+
+// Sets rows_per_task, splits and keys_per_split for a device with so many multiprocessors. If splits > 1, the caller
+// then allocates partial_output and partial_logsumexp.
 void plan_forward(ForwardParams& p, int64_t multiprocessors);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
 
-// The caller allocates `delta` (and `tangent_delta`) before.
+// Need `delta` allocated, and for launch_second() `tangent_delta`: both are written here. For a mask that scores share
+// the fields mask_* are set.
 [[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
 [[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
 
+// Sets rows_per_task.
 void plan_tangent(TangentParams& p);
 [[nodiscard]] Error launch_tangent(const TangentParams& p, Stream stream);
 
-// Cuts the work of both passes. The caller then allocates the partial results.
+// Sets how both passes are cut. The caller then allocates `partial`, `pairs` and, if chunks > 1, partial_received.
 void plan_stats(StatsParams& p, int64_t multiprocessors);
 [[nodiscard]] Error launch_stats(const StatsParams& p, Stream stream);
 

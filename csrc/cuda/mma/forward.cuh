@@ -1,6 +1,7 @@
-// The forward of forward_simt.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256, in the shape of
+// Computes the forward where uses_mma() says so: bfloat16 and float16 on tensor cores, up to head_dim 256, like
 // FlashAttention-2 (Dao, 2023): a warp owns rows, their weights stay in registers between the two products.
-// Of K and V one tile is in use while the other's copy is under way.
+// K and V are read once per kRows rows: 128, or 64 above head_dim 128, as many as registers hold sums for. A tile of 64
+// keys is in use while one of values is copied, and the other way round: with the rows they fill shared memory.
 #pragma once
 
 #include "cuda/kernels.h"

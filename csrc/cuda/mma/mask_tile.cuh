@@ -1,4 +1,5 @@
-// The forward's tile of a mask in shared memory, which takes no registers while it is under way.
+// Keeps the forward's tile of a mask in shared memory, which takes no registers while it is copied. Above head_dim 128
+// query, key and value take 96 of 99 KiB: its 8 do not fit, and ScoresMma::read_mask() reads masks to registers.
 #pragma once
 
 #include "cuda/mma/scores.cuh"

@@ -1,6 +1,7 @@
-// O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Dao et al.,
-// FlashAttention, 2022), for every dtype and any head_dim. Per row the running maximum m and sum l are kept; when a
-// tile raises m, what was accumulated before is multiplied by exp(m_old - m_new).
+// Computes O = softmax(scale Q K^T + mask) V where uses_mma() refuses, tile by tile with the online softmax (Milakov &
+// Gimelshein, 2018; Dao et al., FlashAttention, 2022). A block owns 64 rows, reads K and V once and, for every 128
+// columns of the output, K once more. Per row the running maximum m and sum l are kept; when a tile raises m, what was
+// accumulated before is multiplied by exp(m_old - m_new).
 #pragma once
 
 #include "cuda/simt/scores.cuh"

@@ -1,4 +1,5 @@
-// Statistics of the scores of every row and the weight that every key receives, with plain multiply-adds: statistics.h,
+// Computes statistics of the scores of every row and the weight that every key receives, for every dtype, with plain
+// multiply-adds; each pass computes all scores once: statistics.h,
 // and the two passes of cpu/kernels/stats.inl. Nothing is added by atomic operations: equal calls give equal bits.
 #pragma once
 

@@ -1,4 +1,5 @@
-// J t, the derivative of the output along a direction, with plain multiply-adds: the formulas of cpu/kernels/tangent.inl, whose
+// Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds, in one pass
+// over the keys a block of 64 rows, per 64 or 128 columns: the formulas of cpu/kernels/tangent.inl, whose
 // names are used here.
 #pragma once
 
