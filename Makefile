@@ -44,12 +44,12 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 lesson: $(INSTALLED) $(LIBRARY) ## what attention computes and why it is scaled, as a page of pictures: out/lesson.html
 	@$(BIN)/python -m examples.lesson
 
-test: $(INSTALLED) $(LIBRARY) ## the tests once per instruction set, within 10 minutes on two cores
+test: $(INSTALLED) $(LIBRARY) ## the tier "quick" of the tests: minutes on two cores
 	@$(PYTEST) --tiers quick tests
 
 # ONLY: options of pytest that choose some of the tests, such as ONLY="--tiers rest,slow", those that `make test` leaves out.
 SANITIZE = $(BIN)/python -m tests.sanitize
-test-all: $(INSTALLED) $(LIBRARY) ## all tests, some 14,000, and sanitize: half an hour to an hour
+test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, and sanitize: half an hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
 

@@ -268,3 +268,49 @@ CASES = [
     # where the built-in is lucky (test_opinfo.py)
     Case((2, 3, 19, 8), (2, 3, 70, 8), (2, 3, 70, 8), (1, 1), "-inf", options={"is_causal": True}),
 ]
+
+
+# One of each kind of argument; small, because gradcheck perturbs every number. A floating mask
+# wants a gradient.
+B, H, L, S, E = 2, 2, 2, 3, 2
+Q, K = (H, L, E), (H, S, E)
+CAUSAL: dict[str, Any] = {"is_causal": True}
+GQA: dict[str, Any] = {"enable_gqa": True}
+DROPOUT: dict[str, Any] = {"dropout_p": 0.4}
+F64 = torch.float64
+SMALL = {
+    "plain": Case(Q, K, K, None, "", F64),
+    "causal, L < S": Case(Q, K, K, None, "", F64, CAUSAL),
+    "causal, L > S": Case((H, 4, E), K, K, None, "", F64, CAUSAL),
+    "larger value": Case(Q, K, (H, S, 3), None, "", F64),
+    "smaller value": Case(Q, K, (H, S, 1), None, "", F64, CAUSAL),
+    "negative scale": Case(Q, K, K, None, "", F64, {"scale": -0.3}),
+    "zero scale": Case(Q, K, K, None, "", F64, {"scale": 0.0}),
+    "bool mask": Case(Q, K, K, (H, L, S), "bool", F64),
+    "bool mask of keys": Case(Q, K, K, (1, S), "bool", F64, CAUSAL),
+    "mask": Case((B, *Q), (B, *K), (B, *K), (B, H, L, S), "float", F64),
+    "mask with -inf": Case(Q, K, K, (L, S), "-inf", F64),
+    "mask and causal": Case(Q, K, K, (H, L, S), "float", F64, CAUSAL),
+    "mask of a head": Case(Q, K, K, (1, L, S), "float", F64),
+    "mask of keys": Case(Q, K, K, (1, S), "float", F64),
+    "mask of keys of a sample": Case((B, *Q), (B, *K), (B, *K), (B, 1, 1, S), "float", F64),
+    "mask of queries": Case(Q, K, K, (L, 1), "float", F64),
+    "mask of all heads": Case((B, *Q), (B, *K), (B, *K), (B, 1, L, 1), "float", F64),
+    "one number a head": Case(Q, K, K, (H, 1, 1), "float", F64),
+    "one number as mask": Case(Q, K, K, (1, 1), "float", F64),
+    "grouped heads": Case((4, L, E), K, K, (4, 1, S), "float", F64, GQA),
+    "one key head": Case(Q, (1, S, E), (1, S, E), None, "", F64, GQA | CAUSAL),
+    "more value heads": Case((4, L, E), (1, S, E), K, None, "", F64, GQA),
+    "more key heads": Case((4, L, E), K, (1, S, E), (1, S), "float", F64, GQA),
+    "2-D": Case((L, E), (S, E), (S, E), (L, S), "float", F64),
+    "5-D": Case((2, 1, *Q), (2, 1, *K), (2, 1, *K), (2, 1, 1, L, S), "float", F64),
+    "broadcast query": Case((1, *Q), (B, *K), (B, *K), (L, S), "float", F64),
+    "broadcast key": Case((B, *Q), (1, *K), (B, *K), None, "", F64, CAUSAL),
+    "broadcast heads": Case((1, L, E), K, (1, S, E), (H, L, S), "float", F64),
+    "broadcast value": Case((B, 1, *Q), (2, *K), K, None, "", F64),
+    "one key": Case(Q, (H, 1, E), (H, 1, E), (L, 1), "float", F64),
+    "dropout": Case(Q, K, K, (1, S), "float", F64, DROPOUT),
+    "dropout and all else": Case(
+        (4, L, E), K, (1, S, 3), (4, 1, S), "-inf", F64, DROPOUT | CAUSAL | GQA | {"scale": 0.5}
+    ),
+}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_attn
+from _cases import SMALL
+from _operators import OPERATORS, arguments
 from helpers import (
-    INF,
     SEED,
     Inputs,
     assert_same_bits,
@@ -23,63 +25,6 @@ from helpers import (
 
 TENSORS = Inputs._fields
 SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TENSORS, n)]
-
-# One of each kind of argument; small, because gradcheck perturbs every number.
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "causal, L < S": ({}, {"is_causal": True}),
-    "causal, L > S": ({"L": 5, "S": 3}, {"is_causal": True}),
-    "value size": ({"Ev": 5}, {}),
-    "scale": ({}, {"scale": 0.7}),
-    "negative scale": ({}, {"scale": -0.3}),
-    "zero scale": ({}, {"scale": 0.0}),
-    "bool mask": ({"mask": (3, 4), "kind": "bool"}, {}),
-    "mask": ({"mask": (2, 2, 3, 4)}, {}),
-    "mask and causal": ({"mask": (3, 4)}, {"is_causal": True}),
-    "mask with -inf": ({"mask": (3, 4), "kind": "-inf"}, {}),
-    "mask of a key": ({"mask": (1, 4)}, {}),
-    "mask of a query": ({"mask": (2, 1, 3, 1)}, {}),
-    "mask of a head": ({"mask": (2, 1, 1)}, {}),
-    "one number as mask": ({"mask": (1, 1)}, {}),
-    "grouped heads": ({"heads": (4, 2, 2), "mask": (4, 1, 4)}, {"enable_gqa": True}),
-    "one key head": ({"heads": (2, 1, 1)}, {"enable_gqa": True, "is_causal": True}),
-    "unequal groups": ({"heads": (4, 1, 2)}, {"enable_gqa": True}),
-    "3-D": ({"batch": ()}, {}),
-    "5-D": ({"batch": (2, 1), "mask": (2, 1, 1, 3, 4)}, {}),
-    "one key": ({"S": 1}, {}),
-    "dropout": ({}, {"dropout_p": 0.4}),
-    "dropout and all else": (
-        {"heads": (4, 2, 1), "mask": (4, 1, 4), "Ev": 3},
-        {"dropout_p": 0.3, "is_causal": True, "enable_gqa": True, "scale": 0.5},
-    ),
-}  # fmt: skip
-
-
-def make_kind(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Inputs, dict[str, Any]]:
-    sizes, options = KINDS[kind]
-    inputs = make_inputs(**{"L": 3, "S": 4, "E": 2, "heads": 2, "dtype": dtype, **sizes})
-    if inputs.attn_mask is not None:  # a fully masked row, too
-        inputs.attn_mask[..., :1, :] = False if sizes.get("kind") == "bool" else -INF
-    return inputs, options
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind: str) -> None:
-    inputs, options = make_kind(kind)
-    if inputs.attn_mask is not None and inputs.attn_mask.is_floating_point():
-        # -inf has no finite difference: it stays, whatever is added to the rest.
-        hidden = inputs.attn_mask == -INF
-        inputs = inputs._replace(attn_mask=inputs.attn_mask.masked_fill(hidden, 0))
-    else:
-        hidden = None
-
-    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        torch.manual_seed(SEED)
-        mask = mask if hidden is None else mask.masked_fill(hidden, -INF)
-        return torch_attn.sdpa(query, key, value, mask, **options)
-
-    assert torch.autograd.gradcheck(function, tuple(inputs.require_grad()))
 
 
 class BackwardCalls(TorchDispatchMode):
@@ -191,51 +136,33 @@ def test_hooks_and_checkpoint() -> None:
         assert torch.equal(leaf.grad, expected.grad)
 
 
-def opcheck_samples() -> list[Any]:
-    return [
-        pytest.param(kind, grad, id=f"{kind}{', gradients' * grad}")
-        for kind in KINDS
-        for grad in (False, True)
-    ]
+def make_small(name: str, dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, Any]]:
+    case = dataclasses.replace(SMALL[name], dtype=dtype)
+    return case.inputs(), case.options
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("kind", "grad"), opcheck_samples())
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights", "_sdpa_forward"])
-def test_opcheck(name: str, kind: str, grad: bool) -> None:
-    inputs, options = make_kind(kind, torch.float32)
-    operator = getattr(torch.ops.attn, name).default
-    tensors = inputs.require_grad() if grad and name != "_sdpa_forward" else inputs
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, (torch.float32, torch.bfloat16)[i % 2]) for i, case in enumerate(SMALL)],
+)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name: str, case: str, dtype: torch.dtype) -> None:
+    """Of those with a derivative also with gradients asked for; the statistics have none."""
+    inputs, options = make_small(case, dtype)
+    positional, keywords = arguments(name, inputs, **options)
     # Two runs of dropout differ, so that what compares two runs is left out.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     deterministic = (*utilities, "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        operator,
-        tuple(tensors),
-        options,
-        test_utils=utilities if options.get("dropout_p") else deterministic,
-    )
-
-
-def backward_arguments(inputs: Inputs, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What autograd passes to the backward operator."""
-    saved = torch.ops.attn._sdpa_forward(*inputs, **options)
-    mask = inputs.attn_mask
-    positional = (
-        *[torch.randn_like(saved[0]), *inputs, *saved],
-        *[options.pop("dropout_p", 0.0), options.pop("is_causal", False)],
-    )
-    wanted = [True, True, True, mask is not None and mask.is_floating_point()]
-    keywords = {"scale": None, "enable_gqa": False, **options, "grad_input_mask": wanted}
-    return positional, keywords
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("kind", KINDS)
-def test_opcheck_backward(kind: str) -> None:
-    inputs, options = make_kind(kind, torch.float32)
-    positional, keywords = backward_arguments(inputs, **options)
-    torch.library.opcheck(torch.ops.attn._sdpa_backward.default, positional, keywords)
+    draws = options.get("dropout_p") and name in ("sdpa", "sdpa_with_weights", "_sdpa_forward")
+    operator = getattr(torch.ops.attn, name).default
+    used = utilities if draws else deterministic
+    torch.library.opcheck(operator, tuple(positional), keywords, test_utils=used)
+    if not name.startswith("_"):
+        leaves = tuple(Inputs(*positional).require_grad()[: len(positional)])
+        # This one asks for gradients of all results.
+        used = utilities if name == "sdpa_stats" else used
+        torch.library.opcheck(operator, leaves, keywords, test_utils=used)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights", "_sdpa_forward", "_sdpa_backward"])
@@ -260,11 +187,11 @@ def test_schema_is_the_builtins() -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("kind", ["plain", "mask and causal", "unequal groups", "bool mask"])
+@pytest.mark.parametrize("kind", ["plain", "mask and causal", "more value heads", "bool mask"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(kind: str, dynamic: bool) -> None:
     """One graph, forward and backward; the same bits as without."""
-    inputs, options = make_kind(kind, torch.float32)
+    inputs, options = make_small(kind)
 
     def function(*tensors: Tensor) -> Tensor:
         return torch_attn.sdpa(*tensors, **options)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 
 import torch_attn
-from _cases import Case
+from _cases import CAUSAL, GQA, SMALL, Case
+from _operators import arguments
 from _second_order import (
     F64,
     Sdpa,
@@ -42,49 +43,6 @@ from torch_attn import reference
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 TENSORS = Inputs._fields
-CAUSAL: dict[str, Any] = {"is_causal": True}
-GQA: dict[str, Any] = {"enable_gqa": True}
-DROPOUT: dict[str, Any] = {"dropout_p": 0.4}
-
-# Small, because gradcheck perturbs every number. A floating mask wants a gradient.
-B, H, L, S, E = 2, 2, 2, 3, 2
-Q, K = (H, L, E), (H, S, E)
-SMALL = {
-    "plain": Case(Q, K, K, None, "", F64),
-    "causal, L < S": Case(Q, K, K, None, "", F64, CAUSAL),
-    "causal, L > S": Case((H, 4, E), K, K, None, "", F64, CAUSAL),
-    "larger value": Case(Q, K, (H, S, 3), None, "", F64),
-    "smaller value": Case(Q, K, (H, S, 1), None, "", F64, CAUSAL),
-    "negative scale": Case(Q, K, K, None, "", F64, {"scale": -0.3}),
-    "zero scale": Case(Q, K, K, None, "", F64, {"scale": 0.0}),
-    "bool mask": Case(Q, K, K, (H, L, S), "bool", F64),
-    "bool mask of keys": Case(Q, K, K, (1, S), "bool", F64, CAUSAL),
-    "mask": Case((B, *Q), (B, *K), (B, *K), (B, H, L, S), "float", F64),
-    "mask with -inf": Case(Q, K, K, (L, S), "-inf", F64),
-    "mask and causal": Case(Q, K, K, (H, L, S), "float", F64, CAUSAL),
-    "mask of a head": Case(Q, K, K, (1, L, S), "float", F64),
-    "mask of keys": Case(Q, K, K, (1, S), "float", F64),
-    "mask of keys of a sample": Case((B, *Q), (B, *K), (B, *K), (B, 1, 1, S), "float", F64),
-    "mask of queries": Case(Q, K, K, (L, 1), "float", F64),
-    "mask of all heads": Case((B, *Q), (B, *K), (B, *K), (B, 1, L, 1), "float", F64),
-    "one number a head": Case(Q, K, K, (H, 1, 1), "float", F64),
-    "one number as mask": Case(Q, K, K, (1, 1), "float", F64),
-    "grouped heads": Case((4, L, E), K, K, (4, 1, S), "float", F64, GQA),
-    "one key head": Case(Q, (1, S, E), (1, S, E), None, "", F64, GQA | CAUSAL),
-    "more value heads": Case((4, L, E), (1, S, E), K, None, "", F64, GQA),
-    "more key heads": Case((4, L, E), K, (1, S, E), (1, S), "float", F64, GQA),
-    "2-D": Case((L, E), (S, E), (S, E), (L, S), "float", F64),
-    "5-D": Case((2, 1, *Q), (2, 1, *K), (2, 1, *K), (2, 1, 1, L, S), "float", F64),
-    "broadcast query": Case((1, *Q), (B, *K), (B, *K), (L, S), "float", F64),
-    "broadcast key": Case((B, *Q), (1, *K), (B, *K), None, "", F64, CAUSAL),
-    "broadcast heads": Case((1, L, E), K, (1, S, E), (H, L, S), "float", F64),
-    "broadcast value": Case((B, 1, *Q), (2, *K), K, None, "", F64),
-    "one key": Case(Q, (H, 1, E), (H, 1, E), (L, 1), "float", F64),
-    "dropout": Case(Q, K, K, (1, S), "float", F64, DROPOUT),
-    "dropout and all else": Case(
-        (4, L, E), K, (1, S, 3), (4, 1, S), "-inf", F64, DROPOUT | CAUSAL | GQA | {"scale": 0.5}
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -399,41 +357,13 @@ def test_changed_tensor_is_noticed() -> None:
             torch.autograd.grad(sum(g.sum() for g in gradients), x)
 
 
-def operator_arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What autograd passes to `_sdpa_tangent` or `_sdpa_second`."""
-    output, *saved = torch.ops.attn._sdpa_forward(*x, **options)
-    dropout_p, is_causal = (
-        options.pop(n, d) for n, d in (("dropout_p", 0.0), ("is_causal", False))
-    )
-    keywords = {"scale": None, "enable_gqa": False, **options}
-    positional = [*x, output, *saved, *directions(x)]
-    if name == "_sdpa_second":
-        moved = torch.ops.attn._sdpa_tangent(*positional, dropout_p, is_causal, **keywords)
-        positional = [torch.randn_like(output), *positional, *moved]
-        keywords["grad_input_mask"] = [t is not None and t.is_floating_point() for t in x]
-    return [*positional, dropout_p, is_causal], keywords
-
-
-OPERATORS = ["_sdpa_tangent", "_sdpa_second"]
-
-
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", [*list(SMALL)[::3], "dropout and all else"])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(name: str, case: str, dtype: torch.dtype) -> None:
-    x = SMALL[case].inputs().map(lambda t: t.to(dtype) if t.is_floating_point() else t)
-    arguments, keywords = operator_arguments(name, x, **SMALL[case].options)
-    torch.library.opcheck(getattr(torch.ops.attn, name).default, tuple(arguments), keywords)
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", ["_sdpa_tangent", "_sdpa_second"])
 def test_a_direction_that_does_not_fit_is_an_error(name: str) -> None:
-    arguments, keywords = operator_arguments(name, make_inputs(5, 7, mask=(5, 7)))
+    positional, keywords = arguments(name, make_inputs(5, 7, mask=(5, 7)))
     names = [a.name for a in getattr(torch.ops.attn, name).default._schema.arguments]
     for argument in ("tangent_query", "tangent_key", "tangent_value", "tangent_mask", "logsumexp"):
-        wrong = list(arguments)
+        wrong = list(positional)
         wrong[names.index(argument)] = wrong[names.index(argument)][..., :3, :]
         with pytest.raises(RuntimeError, match=argument):
             getattr(torch.ops.attn, name)(*wrong, **keywords)

@@ -9,6 +9,7 @@ import torch
 
 import torch_attn
 from _cases import LENGTHS
+from _memory import GuardedMemory, LargestAllocation, resident
 from _second_order import (
     directions,
     double_backward,
@@ -24,7 +25,7 @@ from helpers import (
     in_fresh_process,
     make_inputs,
 )
-from test_memory import OPTIONS, GuardedMemory, LargestAllocation, make_option, resident
+from test_memory import OPTIONS, make_option
 
 # of PyTorch's, by its own forward mode
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -27,8 +27,9 @@ from torch.func import (
 )
 
 import torch_attn
+from _cases import SMALL
 from helpers import SEED, Inputs, make_inputs
-from test_derivatives import SMALL, differentiable
+from test_derivatives import differentiable
 from torch_attn import reference
 
 pytestmark = [

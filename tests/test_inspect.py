@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 import torch_attn
-from test_memory import LargestAllocation
+from _memory import LargestAllocation
 from torch_attn import reference
 
 EPSILON = torch.finfo(torch.float32).eps

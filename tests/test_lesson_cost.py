@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from _memory import LargestAllocation
 from examples.lesson import cost, threads
-from test_memory import LargestAllocation
 
 
 @pytest.fixture(autouse=True)

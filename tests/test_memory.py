@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_attn
 from _cases import LENGTHS
+from _memory import GuardedMemory, LargestAllocation, resident
 from helpers import (
     CPU_CAPABILITIES,
     DTYPES,
@@ -53,22 +49,6 @@ def make_option(option: str, L: int, S: int, dtype: torch.dtype = torch.float32)
     return make_inputs(L, S, **sizes, dtype=dtype)
 
 
-class LargestAllocation(TorchDispatchMode):
-    """The largest number of elements of a storage that any operator gives back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.elements = max(self.elements, elements)
-        return result
-
-
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", OPTIONS)
@@ -102,12 +82,6 @@ def test_mask_of_all_scores(kind: str) -> None:
     with LargestAllocation() as largest:
         torch.autograd.grad(torch_attn.sdpa(*inputs).sum(), gradients)
     assert largest.elements < 512 * 512 // 2
-
-
-def resident(field: str) -> int:
-    """Bytes of resident memory, VmRSS now or VmHWM at most."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status).group(1))
 
 
 def peak_growth(option: str, lengths: tuple[int, ...]) -> list[int]:
@@ -146,26 +120,6 @@ def test_grouped_keys_are_not_expanded() -> None:
 
 
 # --- reads beyond the end -------------------------------------------------------------------------
-
-
-class GuardedMemory:
-    """Tensors with a forbidden page right after their last byte, or right before their first."""
-
-    def __init__(self, bytes_each: int, at_end: bool) -> None:
-        page = mmap.PAGESIZE
-        self.size = (bytes_each + page - 1) // page * page
-        self.at_end = at_end
-        self.map = mmap.mmap(-1, self.size + 2 * page)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        for forbidden in (self.address, self.address + page + self.size):
-            no_access = 0
-            assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(forbidden), page, no_access) == 0
-
-    def tensor(self, like: Tensor) -> Tensor:
-        count, page = like.numel(), mmap.PAGESIZE
-        start = self.size - count * like.element_size() if self.at_end else 0
-        flat = torch.frombuffer(self.map, dtype=like.dtype, count=count, offset=page + start)
-        return flat.view(like.shape).copy_(like)
 
 
 def run_guarded(capability: str, at_end: bool) -> int:

@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 
 import torch_attn
 from _accuracy import check_modules
+from _memory import LargestAllocation
 from helpers import INF, NAN, SEED
-from test_memory import LargestAllocation
 from torch_attn.nn import MultiheadAttention
 
 pytestmark = pytest.mark.usefixtures("device")

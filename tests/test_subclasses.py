@@ -18,8 +18,8 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_attn
+from _memory import LargestAllocation
 from helpers import Inputs, make_inputs
-from test_memory import LargestAllocation
 from torch_attn import reference
 
 pytestmark = [

@@ -524,7 +524,7 @@ def with_hidden(rng: random.Random, problem: Problem) -> Problem:
     if problem.mode != "forward" and values["attn_mask"] != "bool" and rng.random() < 0.7:
         wanted = tuple(dict.fromkeys((*wanted, "attn_mask")))
     elif values["attn_mask"] == "bool":
-        wanted = tuple(n for n in wanted if n != "attn_mask") or problem.wanted and ("query",)
+        wanted = tuple(n for n in wanted if n != "attn_mask") or (problem.wanted and ("query",))
     return dataclasses.replace(
         problem, dims=dims, values=values, wanted=wanted, hidden=True, dropout_p=0.0,
         mask_dtype=problem.mask_dtype if values["attn_mask"] != "bool" else "",
