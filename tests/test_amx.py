@@ -79,7 +79,7 @@ def test_tiles_are_configured_once_a_thread(library: Path, threads: int, backwar
 
 # A tile of A and one of B for every product would be two loads; a block of 2 x 2 needs one. Numbers
 # of several parts load fewer, as neighbouring products have a part in common: 10 loads for 16
-# products, and 14 for 24. O is loaded and stored once for 64 keys.
+# products, and 14 for 24. O is loaded and stored once for 128 keys.
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
     ("dtype", "products", "loads"), [("bfloat16", 1, 4), ("float16", 4, 10), ("float32", 6, 14)]
@@ -91,7 +91,7 @@ def test_tiles_are_loaded_no_more_than_needed(
     counts = counted(library, dtype, (1, 1, L, S, D))
     blocks = L // 32 * (S // 32)
     steps = 2 * blocks * (D // 32)  # of Q K^T and of P V: 2 x 2 tiles of C, 32 numbers deep
-    outputs = L // 32 * (S // 64) * (D // 32) * 4
+    outputs = L // 32 * (S // 128) * (D // 32) * 4
     first = L // 32 * (D // 32) * 4  # begin as 0
     assert counts["multiplied"] == 4 * products * steps
     assert counts["loaded"] <= loads * steps + outputs - first

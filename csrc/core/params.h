@@ -107,6 +107,8 @@ struct ForwardParams : Problem {
   void* partial_output = nullptr;
   void* partial_logsumexp = nullptr;
 
+  void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
+
   ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
   ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
 };

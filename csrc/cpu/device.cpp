@@ -93,6 +93,14 @@ void run_forward(ForwardParams& p, const Tensor& query) {
   const Tensor mask_tiles = look_at_mask(p, query);
 
   const ForwardKernels& k = kernels_for<&Kernels::forward>(p);
+  Tensor packed;
+  if (const int64_t bytes = k.packed_size(p)) {
+    packed = at::empty({bytes / static_cast<int64_t>(sizeof(float))}, query.options().dtype(at::kFloat));
+    p.packed = packed.mutable_data_ptr();
+    const int64_t heads = p.batch * std::max(p.key_heads, p.value_heads);
+    run_tasks(heads * divide_up(p.keys, kKeyTile), static_cast<double>(bytes), 0, {},
+              [&](int64_t task, char*) { k.pack(p, task); });
+  }
   const int64_t workspace = k.workspace(p);
   run_tasks(p.tasks(), 2 * product_flops(p) + kFlopsPerPair * pairs(p), workspace, k.on_thread,
             [&](int64_t task, char* own) { k.run(p, task, own); });

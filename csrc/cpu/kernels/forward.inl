@@ -197,9 +197,21 @@ struct Forward {
       }
     }
 
-    const Results<T> to(p, own.split);
-    for (int64_t t = 0; t < tiles; ++t) finish(p, b.states[t], to, b.x);
+    finish_task(p, own, b.states, tiles, b.x);
   }
+
+  static void finish_task(const ForwardParams& p, const RowTask& own, RowState* states, int64_t tiles, T* scratch) {
+    const Results<T> to(p, own.split);
+    for (int64_t t = 0; t < tiles; ++t) finish(p, states[t], to, scratch);
+  }
+
+  static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
+    merge_splits<T>(p, first, last, workspace);
+  }
+
+  // Tasks pack keys and values for themselves.
+  static int64_t packed_size(const ForwardParams&) { return 0; }
+  static void pack(const ForwardParams&, int64_t) {}
 
   // The workspace of run() and of merge().
   static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }

@@ -23,6 +23,7 @@ namespace attn::ATTN_ISA {
 // A KernelTable is told how a set multiplies by a struct, its Formats:
 //   takes(p)        whether it has a format that holds the factors of products, which may be rounded to p.factor_bits
 //   with(p, f)      calls f with that format
+//   ForwardLoop     the forward for a format
 //   kOnThread       what a thread does before its first task and after its last one
 //   kDecodes        whether the table also decodes: that reads every number once, so that products do not count
 //   falls_back_to   the table for all else; null where nothing is left
@@ -34,6 +35,8 @@ struct SinglesOnly {
   static ATTN_INLINE auto with(const Problem& p, Function f) {
     return p.query.dtype == DType::f64 ? f(Singles<double>()) : f(Singles<float>());
   }
+  template <class F>
+  using ForwardLoop = Forward<F>;
   static constexpr OnThread kOnThread = {};
   static constexpr bool kDecodes = true;
   static constexpr const Kernels* (*falls_back_to)() = nullptr;
@@ -44,8 +47,12 @@ template <class Formats>
 struct KernelTable {
   // The kernels of a format F. Tangents and second derivatives take only the scores from the format, which must be the
   // forward's.
-  template <class T, class K>
-  static constexpr ForwardKernels kForward = {K::workspace, K::run, merge_splits<T>, Formats::kOnThread};
+  template <class F, class Loop = typename Formats::template ForwardLoop<F>>
+  static constexpr ForwardKernels kForward = {Loop::workspace,   Loop::run,  Loop::merge,
+                                              Loop::packed_size, Loop::pack, Formats::kOnThread};
+  template <class T, class Loop = Forward<Singles<T>>>
+  static constexpr ForwardKernels kDecode = {Decode<T>::workspace, Decode<T>::run, Loop::merge,
+                                             Loop::packed_size,    Loop::pack,     Formats::kOnThread};
   template <class F, class K = Tangent<typename F::Number, F>>
   static constexpr TangentKernels kTangent = {K::workspace, K::run, Formats::kOnThread};
   template <class Params, class K>
@@ -58,10 +65,9 @@ struct KernelTable {
     if (!Formats::takes(p)) return nullptr;
     if (!Formats::kDecodes && Decode<float>::takes(p, Decode<float>::kRowsBesidePairs)) return nullptr;
     return Formats::with(p, [&]<class F>(F) {
-      using T = typename F::Number;
       if constexpr (Formats::kDecodes)
-        if (Decode<T>::takes(p)) return &kForward<T, Decode<T>>;
-      return &kForward<T, Forward<F>>;
+        if (Decode<typename F::Number>::takes(p)) return &kDecode<typename F::Number>;
+      return &kForward<F>;
     });
   }
   static const TangentKernels* tangent(const TangentParams& p) {

@@ -44,9 +44,10 @@ struct Bfloat16s {
     return rows % kStep == 0 && reinterpret_cast<uintptr_t>(block.data) % 64 == 0 && block.row % kLine == 0 &&
            block.row <= kFarApart;
   }
-  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld,
+                                   bool is_packed = false) {
     if (in_place(block, rows, cols)) return {reinterpret_cast<const float*>(block.data), block.row / kNumbers};
-    pack_along_columns(block, rows, cols, tile, ld);
+    if (!is_packed) pack_along_columns(block, rows, cols, tile, ld);
     return {tile, ld};
   }
   static void pack_along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {

@@ -49,9 +49,10 @@ struct Gemm<Tiles<kParts>> {
     tile_store<M * 2 - 2>(last, ld_last);
     if constexpr (N == 2) tile_store<M * 2 - 1>(last + kTile, ld_last);
   }
-  // C += A B
-  template <int M, int N>
-  static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb) {
+  // C += A B. Calls between() after each product of M x N tiles, for what the processor can do meanwhile.
+  template <int M, int N, class Function>
+  static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb,
+                                       Function between) {
     for (int64_t k = 0; k < K; k += kTile * kParts) {
 #pragma GCC unroll 6
       for (int i = 0; i < kCount; ++i) {
@@ -70,6 +71,7 @@ struct Gemm<Tiles<kParts>> {
           tile_multiply_add<2, 5, 6>();
           if constexpr (N == 2) tile_multiply_add<3, 5, 7>();
         }
+        between();
       }
     }
   }
@@ -97,7 +99,7 @@ struct Gemm<Tiles<kParts>> {
       if (has_edge) copy_edge(false);
       load<M, N>(c, ldc, last, ld_last);
     }
-    multiply_add<M, N>(K, a, lda, b, ldb);
+    multiply_add<M, N>(K, a, lda, b, ldb, [] {});
     store<M, N>(c, ldc, last, ld_last);
     if (has_edge) copy_edge(true);
   }
