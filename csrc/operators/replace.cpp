@@ -18,9 +18,23 @@ namespace {
 
 using at::Tensor;
 using c10::DispatchKey;
-using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(Inputs, PlainOptions)>;
 
-std::atomic<int64_t> switched_on = 0;  // how many times more than off
+// A call of the built-in, in the order of its schema: what attn's operators take besides does not change it.
+struct BuiltinCall {
+  Tensor query, key, value;
+  std::optional<Tensor> attn_mask;
+  double dropout_p;
+  bool is_causal;
+  std::optional<double> scale;
+  bool enable_gqa;
+
+  static auto fields(auto& c) {
+    return std::tie(c.query, c.key, c.value, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa);
+  }
+};
+using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(BuiltinCall)>;
+
+std::atomic<int64_t> switched_on = 0;  // times switched on minus times switched off
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
 std::atomic<int64_t> passed_on = 0;    // answered by the built-in while switched on
 
@@ -33,26 +47,25 @@ bool has_kernels(const Tensor& t) {
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
 // The kinds of tensors that attn::sdpa is for. Of these it refuses only what the built-in refuses as well, or should.
-bool serves(const Inputs& x) {
+bool serves(const BuiltinCall& x) {
   const auto dtype = x.query.scalar_type();
   return has_kernels(x.query) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
          (!x.attn_mask || is_dense(*x.attn_mask)) &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble);
 }
 
-Tensor sdpa_or_builtin(const Inputs& inputs, const PlainOptions& options) {
+Tensor sdpa_or_builtin(const BuiltinCall& call) {
   if (switched_on.load(std::memory_order_relaxed) > 0) {
-    if (serves(inputs)) {
+    if (serves(call)) {
       calls.fetch_add(1, std::memory_order_relaxed);
-      Inputs x = inputs;
-      if (x.attn_mask && x.attn_mask->dim() < 2) x.attn_mask = at::atleast_2d(*x.attn_mask);  // the built-in takes [S]
-      return SdpaOp::call(x, options);
+      auto mask = call.attn_mask;
+      if (mask && mask->dim() < 2) mask = at::atleast_2d(*mask);  // the built-in takes [S]
+      return SdpaOp::call({call.query, call.key, call.value, mask},
+                          {call.dropout_p, call.is_causal, call.scale, call.enable_gqa});
     }
     passed_on.fetch_add(1, std::memory_order_relaxed);
   }
-  return at::native::scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, inputs.attn_mask,
-                                                  options.dropout_p, options.is_causal, options.scale,
-                                                  options.enable_gqa);
+  return std::apply(at::native::scaled_dot_product_attention, fields_of(call));
 }
 
 torch::Library put_in_place(DispatchKey key) {
