@@ -1,5 +1,5 @@
-// Tensors that are not dense: the dispatcher finds no kernel for them and would say so without naming the argument. The
-// kernel here is the argument checker, which does.
+// Refuses tensors that are not dense by the argument checker, which names the argument: without a kernel for them the
+// dispatcher's own error would not.
 #include <torch/library.h>
 
 #include "operators/validate.h"
@@ -19,27 +19,19 @@ Statistics refuse_stats(const QueryAndKey& inputs, const ScoreOptions& options) 
   refuse_tensors(inputs.inputs(), options.options(), "query, key and attn_mask");
 }
 
-// sdpa_with_weights, which is composed of other operators, is found for all but nested tensors, and checks by itself.
-void refuse_all(torch::Library& m) {
-  m.impl("sdpa", SdpaOp::kernel<refuse<at::Tensor>>);
-  m.impl("_sdpa_forward", ForwardOp::kernel<refuse<Saved, std::optional<at::Tensor>>>);
-  m.impl("sdpa_stats", StatsOp::kernel<refuse_stats>);
-}
-void refuse_nested(torch::Library& m) {
-  refuse_all(m);
-  m.impl("sdpa_with_weights", WeightsOp::kernel<refuse<OutputAndWeights>>);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, SparseCPU, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(attn, SparseCUDA, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(attn, SparseCsrCPU, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(attn, SparseCsrCUDA, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(attn, QuantizedCPU, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(attn, QuantizedCUDA, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(attn, MkldnnCPU, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(attn, NestedTensorCPU, m) { refuse_nested(m); }
-TORCH_LIBRARY_IMPL(attn, NestedTensorCUDA, m) { refuse_nested(m); }
+TORCH_LIBRARY_FRAGMENT(attn, m) {
+  using enum c10::DispatchKey;
+  for (const auto key : {SparseCPU, SparseCUDA, SparseCsrCPU, SparseCsrCUDA, QuantizedCPU, QuantizedCUDA, MkldnnCPU,
+                         NestedTensorCPU, NestedTensorCUDA}) {
+    m.impl("sdpa", torch::dispatch(key, SdpaOp::kernel<refuse<at::Tensor>>));
+    m.impl("_sdpa_forward", torch::dispatch(key, ForwardOp::kernel<refuse<Saved, std::optional<at::Tensor>>>));
+    m.impl("sdpa_stats", torch::dispatch(key, StatsOp::kernel<refuse_stats>));
+    // sdpa_with_weights is composed of other operators: found for all but nested tensors, it checks by itself.
+    if (key == NestedTensorCPU || key == NestedTensorCUDA)
+      m.impl("sdpa_with_weights", torch::dispatch(key, WeightsOp::kernel<refuse<OutputAndWeights>>));
+  }
+}
 
 }  // namespace attn
