@@ -1,4 +1,5 @@
-// Autocast as for the built-in: floating arguments (also a floating mask) go to the autocast dtype, float64 stays.
+// Autocast as for the built-in: floating arguments (also a floating mask) go to the autocast dtype, float64 stays. Casts
+// the fields that are named here and no others: one that is to stay in float32 is simply not named.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -11,8 +12,13 @@ template <class Op, at::DeviceType device, c10::DispatchKey key, class Tensors, 
 auto cast_and_call(const Tensors& inputs, const Options& options) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
-  const auto cast = [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-  return Op::call(map_tensors(inputs, cast), options);
+  const auto cast = [&](auto& t) { t = at::autocast::cached_cast(dtype, t, device); };
+  Tensors x = inputs;
+  cast(x.query);
+  cast(x.key);
+  if constexpr (requires { x.value; }) cast(x.value);
+  cast(x.attn_mask);
+  return Op::call(x, options);
 }
 
 template <at::DeviceType device, c10::DispatchKey key>
