@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,8 +220,9 @@ def test_fully_masked_row_has_finite_gradients() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("which", [1, 2], ids=["weights", "scores"])
 @pytest.mark.parametrize("argument", ["query", "key"])
-def test_masked_nan_reaches_no_gradient(argument: str, which: int) -> None:
-    """Nor is one lost that is attended to: its row of weights, and their gradients, are NaN."""
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+def test_masked_number_reaches_no_gradient(number: float, argument: str, which: int) -> None:
+    """Nor is a NaN lost that is attended to: its row of weights, and their gradients, are NaN."""
     mask = torch.ones(5, 7, dtype=torch.bool)
     mask[:, 2] = False  # Key 2 is seen by no query,
     mask[1] = False  # and query 1 sees no key.
@@ -239,11 +241,39 @@ def test_masked_nan_reaches_no_gradient(argument: str, which: int) -> None:
         )
 
     hidden, seen = (1, 0) if argument == "query" else (2, 1)
-    expected, actual = gradients(hidden, 0), gradients(hidden, NAN)
+    expected, actual = gradients(hidden, 0), gradients(hidden, number)
     for name in expected:
         assert torch.equal(actual[name], expected[name]), name
     assert gradients(seen, NAN)["query"].isnan().any()
     assert gradients(seen, NAN)["key"][..., seen, :].isnan().all()
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("derive", ["second", "third"])
+@pytest.mark.parametrize("number", [NAN, INF])
+def test_hidden_key_reaches_no_higher_derivative(number: float, derive: str) -> None:
+    """Of the weights, whose gradient is differentiated; of sdpa, by the formulas for third ones."""
+    mask = torch.arange(7) < 5
+
+    def result(number: float) -> Tensor:
+        torch.manual_seed(SEED)
+        query, key, value, _ = make_inputs(5, 7, dtype=torch.float64)
+        key[..., 5:, :] = number
+
+        def gradient(query: Tensor) -> Tensor:
+            index = 1 if derive == "second" else 0
+            output = torch_attn.sdpa_with_weights(query, key, value, mask[None])[index]
+            return output.square().sum()
+
+        for _ in range(2 if derive == "second" else 3):
+            gradient = _squared(torch.func.grad(gradient))
+        return gradient(query)
+
+    assert torch.equal(result(number), result(0))
+
+
+def _squared(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x).square().sum()
 
 
 def test_a_kernel_serves_on_the_cpu() -> None:

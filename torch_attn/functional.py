@@ -124,8 +124,8 @@ def sdpa_with_weights(
     """:func:`sdpa` with the matrices it goes through, to look at or to train on.
 
     Arguments, errors and the output are those of :func:`sdpa`. The two matrices are L x S by
-    nature, so this takes memory O(L S). They are composed of PyTorch's own operators, so that every
-    derivative comes from them.
+    nature, so this takes memory O(L S). A kernel computes them on the CPU, PyTorch's own operators
+    elsewhere and for gradients through them, of any order.
 
     Returns:
         Three tensors, all differentiable:

@@ -203,10 +203,15 @@ void run_stats(StatsParams& p, const Tensor& query) {
 
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
-[[maybe_unused]] const Device* const registered = device_of_weights = &kCpu;
+WeightsAndScores weights(const Inputs& inputs, const PlainOptions& options) {
+  return compute_weights(kCpu, inputs, options);
+}
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, CPU, m) { register_kernels<kCpu>(m); }
+TORCH_LIBRARY_IMPL(attn, CPU, m) {
+  register_kernels<kCpu>(m);
+  m.impl("_sdpa_weights", WeightsKernelOp::kernel<weights>);
+}
 
 }  // namespace attn

@@ -20,6 +20,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include "operators/compat.h"
@@ -33,9 +34,12 @@ using torch::autograd::SavedVariable;
 using torch::autograd::set_history;
 using torch::autograd::variable_list;
 
-variable_list list(const Gradients& g) { return {g.query, g.key, g.value, g.attn_mask}; }
+template <Struct T>
+variable_list list(const T& tensors) {
+  return std::apply([](const auto&... t) { return variable_list{t...}; }, T::fields(tensors));
+}
 
-bool any(Wanted wanted) { return wanted[0] || wanted[1] || wanted[2] || wanted[3]; }
+bool any(const Wanted& wanted) { return std::ranges::count(wanted, true) > 0; }
 
 // Whether autograd records the call, given all its differentiable arguments. A struct stands for its fields.
 template <class... T>
@@ -65,7 +69,9 @@ std::optional<Tensor> tangent_of(const std::optional<Tensor>& t) {
   return is_dual(t) ? std::optional(t->_fw_grad(0)) : std::nullopt;
 }
 Direction tangent_of(const Inputs& x) {
-  return {tangent_of(x.query), tangent_of(x.key), tangent_of(x.value), tangent_of(x.attn_mask)};
+  Direction t;
+  for_each_field([](size_t, auto& tangent, const auto& primal) { tangent = tangent_of(primal); }, t, x);
+  return t;
 }
 
 Tensor primal_of(const Tensor& t) { return is_dual(t) ? t._fw_primal(0) : t; }
@@ -77,27 +83,25 @@ T primal_of(const T& tensors) {
 // ---------------------------------------------------------------------------------------------------------------
 // Reverse mode: the nodes of the graph.
 
-// A struct of tensors, as a node keeps it for the backward.
-template <Struct T>
+// A tensor or a struct of tensors, as a node keeps it for the backward.
+template <class T>
 class Kept {
  public:
-  // first_is_output: the first field is a result of the node itself.
-  void save(const T& tensors, bool first_is_output) {
+  // first_is_output: the first field is a result of the node itself, whose history is set.
+  void save(const T& tensors, bool first_is_output = false) {
     const auto save = [&](const auto& first, const auto&... others) {
       variables_ = {SavedVariable(first, first_is_output), SavedVariable(others, false)...};
     };
-    std::apply(save, T::fields(tensors));
+    std::apply(save, fields_of(tensors));
   }
-  // Takes pointer_to(node), where the first field may be a result of that node. An absent tensor stays absent.
-  T unpack(decltype(pointer_to(nullptr)) node = nullptr) const {
+  // Takes pointer_to() of the node that keeps it. An absent tensor stays absent.
+  T unpack(const decltype(pointer_to(nullptr))& node) const {
     T tensors;
-    size_t i = 0;
-    const auto unpack_next = [&](auto& field) {
-      Tensor t = variables_[i].unpack(i == 0 ? node : nullptr);
+    const auto unpack = [&](size_t i, auto& field) {
+      Tensor t = variables_[i].unpack(node);
       if (t.defined()) field = std::move(t);
-      ++i;
     };
-    std::apply([&](auto&... field) { (unpack_next(field), ...); }, T::fields(tensors));
+    for_each_field(unpack, tensors);
     return tensors;
   }
   void release() {
@@ -108,160 +112,184 @@ class Kept {
   std::array<SavedVariable, kFields<T>> variables_;
 };
 
-// What the nodes of all operators keep: the point, the forward's results there, the options.
+// The number of edges of an argument of type T, one for each field. Results of the forward have none: see above.
+template <class T>
+constexpr size_t kEdges = kFields<T>;
+template <>
+constexpr size_t kEdges<Saved> = 0;
+template <>
+constexpr size_t kEdges<TangentResults> = 0;
+
+// A node that keeps arguments of types T for the backward, with the options. Its edges are those of the arguments, in
+// this order.
 //
 // Several threads may run backward through one node at once, and the first one that has done so may release what the
 // node keeps. So apply() and release_variables() hold the node's mutex, in every node, as in the nodes that torch
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
+template <class... T>
 struct AttentionNode : torch::autograd::Node {
-  Kept<Inputs> point;
-  Kept<Saved> saved;
+  std::tuple<Kept<T>...> kept;
   PlainOptions options;
 
-  void save(const Inputs& x, const Saved& s, const PlainOptions& o, bool output_is_mine) {
-    point.save(x, false);
-    saved.save(s, output_is_mine);
-    options = o;
-  }
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    release();
-  }
-  virtual void release() {  // with the mutex held
-    point.release();
-    saved.release();
+    std::apply([](auto&... k) { (k.release(), ...); }, kept);
   }
 
-  // Which of the four inputs whose edges start at `first` want a gradient.
-  Wanted wanted(size_t first) const {
+  template <class A>
+  void save(const A& argument, bool first_is_output = false) {
+    std::get<Kept<A>>(kept).save(argument, first_is_output);
+  }
+  template <class A>
+  A unpack() {
+    return std::get<Kept<A>>(kept).unpack(pointer_to(this));
+  }
+
+  static variable_list no_gradients() { return variable_list((kEdges<T> + ...)); }
+
+  template <class A>
+  static constexpr size_t first_edge() {
+    size_t first = 0;
+    bool reached = false;
+    ((reached = reached || std::is_same_v<T, A>, first += reached ? 0 : kEdges<T>), ...);
+    return first;
+  }
+  // Which fields of A, which is Inputs or Direction, want a gradient.
+  template <class A>
+  Wanted wanted() const {
     Wanted w;
-    for (size_t i = 0; i < 4; ++i) w[i] = task_should_compute_output(first + i);
+    for (size_t i = 0; i < w.size(); ++i) w[i] = task_should_compute_output(first_edge<A>() + i);
     return w;
+  }
+  template <class A>
+  static void put(variable_list& result, const Gradients& of_argument) {
+    std::ranges::copy(list(of_argument), result.begin() + first_edge<A>());
+  }
+
+  // An argument whose gradient does not run through the history of another. What is asked for is decided by the edges:
+  // after torch.func.vjp has returned, its tensors no longer say that they require a gradient.
+  static Tensor alias(const Tensor& t) {
+    if (!t.defined()) return t;
+    Tensor same = t.view_as(t);
+    return same.requires_grad() || !same.is_floating_point() ? same : same.requires_grad_();
+  }
+  // The gradients of a formula's results with respect to all arguments, of which it was given aliases.
+  variable_list differentiate(const variable_list& results, const variable_list& grads, bool create_graph,
+                              const auto&... arguments) {
+    variable_list from, with, to, gradients = no_gradients();
+    for (size_t i = 0; i < results.size(); ++i)
+      if (grads[i].defined() && results[i].defined() && results[i].requires_grad()) {
+        from.push_back(results[i]);
+        with.push_back(grads[i]);
+      }
+    std::vector<size_t> edges;
+    size_t edge = 0;
+    const auto add = [&](const std::optional<Tensor>& input) {
+      if (input && input->defined() && task_should_compute_output(edge)) {
+        to.push_back(*input);
+        edges.push_back(edge);
+      }
+      ++edge;
+    };
+    std::apply([&](const auto&... input) { (add(input), ...); }, all_fields(arguments...));
+    if (from.empty() || to.empty()) return gradients;
+    const variable_list g = torch::autograd::grad(from, to, with, create_graph, create_graph, /*allow_unused=*/true);
+    for (size_t i = 0; i < g.size(); ++i) gradients[edges[i]] = g[i];
+    return gradients;
   }
 };
 
-// Edges in the order query, key, value, attn_mask.
-struct SdpaBackward : AttentionNode {
+// Makes a node with the edges of `arguments`, which it keeps.
+template <class N, class... A>
+auto record(const PlainOptions& options, const A&... arguments) {
+  auto node = make_node<N>();
+  node->set_next_edges(next_edges(arguments...));
+  (node->save(arguments), ...);
+  node->options = options;
+  return node;
+}
+
+struct SdpaBackward : AttentionNode<Inputs, Saved> {
   std::string name() const override { return "SdpaBackward"; }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined()) return variable_list(4);
-    return list(BackwardOp::call(grads[0], point.unpack(), saved.unpack(pointer_to(this)), options, wanted(0)));
+    if (!grads[0].defined()) return no_gradients();
+    return list(BackwardOp::call(grads[0], unpack<Inputs>(), unpack<Saved>(), options, wanted<Inputs>()));
   }
 };
 
-// Edges: grad_output, then the point.
-struct SdpaDoubleBackward : AttentionNode {
-  SavedVariable grad_output;
-
+// Keeps grad_output first, here and in SdpaSecondBackward.
+struct SdpaDoubleBackward : AttentionNode<Tensor, Inputs, Saved> {
   std::string name() const override { return "SdpaDoubleBackward"; }
-  void release() override {
-    AttentionNode::release();
-    grad_output.reset_data();
-  }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto if_defined = [](const Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; };
-    const Direction t{if_defined(grads[0]), if_defined(grads[1]), if_defined(grads[2]), if_defined(grads[3])};
-    variable_list result(5);
-    if (!t.query && !t.key && !t.value && !t.attn_mask) return result;
-    const Inputs x = point.unpack();
-    const Saved s = saved.unpack(pointer_to(this));
+    Direction t;
+    const auto set_if_defined = [&](size_t i, std::optional<Tensor>& tangent) {
+      if (grads[i].defined()) tangent = grads[i];
+    };
+    for_each_field(set_if_defined, t);
+    variable_list result = no_gradients();
+    if (std::ranges::none_of(grads, &Tensor::defined)) return result;
+    const Inputs x = unpack<Inputs>();
+    const Saved s = unpack<Saved>();
     const TangentResults tangent = TangentOp::call(x, s, t, options);
-    if (task_should_compute_output(0)) result[0] = tangent.output;
-    if (const Wanted w = wanted(1); any(w)) {
-      const variable_list h = list(SecondOp::call(grad_output.unpack(), x, s, t, tangent, options, w));
-      std::copy(h.begin(), h.end(), result.begin() + 1);
-    }
+    if (task_should_compute_output(first_edge<Tensor>())) result[first_edge<Tensor>()] = tangent.output;
+    if (const Wanted w = wanted<Inputs>(); any(w))
+      put<Inputs>(result, SecondOp::call(unpack<Tensor>(), x, s, t, tangent, options, w));
     return result;
   }
 };
 
-// Edges: the point, then the direction.
-struct SdpaTangentBackward : AttentionNode {
-  Kept<Direction> direction;
-  Kept<TangentResults> tangent;
-
+struct SdpaTangentBackward : AttentionNode<Inputs, Direction, Saved, TangentResults> {
   std::string name() const override { return "SdpaTangentBackward"; }
-  void release() override {
-    AttentionNode::release();
-    direction.release();
-    tangent.release();
-  }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(8);
+    variable_list result = no_gradients();
     if (!grads[0].defined()) return result;
-    const Inputs x = point.unpack();
-    const Saved s = saved.unpack(pointer_to(this));
-    if (const Wanted w = wanted(0); any(w)) {
-      const TangentResults r = tangent.unpack(pointer_to(this));
-      const variable_list h = list(SecondOp::call(grads[0], x, s, direction.unpack(), r, options, w));
-      std::copy(h.begin(), h.end(), result.begin());
-    }
-    if (const Wanted w = wanted(4); any(w)) {
-      const variable_list g = list(BackwardOp::call(grads[0], x, s, options, w));
-      std::copy(g.begin(), g.end(), result.begin() + 4);
-    }
+    const Inputs x = unpack<Inputs>();
+    const Saved s = unpack<Saved>();
+    if (const Wanted w = wanted<Inputs>(); any(w))
+      put<Inputs>(result, SecondOp::call(grads[0], x, s, unpack<Direction>(), unpack<TangentResults>(), options, w));
+    if (const Wanted w = wanted<Direction>(); any(w))
+      put<Direction>(result, BackwardOp::call(grads[0], x, s, options, w));
     return result;
   }
 };
 
-// Edges: grad_output, the point, the direction.
-struct SdpaSecondBackward : torch::autograd::Node {
-  SavedVariable grad_output;
-  Kept<Inputs> point;
-  Kept<Direction> direction;
-  PlainOptions options;
+// The engine, which formulas call, runs other nodes, which wait for mutexes of their own: so the two nodes from here on
+// hold the mutex only to unpack.
+struct SdpaSecondBackward : AttentionNode<Tensor, Inputs, Direction> {
   Wanted outputs;
 
   std::string name() const override { return "SdpaSecondBackward"; }
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    grad_output.reset_data();
-    point.release();
-    direction.release();
-  }
 
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);
-    // Aliases: the gradient with respect to one of these must not run through another's history. What is asked for is
-    // decided by the edges: after torch.func.vjp has returned, its tensors no longer say that they require a gradient.
-    const auto alias = [](const Tensor& t) {
-      if (!t.defined()) return t;
-      Tensor same = t.view_as(t);
-      return same.requires_grad() || !same.is_floating_point() ? same : same.requires_grad_();
-    };
     std::unique_lock<std::mutex> lock(mutex_);
-    const Tensor u = alias(grad_output.unpack());
-    const Inputs x = map_tensors(point.unpack(), alias);
-    const Direction t = map_tensors(direction.unpack(), alias);
-    lock.unlock();  // The engine, which is called below, runs other nodes, which wait for mutexes of their own.
-    const variable_list h = list(second_formula(u, x, t, options, outputs));
-    variable_list from, with, to;
-    for (size_t i = 0; i < 4; ++i)
-      if (grads[i].defined() && h[i].defined() && h[i].requires_grad()) {
-        from.push_back(h[i]);
-        with.push_back(grads[i]);
-      }
-    std::vector<size_t> edges;
-    const auto add = [&](size_t edge, const std::optional<Tensor>& input) {
-      if (!input || !input->defined() || !task_should_compute_output(edge)) return;
-      to.push_back(*input);
-      edges.push_back(edge);
-    };
-    size_t edge = 0;
-    std::apply([&](const auto&... input) { (add(edge++, input), ...); }, all_fields(u, x, t));
-    variable_list result(9);
-    if (from.empty() || to.empty()) return result;
-    const variable_list g = torch::autograd::grad(from, to, with, /*retain_graph=*/true, create_graph,
-                                                  /*allow_unused=*/true);
-    for (size_t i = 0; i < g.size(); ++i) result[edges[i]] = g[i];
-    return result;
+    const Tensor u = alias(unpack<Tensor>());
+    const Inputs x = map_tensors(unpack<Inputs>(), alias);
+    const Direction t = map_tensors(unpack<Direction>(), alias);
+    lock.unlock();
+    return differentiate(list(second_formula(u, x, t, options, outputs)), grads, create_graph, u, x, t);
+  }
+};
+
+// Few who ask for weights ask for a gradient through them, too: the backward computes them again, by the formula, which
+// is differentiable to any order.
+struct SdpaWeightsBackward : AttentionNode<Inputs> {
+  std::string name() const override { return "SdpaWeightsBackward"; }
+
+  variable_list apply(variable_list&& grads) override {
+    const bool create_graph = at::GradMode::is_enabled();
+    at::AutoGradMode enable(true);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const Inputs x = map_tensors(unpack<Inputs>(), alias);
+    lock.unlock();
+    return differentiate(list(weights_formula(x, options)), grads, create_graph, x);
   }
 };
 
@@ -271,7 +299,6 @@ constexpr const char* kNoDerivative =
     "attn::sdpa_stats: its results have no derivatives, and one was asked for; take the scores and weights of "
     "sdpa_with_weights, which have, or call sdpa_stats with query.detach() and key.detach()";
 
-// Edges: query, key, attn_mask.
 struct SdpaStatsBackward : torch::autograd::Node {
   std::string name() const override { return "SdpaStatsBackward"; }
 
@@ -299,10 +326,9 @@ Saved forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOpt
   Tensor tangent_output;
   if (is_dual(x)) tangent_output = TangentOp::call(primal_of(x), results, tangent_of(x), options).output;
   if (requires_grad(x)) {
-    auto node = make_node<SdpaBackward>();
-    node->set_next_edges(next_edges(x));
+    auto node = record<SdpaBackward>(options, x);
     set_history(results.output, node);
-    node->save(x, results, options, /*output_is_mine=*/true);
+    node->save(results, /*first_is_output=*/true);
   }
   if (tangent_output.defined()) results.output._set_fw_grad(tangent_output, /*level=*/0, /*is_inplace_op=*/false);
   return results;
@@ -311,12 +337,12 @@ Saved forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOpt
 Gradients backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Inputs& x, const Saved& s,
                             const PlainOptions& options, Wanted wanted) {
   Gradients results = below_autograd<BackwardOp>(keys, grad_output, x, s, options, wanted);
-  variable_list tangents(4);
+  Gradients tangents;
   const auto add = [&](const Gradients& more) {
-    for (size_t i = 0; const Tensor& t : list(more)) {
-      if (t.defined()) tangents[i] = tangents[i].defined() ? tangents[i] + t : t;
-      ++i;
-    }
+    const auto add_field = [](size_t, Tensor& sum, const Tensor& t) {
+      if (t.defined()) sum = sum.defined() ? sum + t : t;
+    };
+    for_each_field(add_field, tangents, more);
   };
   if (is_dual(grad_output))
     add(BackwardOp::call(*tangent_of(grad_output), primal_of(x), primal_of(s), options, wanted));
@@ -328,14 +354,14 @@ Gradients backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output,
     add(SecondOp::call(primal_of(grad_output), point, saved, direction, tangent, options, wanted));
   }
   if (requires_grad(grad_output, x)) {
-    auto node = make_node<SdpaDoubleBackward>();
-    node->set_next_edges(next_edges(grad_output, x));
-    node->save(x, s, options, /*output_is_mine=*/false);
-    node->grad_output = SavedVariable(grad_output, false);
+    auto node = record<SdpaDoubleBackward>(options, grad_output, x);
+    node->save(s);
     set_history(list(results), node);
   }
-  for (size_t i = 0; i < 4; ++i)
-    if (tangents[i].defined()) list(results)[i]._set_fw_grad(tangents[i], 0, false);
+  const auto make_dual = [](size_t, Tensor& primal, const Tensor& tangent) {
+    if (tangent.defined()) primal._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+  };
+  for_each_field(make_dual, results, tangents);
   return results;
 }
 
@@ -344,12 +370,10 @@ TangentResults tangent_autograd(c10::DispatchKeySet keys, const Inputs& x, const
   if (is_dual(x) || is_dual(t)) return tangent_formula(x, t, options);
   TangentResults results = below_autograd<TangentOp>(keys, x, s, t, options);
   if (requires_grad(x, t)) {
-    auto node = make_node<SdpaTangentBackward>();
-    node->set_next_edges(next_edges(x, t));
-    node->save(x, s, options, /*output_is_mine=*/false);
-    node->direction.save(t, false);
+    auto node = record<SdpaTangentBackward>(options, x, t);
+    node->save(s);
     set_history(results.output, node);
-    node->tangent.save(results, /*first_is_output=*/true);
+    node->save(results, /*first_is_output=*/true);
   }
   return results;
 }
@@ -360,15 +384,16 @@ Gradients second_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, c
   if (is_dual(grad_output) || is_dual(x) || is_dual(t)) return second_formula(grad_output, x, t, options, wanted);
   Gradients results = below_autograd<SecondOp>(keys, grad_output, x, s, t, tangent, options, wanted);
   if (requires_grad(grad_output, x, t)) {
-    auto node = make_node<SdpaSecondBackward>();
-    node->set_next_edges(next_edges(grad_output, x, t));
-    node->grad_output = SavedVariable(grad_output, false);
-    node->point.save(x, false);
-    node->direction.save(t, false);
-    node->options = options;
+    auto node = record<SdpaSecondBackward>(options, grad_output, x, t);
     node->outputs = wanted;
     set_history(list(results), node);
   }
+  return results;
+}
+
+WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options) {
+  WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, x, options);
+  if (requires_grad(x)) set_history(list(results), record<SdpaWeightsBackward>(options, x));
   return results;
 }
 
@@ -378,7 +403,7 @@ Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const 
   if (requires_grad(x)) {
     auto node = make_node<SdpaStatsBackward>();
     node->set_next_edges(next_edges(x));
-    set_history({results.largest_score, results.entropy, results.logsumexp, results.received_weight}, node);
+    set_history(list(results), node);
   }
   return results;
 }
@@ -391,6 +416,7 @@ TORCH_LIBRARY_IMPL(attn, Autograd, m) {
   m.impl("_sdpa_backward", BackwardOp::kernel_with_keys<backward_autograd>);
   m.impl("_sdpa_tangent", TangentOp::kernel_with_keys<tangent_autograd>);
   m.impl("_sdpa_second", SecondOp::kernel_with_keys<second_autograd>);
+  m.impl("_sdpa_weights", WeightsKernelOp::kernel_with_keys<weights_autograd>);
   m.impl("sdpa_stats", StatsOp::kernel_with_keys<stats_autograd>);
 }
 

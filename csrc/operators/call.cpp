@@ -24,46 +24,49 @@ void plan_mask(BackwardParams& p) {
   p.mask_key_tasks = divide_up(p.keys, kMaskTaskKeys);
 }
 
-// `p` and `builder` hold everything but the gradients.
+// Sums gradients that were written at a broadcast shape back to the shapes of their inputs.
+Gradients reduced(Gradients grads, const Inputs& inputs) {
+  const auto reduce = [](size_t, Tensor& grad, const std::optional<Tensor>& input) {
+    if (grad.defined() && grad.sizes() != input->sizes())
+      grad = empty_gradient(*input).copy_(at::sum_to(grad, input->sizes()));
+  };
+  for_each_field(reduce, grads, inputs);
+  return grads;
+}
+
+// Takes `p` and `builder` with everything but the gradients.
 template <class Params>
 Gradients gradients(Params& p, ProblemBuilder& builder, const Shape& shape, const Inputs& inputs, Wanted wanted,
                     Run<Params>* run) {
-  const auto& [query, key, value, attn_mask] = inputs;
-  const auto gradient = [&](bool is_wanted, Operand& operand, const Tensor& input, const c10::SymDimVector& sizes) {
-    if (!is_wanted) return Tensor();
+  Gradients grads;
+  const auto add = [&](bool is_wanted, Operand& operand, Tensor& grad, const Tensor& input,
+                       const c10::SymDimVector& sizes) {
+    if (!is_wanted) return;
     // Of an input that was broadcast, the gradient is written at the broadcast shape and reduced() sums it back to the
     // input's: rounded to a half type before the sum, large gradients of opposite signs would be infinities.
-    Tensor grad = input.sym_sizes() == c10::SymIntArrayRef(sizes) ? empty_gradient(input)
-                                                                  : at::empty_symint(sizes, compute_options(input));
+    grad = input.sym_sizes() == c10::SymIntArrayRef(sizes) ? empty_gradient(input)
+                                                           : at::empty_symint(sizes, compute_options(input));
     builder.add_result(operand, grad);
-    return grad;
   };
-  const Tensor grad_query =
-      gradient(wanted[0], p.grad_query, query, shape.expanded(shape.heads, shape.queries, shape.head_dim));
-  const Tensor grad_key =
-      gradient(wanted[1], p.grad_key, key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
-  const Tensor grad_value =
-      gradient(wanted[2], p.grad_value, value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
-  Tensor grad_mask;
-  if (wanted[3]) {
-    grad_mask = at::zeros_like(*attn_mask);  // tiles that causality hides are never written
+  const auto& [wants_query, wants_key, wants_value, wants_mask] = wanted;
+  add(wants_query, p.grad_query, grads.query, inputs.query, shape.expanded(shape.heads, shape.queries, shape.head_dim));
+  add(wants_key, p.grad_key, grads.key, inputs.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
+  add(wants_value, p.grad_value, grads.value, inputs.value,
+      shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
+  if (wants_mask) {
+    grads.attn_mask = at::zeros_like(*inputs.attn_mask);  // tiles that causality hides are never written
     // A number added to all scores of a row changes nothing: a mask shared by all keys has gradient 0.
-    if (attn_mask->size(-1) > 1) builder.add_result(p.grad_mask, grad_mask);
+    if (inputs.attn_mask->size(-1) > 1) builder.add_result(p.grad_mask, grads.attn_mask);
   }
 
   if (no_rows(p) || p.keys == 0) {
-    for (const Tensor& t : {grad_query, grad_key, grad_value})
-      if (t.defined()) t.zero_();
-  } else {
-    builder.merge_batch_dims();
-    plan_mask(p);
-    run(p, query);
+    for_each_field([](size_t, Tensor& t) { t.defined() ? t.zero_() : t; }, grads);
+    return reduced(grads, inputs);
   }
-  const auto reduced = [](const Tensor& grad, const Tensor& input) {
-    if (!grad.defined() || grad.sizes() == input.sizes()) return grad;
-    return empty_gradient(input).copy_(at::sum_to(grad, input.sizes()));
-  };
-  return {reduced(grad_query, query), reduced(grad_key, key), reduced(grad_value, value), grad_mask};
+  builder.merge_batch_dims();
+  plan_mask(p);
+  run(p, inputs.query);
+  return reduced(grads, inputs);
 }
 
 // Describes the point at which a derivative is taken, in any of the params. Returns the logsumexp that they point to.
@@ -86,6 +89,13 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   add(t.key, direction.key);
   add(t.value, direction.value);
   add(t.mask, direction.attn_mask);
+}
+
+void point_to(StatsParams& p, const Statistics& results) {
+  p.largest_score = results.largest_score.mutable_data_ptr();
+  p.entropy = results.entropy.mutable_data_ptr();
+  p.logsumexp = results.logsumexp.mutable_data_ptr();
+  p.received_weight = results.received_weight.mutable_data_ptr();
 }
 
 }  // namespace
@@ -177,15 +187,12 @@ Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const 
     return results;
   }
   builder.merge_batch_dims();
-  p.largest_score = results.largest_score.mutable_data_ptr();
-  p.entropy = results.entropy.mutable_data_ptr();
-  p.logsumexp = results.logsumexp.mutable_data_ptr();
-  p.received_weight = results.received_weight.mutable_data_ptr();
+  point_to(p, results);
   device.stats(p, inputs.query);
   return results;
 }
 
-std::array<Tensor, 2> compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options) {
+WeightsAndScores compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options) {
   PlainOptions without_dropout = options;
   without_dropout.dropout_p = 0;
   const Shape shape = validate(inputs, options);
@@ -200,10 +207,7 @@ std::array<Tensor, 2> compute_weights(const Device& device, const Inputs& inputs
   builder.add_result(p.scores, scores);
   builder.merge_batch_dims();
   const Statistics of_rows = empty_statistics(shape, inputs.query);
-  p.largest_score = of_rows.largest_score.mutable_data_ptr();
-  p.entropy = of_rows.entropy.mutable_data_ptr();
-  p.logsumexp = of_rows.logsumexp.mutable_data_ptr();
-  p.received_weight = of_rows.received_weight.mutable_data_ptr();
+  point_to(p, of_rows);
   device.stats(p, inputs.query);
   return {weights, scores};
 }

@@ -8,18 +8,31 @@
 
 namespace attn {
 
-// Runs kernels, given params that are complete but for the plan and its workspaces. Is not called for tensors without
-// elements, whose results are known.
+// Chooses the plan (tasks, splits, chunks), allocates the workspaces of that plan, on the device and in the type of
+// compute_options(query), and runs the kernels, which write every element of every result that is not null.
+// Is given params that describe() has filled, with batch dimensions merged, the pointers named below set, and neither
+// plan nor workspaces. Is called only if there are rows; keys may be missing where that is said.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 
 // What a device brings.
 struct Device {
-  at::Tensor (*draw_rng_state)(const at::Tensor& query, int64_t heads);  // of dropout; all heads of the batch
+  // Draws from the device's default generator and returns int64 (seed, offset, heads), on the device; `heads` counts
+  // those of the whole batch.
+  at::Tensor (*draw_rng_state)(const at::Tensor& query, int64_t heads);
+  // Reads no more than the inputs; writes output and, where their data are not null, logsumexp and residual. Without
+  // keys the output is 0.
   Run<ForwardParams>* forward;
+  // Reads output, residual (may be null), logsumexp and grad_output; writes the gradients with data. grad_mask is 0 when
+  // it is called, and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
   Run<BackwardParams>* backward;
+  // Reads as the backward, and the direction `t`, null where it is zero; writes tangent_output, tangent_logsumexp and,
+  // where it has data, tangent_residual. There may be no keys.
   Run<TangentParams>* tangent;
+  // Reads what the backward reads, `t` and the tangent's three results; writes as the backward.
   Run<SecondParams>* second;
+  // Writes the four statistics; there may be no keys. Where `weights` has data (on the devices that register
+  // _sdpa_weights) writes weights and scores instead: then the statistics are workspaces, of any content afterwards.
   Run<StatsParams>* stats;
 };
 
@@ -36,11 +49,8 @@ Gradients compute_second(const Device& device, const at::Tensor& grad_output, co
 
 Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options);
 
-// Weights and scores, before dropout, of the query's type: those of attention_formula() (formulas.h).
-std::array<at::Tensor, 2> compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options);
-
-// The device that has a kernel for them, which is the CPU; null in a library without its kernels (tests/stand_in).
-inline const Device* device_of_weights = nullptr;
+// Those of weights_formula() (formulas.h).
+WeightsAndScores compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options);
 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>

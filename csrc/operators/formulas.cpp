@@ -4,13 +4,10 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <array>
 #include <limits>
 
-#include "operators/call.h"
 #include "operators/validate.h"
 
 namespace attn {
@@ -32,24 +29,21 @@ Tensor repeat_heads(const Tensor& t, const Shape& shape) {
   return t.repeat_interleave_symint(shape.heads / heads, -3);
 }
 
-// A tensor [..., L, E] as a sum: the tensor with 0 in place of NaN, and of every row the sum of its NaNs, 0 or NaN,
-// [..., L].
-std::array<Tensor, 2> split_nan(const Tensor& t) {
-  const Tensor is_nan = t.isnan();
-  return {t.masked_fill(is_nan, 0), t.masked_fill(is_nan.logical_not(), 0).sum(-1)};
-}
-
 // scale * query key^T, without the mask.
 //
-// The NaNs are added to the scores behind the product. In the product itself, the gradient 0 of a masked score times
-// the NaN of its key would be NaN.
+// The gradient runs through the finite numbers: that of a hidden score is 0, and 0 times the NaN or infinity of a key (or
+// query) would be NaN. What is not finite is added to the scores behind their product, as a constant; a NaN also as a
+// sum of its row, which gives the NaN itself a gradient.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std::optional<double> scale) {
   const double s = scale_or_default(scale, shape.head_dim.guard_int(__FILE__, __LINE__));
-  const auto [query_numbers, query_nan] = split_nan(widened(query) * s);
-  const auto [key_numbers, key_nan] = split_nan(repeat_heads(widened(key), shape));
-  return at::matmul(query_numbers, key_numbers.transpose(-2, -1))
-      .add_(query_nan.unsqueeze(-1))
-      .add_(key_nan.unsqueeze(-2))
+  const Tensor q = widened(query) * s, k = repeat_heads(widened(key), shape).transpose(-2, -1);
+  const auto finite = [](const Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); };
+  const auto nan = [](const Tensor& t) { return t.masked_fill(t.isnan().logical_not(), 0); };
+  const Tensor all = at::matmul(q.detach(), k.detach());
+  return at::matmul(finite(q), finite(k))
+      .add_(all.masked_fill(all.isfinite(), 0))
+      .add_(nan(q).sum(-1, /*keepdim=*/true))
+      .add_(nan(k).sum(-2, /*keepdim=*/true))
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
@@ -70,10 +64,10 @@ void check_no_dropout(double dropout_p) {
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
 }
 
-// In the formulas from here on autocast is off: their inputs have the type to compute in.
-
-// (weights, scores) of attention_formula.
-std::array<Tensor, 2> weights_and_scores(const Shape& shape, const Inputs& inputs, const PlainOptions& options) {
+// Weights and scores of weights_formula, in float32 where the query has a half type.
+//
+// Autocast is off here and in the formulas below: their inputs have the type to compute in.
+WeightsAndScores wide_weights(const Shape& shape, const Inputs& inputs, const PlainOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [query, key, value, attn_mask] = inputs;
   Tensor scores = products(shape, query, key, options.scale);
@@ -85,28 +79,34 @@ std::array<Tensor, 2> weights_and_scores(const Shape& shape, const Inputs& input
   return {at::softmax(scores.masked_fill(empty_row, 0), -1).masked_fill(empty_row, 0), scores};
 }
 
+Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value) {
+  return at::matmul(weights, repeat_heads(widened(value), shape));
+}
+
 }  // namespace
 
-OutputAndWeights attention_formula(const Inputs& inputs, const PlainOptions& options) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Shape shape = validate(inputs, options);
-  const auto [weights, scores] = weights_and_scores(shape, inputs, options);
-  return {at::matmul(weights, repeat_heads(widened(inputs.value), shape)), weights, scores};
+WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options) {
+  const auto dtype = inputs.query.scalar_type();
+  const auto [weights, scores] = wide_weights(validate(inputs, options), inputs, options);
+  return {weights.to(dtype), scores.to(dtype)};
 }
 
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(inputs, options);
-  const Tensor weights = attention_formula(inputs, options).weights;
+  const Tensor weights = wide_weights(shape, inputs, options).weights;
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
   if (direction.attn_mask) tangent_scores = tangent_scores + direction.attn_mask->to(tangent_scores.scalar_type());
+  // Hidden scores have no tangent, whatever their keys hold.
+  const Tensor masked = masked_positions(shape, inputs.query, inputs.attn_mask, options.is_causal);
+  if (masked.defined()) tangent_scores = tangent_scores.masked_fill(masked, 0);
   const Tensor weighted = weights * tangent_scores;
   const Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
-  Tensor output = at::matmul(weighted - weights * tangent_logsumexp, repeat_heads(widened(inputs.value), shape));
-  if (direction.value) output = output + at::matmul(weights, repeat_heads(widened(*direction.value), shape));
+  Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value);
+  if (direction.value) output = output + weighted_values(shape, weights, *direction.value);
   const Tensor rounded = output.to(inputs.query.scalar_type());
   const Tensor residual = has_residual(inputs, options) ? output - rounded : at::empty({0}, rounded.options());
   return {rounded, at::constant_pad_nd(tangent_logsumexp, {0, 1}), residual};
@@ -121,91 +121,47 @@ Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const 
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
   const auto variable = [](const Tensor& t) {
+    if (!t.is_floating_point()) return t;
     Tensor alias = t.view_as(t);
     return alias.requires_grad() ? alias : alias.requires_grad_();
   };
-  const std::optional<Tensor> directions[] = {direction.query, direction.key, direction.value, direction.attn_mask};
-  variable_list x = {variable(inputs.query), variable(inputs.key), variable(inputs.value)};
-  std::optional<Tensor> mask = inputs.attn_mask;
-  if (mask && mask->is_floating_point()) x.push_back(*(mask = variable(*mask)));
-  const Tensor u = variable(grad_output);
-  const Tensor output = attention_formula({x[0], x[1], x[2], mask}, options).output.to(inputs.query.scalar_type());
-  const variable_list gradients = grad({output}, x, {u}, /*retain_graph=*/true, /*create_graph=*/true);
-  variable_list along, t;
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (!directions[i]) continue;
-    along.push_back(gradients[i]);
-    t.push_back(variable(*directions[i]));
-  }
-  variable_list second(4);
-  if (!along.empty()) {
-    const variable_list h = grad(along, x, t, true, true, /*allow_unused=*/true);
-    for (size_t i = 0; i < x.size(); ++i)
-      if (wanted[i]) second[i] = h[i].defined() ? h[i] : at::zeros_like(x[i]);
-  }
-  return {second[0], second[1], second[2], second[3]};
+  const Inputs x = map_tensors(inputs, variable);
+  const Shape shape = validate(x, options);
+  const Tensor output = weighted_values(shape, wide_weights(shape, x, options).weights, x.value);
+  variable_list along, t, of, wrt;
+  const auto add = [&](size_t, const std::optional<Tensor>& input, const std::optional<Tensor>& tangent) {
+    if (!tangent) return;
+    of.push_back(*input);
+    t.push_back(variable(*tangent));
+  };
+  for_each_field(add, x, direction);
+  Gradients second;
+  if (of.empty()) return second;
+  along = grad({output.to(inputs.query.scalar_type())}, of, {variable(grad_output)}, /*retain_graph=*/true,
+               /*create_graph=*/true);
+  const auto want = [&](size_t i, const std::optional<Tensor>& input) {
+    if (wanted[i]) wrt.push_back(*input);
+  };
+  for_each_field(want, x);
+  if (wrt.empty()) return second;
+  const variable_list h = grad(along, wrt, t, true, true, /*allow_unused=*/true);
+  size_t next = 0;
+  const auto put = [&](size_t i, Tensor& result, const std::optional<Tensor>& input) {
+    if (!wanted[i]) return;
+    result = h[next].defined() ? h[next] : at::zeros_like(*input);
+    ++next;
+  };
+  for_each_field(put, second, x);
+  return second;
 }
 
 namespace {
 
-// (weights, scores) of the query's type.
-std::array<Tensor, 2> rounded_weights(const Inputs& inputs, const PlainOptions& options) {
-  const auto dtype = inputs.query.scalar_type();
-  const auto [weights, scores] = weights_and_scores(validate(inputs, options), inputs, options);
-  return {weights.to(dtype), scores.to(dtype)};
-}
-
-// The kernel's weights and scores. Few who ask for them ask for a gradient through them, too: the backward computes
-// them again, by the formula, which is differentiable to any order.
-struct SdpaWeights : torch::autograd::Function<SdpaWeights> {
-  using Context = torch::autograd::AutogradContext;
-  using Tensors = torch::autograd::variable_list;
-
-  static Tensors forward(Context* context, const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& attn_mask, const PlainOptions& options) {
-    context->set_materialize_grads(false);
-    context->save_for_backward({query, key, value, attn_mask.value_or(Tensor())});
-    context->saved_data["is_causal"] = options.is_causal;
-    context->saved_data["scale"] = options.scale;
-    context->saved_data["enable_gqa"] = options.enable_gqa;
-    const auto [weights, scores] = compute_weights(*device_of_weights, {query, key, value, attn_mask}, options);
-    return {weights, scores};
-  }
-
-  static Tensors backward(Context* context, const Tensors& grad_outputs) {
-    const auto saved = context->get_saved_variables();
-    PlainOptions options;
-    options.is_causal = context->saved_data["is_causal"].toBool();
-    options.scale = context->saved_data["scale"].toOptional<double>();
-    options.enable_gqa = context->saved_data["enable_gqa"].toBool();
-    const bool create_graph = at::GradMode::is_enabled();
-    at::AutoGradMode enable(true);
-    // Aliases, so that the gradient is that of the formula alone. Without a graph of it they need none of their own.
-    Tensors x, wanted, outputs, along;
-    for (const Tensor& t : saved) {
-      const bool differentiable = t.defined() && t.requires_grad();
-      x.push_back(differentiable ? create_graph ? t.view_as(t) : t.detach().requires_grad_() : t);
-      if (differentiable) wanted.push_back(x.back());
-    }
-    const auto mask = x[3].defined() ? std::optional(x[3]) : std::nullopt;
-    const auto results = rounded_weights({x[0], x[1], x[2], mask}, options);
-    for (size_t i = 0; i < results.size(); ++i)
-      if (grad_outputs[i].defined()) {
-        outputs.push_back(results[i]);
-        along.push_back(grad_outputs[i]);
-      }
-    Tensors gradients(5);
-    const Tensors found = torch::autograd::grad(outputs, wanted, along, create_graph, create_graph,
-                                                /*allow_unused=*/true);
-    for (size_t i = 0, next = 0; i < saved.size(); ++i)
-      if (saved[i].defined() && saved[i].requires_grad()) gradients[i] = found[next++];
-    return gradients;
-  }
-};
-
-// Whether these are tensors of the CPU and nothing else: no sample of vmap, no symbol of a compiler, no dual number.
+// Whether these are tensors of a device with a kernel and nothing else: no sample of vmap, no symbol of a compiler, no
+// dual number.
 bool has_kernel(const Inputs& inputs) {
-  if (!device_of_weights || at::tracer::impl::is_dispatch_enabled()) return false;
+  static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const Tensor& t) {
     return t.device().is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() &&
            !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
@@ -216,14 +172,11 @@ bool has_kernel(const Inputs& inputs) {
 
 OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
   const Tensor output = SdpaOp::call(inputs, options);
-  if (!has_kernel(inputs)) {
-    const auto [weights, scores] = rounded_weights(inputs, options);
-    return {output, weights, scores};
-  }
-  const auto& [query, key, value, attn_mask] = inputs;
-  // Neither depends on the numbers of the value.
-  const auto results = SdpaWeights::apply(query, key, value.detach(), attn_mask, options);
-  return {output, results[0], results[1]};
+  Inputs x = inputs;
+  x.value = x.value.detach();  // weights do not depend on its numbers
+  const auto [weights, scores] =
+      has_kernel(inputs) ? WeightsKernelOp::call(x, options) : weights_formula(inputs, options);
+  return {output, weights, scores};
 }
 
 constexpr auto kernel = WeightsOp::kernel<sdpa_with_weights>;

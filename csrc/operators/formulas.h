@@ -7,9 +7,9 @@
 
 namespace attn {
 
-// (output, weights, scores) without dropout: scores are scaled and masked, weights their softmax, 0 in a fully masked
-// row. Half types are computed, and returned, in float32.
-OutputAndWeights attention_formula(const Inputs& inputs, const PlainOptions& options);
+// Without dropout, and rounded to the query's type: scores are scaled and masked, weights their softmax, 0 in a fully
+// masked row. dropout_p is ignored.
+WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options);

@@ -22,9 +22,12 @@ Saved forward_meta(const Inputs& inputs, const PlainOptions& options, const std:
 }
 
 Gradients empty_gradients(const Inputs& inputs, Wanted wanted) {
-  const auto like = [](bool is_wanted, const Tensor& t) { return is_wanted ? empty_gradient(t) : Tensor(); };
-  return {like(wanted[0], inputs.query), like(wanted[1], inputs.key), like(wanted[2], inputs.value),
-          wanted[3] ? empty_gradient(*inputs.attn_mask) : Tensor()};
+  Gradients grads;
+  const auto allocate = [&](size_t i, Tensor& grad, const std::optional<Tensor>& input) {
+    if (wanted[i]) grad = empty_gradient(*input);
+  };
+  for_each_field(allocate, grads, inputs);
+  return grads;
 }
 
 Gradients backward_meta(const Tensor& grad_output, const Inputs& inputs, const Saved& saved,

@@ -53,6 +53,16 @@ T map_tensors(T tensors, const auto& f) {
   return tensors;
 }
 
+// Calls f(i, field, ...) with field number i of each struct, for every i: the structs have as many fields.
+void for_each_field(auto&& f, auto& first, auto&... others) {
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    const auto call = [&]<size_t n>(std::integral_constant<size_t, n>) {
+      f(n, std::get<n>(fields_of(first)), std::get<n>(fields_of(others))...);
+    };
+    (call(std::integral_constant<size_t, i>()), ...);
+  }(std::make_index_sequence<kFields<std::remove_reference_t<decltype(first)>>>());
+}
+
 // A string as an argument of a template.
 template <size_t length>
 struct Name {

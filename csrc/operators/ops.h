@@ -76,7 +76,16 @@ struct Saved {
   static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
 };
 
-// A direction in the space of inputs: each tensor has the shape of its input, and is absent where it is zero.
+// Weights and scores before dropout: the results of _sdpa_weights.
+struct WeightsAndScores {
+  at::Tensor weights;  // [*batch, heads, L, S]
+  at::Tensor scores;   // [*batch, heads, L, S]
+
+  static auto fields(auto& r) { return std::tie(r.weights, r.scores); }
+};
+
+// A direction in the space of inputs, with the fields of Inputs: each tensor has the shape of its input, and is absent
+// where it is zero.
 struct Direction {
   std::optional<at::Tensor> query, key, value, attn_mask;
 
@@ -90,16 +99,18 @@ struct TangentResults {
   static auto fields(auto& r) { return std::tie(r.output, r.logsumexp, r.residual); }
 };
 
-// Gradients, each with the shape of its input; undefined where not wanted.
+// Gradients, with the fields of Inputs: each has the shape of its input, and is undefined where not wanted.
 struct Gradients {
   at::Tensor query, key, value, attn_mask;
 
   static auto fields(auto& g) { return std::tie(g.query, g.key, g.value, g.attn_mask); }
 };
-using Wanted = std::array<bool, 4>;  // in the same order
+using Wanted = std::array<bool, kFields<Inputs>>;  // in the same order
+static_assert(kFields<Direction> == kFields<Inputs> && kFields<Gradients> == kFields<Inputs>);
 
 using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, PlainOptions)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Inputs, PlainOptions)>;
+using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, PlainOptions)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions)>;
 // Last comes rng_state.
 using ForwardOp = Operator<"attn::_sdpa_forward", Saved(Inputs, PlainOptions, std::optional<at::Tensor>)>;

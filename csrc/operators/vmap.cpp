@@ -83,7 +83,6 @@ class Batch {
 
   // A mapped result of `dims` dimensions above vmap.
   Tensor logical(Tensor t, int64_t dims) const {
-    if (!t.defined()) return t;
     while (t.dim() > dims + 1) {
       TORCH_INTERNAL_ASSERT(t.sym_size(1) == 1, "attn: a mapped result of shape ", t.sym_sizes(), " has no rank ",
                             dims);
@@ -95,9 +94,12 @@ class Batch {
   Tensor logical_numbers(const Tensor& t) const { return logical(t, dims_ - 1); }  // [..., head, L or S]
   Tensor logical_residual(const Tensor& t) const { return t.dim() > 1 ? logical_output(t) : t; }
   Gradients logical(const Gradients& grads, const Inputs& inputs) const {
-    const auto& mask = inputs.attn_mask;
-    return {logical(grads.query, inputs.query.dim()), logical(grads.key, inputs.key.dim()),
-            logical(grads.value, inputs.value.dim()), mask ? logical(grads.attn_mask, mask->dim()) : Tensor()};
+    Gradients results;
+    const auto map = [&](size_t, Tensor& result, const Tensor& grad, const std::optional<Tensor>& input) {
+      if (grad.defined()) result = logical(grad, input->dim());
+    };
+    for_each_field(map, results, grads, inputs);
+    return results;
   }
 
  private:
