@@ -1,5 +1,5 @@
-// Autocast as for the built-in: floating arguments (also a floating mask) go to the autocast dtype, float64 stays. Casts
-// the fields that are named here and no others: one that is to stay in float32 is simply not named.
+// Autocast as for the built-in: floating arguments (also a floating mask) go to the autocast dtype, float64 stays.
+// Casts the fields that are named here and no others: one that is to stay in float32 is simply not named.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

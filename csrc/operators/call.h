@@ -23,8 +23,8 @@ struct Device {
   // Reads no more than the inputs; writes output and, where their data are not null, logsumexp and residual. Without
   // keys the output is 0.
   Run<ForwardParams>* forward;
-  // Reads output, residual (may be null), logsumexp and grad_output; writes the gradients with data. grad_mask is 0 when
-  // it is called, and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
+  // Reads output, residual (may be null), logsumexp and grad_output; writes the gradients with data. grad_mask is 0
+  // when it is called, and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
   Run<BackwardParams>* backward;
   // Reads as the backward, and the direction `t`, null where it is zero; writes tangent_output, tangent_logsumexp and,
   // where it has data, tangent_residual. There may be no keys.

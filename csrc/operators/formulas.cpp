@@ -31,9 +31,9 @@ Tensor repeat_heads(const Tensor& t, const Shape& shape) {
 
 // scale * query key^T, without the mask.
 //
-// The gradient runs through the finite numbers: that of a hidden score is 0, and 0 times the NaN or infinity of a key (or
-// query) would be NaN. What is not finite is added to the scores behind their product, as a constant; a NaN also as a
-// sum of its row, which gives the NaN itself a gradient.
+// The gradient runs through the finite numbers: that of a hidden score is 0, and 0 times the NaN or infinity of a key
+// (or query) would be NaN. What is not finite is added to the scores behind their product, as a constant; a NaN also as
+// a sum of its row, which gives the NaN itself a gradient.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std::optional<double> scale) {
   const double s = scale_or_default(scale, shape.head_dim.guard_int(__FILE__, __LINE__));
   const Tensor q = widened(query) * s, k = repeat_heads(widened(key), shape).transpose(-2, -1);

@@ -51,8 +51,8 @@ TORCH_LIBRARY(attn, m) {
         ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
         plain);
 
-  // The kernel of sdpa_with_weights, for the devices that have one: its weights and scores, which depend on no number of
-  // the value, on its shape alone. dropout_p is ignored.
+  // The kernel of sdpa_with_weights, for the devices that have one: its weights and scores, which depend on the
+  // shape of the value alone. dropout_p is ignored.
   m.def("_sdpa_weights(" CALL ") -> (Tensor weights, Tensor scores)", plain);
 
   // Which instruction set the CPU kernels run with; see cpu/capability.h.
