@@ -33,7 +33,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson test test-all test-torch fuzz sanitize bench bench-decode bench-models bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo lesson test test-all test-torch fuzz sanitize mutants bench bench-decode bench-models bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
@@ -65,6 +65,9 @@ test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with
 SECONDS := 60
 fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz SECONDS=60 SEED=1
 	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+mutants: $(INSTALLED) $(LIBRARY) ## 40 errors put into the sources, one at a time: which do the tests see? Hours
+	@$(BIN)/python -u tests/mutants.py $(MUTANTS)
 
 bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there is one), and a chart, into out/
 	@$(BIN)/python benchmarks/bench.py --json out/bench.json --chart out/speed.png

@@ -168,7 +168,7 @@ restore()
 head = check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
 if not TREE.exists():
     check_call(["git", "worktree", "add", "-f", "--detach", TREE, head], cwd=ROOT)
-check_call(["git", "checkout", "--quiet", "--force", "--detach", head], cwd=TREE)
+check_call(["git", "checkout", "--quiet", "--detach", head], cwd=TREE)
 drawn = draw(options.seed)
 if not options.list and not (build(False) and build(True)):
     sys.exit(BUILD_LOG.read_text()[-8000:])
