@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helpers import DTYPES, LAYOUTS, MASK_KINDS, Inputs, make_mask, randn
+from helpers import DTYPES, LAYOUTS, MASK_KINDS, Inputs, make_inputs, make_mask, randn
 
 Shape = tuple[int, ...]
 
@@ -314,3 +314,31 @@ SMALL = {
         (4, L, E), K, (1, S, 3), (4, 1, S), "-inf", F64, DROPOUT | CAUSAL | GQA | {"scale": 0.5}
     ),
 }  # fmt: skip
+
+# One of each kind of call, small but not square: sizes beside 5 queries and 7 keys, options.
+NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({}, CAUSAL),
+    "causal, L > S": ({"L": 9, "S": 4}, CAUSAL),
+    "mask": ({"mask": (2, 1, 5, 7)}, {"scale": -0.3}),
+    "bool mask": ({"mask": (5, 7), "kind": "bool"}, CAUSAL),
+    "mask with -inf": ({"mask": (1, 7), "kind": "-inf"}, {}),
+    "float32 mask": ({"mask": (5, 1), "kind": "float32"}, {}),
+    "grouped heads": ({"heads": (6, 2, 3), "mask": (6, 1, 7)}, GQA),
+    "broadcast heads": ({"heads": (1, 3, 1)}, {}),
+    "value size": ({"Ev": 5}, {"scale": -1.0}),
+    "2-D": ({"batch": None}, {}),
+    "3-D": ({"batch": (), "heads": 1, "mask": (1, 5, 7)}, {}),
+    "5-D": ({"batch": (2, 1)}, {}),
+    "no keys": ({"S": 0}, {}),
+    "no queries": ({"L": 0}, {}),
+    "head_dim 0": ({"E": 0}, {}),
+}  # fmt: skip
+
+
+def make_named(name: str, dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, Any]]:
+    sizes, options = NAMED[name]
+    sizes = {"L": 5, "S": 7, "E": 6, "dtype": dtype, **sizes}
+    if sizes.get("batch", ()) is None:
+        return make_inputs(**{**sizes, "batch": (), "heads": 1}).map(lambda t: t[0]), options
+    return make_inputs(**sizes), options

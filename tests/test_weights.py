@@ -10,39 +10,16 @@ import torch
 from torch import Tensor
 
 import torch_attn
-from helpers import DTYPES, INF, NAN, SEED, Inputs, make_inputs
+from _cases import NAMED, make_named
+from helpers import DTYPES, INF, NAN, SEED, make_inputs
 from torch_attn import reference
-
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "causal": ({}, {"is_causal": True}),
-    "causal, L > S": ({"L": 9, "S": 4}, {"is_causal": True}),
-    "mask": ({"mask": (2, 1, 5, 7)}, {"scale": 0.3}),
-    "bool mask": ({"mask": (5, 7), "kind": "bool"}, {"is_causal": True}),
-    "mask with -inf": ({"mask": (1, 7), "kind": "-inf"}, {}),
-    "float32 mask": ({"mask": (5, 1), "kind": "float32"}, {}),
-    "grouped heads": ({"heads": (6, 2, 3), "mask": (6, 1, 7)}, {"enable_gqa": True}),
-    "broadcast heads": ({"heads": (1, 3, 1)}, {}),
-    "value size": ({"Ev": 5}, {"scale": -1.0}),
-    "2-D": ({"batch": (), "heads": 1, "mask": (1, 5, 7)}, {}),
-    "5-D": ({"batch": (2, 1)}, {}),
-    "no keys": ({"S": 0}, {}),
-    "no queries": ({"L": 0}, {}),
-    "head_dim 0": ({"E": 0}, {}),
-}  # fmt: skip
-
-
-def make_case(case: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
-    sizes, options = CASES[case]
-    inputs = make_inputs(**{"L": 5, "S": 7, "E": 6, "dtype": dtype, **sizes})
-    return inputs, options
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NAMED)
 def test_values(case: str, dtype: torch.dtype) -> None:
-    inputs, options = make_case(case, dtype)
+    inputs, options = make_named(case, dtype)
     output, weights, scores = torch_attn.sdpa_with_weights(*inputs, **options)
     assert torch.equal(output, torch_attn.sdpa(*inputs, **options))
     exact = inputs.map(lambda t: t.double() if t.is_floating_point() else t)
@@ -151,12 +128,12 @@ def test_weights_are_those_before_dropout() -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NAMED)
 @pytest.mark.parametrize(
     "which", [0, 1, 2, slice(None)], ids=["output", "weights", "scores", "all"]
 )
 def test_gradients(which: int | slice, case: str) -> None:
-    inputs, options = make_case(case, torch.float64)
+    inputs, options = make_named(case, torch.float64)
     hidden = inputs.attn_mask == -INF if inputs.attn_mask is not None else None
     if hidden is not None and inputs.attn_mask.is_floating_point():
         inputs = inputs._replace(attn_mask=inputs.attn_mask.double().masked_fill(hidden, 0))
