@@ -24,7 +24,7 @@ TESTS = {
     "test_autocast.py": "cuda",
     "test_autograd.py": "asked or flags",
     "test_derivatives.py": "hessian or penalty or masked or empty or gradgradcheck and plain",
-    "test_functional.py": "ensemble or each_sample or randomness or mixed or heads-query",
+    "test_func.py": "ensemble or each_sample or randomness or mixed or heads-query",
     "test_memory.py": "cuda",
     "test_replace.py": "that_of_attn",
     "test_validate.py": "bad_input",
