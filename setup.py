@@ -28,6 +28,10 @@ STAND_IN = os.environ.get("ATTN_STAND_IN", "")
 if STAND_IN not in ("", "amx", "cuda"):
     raise SystemExit(f"ATTN_STAND_IN is {STAND_IN!r}; it must be 'amx', 'cuda' or not set")
 
+# Tests of what a variant computes, not how fast, ask for less: a kernel file compiles in a tenth of
+# the time.
+OPTIMIZE = os.environ.get("ATTN_OPTIMIZE", "-O3")
+
 # For tests: the library watched by a sanitizer (`make sanitize`), with errors on purpose in it.
 SANITIZERS = {
     "": [],
@@ -160,7 +164,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
     extra_compile_args={
         "cxx": [
             "-std=c++20",
-            *(SANITIZERS[SANITIZE] or ["-O3", "-g0"]),
+            *(SANITIZERS[SANITIZE] or [OPTIMIZE, "-g0"]),
             "-fvisibility=hidden",
             "-Wall",
             "-Wextra",

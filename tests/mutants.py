@@ -149,9 +149,9 @@ def suites(file: str) -> list[tuple[list[str], str]]:
     files = sorted(str(path.relative_to(TREE)) for path in TREE.glob("tests/test_*.py"))
     likely = [name for name in files if name[11:].startswith(words)]
     rest = [name for name in files if name not in likely]
-    cpu = [(["--quick", *NO_OWN_ERRORS, *names], "") for names in (likely, rest)]
+    cpu = [(["--tiers", "quick", *NO_OWN_ERRORS, *names], "") for names in (likely, rest)]
     library = str(BUILT[True] / "torch_attn" / "libattn.so")
-    stand_in = (["--quick", "-k", "not long_sequence and not beyond", *STAND_IN], library)
+    stand_in = (["--tiers", "quick", "-k", "not long_sequence and not beyond", *STAND_IN], library)
     cuda = [stand_in, (["tests/test_cuda_programs.py", *NO_OWN_ERRORS], "")]
     return cuda if "/cuda/" in file else cpu if file else cpu + cuda
 

@@ -1,9 +1,9 @@
 """The switch that puts `attn` in the place of the built-in attention, in code that nobody changes.
 
 While it is on, every ``F.scaled_dot_product_attention`` of the process is computed by
-``torch.ops.attn.sdpa``, whoever calls it: the switch is in PyTorch's dispatcher (csrc/operators/replace.cpp),
-through which all callers go. What is left to do here is what PyTorch remembers by itself: the code
-that ``torch.compile`` has made of a function, in memory and on disk.
+``torch.ops.attn.sdpa``, whoever calls it: the switch is in PyTorch's dispatcher
+(csrc/operators/replace.cpp), through which all callers go. What is left to do here is what PyTorch
+remembers by itself: the code that ``torch.compile`` has made of a function, in memory and on disk.
 """
 
 from __future__ import annotations
