@@ -89,7 +89,8 @@ struct Problem {
 // digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1. Each device has its own pair, which no
 // other code reads; of a row without keys it is (-inf, 0):
 //   CPU   (m, l) with weights 2^((x_j - m) slope - l), x_j the product or score of key j, m near the largest of them
-//         (log2_slope in cpu/tiles/scores.inl): logsumexp = (m slope + l) / log2(e). Of one key the weight is exactly 1.
+//         (log2_slope in cpu/tiles/scores.inl): logsumexp = (m slope + l) / log2(e). The weight of a single key is
+//         exactly 1.
 //   CUDA  the value of the logsumexp and what rounding took from it
 
 struct ForwardParams : Problem {

@@ -49,8 +49,9 @@ struct ScoreFunction {
   ATTN_INLINE constexpr bool keeps_order() const { return scale > 0; }
 };
 
-// Which keys a query sees, apart from the mask (Visibility). Queries and keys are counted within their sequence; a range
-// of queries stands for all that are in it. Only here is the offset between a query's number and its position known.
+// Which keys a query sees, apart from the mask (Visibility). Queries and keys are counted within their sequence; a
+// range of queries stands for all that are in it. Only here is the offset between a query's number and its position
+// known.
 
 // Returns the keys that some query of the range, which is not empty, sees.
 ATTN_INLINE constexpr Range visible_keys(const Problem& p, const Sequence& s, Range queries) {

@@ -1,9 +1,9 @@
 // The table of one instruction set, and which kernel runs when:
 //
-//   decode    few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for all
-//             queries of a group of heads: memory is the limit.
-//   forward   all else (KernelTable::forward). Reads keys and values once for up to 256 rows of a group, and a mask once
-//             for each head, or its tiles' bytes (look_at_mask) where heads share it: products are the limit.
+//   decode    few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for
+//             all queries of a group of heads: memory is the limit.
+//   forward   all else (KernelTable::forward). Reads keys and values once for up to 256 rows of a group, and a mask
+//             once for each head, or its tiles' bytes (look_at_mask) where heads share it: products are the limit.
 //   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
 //             the L2 cache (rows_per_pass), and each row once for every chunk of keys.
 //   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
