@@ -55,7 +55,7 @@ inline at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at:
               options.enable_gqa);
 }
 
-// The same, with the matrices it went through: (output, weights, scores), all differentiable.
+// Returns (output, weights, scores): sdpa's output and the matrices it went through, all differentiable.
 // scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row sums to 1, or is 0
 // where every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
 ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(

@@ -18,7 +18,7 @@ enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 // Batch dimensions left after neighbours with compatible strides were merged.
 constexpr int kMaxBatchDims = 16;
 
-// Of a tile of a mask.
+// What a mask does to a tile of scores.
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
 
@@ -61,9 +61,8 @@ struct Problem {
   Operand key;
   Operand value;
   Operand mask;
-  // What the mask does to tiles, so that heads that share it need not read all of it each: of every kMaskTaskRows
-  // queries and kMaskTaskKeys keys a byte of the two bits below, [*batch, head, tile of queries, tile of keys]. Null
-  // data where nobody has looked.
+  // Per tile of the mask, of kMaskTaskRows queries and kMaskTaskKeys keys, a byte kSomeVisible | kSomeChanged, so that
+  // heads sharing a mask read it once: [*batch, head, tile of queries, tile of keys]. Null data if not computed.
   Operand mask_tiles;
 
   // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). The weight of query i and key j in head
@@ -74,7 +73,7 @@ struct Problem {
   uint64_t keep_below = 0;
   double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
 
-  // The factors of products may be rounded to so many bits: 53, 24, 16 or, as bfloat16, 8.
+  // The bits that the factors of products may be rounded to: 53, 24, 16 or, as bfloat16, 8.
   int factor_bits = 53;
 
   // Heads [g * group, (g + 1) * group) read the same key head and the same value head: their rows form one
@@ -185,8 +184,8 @@ struct SecondParams : BackwardParams {
 // Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
 // the sum over its whole row. Results are contiguous, of the type computed in.
 //
-// On the CPU the second pass may write every weight and score instead. Then received_weight is not written, and nobody
-// reads what else comes out of the rows.
+// On the CPU the second pass may write every weight and score instead. Then received_weight is not written, and the
+// per-row results are ignored.
 struct StatsParams : Problem {
   void* largest_score = nullptr;    // [batch, heads, L]
   void* entropy = nullptr;          // as that
@@ -217,8 +216,8 @@ struct StatsParams : Problem {
   ATTN_INLINE constexpr int64_t key_tasks_of_head() const { return (keys + keys_per_task - 1) / keys_per_task; }
 };
 
-// A task of the mask's gradient owns so many rows and keys of it. The kernels of every device compute one tile of
-// scores a task, and say so by a static_assert.
+// The rows and keys of the mask's gradient that one task owns: one tile of scores on every device, as a static_assert
+// of each says. 64, so that a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
 constexpr int64_t kMaskTaskRows = 64;
 constexpr int64_t kMaskTaskKeys = 64;
 

@@ -31,7 +31,7 @@ struct ScoreFunction {
   T scale;
 
   ATTN_INLINE static constexpr ScoreFunction of(const Problem& p) { return {static_cast<T>(p.scale)}; }
-  // Of products that are scores already.
+  // Leaves products that are scores already as they are.
   ATTN_INLINE static constexpr ScoreFunction identity() { return {1}; }
 
   template <class V>

@@ -14,8 +14,8 @@
 
 namespace attn {
 
-// Of some keys of a row. Numbers x in a tile may be scores or, on the CPU, products; with `slope` a power of 2 is
-// exp(score_i - score_j) = 2^((x_i - x_j) slope).
+// Sums over some keys of a row. Numbers x in a tile may be scores or, on the CPU, products; `slope` makes exponents of 2
+// of them: exp(score_i - score_j) = 2^((x_i - x_j) slope).
 template <class T>
 struct RowStatistics {
   T largest;  // m; -inf without a key, NaN once a score was NaN
@@ -35,7 +35,7 @@ ATTN_INLINE constexpr T exponent_of(T x, T reference, T slope) {
   return exponent < static_cast<T>(kLeastExponent) ? static_cast<T>(kLeastExponent) : exponent;
 }
 
-// Two parts of a row are put together by bringing both to the larger of their references, which is no NaN.
+// Returns the larger of two parts' references, which is no NaN. To merge the parts, both are rescaled to it.
 template <class T>
 ATTN_INLINE constexpr T common_reference(const RowStatistics<T>& a, const RowStatistics<T>& b) {
   return a.largest > b.largest ? a.largest : b.largest;

@@ -25,7 +25,7 @@ constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
 
-// Of one product over all pairs of queries and keys.
+// The operations of one product over all pairs of queries and keys.
 double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
 
 // What everything else about a pair takes in the forward, as products would: it decides whether a second thread pays
@@ -62,7 +62,7 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   tiles.head = stride(p.heads, p.mask.head);
   for (int d = p.batch_dims - 1; d >= 0; --d) tiles.batch[d] = stride(p.batch_size[d], p.mask.batch[d]);
   const int64_t slices = size / (row_tiles * key_tiles);
-  if (slices == p.batch * p.heads) return {};  // nobody shares it
+  if (slices == p.batch * p.heads) return {};  // no two heads share it
   Tensor bytes = at::zeros({size}, query.options().dtype(at::kByte));
   tiles.data = bytes.mutable_data_ptr();
   const double read = 1.0 * slices * (p.mask.row == 0 ? 1 : p.queries) * p.keys;

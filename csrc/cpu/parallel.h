@@ -15,7 +15,7 @@ namespace attn {
 void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
                const std::function<void(int64_t, char*)>& f);
 
-// The same over ranges [first, last) of `count` items, `per_task` of them at a time.
+// Runs tasks that are ranges [first, last) of `count` items, `per_task` of them at a time.
 void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace_bytes,
                 const std::function<void(int64_t, int64_t, char*)>& f);
 

@@ -10,7 +10,7 @@
 
 namespace attn::cuda {
 
-// As many blocks as asked for, or a few more: kernels compare block_number() with what they have to do.
+// Returns a grid of `blocks` blocks or a few more: kernels compare block_number() with what they have to do.
 inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t kMaxX = 0x7fffffff;
   const int64_t y = divide_up(blocks, kMaxX);

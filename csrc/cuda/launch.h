@@ -23,7 +23,7 @@ struct RngNumber {
 bool uses_mma(const Problem& p);
 
 constexpr int64_t kChunk = 8;  // numbers of 16 bytes, the unit of copies
-// Whether rows of so many columns are whole chunks, each at a multiple of 16 bytes.
+// Says whether rows of `cols` columns are whole chunks, each at a multiple of 16 bytes.
 ATTN_INLINE constexpr bool in_chunks(const Problem& p, const Operand& x, int64_t cols) {
   bool aligned = cols > 0 && cols % kChunk == 0 && x.col == 1 && x.row % kChunk == 0 && x.head % kChunk == 0;
   for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % kChunk == 0;

@@ -42,7 +42,7 @@ Gradients gradients(Params& p, ProblemBuilder& builder, const Shape& shape, cons
   const auto add = [&](bool is_wanted, Operand& operand, Tensor& grad, const Tensor& input,
                        const c10::SymDimVector& sizes) {
     if (!is_wanted) return;
-    // Of an input that was broadcast, the gradient is written at the broadcast shape and reduced() sums it back to the
+    // The gradient of a broadcast input is written at the broadcast shape, and reduced() sums it back to the
     // input's: rounded to a half type before the sum, large gradients of opposite signs would be infinities.
     grad = input.sym_sizes() == c10::SymIntArrayRef(sizes) ? empty_gradient(input)
                                                            : at::empty_symint(sizes, compute_options(input));

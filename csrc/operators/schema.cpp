@@ -15,7 +15,7 @@ TORCH_LIBRARY(attn, m) {
   m.def("sdpa(" CALL ") -> Tensor", random);
   m.def("sdpa_with_weights(" CALL ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
-  // Of every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
+  // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
   // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. Of every key
   // and head of the query received_weight, the sum over the rows of p_j, [*, H, S]. float32 (float64 for float64), in
   // O(L + S) memory (statistics.h). Without derivatives: their place is taken by an error.

@@ -17,14 +17,14 @@ struct Shape {
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
   c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
-  // One number for each of so many queries or keys of a head: [*batch, heads, length].
+  // The sizes of a tensor with one number for each query or key of a head: [*batch, heads, length].
   c10::SymDimVector numbers(const c10::SymInt& length) const;
 };
 
 // Throws c10::Error naming the argument, what it was and what is allowed.
 Shape validate(const Inputs& inputs, const PlainOptions& options);
 
-// The same for the operators that take more than that.
+// Check the further arguments of the operators that take more than validate()'s.
 Shape validate_forward(const Inputs& inputs, const PlainOptions& options, const std::optional<at::Tensor>& rng_state);
 Shape validate_backward(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
                         const PlainOptions& options, Wanted wanted);

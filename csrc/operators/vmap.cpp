@@ -59,7 +59,7 @@ class Batch {
   Inputs physical(const Inputs& inputs) const {
     return map_tensors(inputs, [&](const Tensor& t) { return physical(t); });
   }
-  // The same for a tensor that must be mapped: one that is not is expanded, by a view.
+  // Returns physical(t) with the mapped dimension: a tensor that is not mapped is expanded, by a view.
   Tensor expanded(const Tensor& t) const {
     if (is_mapped(t)) return physical(t);
     const Tensor x = padded(at::functorch::unwrapTensorAtLevel(t, layer_.layerId()));

@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C: what vector types do not say.
+// AVX2 with FMA and F16C: operations that GNU vector types cannot express.
 #pragma once
 
 #ifndef ATTN_ISA  // included by itself

@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, DQ, VL): what vector types do not say.
+// AVX-512 (F, BW, DQ, VL): operations that GNU vector types cannot express.
 #pragma once
 
 #ifndef ATTN_ISA  // included by itself

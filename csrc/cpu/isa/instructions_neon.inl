@@ -1,4 +1,4 @@
-// NEON (every 64-bit ARM): what vector types do not say.
+// NEON (every 64-bit ARM): operations that GNU vector types cannot express.
 #pragma once
 
 #ifndef ATTN_ISA  // included by itself

@@ -10,10 +10,10 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct Decode {
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 16;  // at most so many queries share a pass over the keys
+  static constexpr int64_t kRows = 16;  // the most queries that share a pass over the keys
   static constexpr int kAtOnce = 4;     // queries that share a load
 
-  // Where the other kernel multiplies several numbers at once it is ahead from more than so many queries on.
+  // Above this many queries the kernel that multiplies several numbers at once is faster (measured).
   static constexpr int64_t kRowsBesidePairs = 8;
 
   // The limits are measured. The two kernels are level between eight and sixteen queries: nearer to sixteen where keys
@@ -87,7 +87,7 @@ struct Decode {
     }
   };
 
-  // Rows of K and V are prefetched so many rows before they are read.
+  // How many rows before they are read the rows of K and V are prefetched.
   static constexpr int64_t kAhead = 32;
   // Not where one query reads numbers that need no conversion: there the processor itself reads far enough ahead.
   template <int R, class S>

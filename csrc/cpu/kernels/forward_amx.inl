@@ -38,8 +38,8 @@ struct TileForward : Forward<F> {
     T *query_t, *output_t, *reference, *sum;  // columns of the state's
     bool started;                             // has a block
   };
-  // What the stages hand on. Its rows of scores are numbered on through its tiles of keys, of which all but the last
-  // are whole.
+  // What the stages hand on. Its rows of scores are counted across its tiles of keys, of which all but the last are
+  // whole.
   struct ScoreBlock {
     Group* group;
     int64_t tiles, keys;

@@ -1,7 +1,7 @@
-// The vectors of one instruction set, and the few instructions that vector types do not say. Every file of the kernels
-// builds on this one.
+// The vectors of one instruction set, and the few operations that GNU vector types cannot express. Every file of the
+// kernels builds on this one.
 //
-// A file isa_*.cpp opens a target region and defines ATTN_ISA, the namespace of everything compiled in it, and
+// A file of cpu/isa opens a target region and defines ATTN_ISA, the namespace of everything compiled in it, and
 // ATTN_INSTRUCTIONS, the file that says what the set has. Where neither is defined, an .inl file was included by
 // itself. (The compiler's own macros, __AVX2__ and so on, do not follow the target region: g++ reads the whole file
 // first.)

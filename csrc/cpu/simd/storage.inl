@@ -89,7 +89,7 @@ ATTN_INLINE void store_as(float* p, Vec<double> v) {
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
 
-// The same for `count` < kLanes elements: nothing beyond them is read or written.
+// Load and store `count` < kLanes elements: nothing beyond them is read or written.
 template <class T, class S>
 ATTN_INLINE Vec<T> load_some(const S* p, int64_t count) {
   S buffer[kLanes<T>] = {};

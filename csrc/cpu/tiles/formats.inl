@@ -59,11 +59,11 @@ struct Singles {
     pack_rows<T>(tile, ld, block, rows, cols);
     return {tile, ld};
   }
-  // The same rows, to be read transposed, slots along the rows.
+  // Returns the rows of `block`, slots along the rows, to be read transposed. Packs only what is not usable in place.
   static Rows<T> along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     return along_columns(block, rows, cols, tile, ld);
   }
-  // As along_rows, always packed, and with 0 for infinities and NaNs.
+  // Packs like along_rows, but always, and with 0 for infinities and NaNs.
   static Rows<T> finite_along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     pack_rows<T>(tile, ld, block, rows, cols);
     make_finite(tile, rows * ld);
@@ -92,7 +92,7 @@ struct Singles {
   // without a row does not matter: their slots are 0.
   static Rows<T> along_lanes(const T* x, int64_t, int64_t, T*) { return {x, kRowTile}; }
 
-  // Where `part` of number i is, and the k-th number of every slot.
+  // slot(): index of the slot that holds `part` of number i. number(): the k-th number of every slot.
   static ATTN_INLINE int64_t slot(int64_t i, int64_t) { return i; }
   static ATTN_INLINE Vec<T> number(Vec<T> slots, int64_t) { return slots; }
   // Infinities and NaNs become 0.

@@ -5,8 +5,8 @@
 
 namespace attn::ATTN_ISA {
 
-// That of the lanes of a tile. `reference` is +inf and `log2_sum` 0 where there is no row and where a row attends to no
-// key: weights are 0 there.
+// The logsumexp of the lanes of a tile. `reference` is +inf and `log2_sum` 0 where there is no row and where a row
+// attends to no key: weights are 0 there.
 template <class T>
 struct Logsumexp {
   T reference[kRowTile];

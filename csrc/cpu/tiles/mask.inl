@@ -123,7 +123,7 @@ struct MaskTile {
   }
 
  private:
-  // That of p.mask_tiles, of all tiles in which the rows lie.
+  // Union of p.mask_tiles over all tiles that contain one of the rows.
   static uint8_t effect_on(const Problem& p, const RowTile& rows, int64_t key_tile) {
     uint8_t effect = 0;
     rows.each_head([&](int64_t h, int64_t l, int64_t, int64_t count) {

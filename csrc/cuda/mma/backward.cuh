@@ -28,7 +28,7 @@ struct alignas(8) Pair {
   float high, low;
 };
 
-// Of up to kRows consecutive rows of a group of heads, in shared memory.
+// Up to kRows consecutive rows of a group of heads, in shared memory.
 template <int kRows, bool kHasMask>
 struct BackwardRows {
   RowTile<kRows> rows;
@@ -48,7 +48,7 @@ struct BackwardMma {
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
   static constexpr int kOwn = kMmaOwn;
-  // As registers and shared memory allow.
+  // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
   static constexpr bool kCrowded = kGeneral && kOf == MmaGradient::key_and_value;
   static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
@@ -58,7 +58,7 @@ struct BackwardMma {
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
   struct Shared {
-    // Of the products K Q^T and V G^T, or Q K^T and G V^T, the left factors, which the block owns, and the right ones.
+    // The left factors of the products K Q^T and V G^T, or Q K^T and G V^T, which the block owns, and the right ones.
     Own own_score, own_dp;
     struct {
       Other score, dp;
@@ -100,7 +100,7 @@ struct BackwardMma {
     // What rounding changes in the slope of exponents is changed in the logsumexp too: large scores cancel.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
-  // The same, for the group of heads that begins with `head`.
+  // Sets what belongs to the group of heads that begins with `head`. Called by one thread, followed by a barrier.
   __device__ void set_heads(int64_t head) {
     shared.first_row = row_number(p, shared.n, head, 0);
     shared.key_data =
@@ -171,7 +171,7 @@ struct BackwardMma {
     return tile;
   }
 
-  // Of the row of a tile that this thread reads and stores, if there is one. Read early, as that takes long, and stored
+  // The row of a tile that this thread reads and stores, if there is one. Read early, as that takes long, and stored
   // when it is there.
   static_assert(kRows <= kMmaThreads);
   __device__ __forceinline__ BackwardRow read_row(int64_t number, int count) const {
@@ -253,7 +253,7 @@ struct BackwardMma {
         write_keys(p.grad_value, first_head / readers, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
-  // Of a group's list of rows: the tile that begins with row `number`.
+  // The tile that begins with row `number` of a group's list of rows.
   struct TileOfRows {
     int64_t number;
     Row first;

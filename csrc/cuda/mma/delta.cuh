@@ -10,7 +10,7 @@ namespace attn::cuda {
 constexpr int kDeltaThreads = 128;
 constexpr int kDeltaSteps = 4;  // rows of a thread, all under way at a time
 
-// Up to kDim columns: a row belongs to so many lanes that each reads one chunk of it.
+// The lanes that share a row of up to kDim columns: each reads one chunk of it.
 template <int kDim>
 constexpr int kDeltaLanes = kDim / kChunk;
 // Rows of a block.

@@ -41,7 +41,7 @@ struct ForwardMma {
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
-  // Of one tile of keys, where it is not in shared memory.
+  // The mask of one tile of keys, where it is not in shared memory.
   using Mask = std::conditional_t<kCopiesMask, Nothing, typename Fragments::Mask[kTiles]>;
   using Output = float[kTiles][kDim / 8][4];
 

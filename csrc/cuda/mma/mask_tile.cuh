@@ -79,7 +79,7 @@ struct MaskTile {
         copy_async(to + k * Share<Number>::kStep * kRowBytes<Number>, begin[k].row[r] + offset, true);
     }
   }
-  // The same, number by number. Few are under way at a time: it takes no more registers than the rest of a kernel.
+  // Copies number by number. Few are under way at a time: it takes no more registers than the rest of a kernel.
   template <class Number>
   __device__ __forceinline__ void gather(const Share<Number>& share, int64_t offset, int64_t stride,
                                          const unsigned char* const* in_mask, int keys) {

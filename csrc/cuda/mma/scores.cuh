@@ -9,7 +9,7 @@
 
 namespace attn::cuda {
 
-// Of a mask that is boolean or of 16 bits.
+// For a mask that is boolean or of 16 bits.
 __device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
 
 // Says whether `count` neighbours along the keys may be read at once from every multiple of `count` on.
@@ -52,7 +52,7 @@ struct ScoresMma {
         }
   }
 
-  // Of a mask, what belongs to the scores: two neighbours, as they lie in memory, in each word.
+  // What a mask adds to the scores: two neighbours, as they lie in memory, in each word.
   using Mask = uint32_t[kFragments][2];
 
   // `Number`, here and below: see with_mask_number().

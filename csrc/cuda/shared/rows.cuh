@@ -26,7 +26,7 @@ struct RowTile {
   // Rows past the end repeat the last one and are never written.
   static __device__ __forceinline__ int last_repeated(int i, int count) { return i < count ? i : count - 1; }
 
-  // Of row i within its batch entry.
+  // Returns where row i begins within its batch entry, in elements.
   __device__ __forceinline__ int64_t offset(const Operand& x, int i) const {
     return head[i] * x.head + position[i] * x.row;
   }

@@ -30,7 +30,7 @@ struct Dropout {
   uint32_t key[2];
   uint32_t offset;
 
-  // Of batch entry n.
+  // Reads the state of batch entry n.
   __device__ void set(const Problem& p, int64_t n) {
     const auto* state = static_cast<const int64_t*>(p.rng.data) + batch_offset(p, p.rng, n);
     key[0] = static_cast<uint32_t>(state[0]);

@@ -15,7 +15,7 @@ constexpr int kSimtThreads = 128;
 constexpr int kSimtRows = 8;  // of a thread
 constexpr int kSimtCols = 4;  // of a thread, of every kSimtTile
 
-// Of the factors that are in shared memory at a time.
+// The columns of the factors that are in shared memory at a time.
 template <class T>
 constexpr int kSimtDepth = 128 / static_cast<int>(sizeof(T));
 
