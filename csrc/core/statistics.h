@@ -14,8 +14,8 @@
 
 namespace attn {
 
-// Sums over some keys of a row. Numbers x in a tile may be scores or, on the CPU, products; `slope` makes exponents of 2
-// of them: exp(score_i - score_j) = 2^((x_i - x_j) slope).
+// Sums over some keys of a row. Numbers x in a tile may be scores or, on the CPU, products; `slope` makes exponents of
+// 2 of them: exp(score_i - score_j) = 2^((x_i - x_j) slope).
 template <class T>
 struct RowStatistics {
   T largest;  // m; -inf without a key, NaN once a score was NaN

@@ -1,11 +1,12 @@
-// What one instruction set offers: a table of functions. One table per isa_*.cpp; dispatch.cpp chooses.
+// What one instruction set offers: a table of functions. One table per file of cpu/isa; capability.cpp chooses.
 #pragma once
 
-// Everything with inline code comes before the target regions of isa_*.cpp: inside them it would be compiled for one
-// instruction set, and the linker might use that copy everywhere.
+// Everything with inline code comes before the target regions of cpu/isa/*.cpp: inside them it would be compiled for
+// one instruction set, and the linker might use that copy everywhere.
 #include <stddef.h>
 #include <stdint.h>
 
+#include <concepts>
 #include <type_traits>
 #include <utility>
 

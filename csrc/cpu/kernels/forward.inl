@@ -11,7 +11,7 @@
 namespace attn::ATTN_ISA {
 
 // F: the format of the operands of the products.
-template <class F>
+template <Format F>
 struct Forward {
   using T = typename F::Number;
   static constexpr int W = kLanes<T>;

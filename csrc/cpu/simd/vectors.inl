@@ -1,5 +1,6 @@
 // Vectors as GNU vector types, so that arithmetic is written once with + - * / and ?: for all instruction sets. It is
-// included by cpu/instructions_*.inl, which defines kVectorBytes before; included by itself, it includes that first.
+// included by cpu/isa/instructions_*.inl, which defines kVectorBytes before; included by itself, it includes that
+// first.
 #ifndef ATTN_ISA
 #include "cpu/simd/simd.inl"
 #elif !defined(ATTN_VECTORS_INL)

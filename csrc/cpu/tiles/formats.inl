@@ -1,6 +1,6 @@
 // Formats of the operands of a matrix product. An operand is stored in slots: a slot is as large as T, the type of the
 // result, and is what one lane multiplies in one step. Along the dimension that a product sums over, a slot holds one
-// number (Singles) or two neighbours (operands_bf16.inl). Everything else about products is the same for all formats.
+// number (Singles) or two neighbours (formats_bf16.inl). Everything else about products is the same for all formats.
 //
 // In C = A B an operand is packed for its place:
 //   A  [row][slots along the columns]         along_columns    keys, values, weights for dK and dV
@@ -20,6 +20,51 @@ struct Rows {
   const T* data;
   int64_t ld;
 };
+
+// What a format offers. pack_... always packs; the functions without it pack only what is not usable in place: another
+// dtype, a column stride, or rows that lie badly. `block` has `rows` x `cols` numbers, `tile` rows `ld` slots apart.
+template <class F>
+concept Format =
+    requires(const Block& block, int64_t n, DType dtype, const typename F::Number* a, typename F::Number* tile,
+             Vec<typename F::Number> v, Vec<typename F::Number> (&weights)[F::kNumbers]) {
+      F::kNumbers;      // of a slot
+      F::kStep;         // slots that a product sums over at a time
+      F::kParts;        // of a number: what one slot does not hold of it is in the next
+      F::kTiles;        // whether products go through the processor's tiles
+      F::holds(dtype);  // whether the format keeps numbers of the type as they are
+
+      // One step of a product: the slot *a, or a vector of slots, times a vector of slots.
+      F::multiply(a, v);
+      F::multiply_add(v, a, v);
+      F::multiply_add(v, v, v);
+
+      // (block, rows, cols, tile, ld): slots along the columns; then along the rows, to be read transposed; then the
+      // same, always packed, with 0 for infinities and NaNs.
+      { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
+      { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
+      { F::finite_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
+      // (block, first, rows, cols, tile, ld): rows [first, first + rows) of a tile whose row `first + rows` is not
+      // written yet.
+      F::pack_along_rows(block, n, n, n, tile, n);
+      // (block, rows, cols, tile, width): tile[slot of columns * kRowTile + i], zeros for rows <= i < width.
+      F::pack_transposed(block, n, n, tile, n);
+
+      F::kWeightsInPlace;  // whether weights [slot of keys][lane] may take the place of the tile [key][lane]
+      // (tile, key, weights): stores weights of keys [key, key + kNumbers) in the lanes at `tile`.
+      F::store_along_keys(tile, n, weights);
+      // (tile, keys, lanes): fills the last step of a product.
+      F::end_along_keys(tile, n, n);
+      // (x, keys, lanes, tile): the tile x[key][lane] with slots along the keys, in x, which is overwritten, or in
+      // `tile`; then with slots along the lanes, [key][slot], in `tile`: slots of lanes without a row are 0, whatever x
+      // holds there.
+      { F::along_keys(tile, n, n, tile) } -> std::convertible_to<const typename F::Number*>;
+      { F::along_lanes(a, n, n, tile) } -> std::same_as<Rows<typename F::Number>>;
+
+      { F::slot(n, n) } -> std::same_as<int64_t>;  // (i, part): the index of the slot that holds `part` of number i
+      F::number(v, n);                             // (slots, k): the k-th number of every slot
+      F::make_finite(tile, n);                     // (tile, slots): infinities and NaNs become 0
+      F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
+    };
 
 // Slots that hold `numbers` neighbours: whole steps of a product, of kStep slots for each of kParts parts of a number.
 template <class F>
@@ -41,16 +86,15 @@ struct Singles {
   static constexpr int64_t kNumbers = 1;
   static constexpr int64_t kStep = 1;
   static constexpr int64_t kParts = 1;
-  static constexpr bool kTiles = false;  // whether products go through the processor's tiles
+  static constexpr bool kTiles = false;
 
-  static constexpr bool holds(DType) { return true; }  // whether the format keeps its numbers as they are
+  static constexpr bool holds(DType) { return true; }
 
   static ATTN_INLINE Vec<T> multiply(const T* a, Vec<T> b) { return *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 
-  // The rows of `block`, slots along the columns. Packs into `tile` only what is not usable in place: another dtype, a
-  // column stride, or rows so far apart that a column of them would fall into few sets of the cache.
+  // Rows far apart are packed: a column of them would fall into few sets of the cache.
   static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     constexpr int64_t kFarApart = 256;
     const bool same_type = block.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32);
@@ -59,43 +103,31 @@ struct Singles {
     pack_rows<T>(tile, ld, block, rows, cols);
     return {tile, ld};
   }
-  // Returns the rows of `block`, slots along the rows, to be read transposed. Packs only what is not usable in place.
   static Rows<T> along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     return along_columns(block, rows, cols, tile, ld);
   }
-  // Packs like along_rows, but always, and with 0 for infinities and NaNs.
   static Rows<T> finite_along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     pack_rows<T>(tile, ld, block, rows, cols);
     make_finite(tile, rows * ld);
     return {tile, ld};
   }
-  // Rows [first, first + rows) of a tile, whose row `first + rows` is not written yet.
   static void pack_along_rows(const Block& block, int64_t first, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     pack_rows<T>(tile + first * ld, ld, block, rows, cols);
   }
-  // tile[slot of columns * kRowTile + i], zeros for rows <= i < width
   static void pack_transposed(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t width) {
     ATTN_ISA::pack_transposed<T>(tile, kRowTile, block, rows, cols, width);
   }
 
-  // A tile of weights with slots along the keys, [slot][lane], may take the place of the tile [key][lane].
   static constexpr bool kWeightsInPlace = true;
-  // Stores weights of keys [key, key + kNumbers) in the lanes at `tile`.
   static ATTN_INLINE void store_along_keys(T* tile, int64_t key, Vec<T> (&weights)[1]) {
     store<T>(tile + key * kRowTile, weights[0]);
   }
-  // Fills the last step of a product.
   static void end_along_keys(T*, int64_t, int64_t) {}
-  // The tile x[key][lane] with slots along the keys, in x or in `tile`. Overwrites x.
   static const T* along_keys(T* x, int64_t, int64_t, T*) { return x; }
-  // The same, slots along the lanes: [key][slot], in `tile`. What x holds in lanes
-  // without a row does not matter: their slots are 0.
   static Rows<T> along_lanes(const T* x, int64_t, int64_t, T*) { return {x, kRowTile}; }
 
-  // slot(): index of the slot that holds `part` of number i. number(): the k-th number of every slot.
   static ATTN_INLINE int64_t slot(int64_t i, int64_t) { return i; }
   static ATTN_INLINE Vec<T> number(Vec<T> slots, int64_t) { return slots; }
-  // Infinities and NaNs become 0.
   static void make_finite(T* tile, int64_t slots) {
     for (int64_t i = 0; i < slots; i += kLanes<T>) {
       const Vec<T> v = load<T>(tile + i);
@@ -103,11 +135,11 @@ struct Singles {
     }
   }
 
-  // 2^x in place of every x, as accurate as numbers of the format.
   template <int N>
   static ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
     ATTN_ISA::exp2<T>(x);
   }
 };
+static_assert(Format<Singles<float>> && Format<Singles<double>>);
 
 }  // namespace attn::ATTN_ISA

@@ -245,5 +245,6 @@ struct Bfloat16s {
 using Pairs = Bfloat16s<1, 1>;
 template <int kParts>
 using Tiles = Bfloat16s<kParts, 16>;
+static_assert(Format<Pairs> && Format<Tiles<1>> && Format<Tiles<2>> && Format<Tiles<3>>);
 
 }  // namespace attn::ATTN_ISA
