@@ -8,6 +8,7 @@
 
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false ones in the intrinsics of GCC 12 (bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 namespace attn::ATTN_ISA {
