@@ -357,6 +357,7 @@ def test_instruction_set_is_held(tmp_path: Path) -> None:
     assert json.loads(results.read_text())["machine"]["capability"] == "default"
 
 
+@pytest.mark.slow  # whole models
 @pytest.mark.parametrize("row", ["MiniLM forward bf16", "GPT, 4 layers decode f32"])
 def test_models(row: str, tmp_path: Path) -> None:
     results = tmp_path / "models.json"

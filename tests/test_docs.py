@@ -91,6 +91,7 @@ def test_derivatives_page() -> None:
     torch.testing.assert_close(names["product"], names["same"])
 
 
+@pytest.mark.slow  # tries every call of the table
 def test_support_table() -> None:
     """The committed table is what its script finds now."""
     script = ROOT / "docs" / "make_support_table.py"

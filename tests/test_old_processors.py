@@ -32,6 +32,7 @@ def run_on(processor: str, *arguments: str) -> str:
     return process.stdout
 
 
+@pytest.mark.slow  # half a minute each in software
 @pytest.mark.regression
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_derivatives_of_every_dtype(processor: str) -> None:

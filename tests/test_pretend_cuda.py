@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 # Some of every file, without what would take long or asks the device itself.
@@ -31,6 +33,7 @@ TESTS = {
 }
 
 
+@pytest.mark.slow  # runs 700 tests of other files
 def test_device_tests() -> None:
     chosen = " or ".join(f"({file} and ({names}))" for file, names in TESTS.items())
     options = ["-q", "-p", "no:cacheprovider", "-p", "pretend_cuda", "-k", f"cuda and ({chosen})"]
