@@ -28,10 +28,10 @@ TESTS = {
     "tests/test_backward.py": 395,
     "tests/test_nan.py": 245,
     "tests/test_dropout.py": 75,
-    "tests/test_derivatives.py": 215,
+    "tests/test_derivatives.py": 205,
     "tests/test_hidden_tiles.py": 25,
     "tests/test_validate.py": 439,
-    "tests/test_stats.py": 475,
+    "tests/test_stats.py": 460,
 }
 # What of them has no kernels, or is too long for fibers.
 LEFT_OUT = {
