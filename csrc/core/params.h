@@ -92,25 +92,27 @@ struct Problem {
 //         exactly 1.
 //   CUDA  the value of the logsumexp and what rounding took from it
 
-struct ForwardParams : Problem {
+// A problem whose rows are cut into tasks and, with few rows and many keys, its keys into `splits` chunks of
+// `keys_per_split`, whole tiles. Each split writes partial results, merged in order afterwards. The cut depends on the
+// shape alone (on CUDA also on the device), so that the bits do not depend on threads.
+struct RowParams : Problem {
+  int64_t rows_per_task = 0;
+  int64_t splits = 1;
+  int64_t keys_per_split = 0;
+
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
+  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
+};
+
+struct ForwardParams : RowParams {
   Operand output;
   Operand residual;           // the exact output minus the rounded one; data may be null
   void* logsumexp = nullptr;  // may be null
 
-  int64_t rows_per_task = 0;
-  // With few rows and many keys the keys are cut in `splits` chunks of `keys_per_split`, whole tiles; each writes a
-  // partial output [splits, batch, heads, L, Ev] and its logsumexp [splits, batch, heads, L, 2], merged in order
-  // afterwards. The cut depends on the shape alone (on CUDA also on the device), so that the bits do not depend on
-  // threads.
-  int64_t splits = 1;
-  int64_t keys_per_split = 0;
-  void* partial_output = nullptr;
-  void* partial_logsumexp = nullptr;
+  void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev]
+  void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
 
   void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
-
-  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
-  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
 };
 
 struct BackwardParams : Problem {
@@ -155,7 +157,7 @@ struct Tangents {
 };
 
 // J t, the derivative of the output along t.
-struct TangentParams : Problem {
+struct TangentParams : RowParams {
   Tangents t;
   Operand output;
   Operand residual;
@@ -163,10 +165,6 @@ struct TangentParams : Problem {
   Operand tangent_output;
   Operand tangent_residual;
   void* tangent_logsumexp = nullptr;  // [batch, heads, L, 2]: the derivative of logsumexp along t, as a sum of two
-
-  int64_t rows_per_task = 0;
-  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks(); }
-  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
 };
 
 // H(u; x; t) = grad_x <u, J(x) t>, the derivative along t of the gradients J'u: the fields of BackwardParams hold those
@@ -186,7 +184,7 @@ struct SecondParams : BackwardParams {
 //
 // On the CPU the second pass may write every weight and score instead. Then received_weight is not written, and the
 // per-row results are ignored.
-struct StatsParams : Problem {
+struct StatsParams : RowParams {
   void* largest_score = nullptr;    // [batch, heads, L]
   void* entropy = nullptr;          // as that
   void* logsumexp = nullptr;        // as that: one number, not a pair
@@ -196,14 +194,8 @@ struct StatsParams : Problem {
   Operand weights;
   Operand scores;
 
-  int64_t rows_per_task = 0;
-  int64_t splits = 1;  // of the keys, each of whole tiles; put together in order, as those of the forward
-  int64_t keys_per_split = 0;
-  void* partial = nullptr;  // RowStatistics, [splits, batch, heads, L]
+  void* partial = nullptr;  // RowStatistics of splits, [splits, batch, heads, L]
   void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
-
-  ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
-  ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
 
   // A task of the second pass adds up weights of one head: of some keys, over a chunk of the rows. With several chunks
   // each writes a partial sum [chunks, batch, heads, S], added in order afterwards.

@@ -14,12 +14,16 @@ namespace attn {
 struct Range {
   int64_t first, last;
 
+  ATTN_INLINE constexpr int64_t size() const { return last - first; }
   ATTN_INLINE constexpr bool empty() const { return first >= last; }
   ATTN_INLINE constexpr bool contains(int64_t i) const { return first <= i && i < last; }
 };
-// What two ranges have in common, and the smallest range that holds both of two that are not empty.
+// What two ranges have in common, and the smallest range that holds both.
 ATTN_INLINE constexpr Range common(Range a, Range b) { return {larger(a.first, b.first), smaller(a.last, b.last)}; }
-ATTN_INLINE constexpr Range hull(Range a, Range b) { return {smaller(a.first, b.first), larger(a.last, b.last)}; }
+ATTN_INLINE constexpr Range hull(Range a, Range b) {
+  if (a.empty() || b.empty()) return a.empty() ? b : a;
+  return {smaller(a.first, b.first), larger(a.last, b.last)};
+}
 // The range, begun earlier so that `first` is a multiple of `tile`.
 ATTN_INLINE constexpr Range in_tiles(Range r, int64_t tile) {
   return {r.empty() ? r.last : r.first / tile * tile, r.last};

@@ -73,9 +73,7 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Params: with rows_per_task and splits of the keys.
-template <class Params>
-void plan_rows(Params& p) {
+void plan_rows(RowParams& p) {
   // Several tiles of rows share one pass over the keys, as long as there are tasks enough.
   p.rows_per_task = 4 * kRowTile;
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
@@ -159,6 +157,7 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 
 void run_tangent(TangentParams& p, const Tensor& query) {
   p.rows_per_task = kRowTile;
+  p.keys_per_split = p.keys;
   const Tensor mask_tiles = look_at_mask(p, query);
   const TangentKernels& k = kernels_for<&Kernels::tangent>(p);
   run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), k.on_thread,

@@ -99,9 +99,7 @@ struct Backward {
       tx = arena.take<T>(kSecond ? tile : 0);
       tdx = arena.take<T>(kSecond ? tile : 0);
       score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
-      for (int64_t t = 0; t < row_tiles; ++t) {
-        RowState measured;
-        RowState& state = base ? states[t] : measured;
+      arena.take_for_each(states, row_tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.query = arena.take<T>(slots_of<F>(kRowTile) * ld_key);
         state.grad_output_t = arena.take<T>(slots_of<F>(p.value_dim) * kRowTile);
@@ -115,7 +113,7 @@ struct Backward {
         state.shifted_sum = arena.take<T>(kSecond ? kRowTile : 0);
         state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
         state.score_query_t = kRoundsScores ? arena.take<T>(slots_of<S>(p.head_dim) * kRowTile) : state.query_t;
-      }
+      });
       size = arena.used();
     }
 
@@ -208,8 +206,9 @@ struct Backward {
     Rows<T> tangent_key, tangent_key_finite, tangent_value;
   };
 
-  static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys) {
+  static Keys load_keys(const Params& p, const Buffers& b, int64_t n, int64_t head, Range own) {
     const int64_t key_head = key_head_of(p, head), value_head = value_head_of(p, head);
+    const int64_t key = own.first, keys = own.size();
     const auto finite = [&](const Operand& x, T* tile) {
       if (!p.grad_query.data) return Rows<T>{};
       return F::finite_along_rows(block_of(p, x, n, key_head, key), keys, p.head_dim, tile, b.ld_key);
@@ -235,22 +234,20 @@ struct Backward {
   }
 
   // Fills x with P * Z (tP * Z), dx with dS if `want_dx`, and for kSecond tdx with t(dS).
-  static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, int64_t key,
-                      int64_t keys, const MaskTile<T>& mask, bool want_dx) {
-    const RowTile& rows = state.rows;
-    const int64_t lanes = rows.template lanes<T>();
-    scores<S>(p, rows, state.score_query_t, k.score_key, key, keys, mask, b.x);
-    if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
+  static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, const ScoreTile<T>& tile,
+                      bool want_dx) {
+    const int64_t keys = tile.keys.size(), lanes = tile.lanes();
+    scores<S>(p, tile, state.score_query_t, k.score_key, b.x);
+    if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
-      each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+      each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
         Gemm<F>::template run<false>(seen, count, slots_of<F>(p.value_dim), value.data, value.ld,
                                      state.grad_output_t + lane, kRowTile, dots + lane, kRowTile, false);
       });
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
     if constexpr (kSecond) {
-      tangent_scores<F>(p, p.t, rows, state.query_t, state.tangent_query_t, k.key, k.tangent_key, key, keys, b.bias,
-                        b.tx);
+      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.tx);
       if (p.t.value.data)
         dot_with_grad_output(k.tangent_value, b.tdx);
       else
@@ -310,7 +307,7 @@ struct Backward {
       if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
       if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
       for (int64_t row = 0; row < rows; row += p.rows_per_pass)
-        pass(p, b, n, head, row, smaller(row + p.rows_per_pass, rows), chunk, {first_key, first_key + keys});
+        pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}}, chunk);
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
         scale_tile<T>(b.grad_key, keys * b.ld_key, ScoreFunction<T>::of(p).slope());
@@ -323,73 +320,54 @@ struct Backward {
     }
   }
 
-  // Rows [first_row, last_row) of the group that begins with `head`, against the keys of the task.
-  static void pass(const Params& p, const Buffers& b, int64_t n, int64_t head, int64_t first_row, int64_t last_row,
-                   int64_t chunk, Range own) {
+  static void pass(const Params& p, const Buffers& b, const RowTask& own, int64_t chunk) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
-    const Sequence sequence = sequence_of(p, n);
-    Range positions = {p.queries, 0};  // grows to hold those of all tiles
-    int64_t tiles = 0;
-    for (int64_t r = first_row; r < last_row; r += kRowTile, ++tiles) {
-      RowState& state = b.states[tiles];
-      state.rows.set(p, n, head, r, smaller(kRowTile, last_row - r));
-      if (any_visible(p, sequence, state.rows.positions, own)) load_rows(p, b, state);
+    const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
+      if (any_visible(p, state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
       if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
-      positions = hull(positions, state.rows.positions);
-    }
-    const Range seen = in_tiles(common(visible_keys(p, sequence, positions), own), kKeyTile);
-    for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
-      const int64_t keys = smaller(kKeyTile, seen.last - key);
-      Keys k{};  // once some row sees them
-      bool is_loaded = false;
-      T* grad_key = b.grad_key + (key - own.first) * b.ld_key;
-      T* grad_value = b.grad_value + (key - own.first) * b.ld_value;
-      for (int64_t t = 0; t < tiles; ++t) {
-        RowState& state = b.states[t];
-        const RowTile& rows = state.rows;
-        if (!any_visible(p, sequence, rows.positions, {key, key + keys})) continue;
-        MaskTile<T> mask;
-        if (!mask.read(p, rows, key, keys, b.bias)) continue;
-        if (!is_loaded) k = load_keys(p, b, n, head, key, keys);
-        is_loaded = true;
-        const int64_t lanes = rows.template lanes<T>();
-        weights(p, b, state, k, key, keys, mask, want_dx);
-        const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* tile, const T* x) {
-          each_panel_of_keys<F>(p, rows, key, keys, [&](int64_t j, int64_t count, int64_t lane) {
-            const Rows<T> a = F::along_lanes(tile + j * kRowTile + lane, count, rows.count - lane, b.lanes);
-            Gemm<F>::template run<false>(count, round_up(cols, W), slots_of<F>(rows.count - lane), a.data, a.ld,
-                                         x + F::slot(lane, 0) * ld, ld, grad + j * ld, ld, true);
-          });
-        };
-        const auto add_to_queries = [&](T* tile, const Rows<T>& x) {  // overwrites the tile
-          const T* dx = F::along_keys(tile, keys, lanes, b.weights);
-          each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
-            Gemm<F>::template run<true>(p.head_dim, count, slots_of<F>(seen), x.data, x.ld, dx + lane, kRowTile,
-                                        state.grad_query_t + lane, kRowTile, true);
-          });
-        };
-        if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);
-        if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
-        if (direct_mask) rows.unpack_transposed(p, p.grad_mask, keys, b.ds(), key);
-        if (p.grad_query.data) add_to_queries(b.ds(), k.key_finite);
-        if constexpr (kSecond) {
-          if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.dx, state.tangent_query);
-          if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, k.tangent_key_finite);
-        }
+    });
+    Keys k;
+    const auto load = [&](Range keys) { k = load_keys(p, b, own.n, own.first_head, keys); };
+    const auto visit = [&](RowState& state, const ScoreTile<T>& tile) {
+      weights(p, b, state, k, tile, want_dx);
+      const RowTile& rows = state.rows;
+      const int64_t first = tile.keys.first - own.keys.first;
+      T *const grad_key = b.grad_key + first * b.ld_key, *const grad_value = b.grad_value + first * b.ld_value;
+      const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* weights, const T* x) {
+        each_panel_of_keys<F>(p, tile, [&](int64_t j, int64_t count, int64_t lane) {
+          const Rows<T> a = F::along_lanes(weights + j * kRowTile + lane, count, rows.count - lane, b.lanes);
+          Gemm<F>::template run<false>(count, round_up(cols, W), slots_of<F>(rows.count - lane), a.data, a.ld,
+                                       x + F::slot(lane, 0) * ld, ld, grad + j * ld, ld, true);
+        });
+      };
+      const auto add_to_queries = [&](T* weights, const Rows<T>& x) {  // overwrites the weights
+        const T* dx = F::along_keys(weights, tile.keys.size(), tile.lanes(), b.weights);
+        each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
+          Gemm<F>::template run<true>(p.head_dim, count, slots_of<F>(seen), x.data, x.ld, dx + lane, kRowTile,
+                                      state.grad_query_t + lane, kRowTile, true);
+        });
+      };
+      if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);
+      if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
+      if (direct_mask) rows.unpack_transposed(p, p.grad_mask, tile.keys.size(), b.ds(), tile.keys.first);
+      if (p.grad_query.data) add_to_queries(b.ds(), k.key_finite);
+      if constexpr (kSecond) {
+        if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.dx, state.tangent_query);
+        if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, k.tangent_key_finite);
       }
-    }
+    };
+    each_visible_tile(p, row_tiles, own.keys_seen(p, row_tiles.positions), b.bias, load, visit);
     if (!p.grad_query.data) return;
-    for (int64_t t = 0; t < tiles; ++t) {
-      RowState& state = b.states[t];
+    for (RowState& state : row_tiles) {
       scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
       state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
         const T* from = state.grad_query_t + lane;
         if (p.chunks == 1) {
-          unpack_transposed<T>(block_of(p, p.grad_query, n, h, l), from, kRowTile, count, p.head_dim);
+          unpack_transposed<T>(block_of(p, p.grad_query, own.n, h, l), from, kRowTile, count, p.head_dim);
         } else {
-          T* to =
-              static_cast<T*>(p.partial_grad_query) + (chunk * number_of_rows(p) + row_number(p, n, h, l)) * p.head_dim;
+          T* to = static_cast<T*>(p.partial_grad_query) +
+                  (chunk * number_of_rows(p) + row_number(p, own.n, h, l)) * p.head_dim;
           const Block block{reinterpret_cast<char*>(to), sizeof(T) == 8 ? DType::f64 : DType::f32, p.head_dim, 1};
           unpack_transposed<T>(block, from, kRowTile, count, p.head_dim);
         }
@@ -436,17 +414,14 @@ struct Backward {
       const Sequence sequence = sequence_of(p, at.n);
       const int64_t last = smaller(last_row, sequence.queries);
       for (int64_t row = first_row; row < last; row += kRowTile) {
-        state.rows.set(p, at.n, at.head, row, smaller(kRowTile, last - row));
+        state.rows.set(p, at.n, at.head, {row, smaller(row + kRowTile, last)});
         const Range seen = common(visible_keys(p, sequence, state.rows.positions), {first_key, last_key});
-        if (seen.empty()) continue;
-        const int64_t keys = seen.last - first_key;
-        MaskTile<T> mask;
-        if (!mask.read(p, state.rows, first_key, keys, b.bias)) continue;
+        ScoreTile<T> tile;
+        if (seen.empty() || !tile.set(p, state.rows, {first_key, seen.last}, b.bias)) continue;
         load_rows(p, b, state);
-        const Keys k = load_keys(p, b, at.n, at.head, first_key, keys);
-        weights(p, b, state, k, first_key, keys, mask, true);
-        state.rows.fill_empty_lanes(b.ds(), keys, T{0});
-        each_vector(sum, keys, state.rows.template lanes<T>(),
+        weights(p, b, state, load_keys(p, b, at.n, at.head, tile.keys), tile, true);
+        state.rows.fill_empty_lanes(b.ds(), tile.keys.size(), T{0});
+        each_vector(sum, tile.keys.size(), tile.lanes(),
                     [&](Vec<T> s, int64_t j, int64_t i) { return s + load<T>(b.ds() + j * kRowTile + i); });
       }
     }

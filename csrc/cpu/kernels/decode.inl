@@ -269,9 +269,9 @@ struct Decode {
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     RowTile& rows = *b.rows;
-    const RowTask own(p, task, p.splits);
+    const RowTask own(p, task);
     const int64_t n = own.n, key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
-    rows.set(p, n, own.first_head, 0, own.last_row);
+    rows.set(p, n, own.first_head, own.rows);
     rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, b.query, b.ld_key);
     if (takes_turns(p.key, p.head_dim))
       for (int64_t r = 0; r < rows.count; ++r) apart(b.query + r * b.ld_key, p.head_dim / W * W);
@@ -285,7 +285,7 @@ struct Decode {
 
     const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
     const bool key_in_place = in_place(p.key, p.head_dim), value_in_place = in_place(p.value, p.value_dim);
-    const Range all_keys = own.keys(p, rows.positions);
+    const Range all_keys = own.keys_seen(p, rows.positions);
     for (int64_t key = all_keys.first; key < all_keys.last; key += kKeyTile) {
       const int64_t keys = read_mask(p, b, masks, key, smaller(kKeyTile, all_keys.last - key));
       if (keys == 0) continue;
@@ -308,7 +308,7 @@ struct Decode {
                   });
                 });
       hide_keys(p, b, key, keys);
-      if (p.has_dropout) dropout_factors<T>(p, rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
+      if (p.has_dropout) dropout_factors<T>(p, rows, {key, key + keys}, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       with_rows(block_of(p, p.value, n, value_head, key), keys, p.value_dim, b.value, b.ld_value, value_in_place,
                 [&](const auto& value_rows) {

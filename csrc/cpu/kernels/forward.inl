@@ -50,14 +50,12 @@ struct Forward {
       weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      for (int64_t t = 0; t < tiles; ++t) {
-        RowState measured;
-        RowState& state = base ? states[t] : measured;
+      arena.take_for_each(states, tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.output_t = arena.take<T>(p.value_dim * kRowTile);
         state.reference = arena.take<T>(kRowTile);
         state.sum = arena.take<T>(kRowTile);
-      }
+      });
       size = arena.used();
     }
   };
@@ -125,17 +123,17 @@ struct Forward {
       }
   }
 
-  static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& key_rows,
-                    const Rows<T>& value_rows, int64_t key, int64_t keys, const MaskTile<T>& mask) {
-    scores<F>(p, state.rows, state.query_t, key_rows, key, keys, mask, b.x);
-    const int64_t lanes = state.rows.template lanes<T>();
-    if (p.has_dropout) dropout_factors<T>(p, state.rows, key, keys, 1, b.factor);
+  static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const ScoreTile<T>& tile,
+                    const Rows<T>& key_rows, const Rows<T>& value_rows) {
+    scores<F>(p, tile, state.query_t, key_rows, b.x);
+    const int64_t keys = tile.keys.size(), lanes = tile.lanes();
+    if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, 1, b.factor);
     int64_t lane = 0;
     for (; lane + 4 * W <= lanes; lane += 4 * W) softmax<4>(p, b, state, keys, lane);
     for (; lane < lanes; lane += W) softmax<1>(p, b, state, keys, lane);
     F::end_along_keys(b.weights, keys, lanes);
     // O^T += V^T P^T
-    each_panel_of_lanes<F>(p, state.rows, key, keys, [&](int64_t at, int64_t count, int64_t seen) {
+    each_panel_of_lanes<F>(p, tile, [&](int64_t at, int64_t count, int64_t seen) {
       Gemm<F>::template run<true>(p.value_dim, count, slots_of<F>(seen), value_rows.data, value_rows.ld, b.weights + at,
                                   kRowTile, state.output_t + at, kRowTile, state.started);
     });
@@ -166,43 +164,27 @@ struct Forward {
 
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
-    const RowTask own(p, task, p.splits);
-    const int64_t n = own.n;
-    Range positions = {p.queries, 0};  // grows to hold those of all tiles
-    int64_t tiles = 0;
-    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile, ++tiles) {
-      RowState& state = b.states[tiles];
+    const RowTask own(p, task);
+    const RowTiles<RowState> rows(p, own, b.states, [&](RowState& state) {
       state.started = false;
-      state.rows.set(p, n, own.first_head, r, smaller(kRowTile, own.last_row - r));
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-      positions = hull(positions, state.rows.positions);
-    }
-
-    const Range keys = own.keys(p, positions);
-    for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
-      const int64_t count = smaller(kKeyTile, keys.last - key);
-      Rows<T> key_rows{}, value_rows{};  // once some row sees them
-      for (int64_t t = 0; t < tiles; ++t) {
-        RowState& state = b.states[t];
-        if (!any_visible(p, own.sequence, state.rows.positions, {key, key + count})) continue;
-        MaskTile<T> mask;
-        if (!mask.read(p, state.rows, key, count, b.bias)) continue;
-        if (!key_rows.data) {
-          key_rows = F::along_columns(block_of(p, p.key, n, key_head_of(p, own.first_head), key), count, p.head_dim,
-                                      b.key, b.ld_key);
-          value_rows = F::along_rows(block_of(p, p.value, n, value_head_of(p, own.first_head), key), count, p.value_dim,
-                                     b.value, b.ld_value);
-        }
-        visit(p, b, state, key_rows, value_rows, key, count, mask);
-      }
-    }
-
-    finish_task(p, own, b.states, tiles, b.x);
+    });
+    Rows<T> key_rows, value_rows;
+    const auto load = [&](Range keys) {
+      const Block key = block_of(p, p.key, own.n, key_head_of(p, own.first_head), keys.first);
+      const Block value = block_of(p, p.value, own.n, value_head_of(p, own.first_head), keys.first);
+      key_rows = F::along_columns(key, keys.size(), p.head_dim, b.key, b.ld_key);
+      value_rows = F::along_rows(value, keys.size(), p.value_dim, b.value, b.ld_value);
+    };
+    each_visible_tile(
+        p, rows, own.keys_seen(p, rows.positions), b.bias, load,
+        [&](RowState& state, const ScoreTile<T>& tile) { visit(p, b, state, tile, key_rows, value_rows); });
+    finish_task(p, own, rows, b.x);
   }
 
-  static void finish_task(const ForwardParams& p, const RowTask& own, RowState* states, int64_t tiles, T* scratch) {
+  static void finish_task(const ForwardParams& p, const RowTask& own, const RowTiles<RowState>& rows, T* scratch) {
     const Results<T> to(p, own.split);
-    for (int64_t t = 0; t < tiles; ++t) finish(p, states[t], to, scratch);
+    for (RowState& state : rows) finish(p, state, to, scratch);
   }
 
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {

@@ -53,23 +53,23 @@ struct TileForward : Forward<F> {
   struct Buffers {
     RowState* states;
     Group* groups;
-    ScoreBlock* blocks;  // [kStages]
-    MaskTile<T>* masks;  // [kKeyTiles], of the block in the first stage
-    T* key;              // [kKeyTiles][kKeyTile][slots of E]
-    T* value;            // [kStages][kKeyTiles][Ev][slots of kKeyTile]
-    T* x;                // [kKeys][kRowTile]: scores of two blocks side by side, as for weights and factors
-    T* weights;          // [slots of kKeys][kRowTile]
-    T* bias;             // [kKeys][kRowTile]
-    T* factor;           // as x
+    ScoreBlock* blocks;   // [kStages]
+    ScoreTile<T>* tiles;  // [kKeyTiles], of the block in the first stage
+    T* key;               // [kKeyTiles][kKeyTile][slots of E]
+    T* value;             // [kStages][kKeyTiles][Ev][slots of kKeyTile]
+    T* x;                 // [kKeys][kRowTile]: scores of two blocks side by side, as for weights and factors
+    T* weights;           // [slots of kKeys][kRowTile]
+    T* bias;              // [kKeys][kRowTile]
+    T* factor;            // as x
     int64_t size;
 
     Buffers(const ForwardParams& p, char* base) {
       Arena arena(base);
-      const int64_t tiles = divide_up(p.rows_per_task, kRowTile), columns = round_up(p.value_dim, kTile);
-      states = arena.take<RowState>(tiles);
-      groups = arena.take<Group>(tiles * (kRowTile / kGroup));
+      const int64_t row_tiles = divide_up(p.rows_per_task, kRowTile), columns = round_up(p.value_dim, kTile);
+      states = arena.take<RowState>(row_tiles);
+      groups = arena.take<Group>(row_tiles * (kRowTile / kGroup));
       blocks = arena.take<ScoreBlock>(kStages);
-      masks = arena.take<MaskTile<T>>(kKeyTiles);
+      tiles = arena.take<ScoreTile<T>>(kKeyTiles);
       const int64_t own_tiles = packed_size(p) ? 0 : kKeyTiles;
       key = arena.take<T>(own_tiles * key_size(p));
       value = arena.take<T>(own_tiles * kStages * value_size(p));
@@ -77,14 +77,12 @@ struct TileForward : Forward<F> {
       weights = arena.take<T>(slots_of<F>(kKeys) * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeys * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeys * kRowTile : 0);
-      for (int64_t t = 0; t < tiles; ++t) {
-        RowState measured;
-        RowState& state = base ? states[t] : measured;
+      arena.take_for_each(states, row_tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.output_t = arena.take<T>(columns * kRowTile);
         state.reference = arena.take<T>(kRowTile);
         state.sum = arena.take<T>(kRowTile);
-      }
+      });
       size = arena.used();
     }
   };
@@ -234,7 +232,7 @@ struct TileForward : Forward<F> {
   // One step of the pipeline: a block for each stage, or null. N: tiles of queries that a block is wide.
   template <int N, bool kDropout>
   static void step(const ForwardParams& p, const Buffers& b, ScoreBlock* scored, const Rows<T>* key_rows,
-                   const int64_t* key, ScoreBlock* weighted, ScoreBlock* averaged) {
+                   ScoreBlock* weighted, ScoreBlock* averaged) {
     const int64_t depth = slots_of<F>(p.head_dim);
     constexpr int64_t kProductsOfSlot = Product::kCount;  // of kTile * kParts slots
     int64_t pauses = 0;
@@ -249,9 +247,8 @@ struct TileForward : Forward<F> {
     const auto finish_scores = [&](int64_t tiles) {
       for (; finished < tiles; ++finished) {
         T* const x = scored->x + finished * kKeyTile * kRowTile;
-        const int64_t keys = scored->keys_of(finished);
-        products_to_scores<T>(p, scored->group->rows, key[finished], keys, b.masks[finished], x);
-        find_best<N>(x, keys, finished == 0, scored->best);
+        products_to_scores<T>(p, b.tiles[finished], x);
+        find_best<N>(x, b.tiles[finished].keys.size(), finished == 0, scored->best);
       }
     };
     for (int64_t t = 0; scored && t < scored->tiles; ++t) {
@@ -319,35 +316,30 @@ struct TileForward : Forward<F> {
 
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
-    const RowTask own(p, task, p.splits);
-    Range positions = {p.queries, 0};  // grows to hold those of all tiles
-    int64_t tiles = 0, groups = 0;
-    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile, ++tiles) {
-      RowState& state = b.states[tiles];
-      state.rows.set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
+    const RowTask own(p, task);
+    int64_t groups = 0;
+    const RowTiles<RowState> rows(p, own, b.states, [&](RowState& state) {
       const int64_t slots = slots_of<F>(p.head_dim);
       if (state.rows.count < kRowTile) fill_zero(state.query_t, slots * kRowTile);
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
       fill_zero(state.sum, kRowTile);
       for (int64_t i = 0; i < kRowTile; ++i) state.reference[i] = -kInfinity<T>;
       state.started = true;
-      positions = hull(positions, state.rows.positions);
+      const int64_t first = own.rows.first + (&state - b.states) * kRowTile;
       for (int64_t lane = 0; lane < state.rows.count; lane += kGroup) {
         Group& group = b.groups[groups++];
-        group.rows.set(p, own.n, own.first_head, r + lane, smaller(kGroup, state.rows.count - lane));
+        group.rows.set(p, own.n, own.first_head, {first + lane, first + smaller(lane + kGroup, state.rows.count)});
         group.query_t = state.query_t + lane;
         group.output_t = state.output_t + lane;
         group.reference = state.reference + lane;
         group.sum = state.sum + lane;
         group.started = false;
       }
-    }
-    const Range keys = own.keys(p, positions);
-    const auto loop = own.last_row - own.first_row > kTile ? (p.has_dropout ? pipeline<2, true> : pipeline<2, false>)
-                                                           : (p.has_dropout ? pipeline<1, true> : pipeline<1, false>);
-    loop(p, b, own, keys, groups);
-
-    Base::finish_task(p, own, b.states, tiles, b.x);
+    });
+    const auto loop = own.rows.size() > kTile ? (p.has_dropout ? pipeline<2, true> : pipeline<2, false>)
+                                              : (p.has_dropout ? pipeline<1, true> : pipeline<1, false>);
+    loop(p, b, own, own.keys_seen(p, rows.positions), groups);
+    Base::finish_task(p, own, rows, b.x);
   }
 
   template <int N, bool kDropout>
@@ -368,17 +360,17 @@ struct TileForward : Forward<F> {
         Group& group = b.groups[g];
         ScoreBlock* next = nullptr;
         Rows<T> rows_of[kKeyTiles];
-        int64_t key_of[kKeyTiles];
         const auto submit = [&] {
           ++blocks;
-          step<N, kDropout>(p, b, next, rows_of, key_of, block(blocks - 2), block(blocks - 3));
+          step<N, kDropout>(p, b, next, rows_of, block(blocks - 2), block(blocks - 3));
           next = nullptr;
         };
         for (int64_t t = 0; t < kKeyTiles; ++t) {
           const int64_t key = first + t * kKeyTile, count = smaller(kKeyTile, keys.last - key);
-          if (count <= 0 || !any_visible(p, own.sequence, group.rows.positions, {key, key + count})) continue;
-          const int64_t tile = next ? next->tiles : 0;
-          if (!b.masks[tile].read(p, group.rows, key, count, b.bias + tile * kKeyTile * kRowTile)) continue;
+          if (count <= 0) continue;
+          const int64_t number = next ? next->tiles : 0;
+          ScoreTile<T>& tile = b.tiles[number];
+          if (!tile.set(p, group.rows, {key, key + count}, b.bias + number * kKeyTile * kRowTile)) continue;
           if (!key_rows[t].data) {
             loaded = true;
             key_rows[t] = rows_of_keys(p, own, key, b.key + t * key_size(p));
@@ -395,22 +387,20 @@ struct TileForward : Forward<F> {
             next->weights = b.weights + side;
             next->factor = b.factor + side;
           }
-          const Range of_group = visible_keys(p, own.sequence, group.rows.positions);
-          const int64_t seen = smaller(of_group.last - key, count);
-          if (kDropout) dropout_factors<T>(p, group.rows, key, seen, 1, next->factor + tile * kKeyTile * kRowTile);
-          rows_of[tile] = key_rows[t];
-          key_of[tile] = key;
-          next->value_rows[tile] = value_rows[t];
-          next->tiles = tile + 1;
-          next->keys += seen;
-          if (next->tiles == tiles_of_block || seen < kKeyTile) submit();
+          tile.keys.last = tile.keys_seen(p, group.rows.positions).last;
+          if (kDropout) dropout_factors<T>(p, group.rows, tile.keys, 1, next->factor + number * kKeyTile * kRowTile);
+          rows_of[number] = key_rows[t];
+          next->value_rows[number] = value_rows[t];
+          next->tiles = number + 1;
+          next->keys += tile.keys.size();
+          if (next->tiles == tiles_of_block || tile.keys.size() < kKeyTile) submit();
         }
         if (next) submit();
       }
       loads += loaded;
     }
     for (int64_t i = 0; i < kStages - 1; ++i)
-      step<N, kDropout>(p, b, nullptr, nullptr, nullptr, block(blocks - 1 + i), block(blocks - 2 + i));
+      step<N, kDropout>(p, b, nullptr, nullptr, block(blocks - 1 + i), block(blocks - 2 + i));
   }
 };
 

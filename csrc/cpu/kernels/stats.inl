@@ -45,24 +45,22 @@ struct Stats {
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       received = arena.take<T>(p.keys_per_task * W);
       weights = arena.take<T>(p.weights.data ? kKeyTile * kRowTile : 0);
-      for (int64_t t = 0; t < tiles; ++t) {
-        RowState measured;
-        RowState& state = base ? states[t] : measured;
+      arena.take_for_each(states, tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.largest = arena.take<T>(kRowTile);
         state.ones = arena.take<T>(kRowTile);
         state.rest = arena.take<T>(kRowTile);
         state.moment = arena.take<T>(kRowTile);
-      }
+      });
       size = arena.used();
     }
   };
 
   static int64_t workspace(const StatsParams& p) { return Buffers(p, nullptr).size; }
 
-  static Rows<T> load_keys(const StatsParams& p, const Buffers& b, int64_t n, int64_t head, int64_t key, int64_t keys,
-                           T* tile) {
-    return F::along_columns(block_of(p, p.key, n, key_head_of(p, head), key), keys, p.head_dim, tile, b.ld_key);
+  static Rows<T> load_keys(const StatsParams& p, const Buffers& b, int64_t n, int64_t head, Range keys, T* tile) {
+    const Block block = block_of(p, p.key, n, key_head_of(p, head), keys.first);
+    return F::along_columns(block, keys.size(), p.head_dim, tile, b.ld_key);
   }
 
   // -------------------------------------------------------------------------------------------------------------
@@ -124,44 +122,30 @@ struct Stats {
 
   static void rows(const StatsParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
-    const RowTask own(p, task, p.splits);
-    Range positions = {p.queries, 0};  // grows to hold those of all tiles
-    int64_t tiles = 0;
-    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile, ++tiles) {
-      RowState& state = b.states[tiles];
-      state.rows.set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
+    const RowTask own(p, task);
+    const RowTiles<RowState> rows(p, own, b.states, [&](RowState& state) {
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
       for (int64_t i = 0; i < kRowTile; ++i) state.largest[i] = -kInfinity<T>;
       fill_zero(state.ones, kRowTile);
       fill_zero(state.rest, kRowTile);
       fill_zero(state.moment, kRowTile);
-      positions = hull(positions, state.rows.positions);
-    }
-
-    const Range keys = own.keys(p, positions);
-    for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
-      const int64_t count = smaller(kKeyTile, keys.last - key);
-      Rows<T> key_rows{};  // once some row sees them
-      for (int64_t t = 0; t < tiles; ++t) {
-        const RowState& state = b.states[t];
-        if (!any_visible(p, state.rows.sequence, state.rows.positions, {key, key + count})) continue;
-        MaskTile<T> mask;
-        if (!mask.read(p, state.rows, key, count, b.bias)) continue;
-        if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.first_head, key, count, b.key);
-        scores<F>(p, state.rows, state.query_t, key_rows, key, count, mask, b.x);
-        const int64_t lanes = state.rows.template lanes<T>();
-        int64_t lane = 0;
-        for (; lane + kVectors * W <= lanes; lane += kVectors * W) add_scores<kVectors>(p, b, state, count, lane);
-        for (; lane < lanes; lane += W) add_scores<1>(p, b, state, count, lane);
-      }
-    }
+    });
+    Rows<T> key_rows;
+    const auto load = [&](Range keys) { key_rows = load_keys(p, b, own.n, own.first_head, keys, b.key); };
+    each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.bias, load,
+                      [&](const RowState& state, const ScoreTile<T>& tile) {
+                        scores<F>(p, tile, state.query_t, key_rows, b.x);
+                        const int64_t keys = tile.keys.size(), lanes = tile.lanes();
+                        int64_t lane = 0;
+                        for (; lane + kVectors * W <= lanes; lane += kVectors * W)
+                          add_scores<kVectors>(p, b, state, keys, lane);
+                        for (; lane < lanes; lane += W) add_scores<1>(p, b, state, keys, lane);
+                      });
 
     auto* partial = static_cast<RowStatistics<T>*>(p.partial) + own.split * number_of_rows(p);
-    for (int64_t t = 0; t < tiles; ++t) {
-      const RowState& state = b.states[t];
+    for (const RowState& state : rows)
       for (int64_t i = 0; i < state.rows.count; ++i)
         partial[state.rows.number(p, i)] = {state.largest[i], state.ones[i], state.rest[i], state.moment[i]};
-    }
   }
 
   // Puts the splits of the rows numbered [first, last) together, and writes what comes out.
@@ -206,35 +190,34 @@ struct Stats {
     const int64_t first_key = task % p.key_tasks_of_head() * p.keys_per_task;
     task /= p.key_tasks_of_head();
     const int64_t head = task % p.heads, n = task / p.heads;
-    const int64_t last_key = smaller(first_key + p.keys_per_task, p.keys);
+    const Range own = {first_key, smaller(first_key + p.keys_per_task, p.keys)};
     const int64_t first_row = chunk * p.rows_per_chunk;
     const int64_t last_row = smaller(first_row + p.rows_per_chunk, sequence_of(p, n).queries);
 
-    fill_zero(b.received, (last_key - first_key) * W);
+    fill_zero(b.received, own.size() * W);
     Rows<T> tiles[kStatsKeyTiles] = {};  // once some row sees them
     for (int64_t r = first_row; r < last_row; r += kRowTile) {
-      state.rows.set(p, n, head, r, smaller(kRowTile, last_row - r));
+      state.rows.set(p, n, head, {r, smaller(r + kRowTile, last_row)});
       bool has_queries = false;
-      for (int64_t key = first_key; key < last_key; key += kKeyTile) {
-        const int64_t count = smaller(kKeyTile, last_key - key);
-        if (!any_visible(p, state.rows.sequence, state.rows.positions, {key, key + count})) continue;
-        MaskTile<T> mask;
-        if (!mask.read(p, state.rows, key, count, b.bias)) continue;
-        Rows<T>& key_rows = tiles[(key - first_key) / kKeyTile];
-        if (!key_rows.data) key_rows = load_keys(p, b, n, head, key, count, b.key + (key - first_key) * b.ld_key);
+      each_tile_of_keys(own, [&](Range keys) {
+        ScoreTile<T> tile;
+        if (!tile.set(p, state.rows, keys, b.bias)) return;
+        const int64_t at = keys.first - own.first;
+        Rows<T>& key_rows = tiles[at / kKeyTile];
+        if (!key_rows.data) key_rows = load_keys(p, b, n, head, keys, b.key + at * b.ld_key);
         if (!has_queries) {
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
           state.rows.load_pairs(p, p.pairs, b.reference, b.inverse_sum);
           has_queries = true;
         }
-        scores<F>(p, state.rows, state.query_t, key_rows, key, count, mask, b.x);
-        add_weights(p, b, state.rows, count, b.received + (key - first_key) * W);
-      }
+        scores<F>(p, tile, state.query_t, key_rows, b.x);
+        add_weights(p, b, state.rows, keys.size(), b.received + at * W);
+      });
     }
 
     T* to = static_cast<T*>(p.chunks > 1 ? p.partial_received : p.received_weight);
-    to += ((chunk * p.batch + n) * p.heads + head) * p.keys;
-    for (int64_t key = first_key; key < last_key; ++key) to[key] = sum_of_lanes(b.received + (key - first_key) * W);
+    to += ((chunk * p.batch + n) * p.heads + head) * p.keys + own.first;
+    for (int64_t j = 0; j < own.size(); ++j) to[j] = sum_of_lanes(b.received + j * W);
   }
 
   // In pairs: one after the other, up to 16 numbers would be rounded as often.
@@ -267,27 +250,21 @@ struct Stats {
   // The second pass that writes weights and scores, cut as the first.
   static void weights(const StatsParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
-    const RowTask own(p, task, p.splits);
-    int64_t tiles = 0;
-    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile, ++tiles) {
-      RowState& state = b.states[tiles];
-      state.rows.set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
+    const RowTask own(p, task);
+    const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-    }
+    });
     const T slope = log2_slope<T>(p);
     const auto score = leaves_products<T>(p) ? ScoreFunction<T>::of(p) : ScoreFunction<T>::identity();
-    const int64_t first_key = own.split * p.keys_per_split;
-    const int64_t last_key = smaller(first_key + p.keys_per_split, p.keys);
-    for (int64_t key = first_key; key < last_key; key += kKeyTile) {
-      const int64_t count = smaller(kKeyTile, last_key - key);
+    each_tile_of_keys(own.keys, [&](Range keys) {
+      const int64_t count = keys.size();
       Rows<T> key_rows{};  // once some row sees them
-      for (int64_t t = 0; t < tiles; ++t) {
-        const RowTile& rows = b.states[t].rows;
-        MaskTile<T> mask;
-        if (any_visible(p, rows.sequence, rows.positions, {key, key + count}) &&
-            mask.read(p, rows, key, count, b.bias)) {
-          if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.first_head, key, count, b.key);
-          ATTN_ISA::scores<F>(p, rows, b.states[t].query_t, key_rows, key, count, mask, b.x);
+      for (const RowState& state : row_tiles) {
+        const RowTile& rows = state.rows;
+        ScoreTile<T> tile;
+        if (tile.set(p, rows, keys, b.bias)) {
+          if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.first_head, keys, b.key);
+          ATTN_ISA::scores<F>(p, tile, state.query_t, key_rows, b.x);
         } else {
           for (int64_t i = 0; i < count * kRowTile; i += W) store<T>(b.x + i, splat<T>(-kInfinity<T>));
         }
@@ -298,10 +275,10 @@ struct Stats {
           store<T>(b.weights + j * kRowTile + i, weight);
           return score(x);
         });
-        rows.unpack_transposed(p, p.weights, count, b.weights, key);
-        rows.unpack_transposed(p, p.scores, count, b.x, key);
+        rows.unpack_transposed(p, p.weights, count, b.weights, keys.first);
+        rows.unpack_transposed(p, p.scores, count, b.x, keys.first);
       }
-    }
+    });
   }
 
   // Adds the chunks' shares of received_weight, in order, for numbers [first, last) of it.

@@ -73,11 +73,11 @@ struct Tangent {
   static int64_t workspace(const TangentParams& p) { return Buffers(p, nullptr).size; }
 
   // x becomes P * Z and tx becomes P * (tx - r) * Z; adds up c - r.
-  static void weights(const TangentParams& p, const Buffers& b, int64_t key, int64_t keys) {
-    const int64_t lanes = b.rows->template lanes<T>();
+  static void weights(const TangentParams& p, const Buffers& b, const ScoreTile<T>& tile) {
+    const int64_t keys = tile.keys.size(), lanes = tile.lanes();
     const Vec<T> zero{}, one = splat<T>(1);
     const T slope = log2_slope<T>(p);
-    if (p.has_dropout) dropout_factors<T>(p, *b.rows, key, keys, static_cast<T>(p.keep_scale), b.factor);
+    if (p.has_dropout) dropout_factors<T>(p, *b.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
     for (int64_t lane = 0; lane < lanes; lane += W) {
       Vec<T> total{}, mean{};
       for (int64_t j = 0; j < keys; ++j) {
@@ -112,16 +112,10 @@ struct Tangent {
 
   static void run(const TangentParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
-    const RowTask own(p, task, /*splits=*/1);
-    for (int64_t r = own.first_row; r < own.last_row; r += kRowTile) {
-      b.rows->set(p, own.n, own.first_head, r, smaller(kRowTile, own.last_row - r));
-      tile(p, b, own.first_head);
-    }
-  }
-
-  static void tile(const TangentParams& p, const Buffers& b, int64_t first_head) {
-    const RowTile& rows = *b.rows;
-    const int64_t key_head = key_head_of(p, first_head), value_head = value_head_of(p, first_head);
+    const RowTask own(p, task);  // one tile of rows
+    RowTile& rows = *b.rows;
+    rows.set(p, own.n, own.first_head, own.rows);
+    const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
     const int64_t lanes = rows.template lanes<T>();
     rows.pack_transposed(p, p.query, p.head_dim, b.query_t);
     if constexpr (kRoundsScores) rows.template pack_columns<F>(p, p.query, p.head_dim, b.score_query_t);
@@ -132,34 +126,32 @@ struct Tangent {
     fill_zero(b.shifted_sum, kRowTile);
     fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
 
-    const Range seen = in_tiles(visible_keys(p, rows.sequence, rows.positions), kKeyTile);
-    for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
-      const int64_t keys = smaller(kKeyTile, seen.last - key);
-      MaskTile<T> mask;
-      if (!mask.read(p, rows, key, keys, b.bias)) continue;
-      const auto load_tile = [&](const Operand& x, int64_t head, T* tile, int64_t ld, int64_t cols) {
-        if (x.data) pack_rows<T>(tile, ld, block_of(p, x, rows.n, head, key), keys, cols);
+    each_tile_of_keys(own.keys_seen(p, rows.positions), [&](Range keys) {
+      ScoreTile<T> tile;
+      if (!tile.set(p, rows, keys, b.bias)) return;
+      const auto load_tile = [&](const Operand& x, int64_t head, T* to, int64_t ld, int64_t cols) {
+        if (x.data) pack_rows<T>(to, ld, block_of(p, x, rows.n, head, keys.first), keys.size(), cols);
       };
       load_tile(p.key, key_head, b.key, b.ld_key, p.head_dim);
       load_tile(p.value, value_head, b.value, b.ld_value, p.value_dim);
       load_tile(p.t.key, key_head, b.tangent_key, b.ld_key, p.head_dim);
       load_tile(p.t.value, value_head, b.tangent_value, b.ld_value, p.value_dim);
       if constexpr (kRoundsScores) {
-        const Block block = block_of(p, p.key, rows.n, key_head, key);
-        const Rows<T> score_key = F::along_columns(block, keys, p.head_dim, b.score_key, b.ld_score_key);
-        scores<F>(p, rows, b.score_query_t, score_key, key, keys, mask, b.x);
+        const Block block = block_of(p, p.key, rows.n, key_head, keys.first);
+        const Rows<T> score_key = F::along_columns(block, keys.size(), p.head_dim, b.score_key, b.ld_score_key);
+        scores<F>(p, tile, b.score_query_t, score_key, b.x);
       } else {
-        scores<F>(p, rows, b.query_t, {b.key, b.ld_key}, key, keys, mask, b.x);
+        scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x);
       }
-      tangent_scores<Singles<T>>(p, p.t, rows, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
-                                 {b.tangent_key, b.ld_key}, key, keys, b.bias, b.tx);
-      weights(p, b, key, keys);
-      Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys, b.value, b.ld_value, b.tx, kRowTile,
+      tangent_scores<Singles<T>>(p, p.t, tile, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
+                                 {b.tangent_key, b.ld_key}, b.bias, b.tx);
+      weights(p, b, tile);
+      Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys.size(), b.value, b.ld_value, b.tx, kRowTile,
                                            b.tangent_output_t, kRowTile, true);
       if (p.t.value.data)
-        Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys, b.tangent_value, b.ld_value, b.x, kRowTile,
-                                             b.tangent_output_t, kRowTile, true);
-    }
+        Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys.size(), b.tangent_value, b.ld_value, b.x,
+                                             kRowTile, b.tangent_output_t, kRowTile, true);
+    });
 
     const auto subtract = [&](const Operand& output) {  // (c - r) O
       if (!output.data) return;

@@ -21,9 +21,10 @@ ATTN_INLINE void philox(Vec<uint64_t> (&c)[4], uint64_t seed) {
   }
 }
 
-// factor[j * kRowTile + lane] = `kept` where the weight is kept, 0 where dropped. `key` is a multiple of 4.
+// factor[j * kRowTile + lane] = `kept` where the weight is kept, 0 where dropped. keys.first is a
+// multiple of 4.
 template <class T>
-void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T kept, T* factor) {
+void dropout_factors(const Problem& p, const RowTile& rows, Range keys, T kept, T* factor) {
   constexpr int W = kLanes<uint64_t>;
   using Narrow = typename VectorOf<UInt<T>, W>::type;
   const Block rng = block_of(p, p.rng, rows.n, 0, 0);
@@ -38,11 +39,11 @@ void dropout_factors(const Problem& p, const RowTile& rows, int64_t key, int64_t
       position[i] = static_cast<uint64_t>(rows.position[lane + i]);
       head[i] = static_cast<uint64_t>(rows.n * p.heads + rows.head[lane + i]) % period;
     }
-    for (int64_t j = 0; j < keys; j += 4) {
-      Vec<uint64_t> words[4] = {splat<uint64_t>(static_cast<uint64_t>(key + j) / 4), position, head,
+    for (int64_t j = 0; j < keys.size(); j += 4) {
+      Vec<uint64_t> words[4] = {splat<uint64_t>(static_cast<uint64_t>(keys.first + j) / 4), position, head,
                                 splat<uint64_t>(offset)};
       philox(words, seed);
-      for (int64_t w = 0; w < smaller(4, keys - j); ++w) {
+      for (int64_t w = 0; w < smaller(4, keys.size() - j); ++w) {
         const Vec<uint64_t> bits =
             words[w] < splat<uint64_t>(p.keep_below) ? splat<uint64_t>(bits_if_kept) : Vec<uint64_t>{};
         const Narrow narrow = __builtin_convertvector(bits, Narrow);

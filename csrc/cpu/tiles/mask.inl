@@ -1,16 +1,16 @@
-// The part of a mask that belongs to a tile of scores.
+// A tile of scores: its rows and keys, and which of them see each other, by their positions and by a mask.
 #pragma once
 
 #include "cpu/tiles/rows.inl"
 
 namespace attn::ATTN_ISA {
 
-// tile[j * kRowTile + lane] = mask(lane, key + j)
+// tile[j * kRowTile + lane] = mask(lane, keys.first + j)
 template <class T>
-void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, int64_t key, int64_t keys, T* tile) {
+void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, Range keys, T* tile) {
   rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
     const int64_t width = lane + count == rows.count ? kRowTile - lane : count;
-    pack_transposed<T>(tile + lane, kRowTile, block_of(p, mask, rows.n, h, l, key), count, keys, width);
+    pack_transposed<T>(tile + lane, kRowTile, block_of(p, mask, rows.n, h, l, keys.first), count, keys.size(), width);
   });
 }
 
@@ -87,88 +87,118 @@ inline void look_at_mask(const Problem& p, int64_t task) {
     }
 }
 
-// What a mask does to a tile of scores. It is read before all else of the tile: where it hides every score, nothing
-// else is read or computed.
+// Up to kRowTile rows and kKeyTile keys, and what the mask does to their scores.
 template <class T>
-struct MaskTile {
+struct ScoreTile {
   static_assert(kRowTile == 64 && kKeyTile == 64);
-  enum class Kind { nothing, bits, numbers };
+  enum class Mask { nothing, bits, numbers };
 
-  Kind kind = Kind::nothing;
-  uint64_t bits[kKeyTile];  // bit `lane` of row j: whether the lane sees the key
+  const RowTile* rows;
+  Range keys;
+  Mask mask;
+  uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
 
-  // Returns whether some row sees some key. `workspace`: a tile, where p.has_mask.
-  bool read(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* workspace) {
-    kind = Kind::nothing;
+  // Sets rows and keys, and reads the mask, before all else of the tile. Returns whether some row sees some key:
+  // otherwise nothing else is to be read or computed. `workspace`: room for a tile, where p.has_mask.
+  bool set(const Problem& p, const RowTile& its_rows, Range its_keys, T* workspace) {
+    rows = &its_rows;
+    keys = its_keys;
+    mask = Mask::nothing;
+    if (!any_visible(p, rows->sequence, rows->positions, keys)) return false;
     if (!p.has_mask) return true;
     const bool is_known = p.mask_tiles.data;
     if (is_known) {
-      const uint8_t effect = effect_on(p, rows, key / kKeyTile);
+      const uint8_t effect = effect_of_mask(p);
       if (!(effect & kSomeVisible)) return false;
       if (!(effect & kSomeChanged)) return true;
     }
-    if (mask_in_bits(p.mask)) return read_bits(p, rows, key, keys, is_known);
-    kind = Kind::numbers;
+    if (mask_in_bits(p.mask)) return read_bits(p, is_known);
+    mask = Mask::numbers;
     numbers_ = workspace;
     is_packed_ = !is_known;
     if (is_known) return true;
-    pack_mask<T>(p, p.mask, rows, key, keys, workspace);
-    return any_number_visible(rows.count, keys);
+    pack_mask<T>(p, p.mask, *rows, keys, workspace);
+    return any_number_visible();
   }
 
-  // [kKeyTile][kRowTile], to be added; -inf where a lane does not see a key.
-  const T* numbers(const Problem& p, const RowTile& rows, int64_t key, int64_t keys) const {
-    if (!is_packed_) pack_mask<T>(p, p.mask, rows, key, keys, numbers_);
+  // Whether the positions hide no score.
+  bool all_visible(const Problem& p) const { return attn::all_visible(p, rows->sequence, rows->positions, keys); }
+  // Those of the keys that rows at these positions see, apart from the mask.
+  Range keys_seen(const Problem& p, Range positions) const {
+    return common(visible_keys(p, rows->sequence, positions), keys);
+  }
+  int64_t lanes() const { return rows->template lanes<T>(); }
+
+  // For Mask::numbers: [kKeyTile][kRowTile], to be added; -inf where a lane does not see a key.
+  const T* numbers(const Problem& p) const {
+    if (!is_packed_) pack_mask<T>(p, p.mask, *rows, keys, numbers_);
     return numbers_;
   }
 
  private:
   // Union of p.mask_tiles over all tiles that contain one of the rows.
-  static uint8_t effect_on(const Problem& p, const RowTile& rows, int64_t key_tile) {
+  uint8_t effect_of_mask(const Problem& p) const {
     uint8_t effect = 0;
-    rows.each_head([&](int64_t h, int64_t l, int64_t, int64_t count) {
+    rows->each_head([&](int64_t h, int64_t l, int64_t, int64_t count) {
       for (int64_t tile = l / kRowTile; tile <= (l + count - 1) / kRowTile; ++tile)
-        effect |= *block_of(p, p.mask_tiles, rows.n, h, tile, key_tile).data;
+        effect |= *block_of(p, p.mask_tiles, rows->n, h, tile, keys.first / kKeyTile).data;
     });
     return effect;
   }
 
-  bool read_bits(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, bool is_known) {
-    for (int64_t i = rows.count; i < kRowTile; ++i) bits[i] = 0;
-    rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
-      const Block block = block_of(p, p.mask, rows.n, h, l, key);
+  bool read_bits(const Problem& p, bool is_known) {
+    for (int64_t i = rows->count; i < kRowTile; ++i) bits[i] = 0;
+    rows->each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
+      const Block block = block_of(p, p.mask, rows->n, h, l, keys.first);
       const auto* from = reinterpret_cast<const uint8_t*>(block.data);
-      for (int64_t i = 0; i < count; ++i) bits[lane + i] = visible_bits(from + i * block.row, keys);
+      for (int64_t i = 0; i < count; ++i) bits[lane + i] = visible_bits(from + i * block.row, keys.size());
     });
     if (!is_known) {
       uint64_t some = 0, all = ~uint64_t{};
-      for (int64_t i = 0; i < rows.count; ++i) {
+      for (int64_t i = 0; i < rows->count; ++i) {
         some |= bits[i];
         all &= bits[i];
       }
       if (some == 0) return false;
-      if (all == all_bits(keys)) return true;
+      if (all == all_bits(keys.size())) return true;
     }
-    kind = Kind::bits;
+    mask = Mask::bits;
     transpose_bits(bits);
     return true;
   }
 
-  bool any_number_visible(int64_t rows, int64_t keys) const {
+  bool any_number_visible() const {
     const Vec<T> hidden = splat<T>(-kInfinity<T>);
-    for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t j = 0; j < keys.size(); ++j) {
       const T* row = numbers_ + j * kRowTile;
       int64_t i = 0;
-      for (; i + kLanes<T> <= rows; i += kLanes<T>)
+      for (; i + kLanes<T> <= rows->count; i += kLanes<T>)
         if (any(load<T>(row + i) != hidden)) return true;
-      for (; i < rows; ++i)
+      for (; i < rows->count; ++i)
         if (row[i] != -kInfinity<T>) return true;
     }
     return false;
   }
 
-  T* numbers_ = nullptr;
-  bool is_packed_ = false;
+  T* numbers_;
+  bool is_packed_;
 };
+
+// Calls visit(state, tile) for every tile of scores of the rows and of the keys of a range in which some row sees some
+// key, one tile of keys after the other, and load(keys) before the first visit of each.
+template <class T, class State, class Load, class Visit>
+ATTN_INLINE void each_visible_tile(const Problem& p, const RowTiles<State>& rows, Range keys, T* workspace, Load load,
+                                   Visit visit) {
+  each_tile_of_keys(keys, [&](Range tile_keys) {
+    bool is_loaded = false;
+    for (State& state : rows) {
+      ScoreTile<T> tile;
+      if (!tile.set(p, state.rows, tile_keys, workspace)) continue;
+      if (!is_loaded) load(tile_keys);
+      is_loaded = true;
+      visit(state, tile);
+    }
+  });
+}
 
 }  // namespace attn::ATTN_ISA

@@ -18,15 +18,15 @@ struct RowTile {
   int64_t head[kRowTile];
   int64_t position[kRowTile];
 
-  // Rows [first, first + rows) of the list that begins with head `first_head`.
-  void set(const Problem& p, int64_t batch_entry, int64_t first_head, int64_t first, int64_t rows) {
+  // Those of the list that begins with head `first_head`.
+  void set(const Problem& p, int64_t batch_entry, int64_t first_head, Range rows) {
     n = batch_entry;
     sequence = sequence_of(p, n);
-    count = rows;
-    positions = {p.queries, 0};  // grows to hold those of all rows
-    if (rows == 0) return;
-    Row at = row_after(p, {n, first_head, 0}, first);
-    for (int64_t i = 0; i < rows; ++i) {
+    count = rows.size();
+    positions = {};  // grows to hold those of all rows
+    if (count == 0) return;
+    Row at = row_after(p, {n, first_head, 0}, rows.first);
+    for (int64_t i = 0; i < count; ++i) {
       head[i] = at.head;
       position[i] = at.position;
       positions = hull(positions, {at.position, at.position + 1});
@@ -131,31 +131,58 @@ struct RowTile {
   }
 };
 
-// What a task of the forward or of the tangent computes: rows of a group of heads, of one batch entry, over a split of
-// the keys.
+// What a task computes that goes over the keys of some rows: rows of a group of heads, of one batch entry, over a split
+// of the keys.
 struct RowTask {
-  int64_t split, first_row, last_row, first_head, n;
-  Sequence sequence;
+  int64_t n, first_head;
+  Range rows;
+  int64_t split = 0;
+  Range keys;
 
-  template <class Params>
-  RowTask(const Params& p, int64_t task, int64_t splits) {
-    split = task % splits;
-    task /= splits;
-    first_row = task % p.row_tasks() * p.rows_per_task;
-    task /= p.row_tasks();
-    first_head = task % p.groups() * p.group;
-    n = task / p.groups();
-    sequence = sequence_of(p, n);
-    last_row = smaller(first_row + p.rows_per_task, p.group * sequence.queries);
+  RowTask(const RowParams& p, int64_t task) {
+    split = task % p.splits;
+    task /= p.splits;
+    const int64_t first_row = task % p.row_tasks() * p.rows_per_task, group = task / p.row_tasks();
+    n = group / p.groups();
+    first_head = group % p.groups() * p.group;
+    const Sequence sequence = sequence_of(p, n);
+    rows = {first_row, smaller(first_row + p.rows_per_task, p.group * sequence.queries)};
+    keys = {split * p.keys_per_split, smaller((split + 1) * p.keys_per_split, sequence.keys)};
   }
+  RowTask(int64_t n, int64_t first_head, Range rows, Range keys)
+      : n(n), first_head(first_head), rows(rows), keys(keys) {}
 
-  // The keys of the task's split that the rows at these positions see, in whole tiles.
-  template <class Params>
-  Range keys(const Params& p, Range positions) const {
-    const int64_t first = split * p.keys_per_split;
-    const Range seen = visible_keys(p, sequence, positions);
-    return in_tiles(common(seen, {first, first + p.keys_per_split}), kKeyTile);
+  // Those of its keys that rows at these positions see, in whole tiles.
+  Range keys_seen(const Problem& p, Range positions) const {
+    return in_tiles(common(visible_keys(p, sequence_of(p, n), positions), keys), kKeyTile);
   }
 };
+
+// The tiles of rows of a task, each with what a kernel keeps of it while keys pass: `State` has a RowTile `rows`.
+template <class State>
+struct RowTiles {
+  State* states;
+  int64_t count = 0;
+  Range positions = {};  // of all rows
+
+  // Calls load(state) for each tile once its rows are set.
+  template <class Load>
+  RowTiles(const Problem& p, const RowTask& own, State* states, Load load) : states(states) {
+    for (int64_t r = own.rows.first; r < own.rows.last; r += kRowTile) {
+      State& state = states[count++];
+      state.rows.set(p, own.n, own.first_head, {r, smaller(r + kRowTile, own.rows.last)});
+      load(state);
+      positions = hull(positions, state.rows.positions);
+    }
+  }
+  State* begin() const { return states; }
+  State* end() const { return states + count; }
+};
+
+// Calls f(tile of keys) for each tile of the keys of a range.
+template <class Function>
+ATTN_INLINE void each_tile_of_keys(Range keys, Function f) {
+  for (int64_t key = keys.first; key < keys.last; key += kKeyTile) f(Range{key, smaller(key + kKeyTile, keys.last)});
+}
 
 }  // namespace attn::ATTN_ISA

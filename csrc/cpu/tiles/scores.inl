@@ -32,18 +32,18 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
 
 // -inf where a row does not see a key.
 template <class T>
-void hide_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, T* x) {
-  if (all_visible(p, rows.sequence, rows.positions, {key, key + keys})) return;
-  // The keys that a lane sees, counted from `key`.
+void hide_keys(const Problem& p, const ScoreTile<T>& tile, T* x) {
+  if (tile.all_visible(p)) return;
+  // The keys that a lane sees, counted from the tile's first one.
   Int<T> first[kRowTile] = {};
   UInt<T> count[kRowTile] = {};
-  for (int64_t i = 0; i < rows.count; ++i) {
-    const int64_t l = rows.position[i];
-    const Range seen = common(visible_keys(p, rows.sequence, {l, l + 1}), {key, key + keys});
-    first[i] = static_cast<Int<T>>(seen.first - key);
-    count[i] = static_cast<UInt<T>>(larger(0, seen.last - seen.first));
+  for (int64_t i = 0; i < tile.rows->count; ++i) {
+    const int64_t l = tile.rows->position[i];
+    const Range seen = tile.keys_seen(p, {l, l + 1});
+    first[i] = static_cast<Int<T>>(seen.first - tile.keys.first);
+    count[i] = static_cast<UInt<T>>(larger(0, seen.size()));
   }
-  each_vector(x, keys, rows.lanes<T>(), [&](Vec<T> score, int64_t j, int64_t i) {
+  each_vector(x, tile.keys.size(), tile.lanes(), [&](Vec<T> score, int64_t j, int64_t i) {
     const auto from_first = bit_cast<Vec<UInt<T>>>(static_cast<Int<T>>(j) - load<Int<T>>(first + i));
     return from_first < load<UInt<T>>(count + i) ? score : splat<T>(-kInfinity<T>);
   });
@@ -58,43 +58,42 @@ constexpr int64_t kPanel =
 
 // Calls f(lane, lanes, keys) for each panel of lanes and the number of keys of the tile.
 template <class F, class Function>
-ATTN_INLINE void each_panel_of_lanes(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
-  const int64_t lanes = rows.lanes<typename F::Number>();
-  if (all_visible(p, rows.sequence, rows.positions, {key, key + keys})) return f(0, lanes, keys);
+ATTN_INLINE void each_panel_of_lanes(const Problem& p, const ScoreTile<typename F::Number>& tile, Function f) {
+  const int64_t lanes = tile.lanes();
+  if (tile.all_visible(p)) return f(0, lanes, tile.keys.size());
   for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
-    Range positions = {rows.position[lane], rows.position[lane] + 1};
-    for (int64_t i = lane; i < smaller(lane + kPanel<F>, rows.count); ++i)
-      positions = hull(positions, {rows.position[i], rows.position[i] + 1});
-    const Range seen = common(visible_keys(p, rows.sequence, positions), {key, key + keys});
-    f(lane, smaller(kPanel<F>, lanes - lane), larger(0, seen.last - key));
+    Range positions{};
+    for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
+      positions = hull(positions, {tile.rows->position[i], tile.rows->position[i] + 1});
+    f(lane, smaller(kPanel<F>, lanes - lane), larger(0, tile.keys_seen(p, positions).last - tile.keys.first));
   }
 }
 
 // Calls f(j, keys, lane) for each panel of keys and the first of the lanes.
 template <class F, class Function>
-ATTN_INLINE void each_panel_of_keys(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, Function f) {
+ATTN_INLINE void each_panel_of_keys(const Problem& p, const ScoreTile<typename F::Number>& tile, Function f) {
+  const RowTile& rows = *tile.rows;
   const bool one_head = rows.head[0] == rows.head[rows.count - 1];
-  if (!one_head || all_visible(p, rows.sequence, rows.positions, {key, key + keys})) return f(0, keys, 0);
-  for (int64_t j = 0; j < keys; j += kPanel<F>) {
-    const int64_t count = smaller(kPanel<F>, keys - j);
-    const Range seeing = common(visible_rows(p, rows.sequence, {key + j, key + j + count}), rows.positions);
+  if (!one_head || tile.all_visible(p)) return f(0, tile.keys.size(), 0);
+  for (int64_t j = 0; j < tile.keys.size(); j += kPanel<F>) {
+    const int64_t count = smaller(kPanel<F>, tile.keys.size() - j), key = tile.keys.first + j;
+    const Range seeing = common(visible_rows(p, rows.sequence, {key, key + count}), rows.positions);
     if (!seeing.empty()) f(j, count, (seeing.first - rows.positions.first) / kPanel<F> * kPanel<F>);
   }
 }
 
 // Turns the products of a tile into scores, but leaves them where leaves_products(); -inf where a key is hidden.
 template <class T>
-void products_to_scores(const Problem& p, const RowTile& rows, int64_t key, int64_t keys, const MaskTile<T>& mask,
-                        T* x) {
-  const int64_t lanes = rows.lanes<T>();
+void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x) {
+  const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
-  if (mask.kind == MaskTile<T>::Kind::bits) {
+  if (tile.mask == ScoreTile<T>::Mask::bits) {
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
-      return lanes_of_bits<T>(mask.bits[j] >> i) ? score(product) : hidden;
+      return lanes_of_bits<T>(tile.bits[j] >> i) ? score(product) : hidden;
     });
-  } else if (mask.kind == MaskTile<T>::Kind::numbers) {
-    const T* numbers = mask.numbers(p, rows, key, keys);
+  } else if (tile.mask == ScoreTile<T>::Mask::numbers) {
+    const T* numbers = tile.numbers(p);
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
       const Vec<T> b = load<T>(numbers + j * kRowTile + i);
       return b == hidden ? hidden : score(product) + b;
@@ -102,27 +101,26 @@ void products_to_scores(const Problem& p, const RowTile& rows, int64_t key, int6
   } else if (!leaves_products<T>(p)) {
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t, int64_t) { return score(product); });
   }
-  hide_keys<T>(p, rows, key, keys, x);
+  hide_keys<T>(p, tile, x);
 }
 
-// x[j * kRowTile + lane] for the keys [key, key + keys), see score.h; products instead of scores where
-// leaves_products(). `query_t`: the tile of queries, transposed.
+// x[j * kRowTile + lane], see score.h; products instead of scores where leaves_products(). `query_t`: the tile of
+// queries, transposed.
 template <class F, class T = typename F::Number>
-void scores(const Problem& p, const RowTile& rows, const T* query_t, const Rows<T>& key_rows, int64_t key, int64_t keys,
-            const MaskTile<T>& mask, T* x) {
-  each_panel_of_lanes<F>(p, rows, key, keys, [&](int64_t lane, int64_t count, int64_t seen) {
+void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x) {
+  each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
     Gemm<F>::template run<false>(seen, count, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t + lane,
                                  kRowTile, x + lane, kRowTile, false);
   });
-  products_to_scores<T>(p, rows, key, keys, mask, x);
+  products_to_scores<T>(p, tile, x);
 }
 
 // tx, the derivative of the scores along t: slope * (tQ K^T + Q tK^T) + tM. Meaningless where a key is hidden.
 template <class F, class T = typename F::Number>
-void tangent_scores(const Problem& p, const Tangents& t, const RowTile& rows, const T* query_t,
-                    const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, int64_t key,
-                    int64_t keys, T* bias, T* tx) {
-  const int64_t lanes = rows.lanes<T>();
+void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
+                    const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,
+                    T* tx) {
+  const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   bool started = false;
   const auto add = [&](const Rows<T>& keys_of, const T* queries) {
     Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), keys_of.data, keys_of.ld, queries, kRowTile, tx,
@@ -134,7 +132,7 @@ void tangent_scores(const Problem& p, const Tangents& t, const RowTile& rows, co
   if (!started) fill_zero(tx, keys * kRowTile);
   scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
   if (!t.mask.data) return;
-  pack_mask<T>(p, t.mask, rows, key, keys, bias);
+  pack_mask<T>(p, t.mask, *tile.rows, tile.keys, bias);
   each_vector(tx, keys, kRowTile, [&](Vec<T> x, int64_t j, int64_t i) { return x + load<T>(bias + j * kRowTile + i); });
 }
 
