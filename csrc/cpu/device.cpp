@@ -21,6 +21,7 @@ using at::Tensor;
 
 constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
 constexpr int64_t kEnoughChunks = 16;  // of the backward: each costs a grad_query of its own
+constexpr int64_t kLeastPart = 512;    // keys of a split, rows of a chunk
 constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
@@ -73,16 +74,20 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
+// The length of a part where `count` keys or rows are cut in at most so many parts, to make `enough` of the tasks.
+int64_t part_of(int64_t count, int64_t tasks, int64_t enough, int64_t most) {
+  if (tasks >= enough || most < 2) return count;
+  const int64_t parts = std::min(divide_up(enough, std::max<int64_t>(1, tasks)), most);
+  return round_up(divide_up(count, parts), kKeyTile);
+}
+static_assert(kRowTile == kKeyTile);
+
 void plan_rows(RowParams& p) {
   // Several tiles of rows share one pass over the keys, as long as there are tasks enough.
   p.rows_per_task = 4 * kRowTile;
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
-  p.keys_per_split = p.keys;
-  if (p.tasks() < kEnoughTasks && p.keys >= 1024) {
-    const int64_t splits = std::min(divide_up(kEnoughTasks, p.tasks()), p.keys / 512);
-    p.keys_per_split = round_up(divide_up(p.keys, splits), kKeyTile);
-    p.splits = divide_up(p.keys, p.keys_per_split);
-  }
+  p.keys_per_split = part_of(p.keys, p.tasks(), kEnoughTasks, p.keys / kLeastPart);
+  if (p.keys > 0) p.splits = divide_up(p.keys, p.keys_per_split);
 }
 
 void run_forward(ForwardParams& p, const Tensor& query) {
@@ -117,12 +122,8 @@ void plan(BackwardParams& p) {
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(p.rows(), kRowTile));
-  p.keys_per_chunk = p.keys;
-  if (p.tasks() < kEnoughChunks) {
-    const int64_t chunks = std::min(divide_up(kEnoughChunks, p.tasks()), divide_up(p.keys, 4 * kKeyTile));
-    p.keys_per_chunk = round_up(divide_up(p.keys, chunks), kKeyTile);
-    p.chunks = divide_up(p.keys, p.keys_per_chunk);
-  }
+  p.keys_per_chunk = part_of(p.keys, p.tasks(), kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
+  p.chunks = divide_up(p.keys, p.keys_per_chunk);
 }
 
 template <auto kPart, class Params>
@@ -172,12 +173,8 @@ void plan(StatsParams& p) {
   // The second pass is the same with keys and rows exchanged.
   p.keys_per_task = kStatsKeyTiles * kKeyTile;
   while (p.keys_per_task > kKeyTile && p.key_tasks() < 2 * kEnoughTasks) p.keys_per_task /= 2;
-  p.rows_per_chunk = p.queries;
-  if (p.keys > 0 && p.key_tasks() < kEnoughTasks && p.queries >= 1024) {
-    const int64_t chunks = std::min(divide_up(kEnoughTasks, p.key_tasks()), p.queries / 512);
-    p.rows_per_chunk = round_up(divide_up(p.queries, chunks), kRowTile);
-    p.chunks = divide_up(p.queries, p.rows_per_chunk);
-  }
+  p.rows_per_chunk = part_of(p.queries, p.key_tasks(), kEnoughTasks, p.queries / kLeastPart);
+  p.chunks = divide_up(p.queries, p.rows_per_chunk);
 }
 
 void run_stats(StatsParams& p, const Tensor& query) {

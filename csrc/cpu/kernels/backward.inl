@@ -162,8 +162,8 @@ struct Backward {
                               b.ld_value);
       });
       for (int64_t lane = 0; lane < lanes; lane += W) {
-        Gemm<F>::template run<false>(W, W, slots_of<F>(p.value_dim), b.value + lane * b.ld_value, b.ld_value,
-                                     state.grad_output_t + lane, kRowTile, b.x, W, false);
+        multiply<F>({W, W, slots_of<F>(p.value_dim)}, {b.value + lane * b.ld_value, b.ld_value},
+                    {state.grad_output_t + lane, kRowTile}, b.x, W, Store::set);
         for (int64_t i = 0; i < smaller(W, state.rows.count - lane); ++i) dots[lane + i] += b.x[i * W + i];
       }
     } else {
@@ -241,8 +241,8 @@ struct Backward {
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
       each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
-        Gemm<F>::template run<false>(seen, count, slots_of<F>(p.value_dim), value.data, value.ld,
-                                     state.grad_output_t + lane, kRowTile, dots + lane, kRowTile, false);
+        multiply<F>({seen, count, slots_of<F>(p.value_dim)}, value, {state.grad_output_t + lane, kRowTile}, dots + lane,
+                    kRowTile, Store::set);
       });
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
@@ -337,15 +337,15 @@ struct Backward {
       const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* weights, const T* x) {
         each_panel_of_keys<F>(p, tile, [&](int64_t j, int64_t count, int64_t lane) {
           const Rows<T> a = F::along_lanes(weights + j * kRowTile + lane, count, rows.count - lane, b.lanes);
-          Gemm<F>::template run<false>(count, round_up(cols, W), slots_of<F>(rows.count - lane), a.data, a.ld,
-                                       x + F::slot(lane, 0) * ld, ld, grad + j * ld, ld, true);
+          multiply<F>({count, round_up(cols, W), slots_of<F>(rows.count - lane)}, a, {x + F::slot(lane, 0) * ld, ld},
+                      grad + j * ld, ld, Store::add);
         });
       };
       const auto add_to_queries = [&](T* weights, const Rows<T>& x) {  // overwrites the weights
         const T* dx = F::along_keys(weights, tile.keys.size(), tile.lanes(), b.weights);
         each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
-          Gemm<F>::template run<true>(p.head_dim, count, slots_of<F>(seen), x.data, x.ld, dx + lane, kRowTile,
-                                      state.grad_query_t + lane, kRowTile, true);
+          multiply_transposed<F>({p.head_dim, count, slots_of<F>(seen)}, x, {dx + lane, kRowTile},
+                                 state.grad_query_t + lane, kRowTile, Store::add);
         });
       };
       if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);

@@ -134,8 +134,8 @@ struct Forward {
     F::end_along_keys(b.weights, keys, lanes);
     // O^T += V^T P^T
     each_panel_of_lanes<F>(p, tile, [&](int64_t at, int64_t count, int64_t seen) {
-      Gemm<F>::template run<true>(p.value_dim, count, slots_of<F>(seen), value_rows.data, value_rows.ld, b.weights + at,
-                                  kRowTile, state.output_t + at, kRowTile, state.started);
+      multiply_transposed<F>({p.value_dim, count, slots_of<F>(seen)}, value_rows, {b.weights + at, kRowTile},
+                             state.output_t + at, kRowTile, state.started ? Store::add : Store::set);
     });
     state.started = true;
   }

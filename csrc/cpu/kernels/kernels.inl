@@ -61,31 +61,31 @@ struct KernelTable {
   static constexpr StatsKernels kStats = {K::workspace,  K::rows,    K::finish,         K::keys,
                                           K::add_chunks, K::weights, Formats::kOnThread};
 
+  // f(format), or null where no format takes the problem.
+  template <class Function>
+  static auto chosen(const Problem& p, Function f) {
+    return Formats::takes(p) ? Formats::with(p, f) : nullptr;
+  }
   static const ForwardKernels* forward(const ForwardParams& p) {
-    if (!Formats::takes(p)) return nullptr;
     if (!Formats::kDecodes && Decode<float>::takes(p, Decode<float>::kRowsBesidePairs)) return nullptr;
-    return Formats::with(p, [&]<class F>(F) {
+    return chosen(p, [&]<class F>(F) {
       if constexpr (Formats::kDecodes)
         if (Decode<typename F::Number>::takes(p)) return &kDecode<typename F::Number>;
       return &kForward<F>;
     });
   }
   static const TangentKernels* tangent(const TangentParams& p) {
-    return Formats::takes(p) ? Formats::with(p, []<class F>(F) { return &kTangent<F>; }) : nullptr;
+    return chosen(p, []<class F>(F) { return &kTangent<F>; });
   }
   static const BackwardKernels<BackwardParams>* backward(const BackwardParams& p) {
-    using Params = BackwardParams;
-    if (!Formats::takes(p)) return nullptr;
-    return Formats::with(p, []<class F>(F) { return &kBackward<Params, Backward<F, Params>>; });
+    return chosen(p, []<class F>(F) { return &kBackward<BackwardParams, Backward<F, BackwardParams>>; });
   }
   static const BackwardKernels<SecondParams>* second(const SecondParams& p) {
     using Params = SecondParams;
-    if (!Formats::takes(p)) return nullptr;
-    return Formats::with(
-        p, []<class F>(F) { return &kBackward<Params, Backward<Singles<typename F::Number>, Params, F>>; });
+    return chosen(p, []<class F>(F) { return &kBackward<Params, Backward<Singles<typename F::Number>, Params, F>>; });
   }
   static const StatsKernels* stats(const StatsParams& p) {
-    return Formats::takes(p) ? Formats::with(p, []<class F>(F) { return &kStats<F>; }) : nullptr;
+    return chosen(p, []<class F>(F) { return &kStats<F>; });
   }
   static constexpr Kernels table = {Formats::falls_back_to, look_at_mask, forward, tangent, backward, second, stats};
 };

@@ -146,11 +146,12 @@ struct Tangent {
       tangent_scores<Singles<T>>(p, p.t, tile, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
                                  {b.tangent_key, b.ld_key}, b.bias, b.tx);
       weights(p, b, tile);
-      Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys.size(), b.value, b.ld_value, b.tx, kRowTile,
-                                           b.tangent_output_t, kRowTile, true);
-      if (p.t.value.data)
-        Gemm<Singles<T>>::template run<true>(p.value_dim, lanes, keys.size(), b.tangent_value, b.ld_value, b.x,
-                                             kRowTile, b.tangent_output_t, kRowTile, true);
+      const auto add_average = [&](const T* value, const T* weights) {
+        multiply_transposed<Singles<T>>({p.value_dim, lanes, keys.size()}, {value, b.ld_value}, {weights, kRowTile},
+                                        b.tangent_output_t, kRowTile, Store::add);
+      };
+      add_average(b.value, b.tx);
+      if (p.t.value.data) add_average(b.tangent_value, b.x);
     });
 
     const auto subtract = [&](const Operand& output) {  // (c - r) O

@@ -1,4 +1,5 @@
-// C[M x N] = A[M x K] B[K x N], or C += A B: the one matrix product of all kernels, on tiles in the cache.
+// C[M x N] = A[M x K] B[K x N], or C += A B: the one matrix product of all kernels, on tiles in the cache. What they call
+// is multiply() and multiply_transposed(), below.
 //
 // B and C are row-major with N a multiple of the vector length: a vector holds neighbouring columns. Elements of A are
 // broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] when `kTransposed`.
@@ -104,5 +105,22 @@ struct Gemm {
     }
   }
 };
+
+// Of a product: the rows and columns of C, and the slots that are summed over.
+struct Extents {
+  int64_t rows, columns, slots;
+};
+enum class Store { set, add };
+
+// C = A B or C += A B, the rows of C `ld` numbers apart.
+template <class F, class T = typename F::Number>
+void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store) {
+  Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add);
+}
+// The same for an A that is packed to be read transposed (formats.inl).
+template <class F, class T = typename F::Number>
+void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store) {
+  Gemm<F>::template run<true>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add);
+}
 
 }  // namespace attn::ATTN_ISA

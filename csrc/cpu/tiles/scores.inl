@@ -109,8 +109,8 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x) {
 template <class F, class T = typename F::Number>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x) {
   each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
-    Gemm<F>::template run<false>(seen, count, slots_of<F>(p.head_dim), key_rows.data, key_rows.ld, query_t + lane,
-                                 kRowTile, x + lane, kRowTile, false);
+    multiply<F>({seen, count, slots_of<F>(p.head_dim)}, key_rows, {query_t + lane, kRowTile}, x + lane, kRowTile,
+                Store::set);
   });
   products_to_scores<T>(p, tile, x);
 }
@@ -121,15 +121,14 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,
                     T* tx) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-  bool started = false;
-  const auto add = [&](const Rows<T>& keys_of, const T* queries) {
-    Gemm<F>::template run<false>(keys, lanes, slots_of<F>(p.head_dim), keys_of.data, keys_of.ld, queries, kRowTile, tx,
-                                 kRowTile, started);
-    started = true;
+  Store store = Store::set;
+  const auto put = [&](const Rows<T>& keys_of, const T* queries) {
+    multiply<F>({keys, lanes, slots_of<F>(p.head_dim)}, keys_of, {queries, kRowTile}, tx, kRowTile, store);
+    store = Store::add;
   };
-  if (t.query.data) add(key_rows, tangent_query_t);
-  if (t.key.data) add(tangent_key_rows, query_t);
-  if (!started) fill_zero(tx, keys * kRowTile);
+  if (t.query.data) put(key_rows, tangent_query_t);
+  if (t.key.data) put(tangent_key_rows, query_t);
+  if (store == Store::set) fill_zero(tx, keys * kRowTile);
   scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
   if (!t.mask.data) return;
   pack_mask<T>(p, t.mask, *tile.rows, tile.keys, bias);
