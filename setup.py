@@ -81,21 +81,33 @@ os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ[
 def listed_sources() -> list[str]:
     lines = (CSRC / "sources.txt").read_text().splitlines()
     sources = [line for line in lines if line and not line.startswith("#")]
+    if SDIST:
+        return [str(CSRC / line) for line in sources]
+    tests = ["tests/sanitize/errors.cpp"] if SANITIZE else []
     if STAND_IN == "cuda":
         sources = [line for line in sources if not line.startswith("cpu/")]
-        return [*map(as_cpp, sources), *sorted(map(str, STAND_INS.glob("*.cpp")))]
-    errors = ["tests/sanitize/errors.cpp"] if SANITIZE else []
-    return errors + [str(CSRC / line) for line in sources if CUDA or not line.startswith("cuda/")]
+        tests += map(str, STAND_INS.glob("*.cpp"))
+    elif not CUDA:
+        sources = [line for line in sources if not line.startswith("cuda/")]
+    # Reading torch's headers takes most of the time of a file that includes them: one does.
+    alone = [line for line in sources if line.startswith("cpu/isa/") or line.endswith(".cu")]
+    together = [line for line in sources if line not in alone]
+    return [generated("library.cpp", *together), *map(own_file, alone), *sorted(tests)]
 
 
-def as_cpp(source: str) -> str:
-    """A C++ file that includes the CUDA file: torch would give a .cu file to nvcc."""
-    if not source.endswith(".cu"):
-        return str(CSRC / source)
-    path = Path("build") / "stand_in" / Path(source).with_suffix(".cpp")
+def own_file(source: str) -> str:
+    """For a stand-in a C++ file that includes the CUDA file: torch would give a .cu to nvcc."""
+    as_cpp = STAND_IN == "cuda" and source.endswith(".cu")
+    return generated(Path(source).with_suffix(".cpp"), source) if as_cpp else str(CSRC / source)
+
+
+def generated(name: str | Path, *included: str) -> str:
+    """A file that includes these; with another date it would be compiled again."""
+    path = Path("build") / "generated" / STAND_IN / "csrc" / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():  # with another date it would be compiled again
-        path.write_text(f'#include "{source}"\n')
+    text = "".join(f'#include "{source}"\n' for source in included)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
     return str(path)
 
 

@@ -204,6 +204,7 @@ def test_compile(kind: str, dynamic: bool) -> None:
         assert_same_bits(results(compiled, inputs, grad_output), expected)
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.usefixtures("device")
 def test_compile_with_inductor() -> None:
     """The default backend, with operations around ours and with dropout in the graph."""

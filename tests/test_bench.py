@@ -59,6 +59,7 @@ def test_bench(tmp_path: Path) -> None:
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow  # a whole run
 def test_bench_of_decoding_and_derivatives(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     arguments = ["--device", "cpu", "--quick", "--json", str(results)]
@@ -69,6 +70,7 @@ def test_bench_of_decoding_and_derivatives(tmp_path: Path) -> None:
     assert row["ours_mib"] < row["builtin_mib"]
 
 
+@pytest.mark.slow  # a whole run
 def test_bench_of_the_grid_of_decoding(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     arguments = ["--dtype", "bf16", "--head-dim", "20", "--seconds", "0.001"]
@@ -107,6 +109,7 @@ def silent() -> Console:
     return Console(width=150, file=io.StringIO())
 
 
+@pytest.mark.slow  # processes of their own
 def test_memory_rows(bench: Any) -> None:
     plain, dropout = bench.bench_memory([1024], "memory")
     assert [r["kind"] for r in (plain, dropout)] == [bench.BACKWARD, bench.DROPOUT]
@@ -350,6 +353,7 @@ def test_chart_of_new_and_old_results(bench: Any, tmp_path: Path) -> None:
     assert not chart.draw(nothing, tmp_path / "nothing.png")
 
 
+@pytest.mark.slow  # a whole run
 def test_instruction_set_is_held(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     arguments = ["--quick", "--filter", "none", "--capability", "default"]
@@ -370,6 +374,7 @@ def test_models(row: str, tmp_path: Path) -> None:
     assert 0 < r["attention"] < 1
 
 
+@pytest.mark.slow  # whole models
 def test_models_without_ours_are_not_measured() -> None:
     code = "import models; models.check([lambda: 0], 'MiniLM', 0.1, False)"
     process = subprocess.run(
@@ -379,6 +384,7 @@ def test_models_without_ours_are_not_measured() -> None:
     assert process.stderr.endswith("MiniLM: the model does not call attn\n")
 
 
+@pytest.mark.slow  # compiles the peers
 @pytest.mark.parametrize("peer", ["attn", "built-in"])
 def test_peers_check_what_they_measure(peer: str) -> None:
     """The others are extras, which the tests do not need."""

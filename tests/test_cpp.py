@@ -120,6 +120,7 @@ def check_page(directory: Path, prefix_path: str, *options: str) -> None:
     assert float(computed) == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.slow  # compiles the page's programs
 def test_page(tmp_path: Path) -> None:
     check_page(tmp_path, PREFIX_PATH)
 

@@ -16,6 +16,7 @@ from examples.demo import parity, report, text
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow  # trains
 def test_quick_run(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "examples.demo", "--quick", "--out", str(tmp_path / "pictures")],

@@ -241,6 +241,7 @@ def test_a_name_that_would_not_be_found() -> None:
         register("Attn")
 
 
+@pytest.mark.slow  # compiles a model
 def test_compiles_as_one_graph() -> None:
     """It counts while it is compiled and not afterwards."""
     model, inputs, attends, _ = flux()

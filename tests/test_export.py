@@ -70,6 +70,7 @@ def run_package(path: str) -> None:
     check(torch._inductor.aoti_load_package(path), SIZES[:2])
 
 
+@pytest.mark.slow  # compiles
 def test_aot_inductor(tmp_path: Path) -> None:
     """A compiled package, run in another process."""
     path = str(tmp_path / "attention.pt2")

@@ -193,6 +193,7 @@ def test_program() -> None:
     assert "seed 2: no failures" in run.stdout
 
 
+@pytest.mark.slow  # starts worker after worker
 def test_a_process_that_dies_is_a_failure() -> None:
     run = run_harness("--problems", "10", "--seed", "2", ATTN_LIBRARY="/nowhere/libattn.so")
     assert run.returncode == 1

@@ -83,6 +83,7 @@ def test_times_leaves_out_long_matrices(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(seconds > 0 for seconds in cost.times(32, budget=0).values())
 
 
+@pytest.mark.slow  # measures in processes of their own
 def test_memory_in_a_process_of_its_own() -> None:
     """At 2048 tokens a matrix has 16 MiB: naive has one at least, attn altogether less."""
     matrix = 2048 * 2048 * 4

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from examples.lesson import page
 from examples.lesson.page import Numbers, Picture, Section
 
+pytestmark = pytest.mark.slow  # runs the lesson, and a browser
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 

@@ -40,6 +40,7 @@ def test_derivatives_of_every_dtype(processor: str) -> None:
     assert run_on(processor, "tests/old_processor.py", PROCESSORS[processor]) == "all right\n"
 
 
+@pytest.mark.slow  # in software
 @pytest.mark.parametrize("processor", ["Nehalem", "Haswell"])
 def test_report(processor: str) -> None:
     """`python -m torch_attn`, without NumPy, whose own build needs a newer processor."""

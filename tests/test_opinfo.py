@@ -35,6 +35,7 @@ def test_samples(dtype: torch.dtype) -> None:
     assert count >= 25
 
 
+@pytest.mark.slow  # many samples
 @pytest.mark.regression
 @pytest.mark.parametrize(
     ("kernels_of_torch", "test"),

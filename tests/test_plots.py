@@ -377,6 +377,7 @@ def test_the_cheapest_place_of_a_label_is_found(overlapping: bool) -> None:
         assert labels._cheapest(boxes, cost, covered, 2.0) == all_costs.argmin()
 
 
+@pytest.mark.slow  # large pictures
 def test_many_labels_take_no_long_time() -> None:
     torch.manual_seed(0)
     times = {}
