@@ -85,16 +85,43 @@ Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& 
 
 }  // namespace
 
+Tensor independent(const Tensor& t) {
+  if (!t.defined()) return t;
+  Tensor same = t.view_as(t);
+  return same.requires_grad() || !same.is_floating_point() ? same : same.requires_grad_();
+}
+
+std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std::vector<Tensor>& grads,
+                                  const std::vector<Tensor>& inputs, const std::function<bool(size_t)>& is_wanted,
+                                  bool create_graph) {
+  std::vector<Tensor> from, with, to, gradients(inputs.size());
+  for (size_t i = 0; i < results.size(); ++i)
+    if (grads[i].defined() && results[i].defined() && results[i].requires_grad()) {
+      from.push_back(results[i]);
+      with.push_back(grads[i]);
+    }
+  std::vector<size_t> places;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].defined() && is_wanted(i)) {
+      to.push_back(inputs[i]);
+      places.push_back(i);
+    }
+  if (from.empty() || to.empty()) return gradients;
+  const auto found = torch::autograd::grad(from, to, with, create_graph, create_graph, /*allow_unused=*/true);
+  for (size_t i = 0; i < found.size(); ++i) gradients[places[i]] = found[i];
+  return gradients;
+}
+
 WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options) {
   const auto dtype = inputs.query.scalar_type();
-  const auto [weights, scores] = wide_weights(validate(inputs, options), inputs, options);
+  const auto [weights, scores] = wide_weights(validate(WeightsOp::name, inputs, options), inputs, options);
   return {weights.to(dtype), scores.to(dtype)};
 }
 
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Shape shape = validate(inputs, options);
+  const Shape shape = validate(SdpaOp::name, inputs, options);
   const Tensor weights = wide_weights(shape, inputs, options).weights;
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
@@ -114,42 +141,20 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
 
 Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const Direction& direction,
                          const PlainOptions& options, Wanted wanted) {
-  using torch::autograd::grad;
-  using torch::autograd::variable_list;
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
-  const auto variable = [](const Tensor& t) {
-    if (!t.is_floating_point()) return t;
-    Tensor alias = t.view_as(t);
-    return alias.requires_grad() ? alias : alias.requires_grad_();
-  };
-  const Inputs x = map_tensors(inputs, variable);
-  const Shape shape = validate(x, options);
+  const Inputs x = independent(inputs);
+  const Shape shape = validate(SdpaOp::name, x, options);
   const Tensor output = weighted_values(shape, wide_weights(shape, x, options).weights, x.value);
-  variable_list along, t, of, wrt;
-  const auto add = [&](size_t, const std::optional<Tensor>& input, const std::optional<Tensor>& tangent) {
-    if (!tangent) return;
-    of.push_back(*input);
-    t.push_back(variable(*tangent));
-  };
-  for_each_field(add, x, direction);
+  const auto t = list(independent(direction));
+  const auto along = differentiate({output.to(inputs.query.scalar_type())}, {independent(grad_output)}, list(x),
+                                   [&](size_t i) { return t[i].defined(); });
+  const auto h = differentiate(along, t, list(x), [&](size_t i) { return wanted[i]; });
   Gradients second;
-  if (of.empty()) return second;
-  along = grad({output.to(inputs.query.scalar_type())}, of, {variable(grad_output)}, /*retain_graph=*/true,
-               /*create_graph=*/true);
-  const auto want = [&](size_t i, const std::optional<Tensor>& input) {
-    if (wanted[i]) wrt.push_back(*input);
-  };
-  for_each_field(want, x);
-  if (wrt.empty()) return second;
-  const variable_list h = grad(along, wrt, t, true, true, /*allow_unused=*/true);
-  size_t next = 0;
   const auto put = [&](size_t i, Tensor& result, const std::optional<Tensor>& input) {
-    if (!wanted[i]) return;
-    result = h[next].defined() ? h[next] : at::zeros_like(*input);
-    ++next;
+    if (wanted[i]) result = h[i].defined() ? h[i] : at::zeros_like(*input);
   };
   for_each_field(put, second, x);
   return second;
@@ -163,20 +168,24 @@ bool has_kernel(const Inputs& inputs) {
   static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
   if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const Tensor& t) {
-    return t.device().is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() &&
-           !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
+    return t.defined() && t.device().is_cpu() && t.layout() == at::kStrided && !t.is_nested() &&
+           !at::isTensorSubclassLike(t) && !t.is_neg() && !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
   };
   return plain(inputs.query) && plain(inputs.key) && plain(inputs.value) &&
          (!inputs.attn_mask || plain(*inputs.attn_mask));
 }
 
+// The weights come first: they check the arguments, in this operator's name.
 OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
-  const Tensor output = SdpaOp::call(inputs, options);
-  Inputs x = inputs;
-  x.value = x.value.detach();  // weights do not depend on its numbers
-  const auto [weights, scores] =
-      has_kernel(inputs) ? WeightsKernelOp::call(x, options) : weights_formula(inputs, options);
-  return {output, weights, scores};
+  WeightsAndScores results;
+  if (has_kernel(inputs)) {
+    Inputs x = inputs;
+    x.value = x.value.detach();  // weights do not depend on its numbers
+    results = WeightsKernelOp::call(x, options);
+  } else {
+    results = weights_formula(inputs, options);
+  }
+  return {SdpaOp::call(inputs, options), results.weights, results.scores};
 }
 
 constexpr auto kernel = WeightsOp::kernel<sdpa_with_weights>;
