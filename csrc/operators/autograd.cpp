@@ -163,9 +163,11 @@ struct AttentionNode : torch::autograd::Node {
     std::ranges::copy(list(of_argument), result.begin() + first_edge<A>());
   }
 
-  // The gradients with respect to all arguments, of which the results are this formula. The engine, which it calls,
-  // runs other nodes, which wait for mutexes of their own: so this holds the node's only to unpack. What is asked for is
-  // decided by the edges: after torch.func.vjp has returned, its tensors no longer say that they require a gradient.
+  // The gradients with respect to all arguments, of which the results are this formula.
+  //
+  // The engine, which this calls, runs other nodes, which wait for mutexes of their own: so it holds the node's mutex
+  // only to unpack. The edges decide which gradients are asked for: after torch.func.vjp has returned, its tensors no
+  // longer say that they require one.
   variable_list differentiate_formula(const auto& formula, const variable_list& grads) {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);

@@ -10,8 +10,8 @@ namespace attn {
 
 // Chooses the plan (tasks, splits, chunks), allocates the workspaces of that plan, on the device and in the type of
 // compute_options(query), and runs the kernels, which write every element of every result that is not null.
-// Is given params that ProblemBuilder has filled, with batch dimensions merged, the pointers named below set, and neither
-// plan nor workspaces. Is called only if there are rows; keys may be missing where that is said.
+// Is given params that ProblemBuilder has filled, with batch dimensions merged, the pointers named below set, and
+// neither plan nor workspaces. Is called only if there are rows; keys may be missing where that is said.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 

@@ -22,8 +22,8 @@ struct Shape {
   c10::SymDimVector numbers(const c10::SymInt& length) const;
 };
 
-// Checks a call of `op`: for a private operator, the name of the public one that it serves. Throws c10::Error naming the
-// argument, what it was and what is allowed.
+// Checks a call of `op`: for a private operator, the name of the public one that it serves. Throws c10::Error naming
+// `op`, the argument, what it was and what is allowed.
 Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options);
 
 // Checks what the private operators take besides.
