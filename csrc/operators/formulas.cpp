@@ -47,18 +47,6 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std:
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
-// true where no attention is paid, or undefined if nothing is masked.
-Tensor masked_positions(const Shape& shape, const Tensor& query, const std::optional<Tensor>& attn_mask,
-                        bool is_causal) {
-  Tensor masked;
-  if (attn_mask)
-    masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
-  if (!is_causal) return masked;
-  const Tensor hidden =
-      at::ones_symint({shape.queries, shape.keys}, query.options().dtype(at::kBool)).tril().logical_not();
-  return masked.defined() ? masked.logical_or(hidden) : hidden;
-}
-
 void check_no_dropout(double dropout_p) {
   TORCH_CHECK(dropout_p == 0, "attn::sdpa: dropout_p is ", dropout_p,
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
@@ -72,7 +60,14 @@ WeightsAndScores wide_weights(const Shape& shape, const Inputs& inputs, const Pl
   const auto& [query, key, value, attn_mask] = inputs;
   Tensor scores = products(shape, query, key, options.scale);
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
-  const Tensor masked = masked_positions(shape, query, attn_mask, options.is_causal);
+  Tensor masked;
+  if (attn_mask)
+    masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
+  if (options.is_causal) {
+    const auto boolean = query.options().dtype(at::kBool);
+    const Tensor hidden = at::ones_symint({shape.queries, shape.keys}, boolean).tril().logical_not();
+    masked = masked.defined() ? masked.logical_or(hidden) : hidden;
+  }
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
@@ -122,14 +117,13 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(SdpaOp::name, inputs, options);
-  const Tensor weights = wide_weights(shape, inputs, options).weights;
+  const auto [weights, scores] = wide_weights(shape, inputs, options);
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
   if (direction.attn_mask) tangent_scores = tangent_scores + direction.attn_mask->to(tangent_scores.scalar_type());
-  // Hidden scores have no tangent, whatever their keys hold.
-  const Tensor masked = masked_positions(shape, inputs.query, inputs.attn_mask, options.is_causal);
-  if (masked.defined()) tangent_scores = tangent_scores.masked_fill(masked, 0);
+  // Scores of -inf, which hidden ones are, have no tangent, whatever their keys hold.
+  tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   const Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
   Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value);
