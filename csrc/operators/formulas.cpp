@@ -162,8 +162,8 @@ bool has_kernel(const Inputs& inputs) {
   static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
   if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const Tensor& t) {
-    return t.defined() && t.device().is_cpu() && t.layout() == at::kStrided && !t.is_nested() &&
-           !at::isTensorSubclassLike(t) && !t.is_neg() && !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
+    return t.key_set().has(c10::DispatchKey::CPU) && !at::isTensorSubclassLike(t) && !t.is_neg() &&
+           !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
   };
   return plain(inputs.query) && plain(inputs.key) && plain(inputs.value) &&
          (!inputs.attn_mask || plain(*inputs.attn_mask));
