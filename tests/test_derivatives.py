@@ -135,6 +135,26 @@ def test_forward_over_forward(case: str) -> None:
     torch.testing.assert_close(along(torch_attn.sdpa), along(reference.sdpa))
 
 
+@pytest.mark.regression
+@pytest.mark.usefixtures("device")
+def test_forward_over_forward_of_a_score_of_minus_infinity() -> None:
+    """As of a key that a mask hides: no NaN."""
+    query, key = torch.rand(2, 3, 4, dtype=F64) + 0.1, torch.randn(2, 5, 4, dtype=F64)
+    value, along = torch.randn(2, 5, 6, dtype=F64), torch.randn(2, 3, 4, dtype=F64)
+    infinite = key.clone()
+    infinite[:, 2, 1] = -INF
+
+    def derivatives(key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        def first(query: Tensor) -> Tensor:
+            call = functools.partial(torch_attn.sdpa, key=key, value=value, attn_mask=mask)
+            return torch.func.jvp(call, (query,), (along,))[1]
+
+        return torch.func.jvp(first, (query,), (along,))
+
+    visible = torch.arange(5).ne(2).expand(3, 5)
+    torch.testing.assert_close(derivatives(infinite, None), derivatives(key, visible))
+
+
 @pytest.mark.usefixtures("device")
 def test_third_order_with_dropout_is_an_error() -> None:
     tangent, both = directional(SMALL["dropout"])

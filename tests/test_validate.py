@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 import torch_attn
 from helpers import DEVICES, rng_state
@@ -134,12 +135,27 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 }  # fmt: skip
 
 
+def assert_names(operator: str, message: str) -> None:
+    """The function that was called stands at the beginning, and no other anywhere."""
+    assert message.startswith(f"attn::{operator}: "), message
+    assert set(re.findall(r"attn::(\w+)", message)) == {operator}, message
+
+
+def operator_of(call: str) -> str:
+    """What error messages name: of a private operator, the one that users call."""
+    return call.rpartition(".")[2].replace("_sdpa_forward", "sdpa")
+
+
 def assert_raises(
-    call: Callable[..., Any], arguments: dict[str, Any], says: tuple[str, ...]
+    call: Callable[..., Any],
+    arguments: dict[str, Any],
+    says: tuple[str, ...],
+    operator: str = "sdpa",
 ) -> None:
     with pytest.raises(RuntimeError) as error:
         call(**arguments)
     message = str(error.value)
+    assert_names(operator, message)
     for pattern in says:
         assert re.search(pattern, message, re.DOTALL), f"{pattern!r} is not in {message!r}"
     # The argument comes first: what else is named is there to compare.
@@ -155,7 +171,7 @@ def test_bad_input(bad: str, call: str, device: str) -> None:
     arguments = {**{name: floats(*size) for name, size in SIZES.items()}, **changed}
     on_device = {n: a.to(device) if isinstance(a, Tensor) else a for n, a in arguments.items()}
     state = rng_state(torch.device(device))
-    assert_raises(CALLS[call], on_device, says)
+    assert_raises(CALLS[call], on_device, says, operator_of(call))
     assert torch.equal(rng_state(torch.device(device)), state)
 
 
@@ -164,7 +180,8 @@ def test_bad_input_that_wants_gradients(call: str) -> None:
     """The check comes before autograd's own work, too."""
     arguments = {n: floats(*size).requires_grad_() for n, size in SIZES.items()}
     arguments["key"] = floats(2, 4, 7, 9).requires_grad_()
-    assert_raises(CALLS[call], arguments, (r"key", r"\b9\b", r"\b8\b.*must be equal"))
+    says = (r"key", r"\b9\b", r"\b8\b.*must be equal")
+    assert_raises(CALLS[call], arguments, says, operator_of(call))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -172,7 +189,8 @@ def test_bad_input_that_wants_gradients(call: str) -> None:
 def test_mixed_devices(argument: str, call: str) -> None:
     arguments = {n: floats(*size) for n, size in SIZES.items()} | {"attn_mask": floats(5, 7)}
     arguments[argument] = arguments[argument].to("meta")
-    assert_raises(CALLS[call], arguments, (argument, r"\bmeta\b", r"same device"))
+    says = (argument, r"\bmeta\b", r"same device")
+    assert_raises(CALLS[call], arguments, says, operator_of(call))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -213,7 +231,77 @@ def test_not_dense(layout: str, argument: str, call: str, requires_grad: bool) -
     if requires_grad:
         for tensor in arguments.values():
             tensor.requires_grad_(tensor.is_floating_point())
-    assert_raises(CALLS[call], arguments, (next(iter(converted)), says))
+    assert_raises(CALLS[call], arguments, (next(iter(converted)), says), operator_of(call))
+
+
+def in_memory_of_its_own_order(*size: int) -> Tensor:
+    """No two leading dimensions lie one behind the other."""
+    return floats(*size).permute(*reversed(range(len(size) - 2)), -2, -1)
+
+
+# Where the functions' errors come from: each source has to know what was called.
+SOURCES: dict[str, dict[str, Any]] = {
+    "lengths": {"attn_mask": floats(6, 6)},
+    "heads": {"key": floats(2, 3, 7, 8)},
+    "dtype": {"key": floats(*SIZES["key"], dtype=torch.float64)},
+    "scale": {"scale": float("nan")},
+    "device": {"key": floats(*SIZES["key"]).to("meta")},
+    "layout": {"query": floats(*SIZES["query"]).to_sparse()},
+    "nested": {"key": torch.nested.nested_tensor(list(floats(*SIZES["key"]).unbind()))},
+    "jagged": {
+        "key": torch.nested.nested_tensor(list(floats(*SIZES["key"]).unbind()), layout=torch.jagged)
+    },
+    "subclass": {"attn_mask": causal_lower_right(7, 5)},
+    "subclass in the wrong place": {"key": causal_lower_right(5, 7)},
+    "leading dimensions": {
+        "query": in_memory_of_its_own_order(*[2] * 18, 1, 1),
+        "key": floats(*[2] * 18, 1, 1),
+        "value": floats(*[2] * 18, 1, 1),
+    },
+}
+FUNCTIONS = ("sdpa", "sdpa_with_weights", "sdpa_stats")
+
+
+def takes(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    schema = getattr(torch.ops.attn, function).default._schema
+    return {a.name: arguments[a.name] for a in schema.arguments if a.name in arguments}
+
+
+@pytest.mark.regression
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning", "ignore:.*nested.*:UserWarning")
+@pytest.mark.parametrize("module", [torch.ops.attn, torch_attn], ids=["ops", "torch_attn"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_names_the_function_that_was_called(source: str, function: str, module: Any) -> None:
+    arguments = {n: floats(*size) for n, size in SIZES.items()} | SOURCES[source]
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        getattr(module, function)(**takes(function, arguments))
+    assert_names(function, str(error.value))
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_names_the_function_that_gives_no_derivative(function: str) -> None:
+    arguments = {n: floats(*size) for n, size in SIZES.items()}
+    arguments["scale"] = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(TypeError) as error:
+        getattr(torch_attn, function)(**takes(function, arguments))
+    assert_names(function, str(error.value))
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("argument", ["query", "key", "attn_mask"])
+def test_names_the_function_that_was_mapped(argument: str, function: str) -> None:
+    good = {n: floats(3, *size) for n, size in SIZES.items()} | {"attn_mask": floats(3, 5, 7)}
+    samples = takes(function, good | {argument: floats(3, 8)})
+
+    def call(*tensors: Tensor) -> Any:
+        return getattr(torch_attn, function)(**dict(zip(samples, tensors, strict=True)))
+
+    with pytest.raises(RuntimeError) as error:
+        torch.vmap(call)(*samples.values())
+    assert_names(function, str(error.value))
 
 
 # Of a mask [batch, S], what a tokenizer gives: the index that makes it fit.

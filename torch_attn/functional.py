@@ -104,7 +104,7 @@ def sdpa(
         (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 120]))
     """
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
-        _refuse_derivatives(scale=scale, dropout_p=dropout_p)
+        _refuse_derivatives("attn::sdpa", scale=scale, dropout_p=dropout_p)
     output: Tensor = torch.ops.attn.sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -142,7 +142,7 @@ def sdpa_with_weights(
         True
     """
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
-        _refuse_derivatives(scale=scale, dropout_p=dropout_p)
+        _refuse_derivatives("attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p)
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -250,7 +250,7 @@ def sdpa_stats(
 
 
 def _refuse_derivatives(
-    operator: str = "attn::sdpa",
+    operator: str,
     instead: str = "to learn it, multiply the query by it and set it to 1",
     **numbers: Any,
 ) -> None:

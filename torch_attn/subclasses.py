@@ -68,9 +68,8 @@ def _attend_causally(
     enable_gqa: bool = False,
 ) -> Any:
     """The operator with the mask that a CausalBias stands for, as the built-in reads it."""
-    mask, causal, is_reversed = _mask_of(
-        {"query": query, "key": key, "value": value}, attn_mask, is_causal
-    )
+    inputs = {"query": query, "key": key, "value": value}
+    mask, causal, is_reversed = _mask_of(op, inputs, attn_mask, is_causal)
     query = query.flip(-2) if is_reversed else query
     results = op(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
     if not is_reversed:
@@ -91,31 +90,32 @@ def _causal_stats(
     enable_gqa: bool = False,
 ) -> Any:
     """The same of sdpa_stats, whose last result is of keys."""
-    mask, causal, is_reversed = _mask_of({"query": query, "key": key}, attn_mask, is_causal)
+    inputs = {"query": query, "key": key}
+    mask, causal, is_reversed = _mask_of(op, inputs, attn_mask, is_causal)
     query = query.flip(-2) if is_reversed else query
     *of_rows, of_keys = op(query, key, mask, causal, scale=scale, enable_gqa=enable_gqa)
     return (*(t.flip(-1) if is_reversed else t for t in of_rows), of_keys)
 
 
 def _mask_of(
-    inputs: dict[str, Tensor], attn_mask: Any, is_causal: bool
+    op: Any, inputs: dict[str, Tensor], attn_mask: Any, is_causal: bool
 ) -> tuple[Tensor | None, bool, bool]:
     """attn_mask and is_causal that say the same, and whether with the queries in reverse order."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
     for name, tensor in inputs.items():
         if isinstance(tensor, CausalBias):
-            raise TypeError(f"attn::sdpa: {name} is a CausalBias, which only attn_mask may be")
+            raise TypeError(f"{_name(op)}: {name} is a CausalBias, which only attn_mask may be")
     if is_causal:
         raise ValueError(
-            "attn::sdpa: is_causal is True and attn_mask a CausalBias, which says itself what is "
+            f"{_name(op)}: is_causal is True and attn_mask a CausalBias, which says itself what is "
             "causal; give one of them"
         )
     query, key = inputs["query"], inputs["key"]
     L, S = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if (*query.shape[-2:-1], *key.shape[-2:-1]) != (L, S):
         raise RuntimeError(
-            f"attn::sdpa: attn_mask is a CausalBias of {L} queries and {S} keys, but query is "
+            f"{_name(op)}: attn_mask is a CausalBias of {L} queries and {S} keys, but query is "
             f"{list(query.shape)} and key {list(key.shape)}; the lengths must be equal"
         )
     if attn_mask.variant == CausalVariant.UPPER_LEFT or L == S:
@@ -128,15 +128,21 @@ def _mask_of(
     return mask, False, True
 
 
+def _name(op: Any) -> str:
+    """Of sdpa or sdpa.default: attn::sdpa."""
+    return f"attn::{op.__name__.removesuffix('.default')}"
+
+
 def _register_nested() -> None:
     from torch.nested._internal.nested_tensor import NestedTensor
 
     def refuse(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> None:
         names = [argument.name for argument in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        operator = _name(op).replace("_sdpa_forward", "sdpa")  # what users call
         nested = next(name for name in given if isinstance(given[name], NestedTensor))
         raise RuntimeError(
-            f"attn::sdpa: {nested} is a nested tensor; it must be a dense one. Pad it, "
+            f"{operator}: {nested} is a nested tensor; it must be a dense one. Pad it, "
             f"{nested}.to_padded_tensor(0.0), and hide the padding with attn_mask, or call attn "
             f"for each of {nested}.unbind()"
         )

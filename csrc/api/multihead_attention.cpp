@@ -45,10 +45,8 @@ bool has_shape(const Tensor& t, const Sizes& sizes) {
 void check_shape(const char* name, const Tensor& t, const Sizes& sizes, const Sizes& or_sizes = {}) {
   TORCH_CHECK(t.defined(), "attn::MultiheadAttention: ", name, " is undefined; it must have shape ", sizes);
   const bool two = !or_sizes.empty();
-  if (has_shape(t, sizes) || (two && has_shape(t, or_sizes))) return;
-  TORCH_CHECK(!two, "attn::MultiheadAttention: ", name, " has shape ", t.sizes(), "; it must have shape ", sizes,
-              " or ", or_sizes);
-  TORCH_CHECK(false, "attn::MultiheadAttention: ", name, " has shape ", t.sizes(), "; it must have shape ", sizes);
+  TORCH_CHECK(has_shape(t, sizes) || (two && has_shape(t, or_sizes)), "attn::MultiheadAttention: ", name, " has shape ",
+              t.sizes(), "; it must have shape ", sizes, two ? c10::str(" or ", or_sizes) : "");
 }
 
 void check_kind(const char* name, const Tensor& x, const Tensor& weight) {

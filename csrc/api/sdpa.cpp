@@ -1,6 +1,4 @@
 // The C++ API: calls the operators through the dispatcher, as Python does.
-#include "attn/sdpa.h"
-
 #include "operators/ops.h"
 
 namespace attn {
@@ -20,9 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const 
 
 Stats sdpa_stats(const Tensor& query, const Tensor& key, const std::optional<Tensor>& attn_mask, bool is_causal,
                  std::optional<double> scale, bool enable_gqa) {
-  const auto [largest_score, entropy, logsumexp, received_weight] =
-      StatsOp::call({query, key, attn_mask}, {is_causal, scale, enable_gqa});
-  return {largest_score, entropy, logsumexp, received_weight};
+  return StatsOp::call({query, key, attn_mask}, {is_causal, scale, enable_gqa});
 }
 
 }  // namespace attn

@@ -33,8 +33,7 @@ double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_d
 // where calls take ten microseconds (measured while decoding).
 constexpr double kFlopsPerPair = 128;
 
-Tensor draw_rng_state(const Tensor& query, int64_t heads) {
-  Tensor state = empty_rng_state(query, 1);
+void draw_rng_state(const Tensor& state, int64_t heads) {
   auto* generator =
       at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
   std::lock_guard<std::mutex> lock(generator->mutex_);
@@ -42,7 +41,6 @@ Tensor draw_rng_state(const Tensor& query, int64_t heads) {
   values[0] = static_cast<int64_t>(generator->random64());
   values[1] = 0;
   values[2] = heads;
-  return state;
 }
 
 // Looks once at a mask that several heads share. p.mask_tiles points into the result.

@@ -12,15 +12,13 @@ namespace {
 
 using at::Tensor;
 
-void check(Error error) { TORCH_CHECK(!error, "attn::sdpa: a CUDA kernel could not be launched: ", error); }
+void check(Error error) { TORCH_CHECK(!error, "attn: a CUDA kernel could not be launched: ", error); }
 
-Tensor draw_rng_state(const Tensor& query, int64_t heads) {
-  const OnDeviceOf device(query);
-  const Tensor state = empty_rng_state(query, 1);
+void draw_rng_state(const Tensor& state, int64_t heads) {
+  const OnDeviceOf device(state);
   RngNumber seed, offset;
-  draw_numbers(query, seed, offset);
+  draw_numbers(state, seed, offset);
   check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
-  return state;
 }
 
 // Puts an operand whose rows are not in chunks into memory where they are, filled up with zeros. Copied number by

@@ -20,7 +20,7 @@ class OnDeviceOf {
  public:
   explicit OnDeviceOf(const at::Tensor& tensor) : guard_(tensor.device()) {
     const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-    TORCH_CHECK(major >= 8, "attn::sdpa: query is on ", tensor.device(), ", a GPU of compute capability ", major, ".",
+    TORCH_CHECK(major >= 8, "attn: query is on ", tensor.device(), ", a GPU of compute capability ", major, ".",
                 attribute(cudaDevAttrComputeCapabilityMinor), "; it must be 8.0 (Ampere) or higher");
     multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     stream = c10::cuda::getCurrentCUDAStream();

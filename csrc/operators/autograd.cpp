@@ -34,11 +34,6 @@ using torch::autograd::SavedVariable;
 using torch::autograd::set_history;
 using torch::autograd::variable_list;
 
-template <Struct T>
-variable_list list(const T& tensors) {
-  return std::apply([](const auto&... t) { return variable_list{t...}; }, T::fields(tensors));
-}
-
 bool any(const Wanted& wanted) { return std::ranges::count(wanted, true) > 0; }
 
 // Whether autograd records the call, given all its differentiable arguments. A struct stands for its fields.
@@ -126,10 +121,12 @@ constexpr size_t kEdges<TangentResults> = 0;
 // Several threads may run backward through one node at once, and the first one that has done so may release what the
 // node keeps. So apply() and release_variables() hold the node's mutex, in every node, as in the nodes that torch
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
-template <class... T>
+template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
   std::tuple<Kept<T>...> kept;
   PlainOptions options;
+
+  std::string name() const override { return name_.text; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -166,36 +163,20 @@ struct AttentionNode : torch::autograd::Node {
     std::ranges::copy(list(of_argument), result.begin() + first_edge<A>());
   }
 
-  // An argument whose gradient does not run through the history of another. What is asked for is decided by the edges:
-  // after torch.func.vjp has returned, its tensors no longer say that they require a gradient.
-  static Tensor alias(const Tensor& t) {
-    if (!t.defined()) return t;
-    Tensor same = t.view_as(t);
-    return same.requires_grad() || !same.is_floating_point() ? same : same.requires_grad_();
-  }
-  // The gradients of a formula's results with respect to all arguments, of which it was given aliases.
-  variable_list differentiate(const variable_list& results, const variable_list& grads, bool create_graph,
-                              const auto&... arguments) {
-    variable_list from, with, to, gradients = no_gradients();
-    for (size_t i = 0; i < results.size(); ++i)
-      if (grads[i].defined() && results[i].defined() && results[i].requires_grad()) {
-        from.push_back(results[i]);
-        with.push_back(grads[i]);
-      }
-    std::vector<size_t> edges;
-    size_t edge = 0;
-    const auto add = [&](const std::optional<Tensor>& input) {
-      if (input && input->defined() && task_should_compute_output(edge)) {
-        to.push_back(*input);
-        edges.push_back(edge);
-      }
-      ++edge;
-    };
-    std::apply([&](const auto&... input) { (add(input), ...); }, all_fields(arguments...));
-    if (from.empty() || to.empty()) return gradients;
-    const variable_list g = torch::autograd::grad(from, to, with, create_graph, create_graph, /*allow_unused=*/true);
-    for (size_t i = 0; i < g.size(); ++i) gradients[edges[i]] = g[i];
-    return gradients;
+  // The gradients with respect to all arguments, of which the results are this formula.
+  //
+  // The engine, which this calls, runs other nodes, which wait for mutexes of their own: so it holds the node's mutex
+  // only to unpack. The edges decide which gradients are asked for: after torch.func.vjp has returned, its tensors no
+  // longer say that they require one.
+  variable_list differentiate_formula(const auto& formula, const variable_list& grads) {
+    const bool create_graph = at::GradMode::is_enabled();
+    at::AutoGradMode enable(true);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::tuple<T...> arguments{independent(unpack<T>())...};
+    lock.unlock();
+    return differentiate(
+        list(std::apply(formula, arguments)), grads, std::apply(list<T...>, arguments),
+        [&](size_t edge) { return task_should_compute_output(edge); }, create_graph);
   }
 };
 
@@ -209,9 +190,7 @@ auto record(const PlainOptions& options, const A&... arguments) {
   return node;
 }
 
-struct SdpaBackward : AttentionNode<Inputs, Saved> {
-  std::string name() const override { return "SdpaBackward"; }
-
+struct SdpaBackward : AttentionNode<"SdpaBackward", Inputs, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!grads[0].defined()) return no_gradients();
@@ -220,9 +199,7 @@ struct SdpaBackward : AttentionNode<Inputs, Saved> {
 };
 
 // Keeps grad_output first, here and in SdpaSecondBackward.
-struct SdpaDoubleBackward : AttentionNode<Tensor, Inputs, Saved> {
-  std::string name() const override { return "SdpaDoubleBackward"; }
-
+struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", Tensor, Inputs, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     Direction t;
@@ -242,9 +219,7 @@ struct SdpaDoubleBackward : AttentionNode<Tensor, Inputs, Saved> {
   }
 };
 
-struct SdpaTangentBackward : AttentionNode<Inputs, Direction, Saved, TangentResults> {
-  std::string name() const override { return "SdpaTangentBackward"; }
-
+struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Inputs, Direction, Saved, TangentResults> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     variable_list result = no_gradients();
@@ -259,37 +234,20 @@ struct SdpaTangentBackward : AttentionNode<Inputs, Direction, Saved, TangentResu
   }
 };
 
-// The engine, which formulas call, runs other nodes, which wait for mutexes of their own: so the two nodes from here on
-// hold the mutex only to unpack.
-struct SdpaSecondBackward : AttentionNode<Tensor, Inputs, Direction> {
+struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", Tensor, Inputs, Direction> {
   Wanted outputs;
 
-  std::string name() const override { return "SdpaSecondBackward"; }
-
   variable_list apply(variable_list&& grads) override {
-    const bool create_graph = at::GradMode::is_enabled();
-    at::AutoGradMode enable(true);
-    std::unique_lock<std::mutex> lock(mutex_);
-    const Tensor u = alias(unpack<Tensor>());
-    const Inputs x = map_tensors(unpack<Inputs>(), alias);
-    const Direction t = map_tensors(unpack<Direction>(), alias);
-    lock.unlock();
-    return differentiate(list(second_formula(u, x, t, options, outputs)), grads, create_graph, u, x, t);
+    const auto formula = [&](const auto&... arguments) { return second_formula(arguments..., options, outputs); };
+    return differentiate_formula(formula, grads);
   }
 };
 
 // Few who ask for weights ask for a gradient through them, too: the backward computes them again, by the formula, which
 // is differentiable to any order.
-struct SdpaWeightsBackward : AttentionNode<Inputs> {
-  std::string name() const override { return "SdpaWeightsBackward"; }
-
+struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Inputs> {
   variable_list apply(variable_list&& grads) override {
-    const bool create_graph = at::GradMode::is_enabled();
-    at::AutoGradMode enable(true);
-    std::unique_lock<std::mutex> lock(mutex_);
-    const Inputs x = map_tensors(unpack<Inputs>(), alias);
-    lock.unlock();
-    return differentiate(list(weights_formula(x, options)), grads, create_graph, x);
+    return differentiate_formula([&](const Inputs& x) { return weights_formula(x, options); }, grads);
   }
 };
 

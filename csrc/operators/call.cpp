@@ -24,61 +24,56 @@ void plan_mask(BackwardParams& p) {
   p.mask_key_tasks = divide_up(p.keys, kMaskTaskKeys);
 }
 
-// Sums gradients that were written at a broadcast shape back to the shapes of their inputs.
-Gradients reduced(Gradients grads, const Inputs& inputs) {
-  const auto reduce = [](size_t, Tensor& grad, const std::optional<Tensor>& input) {
-    if (grad.defined() && grad.sizes() != input->sizes())
-      grad = empty_gradient(*input).copy_(at::sum_to(grad, input->sizes()));
+// The results of the backward and the second-order operator, uninitialised.
+Gradients empty_gradients(const Inputs& inputs, Wanted wanted) {
+  Gradients grads;
+  const auto allocate = [&](size_t i, Tensor& grad, const std::optional<Tensor>& input) {
+    if (wanted[i]) grad = at::empty_like(*input);
   };
-  for_each_field(reduce, grads, inputs);
+  for_each_field(allocate, grads, inputs);
   return grads;
 }
 
 // Takes `p` and `builder` with everything but the gradients.
 template <class Params>
-Gradients gradients(Params& p, ProblemBuilder& builder, const Shape& shape, const Inputs& inputs, Wanted wanted,
-                    Run<Params>* run) {
-  Gradients grads;
-  const auto add = [&](bool is_wanted, Operand& operand, Tensor& grad, const Tensor& input,
-                       const c10::SymDimVector& sizes) {
-    if (!is_wanted) return;
-    // The gradient of a broadcast input is written at the broadcast shape, and reduced() sums it back to the
-    // input's: rounded to a half type before the sum, large gradients of opposite signs would be infinities.
-    grad = input.sym_sizes() == c10::SymIntArrayRef(sizes) ? empty_gradient(input)
-                                                           : at::empty_symint(sizes, compute_options(input));
+Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const Tensor& query,
+                    const Gradients& grads) {
+  if (no_rows(p) || p.keys == 0) {
+    for_each_field([](size_t, const Tensor& grad) { grad.defined() ? grad.zero_() : grad; }, grads);
+    return grads;
+  }
+  Gradients written = grads;
+  const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes) {
+    if (!grad.defined()) return;
+    // The gradient of a broadcast input is written at the broadcast shape, and then summed to the input's: rounded to a
+    // half type before the sum, large gradients of opposite signs would be infinities.
+    if (grad.sym_sizes() != c10::SymIntArrayRef(sizes)) grad = at::empty_symint(sizes, compute_options(grad));
     builder.add_result(operand, grad);
   };
-  const auto& [wants_query, wants_key, wants_value, wants_mask] = wanted;
-  add(wants_query, p.grad_query, grads.query, inputs.query, shape.expanded(shape.heads, shape.queries, shape.head_dim));
-  add(wants_key, p.grad_key, grads.key, inputs.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
-  add(wants_value, p.grad_value, grads.value, inputs.value,
-      shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
-  if (wants_mask) {
-    grads.attn_mask = at::zeros_like(*inputs.attn_mask);  // tiles that causality hides are never written
+  add(p.grad_query, written.query, shape.expanded(shape.heads, shape.queries, shape.head_dim));
+  add(p.grad_key, written.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
+  add(p.grad_value, written.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
+  if (const Tensor& mask = grads.attn_mask; mask.defined()) {
+    mask.zero_();  // tiles that causality hides are never written
     // A number added to all scores of a row changes nothing: a mask shared by all keys has gradient 0.
-    if (inputs.attn_mask->size(-1) > 1) builder.add_result(p.grad_mask, grads.attn_mask);
-  }
-
-  if (no_rows(p) || p.keys == 0) {
-    for_each_field([](size_t, Tensor& t) { t.defined() ? t.zero_() : t; }, grads);
-    return reduced(grads, inputs);
+    if (mask.size(-1) > 1) builder.add_result(p.grad_mask, mask);
   }
   builder.merge_batch_dims();
   plan_mask(p);
-  run(p, inputs.query);
-  return reduced(grads, inputs);
+  run(p, query);
+  const auto sum = [](size_t, const Tensor& grad, const Tensor& at_broadcast_shape) {
+    if (!grad.is_same(at_broadcast_shape)) grad.copy_(at::sum_to(at_broadcast_shape, grad.sizes()));
+  };
+  for_each_field(sum, grads, written);
+  return grads;
 }
 
-// Describes the point at which a derivative is taken, in any of the params. Returns the logsumexp that they point to.
+// Describes the point at which a derivative is taken, in any of the params.
 template <class Params>
-Tensor describe_point(Params& p, ProblemBuilder& builder, const Inputs& inputs, const Saved& saved,
-                      const PlainOptions& options) {
-  describe(p, builder, inputs, options, saved.rng_state);
+void describe_point(Params& p, ProblemBuilder& builder, const Saved& saved) {
   builder.add(p.output, saved.output);
   if (saved.residual.dim() > 1) builder.add(p.residual, saved.residual);
-  const Tensor logsumexp = saved.logsumexp.contiguous();
-  p.logsumexp = logsumexp.const_data_ptr();
-  return logsumexp;
+  p.logsumexp = builder.contiguous(saved.logsumexp);
 }
 
 void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& direction) {
@@ -91,11 +86,28 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   add(t.mask, direction.attn_mask);
 }
 
-void point_to(StatsParams& p, const Statistics& results) {
+// Writes weights and scores instead of the statistics where they are given.
+Statistics statistics(Run<StatsParams>* run, const Shape& shape, const Inputs& inputs, const PlainOptions& options,
+                      const WeightsAndScores* weights_and_scores = nullptr) {
+  const Statistics results = empty_statistics(shape, inputs.query);
+  if (!run) return results;
+  StatsParams p;
+  ProblemBuilder builder(p, shape, inputs, options, /*rng_state=*/Tensor());
+  if (no_rows(p)) {
+    results.received_weight.zero_();
+    return results;
+  }
+  if (weights_and_scores) {
+    builder.add_result(p.weights, weights_and_scores->weights);
+    builder.add_result(p.scores, weights_and_scores->scores);
+  }
+  builder.merge_batch_dims();
   p.largest_score = results.largest_score.mutable_data_ptr();
   p.entropy = results.entropy.mutable_data_ptr();
   p.logsumexp = results.logsumexp.mutable_data_ptr();
   p.received_weight = results.received_weight.mutable_data_ptr();
+  run(p, inputs.query);
+  return results;
 }
 
 }  // namespace
@@ -103,22 +115,22 @@ void point_to(StatsParams& p, const Statistics& results) {
 Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs, const PlainOptions& options,
                       const std::optional<Tensor>& given_state) {
   const Tensor& query = inputs.query;
-  const Shape shape = validate_forward(inputs, options, given_state);
-  ForwardParams p;
-  ProblemBuilder builder(p, shape);
+  const Checker check{inputs, options};
+  if (given_state) check.rng_state(*given_state);
+  const bool draws = options.dropout_p > 0 && !given_state;
   Saved results;
-  results.output = empty_output(shape, query);
-  if (given_state)
-    results.rng_state = given_state->clone();
-  else if (options.dropout_p > 0)
-    results.rng_state = device.draw_rng_state(query, std::max<int64_t>(1, p.batch * p.heads));
-  else
-    results.rng_state = empty_rng_state(query, 0);
-  describe(p, builder, inputs, options, results.rng_state);
+  results.output = empty_output(check.shape, query);
+  results.rng_state = given_state ? given_state->clone() : at::empty({draws ? 3 : 0}, query.options().dtype(at::kLong));
+  if (for_derivatives) {
+    results.logsumexp = empty_logsumexp(check.shape, query);
+    results.residual = empty_residual(results.output, inputs, options);
+  }
+  if (!device.forward) return results;
+  ForwardParams p;
+  ProblemBuilder builder(p, check.shape, inputs, options, results.rng_state);
+  if (draws) device.draw_rng_state(results.rng_state, std::max<int64_t>(1, p.batch * p.heads));
   builder.add_result(p.output, results.output);
   if (for_derivatives) {
-    results.logsumexp = empty_logsumexp(shape, query);
-    results.residual = empty_residual(results.output, inputs, options);
     p.logsumexp = results.logsumexp.mutable_data_ptr();
     if (results.residual.dim() > 1) builder.add_result(p.residual, results.residual);
   }
@@ -131,40 +143,54 @@ Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& 
 
 Gradients compute_backward(const Device& device, const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
                            const PlainOptions& options, Wanted wanted) {
-  const Shape shape = validate_backward(grad_output, inputs, saved, options, wanted);
+  const Checker check{inputs, options};
+  check.like_output("grad_output", grad_output);
+  check.saved(saved);
+  check.wanted(wanted);
+  const Gradients grads = empty_gradients(inputs, wanted);
+  if (!device.backward) return grads;
   BackwardParams p;
-  ProblemBuilder builder(p, shape);
-  const Tensor logsumexp = describe_point(p, builder, inputs, saved, options);
+  ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
+  describe_point(p, builder, saved);
   builder.add(p.grad_output, grad_output);
-  return gradients(p, builder, shape, inputs, wanted, device.backward);
+  return gradients(device.backward, p, builder, check.shape, inputs.query, grads);
 }
 
 Gradients compute_second(const Device& device, const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
                          const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
                          Wanted wanted) {
-  const Shape shape = validate_second(grad_output, inputs, saved, direction, tangent, options, wanted);
+  const Checker check{inputs, options};
+  check.like_output("grad_output", grad_output);
+  check.saved(saved);
+  check.direction(direction);
+  check.tangent(tangent);
+  check.wanted(wanted);
+  const Gradients grads = empty_gradients(inputs, wanted);
+  if (!device.second) return grads;
   SecondParams p;
-  ProblemBuilder builder(p, shape);
-  const Tensor logsumexp = describe_point(p, builder, inputs, saved, options);
+  ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
+  describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
   builder.add(p.grad_output, grad_output);
   builder.add(p.tangent_output, tangent.output);
   if (tangent.residual.dim() > 1) builder.add(p.tangent_residual, tangent.residual);
-  const Tensor tangent_logsumexp = tangent.logsumexp.contiguous();
-  p.tangent_logsumexp = tangent_logsumexp.const_data_ptr();
-  return gradients(p, builder, shape, inputs, wanted, device.second);
+  p.tangent_logsumexp = builder.contiguous(tangent.logsumexp);
+  return gradients(device.second, p, builder, check.shape, inputs.query, grads);
 }
 
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
                                const Direction& direction, const PlainOptions& options) {
-  const Shape shape = validate_tangent(inputs, saved, direction, options);
-  TangentParams p;
-  ProblemBuilder builder(p, shape);
+  const Checker check{inputs, options};
+  check.saved(saved);
+  check.direction(direction);
   TangentResults results;
-  results.output = empty_output(shape, inputs.query);
-  results.logsumexp = empty_logsumexp(shape, inputs.query);
+  results.output = empty_output(check.shape, inputs.query);
+  results.logsumexp = empty_logsumexp(check.shape, inputs.query);
   results.residual = empty_residual(results.output, inputs, options);
-  const Tensor logsumexp = describe_point(p, builder, inputs, saved, options);
+  if (!device.tangent) return results;
+  TangentParams p;
+  ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
+  describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
   builder.add_result(p.tangent_output, results.output);
   if (results.residual.dim() > 1) builder.add_result(p.tangent_residual, results.residual);
@@ -176,40 +202,20 @@ TangentResults compute_tangent(const Device& device, const Inputs& inputs, const
   return results;
 }
 
-Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options) {
-  const Shape shape = validate_stats(inputs, options);
-  StatsParams p;
-  ProblemBuilder builder(p, shape);
-  describe(p, builder, inputs.inputs(), options.options(), /*rng_state=*/Tensor());
-  const Statistics results = empty_statistics(shape, inputs.query);
-  if (no_rows(p)) {
-    results.received_weight.zero_();
-    return results;
-  }
-  builder.merge_batch_dims();
-  point_to(p, results);
-  device.stats(p, inputs.query);
-  return results;
+Statistics compute_stats(const Device& device, const QueryAndKey& x, const ScoreOptions& options) {
+  const Inputs inputs = x.inputs();
+  return statistics(device.stats, validate(StatsOp::name, inputs, options.options()), inputs, options.options());
 }
 
 WeightsAndScores compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options) {
+  const Shape shape = validate(WeightsOp::name, inputs, options);
+  const auto sizes = shape.expanded(shape.heads, shape.queries, shape.keys);
+  const WeightsAndScores results = {at::empty_symint(sizes, inputs.query.options()),
+                                    at::empty_symint(sizes, inputs.query.options())};
   PlainOptions without_dropout = options;
   without_dropout.dropout_p = 0;
-  const Shape shape = validate(inputs, options);
-  StatsParams p;
-  ProblemBuilder builder(p, shape);
-  describe(p, builder, inputs, without_dropout, /*rng_state=*/Tensor());
-  const auto sizes = shape.expanded(shape.heads, shape.queries, shape.keys);
-  const Tensor weights = at::empty_symint(sizes, inputs.query.options());
-  const Tensor scores = at::empty_symint(sizes, inputs.query.options());
-  if (no_rows(p) || p.keys == 0) return {weights, scores};
-  builder.add_result(p.weights, weights);
-  builder.add_result(p.scores, scores);
-  builder.merge_batch_dims();
-  const Statistics of_rows = empty_statistics(shape, inputs.query);
-  point_to(p, of_rows);
-  device.stats(p, inputs.query);
-  return {weights, scores};
+  if (results.weights.numel() > 0) statistics(device.stats, shape, inputs, without_dropout, &results);
+  return results;
 }
 
 }  // namespace attn

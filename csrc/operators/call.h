@@ -10,16 +10,16 @@ namespace attn {
 
 // Chooses the plan (tasks, splits, chunks), allocates the workspaces of that plan, on the device and in the type of
 // compute_options(query), and runs the kernels, which write every element of every result that is not null.
-// Is given params that describe() has filled, with batch dimensions merged, the pointers named below set, and neither
-// plan nor workspaces. Is called only if there are rows; keys may be missing where that is said.
+// Is given params that ProblemBuilder has filled, with batch dimensions merged, the pointers named below set, and
+// neither plan nor workspaces. Is called only if there are rows; keys may be missing where that is said.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 
-// What a device brings.
+// What a device brings. A device without any, Meta, allocates the results and leaves it at that.
 struct Device {
-  // Draws from the device's default generator and returns int64 (seed, offset, heads), on the device; `heads` counts
-  // those of the whole batch.
-  at::Tensor (*draw_rng_state)(const at::Tensor& query, int64_t heads);
+  // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
+  // `heads` counts those of the whole batch.
+  void (*draw_rng_state)(const at::Tensor& state, int64_t heads);
   // Reads no more than the inputs; writes output and, where their data are not null, logsumexp and residual. Without
   // keys the output is 0.
   Run<ForwardParams>* forward;

@@ -47,18 +47,6 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std:
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
-// true where no attention is paid, or undefined if nothing is masked.
-Tensor masked_positions(const Shape& shape, const Tensor& query, const std::optional<Tensor>& attn_mask,
-                        bool is_causal) {
-  Tensor masked;
-  if (attn_mask)
-    masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
-  if (!is_causal) return masked;
-  const Tensor hidden =
-      at::ones_symint({shape.queries, shape.keys}, query.options().dtype(at::kBool)).tril().logical_not();
-  return masked.defined() ? masked.logical_or(hidden) : hidden;
-}
-
 void check_no_dropout(double dropout_p) {
   TORCH_CHECK(dropout_p == 0, "attn::sdpa: dropout_p is ", dropout_p,
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
@@ -72,7 +60,14 @@ WeightsAndScores wide_weights(const Shape& shape, const Inputs& inputs, const Pl
   const auto& [query, key, value, attn_mask] = inputs;
   Tensor scores = products(shape, query, key, options.scale);
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
-  const Tensor masked = masked_positions(shape, query, attn_mask, options.is_causal);
+  Tensor masked;
+  if (attn_mask)
+    masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
+  if (options.is_causal) {
+    const auto boolean = query.options().dtype(at::kBool);
+    const Tensor hidden = at::ones_symint({shape.queries, shape.keys}, boolean).tril().logical_not();
+    masked = masked.defined() ? masked.logical_or(hidden) : hidden;
+  }
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
@@ -85,24 +80,50 @@ Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& 
 
 }  // namespace
 
+Tensor independent(const Tensor& t) {
+  if (!t.defined()) return t;
+  Tensor same = t.view_as(t);
+  return same.requires_grad() || !same.is_floating_point() ? same : same.requires_grad_();
+}
+
+std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std::vector<Tensor>& grads,
+                                  const std::vector<Tensor>& inputs, const std::function<bool(size_t)>& is_wanted,
+                                  bool create_graph) {
+  std::vector<Tensor> from, with, to, gradients(inputs.size());
+  for (size_t i = 0; i < results.size(); ++i)
+    if (grads[i].defined() && results[i].defined() && results[i].requires_grad()) {
+      from.push_back(results[i]);
+      with.push_back(grads[i]);
+    }
+  std::vector<size_t> places;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].defined() && is_wanted(i)) {
+      to.push_back(inputs[i]);
+      places.push_back(i);
+    }
+  if (from.empty() || to.empty()) return gradients;
+  const auto found = torch::autograd::grad(from, to, with, create_graph, create_graph, /*allow_unused=*/true);
+  for (size_t i = 0; i < found.size(); ++i) gradients[places[i]] = found[i];
+  return gradients;
+}
+
 WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options) {
   const auto dtype = inputs.query.scalar_type();
-  const auto [weights, scores] = wide_weights(validate(inputs, options), inputs, options);
+  const auto [weights, scores] = wide_weights(validate(WeightsOp::name, inputs, options), inputs, options);
   return {weights.to(dtype), scores.to(dtype)};
 }
 
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Shape shape = validate(inputs, options);
-  const Tensor weights = wide_weights(shape, inputs, options).weights;
+  const Shape shape = validate(SdpaOp::name, inputs, options);
+  const auto [weights, scores] = wide_weights(shape, inputs, options);
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
   if (direction.attn_mask) tangent_scores = tangent_scores + direction.attn_mask->to(tangent_scores.scalar_type());
-  // Hidden scores have no tangent, whatever their keys hold.
-  const Tensor masked = masked_positions(shape, inputs.query, inputs.attn_mask, options.is_causal);
-  if (masked.defined()) tangent_scores = tangent_scores.masked_fill(masked, 0);
+  // Scores of -inf, which hidden ones are, have no tangent, whatever their keys hold.
+  tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   const Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
   Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value);
@@ -114,42 +135,20 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
 
 Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const Direction& direction,
                          const PlainOptions& options, Wanted wanted) {
-  using torch::autograd::grad;
-  using torch::autograd::variable_list;
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
-  const auto variable = [](const Tensor& t) {
-    if (!t.is_floating_point()) return t;
-    Tensor alias = t.view_as(t);
-    return alias.requires_grad() ? alias : alias.requires_grad_();
-  };
-  const Inputs x = map_tensors(inputs, variable);
-  const Shape shape = validate(x, options);
+  const Inputs x = independent(inputs);
+  const Shape shape = validate(SdpaOp::name, x, options);
   const Tensor output = weighted_values(shape, wide_weights(shape, x, options).weights, x.value);
-  variable_list along, t, of, wrt;
-  const auto add = [&](size_t, const std::optional<Tensor>& input, const std::optional<Tensor>& tangent) {
-    if (!tangent) return;
-    of.push_back(*input);
-    t.push_back(variable(*tangent));
-  };
-  for_each_field(add, x, direction);
+  const auto t = list(independent(direction));
+  const auto along = differentiate({output.to(inputs.query.scalar_type())}, {independent(grad_output)}, list(x),
+                                   [&](size_t i) { return t[i].defined(); });
+  const auto h = differentiate(along, t, list(x), [&](size_t i) { return wanted[i]; });
   Gradients second;
-  if (of.empty()) return second;
-  along = grad({output.to(inputs.query.scalar_type())}, of, {variable(grad_output)}, /*retain_graph=*/true,
-               /*create_graph=*/true);
-  const auto want = [&](size_t i, const std::optional<Tensor>& input) {
-    if (wanted[i]) wrt.push_back(*input);
-  };
-  for_each_field(want, x);
-  if (wrt.empty()) return second;
-  const variable_list h = grad(along, wrt, t, true, true, /*allow_unused=*/true);
-  size_t next = 0;
   const auto put = [&](size_t i, Tensor& result, const std::optional<Tensor>& input) {
-    if (!wanted[i]) return;
-    result = h[next].defined() ? h[next] : at::zeros_like(*input);
-    ++next;
+    if (wanted[i]) result = h[i].defined() ? h[i] : at::zeros_like(*input);
   };
   for_each_field(put, second, x);
   return second;
@@ -163,20 +162,24 @@ bool has_kernel(const Inputs& inputs) {
   static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
   if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const Tensor& t) {
-    return t.device().is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() &&
+    return t.key_set().has(c10::DispatchKey::CPU) && !at::isTensorSubclassLike(t) && !t.is_neg() &&
            !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
   };
   return plain(inputs.query) && plain(inputs.key) && plain(inputs.value) &&
          (!inputs.attn_mask || plain(*inputs.attn_mask));
 }
 
+// The weights come first: they check the arguments, in this operator's name.
 OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
-  const Tensor output = SdpaOp::call(inputs, options);
-  Inputs x = inputs;
-  x.value = x.value.detach();  // weights do not depend on its numbers
-  const auto [weights, scores] =
-      has_kernel(inputs) ? WeightsKernelOp::call(x, options) : weights_formula(inputs, options);
-  return {output, weights, scores};
+  WeightsAndScores results;
+  if (has_kernel(inputs)) {
+    Inputs x = inputs;
+    x.value = x.value.detach();  // weights do not depend on its numbers
+    results = WeightsKernelOp::call(x, options);
+  } else {
+    results = weights_formula(inputs, options);
+  }
+  return {SdpaOp::call(inputs, options), results.weights, results.scores};
 }
 
 constexpr auto kernel = WeightsOp::kernel<sdpa_with_weights>;

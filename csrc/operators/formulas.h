@@ -3,9 +3,31 @@
 // beyond the second.
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include "operators/ops.h"
 
 namespace attn {
+
+// An argument of a formula whose gradient does not run through the history of another argument.
+at::Tensor independent(const at::Tensor& t);
+template <Struct T>
+T independent(const T& tensors) {
+  return map_tensors(tensors, [](const at::Tensor& t) { return independent(t); });
+}
+
+// The tensors of all arguments in a row, undefined where absent.
+std::vector<at::Tensor> list(const auto&... arguments) {
+  const auto put = [](const auto&... t) { return std::vector{std::optional<at::Tensor>(t).value_or(at::Tensor())...}; };
+  return std::apply(put, all_fields(arguments...));
+}
+
+// The gradients of the sum of all <results, grads> with respect to those inputs that are wanted, by autograd. Undefined
+// where none runs through.
+std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads,
+                                      const std::vector<at::Tensor>& inputs,
+                                      const std::function<bool(size_t)>& is_wanted, bool create_graph = true);
 
 // Without dropout, and rounded to the query's type: scores are scaled and masked, weights their softmax, 0 in a fully
 // masked row. dropout_p is ignored.

@@ -5,6 +5,7 @@
 #include <array>
 #include <optional>
 
+#include "attn/sdpa.h"
 #include "operators/operator.h"
 
 namespace attn {
@@ -48,12 +49,7 @@ struct ScoreOptions {
 };
 
 // The results of sdpa_stats.
-struct Statistics {
-  at::Tensor largest_score;    // [*batch, heads, L]
-  at::Tensor entropy;          // [*batch, heads, L]
-  at::Tensor logsumexp;        // [*batch, heads, L]
-  at::Tensor received_weight;  // [*batch, heads, S]
-
+struct Statistics : Stats {
   static auto fields(auto& r) { return std::tie(r.largest_score, r.entropy, r.logsumexp, r.received_weight); }
 };
 

@@ -11,6 +11,26 @@ namespace {
 
 int64_t concrete(const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); }
 
+int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return 53;
+    case at::kFloat:  // as torch.set_float32_matmul_precision has it for matrix products
+      switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
+        case at::Float32Precision::BF16:
+          return 8;
+        case at::Float32Precision::TF32:
+          return 16;
+        default:
+          return 24;
+      }
+    case at::kHalf:
+      return 16;
+    default:  // bfloat16; but a float32 mask, and its gradient, ask for weights that are not rounded to it
+      return mask_dtype == at::kFloat ? 16 : 8;
+  }
+}
+
 }  // namespace
 
 DType dtype_of(const at::Tensor& tensor) {
@@ -32,7 +52,9 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape) : problem_(problem) {
+ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const PlainOptions& options,
+                               const at::Tensor& rng_state)
+    : op_(shape.op), problem_(problem) {
   for (const auto& size : shape.batch) batch_size_.push_back(concrete(size));
   problem.heads = concrete(shape.heads);
   problem.key_heads = concrete(shape.key_heads);
@@ -42,11 +64,26 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape) : problem_(
   problem.head_dim = concrete(shape.head_dim);
   problem.value_dim = concrete(shape.value_dim);
   for (const int64_t size : {problem.head_dim, problem.value_dim})
-    TORCH_CHECK(size < kMaxHeadDim, "attn::sdpa: the head_dim of query and key is ", problem.head_dim,
-                ", that of value ", problem.value_dim, "; both must be below 2^32");
+    TORCH_CHECK(size < kMaxHeadDim, op_, ": the head_dim of query and key is ", problem.head_dim, ", that of value ",
+                problem.value_dim, "; both must be below 2^32");
   problem.batch = c10::multiply_integers(batch_size_);
   if (problem.key_heads > 0 && problem.value_heads > 0)
     problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
+
+  const auto& [query, key, value, attn_mask] = inputs;
+  problem.scale = scale_or_default(options.scale, problem.head_dim);
+  if (options.is_causal) problem.visibility.right = 0;
+  problem.has_mask = attn_mask.has_value();
+  problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
+  add(problem.query, query);
+  add(problem.key, key);
+  add(problem.value, value);
+  if (attn_mask) add(problem.mask, *attn_mask);
+  if (options.dropout_p == 0) return;
+  problem.has_dropout = true;
+  add(problem.rng, rng_state);
+  problem.keep_below = static_cast<uint64_t>(std::llround((1 - options.dropout_p) * 0x1p32));
+  problem.keep_scale = options.dropout_p == 1 ? 0 : 1 / (1 - options.dropout_p);
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor) {
@@ -55,6 +92,10 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor) {
 
 void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor) {
   add(operand, tensor, tensor.mutable_data_ptr());
+}
+
+const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
+  return contiguous_.emplace_back(tensor.contiguous()).const_data_ptr();
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data) {
@@ -85,7 +126,7 @@ void ProblemBuilder::merge_batch_dims() {
   for (size_t d = 0; d < batch_size_.size(); ++d) {
     if (batch_size_[d] == 1) continue;
     const bool merge = mergeable(d);
-    TORCH_CHECK(merge || merged < kMaxBatchDims, "attn::sdpa: the leading dimensions ", at::IntArrayRef(batch_size_),
+    TORCH_CHECK(merge || merged < kMaxBatchDims, op_, ": the leading dimensions ", at::IntArrayRef(batch_size_),
                 " of query, key, value, attn_mask and the results leave more than ", kMaxBatchDims,
                 " after those that lie alike in memory are merged; .expand() the inputs to these dimensions and call "
                 ".contiguous() on them");
@@ -94,49 +135,6 @@ void ProblemBuilder::merge_batch_dims() {
     for (const Strides& s : operands_) s.operand->batch[merged - 1] = s.batch[d];
   }
   problem_.batch_dims = merged;
-}
-
-namespace {
-
-int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return 53;
-    case at::kFloat:  // as torch.set_float32_matmul_precision has it for matrix products
-      switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
-        case at::Float32Precision::BF16:
-          return 8;
-        case at::Float32Precision::TF32:
-          return 16;
-        default:
-          return 24;
-      }
-    case at::kHalf:
-      return 16;
-    default:  // bfloat16; but a float32 mask, and its gradient, ask for weights that are not rounded to it
-      return mask_dtype == at::kFloat ? 16 : 8;
-  }
-}
-
-}  // namespace
-
-void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const PlainOptions& options,
-              const at::Tensor& rng_state) {
-  const auto& [query, key, value, attn_mask] = inputs;
-  const double dropout_p = options.dropout_p;
-  problem.scale = scale_or_default(options.scale, problem.head_dim);
-  if (options.is_causal) problem.visibility.right = 0;
-  problem.has_mask = attn_mask.has_value();
-  problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
-  builder.add(problem.query, query);
-  builder.add(problem.key, key);
-  builder.add(problem.value, value);
-  if (attn_mask) builder.add(problem.mask, *attn_mask);
-  if (dropout_p == 0) return;
-  problem.has_dropout = true;
-  builder.add(problem.rng, rng_state);
-  problem.keep_below = static_cast<uint64_t>(std::llround((1 - dropout_p) * 0x1p32));
-  problem.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
 std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query) {
@@ -160,10 +158,6 @@ std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& que
     p.partial_received = tensors[2].mutable_data_ptr();
   }
   return tensors;
-}
-
-at::TensorOptions compute_options(const at::Tensor& query) {
-  return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
 }  // namespace attn

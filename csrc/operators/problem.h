@@ -8,14 +8,20 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
-// Collects the operands of one call, then merges the batch dimensions that all of them walk through alike.
+// Describes a call in `problem`: collects its operands, then merges the batch dimensions that all of them walk through
+// alike.
 class ProblemBuilder {
  public:
-  ProblemBuilder(Problem& problem, const Shape& shape);
+  // Adds query, key, value, mask, rng_state and everything that is not a tensor.
+  ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const PlainOptions& options,
+                 const at::Tensor& rng_state);
 
   // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
   void add(Operand& operand, const at::Tensor& tensor);         // is read
   void add_result(Operand& operand, const at::Tensor& tensor);  // is written
+
+  // The numbers of a tensor, one after the other in memory that lives as long as the builder.
+  const void* contiguous(const at::Tensor& tensor);
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
   void merge_batch_dims();
@@ -27,14 +33,12 @@ class ProblemBuilder {
     Operand* operand;
     c10::DimVector batch;
   };
+  const char* op_;
   Problem& problem_;
   c10::DimVector batch_size_;
   c10::SmallVector<Strides, 8> operands_;
+  c10::SmallVector<at::Tensor, 2> contiguous_;
 };
-
-// Adds query, key, value, mask, rng_state and everything that is not a tensor.
-void describe(Problem& problem, ProblemBuilder& builder, const Inputs& inputs, const PlainOptions& options,
-              const at::Tensor& rng_state);
 
 // What a plan with several splits of the keys writes to; empty for one.
 std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query);
@@ -44,9 +48,6 @@ std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& qu
 std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query);
 
 inline bool no_rows(const Problem& p) { return number_of_rows(p) == 0; }
-
-// The workspace in which partial results are kept: the type that the kernels compute in.
-at::TensorOptions compute_options(const at::Tensor& query);
 
 DType dtype_of(const at::Tensor& tensor);
 

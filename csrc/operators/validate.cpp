@@ -23,62 +23,58 @@ bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
          std::equal(a.begin(), a.end(), b.begin(), [](const SymInt& x, const SymInt& y) { return must_equal(x, y); });
 }
 
-at::ScalarType statistics_dtype(const Tensor& query) {
-  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
-void check_tensor(const char* name, const Tensor& t, const Tensor& query,
+void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& query,
                   const char* shape = "[..., length, head_dim]") {
-  TORCH_CHECK(t.defined(), "attn::sdpa: ", name, " is undefined; a tensor is needed");
-  TORCH_CHECK(!t.is_nested() && t.layout() != at::kJagged, "attn::sdpa: ", name,
-              " is a nested tensor; it must be a dense one: take query, key and value apart by .unbind() and call "
-              "attn::sdpa for each, or pad them by torch.nested.to_padded_tensor and hide the padding by a mask");
-  TORCH_CHECK(t.layout() == at::kStrided, "attn::sdpa: ", name, " has layout ", t.layout(),
+  TORCH_CHECK(t.defined(), op, ": ", name, " is undefined; a tensor is needed");
+  TORCH_CHECK(!t.is_nested() && t.layout() != at::kJagged, op, ": ", name,
+              " is a nested tensor; it must be a dense one: take query, key and value apart by .unbind() and call ", op,
+              " for each, or pad them by torch.nested.to_padded_tensor and hide the padding by a mask");
+  TORCH_CHECK(t.layout() == at::kStrided, op, ": ", name, " has layout ", t.layout(),
               "; it must be a dense (strided) tensor");
-  TORCH_CHECK(t.device() == query.device(), "attn::sdpa: ", name, " is on ", t.device(), " but query is on ",
-              query.device(), "; all tensors must be on the same device");
-  TORCH_CHECK(t.dim() >= 2, "attn::sdpa: ", name, " has shape ", t.sym_sizes(),
+  TORCH_CHECK(t.device() == query.device(), op, ": ", name, " is on ", t.device(), " but query is on ", query.device(),
+              "; all tensors must be on the same device");
+  TORCH_CHECK(t.dim() >= 2, op, ": ", name, " has shape ", t.sym_sizes(),
               "; it must have at least 2 dimensions: ", shape);
 }
 
-void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask) {
+void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                  const std::optional<Tensor>& mask) {
   const auto dtype = query.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
-              "attn::sdpa: query has dtype ", dtype, "; it must be float64, float32, bfloat16 or float16");
-  TORCH_CHECK(key.scalar_type() == dtype, "attn::sdpa: key has dtype ", key.scalar_type(), " but query has ", dtype,
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble, op,
+              ": query has dtype ", dtype, "; it must be float64, float32, bfloat16 or float16");
+  TORCH_CHECK(key.scalar_type() == dtype, op, ": key has dtype ", key.scalar_type(), " but query has ", dtype,
               "; query, key and value must have the same dtype");
-  TORCH_CHECK(value.scalar_type() == dtype, "attn::sdpa: value has dtype ", value.scalar_type(), " but query has ",
-              dtype, "; query, key and value must have the same dtype");
+  TORCH_CHECK(value.scalar_type() == dtype, op, ": value has dtype ", value.scalar_type(), " but query has ", dtype,
+              "; query, key and value must have the same dtype");
   if (!mask) return;
   const auto mask_dtype = mask->scalar_type();
-  TORCH_CHECK(mask_dtype == at::kBool || mask_dtype == dtype || mask_dtype == at::kFloat,
-              "attn::sdpa: attn_mask has dtype ", mask_dtype, "; it must be bool (True = attend), query's dtype (",
-              dtype, ") or float32");
+  TORCH_CHECK(mask_dtype == at::kBool || mask_dtype == dtype || mask_dtype == at::kFloat, op, ": attn_mask has dtype ",
+              mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype, ") or float32");
 }
 
 // Query heads are shared out evenly: with grouped-query attention consecutive query heads share a key (value) head.
-void check_heads(const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa) {
+void check_heads(const char* op, const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa) {
   if (!enable_gqa) {
-    TORCH_CHECK(is_one(heads) || must_equal(heads, query_heads), "attn::sdpa: ", name, " has ", heads,
+    TORCH_CHECK(is_one(heads) || must_equal(heads, query_heads), op, ": ", name, " has ", heads,
                 " heads but the others have ", query_heads,
                 "; the numbers must be equal or 1, or divide the query's with enable_gqa=True");
     return;
   }
   if (TORCH_GUARD_OR_FALSE(heads.sym_eq(query_heads))) return;
-  TORCH_CHECK(TORCH_GUARD_OR_TRUE(heads.sym_ne(0)) && must_equal(query_heads % heads, 0), "attn::sdpa: ", name, " has ",
+  TORCH_CHECK(TORCH_GUARD_OR_TRUE(heads.sym_ne(0)) && must_equal(query_heads % heads, 0), op, ": ", name, " has ",
               heads, " heads but query has ", query_heads, "; with enable_gqa=True the number must divide the query's");
 }
 
 // Broadcasts dimension `d` (counted from the end) of the three tensors.
-SymInt broadcast(const Tensor& query, const Tensor& key, const Tensor& value, int64_t d) {
+SymInt broadcast(const char* op, const Tensor& query, const Tensor& key, const Tensor& value, int64_t d) {
   SymInt common = 1;
   for (const Tensor* t : {&query, &key, &value}) {
     if (t->dim() < d) continue;
     const SymInt own = extent(*t, d);
     if (is_one(own)) continue;
-    TORCH_CHECK(is_one(common) || must_equal(own, common), "attn::sdpa: ", t == &key ? "key" : "value", " has shape ",
+    TORCH_CHECK(is_one(common) || must_equal(own, common), op, ": ", t == &key ? "key" : "value", " has shape ",
                 t->sym_sizes(), ", which does not broadcast against the other leading dimensions: query has ",
                 query.sym_sizes(), ", key ", key.sym_sizes(), "; at dimension ", -d, " the sizes must be equal or 1");
     common = own;
@@ -101,7 +97,7 @@ void check_mask(const Tensor& mask, const Shape& shape) {
                            : shape.dims == 3 ? "; a padding mask [batch, S] is given as mask[:, None, :]"
                            : shape.dims == 4 ? "; a padding mask [batch, S] is given as mask[:, None, None, :]"
                                              : "; a padding mask [batch, S] needs dimensions of size 1 between the two";
-  TORCH_CHECK(false, "attn::sdpa: attn_mask has shape ", mask.sym_sizes(),
+  TORCH_CHECK(false, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
               "; it must have at least 2 dimensions and broadcast to the scores' shape [..., L, S] = ",
               c10::SymIntArrayRef(allowed), hint);
 }
@@ -122,24 +118,25 @@ c10::SymDimVector Shape::numbers(const SymInt& length) const {
   return sizes;
 }
 
-Shape validate(const Inputs& inputs, const PlainOptions& options) {
+Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options) {
   const auto& [query, key, value, attn_mask] = inputs;
-  check_tensor("query", query, query);
-  check_tensor("key", key, query);
-  check_tensor("value", value, query);
-  if (attn_mask) check_tensor("attn_mask", *attn_mask, query, "[..., L, S]");
-  check_dtypes(query, key, value, attn_mask);
-  TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, "attn::sdpa: dropout_p is ", options.dropout_p,
+  check_tensor(op, "query", query, query);
+  check_tensor(op, "key", key, query);
+  check_tensor(op, "value", value, query);
+  if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, "[..., L, S]");
+  check_dtypes(op, query, key, value, attn_mask);
+  TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, op, ": dropout_p is ", options.dropout_p,
               "; it must be a probability between 0 and 1");
-  TORCH_CHECK(!options.scale || !std::isnan(*options.scale), "attn::sdpa: scale is NaN; it must be a number");
-  TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), "attn::sdpa: key has head_dim ", extent(key, 1),
+  TORCH_CHECK(!options.scale || !std::isnan(*options.scale), op, ": scale is NaN; it must be a number");
+  TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), op, ": key has head_dim ", extent(key, 1),
               " but query has ", extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(),
               "); they must be equal");
-  TORCH_CHECK(must_equal(extent(value, 2), extent(key, 2)), "attn::sdpa: value has length ", extent(value, 2),
+  TORCH_CHECK(must_equal(extent(value, 2), extent(key, 2)), op, ": value has length ", extent(value, 2),
               " but key has ", extent(key, 2), " (value: ", value.sym_sizes(), ", key: ", key.sym_sizes(),
               "); they must be equal");
 
   Shape shape;
+  shape.op = op;
   shape.dims = std::max({query.dim(), key.dim(), value.dim()});
   shape.queries = extent(query, 2);
   shape.keys = extent(key, 2);
@@ -152,122 +149,86 @@ Shape validate(const Inputs& inputs, const PlainOptions& options) {
     if (is_one(shape.heads)) shape.heads = shape.key_heads;
     if (is_one(shape.heads)) shape.heads = shape.value_heads;
   }
-  check_heads("key", shape.key_heads, shape.heads, options.enable_gqa);
-  check_heads("value", shape.value_heads, shape.heads, options.enable_gqa);
-  for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(query, key, value, d));
+  check_heads(op, "key", shape.key_heads, shape.heads, options.enable_gqa);
+  check_heads(op, "value", shape.value_heads, shape.heads, options.enable_gqa);
+  for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(op, query, key, value, d));
   if (attn_mask) check_mask(*attn_mask, shape);
   return shape;
 }
 
-namespace {
-
-// Checks what operator `op` takes besides the inputs and options.
-struct Checker {
-  const char* op;
-  const Inputs& inputs;
-  const PlainOptions& options;
-  const Shape shape = validate(inputs, options);
+void Checker::tensor(const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const {
   const Tensor& query = inputs.query;
-
-  void tensor(const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const {
-    TORCH_CHECK(
-        t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(), op,
-        ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ", dtype,
-        " of shape ", sizes, " on ", query.device());
-  }
-  void like_output(const char* name, const Tensor& t) const { tensor(name, t, shape.output(), query.scalar_type()); }
-  void logsumexp(const char* name, const Tensor& t) const {
-    tensor(name, t, shape.logsumexp(), statistics_dtype(query));
-  }
-  void residual(const char* name, const Tensor& t) const {
-    if (has_residual(inputs, options)) return tensor(name, t, shape.output(), at::kFloat);
-    tensor(name, t, {0}, query.scalar_type());
-  }
-  void rng_state(const Tensor& t) const {
-    if (options.dropout_p == 0) return;
-    // One for all samples, or one for each along the leading dimensions that vmap put in front.
-    const auto allowed = shape.expanded(1, 1, 3);
-    bool fits = t.dim() >= 1 && t.dim() <= shape.dims && must_equal(extent(t, 1), 3);
-    for (int64_t d = 2; fits && d <= t.dim(); ++d)
-      fits = is_one(extent(t, d)) || must_equal(extent(t, d), allowed[allowed.size() - d]);
-    TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == query.device(), op, ": rng_state is ",
-                t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),
-                "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
-  }
-  void saved(const Saved& s) const {
-    like_output("output", s.output);
-    logsumexp("logsumexp", s.logsumexp);
-    residual("residual", s.residual);
-    rng_state(s.rng_state);
-  }
-  void direction(const Direction& d) const {
-    const auto like = [&](const char* name, const std::optional<Tensor>& t, const Tensor& input) {
-      if (t) tensor(name, *t, input.sym_sizes(), input.scalar_type());
-    };
-    like("tangent_query", d.query, inputs.query);
-    like("tangent_key", d.key, inputs.key);
-    like("tangent_value", d.value, inputs.value);
-    if (!d.attn_mask) return;
-    const auto& mask = inputs.attn_mask;
-    TORCH_CHECK(mask && mask->is_floating_point(), op, ": tangent_mask is given but attn_mask is ",
-                mask ? "boolean" : "absent", "; only a floating mask has a tangent");
-    like("tangent_mask", d.attn_mask, *mask);
-  }
-  void tangent(const TangentResults& t) const {
-    like_output("tangent_output", t.output);
-    logsumexp("tangent_logsumexp", t.logsumexp);
-    residual("tangent_residual", t.residual);
-  }
-  void wanted(Wanted w) const {
-    const auto& mask = inputs.attn_mask;
-    TORCH_CHECK(!w[3] || (mask && mask->is_floating_point()), op,
-                ": grad_input_mask asks for the gradient of attn_mask, which is ", mask ? "boolean" : "absent",
-                "; only a floating mask has one");
-  }
-};
-
-}  // namespace
-
-Shape validate_forward(const Inputs& inputs, const PlainOptions& options, const std::optional<Tensor>& rng_state) {
-  const Checker check{ForwardOp::name, inputs, options};
-  if (rng_state) check.rng_state(*rng_state);
-  return check.shape;
+  TORCH_CHECK(
+      t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(),
+      shape.op, ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ",
+      dtype, " of shape ", sizes, " on ", query.device());
 }
 
-Shape validate_backward(const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                        const PlainOptions& options, Wanted wanted) {
-  const Checker check{BackwardOp::name, inputs, options};
-  check.like_output("grad_output", grad_output);
-  check.saved(saved);
-  check.wanted(wanted);
-  return check.shape;
+void Checker::like_output(const char* name, const Tensor& t) const {
+  tensor(name, t, shape.output(), inputs.query.scalar_type());
 }
 
-Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction,
-                       const PlainOptions& options) {
-  const Checker check{TangentOp::name, inputs, options};
-  check.saved(saved);
-  check.direction(direction);
-  return check.shape;
+void Checker::logsumexp(const char* name, const Tensor& t) const {
+  tensor(name, t, shape.logsumexp(), compute_dtype(inputs.query));
 }
 
-Shape validate_second(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Direction& direction,
-                      const TangentResults& tangent, const PlainOptions& options, Wanted wanted) {
-  const Checker check{SecondOp::name, inputs, options};
-  check.like_output("grad_output", grad_output);
-  check.saved(saved);
-  check.direction(direction);
-  check.tangent(tangent);
-  check.wanted(wanted);
-  return check.shape;
+void Checker::residual(const char* name, const Tensor& t) const {
+  if (has_residual(inputs, options)) return tensor(name, t, shape.output(), at::kFloat);
+  tensor(name, t, {0}, inputs.query.scalar_type());
 }
 
-Shape validate_stats(const QueryAndKey& inputs, const ScoreOptions& options) {
-  return validate(inputs.inputs(), options.options());
+void Checker::rng_state(const Tensor& t) const {
+  if (options.dropout_p == 0) return;
+  // One for all samples, or one for each along the leading dimensions that vmap put in front.
+  const auto allowed = shape.expanded(1, 1, 3);
+  bool fits = t.dim() >= 1 && t.dim() <= shape.dims && must_equal(extent(t, 1), 3);
+  for (int64_t d = 2; fits && d <= t.dim(); ++d)
+    fits = is_one(extent(t, d)) || must_equal(extent(t, d), allowed[allowed.size() - d]);
+  TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == inputs.query.device(), shape.op, ": rng_state is ",
+              t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),
+              "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
+
+void Checker::saved(const Saved& s) const {
+  like_output("output", s.output);
+  logsumexp("logsumexp", s.logsumexp);
+  residual("residual", s.residual);
+  rng_state(s.rng_state);
+}
+
+void Checker::direction(const Direction& d) const {
+  const auto& mask = inputs.attn_mask;
+  TORCH_CHECK(!d.attn_mask || (mask && mask->is_floating_point()), shape.op,
+              ": tangent_mask is given but attn_mask is ", mask ? "boolean" : "absent",
+              "; only a floating mask has a tangent");
+  constexpr const char* kNames[] = {"tangent_query", "tangent_key", "tangent_value", "tangent_mask"};
+  const auto like_input = [&](size_t i, const std::optional<Tensor>& t, const std::optional<Tensor>& input) {
+    if (t) tensor(kNames[i], *t, input->sym_sizes(), input->scalar_type());
+  };
+  for_each_field(like_input, d, inputs);
+}
+
+void Checker::tangent(const TangentResults& t) const {
+  like_output("tangent_output", t.output);
+  logsumexp("tangent_logsumexp", t.logsumexp);
+  residual("tangent_residual", t.residual);
+}
+
+void Checker::wanted(Wanted w) const {
+  const auto& mask = inputs.attn_mask;
+  TORCH_CHECK(!w[3] || (mask && mask->is_floating_point()), shape.op,
+              ": grad_input_mask asks for the gradient of attn_mask, which is ", mask ? "boolean" : "absent",
+              "; only a floating mask has one");
+}
+
+at::ScalarType compute_dtype(const Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::TensorOptions compute_options(const Tensor& query) { return query.options().dtype(compute_dtype(query)); }
 
 Statistics empty_statistics(const Shape& shape, const Tensor& query) {
-  const auto options = query.options().dtype(statistics_dtype(query));
+  const auto options = compute_options(query);
   const auto of_rows = shape.numbers(shape.queries), of_keys = shape.numbers(shape.keys);
   return {at::empty_symint(of_rows, options), at::empty_symint(of_rows, options), at::empty_symint(of_rows, options),
           at::empty_symint(of_keys, options)};
@@ -300,7 +261,7 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
 }
 
 Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
-  return at::empty_symint(shape.logsumexp(), query.options().dtype(statistics_dtype(query)));
+  return at::empty_symint(shape.logsumexp(), compute_options(query));
 }
 
 bool has_residual(const Inputs& inputs, const PlainOptions& options) {
@@ -312,12 +273,6 @@ bool has_residual(const Inputs& inputs, const PlainOptions& options) {
 Tensor empty_residual(const Tensor& output, const Inputs& inputs, const PlainOptions& options) {
   return has_residual(inputs, options) ? at::empty_like(output, output.options().dtype(at::kFloat))
                                        : at::empty({0}, output.options());
-}
-
-Tensor empty_gradient(const Tensor& input) { return at::empty_like(input); }
-
-Tensor empty_rng_state(const Tensor& query, double dropout_p) {
-  return at::empty({dropout_p > 0 ? 3 : 0}, query.options().dtype(at::kLong));
 }
 
 double scale_or_default(std::optional<double> scale, int64_t head_dim) {

@@ -9,7 +9,8 @@ namespace attn {
 // One call after broadcasting: query [*batch, heads, L, E], key [*batch, key_heads, S, E],
 // value [*batch, value_heads, S, Ev], scores [*batch, heads, L, S]. Tensors of two dimensions have one head.
 struct Shape {
-  int64_t dims = 0;  // of the output
+  const char* op = nullptr;  // what the caller called: error messages begin with it
+  int64_t dims = 0;          // of the output
   c10::SymDimVector batch;
   c10::SymInt heads = 1, key_heads = 1, value_heads = 1;
   c10::SymInt queries, keys, head_dim, value_dim;
@@ -21,20 +22,32 @@ struct Shape {
   c10::SymDimVector numbers(const c10::SymInt& length) const;
 };
 
-// Throws c10::Error naming the argument, what it was and what is allowed.
-Shape validate(const Inputs& inputs, const PlainOptions& options);
+// Checks a call of `op`: for a private operator, the name of the public one that it serves. Throws c10::Error naming
+// `op`, the argument, what it was and what is allowed.
+Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options);
 
-// Check the further arguments of the operators that take more than validate()'s.
-Shape validate_forward(const Inputs& inputs, const PlainOptions& options, const std::optional<at::Tensor>& rng_state);
-Shape validate_backward(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                        const PlainOptions& options, Wanted wanted);
-Shape validate_tangent(const Inputs& inputs, const Saved& saved, const Direction& direction,
-                       const PlainOptions& options);
-Shape validate_second(const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                      const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
-                      Wanted wanted);
+// Checks what the private operators take besides.
+struct Checker {
+  const Inputs& inputs;
+  const PlainOptions& options;
+  const Shape shape = validate(SdpaOp::name, inputs, options);
 
-Shape validate_stats(const QueryAndKey& inputs, const ScoreOptions& options);
+  void like_output(const char* name, const at::Tensor& t) const;
+  void rng_state(const at::Tensor& t) const;
+  void saved(const Saved& s) const;
+  void direction(const Direction& d) const;
+  void tangent(const TangentResults& t) const;
+  void wanted(Wanted w) const;
+
+ private:
+  void tensor(const char* name, const at::Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const;
+  void logsumexp(const char* name, const at::Tensor& t) const;
+  void residual(const char* name, const at::Tensor& t) const;
+};
+
+// The type that kernels compute in, which workspaces and statistics have.
+at::ScalarType compute_dtype(const at::Tensor& query);
+at::TensorOptions compute_options(const at::Tensor& query);
 
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
@@ -44,10 +57,6 @@ at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
 // the gradients of a row with one key, which are 0, would else be what rounding took from value / (1 - dropout_p).
 bool has_residual(const Inputs& inputs, const PlainOptions& options);
 at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const PlainOptions& options);
-at::Tensor empty_gradient(const at::Tensor& input);
-// int64 (seed, offset, period), see params.h; empty without dropout.
-at::Tensor empty_rng_state(const at::Tensor& query, double dropout_p);
-
 Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
 
 // 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.

@@ -19,34 +19,22 @@ using at::functorch::RandomnessType;
 // The innermost vmap, and the rank of a mapped call: [mapped, leading dimensions..., head, L, E].
 class Batch {
  public:
-  explicit Batch(const Inputs& inputs)
-      : layer_(*at::functorch::maybeCurrentDynamicLayer()),
-        size_(layer_.batchSize()),
-        guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {
-    const std::pair<const char*, const Tensor&> named[] = {
-        {"query", inputs.query}, {"key", inputs.key}, {"value", inputs.value}};
-    for (const auto& [name, t] : named) {
-      TORCH_CHECK(t.dim() >= 2, "attn::sdpa: ", name, " has shape ", t.sym_sizes(),
-                  " under vmap; it must have at least 2 dimensions: [..., length, head_dim]");
-      dims_ = std::max(dims_, t.dim());
-    }
-    rank_ = std::max<int64_t>(dims_, 3) + 1;  // a mapped dimension in front of [L, E] must not become the head
-  }
+  const Shape sample;  // the call as one sample makes it
 
-  // The rank that the mask has for one sample decides, not that of the mapped call.
-  void check_mask(const std::optional<Tensor>& mask) const {
-    TORCH_CHECK(!mask || (mask->dim() >= 2 && mask->dim() <= dims_), "attn::sdpa: attn_mask has shape ",
-                mask->sym_sizes(),
-                " under vmap; it must have at least 2 dimensions and no more than query, key and value (", dims_, ")");
-  }
+  Batch(const char* op, const Inputs& inputs, const PlainOptions& options)
+      : sample(validate(op, inputs, options)),
+        layer_(*at::functorch::maybeCurrentDynamicLayer()),
+        guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {}
 
   RandomnessType randomness() const { return layer_.randomness(); }
-  const c10::SymInt& size() const { return size_; }
+  c10::SymInt size() const { return layer_.batchSize(); }
+  // A mapped dimension in front of [L, E] must not become the head.
+  int64_t rank() const { return std::max<int64_t>(sample.dims, 3) + 1; }
 
   bool is_mapped(const Tensor& t) const { return at::functorch::isBatchedAtLevel(t, layer_.layerId()); }
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
-  // The tensor below vmap: as it is if it is not mapped, else [mapped, 1..., own dimensions] of rank rank_.
+  // The tensor below vmap: as it is if it is not mapped, else [mapped, 1..., own dimensions] of this rank.
   Tensor physical(const Tensor& t) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     if (!dim) return x;
@@ -59,30 +47,23 @@ class Batch {
   Inputs physical(const Inputs& inputs) const {
     return map_tensors(inputs, [&](const Tensor& t) { return physical(t); });
   }
-  // Returns physical(t) with the mapped dimension: a tensor that is not mapped is expanded, by a view.
+  // Returns physical(t) with the mapped dimension: a tensor that is not mapped is expanded, by a view. One of a single
+  // dimension, an rng_state for all samples or no residual, stays as it is.
   Tensor expanded(const Tensor& t) const {
-    if (is_mapped(t)) return physical(t);
+    if (is_mapped(t) || t.dim() < 2) return physical(t);
     const Tensor x = padded(at::functorch::unwrapTensorAtLevel(t, layer_.layerId()));
     c10::SymDimVector sizes(x.sym_sizes());
-    sizes[0] = size_;
+    sizes[0] = size();
     return x.expand_symint(sizes);
   }
-  template <Struct T>  // Inputs or Direction
+  template <Struct T>
   T expanded(const T& tensors) const {
     return map_tensors(tensors, [&](const Tensor& t) { return expanded(t); });
   }
-  // A residual has the shape of the output, or it is an empty tensor of one dimension.
-  Tensor expanded_residual(const Tensor& t) const { return t.dim() > 1 ? expanded(t) : physical(t); }
-  Saved expanded(const Saved& saved) const {
-    return {expanded(saved.output), expanded(saved.logsumexp), physical(saved.rng_state),
-            expanded_residual(saved.residual)};
-  }
-  TangentResults expanded(const TangentResults& tangent) const {
-    return {expanded(tangent.output), expanded(tangent.logsumexp), expanded_residual(tangent.residual)};
-  }
 
-  // A mapped result of `dims` dimensions above vmap.
+  // A mapped result of `dims` dimensions above vmap. One of a single dimension, no residual, is that of all samples.
   Tensor logical(Tensor t, int64_t dims) const {
+    if (t.dim() < 2) return t;
     while (t.dim() > dims + 1) {
       TORCH_INTERNAL_ASSERT(t.sym_size(1) == 1, "attn: a mapped result of shape ", t.sym_sizes(), " has no rank ",
                             dims);
@@ -90,9 +71,10 @@ class Batch {
     }
     return at::functorch::makeBatched(t, 0, layer_.layerId());
   }
-  Tensor logical_output(const Tensor& t) const { return logical(t, dims_); }
-  Tensor logical_numbers(const Tensor& t) const { return logical(t, dims_ - 1); }  // [..., head, L or S]
-  Tensor logical_residual(const Tensor& t) const { return t.dim() > 1 ? logical_output(t) : t; }
+  template <Struct T>
+  T logical(const T& results, int64_t dims) const {
+    return map_tensors(results, [&](const Tensor& t) { return logical(t, dims); });
+  }
   Gradients logical(const Gradients& grads, const Inputs& inputs) const {
     Gradients results;
     const auto map = [&](size_t, Tensor& result, const Tensor& grad, const std::optional<Tensor>& input) {
@@ -104,7 +86,7 @@ class Batch {
 
  private:
   Tensor padded(Tensor x) const {
-    while (x.dim() < rank_) x = x.unsqueeze(1);
+    while (x.dim() < rank()) x = x.unsqueeze(1);
     return x;
   }
   Tensor padded(std::tuple<Tensor, std::optional<int64_t>> unmapped) const {
@@ -112,22 +94,17 @@ class Batch {
   }
 
   at::functorch::DynamicLayer layer_;
-  c10::SymInt size_;
-  int64_t dims_ = 0;
-  int64_t rank_ = 0;
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
 // Seeds of dropout for a mapped call: one for all samples, or one each. Every sample counts its heads from 0, so that
 // derivatives taken under another nesting of vmap find the numbers of the forward again.
-Tensor draw_rng_state(const Batch& batch, bool one_each, const Inputs& mapped_inputs, const PlainOptions& options) {
-  const Shape shape = validate(mapped_inputs, options);
-  c10::SymInt heads = shape.heads;
-  for (size_t d = 1; d < shape.batch.size(); ++d) heads = heads * shape.batch[d];
-  c10::SymDimVector sizes = shape.expanded(1, 1, 1);
-  for (auto& size : sizes) size = 1;
+Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
+  c10::SymInt heads = batch.sample.heads;
+  for (const c10::SymInt& size : batch.sample.batch) heads = heads * size;
+  c10::SymDimVector sizes(batch.rank(), 1);
   if (one_each) sizes[0] = batch.size();
-  const auto int64 = mapped_inputs.query.options().dtype(at::kLong);
+  const auto int64 = query.options().dtype(at::kLong);
   const auto limits = std::numeric_limits<int64_t>();
   const Tensor seed = at::randint_symint(limits.min(), limits.max(), sizes, int64);
   const Tensor offset = at::zeros_symint(sizes, int64);
@@ -147,45 +124,43 @@ struct ForwardCall {
 ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const PlainOptions& options,
                          const std::optional<Tensor>& rng_state) {
   const auto& [query, key, value, attn_mask] = inputs;
-  batch.check_mask(attn_mask);
   const bool random = options.dropout_p > 0 && !rng_state;
   const bool different = random && batch.randomness() == RandomnessType::Different;
-  TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error,
-              "vmap: attn::sdpa with dropout_p = ", options.dropout_p,
+  TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error, "vmap: dropout_p = ", options.dropout_p,
               " draws random numbers, but randomness is 'error'; call vmap with randomness='different' or 'same'");
   const bool inputs_mapped = batch.is_mapped(query) || batch.is_mapped(key) || batch.is_mapped(value);
   const bool mapped = inputs_mapped || batch.is_mapped(attn_mask) || batch.is_mapped(rng_state) || different;
   ForwardCall call{batch.physical(inputs), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
   // The query carries the mapped dimension where neither key nor value does: the mask may not enlarge the scores.
   if (mapped && !inputs_mapped) call.inputs.query = batch.expanded(query);
-  if (random && mapped) call.rng_state = draw_rng_state(batch, different, call.inputs, options);
+  if (random && mapped) call.rng_state = draw_rng_state(batch, different, call.inputs.query);
   return call;
 }
 
 Tensor sdpa_vmap(const Inputs& inputs, const PlainOptions& options) {
-  const Batch batch(inputs);
+  const Batch batch(SdpaOp::name, inputs, options);
   const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
   const Tensor output =
       c.rng_state ? ForwardOp::call(c.inputs, options, c.rng_state).output : SdpaOp::call(c.inputs, options);
-  return c.mapped ? batch.logical_output(output) : output;
+  return c.mapped ? batch.logical(output, batch.sample.dims) : output;
 }
 
 Saved forward_vmap(const Inputs& inputs, const PlainOptions& options, const std::optional<Tensor>& rng_state) {
-  const Batch batch(inputs);
+  const Batch batch(SdpaOp::name, inputs, options);
   const ForwardCall c = forward_call(batch, inputs, options, rng_state);
   const Saved results = ForwardOp::call(c.inputs, options, c.rng_state);
   if (!c.mapped) return results;
   const int64_t state_dims = rng_state ? rng_state->dim() : 1;
-  return {batch.logical_output(results.output), batch.logical_output(results.logsumexp),
+  return {batch.logical(results.output, batch.sample.dims), batch.logical(results.logsumexp, batch.sample.dims),
           c.state_mapped ? batch.logical(results.rng_state, state_dims) : results.rng_state,
-          batch.logical_residual(results.residual)};
+          batch.logical(results.residual, batch.sample.dims)};
 }
 
 // The derivatives return something for every sample, so every tensor they take is mapped, if only by a view.
 
 Gradients backward_vmap(const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
                         const PlainOptions& options, Wanted wanted) {
-  const Batch batch(inputs);
+  const Batch batch(SdpaOp::name, inputs, options);
   const Gradients grads =
       BackwardOp::call(batch.expanded(grad_output), batch.expanded(inputs), batch.expanded(saved), options, wanted);
   return batch.logical(grads, inputs);
@@ -193,27 +168,26 @@ Gradients backward_vmap(const Tensor& grad_output, const Inputs& inputs, const S
 
 TangentResults tangent_vmap(const Inputs& inputs, const Saved& saved, const Direction& direction,
                             const PlainOptions& options) {
-  const Batch batch(inputs);
+  const Batch batch(SdpaOp::name, inputs, options);
   const TangentResults tangent =
       TangentOp::call(batch.expanded(inputs), batch.expanded(saved), batch.expanded(direction), options);
-  return {batch.logical_output(tangent.output), batch.logical_output(tangent.logsumexp),
-          batch.logical_residual(tangent.residual)};
+  return batch.logical(tangent, batch.sample.dims);
 }
 
 Gradients second_vmap(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Direction& direction,
                       const TangentResults& tangent, const PlainOptions& options, Wanted wanted) {
-  const Batch batch(inputs);
+  const Batch batch(SdpaOp::name, inputs, options);
   const Gradients grads = SecondOp::call(batch.expanded(grad_output), batch.expanded(inputs), batch.expanded(saved),
                                          batch.expanded(direction), batch.expanded(tangent), options, wanted);
   return batch.logical(grads, inputs);
 }
 
 Statistics stats_vmap(const QueryAndKey& tensors, const ScoreOptions& options) {
-  const Batch batch(tensors.inputs());
+  const Batch batch(StatsOp::name, tensors.inputs(), options.options());
   const ForwardCall c = forward_call(batch, tensors.inputs(), options.options(), std::nullopt);
   const Statistics results = StatsOp::call({c.inputs.query, c.inputs.key, c.inputs.attn_mask}, options);
   if (!c.mapped) return results;
-  return map_tensors(results, [&](const Tensor& t) { return batch.logical_numbers(t); });
+  return batch.logical(results, batch.sample.dims - 1);  // [..., head, L or S]
 }
 
 }  // namespace
