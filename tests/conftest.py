@@ -98,7 +98,7 @@ def switched_off() -> Iterator[None]:
 TIERS = {
     "quick": "one case of each test, instruction set and dtype; all of those marked regression",
     "rest": "the other cases",
-    "slow": "what is marked slow: it compiles variants of the library, or trains",
+    "slow": "what is marked slow: it compiles variants, runs whole programs, or trains",
 }
 
 

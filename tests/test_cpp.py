@@ -120,11 +120,6 @@ def check_page(directory: Path, prefix_path: str, *options: str) -> None:
     assert float(computed) == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.slow  # compiles the page's programs
-def test_page(tmp_path: Path) -> None:
-    check_page(tmp_path, PREFIX_PATH)
-
-
 # What find_package says, by a project without a compiler and a torch that is only a version.
 
 
@@ -261,25 +256,20 @@ def searched(library: Path) -> list[str]:
     return [directory for path in paths for directory in path.split(":")]
 
 
-@pytest.fixture(params=["package", "installed"])
-def prefix_path(request: pytest.FixtureRequest) -> str:
-    if request.param == "package":
-        return PREFIX_PATH
-    return f"{request.getfixturevalue('installed')};{torch.utils.cmake_prefix_path}"
-
-
-@pytest.fixture(params=["g++", "clang++"])
-def compiler(request: pytest.FixtureRequest) -> str:
-    """The option of CMake that chooses it."""
-    name = newest_clang() if request.param == "clang++" else request.param
-    if name is None:
+@pytest.fixture(params=["installed by CMake, g++", "package, clang++"])
+def found_by(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Where a program finds the library, and the option of CMake that chooses its compiler."""
+    if request.param == "installed by CMake, g++":
+        prefixes = request.getfixturevalue("installed"), torch.utils.cmake_prefix_path
+        return ";".join(map(str, prefixes)), "-DCMAKE_CXX_COMPILER=g++"
+    if (clang := newest_clang()) is None:
         pytest.skip("not run: no clang++ on the PATH")
-    return f"-DCMAKE_CXX_COMPILER={name}"
+    return PREFIX_PATH, f"-DCMAKE_CXX_COMPILER={clang}"
 
 
 @pytest.mark.slow
-def test_page_by_each_compiler(prefix_path: str, compiler: str, tmp_path: Path) -> None:
-    check_page(tmp_path, prefix_path, compiler)
+def test_page(found_by: tuple[str, str], tmp_path: Path) -> None:
+    check_page(tmp_path, *found_by)
 
 
 class Attend(nn.Module):
@@ -289,11 +279,12 @@ class Attend(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_program_that_names_no_symbol(prefix_path: str, compiler: str, tmp_path: Path) -> None:
+def test_program_that_names_no_symbol(found_by: tuple[str, str], tmp_path: Path) -> None:
     """Linkers told --as-needed drop such a library, and with it the operators."""
     torch.jit.script(Attend()).save(str(tmp_path / "model.pt"))
     source = ROOT / "tests" / "cpp" / "run_script"
     flags = "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"
+    prefix_path, compiler = found_by
     build(source, tmp_path / "build", compiler, flags, prefix_path=prefix_path)
     assert succeed(tmp_path / "build" / "program", tmp_path / "model.pt") == "24\n"
 
