@@ -143,10 +143,14 @@ def make_small(name: str, dtype: torch.dtype = torch.float32) -> tuple[Inputs, d
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, (torch.float32, torch.bfloat16)[i % 2]) for i, case in enumerate(SMALL)],
+    ("name", "case", "dtype"),
+    [
+        (name, case, (torch.float32, torch.bfloat16)[i % 2])
+        for n, name in enumerate(OPERATORS)
+        for i, case in enumerate(SMALL)
+        if (n + i) % 4 == 0  # every operator meets a quarter of the cases, every case two operators
+    ],
 )
-@pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str, case: str, dtype: torch.dtype) -> None:
     """Of those with a derivative also with gradients asked for; the statistics have none."""
     inputs, options = make_small(case, dtype)
