@@ -1,6 +1,7 @@
-// The gradients of backward_simt.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256. A block owns 64 keys
-// (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys); a warp owns 16 of those. Every product is
-// one of
+// Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
+// head_dim 256. A block owns 64 keys (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys), as many
+// as four warps of 16 hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 rows, 16 to 64 of
+// them at a time (kOther), twice: one tile is in use while the next is copied. Every product is one of
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K

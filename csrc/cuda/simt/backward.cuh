@@ -129,9 +129,10 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   };
   struct Shared : Base::Shared {
     Statistics row[kSimtTile];
-    int64_t first_col;  // of the gradient
-    int64_t own_head;   // of dK and dV
-    int64_t slice;      // of dM, see sharer_of_mask()
+    int64_t first_col;   // of the gradient
+    int64_t own_head;    // of dK and dV
+    int64_t first_head;  // of those that read these keys
+    int64_t slice;       // of dM, see sharer_of_mask()
     RowLoop loop;
     [[no_unique_address]] std::conditional_t<kSecond, Tangent, Nothing> tangent;
   };
@@ -210,13 +211,25 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const uint32_t attended = recompute_weights(x, key), kept = this->kept(key);
     this->store_weights(x);
     if constexpr (kSecond) {  // the rest of t(dS): P (t(dP) - t(delta))
-      weigh_products(x, p.t.value, shared.tangent_base.value, key, attended, kept,
-                     [&](int row) { return shared.tangent.row[row].delta; });
+      this->clear(x);
+      if (p.t.value.data)
+        this->add_dots(x, p.grad_output, shared.grad_output_base, p.t.value, shared.tangent_base.value, key,
+                       p.value_dim);
+      this->each(x, [&](T& slope, int row, int k, int bit) {
+        const T product = this->weight(row, k) * (slope * factor(kept, bit) - shared.tangent.row[row].delta);
+        slope = attended >> bit & 1 ? product : 0;
+      });
       this->store_own(shared.tangent.rest, x);
     }
-    weigh_products(x, p.value, shared.base.value, key, attended, kept, [&](int row) { return shared.row[row].delta; });
+    this->clear(x);
+    this->add_dots(x, p.grad_output, shared.grad_output_base, p.value, shared.base.value, key, p.value_dim);
+    this->each(x, [&](T& slope, int row, int k, int bit) {
+      const T product = this->weight(row, k) * (slope * factor(kept, bit) - shared.row[row].delta);
+      slope = attended >> bit & 1 ? product : 0;
+    });
     if constexpr (kSecond) {
       this->store_weights(x);
+      this->clear(x);
       this->tangent_scores(x, key);
       this->each(x, [&](T& tangent, int row, int k, int bit) {
         const T product = this->weight(row, k) * shared.tangent.row[row].centred(tangent);
@@ -270,15 +283,16 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   __device__ void run_keys(int64_t number) {
     const Operand& to = kOf == Gradient::key ? p.grad_key : p.grad_value;
     const int64_t heads = kOf == Gradient::key ? p.key_heads : p.value_heads;
-    const int64_t readers = p.heads / heads;
     if (threadIdx.x == 0) {
       shared.own_head = shared.task.set_own_keys(p, number, heads, kSimtTile);
+      const int64_t readers = p.heads / heads;
+      shared.first_head = shared.own_head * readers;
       shared.loop.begin(readers / p.group, 0, p.rows());
     }
     __syncthreads();
     Sums sum = {};
     for (; more_rows(); next_rows()) {
-      go_to_rows(task.n, shared.own_head * readers + shared.loop.turn * p.group);
+      go_to_rows(task.n, shared.first_head + shared.loop.turn * p.group);
       if (this->shows_some(task.first_key)) add_tile(sum, task.first_key);
     }
 

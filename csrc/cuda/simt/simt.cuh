@@ -116,8 +116,8 @@ Error with_cols(int64_t cols, F f) {
   return f.template operator()<64>();
 }
 
-// tile[i * (kCols + padding) + d] = x(row i, first_col + d), i < kSimtDepth<T>, d < kCols; row i lies offset(i) elements
-// behind `base`.
+// tile[i * (kCols + padding) + d] = x(row i, first_col + d), i < kSimtDepth<T>, d < kCols; row i lies offset(i)
+// elements behind `base`.
 template <int kCols, Factor kFactor, class T, class Offset>
 __device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                           int64_t first_col, Offset offset) {
