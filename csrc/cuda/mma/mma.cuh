@@ -151,8 +151,8 @@ __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
   return low | high;
 }
 
-// sum[t] += X_t B, where weight(t, n, half, c) of a row of fragments are the numbers of X_t, rounded to S, and B is all of
-// `others`. The C of two products, [16 x 8] each, is the A [16 x 16] of this one.
+// sum[t] += X_t B, where weight(t, n, half, c) of a row of fragments are the numbers of X_t, rounded to S, and B is all
+// of `others`. The C of two products, [16 x 8] each, is the A [16 x 16] of this one.
 template <int kTiles, Factor kFactor, class S, int kOthers, int kDim, class Weight>
 __device__ __forceinline__ void add_weighted(float (*sum)[kDim / 8][4], MmaTile<S, kOthers, kDim>& others,
                                              Weight weight) {

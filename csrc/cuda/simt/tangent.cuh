@@ -1,6 +1,6 @@
 // Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds: the formulas
-// of cpu/kernels/tangent.inl, whose names are used here. A block owns 64 rows and up to 128 columns of the output (64 in
-// float64), as many as registers hold sums for, and passes over the keys once.
+// of cpu/kernels/tangent.inl, whose names are used here. A block owns 64 rows and up to 128 columns of the output (64
+// in float64), as many as registers hold sums for, and passes over the keys once.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
