@@ -1,7 +1,7 @@
 // Computes statistics of the scores of every row and the weight that every key receives, for every dtype, with plain
 // multiply-adds: statistics.h, and the two passes of cpu/kernels/stats.inl. Each pass computes all scores once: the
-// first reads K once per 64 rows, the second Q once per 64 keys. Nothing is added by atomic operations: equal calls give
-// equal bits.
+// first reads K once per 64 rows, the second Q once per 64 keys. Nothing is added by atomic operations: equal calls
+// give equal bits.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
