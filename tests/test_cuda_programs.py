@@ -265,8 +265,8 @@ MUTATIONS = {
     ),
     "backward without tensor cores: dropped weights have no share in the gradient of scores": (
         "cuda/simt/backward.cuh",
-        "(slope * factor(kept, bit) - delta(row));",
-        "(slope - delta(row)) * factor(kept, bit);",
+        "shared.row[row].delta);",
+        "shared.row[row].delta) * factor(kept, bit);",
     ),
 }
 

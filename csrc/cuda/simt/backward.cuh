@@ -193,19 +193,6 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
 
-  // Computes P (Z <grad_output, value> - delta) into x, of values or their tangents, which may be absent, that begin at
-  // `base`. P is in shared memory.
-  template <class Delta>
-  __device__ __forceinline__ void weigh_products(Scores& x, const Operand& value, int64_t base, int64_t key,
-                                                 uint32_t attended, uint32_t kept, Delta delta) {
-    this->clear(x);
-    if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
-    this->each(x, [&](T& slope, int row, int k, int bit) {
-      const T product = this->weight(row, k) * (slope * factor(kept, bit) - delta(row));
-      slope = attended >> bit & 1 ? product : 0;
-    });
-  }
-
   // Computes dS into x; for kSecond t(dS), and dS into shared memory.
   __device__ __forceinline__ void compute_ds(Scores& x, int64_t key) {
     const uint32_t attended = recompute_weights(x, key), kept = this->kept(key);
