@@ -253,9 +253,9 @@ MUTATIONS = {
         "compute_ds(x, dx, rows, kept, hides)",
         "compute_ds(x, dx, rows, kept, false)",
     ),
-    "backward without tensor cores: the next rows are chosen while these are read": (
+    "backward without tensor cores: the next rows are read before they are chosen": (
         "cuda/simt/backward.cuh",
-        "    __syncthreads();  // all have read\n",
+        "    __syncthreads();  // the next place is there\n",
         "",
     ),
     "backward without tensor cores: tiles on the diagonal are skipped": (

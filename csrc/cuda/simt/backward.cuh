@@ -153,11 +153,11 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
   __device__ __forceinline__ bool more_rows() const { return shared.loop.turn < shared.loop.turns; }
+  // All have read the place since: go_to_rows() has barriers.
   __device__ __forceinline__ void next_rows() {
-    __syncthreads();  // all have read
     RowLoop& loop = shared.loop;
     if (threadIdx.x == 0 && (loop.row += kSimtTile) >= loop.last_row) loop.row = loop.first_row, ++loop.turn;
-    __syncthreads();
+    __syncthreads();  // the next place is there
   }
 
   // Computes the weights P into x. Returns which of them are not 0: nothing of a masked key or its value may come
