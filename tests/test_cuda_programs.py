@@ -157,7 +157,11 @@ MUTATIONS = {
         "if (col < cols)",
     ),
     "columns of C": ("cuda/mma/mma.cuh", "return 8 * n + 2 * place;", "return 8 * n + place;"),
-    "weights of the wrong rows": ("cuda/mma/forward.cuh", "a[t][1] = pack", "a[t][2] = pack"),
+    "weights of the wrong rows": (
+        "cuda/mma/mma.cuh",
+        "n = 2 * k + i / 2, half = i % 2;",
+        "n = 2 * k + i % 2, half = i / 2;",
+    ),
     "maximum of two lanes of four": (
         "cuda/mma/forward.cuh",
         "lanes < 4; lanes *= 2)\n#pragma unroll\n      for (float& b : best)",
@@ -220,9 +224,9 @@ MUTATIONS = {
         "",
     ),
     "backward: weights of the wrong rows": (
-        "cuda/mma/backward.cuh",
-        "a[n / 2][2 * (n % 2) + half] = pack",
-        "a[n / 2][2 * half + n % 2] = pack",
+        "cuda/mma/mma.cuh",
+        "n = 2 * k + i / 2, half = i % 2;",
+        "n = 2 * k + i % 2, half = i / 2;",
     ),
     "backward: dropout of the wrong keys": (
         "cuda/mma/scores.cuh",
@@ -249,10 +253,10 @@ MUTATIONS = {
         "compute_ds(x, dx, rows, kept, hides)",
         "compute_ds(x, dx, rows, kept, false)",
     ),
-    "backward without tensor cores: the next rows are chosen while these are read": (
+    "backward without tensor cores: the next rows are read before they are chosen": (
         "cuda/simt/backward.cuh",
-        "    __syncthreads();  // all have read\n    if (threadIdx.x == 0) shared.task.first_head",
-        "    if (threadIdx.x == 0) shared.task.first_head",
+        "    __syncthreads();  // the next place is there\n",
+        "",
     ),
     "backward without tensor cores: tiles on the diagonal are skipped": (
         "cuda/simt/scores.cuh",

@@ -154,7 +154,7 @@ class Limit(NamedTuple):
 
 
 def backward(dim: int, gradient: str, products: int) -> Limit:
-    kernel = f"backward_mma<BFloat16, {dim}, MmaGradient::{gradient}, false>"
+    kernel = f"BackwardMma<BFloat16, {dim}, MmaGradient::{gradient}, false>"
     return Limit(kernel, "BackwardParams", products, 6 * products)
 
 
@@ -163,15 +163,15 @@ def masked(dim: int, instructions: int, boolean: bool) -> Limit:
 
     A boolean mask is read two numbers at a time, one of bfloat16 by ldmatrix, which K is, too.
     """
-    kernel = f"forward_mma<BFloat16, {dim}, 2, true>"
+    kernel = f"ForwardMma<BFloat16, {dim}, 2, true>"
     read, loop = (r"LDS\.U16", r"LDS\.U16") if boolean else ("LDSM", "LDGSTS")
     most = (read, "LDGSTS", r"LDS\.128", "FFMA")
     return Limit(kernel, "ForwardParams", 2 * dim, instructions, most, loop)
 
 
 LIMITS = {
-    "forward, 64": Limit("forward_mma<BFloat16, 64, 2, false>", "ForwardParams", 128, 720),
-    "forward, 128": Limit("forward_mma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1020),
+    "forward, 64": Limit("ForwardMma<BFloat16, 64, 2, false>", "ForwardParams", 128, 720),
+    "forward, 128": Limit("ForwardMma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1020),
     "forward with a mask, 64": masked(64, 1045, boolean=False),
     "forward with a mask, 128": masked(128, 1450, boolean=False),
     "forward with a boolean mask, 64": masked(64, 1059, boolean=True),
@@ -187,9 +187,10 @@ def compile_kernel(limit: Limit, csrc: Path, to: Path) -> Path:
     """Compiles one instantiation; fails if it needs more registers than there are."""
     source, cubin = to / "kernel.cu", to / "kernel.cubin"
     source.write_text(
-        f'#include "cuda/mma/{limit.kernel.split("_")[0]}.cuh"\n'
+        f'#include "cuda/mma/{limit.kernel.split("Mma")[0].lower()}.cuh"\n'
         "namespace attn::cuda {\n"
-        f"template __global__ void {limit.kernel}(const __grid_constant__ {limit.params});\n"
+        f"template __global__ void run_block<{limit.kernel}>"
+        f"(const __grid_constant__ {limit.params});\n"
         "}\n"
     )
     options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90", "-cubin"]

@@ -77,7 +77,6 @@ void run_backward(BackwardParams& p, const Tensor& query) {
 
 void run_tangent(TangentParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
-  plan_tangent(p);
   check(launch_tangent(p, device.stream));
 }
 

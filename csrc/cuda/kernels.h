@@ -1,4 +1,4 @@
-// The instantiations, one inst_*.cu each; launch.cu chooses among them.
+// What is instantiated in instances/; launch.cu chooses among it.
 #pragma once
 
 #include "cuda/launch.h"
@@ -25,6 +25,13 @@ constexpr bool is_general(const Problem& p) {
 constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // Rows of a block of four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
+
+// Calls f.template operator()<kDim>().
+template <class F>
+Error with_padded_dim(int64_t dim, F f) {
+  if (dim <= 64) return f.template operator()<64>();
+  return dim <= 128 ? f.template operator()<128>() : f.template operator()<256>();
+}
 
 // S: Half or BFloat16.
 template <class S, int kDim>

@@ -1,4 +1,4 @@
-// Which kernel serves which problem, and how its work is cut.
+// Which kernel serves which problem, and how its work is cut; the kernel that writes the state of dropout.
 #include "cuda/launch.cuh"
 
 #include "cuda/kernels.h"
@@ -10,24 +10,23 @@ namespace {
 // Calls f.template operator()<S, kDim>() with the type of the query and the padded head size.
 template <class F>
 Error with_mma(const Problem& p, F f) {
-  const auto with_dim = [&]<class S>() {
-    const int64_t dim = larger(p.head_dim, p.value_dim);
-    if (dim <= 64) return f.template operator()<S, 64>();
-    return dim <= 128 ? f.template operator()<S, 128>() : f.template operator()<S, 256>();
-  };
-  return p.query.dtype == DType::bf16 ? with_dim.template operator()<BFloat16>() : with_dim.template operator()<Half>();
+  return with_padded_dim(larger(p.head_dim, p.value_dim), [&]<int kDim>() {
+    return p.query.dtype == DType::bf16 ? f.template operator()<BFloat16, kDim>() : f.template operator()<Half, kDim>();
+  });
 }
 
-Error run_forward(const ForwardParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return launch_forward_simt<double>(p, stream);
-  if (!uses_mma(p)) return launch_forward_simt<float>(p, stream);
-  return with_mma(p, [&]<class S, int kDim>() { return launch_forward_mma<S, kDim>(p, stream); });
+// Calls f.template operator()<T>() with the type that the kernels without tensor cores compute in.
+template <class F>
+Error with_simt(const Problem& p, F f) {
+  return p.query.dtype == DType::f64 ? f.template operator()<double>() : f.template operator()<float>();
 }
 
-template <class T, class Params>
+template <class Params>
 Error run_gradients_simt(const Params& p, Stream stream) {
-  if (Error error = launch_delta_simt<T>(p, stream)) return error;
-  return launch_gradients_simt<T>(p, stream);
+  return with_simt(p, [&]<class T>() {
+    const Error error = launch_delta_simt<T>(p, stream);
+    return error ? error : launch_gradients_simt<T>(p, stream);
+  });
 }
 
 // Whether what `delta` is computed from can be read in chunks. Not where the kernels without tensor cores read it too,
@@ -35,6 +34,23 @@ Error run_gradients_simt(const Params& p, Stream stream) {
 bool delta_takes_chunks(const BackwardParams& p) {
   return !p.mask_is_shared && p.output.dtype == p.query.dtype && in_chunks(p, p.output, p.value_dim) &&
          (!p.residual.data || in_chunks(p, p.residual, p.value_dim));
+}
+
+// Written on the device: under capture of a graph the host does not know it.
+struct RngState {
+  int64_t* state;
+  RngNumber seed, offset;
+  int64_t period;
+};
+
+__global__ void write_rng_state(const __grid_constant__ RngState r) {
+  if (threadIdx.x > 0) return;
+  const auto value = [](const RngNumber& x) {
+    return static_cast<int64_t>((x.pointer ? static_cast<uint64_t>(*x.pointer) : 0) + x.number);
+  };
+  r.state[0] = value(r.seed);
+  r.state[1] = value(r.offset);
+  r.state[2] = r.period;
 }
 
 // The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
@@ -84,27 +100,21 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
 }
 
 Error launch_forward(const ForwardParams& p, Stream stream) {
-  if (Error error = run_forward(p, stream)) return error;
-  if (p.splits == 1) return nullptr;
-  return p.query.dtype == DType::f64 ? launch_merge_splits<double>(p, stream) : launch_merge_splits<float>(p, stream);
+  const Error error = uses_mma(p)
+                          ? with_mma(p, [&]<class S, int kDim>() { return launch_forward_mma<S, kDim>(p, stream); })
+                          : with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, stream); });
+  if (error || p.splits == 1) return error;
+  return with_simt(p, [&]<class T>() { return launch_merge_splits<T>(p, stream); });
 }
 
 Error launch_backward(const BackwardParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return run_gradients_simt<double>(p, stream);
-  if (uses_mma(p)) return run_backward_mma(p, stream);
-  return run_gradients_simt<float>(p, stream);
+  return uses_mma(p) ? run_backward_mma(p, stream) : run_gradients_simt(p, stream);
 }
 
-Error launch_second(const SecondParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return run_gradients_simt<double>(p, stream);
-  return run_gradients_simt<float>(p, stream);
-}
-
-void plan_tangent(TangentParams& p) { p.rows_per_task = kSimtTile; }
+Error launch_second(const SecondParams& p, Stream stream) { return run_gradients_simt(p, stream); }
 
 Error launch_tangent(const TangentParams& p, Stream stream) {
-  if (p.query.dtype == DType::f64) return launch_tangent_simt<double>(p, stream);
-  return launch_tangent_simt<float>(p, stream);
+  return with_simt(p, [&]<class T>() { return launch_tangent_simt<T>(p, stream); });
 }
 
 void plan_stats(StatsParams& p, int64_t multiprocessors) {
@@ -123,7 +133,11 @@ void plan_stats(StatsParams& p, int64_t multiprocessors) {
 }
 
 Error launch_stats(const StatsParams& p, Stream stream) {
-  return p.query.dtype == DType::f64 ? launch_stats_simt<double>(p, stream) : launch_stats_simt<float>(p, stream);
+  return with_simt(p, [&]<class T>() { return launch_stats_simt<T>(p, stream); });
+}
+
+Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period, Stream stream) {
+  return launch<Nothing>(write_rng_state, RngState{state, seed, offset, period}, 1, 32, stream);
 }
 
 }  // namespace attn::cuda

@@ -1,4 +1,4 @@
-// Launching a kernel that takes one struct.
+// Launching a kernel, which takes one struct of parameters.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,6 +16,9 @@ inline dim3 grid_of(int64_t blocks) {
   const int64_t y = divide_up(blocks, kMaxX);
   return {static_cast<unsigned>(divide_up(blocks, y)), static_cast<unsigned>(y), 1};
 }
+
+// This block's number in such a grid.
+__device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
 
 // A kernel that keeps nothing in shared memory.
 struct Nothing {};
@@ -41,6 +44,18 @@ template <class Shared, class Params>
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // else whoever asks next would take it for an error of theirs
   return cudaGetErrorString(error);
+}
+
+// Runs one block of a Kernel, which says how many there are: blocks(p). kBlocks: how many a multiprocessor must have
+// registers for at a time.
+template <class Kernel, class Params>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) run_block(const __grid_constant__ Params p) {
+  const int64_t number = block_number();
+  if (number < Kernel::blocks(p)) Kernel{p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())}.run(number);
+}
+template <class Kernel, class Params>
+[[nodiscard]] Error launch_blocks(const Params& p, Stream stream) {
+  return launch<typename Kernel::Shared>(run_block<Kernel, Params>, p, Kernel::blocks(p), Kernel::kThreads, stream);
 }
 
 }  // namespace attn::cuda

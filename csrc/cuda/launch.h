@@ -44,8 +44,6 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 [[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
 [[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
 
-// Sets rows_per_task.
-void plan_tangent(TangentParams& p);
 [[nodiscard]] Error launch_tangent(const TangentParams& p, Stream stream);
 
 // Sets how both passes are cut. The caller then allocates `partial`, `pairs` and, if chunks > 1, partial_received.

@@ -78,7 +78,7 @@ def check_registers() -> int:
     assert set(architectures) == {"sm_80", "sm_90"}, architectures
     kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
     for name, *numbers in kernels:
-        allowed = 256 if "_simtId" in name else 0  # bytes
+        allowed = 256 if "SimtId" in name else 0  # bytes
         assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"
     return len(kernels)
 

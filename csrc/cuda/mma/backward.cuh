@@ -1,6 +1,7 @@
-// The gradients of backward_simt.cuh for bfloat16 and float16 on tensor cores, up to head_dim 256. A block owns 64 keys
-// (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys); a warp owns 16 of those. Every product is
-// one of
+// Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
+// head_dim 256. A block owns 64 keys (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys), as many
+// as four warps of 16 hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 rows, 16 to 64 of
+// them at a time (kOther), twice: one tile is in use while the next is copied. Every product is one of
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -21,11 +22,6 @@ struct alignas(16) BackwardRow {
   float logsumexp, logsumexp_low;  // as a pair; +inf for a row that attends to no key: its weights are 0
   float delta;
   uint32_t head_number;  // of dropout's counters
-};
-
-// A logsumexp as it lies in memory.
-struct alignas(8) Pair {
-  float high, low;
 };
 
 // Up to kRows consecutive rows of a group of heads, in shared memory.
@@ -52,8 +48,8 @@ struct BackwardMma {
   static constexpr bool kCrowded = kGeneral && kOf == MmaGradient::key_and_value;
   static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
+  static constexpr int kThreads = kMmaThreads, kBlocks = kDim <= 64 && !kOwnsKeys && !kGeneral ? 3 : 2;
   static constexpr int kStages = 2;  // of the tiles that it does not own: one is used while the next is copied
-  static constexpr float kLog2E = static_cast<float>(cuda::kLog2E);
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
@@ -65,11 +61,10 @@ struct BackwardMma {
     } other[kStages];
     BackwardRows<kRows, kGeneral> rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
-    int64_t n;
-    Sequence sequence;
-    Range rows_seen;              // the queries that see some key which the block owns
-    int64_t first_key, last_key;  // the keys that the block owns, or that the rows see which it owns
-    int64_t first_row;            // of the group of heads, among all rows
+    Task task;          // of a block that owns keys: their batch entry and they themselves
+    int64_t own_head;   // of these keys
+    Range rows_seen;    // the queries that see some of them
+    int64_t first_row;  // of the group of heads, among all rows
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
     bool mask_in_pairs;
@@ -85,13 +80,17 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
 
-  // Called by one thread, followed by a barrier.
-  __device__ void set(int64_t n) {
-    shared.n = n;
-    shared.sequence = sequence_of(p, n);
+  ATTN_INLINE static constexpr int64_t blocks(const BackwardParams& p) {
+    if (!kOwnsKeys) return blocks_of_rows(p, kOwn);
+    return blocks_of_keys(p, kNeedsDs ? p.key_heads : p.value_heads, kOwn);
+  }
+
+  // Called by one thread once the task is set, followed by a barrier.
+  __device__ void set() {
+    const int64_t n = shared.task.n;
     if (p.has_dropout) shared.dropout.set(p, n);
-    shared.query_data = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, n);
-    shared.grad_output_data = static_cast<const S*>(p.grad_output.data) + batch_offset(p, p.grad_output, n);
+    shared.query_data = head_of<S>(p, p.query, n, 0);
+    shared.grad_output_data = head_of<S>(p, p.grad_output, n, 0);
     if (p.has_mask) {
       shared.mask_base = batch_offset(p, p.mask, n);
       shared.mask_in_pairs = mask_in_units(p, 2);
@@ -102,11 +101,10 @@ struct BackwardMma {
   }
   // Sets what belongs to the group of heads that begins with `head`. Called by one thread, followed by a barrier.
   __device__ void set_heads(int64_t head) {
-    shared.first_row = row_number(p, shared.n, head, 0);
-    shared.key_data =
-        static_cast<const S*>(p.key.data) + batch_offset(p, p.key, shared.n) + key_head_of(p, head) * p.key.head;
-    shared.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, shared.n) +
-                        value_head_of(p, head) * p.value.head;
+    const int64_t n = shared.task.n;
+    shared.first_row = row_number(p, n, head, 0);
+    shared.key_data = head_of<S>(p, p.key, n, key_head_of(p, head));
+    shared.value_data = head_of<S>(p, p.value, n, value_head_of(p, head));
   }
 
   template <class Tile>
@@ -120,7 +118,7 @@ struct BackwardMma {
   // rows are of one head, as far apart as its rows are.
   template <class F>
   __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
-    if (first.position + count <= shared.sequence.queries) return f([&](int i) { return i * x.row; });
+    if (first.position + count <= shared.task.sequence.queries) return f([&](int i) { return i * x.row; });
     f([&](int i) {
       const Row row = row_after(p, first, i);
       return (row.head - first.head) * x.head + (row.position - first.position) * x.row;
@@ -158,7 +156,7 @@ struct BackwardMma {
   }
   // Of the tile that begins with `key`.
   __device__ __forceinline__ int keys_from(int64_t key) const {
-    return static_cast<int>(smaller(kKeys, shared.last_key - key));
+    return static_cast<int>(smaller(kKeys, shared.task.last_key - key));
   }
   // The first tile from this one on, or `end`, that the mask does not hide wholly: shows_some(tile), next(tile). Of the
   // others nothing else is read. A barrier: what was copied is there, and what is before it has been read.
@@ -179,7 +177,7 @@ struct BackwardMma {
     const int i = thread_index();
     if (i >= kRows) return row;
     const int64_t r = shared.first_row + number + RowTile<kRows>::last_repeated(i, count);
-    const auto pair = static_cast<const Pair*>(p.logsumexp)[r];
+    const auto pair = static_cast<const Pair<float>*>(p.logsumexp)[r];
     row.logsumexp = pair.high;
     row.logsumexp_low = pair.low;
     row.delta = static_cast<const float*>(p.delta)[r];
@@ -198,7 +196,7 @@ struct BackwardMma {
       row.logsumexp = static_cast<float>(exponent);
       row.logsumexp_low = static_cast<float>(exponent - row.logsumexp);
     }
-    if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.n, rows.rows.head[i]);
+    if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.task.n, rows.rows.head[i]);
     rows.of_row[i] = row;
     if (kGeneral && p.has_mask) rows.in_mask[i] = shared.mask_base + rows.rows.offset(p.mask, i);
   }
@@ -211,24 +209,22 @@ struct BackwardMma {
   }
 
   __device__ __forceinline__ void run_keys(int64_t number) {
-    const int64_t heads = kNeedsDs ? p.key_heads : p.value_heads;
-    const int64_t key_tasks = divide_up(p.keys, kOwn);
-    const int64_t readers = p.heads / heads;
-    const int64_t first_head = number / key_tasks % heads * readers;
+    const int64_t heads = kNeedsDs ? p.key_heads : p.value_heads, readers = p.heads / heads;
+    const Task& task = shared.task;
     if (thread_index() == 0) {
-      set(number / key_tasks / heads);
-      shared.first_key = number % key_tasks * kOwn;
-      shared.last_key = smaller(shared.first_key + kOwn, shared.sequence.keys);
-      const Range keys{shared.first_key, shared.last_key};
-      shared.rows_seen = keys.empty() ? Range{0, 0} : visible_rows(p, shared.sequence, keys);
+      shared.own_head = shared.task.set_own_keys(p, number, heads, kOwn);
+      set();
+      const Range keys{task.first_key, task.last_key};
+      shared.rows_seen = keys.empty() ? Range{0, 0} : visible_rows(p, task.sequence, keys);
     }
     Sums of_ds = {}, of_weights = {};
-    for (int64_t head = first_head; head < first_head + readers; head += p.group) {
-      if (thread_index() == 0) set_heads(head);
+    for (int64_t reader = 0; reader < readers; reader += p.group) {
+      if (thread_index() == 0) set_heads(shared.own_head * readers + reader);
       __syncthreads();  // the last group's tiles have been read
-      TileOfRows tile = first_shown_rows(visible_from({0, {shared.n, head, 0}}));
+      const int64_t head = shared.own_head * readers + reader;
+      TileOfRows tile = first_shown_rows(visible_from({0, {task.n, head, 0}}));
       if (tile.number >= p.rows()) continue;
-      load_keys(shared.own_score, shared.own_dp, shared.first_key);
+      load_keys(shared.own_score, shared.own_dp, task.first_key);
       load_rows(shared.other[0].score, shared.other[0].dp, tile.first, count_of(tile));
       commit_copies();
       store_row(shared.rows[0], tile.first, count_of(tile), read_row(tile.number, count_of(tile)));
@@ -242,15 +238,12 @@ struct BackwardMma {
           commit_copies();
           next = read_row(tile.number, count_of(tile));
         }
-        add_tile(of_ds, of_weights, stage, count, shared.first_key);
+        add_tile(of_ds, of_weights, stage, count, task.first_key);
         if (tile.number < p.rows()) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
       }
     }
-    if constexpr (kNeedsDs)
-      if (p.grad_key.data) write_keys(p.grad_key, first_head / readers, p.head_dim, of_ds, slope());
-    if constexpr (kSumsValue)
-      if (p.grad_value.data)
-        write_keys(p.grad_value, first_head / readers, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
+    if constexpr (kNeedsDs) write_keys(p.grad_key, p.head_dim, of_ds, slope());
+    if constexpr (kSumsValue) write_keys(p.grad_value, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
   // The tile that begins with row `number` of a group's list of rows.
@@ -269,7 +262,7 @@ struct BackwardMma {
     const Range seen = shared.rows_seen;
     if (seen.empty()) return {p.rows(), tile.first};
     const int64_t at = tile.first.position;
-    const int64_t next = at < seen.last ? larger(at, seen.first) : shared.sequence.queries + seen.first;
+    const int64_t next = at < seen.last ? larger(at, seen.first) : shared.task.sequence.queries + seen.first;
     return after(tile, (next - at) / kOther * kOther);
   }
 
@@ -277,44 +270,39 @@ struct BackwardMma {
     return first_shown(
         tile,
         [&](const TileOfRows& t) {
-          return t.number >= p.rows() || mask_shows_some(t.first, count_of(t), shared.first_key);
+          return t.number >= p.rows() || mask_shows_some(t.first, count_of(t), shared.task.first_key);
         },
         [&](const TileOfRows& t) { return visible_from(after(t, kOther)); });
   }
 
   __device__ __forceinline__ void run_query(int64_t number) {
-    const int64_t row_tasks = divide_up(p.rows(), kOwn);
-    const int64_t row = (row_tasks - 1 - number % row_tasks) * kOwn;  // those with most keys under causality first
-    const int64_t head = number / row_tasks % p.groups() * p.group;
-    const int count = static_cast<int>(smaller(kOwn, p.rows() - row));
-    const Row first = row_after(p, {number / row_tasks / p.groups(), head, 0}, row);
+    const Task& task = shared.task;
     if (thread_index() == 0) {
-      set(first.n);
-      set_heads(head);
-      const Range positions = positions_of_rows(shared.sequence, first, count);
-      const Range seen = in_tiles(visible_keys(p, shared.sequence, positions), kOther);
-      shared.first_key = seen.first;
-      shared.last_key = seen.last;
+      shared.task.set(p, number, kOwn, kOther);
+      set();
+      set_heads(task.first_head);
     }
     __syncthreads();
-    store_row(shared.rows[0], first, count, read_row(row, count));
+    const int count = task.rows;
+    const Row first = task.row_at(p);
+    store_row(shared.rows[0], first, count, read_row(task.first_row, count));
     Sums of_ds = {}, none;
     const auto first_shown_key = [&](int64_t key) {
       return first_shown(
-          key, [&](int64_t k) { return k >= shared.last_key || mask_shows_some(first, count, k); },
+          key, [&](int64_t k) { return k >= task.last_key || mask_shows_some(first, count, k); },
           [](int64_t k) { return k + kOther; });
     };
-    int64_t key = first_shown_key(shared.first_key);
-    if (key < shared.last_key) {
+    int64_t key = first_shown_key(task.first_key);
+    if (key < task.last_key) {
       load_rows(shared.own_score, shared.own_dp, first, count);
       load_keys(shared.other[0].score, shared.other[0].dp, key);
       commit_copies();
     }
-    for (int stage = 0; key < shared.last_key; stage ^= 1) {
+    for (int stage = 0; key < task.last_key; stage ^= 1) {
       const int64_t these = key;
       wait_for_copies<0>();
       key = first_shown_key(key + kOther);  // these keys are there, and those before have been read
-      if (key < shared.last_key) {
+      if (key < task.last_key) {
         load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key);
         commit_copies();
       }
@@ -322,7 +310,7 @@ struct BackwardMma {
     }
     if (!p.grad_query.data) return;
     const MmaThread thread;
-    const int64_t base = batch_offset(p, p.grad_query, shared.n);
+    const int64_t base = batch_offset(p, p.grad_query, task.n);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = own(thread, half);
@@ -333,7 +321,7 @@ struct BackwardMma {
 
   __device__ __forceinline__ float slope() const { return ScoreFunction<float>::of(p).slope(); }
   // Of the exponent of 2, per product.
-  __device__ __forceinline__ float exponent_slope() const { return slope() * kLog2E; }
+  __device__ __forceinline__ float exponent_slope() const { return slope() * kLog2E<float>; }
 
   // The first of the 16 rows or keys of the warp; and that of a thread's elements 0, 1 (half 0) or 2, 3 (half 1).
   static __device__ __forceinline__ int own(const MmaThread& thread) { return 16 * thread.warp; }
@@ -349,16 +337,16 @@ struct BackwardMma {
   __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int count, int64_t key) {
     auto& other = shared.other[stage];
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
-    const Range positions = positions_of_rows(shared.sequence, {0, 0, rows.rows.position[0]}, count);
+    const Range positions = positions_of_rows(shared.task.sequence, {0, 0, rows.rows.position[0]}, count);
     const bool hides = (kOwnsKeys && count < kOther) ||  // rows beyond the last one are hidden too
-                       !all_visible(p, shared.sequence, positions, {key, key + kKeys});
+                       !all_visible(p, shared.task.sequence, positions, {key, key + kKeys});
     Mask mask;  // read before products are computed, and for the second time
     if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
-    multiply(x, shared.own_score, other.score);
+    add_dots<1>(&x, shared.own_score, own(MmaThread()), other.score);
     const bool finite = Fragments::all_finite(&x);
     make_exponents(x, rows, mask, finite);
-    if (hides) Fragments::hide_keys(x, own(MmaThread()), p, shared.sequence, rows.rows, count, key);
+    if (hides) Fragments::hide_keys(x, own(MmaThread()), p, shared.task.sequence, rows.rows, count, key);
     each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
     Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)
@@ -366,45 +354,25 @@ struct BackwardMma {
         Fragments::dropout_mask(
             kept, own(MmaThread()), shared.dropout, rows.rows, [&](int i) { return rows.of_row[i].head_number; }, key);
     if constexpr (kSumsValue)
-      if (p.grad_value.data) {
-        uint32_t a[kOther / 16][4];
-        pack_kept(a, x, kept);
-        accumulate<false>(of_weights, a, other.dp);
-      }
+      add_weighted<1, Factor::as_it_is>(&of_weights, other.dp, [&](int, int n, int half, int c) {
+        const float weight = x[n][2 * half + c];
+        return kGeneral ? weight * static_cast<float>(kept[half] >> (2 * n + c) & 1) : weight;
+      });
     if constexpr (kNeedsDs) {
-      if (kOwnsKeys && !p.grad_key.data) return;
       Scores dx = {};  // dP; or at once dP - delta, which saves subtractions
       if constexpr (kOwnsKeys && !kGeneral)
         each(dx, [&](float& slope, int i, int, int, int) { slope = -rows.of_row[i].delta; });
-      multiply(dx, shared.own_dp, other.dp);
+      add_dots<1>(&dx, shared.own_dp, own(MmaThread()), other.dp);
       compute_ds(x, dx, rows, kept, hides);
       if constexpr (!kOwnsKeys)
         if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
       if (!kOwnsKeys && !p.grad_query.data) return;
-      uint32_t a[kOther / 16][4];
-      const Kept all = {~0u, ~0u};
-      pack_kept(a, x, all);
+      // A NaN reaches dQ and dK through dS, and only where a row attends to the key.
+      const auto ds = [&](int, int n, int half, int c) { return x[n][2 * half + c]; };
       if (finite)
-        accumulate<false>(of_ds, a, other.score);
+        add_weighted<1, Factor::as_it_is>(&of_ds, other.score, ds);
       else
-        accumulate<true>(of_ds, a, other.score);
-    }
-  }
-
-  // x += own other^T
-  static __device__ __forceinline__ void multiply(Scores& x, Own& own_tile, Other& other) {
-    const MmaThread thread;
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      uint32_t a[4];
-      load_a(a, own_tile, thread.lane, own(thread), 0, k);
-#pragma unroll
-      for (int n = 0; n < kOther / 8; n += 2) {
-        uint32_t b[4];
-        load_b_transposed(b, other, thread.lane, 8 * n, k);
-        multiply_add<S>(x[n], a, b[0], b[1]);
-        multiply_add<S>(x[n + 1], a, b[2], b[3]);
-      }
+        add_weighted<1, Factor::finite>(&of_ds, other.score, ds);
     }
   }
 
@@ -420,13 +388,15 @@ struct BackwardMma {
       else
         each(x, [&](float& score, int, int, int, int) { score *= scale; });
       each(x, [&](float& score, int i, int, int, int) {
-        const float shifted = (score - rows.of_row[i].logsumexp) - rows.of_row[i].logsumexp_low;
-        score = score == -infinity<float>() ? score : shifted * kLog2E;
+        const BackwardRow& row = rows.of_row[i];
+        const float shifted = (score - row.logsumexp) - row.logsumexp_low;
+        score = score == -infinity<float>() ? score : shifted * kLog2E<float>;
       });
     } else {
       const float slope = exponent_slope();
       each(x, [&](float& product, int i, int, int, int) {
-        product = fmaf(product, slope, -rows.of_row[i].logsumexp) - rows.of_row[i].logsumexp_low;
+        const BackwardRow& row = rows.of_row[i];
+        product = fmaf(product, slope, -row.logsumexp) - row.logsumexp_low;
       });
     }
   }
@@ -453,62 +423,18 @@ struct BackwardMma {
 
   __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int count, int64_t key) {
     const Operand& to = p.grad_mask;
-    const int64_t base = shared.grad_mask_base + key * to.col, keys = shared.last_key - key;
+    const int64_t base = shared.grad_mask_base + key * to.col, keys = shared.task.last_key - key;
     each(ds, [&](float& gradient, int i, int j, int, int) {
-      if (i < count && j < keys)
-        store_rounded(to.data, to.dtype, base + rows.rows.offset(to, i) + j * to.col, gradient);
+      if (i < count && j < keys) store_rounded(to, base + rows.rows.offset(to, i) + j * to.col, gradient);
     });
   }
 
-  // The C of two products, [16 x 8] each, is the A [16 x 16] of the next; 0 where dropped.
-  static __device__ __forceinline__ void pack_kept(uint32_t (&a)[kOther / 16][4], const Scores& x, const Kept& kept) {
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float pair[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          pair[c] =
-              kGeneral ? x[n][2 * half + c] * static_cast<float>(kept[half] >> (2 * n + c) & 1) : x[n][2 * half + c];
-        a[n / 2][2 * (n % 2) + half] = pack<S>(pair[0], pair[1]);
-      }
-  }
-
-  // 0 in place of infinities and NaNs.
-  static __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
-    constexpr uint32_t kExponent = std::is_same_v<S, Half> ? 0x7c00 : 0x7f80;
-    const uint32_t low = (two & kExponent) == kExponent ? 0 : two & 0xffffu;
-    const uint32_t high = (two >> 16 & kExponent) == kExponent ? 0 : two & 0xffff0000u;
-    return low | high;
-  }
-
-  // sum += a other. kFinite: with 0 in place of infinities and NaNs in `other`. A NaN reaches dQ and dK through dS, and
-  // only where a row attends to the key.
-  template <bool kFinite>
-  static __device__ __forceinline__ void accumulate(Sums& sum, const uint32_t (&a)[kOther / 16][4], Other& other) {
+  __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, const Sums& sum, float scale) {
     const MmaThread thread;
-#pragma unroll
-    for (int k = 0; k < kOther / 16; ++k)
-#pragma unroll
-      for (int n = 0; n < kDim / 8; n += 2) {
-        uint32_t b[4];
-        load_b(b, other, thread.lane, 16 * k, n / 2);
-        if constexpr (kFinite)
-#pragma unroll
-          for (uint32_t& two : b) two = make_finite(two);
-        multiply_add<S>(sum[n], a[k], b[0], b[1]);
-        multiply_add<S>(sum[n + 1], a[k], b[2], b[3]);
-      }
-  }
-
-  __device__ __forceinline__ void write_keys(const Operand& to, int64_t head, int64_t cols, const Sums& sum,
-                                             float scale) {
-    const MmaThread thread;
-    const int64_t base = batch_offset(p, to, shared.n) + head * to.head;
+    const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t key = shared.first_key + own(thread, half);
+      const int64_t key = shared.task.first_key + own(thread, half);
       write(to, base + key * to.row, cols, sum, half, scale, key < p.keys);
     }
   }
@@ -524,51 +450,24 @@ struct BackwardMma {
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        if (thread.col(n) + c < cols)
-          store_rounded(to.data, to.dtype, base + (thread.col(n) + c) * to.col, value(n, c));
+        if (thread.col(n) + c < cols) store_rounded(to, base + (thread.col(n) + c) * to.col, value(n, c));
   }
 };
 
-// Blocks of a gradient.
-template <MmaGradient kOf>
-__host__ __device__ int64_t backward_mma_tasks(const BackwardParams& p) {
-  if (kOf == MmaGradient::query) return p.batch * p.groups() * divide_up(p.rows(), kMmaOwn);
-  return p.batch * (kOf == MmaGradient::value ? p.value_heads : p.key_heads) * divide_up(p.keys, kMmaOwn);
-}
-
-template <class S, int kDim, MmaGradient kOf, bool kGeneral>
-__global__ void __launch_bounds__(kMmaThreads, kDim <= 64 && kOf == MmaGradient::query && !kGeneral ? 3 : 2)
-    backward_mma(const __grid_constant__ BackwardParams p) {
-  using Kernel = BackwardMma<S, kDim, kOf, kGeneral>;
-  const int64_t number = block_number();
-  if (number >= backward_mma_tasks<kOf>(p)) return;
-  Kernel{p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())}.run(number);
-}
-
-template <class S, int kDim, MmaGradient kOf>
-Error launch_gradient_mma(const BackwardParams& p, Stream stream) {
-  const auto run = [&]<bool kGeneral>() {
-    return launch<typename BackwardMma<S, kDim, kOf, kGeneral>::Shared>(
-        backward_mma<S, kDim, kOf, kGeneral>, p, backward_mma_tasks<kOf>(p), kMmaThreads, stream);
-  };
-  return is_general(p) ? run.template operator()<true>() : run.template operator()<false>();
-}
-
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream) {
+  const auto run = [&]<MmaGradient kOf>() {
+    return is_general(p) ? launch_blocks<BackwardMma<S, kDim, kOf, true>>(p, stream)
+                         : launch_blocks<BackwardMma<S, kDim, kOf, false>>(p, stream);
+  };
   if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared))
-    if (Error error = launch_gradient_mma<S, kDim, MmaGradient::query>(p, stream)) return error;
-  BackwardParams of_key = p, of_value = p;  // for blocks that compute one of the two
-  of_key.grad_value.data = of_value.grad_key.data = nullptr;
-  if constexpr (kDim <= 128) {
-    constexpr auto kBoth = MmaGradient::key_and_value;
+    if (Error error = run.template operator()<MmaGradient::query>()) return error;
+  if constexpr (kDim <= 128)
     if (p.key_heads == p.value_heads && p.grad_key.data && p.grad_value.data)
-      return launch_gradient_mma<S, kDim, kBoth>(p, stream);
-  }
+      return run.template operator()<MmaGradient::key_and_value>();
   if (p.grad_key.data)
-    if (Error error = launch_gradient_mma<S, kDim, MmaGradient::key>(of_key, stream)) return error;
-  if (p.grad_value.data) return launch_gradient_mma<S, kDim, MmaGradient::value>(of_value, stream);
-  return nullptr;
+    if (Error error = run.template operator()<MmaGradient::key>()) return error;
+  return p.grad_value.data ? run.template operator()<MmaGradient::value>() : nullptr;
 }
 
 }  // namespace attn::cuda

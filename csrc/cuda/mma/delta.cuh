@@ -3,7 +3,7 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
-#include "cuda/simt/simt.cuh"
+#include "cuda/shared/rows.cuh"
 
 namespace attn::cuda {
 
@@ -68,16 +68,11 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
     if (own + k * kRowsAtOnce < rows) delta[k * kRowsAtOnce] = sum[k];
 }
 
-template <class S, int kDim>
-Error launch_delta_mma_of(const BackwardParams& p, Stream stream) {
-  return launch<Nothing>(delta_mma<S, kDim>, p, delta_tasks<kDim>(p), kDeltaThreads, stream);
-}
-
 template <class S>
 Error launch_delta_mma(const BackwardParams& p, Stream stream) {
-  if (p.value_dim <= 64) return launch_delta_mma_of<S, 64>(p, stream);
-  if (p.value_dim <= 128) return launch_delta_mma_of<S, 128>(p, stream);
-  return launch_delta_mma_of<S, 256>(p, stream);
+  return with_padded_dim(p.value_dim, [&]<int kDim>() {
+    return launch<Nothing>(delta_mma<S, kDim>, p, delta_tasks<kDim>(p), kDeltaThreads, stream);
+  });
 }
 
 }  // namespace attn::cuda

@@ -14,9 +14,10 @@ namespace attn::cuda {
 // with a mask, dropout or a scale that is not positive.
 template <class S, int kDim, int kTiles, bool kGeneral>
 struct ForwardMma {
+  static constexpr int kThreads = kMmaThreads, kBlocks = 0;  // as many as shared memory holds
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
-  static constexpr float kLog2E = static_cast<float>(cuda::kLog2E);
+
   static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory; else there is none left for that
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
   static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
@@ -30,7 +31,7 @@ struct ForwardMma {
     Dropout dropout;
     const S* key_data;  // of the batch entry and head
     const S* value_data;
-    bool mask_in_chunks, mask_in_pairs;
+    bool mask_in_units;  // chunks where they are copied, else pairs
     RowTile<kRows> rows;
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
     float maximum[kRows];
@@ -51,18 +52,18 @@ struct ForwardMma {
 
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
 
-  __device__ static void set(const ForwardParams& p, Shared& s, int64_t number) {
-    s.task.set(p, number, kKeys);
-    if (p.has_dropout) s.dropout.set(p, s.task.n);
-    const int64_t n = s.task.n;
-    s.key_data = static_cast<const S*>(p.key.data) + batch_offset(p, p.key, n) + s.task.key_head * p.key.head;
-    s.value_data = static_cast<const S*>(p.value.data) + batch_offset(p, p.value, n) + s.task.value_head * p.value.head;
+  ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) { return p.tasks(); }
+
+  // Called by one thread, followed by a barrier.
+  __device__ void set(int64_t number) {
+    shared.task.set(p, number, kRows, kKeys);
+    const int64_t n = task.n;
+    if (p.has_dropout) shared.dropout.set(p, n);
+    shared.key_data = head_of<S>(p, p.key, n, task.key_head);
+    shared.value_data = head_of<S>(p, p.value, n, task.value_head);
     if (!p.has_mask) return;
-    s.mask_base = batch_offset(p, p.mask, n);
-    if (kCopiesMask)
-      s.mask_in_chunks = mask_in_units(p, 16 / mask_number_bytes(p));
-    else
-      s.mask_in_pairs = mask_in_units(p, 2);
+    shared.mask_base = batch_offset(p, p.mask, n);
+    shared.mask_in_units = mask_in_units(p, kCopiesMask ? 16 / mask_number_bytes(p) : 2);
   }
 
   // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
@@ -72,12 +73,6 @@ struct ForwardMma {
     return row(thread, t) + thread.group + 8 * half;
   }
 
-  __device__ __forceinline__ void load_key(int64_t key, int keys) {
-    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim);
-  }
-  __device__ __forceinline__ void load_value(int64_t key, int keys) {
-    load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
-  }
   // Where registers are fewest, the address of each row is a product of its own: a sum would keep the
   // row before it in registers.
   template <class Tile>
@@ -93,11 +88,13 @@ struct ForwardMma {
     return static_cast<int>(smaller(kKeys, task.last_key - key));
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(int64_t number) {
+    if (threadIdx.x == 0) set(number);
+    __syncthreads();
     Output output = {};
     for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.maximum[i] = -infinity<float>();
     for (auto& sums : shared.sum) sums[threadIdx.x] = 0;
-    shared.rows.set(p, task.row_at(p), task.rows);
+    for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.rows.set(i, p, task.row_at(p), task.rows);
     if constexpr (kGeneral)
       for (int i = threadIdx.x; i < kRows; i += kMmaThreads) {  // the rows that this thread has set
         if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
@@ -127,18 +124,17 @@ struct ForwardMma {
       find_shown<M>(mask, key, keys);
     }
     if (keys > 0) {
-      const S* query = static_cast<const S*>(p.query.data) + batch_offset(p, p.query, task.n);
-      load_tile(shared.query, query, task.rows, p.head_dim, [&](int i) { return shared.rows.offset(p.query, i); });
-      load_key(key, keys);
-      commit_copies();
+      load_tile(shared.query, head_of<S>(p, p.query, task.n, 0), task.rows, p.head_dim,
+                [&](int i) { return shared.rows.offset(p.query, i); });
+      start_key(key, keys);
     }
     while (keys > 0) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are there, and the last values have been read
-      load_value(key, keys);
+      load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
       commit_copies();
       Scores x = {};
-      if (has_rows()) multiply_keys(x);
+      if (has_rows()) add_dots<kTiles>(x, shared.query, row(MmaThread(), 0), shared.key);
       if constexpr (!kHasMask) {
         wait_for_copies<0>();
         __syncthreads();  // the values are there, and the keys have been read
@@ -158,13 +154,14 @@ struct ForwardMma {
         find_shown<M>(mask, key, keys);
         start_key(key, keys);
       }
-      if (has_rows()) multiply_values(x, output);
+      const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
+      if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
     }
   }
 
   __device__ __forceinline__ void start_key(int64_t key, int keys) {
     if (keys <= 0) return;
-    load_key(key, keys);
+    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim);
     commit_copies();
   }
 
@@ -173,12 +170,12 @@ struct ForwardMma {
     if (keys <= 0) return;
     if constexpr (kCopiesMask) {
       __syncwarp();  // the last one has been read
-      shared.mask.template copy<M>(p.mask.col, shared.in_mask, shared.mask_in_chunks, key, keys);
+      shared.mask.template copy<M>(p.mask.col, shared.in_mask, shared.mask_in_units, key, keys);
       commit_copies();
     } else {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
-        Fragments::template read_mask<M>(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_pairs, key, keys,
+        Fragments::template read_mask<M>(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_units, key, keys,
                                          [&](int i) { return shared.mask_base + shared.rows.offset(p.mask, i); });
     }
   }
@@ -208,27 +205,6 @@ struct ForwardMma {
 
   // If there are few rows, the first warps have all of them, and the others only copy.
   __device__ __forceinline__ bool has_rows() const { return kTiles > 1 || row(MmaThread(), 0) < task.rows; }
-
-  // x = <q, k>
-  __device__ __forceinline__ void multiply_keys(Scores& x) {
-    const MmaThread thread;
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      uint32_t a[kTiles][4];
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) load_a(a[t], shared.query, thread.lane, row(thread, 0), 16 * t, k);
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; n += 2) {
-        uint32_t b[4];
-        load_b_transposed(b, shared.key, thread.lane, 8 * n, k);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          multiply_add<S>(x[t][n], a[t], b[0], b[1]);
-          multiply_add<S>(x[t][n + 1], a[t], b[2], b[3]);
-        }
-      }
-    }
-  }
 
   // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
   // -inf where a key is hidden or there is none.
@@ -265,7 +241,7 @@ struct ForwardMma {
   __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
   // Base-2 exponent of such a number: the number * scale * log2(e). Rounded once, so that weights that are shifted by
   // the same maximum, and what corrects them for another one, share a factor, which the division by their sum removes.
-  __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E; }
+  __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
   __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
   // With masks of large numbers that factor would be too large: such rows are shifted before.
   static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
@@ -311,7 +287,7 @@ struct ForwardMma {
       for (int r = 0; r < 2 * kTiles; ++r) {
         const bool large = is_large(shift[r]);
         const float first = large ? shift[r] : 0;
-        factor[r] = large ? exp2_approx((old[r] - first) * kLog2E) : factor[r];
+        factor[r] = large ? exp2_approx((old[r] - first) * kLog2E<float>) : factor[r];
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -350,32 +326,6 @@ struct ForwardMma {
     }
   }
 
-  __device__ __forceinline__ void multiply_values(const Scores& x, Output& output) {
-    const MmaThread thread;
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      // The C of two products, [16 x 8] each, is the A [16 x 16] of this one.
-      uint32_t a[kTiles][4];
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        a[t][0] = pack<S>(x[t][2 * k][0], x[t][2 * k][1]);
-        a[t][1] = pack<S>(x[t][2 * k][2], x[t][2 * k][3]);
-        a[t][2] = pack<S>(x[t][2 * k + 1][0], x[t][2 * k + 1][1]);
-        a[t][3] = pack<S>(x[t][2 * k + 1][2], x[t][2 * k + 1][3]);
-      }
-#pragma unroll
-      for (int n = 0; n < kDim / 8; n += 2) {
-        uint32_t b[4];
-        load_b(b, shared.value, thread.lane, 16 * k, n / 2);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          multiply_add<S>(output[t][n], a[t], b[0], b[1]);
-          multiply_add<S>(output[t][n + 1], a[t], b[2], b[3]);
-        }
-      }
-    }
-  }
-
   // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
   __device__ __forceinline__ void write(const Output& output) {
     const MmaThread thread;
@@ -394,8 +344,7 @@ struct ForwardMma {
         if (!there && !chunks) continue;
         const bool empty = total == 0;
         const float inverse = static_cast<float>(p.keep_scale) / (empty ? 1 : total);
-        const OutputRow<float> to(p, task.n, output_base, residual_base, shared.rows.head[i], shared.rows.position[i],
-                                  task.split);
+        const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
         const auto value = [&](int n, int c) { return empty ? 0 : output[t][n][2 * half + c] * inverse; };
         if (chunks) {
           write_chunks<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
@@ -411,40 +360,21 @@ struct ForwardMma {
         const float maximum = __fmul_rn(best, scale());
         // What rounding took from the maximum, and the logarithm of the factor that all weights share.
         float maximum_low = fmaf(best, scale(), -maximum);
-        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E;
-        to.write_logsumexp(task.split, maximum, maximum_low, total);
+        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
+        to.write_logsumexp(logsumexp_of(maximum, maximum_low, total));
       }
   }
 };
 
-template <class S, int kDim, int kTiles, bool kGeneral>
-__global__ void __launch_bounds__(kMmaThreads) forward_mma(const __grid_constant__ ForwardParams p) {
-  using Kernel = ForwardMma<S, kDim, kTiles, kGeneral>;
-  const int64_t number = block_number();
-  if (number >= p.tasks()) return;
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
-  if (threadIdx.x == 0) Kernel::set(p, shared, number);
-  __syncthreads();
-  Kernel(p, shared).run();
-}
-
-template <class S, int kDim, int kTiles, bool kGeneral>
-Error launch_forward_mma_tiles(const ForwardParams& p, Stream stream) {
-  return launch<typename ForwardMma<S, kDim, kTiles, kGeneral>::Shared>(forward_mma<S, kDim, kTiles, kGeneral>, p,
-                                                                        p.tasks(), kMmaThreads, stream);
-}
-
-template <class S, int kDim, bool kGeneral>
-Error launch_forward_mma_of(const ForwardParams& p, Stream stream) {
-  constexpr int kTiles = forward_mma_tiles(kDim);
-  return p.rows_per_task == forward_mma_rows(kTiles) ? launch_forward_mma_tiles<S, kDim, kTiles, kGeneral>(p, stream)
-                                                     : launch_forward_mma_tiles<S, kDim, 1, kGeneral>(p, stream);
-}
-
 template <class S, int kDim>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
-  return is_general(p) ? launch_forward_mma_of<S, kDim, true>(p, stream)
-                       : launch_forward_mma_of<S, kDim, false>(p, stream);
+  const auto run = [&]<int kTiles>() {
+    return is_general(p) ? launch_blocks<ForwardMma<S, kDim, kTiles, true>>(p, stream)
+                         : launch_blocks<ForwardMma<S, kDim, kTiles, false>>(p, stream);
+  };
+  constexpr int kMostTiles = forward_mma_tiles(kDim);
+  return p.rows_per_task == forward_mma_rows(kMostTiles) ? run.template operator()<kMostTiles>()
+                                                         : run.template operator()<1>();
 }
 
 }  // namespace attn::cuda

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/mma/scores.cuh"
-#include "cuda/simt/simt.cuh"
 
 namespace attn::cuda {
 

@@ -1,6 +1,8 @@
 // Tiles of 16-bit numbers in shared memory, as tensor cores read them.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/kernels.h"
 #include "cuda/shared/rows.cuh"
 
@@ -97,40 +99,88 @@ __device__ __forceinline__ bool takes_chunks(const Problem& p, const Operand& to
 // `there`: whether there is the row.
 template <class S, int kFragments, class Value>
 __device__ __forceinline__ void write_chunks(const Operand& to, int64_t base, int64_t cols, bool there, Value value) {
-  struct alignas(16) Chunk {
-    uint32_t words[4];
-  };
   const MmaThread thread;
 #pragma unroll
   for (int n = 0; n < kFragments; n += 4) {
-    Chunk chunk;
+    Vec16<uint32_t> chunk;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) chunk.words[i] = pack<S>(value(n + i, 0), value(n + i, 1));
-    transpose(chunk.words, thread.place);
+    for (int i = 0; i < 4; ++i) chunk.at[i] = pack<S>(value(n + i, 0), value(n + i, 1));
+    transpose(chunk.at, thread.place);
     const int col = 8 * (n + thread.place);
-    if (there && col < cols) *reinterpret_cast<Chunk*>(static_cast<S*>(to.data) + base + col) = chunk;
+    if (there && col < cols) *reinterpret_cast<Vec16<uint32_t>*>(static_cast<S*>(to.data) + base + col) = chunk;
   }
 }
 
-// Fragments of a warp. Where a row is said in two parts, the second, known to the compiler and a multiple of 8, becomes
-// part of the instruction.
-// A 16 x 16: rows from `row` + `further`, columns from 16 k.
+// Reads an A of 16 x 16 of a warp: rows from `row` + `further`, columns from 16 k. `further`, a multiple of 8 that the
+// compiler knows, becomes part of the instruction.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int further,
                                        int k) {
   load_matrices(a, tile.address(row + lane % 16, lane / 16, k) + further * tile.kRowBytes);
 }
-// Two B of 16 x 8 as the transpose of rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight rows,
-// b[2], b[3] of the others.
-template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row,
-                                                  int k) {
-  load_matrices(b, tile.address(lane % 8 + lane / 16 * 8, lane / 8 % 2, k) + row * tile.kRowBytes);
+
+// x[t] += A_t B^T, where A_t is the 16 rows of `a` from `row` + 16 t on, and B all of `b`.
+template <int kTiles, class S, int kRows, int kOthers, int kDim>
+__device__ __forceinline__ void add_dots(float (*x)[kOthers / 8][4], MmaTile<S, kRows, kDim>& a_rows, int row,
+                                         MmaTile<S, kOthers, kDim>& b_rows) {
+  const int lane = MmaThread().lane;
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    uint32_t a[kTiles][4];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) load_a(a[t], a_rows, lane, row, 16 * t, k);
+#pragma unroll
+    for (int n = 0; n < kOthers / 8; n += 2) {
+      uint32_t b[4];  // two B of 16 x 8: rows from 8 n, and eight further
+      load_matrices(b, b_rows.address(lane % 8 + lane / 16 * 8, lane / 8 % 2, k) + 8 * n * b_rows.kRowBytes);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        multiply_add<S>(x[t][n], a[t], b[0], b[1]);
+        multiply_add<S>(x[t][n + 1], a[t], b[2], b[3]);
+      }
+    }
+  }
 }
-// Two B of 16 x 8 as they lie: rows [row, row + 16), columns from 16 k: b[0], b[1] of the first eight columns.
-template <class S, int kRows, int kCols>
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int k) {
-  load_matrices_transposed(b, tile.address(lane % 16, lane / 16, k) + row * tile.kRowBytes);
+
+// Two numbers of a factor, 0 in place of infinities and NaNs.
+template <class S>
+__device__ __forceinline__ uint32_t make_finite(uint32_t two) {
+  constexpr uint32_t kExponent = std::is_same_v<S, Half> ? 0x7c00 : 0x7f80;
+  const uint32_t low = (two & kExponent) == kExponent ? 0 : two & 0xffffu;
+  const uint32_t high = (two >> 16 & kExponent) == kExponent ? 0 : two & 0xffff0000u;
+  return low | high;
+}
+
+// sum[t] += X_t B, where weight(t, n, half, c) of a row of fragments are the numbers of X_t, rounded to S, and B is all
+// of `others`. The C of two products, [16 x 8] each, is the A [16 x 16] of this one.
+template <int kTiles, Factor kFactor, class S, int kOthers, int kDim, class Weight>
+__device__ __forceinline__ void add_weighted(float (*sum)[kDim / 8][4], MmaTile<S, kOthers, kDim>& others,
+                                             Weight weight) {
+  const int lane = MmaThread().lane;
+#pragma unroll
+  for (int k = 0; k < kOthers / 16; ++k) {
+    uint32_t a[kTiles][4];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = 2 * k + i / 2, half = i % 2;
+        a[t][i] = pack<S>(weight(t, n, half, 0), weight(t, n, half, 1));
+      }
+#pragma unroll
+    for (int n = 0; n < kDim / 8; n += 2) {
+      uint32_t b[4];  // two B of 16 x 8: columns from 8 n, and eight further
+      load_matrices_transposed(b, others.address(lane % 16, lane / 16, n / 2) + 16 * k * others.kRowBytes);
+      if constexpr (kFactor == Factor::finite)
+#pragma unroll
+        for (uint32_t& two : b) two = make_finite<S>(two);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        multiply_add<S>(sum[t][n], a[t], b[0], b[1]);
+        multiply_add<S>(sum[t][n + 1], a[t], b[2], b[3]);
+      }
+    }
+  }
 }
 
 }  // namespace attn::cuda

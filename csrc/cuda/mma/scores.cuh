@@ -77,22 +77,16 @@ struct ScoresMma {
         return;
       }
     data += key * x.col;
-    const auto key_at = [&](int j) { return (j < keys ? j : keys - 1) * x.col; };
 #pragma unroll
-    for (int outer = 0; outer < (kOwnsKeys ? kFragments : 2); ++outer)
+    for (int n = 0; n < kFragments; ++n)
 #pragma unroll
-      for (int c = 0; c < (kOwnsKeys ? 2 : 1); ++c) {
-        const auto* row = data + offset(kOwnsKeys ? thread.col(outer) + c : own + thread.group + 8 * outer);
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int inner = 0; inner < (kOwnsKeys ? 2 : kFragments); ++inner)
-          if constexpr (kOwnsKeys) {
-            const uint32_t number = row[key_at(own + thread.group + 8 * inner)];
-            mask[outer][inner] = c == 0 ? number : mask[outer][inner] | number << 8 * sizeof(Number);
-          } else {
-            const uint32_t first = row[key_at(thread.col(inner))], second = row[key_at(thread.col(inner) + 1)];
-            mask[inner][outer] = first | second << 8 * sizeof(Number);
-          }
-      }
+        for (int c = 0; c < 2; ++c) {
+          const int mine = own + thread.group + 8 * half, other = thread.col(n) + c, j = kOwnsKeys ? mine : other;
+          const uint32_t number = data[offset(kOwnsKeys ? other : mine) + (j < keys ? j : keys - 1) * x.col];
+          mask[n][half] = c == 0 ? number : mask[n][half] | number << 8 * sizeof(Number);
+        }
   }
 
   static constexpr uint32_t kHidden = std::is_same_v<S, Half> ? 0xfc00 : 0xff80;  // -inf

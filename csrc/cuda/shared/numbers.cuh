@@ -6,7 +6,8 @@
 
 namespace attn::cuda {
 
-constexpr double kLog2E = 1.4426950408889634074;
+template <class T>
+constexpr T kLog2E = static_cast<T>(1.4426950408889634074);
 
 template <class T>
 __device__ __forceinline__ T infinity() {
@@ -16,6 +17,26 @@ __device__ __forceinline__ T infinity() {
 // Returns the larger number; passes over a NaN in `x`, whose weight will be NaN. One instruction.
 __device__ __forceinline__ float max_number(float x, float best) { return fmaxf(x, best); }
 __device__ __forceinline__ double max_number(double x, double best) { return fmax(x, best); }
+
+// 16 bytes, moved at once.
+template <class T>
+struct alignas(16) Vec16 {
+  static constexpr int kSize = 16 / sizeof(T);
+  T at[kSize];
+};
+
+template <int N, class T>
+__device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset = 0) {
+#pragma unroll
+  for (int i = 0; i < N; i += Vec16<T>::kSize) {
+    const Vec16<T> q = *reinterpret_cast<const Vec16<T>*>(from + offset + i);
+#pragma unroll
+    for (int k = 0; k < Vec16<T>::kSize; ++k) to[i + k] = q.at[k];
+  }
+}
+
+// How the factor of a weight is taken: `finite` has 0 in place of infinities and NaNs.
+enum class Factor { as_it_is, finite };
 
 // Number `index` of an operand, not boolean. A kernel that computes in double meets no 16-bit numbers. The dtype is
 // looked at for each number and not once outside of a loop: the loop is compiled once, the loads are predicated.
@@ -43,17 +64,24 @@ __device__ __forceinline__ T masked_score(T product, T slope, T bias) {
   return bias == -infinity<T>() ? bias : fma(product, slope, bias);
 }
 
-// Writes x rounded to the dtype; returns what is stored.
+// Writes x, rounded to the dtype, as number `index` of an operand; returns what is stored.
 template <class T>
-__device__ __forceinline__ T store_rounded(void* data, DType dtype, int64_t index, T x) {
+__device__ __forceinline__ T store_rounded(const Operand& to, int64_t index, T x) {
   if constexpr (sizeof(T) == 8) {
-    if (dtype == DType::f64) return static_cast<double*>(data)[index] = x;
-    return static_cast<float*>(data)[index] = static_cast<float>(x);
+    if (to.dtype == DType::f64) return static_cast<double*>(to.data)[index] = x;
+    return static_cast<float*>(to.data)[index] = static_cast<float>(x);
   } else {
-    if (dtype == DType::f32) return static_cast<float*>(data)[index] = x;
-    if (dtype == DType::bf16) return to_float(static_cast<BFloat16*>(data)[index] = from_float<BFloat16>(x));
-    return to_float(static_cast<Half*>(data)[index] = from_float<Half>(x));
+    if (to.dtype == DType::f32) return static_cast<float*>(to.data)[index] = x;
+    if (to.dtype == DType::bf16) return to_float(static_cast<BFloat16*>(to.data)[index] = from_float<BFloat16>(x));
+    return to_float(static_cast<Half*>(to.data)[index] = from_float<Half>(x));
   }
+}
+// The same, and writes to `rest`, where that is wanted, what rounding took from x.
+template <class T>
+__device__ __forceinline__ void store_exactly(const Operand& to, int64_t index, const Operand& rest, int64_t rest_index,
+                                              T x) {
+  const T stored = store_rounded(to, index, x);
+  if (rest.data) static_cast<float*>(rest.data)[rest_index] = x - stored;
 }
 
 }  // namespace attn::cuda

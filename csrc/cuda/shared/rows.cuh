@@ -6,8 +6,19 @@
 
 namespace attn::cuda {
 
-// This block's number in a grid made by grid_of(), launch.cuh.
-__device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
+// Where a head of a batch entry begins; its numbers have the type S.
+template <class S>
+__device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, int64_t n, int64_t head) {
+  return static_cast<const S*>(x.data) + batch_offset(p, x, n) + head * x.head;
+}
+
+// How many blocks there are if each owns up to `most` rows of a group of heads, or keys of one of `heads` heads.
+ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
+  return p.batch * p.groups() * divide_up(p.rows(), most);
+}
+ATTN_INLINE constexpr int64_t blocks_of_keys(const Problem& p, int64_t heads, int64_t most) {
+  return p.batch * heads * divide_up(p.keys, most);
+}
 
 // Up to kRows consecutive rows of a group of heads (Problem::group), in shared memory.
 template <int kRows>
@@ -15,9 +26,9 @@ struct RowTile {
   int64_t head[kRows];
   int64_t position[kRows];
 
-  // `count` rows from `first` on. Called by all threads, followed by a barrier.
-  __device__ void set(const Problem& p, Row first, int count) {
-    for (int i = threadIdx.x; i < kRows; i += blockDim.x) set(i, row_after(p, first, last_repeated(i, count)));
+  // Sets row i, of `count` rows from `first` on. Called by a thread for each, followed by a barrier.
+  __device__ __forceinline__ void set(int i, const Problem& p, Row first, int count) {
+    set(i, row_after(p, first, last_repeated(i, count)));
   }
   __device__ __forceinline__ void set(int i, Row row) {
     head[i] = row.head;
@@ -29,6 +40,11 @@ struct RowTile {
   // Returns where row i begins within its batch entry, in elements.
   __device__ __forceinline__ int64_t offset(const Operand& x, int i) const {
     return head[i] * x.head + position[i] * x.row;
+  }
+  // Row i, of batch entry n, and its number.
+  __device__ __forceinline__ Row at(int64_t n, int i) const { return {n, head[i], position[i]}; }
+  __device__ __forceinline__ int64_t number(const Problem& p, int64_t n, int i) const {
+    return row_number(p, n, head[i], position[i]);
   }
 };
 
@@ -86,30 +102,37 @@ struct Task {
   }
   // The first of the rows.
   __device__ __forceinline__ Row row_at(const Problem& p) const { return row_after(p, {n, first_head, 0}, first_row); }
-  // The keys of [first, last) that the rows see, in whole tiles.
-  __device__ void set_keys(const Problem& p, int64_t first, int64_t last, int64_t tile) {
-    const Range tiles = in_tiles(common(visible_keys(p, sequence, positions), {first, last}), tile);
-    first_key = tiles.first;
-    last_key = tiles.last;
-  }
 
-  // All of it, of task `number` of a kernel with such tiles of keys. Called by one thread, followed by a barrier.
+  // Sets all of it, for block `number` of a kernel whose blocks own up to `most` rows and pass over the keys that these
+  // see, or over a split of them, in tiles of `tile`. Called by one thread, followed by a barrier.
   template <class Params>
-  __device__ void set(const Params& p, int64_t number, int64_t tile) {
-    const int64_t row_tasks = p.row_tasks();
-    const int64_t row = (row_tasks - 1 - number % row_tasks) * p.rows_per_task;
+  __device__ void set(const Params& p, int64_t number, int64_t most, int64_t tile) {
+    const int64_t row_tasks = divide_up(p.rows(), most);
+    const int64_t row = (row_tasks - 1 - number % row_tasks) * most;
     number /= row_tasks;
     if constexpr (requires { p.splits; }) {
       split = number % p.splits;
       number /= p.splits;
     }
-    set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(p.rows_per_task, p.rows() - row));
+    set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(most, p.rows() - row));
+    Range keys{0, sequence.keys};
     if constexpr (requires { p.splits; }) {
       const int64_t first = in_tiles(visible_keys(p, sequence, {0, sequence.queries}), tile).first;  // of all splits
-      set_keys(p, first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split, tile);
-    } else {
-      set_keys(p, 0, sequence.keys, tile);
+      keys = {first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split};
     }
+    keys = in_tiles(common(visible_keys(p, sequence, positions), keys), tile);
+    first_key = keys.first;
+    last_key = keys.last;
+  }
+  // Sets batch entry and keys, for block `number` of those that own up to `most` keys of one of `heads` heads; returns
+  // that head. The rows are set afterwards, tile by tile. Called by one thread, followed by a barrier.
+  __device__ int64_t set_own_keys(const Problem& p, int64_t number, int64_t heads, int64_t most) {
+    const int64_t key_tasks = divide_up(p.keys, most);
+    n = number / key_tasks / heads;
+    sequence = sequence_of(p, n);
+    first_key = number % key_tasks * most;
+    last_key = smaller(first_key + most, sequence.keys);
+    return number / key_tasks % heads;
   }
 };
 

@@ -5,17 +5,36 @@
 
 namespace attn::cuda {
 
-// Writes maximum + maximum_low + log(sum) as a pair (params.h); -inf for a row without keys.
+// The logsumexp of a row, or its derivative along a direction, as it lies in memory (params.h).
 template <class T>
-__device__ inline void store_logsumexp(T* pair, T maximum, T maximum_low, T sum) {
+struct alignas(8) Pair {
+  T high, low;
+};
+
+// Pairs up to maximum + maximum_low + log(sum); -inf for a row without keys.
+template <class T>
+__device__ inline Pair<T> logsumexp_of(T maximum, T maximum_low, T sum) {
   const T log_sum = static_cast<T>(log(static_cast<double>(sum)));
   const T high = maximum + log_sum;
   const T of_log = high - maximum;  // Knuth's two-sum: low is exactly what rounding took from high
   const T low = (maximum - (high - of_log)) + (log_sum - of_log);
   const bool finite = high - high == 0;
-  pair[0] = sum == 0 ? -infinity<T>() : high;
-  pair[1] = sum == 0 || !finite ? 0 : low + maximum_low;
+  return {sum == 0 ? -infinity<T>() : high, sum == 0 || !finite ? 0 : low + maximum_low};
 }
+
+// What the weights of a row are computed anew of: its logsumexp; +inf for one that attends to no key.
+template <class T>
+struct SavedRow {
+  Pair<T> logsumexp;
+
+  static __device__ __forceinline__ SavedRow read(const void* logsumexp, int64_t row) {
+    const Pair<T> pair = static_cast<const Pair<T>*>(logsumexp)[row];
+    return pair.high == -infinity<T>() ? SavedRow{{infinity<T>(), 0}} : SavedRow{pair};
+  }
+  __device__ __forceinline__ T weight(T score) const {
+    return score == -infinity<T>() ? 0 : exp((score - logsumexp.high) - logsumexp.low);
+  }
+};
 
 // What exp() is shifted by: a row without any key so far has weights exp(-inf - 0) = 0.
 template <class T>
@@ -73,30 +92,25 @@ struct Dropout {
 template <class T>
 struct OutputRow {
   const ForwardParams& p;
-  int64_t row;  // of [batch, heads, L]
+  int64_t number;  // of the row, among those of all splits
   int64_t output_at, residual_at;
-  T* partial = nullptr;
 
-  __device__ OutputRow(const ForwardParams& p, int64_t n, int64_t output_base, int64_t residual_base, int64_t h,
-                       int64_t l, int64_t split)
+  // The batch entry of the output begins at `output_base`, and that of the residual at `residual_base`.
+  __device__ OutputRow(const ForwardParams& p, int64_t output_base, int64_t residual_base, Row row, int64_t split)
       : p(p) {
-    row = row_number(p, n, h, l);
-    output_at = output_base + h * p.output.head + l * p.output.row;
-    residual_at = residual_base + h * p.residual.head + l * p.residual.row;
-    if (p.splits > 1) partial = static_cast<T*>(p.partial_output) + (split * number_of_rows(p) + row) * p.value_dim;
+    number = split * number_of_rows(p) + row_number(p, row.n, row.head, row.position);
+    output_at = output_base + row.head * p.output.head + row.position * p.output.row;
+    residual_at = residual_base + row.head * p.residual.head + row.position * p.residual.row;
   }
   __device__ __forceinline__ void write(int64_t d, T x) const {
-    if (partial) {
-      partial[d] = x;
-      return;
-    }
-    const T stored = store_rounded(p.output.data, p.output.dtype, output_at + d * p.output.col, x);
-    if (p.residual.data) static_cast<float*>(p.residual.data)[residual_at + d * p.residual.col] = x - stored;
+    if (p.splits > 1)
+      static_cast<T*>(p.partial_output)[number * p.value_dim + d] = x;
+    else
+      store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col, x);
   }
-  __device__ void write_logsumexp(int64_t split, T maximum, T maximum_low, T sum) const {
-    T* to = static_cast<T*>(p.logsumexp);
-    if (p.splits > 1) to = static_cast<T*>(p.partial_logsumexp) + 2 * split * number_of_rows(p);
-    if (to) store_logsumexp(to + 2 * row, maximum, maximum_low, sum);
+  __device__ void write_logsumexp(Pair<T> x) const {
+    auto* to = static_cast<Pair<T>*>(p.splits > 1 ? p.partial_logsumexp : p.logsumexp);
+    if (to) to[number] = x;
   }
 };
 

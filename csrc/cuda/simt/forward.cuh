@@ -31,15 +31,14 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
   }
   __device__ void run(int64_t number) {
     first_col = number / p.tasks() * kValueCols;
-    this->set_task(number % p.tasks());
-    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {
+    this->set_task(number % p.tasks(), [&](int i, int64_t) {
       shared.maximum[i] = -infinity<T>();
       shared.sum[i] = 0;
-    }
+    });
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
       if (!this->shows_some(key)) continue;
-      typename Base::Scores x = {};
+      typename Base::Scores x;
       this->scores(x, key);
       softmax(x);
       if (p.has_dropout) {
@@ -47,7 +46,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
         this->each(x, [&](T& weight, int, int, int bit) { weight *= static_cast<T>(kept >> bit & 1); });
       }
       this->store_weights(x);
-      this->template add_to<AsItIs>(output, p.value, shared.value_base, key, p.value_dim, first_col);
+      this->template add_to<Factor::as_it_is>(output, p.value, shared.base.value, key, p.value_dim, first_col);
     }
     write();
   }
@@ -90,21 +89,20 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
       const T sum = shared.sum[row];
       const bool empty = sum == 0;
       const T inverse = static_cast<T>(p.keep_scale) / (empty ? 1 : sum);
-      const OutputRow<T> to(p, task.n, output_base, residual_base, shared.rows.head[row], shared.rows.position[row],
-                            task.split);
+      const OutputRow<T> to(p, output_base, residual_base, shared.rows.at(task.n, row), task.split);
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
         const int64_t d = first_col + thread.col(j);
         if (d < p.value_dim) to.write(d, empty ? 0 : output[i][j] * inverse);
       }
-      if (thread.x == 0 && first_col == 0) to.write_logsumexp(task.split, shared.maximum[row], 0, sum);
+      if (thread.x == 0 && first_col == 0) to.write_logsumexp(logsumexp_of<T>(shared.maximum[row], 0, sum));
     }
   }
 };
 
 template <class T>
 Error launch_forward_simt(const ForwardParams& p, Stream stream) {
-  return with_cols<T>(p.value_dim, [&]<int kCols>() { return launch_simt<ForwardSimt<T, kCols>>(p, stream); });
+  return with_cols<T>(p.value_dim, [&]<int kCols>() { return launch_blocks<ForwardSimt<T, kCols>>(p, stream); });
 }
 
 }  // namespace attn::cuda

@@ -17,15 +17,14 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   const int64_t r = block_number() * kMergeRows + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (r >= all_rows) return;
-  const auto* partial = static_cast<const T*>(p.partial_logsumexp);
-  const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
-  T best_high = part(0)[0], best_low = part(0)[1];
+  const auto part = [&](int64_t s) { return static_cast<const Pair<T>*>(p.partial_logsumexp)[s * all_rows + r]; };
+  Pair<T> best = part(0);
   for (int64_t s = 1; s < p.splits; ++s) {
-    const T high = part(s)[0], low = part(s)[1];
-    if (high > best_high || (high == best_high && low > best_low)) best_high = high, best_low = low;
+    const Pair<T> x = part(s);
+    if (x.high > best.high || (x.high == best.high && x.low > best.low)) best = x;
   }
-  const T shift = shift_of(best_high);
-  const auto weight = [&](int64_t s) { return exp((part(s)[0] - shift) + (part(s)[1] - best_low)); };
+  const T shift = shift_of(best.high);
+  const auto weight = [&](int64_t s) { return exp((part(s).high - shift) + (part(s).low - best.low)); };
   T sum = 0;
   for (int64_t s = 0; s < p.splits; ++s) sum += weight(s);
 
@@ -40,11 +39,10 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
       const T w = weight(s);  // 0 where the split saw no key
       if (w != 0) total += w * static_cast<const T*>(p.partial_output)[(s * all_rows + r) * p.value_dim + d];
     }
-    const T exact = sum == 0 ? 0 : total / sum;
-    const T stored = store_rounded(p.output.data, p.output.dtype, output_at + d * p.output.col, exact);
-    if (p.residual.data) static_cast<float*>(p.residual.data)[residual_at + d * p.residual.col] = exact - stored;
+    store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col,
+                  sum == 0 ? 0 : total / sum);
   }
-  if (p.logsumexp && lane == 0) store_logsumexp(static_cast<T*>(p.logsumexp) + 2 * r, shift, best_low, sum);
+  if (p.logsumexp && lane == 0) static_cast<Pair<T>*>(p.logsumexp)[r] = logsumexp_of(shift, best.low, sum);
 }
 
 template <class T>

@@ -10,25 +10,26 @@
 
 namespace attn::cuda {
 
-// Where the tangents of a batch entry, and of the heads of key and value, begin.
-struct TangentBases {
+// Where a batch entry of the inputs, or of their tangents, begins, and in it the heads of key and value.
+struct Bases {
   int64_t query, key, value, mask;
 
-  template <class Params>
-  __device__ void set(const Params& p, const Task& task) {
-    const auto base_of = [&](const Operand& x, int64_t head) {
-      return x.data ? batch_offset(p, x, task.n) + head * x.head : 0;
+  template <class Inputs>
+  __device__ void set(const Problem& p, const Inputs& x, const Task& task) {
+    const auto base_of = [&](const Operand& operand, int64_t head) {
+      return operand.data ? batch_offset(p, operand, task.n) + head * operand.head : 0;
     };
-    query = base_of(p.t.query, 0);
-    key = base_of(p.t.key, task.key_head);
-    value = base_of(p.t.value, task.value_head);
-    mask = base_of(p.t.mask, 0);
+    query = base_of(x.query, 0);
+    key = base_of(x.key, task.key_head);
+    value = base_of(x.value, task.value_head);
+    mask = base_of(x.mask, 0);
   }
 };
 
 // T: the type it computes in. kCols: the columns that a block computes of its result.
 template <class T, class Params, bool kOwnsKeys, int kCols>
 struct ScoresSimt {
+  static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
   static constexpr int kN = kCols / kSimtTile * kSimtCols;  // columns of a thread
   static constexpr int kStride = kSimtStride<T>;
   static constexpr int kFactorStride = kCols + kStride - kSimtTile;
@@ -50,7 +51,8 @@ struct ScoresSimt {
     };
     Task task;
     Dropout dropout;
-    int64_t query_base, key_base, value_base, mask_base;  // where the batch entry, and the head, begins
+    Bases base, tangent_base;  // the second for kernels whose params have a direction
+    int64_t grad_output_base;  // for those that have it
     RowTile<kSimtTile> rows;
     uint32_t head_number[kSimtTile];  // of dropout's counters
   };
@@ -61,30 +63,35 @@ struct ScoresSimt {
 
   __device__ ScoresSimt(const Params& p, Shared& shared) : p(p), shared_scores(shared), task(shared.task) {}
 
-  // Called by one thread once the task is set, followed by a barrier.
-  __device__ static void set_bases(const Params& p, Shared& shared) {
-    const Task& task = shared.task;
-    if (p.has_dropout) shared.dropout.set(p, task.n);
-    shared.query_base = batch_offset(p, p.query, task.n);
-    shared.key_base = batch_offset(p, p.key, task.n) + task.key_head * p.key.head;
-    shared.value_base = batch_offset(p, p.value, task.n) + task.value_head * p.value.head;
-    shared.mask_base = p.has_mask ? batch_offset(p, p.mask, task.n) : 0;
-  }
-  // Sets all of task `number` of a kernel that passes over keys. Called by all threads, followed by a barrier.
-  __device__ void set_task(int64_t number) {
-    if (threadIdx.x == 0) {
-      shared_scores.task.set(p, number, kSimtTile);
-      set_bases(p, shared_scores);
+  // Sets the rows that the next scores are of, and where operands begin: set_task(task) is called by one thread, then
+  // set_row(row of the tile, its number) by a thread for each row. Called by all threads, followed by a barrier.
+  template <class SetTask, class SetRow>
+  __device__ __forceinline__ void set_rows(SetTask set_task, SetRow set_row) {
+    Shared& shared = shared_scores;
+    const int i = threadIdx.x;
+    __syncthreads();  // what is known of the last rows has been read
+    if (i == 0) {
+      set_task(shared.task);
+      if (p.has_dropout) shared.dropout.set(p, task.n);
+      shared.base.set(p, p, task);
+      if constexpr (requires { p.t; }) shared.tangent_base.set(p, p.t, task);
+      if constexpr (requires { p.grad_output; }) shared.grad_output_base = batch_offset(p, p.grad_output, task.n);
     }
     __syncthreads();
-    set_rows();
+    if (i >= kSimtTile) return;
+    shared.rows.set(i, p, task.row_at(p), task.rows);
+    if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
+    set_row(i, shared.rows.number(p, task.n, i));
   }
-  // Called by all threads after that barrier, followed by another.
-  __device__ void set_rows() {
-    shared_scores.rows.set(p, task.row_at(p), task.rows);
-    if (!p.has_dropout) return;
-    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads)  // the rows that this thread has set
-      shared_scores.head_number[i] = shared_scores.dropout.head(p, task.n, shared_scores.rows.head[i]);
+  // Does so for block `number` of a kernel that passes over keys.
+  template <class SetRow>
+  __device__ __forceinline__ void set_task(int64_t number, SetRow set_row) {
+    set_rows([&](Task& task) { task.set(p, number, kSimtTile, kSimtTile); }, set_row);
+  }
+  // Does so for the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
+  template <class SetRow>
+  __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head, int64_t first, int64_t last, SetRow set_row) {
+    set_rows([&](Task& task) { task.set_rows(p, n, head, first, smaller(kSimtTile, last - first)); }, set_row);
   }
 
   // Of scores [own][other], that of the thread's row a and key b; which row and which key of the tile they are.
@@ -108,6 +115,10 @@ struct ScoresSimt {
       for (int b = 0; b < kKeys; ++b) f(of(x, a, b), row_of(thread, a), key_of(thread, b), a * kKeys + b);
   }
 
+  __device__ __forceinline__ void clear(Scores& x) const {
+    each(x, [](T& score, int, int, int) { score = 0; });
+  }
+
   // x += <row, key>, rows of `of_rows` and, from `key` on, of `of_keys`.
   __device__ __forceinline__ void add_dots(Scores& x, const Operand& of_rows, int64_t rows_base, const Operand& of_keys,
                                            int64_t keys_base, int64_t key, int64_t cols) {
@@ -126,13 +137,14 @@ struct ScoresSimt {
     } while (d < cols);
   }
 
-  // The scores (score.h) of the keys from `key` on; -inf also where there is no row or no key. x is 0 before.
+  // The scores (score.h) of the keys from `key` on; -inf also where there is no row or no key.
   __device__ __forceinline__ void scores(Scores& x, int64_t key) {
     Shared& shared = shared_scores;
-    add_dots(x, p.query, shared.query_base, p.key, shared.key_base, key, p.head_dim);
+    clear(x);
+    add_dots(x, p.query, shared.base.query, p.key, shared.base.key, key, p.head_dim);
     const T slope = ScoreFunction<T>::of(p).slope();
     if (p.has_mask)
-      each_of_mask(x, p.mask, shared.mask_base, key,
+      each_of_mask(x, p.mask, shared.base.mask, key,
                    [&](T& score, T bias) { score = masked_score(score, slope, bias); });
     else
       each(x, [&](T& score, int, int, int) { score *= slope; });
@@ -162,19 +174,19 @@ struct ScoresSimt {
     __syncthreads();  // it is known where the rows lie
     bool some = false;
     Scores none;
-    each_of_mask(none, p.mask, shared_scores.mask_base, key, [&](T&, T bias) { some |= bias != -infinity<T>(); });
+    each_of_mask(none, p.mask, shared_scores.base.mask, key, [&](T&, T bias) { some |= bias != -infinity<T>(); });
     return __syncthreads_or(some);
   }
 
-  // The derivative of the scores along p.t, for kernels whose params have one: slope * (tQ K^T + Q tK^T) + tM, where
-  // the tangents begin at `bases`. Meaningless where a key is hidden. x is 0 before.
-  __device__ __forceinline__ void tangent_scores(Scores& x, const TangentBases& bases, int64_t key) {
-    Shared& shared = shared_scores;
-    if (p.t.query.data) add_dots(x, p.t.query, bases.query, p.key, shared.key_base, key, p.head_dim);
-    if (p.t.key.data) add_dots(x, p.query, shared.query_base, p.t.key, bases.key, key, p.head_dim);
+  // The derivative of the scores along p.t: slope * (tQ K^T + Q tK^T) + tM. Meaningless where a key is hidden.
+  __device__ __forceinline__ void tangent_scores(Scores& x, int64_t key) {
+    const Bases &base = shared_scores.base, &tangent = shared_scores.tangent_base;
+    clear(x);
+    if (p.t.query.data) add_dots(x, p.t.query, tangent.query, p.key, base.key, key, p.head_dim);
+    if (p.t.key.data) add_dots(x, p.query, base.query, p.t.key, tangent.key, key, p.head_dim);
     const T slope = ScoreFunction<T>::of(p).slope();
-    each(x, [&](T& tangent, int, int, int) { tangent *= slope; });
-    if (p.t.mask.data) each_of_mask(x, p.t.mask, bases.mask, key, [](T& tangent, T of_mask) { tangent += of_mask; });
+    each(x, [&](T& product, int, int, int) { product *= slope; });
+    if (p.t.mask.data) each_of_mask(x, p.t.mask, tangent.mask, key, [](T& product, T of_mask) { product += of_mask; });
   }
 
   __device__ __forceinline__ void hide_keys(Scores& x, int64_t key) {
@@ -230,9 +242,8 @@ struct ScoresSimt {
     return tile[kOwnsKeys ? row * kStride + key : key * kStride + row];
   }
 
-  // sum[own][d] += sum_other weights[other][own] as(x[other][first_col + d]), where others are keys from `key` on, or
-  // rows.
-  template <class As>
+  // sum[own][d] += sum_other weights[other][own] x[other][first_col + d], where others are keys from `key` on, or rows.
+  template <Factor kFactor>
   __device__ __forceinline__ void add_to(Sums& sum, const Operand& x, int64_t base, int64_t key, int64_t cols,
                                          int64_t first_col) {
     const SimtThread thread;
@@ -241,7 +252,7 @@ struct ScoresSimt {
     if constexpr (!kOwnsKeys) base += key * x.row;
     for (int first = 0; first < kSimtTile && first < count; first += kSimtDepth<T>) {
       __syncthreads();
-      load_rows<kCols, As>(shared.factor, x, base, count - first, cols, first_col, [&](int i) {
+      load_rows<kCols, kFactor>(shared.factor, x, base, count - first, cols, first_col, [&](int i) {
         if constexpr (kOwnsKeys)
           return shared.rows.offset(x, first + i);
         else

@@ -12,8 +12,9 @@
 namespace attn::cuda {
 
 constexpr int kSimtThreads = 128;
-constexpr int kSimtRows = 8;  // of a thread
-constexpr int kSimtCols = 4;  // of a thread, of every kSimtTile
+constexpr int kSimtRows = 8;    // of a thread
+constexpr int kSimtCols = 4;    // of a thread, of every kSimtTile
+constexpr int kSimtBlocks = 2;  // of a multiprocessor at a time: no registers are left for more
 
 // The columns of the factors that are in shared memory at a time.
 template <class T>
@@ -35,31 +36,20 @@ struct SimtThread {
   __device__ __forceinline__ int col(int j) const { return j / kSimtCols * kSimtTile + x * kSimtCols + j % kSimtCols; }
 };
 
-// 16 bytes, moved at once.
-template <class T>
-struct alignas(16) Vec16 {
-  static constexpr int kSize = 16 / sizeof(T);
-  T at[kSize];
-};
-
-template <int N, class T>
-__device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset = 0) {
-#pragma unroll
-  for (int i = 0; i < N; i += Vec16<T>::kSize) {
-    const Vec16<T> q = *reinterpret_cast<const Vec16<T>*>(from + offset + i);
-#pragma unroll
-    for (int k = 0; k < Vec16<T>::kSize; ++k) to[i + k] = q.at[k];
-  }
-}
-
 // float sums kSimtDepth products from zero before it adds them to others: short chains keep the error of long sums low.
 template <class T>
 constexpr bool kShortChains = sizeof(T) == 4;
 
+// sum[i][j] += sum_k a[k * lda + row(i)] b[k * ldb + col(j)], k < kSimtDepth
 template <class T, int M, int N>
-__device__ __forceinline__ void add_chain(T (&sum)[M][N], const SimtThread& t, const T* a, int lda, const T* b,
-                                          int ldb) {
+__device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t, const T* a, int lda, const T* b,
+                                             int ldb) {
   static_assert(M == kSimtRows && N % kSimtCols == 0);
+  T chain[M][N];
+#pragma unroll
+  for (int i = 0; i < M; ++i)
+#pragma unroll
+    for (int j = 0; j < N; ++j) chain[i][j] = kShortChains<T> ? 0 : sum[i][j];
 #pragma unroll 4
   for (int k = 0; k < kSimtDepth<T>; ++k) {
     T left[M], right[N];
@@ -74,24 +64,12 @@ __device__ __forceinline__ void add_chain(T (&sum)[M][N], const SimtThread& t, c
 #pragma unroll
     for (int i = 0; i < M; ++i)
 #pragma unroll
-      for (int j = 0; j < N; ++j) sum[i][j] = fma(left[i], right[j], sum[i][j]);
+      for (int j = 0; j < N; ++j) chain[i][j] = fma(left[i], right[j], chain[i][j]);
   }
-}
-
-// sum[i][j] += sum_k a[k * lda + row(i)] b[k * ldb + col(j)], k < kSimtDepth
-template <class T, int M, int N>
-__device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t, const T* a, int lda, const T* b,
-                                             int ldb) {
-  if constexpr (kShortChains<T>) {
-    T chain[M][N] = {};
-    add_chain(chain, t, a, lda, b, ldb);
 #pragma unroll
-    for (int i = 0; i < M; ++i)
+  for (int i = 0; i < M; ++i)
 #pragma unroll
-      for (int j = 0; j < N; ++j) sum[i][j] += chain[i][j];
-  } else {
-    add_chain(sum, t, a, lda, b, ldb);
-  }
+    for (int j = 0; j < N; ++j) sum[i][j] = kShortChains<T> ? sum[i][j] + chain[i][j] : chain[i][j];
 }
 
 // Fills tile[outer * stride + inner], outer < outers, inner < inners, from x(outer, inner), 0 beyond `outer_count` and
@@ -130,16 +108,6 @@ __device__ __forceinline__ T max_over_x(T x) {
   return x;
 }
 
-// Runs a kernel of kSimtThreads threads a block: Kernel::blocks(p) says how many blocks, run(number) does one's work.
-template <class Kernel, class Params>
-__global__ void __launch_bounds__(kSimtThreads, 2) simt_kernel(const __grid_constant__ Params p) {
-  const int64_t number = block_number();
-  if (number < Kernel::blocks(p)) Kernel{p, *reinterpret_cast<typename Kernel::Shared*>(shared_memory())}.run(number);
-}
-template <class Kernel, class Params>
-Error launch_simt(const Params& p, Stream stream) {
-  return launch<typename Kernel::Shared>(simt_kernel<Kernel, Params>, p, Kernel::blocks(p), kSimtThreads, stream);
-}
 // Calls f.template operator()<kCols>(), the columns of a result for whose sums a thread has registers.
 template <class T, class F>
 Error with_cols(int64_t cols, F f) {
@@ -148,28 +116,17 @@ Error with_cols(int64_t cols, F f) {
   return f.template operator()<64>();
 }
 
-// 0 in place of infinities and NaNs.
-struct Finite {
-  template <class T>
-  __device__ __forceinline__ T operator()(T x) const {
-    return x - x == 0 ? x : static_cast<T>(0);
-  }
-};
-struct AsItIs {
-  template <class T>
-  __device__ __forceinline__ T operator()(T x) const {
-    return x;
-  }
-};
-
-// tile[i * (kCols + padding) + d] = as(x(row i, first_col + d)), i < kSimtDepth<T>, d < kCols; row i lies offset(i)
+// tile[i * (kCols + padding) + d] = x(row i, first_col + d), i < kSimtDepth<T>, d < kCols; row i lies offset(i)
 // elements behind `base`.
-template <int kCols, class As, class T, class Offset>
+template <int kCols, Factor kFactor, class T, class Offset>
 __device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                           int64_t first_col, Offset offset) {
   base += first_col * x.col;
   fill_tile(tile, kCols + kSimtStride<T> - kSimtTile, kSimtDepth<T>, kCols, rows, cols - first_col, x.col > 1,
-            [&](int i, int d) { return As()(read<T>(x, base + offset(i) + d * x.col)); });
+            [&](int i, int d) {
+              const T number = read<T>(x, base + offset(i) + d * x.col);
+              return kFactor == Factor::finite && number - number != 0 ? 0 : number;
+            });
 }
 
 }  // namespace attn::cuda

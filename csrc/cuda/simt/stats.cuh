@@ -1,6 +1,7 @@
 // Computes statistics of the scores of every row and the weight that every key receives, for every dtype, with plain
-// multiply-adds; each pass computes all scores once: statistics.h,
-// and the two passes of cpu/kernels/stats.inl. Nothing is added by atomic operations: equal calls give equal bits.
+// multiply-adds: statistics.h, and the two passes of cpu/kernels/stats.inl. Each pass computes all scores once: the
+// first reads K once per 64 rows, the second Q once per 64 keys. Nothing is added by atomic operations: equal calls
+// give equal bits.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
@@ -13,7 +14,7 @@ template <class T>
 __device__ __forceinline__ RowStatistics<T> together(const RowStatistics<T>& a, const RowStatistics<T>& b) {
   if (has_nan(a) || b.largest == -infinity<T>()) return a;
   if (has_nan(b) || a.largest == -infinity<T>()) return b;
-  const T reference = common_reference(a, b), slope = static_cast<T>(kLog2E);
+  const T reference = common_reference(a, b), slope = kLog2E<T>;
   const T of_a = exponent_of(a.largest, reference, slope), of_b = exponent_of(b.largest, reference, slope);
   return added(reference, brought_to(reference, a, of_a, exp2(of_a)), brought_to(reference, b, of_b, exp2(of_b)));
 }
@@ -35,19 +36,18 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
 
   ATTN_INLINE static constexpr int64_t blocks(const StatsParams& p) { return p.tasks(); }
   __device__ void run(int64_t number) {
-    this->set_task(number);
-    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) shared.row[i] = {-infinity<T>(), 0, 0, 0};
+    this->set_task(number, [&](int i, int64_t) { shared.row[i] = {-infinity<T>(), 0, 0, 0}; });
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
       if (!this->shows_some(key)) continue;
-      typename Base::Scores x = {};
+      typename Base::Scores x;
       this->scores(x, key);
       add(x);
     }
     __syncthreads();
     auto* partial = static_cast<RowStatistics<T>*>(p.partial) + task.split * number_of_rows(p);
-    for (int i = threadIdx.x; i < task.rows; i += kSimtThreads)
-      partial[row_number(p, task.n, shared.rows.head[i], shared.rows.position[i])] = shared.row[i];
+    const int i = threadIdx.x;
+    if (i < task.rows) partial[shared.rows.number(p, task.n, i)] = shared.row[i];
   }
 
   // Adds the scores of a tile to what is known of their rows.
@@ -66,7 +66,7 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
       const T shift = shift_of(tile.largest);
 #pragma unroll
       for (T score : x[i]) {
-        const T exponent = exponent_of(score, shift, static_cast<T>(kLog2E));
+        const T exponent = exponent_of(score, shift, kLog2E<T>);
         const T weight = exponent == 0 ? 0 : exp2(exponent);
         tile.ones += exponent == 0 ? 1 : 0;
         tile.rest += weight;
@@ -105,23 +105,20 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
   ATTN_INLINE static constexpr int64_t blocks(const StatsParams& p) { return p.key_tasks(); }
   __device__ void run(int64_t number) {
     const int64_t chunk = number % p.chunks;
-    number /= p.chunks;
-    if (threadIdx.x == 0) {
-      shared.task.first_key = number % p.key_tasks_of_head() * kSimtTile;
-      number /= p.key_tasks_of_head();
-      shared.head = number % p.heads;
-      shared.task.n = number / p.heads;
-      shared.task.last_key = smaller(task.first_key + kSimtTile, sequence_of(p, task.n).keys);
-    }
-    const int64_t first_row = chunk * p.rows_per_chunk;
+    if (threadIdx.x == 0) shared.head = shared.task.set_own_keys(p, number / p.chunks, p.heads, kSimtTile);
+    __syncthreads();
+    const int64_t first_row = chunk * p.rows_per_chunk, last_row = smaller(first_row + p.rows_per_chunk, p.queries);
     T received[kSimtRows] = {};
-    for (int64_t row = first_row; row < smaller(first_row + p.rows_per_chunk, p.queries); row += kSimtTile) {
-      set_rows(row);
+    for (int64_t row = first_row; row < last_row; row += kSimtTile) {
+      this->go_to_rows(task.n, shared.head, row, last_row, [&](int i, int64_t r) {
+        const T* pair = static_cast<const T*>(p.pairs) + 2 * r;
+        shared.reference[i] = pair[0];
+        shared.inverse_sum[i] = pair[1];
+      });
       if (this->shows_some(task.first_key)) add_tile(received);
     }
 
     const SimtThread thread;
-    __syncthreads();  // the task is there, also without a row
     T* to = static_cast<T*>(p.chunks > 1 ? p.partial_received : p.received_weight);
     to += ((chunk * p.batch + task.n) * p.heads + shared.head) * p.keys + task.first_key;
 #pragma unroll
@@ -131,24 +128,8 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
     }
   }
 
-  __device__ void set_rows(int64_t row) {
-    __syncthreads();  // what is in shared memory has been read
-    if (threadIdx.x == 0) {
-      shared.task.set_rows(p, task.n, shared.head, row, smaller(kSimtTile, p.queries - row));
-      Base::set_bases(p, shared);
-    }
-    __syncthreads();
-    Base::set_rows();
-    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {  // the rows that this thread has set
-      const int64_t r = row_number(p, task.n, shared.rows.head[i], shared.rows.position[i]);
-      const T* pair = static_cast<const T*>(p.pairs) + 2 * r;
-      shared.reference[i] = pair[0];
-      shared.inverse_sum[i] = pair[1];
-    }
-  }
-
   __device__ __forceinline__ void add_tile(T (&received)[kSimtRows]) {
-    typename Base::Scores x = {};
+    typename Base::Scores x;
     this->scores(x, task.first_key);
     const SimtThread thread;
 #pragma unroll
@@ -159,8 +140,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
         const int row = thread.col(a);
         const T score = x[b][a];
         // by selection: a row whose sum is NaN gives no NaN to a key that it does not see
-        if (score != -infinity<T>())
-          sum += exp2((score - shared.reference[row]) * static_cast<T>(kLog2E)) * shared.inverse_sum[row];
+        if (score != -infinity<T>()) sum += exp2((score - shared.reference[row]) * kLog2E<T>) * shared.inverse_sum[row];
       }
       received[b] += sum;
     }
@@ -199,9 +179,9 @@ Error launch_stats_simt(const StatsParams& p, Stream stream) {
   const auto launch_flat = [&](void (*kernel)(StatsParams), int64_t numbers) {
     return launch<Nothing>(kernel, p, divide_up(numbers, kSimtThreads), kSimtThreads, stream);
   };
-  if (Error error = launch_simt<RowStatsSimt<T>>(p, stream)) return error;
+  if (Error error = launch_blocks<RowStatsSimt<T>>(p, stream)) return error;
   if (Error error = launch_flat(finish_row_stats<T>, number_of_rows(p))) return error;
-  if (Error error = launch_simt<KeyStatsSimt<T>>(p, stream)) return error;
+  if (Error error = launch_blocks<KeyStatsSimt<T>>(p, stream)) return error;
   return p.chunks == 1 ? nullptr : launch_flat(add_received<T>, p.batch * p.heads * p.keys);
 }
 

@@ -1,6 +1,6 @@
-// Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds, in one pass
-// over the keys a block of 64 rows, per 64 or 128 columns: the formulas of cpu/kernels/tangent.inl, whose
-// names are used here.
+// Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds: the formulas
+// of cpu/kernels/tangent.inl, whose names are used here. A block owns 64 rows and up to 128 columns of the output (64
+// in float64), as many as registers hold sums for, and passes over the keys once.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
@@ -16,13 +16,11 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
   using Base::task;
   using typename Base::Scores, typename Base::Sums;
 
-  struct Statistics {
-    T logsumexp, logsumexp_low;  // +inf for a row that attends to no key
-    T shift, shifted_sum;        // r, c - r
+  struct Statistics : SavedRow<T> {
+    T shift, shifted_sum;  // r, c - r
     bool has_shift;
   };
   struct Shared : Base::Shared {
-    TangentBases tangent_base;
     Statistics row[kSimtTile];
   };
 
@@ -32,34 +30,23 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
 
   __device__ TangentSimt(const TangentParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
-  __device__ __forceinline__ int64_t number_of(int row) const {
-    return row_number(p, task.n, shared.rows.head[row], shared.rows.position[row]);
-  }
-
   ATTN_INLINE static constexpr int64_t blocks(const TangentParams& p) {
-    return p.tasks() * larger(1, divide_up(p.value_dim, kCols));
+    return blocks_of_rows(p, kSimtTile) * larger(1, divide_up(p.value_dim, kCols));
   }
   __device__ void run(int64_t number) {
-    first_col = number / p.tasks() * kCols;
-    this->set_task(number % p.tasks());
-    if (threadIdx.x == 0) shared.tangent_base.set(p, task);
-    for (int i = threadIdx.x; i < kSimtTile; i += kSimtThreads) {  // the rows that this thread has set
-      const T* pair = static_cast<const T*>(p.logsumexp) + 2 * number_of(i);
-      const bool empty = pair[0] == -infinity<T>();
-      shared.row[i] = {empty ? infinity<T>() : pair[0], empty ? 0 : pair[1], 0, 0, false};
-    }
+    const int64_t row_blocks = blocks_of_rows(p, kSimtTile);
+    first_col = number / row_blocks * kCols;
+    this->set_task(number % row_blocks,
+                   [&](int i, int64_t row) { shared.row[i] = {SavedRow<T>::read(p.logsumexp, row), 0, 0, false}; });
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
       if (!this->shows_some(key)) continue;
-      Scores x = {};
+      Scores x;
       this->scores(x, key);
-      this->each(x, [&](T& score, int row, int, int) {
-        const Statistics& s = shared.row[row];
-        score = score == -infinity<T>() ? 0 : exp((score - s.logsumexp) - s.logsumexp_low);
-      });
+      this->each(x, [&](T& score, int row, int, int) { score = shared.row[row].weight(score); });
       this->store_weights(x);
-      Scores tangent = {};
-      this->tangent_scores(tangent, shared.tangent_base, key);
+      Scores tangent;
+      this->tangent_scores(tangent, key);
       differentiate_weights(tangent);
       const uint32_t kept = this->kept(key);
       const auto drop = [&](T& weight, int, int, int bit) {
@@ -67,12 +54,12 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       };
       if (p.t.value.data) {
         if (p.has_dropout) this->each(x, [&](T&, int row, int k, int bit) { drop(this->weight(row, k), row, k, bit); });
-        this->template add_to<AsItIs>(sum, p.t.value, shared.tangent_base.value, key, p.value_dim, first_col);
+        this->template add_to<Factor::as_it_is>(sum, p.t.value, shared.tangent_base.value, key, p.value_dim, first_col);
         __syncthreads();  // the weights have been read
       }
       if (p.has_dropout) this->each(tangent, drop);
       this->store_weights(tangent);
-      this->template add_to<AsItIs>(sum, p.value, shared.value_base, key, p.value_dim, first_col);
+      this->template add_to<Factor::as_it_is>(sum, p.value, shared.base.value, key, p.value_dim, first_col);
     }
     write();
   }
@@ -133,23 +120,19 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
         T exact = sum[i][j] - shifted_sum * read<T>(p.output, at(p.output, output_base, d));
         if (p.residual.data)
           exact -= shifted_sum * static_cast<const float*>(p.residual.data)[at(p.residual, residual_base, d)];
-        const T stored =
-            store_rounded(p.tangent_output.data, p.tangent_output.dtype, at(p.tangent_output, to_base, d), exact);
-        if (p.tangent_residual.data)
-          static_cast<float*>(p.tangent_residual.data)[at(p.tangent_residual, rest_base, d)] = exact - stored;
+        store_exactly(p.tangent_output, at(p.tangent_output, to_base, d), p.tangent_residual,
+                      at(p.tangent_residual, rest_base, d), exact);
       }
-      if (thread.x == 0 && first_col == 0) {
-        T* pair = static_cast<T*>(p.tangent_logsumexp) + 2 * number_of(row);
-        pair[0] = shared.row[row].shift;
-        pair[1] = shifted_sum;
-      }
+      if (thread.x == 0 && first_col == 0)
+        static_cast<Pair<T>*>(p.tangent_logsumexp)[shared.rows.number(p, task.n, row)] = {shared.row[row].shift,
+                                                                                          shifted_sum};
     }
   }
 };
 
 template <class T>
 Error launch_tangent_simt(const TangentParams& p, Stream stream) {
-  return with_cols<T>(p.value_dim, [&]<int kCols>() { return launch_simt<TangentSimt<T, kCols>>(p, stream); });
+  return with_cols<T>(p.value_dim, [&]<int kCols>() { return launch_blocks<TangentSimt<T, kCols>>(p, stream); });
 }
 
 }  // namespace attn::cuda

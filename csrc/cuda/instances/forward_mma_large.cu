@@ -2,6 +2,8 @@
 
 namespace attn::cuda {
 
+template Error launch_forward_mma<BFloat16, 128>(const ForwardParams&, Stream);
+template Error launch_forward_mma<Half, 128>(const ForwardParams&, Stream);
 template Error launch_forward_mma<BFloat16, 256>(const ForwardParams&, Stream);
 template Error launch_forward_mma<Half, 256>(const ForwardParams&, Stream);
 

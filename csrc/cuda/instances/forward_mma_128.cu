@@ -1,8 +1,0 @@
-#include "cuda/mma/forward.cuh"
-
-namespace attn::cuda {
-
-template Error launch_forward_mma<BFloat16, 128>(const ForwardParams&, Stream);
-template Error launch_forward_mma<Half, 128>(const ForwardParams&, Stream);
-
-}  // namespace attn::cuda
