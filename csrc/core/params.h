@@ -98,7 +98,7 @@ struct Problem {
 struct RowParams : Problem {
   int64_t rows_per_task = 0;
   int64_t splits = 1;
-  int64_t keys_per_split = 0;
+  int64_t keys_per_split = int64_t{1} << 62;  // all
 
   ATTN_INLINE constexpr int64_t tasks() const { return batch * groups() * row_tasks() * splits; }
   ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }

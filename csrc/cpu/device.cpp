@@ -156,7 +156,6 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 
 void run_tangent(TangentParams& p, const Tensor& query) {
   p.rows_per_task = kRowTile;
-  p.keys_per_split = p.keys;
   const Tensor mask_tiles = look_at_mask(p, query);
   const TangentKernels& k = kernels_for<&Kernels::tangent>(p);
   run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), k.on_thread,
