@@ -23,14 +23,14 @@ pytestmark = [
 
 # Tests of other files, with the numbers of them that there are at least.
 TESTS = {
-    "tests/test_forward.py": 100,
-    "tests/test_backward.py": 295,
-    "tests/test_nan.py": 180,
+    "tests/test_forward.py": 38,
+    "tests/test_backward.py": 36,
+    "tests/test_nan.py": 45,
     "tests/test_hidden_tiles.py": 20,
-    "tests/test_dropout.py": 62,
-    "tests/test_precision.py": 11,
+    "tests/test_dropout.py": 15,
+    "tests/test_precision.py": 6,
     "tests/test_properties.py": 2,
-    "tests/test_stats.py": 230,
+    "tests/test_stats.py": 34,
 }
 
 
@@ -41,7 +41,8 @@ def library() -> Path:
 
 @pytest.mark.parametrize("file", TESTS)
 def test_kernels(library: Path, file: str) -> None:
-    run_tests(file, "-k", "[amx", at_least=TESTS[file], ATTN_LIBRARY=str(library))
+    quick = ["--tiers", "quick", "-k", "[amx"]  # fuzzing covers the product of shapes and options
+    run_tests(file, *quick, at_least=TESTS[file], ATTN_LIBRARY=str(library))
 
 
 # Prints how often a call ran each instruction of tiles, which their stand-in counts.
@@ -114,4 +115,4 @@ def test_short_float32_goes_to_no_tiles(library: Path) -> None:
 
 
 def test_random_problems() -> None:
-    run_fuzz("amx", 150)
+    run_fuzz("amx", 400)

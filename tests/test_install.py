@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """What the command printed on standard output."""
-    environment = {**os.environ, "ATTN_OPTIMIZE": "-O1"}  # of what it compiles: see setup.py
+    environment = {**os.environ, "ATTN_OPTIMIZE": "-O0"}  # of what it compiles: see setup.py
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -37,10 +37,9 @@ bool has_avx2() {
          (ecx & bit_F16C);
 }
 #ifdef ATTN_STAND_IN
-// Software, on vectors that AVX2 holds in halves.
-bool has_avx512() { return has_avx2(); }
-bool has_avx512_bf16() { return has_avx2(); }
-bool has_amx() { return has_avx2(); }
+bool has_avx512() { return false; }
+bool has_avx512_bf16() { return false; }
+bool has_amx() { return has_avx2(); }  // software, on vectors that AVX2 holds in halves
 #else
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
