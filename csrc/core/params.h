@@ -18,6 +18,10 @@ enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 // Batch dimensions left after neighbours with compatible strides were merged.
 constexpr int kMaxBatchDims = 16;
 
+// The rows of a tile of scores, and its keys, on every device (as a static_assert of each says), and those of a mask's
+// gradient that one task owns. 64, so that a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
+constexpr int64_t kScoreTile = 64;
+
 // What a mask does to a tile of scores.
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
@@ -61,7 +65,7 @@ struct Problem {
   Operand key;
   Operand value;
   Operand mask;
-  // Per tile of the mask, of kMaskTaskRows queries and kMaskTaskKeys keys, a byte kSomeVisible | kSomeChanged, so that
+  // Per tile of the mask, of kScoreTile queries and keys, a byte kSomeVisible | kSomeChanged, so that
   // heads sharing a mask read it once: [*batch, head, tile of queries, tile of keys]. Null data if not computed.
   Operand mask_tiles;
 
@@ -207,10 +211,5 @@ struct StatsParams : RowParams {
   ATTN_INLINE constexpr int64_t key_tasks() const { return batch * heads * key_tasks_of_head() * chunks; }
   ATTN_INLINE constexpr int64_t key_tasks_of_head() const { return (keys + keys_per_task - 1) / keys_per_task; }
 };
-
-// The rows and keys of the mask's gradient that one task owns: one tile of scores on every device, as a static_assert
-// of each says. 64, so that a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
-constexpr int64_t kMaskTaskRows = 64;
-constexpr int64_t kMaskTaskKeys = 64;
 
 }  // namespace attn

@@ -12,7 +12,7 @@ static_assert(sizeof(SecondParams) <= 4096, "CUDA passes at most 4 KiB to a kern
 constexpr int64_t kKeysPerTile = 64;
 // The rows and the keys of a tile of the kernels without tensor cores (SIMT). One of them computes a mask's gradient.
 constexpr int kSimtTile = 64;
-static_assert(kSimtTile == kMaskTaskRows && kSimtTile == kMaskTaskKeys && kSimtTile == kKeysPerTile);
+static_assert(kSimtTile == kScoreTile && kSimtTile == kKeysPerTile);
 
 // Head sizes up to this one run on tensor cores, padded to 64, 128 or 256.
 constexpr int64_t kMmaMaxDim = 256;

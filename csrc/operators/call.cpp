@@ -20,8 +20,8 @@ void plan_mask(BackwardParams& p) {
   const bool one_row = p.grad_mask.row == 0;
   p.mask_is_shared = shared > 1 || (one_row && p.queries > 1);
   p.mask_slices = p.batch * p.heads / shared;
-  p.mask_row_tasks = one_row ? 1 : divide_up(p.queries, kMaskTaskRows);
-  p.mask_key_tasks = divide_up(p.keys, kMaskTaskKeys);
+  p.mask_row_tasks = one_row ? 1 : divide_up(p.queries, kScoreTile);
+  p.mask_key_tasks = divide_up(p.keys, kScoreTile);
 }
 
 // The results of the backward and the second-order operator, uninitialised.

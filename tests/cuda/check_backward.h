@@ -146,8 +146,8 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.grad_value = grad_value.operand(DType::f32);
   if (c.mask) p.grad_mask = grad_mask.operand(DType::f32);
   p.mask_slices = kHeads;
-  p.mask_row_tasks = divide_up(queries, kMaskTaskRows);
-  p.mask_key_tasks = divide_up(keys, kMaskTaskKeys);
+  p.mask_row_tasks = divide_up(queries, kScoreTile);
+  p.mask_key_tasks = divide_up(keys, kScoreTile);
   p.logsumexp = logsumexp.data();
   p.delta = delta.data();
   Dropout dropout;
