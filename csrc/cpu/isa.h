@@ -31,8 +31,8 @@
 
 namespace attn {
 
-// A tile of scores. Keys are its rows and queries its columns, the lanes of vectors. In float32 it takes 16 KiB, half of
-// the smallest first cache, and leaves room there for the rows that a product reads.
+// A tile of scores. Keys are its rows and queries its columns, the lanes of vectors. In float32 it takes 16 KiB, half
+// of the smallest first cache, and leaves room there for the rows that a product reads.
 constexpr int64_t kRowTile = kScoreTile;
 constexpr int64_t kKeyTile = kScoreTile;
 

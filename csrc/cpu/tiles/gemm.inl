@@ -1,5 +1,5 @@
-// C[M x N] = A[M x K] B[K x N], or C += A B: the one matrix product of all kernels, on tiles in the cache. What they call
-// is multiply() and multiply_transposed(), below.
+// C[M x N] = A[M x K] B[K x N], or C += A B: the one matrix product of all kernels, on tiles in the cache. They call
+// multiply() and multiply_transposed(), below.
 //
 // B and C are row-major with N a multiple of the vector length: a vector holds neighbouring columns. Elements of A are
 // broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] when `kTransposed`.

@@ -17,7 +17,7 @@ class Arena {
     used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     return reinterpret_cast<T*>(piece);
   }
-  // Calls f(object) for `count` objects that were taken, or that would have been: it takes what their pointers point to.
+  // Calls f(object) for `count` objects that were taken, or would have been: it takes what their pointers point to.
   template <class T, class Function>
   void take_for_each(T* objects, int64_t count, Function f) {
     T measured;
