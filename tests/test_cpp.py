@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_attn
-from _cmake import PREFIX_PATH, build, configure, run, succeed
+from _cmake import PREFIX_PATH, build, build_example, configure, run, succeed
 from _variants import BUILD, ROOT, newest_clang
 
 PAGE = ROOT / "docs" / "cpp.md"
@@ -47,8 +47,14 @@ def test_gradcheck_checks_both_orders(built: Path) -> None:
         assert re.fullmatch(r"ok  .*first order \d.*e-\d\d   second order \d.*e-\d\d", line)
 
 
-def test_train_learns(built: Path) -> None:
-    output = succeed(built / "examples" / "train", ROOT / "README.md", "40")
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_example("train", tmp_path_factory.mktemp("train"))
+
+
+@pytest.mark.slow  # compiles a program
+def test_train_learns(train: Path) -> None:
+    output = succeed(train, ROOT / "README.md", "40")
     steps = re.findall(r"step +(\d+) of 40   loss ([\d.]+)   [\d.]+ steps a second", output)
     assert [int(step) for step, _ in steps] == [1, 20, 40]
     characters = len(set((ROOT / "README.md").read_bytes()))
@@ -84,7 +90,8 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(self.blocks(x))).mT, windows[:, 1:])
 
 
-def test_train_has_the_gradients_of_python(built: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_train_has_the_gradients_of_python(train: Path, tmp_path: Path) -> None:
     text = torch.tensor(list((ROOT / "README.md").read_bytes()))
     vocabulary, tokens = text.unique(return_inverse=True)
     model = Model(len(vocabulary)).double()
@@ -93,7 +100,7 @@ def test_train_has_the_gradients_of_python(built: Path, tmp_path: Path) -> None:
 
     state, gradients = tmp_path / "state.pt", tmp_path / "gradients.pt"
     torch.save(dict(model.state_dict()), state)
-    succeed(built / "examples" / "train", ROOT / "README.md", state, gradients)
+    succeed(train, ROOT / "README.md", state, gradients)
     torch.testing.assert_close(dict(torch.load(gradients)), expected, rtol=1e-10, atol=1e-12)
 
 

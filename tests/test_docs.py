@@ -67,7 +67,13 @@ for block in sys.argv[1:]:
 PAGES = [p for p in sorted(README.parent.glob("docs/*.md")) if p != DERIVATIVES and examples(p)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+# The page that compiles FlexAttention takes as long as all others.
+SLOW = {"coming-from": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=SLOW.get(p.stem, ()), id=p.stem) for p in PAGES]
+)
 def test_page(page: Path) -> None:
     """Those with torchvision run where it is: in test_replace_libraries.py."""
     blocks = [block for block in examples(page) if "torchvision" not in block]

@@ -58,7 +58,7 @@ def foreign_symbols(target: Path, namespace: str) -> list[str]:
     return [name for name in weak if f"attn::{namespace}::" not in name and name not in NOT_CODE]
 
 
-@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("optimized", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_but_kernels(name: str, optimized: bool, tmp_path: Path) -> None:
     target = of_the_library(name) if optimized else compiled(SOURCES[name], tmp_path)
