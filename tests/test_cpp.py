@@ -21,7 +21,7 @@ HEADERS = {"sdpa.h", "multihead_attention.h"}
 TORCH_RELEASE = ".".join(torch.__version__.split(".")[:2])
 
 
-# Fast: the unit tests, the examples and the page, by one compiler, against the Python package.
+# The unit tests and the examples, against the Python package. What compiles a program is slow.
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def built() -> Path:
     return directory
 
 
+@pytest.mark.slow  # compiles programs
 def test_unit_tests_and_gradcheck(built: Path) -> None:
     output = succeed("ctest", "--test-dir", built, "--output-on-failure")
     assert re.search(r"gradcheck \.+ +Passed", output), output
@@ -40,6 +41,7 @@ def test_unit_tests_and_gradcheck(built: Path) -> None:
     assert re.search(r"unit \.+ +Passed", output), output
 
 
+@pytest.mark.slow  # compiles programs
 def test_gradcheck_checks_both_orders(built: Path) -> None:
     lines = succeed(built / "examples" / "gradcheck").splitlines()
     assert len(lines) == 6
@@ -188,7 +190,7 @@ def test_only_our_headers_are_included() -> None:
     assert files_below(include) == {f"attn/{name}" for name in HEADERS}
 
 
-# Slow: by each compiler, also against what CMake has installed.
+# By each compiler, also against what CMake has installed.
 
 
 @pytest.fixture(scope="module")

@@ -390,6 +390,7 @@ def test_many_labels_take_no_long_time() -> None:
     assert times[800] < 24 * times[100], times
 
 
+@pytest.mark.slow  # imports scikit-learn
 def test_tsne_draws_vectors_that_are_all_alike() -> None:
     # In a process of its own: what went wrong here ended it.
     script = """if True:
@@ -452,6 +453,7 @@ def test_given_axes_are_drawn_on() -> None:
         assert ax.has_data()
 
 
+@pytest.mark.slow  # draws everything
 def test_no_setting_of_matplotlib_is_changed() -> None:
     before = dict(mpl.rcParams)
     every_kind(4)
