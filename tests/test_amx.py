@@ -29,7 +29,6 @@ TESTS = {
     "tests/test_hidden_tiles.py": 20,
     "tests/test_dropout.py": 15,
     "tests/test_precision.py": 6,
-    "tests/test_properties.py": 2,
     "tests/test_stats.py": 34,
 }
 

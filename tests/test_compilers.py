@@ -22,7 +22,6 @@ TESTS = {
     "tests/test_nan.py::test_many_keys": 4,
     "tests/test_precision.py": 5,
     "tests/test_determinism.py::test_repeats_and_threads": 52,
-    "tests/test_dispatch.py": 10,
 }
 
 
