@@ -56,7 +56,8 @@ def test_program(name: str, tmp_path: Path) -> None:
     assert compile_and_run(name, ROOT / "csrc", tmp_path, (0, 1, 2)) == "right\n"
 
 
-# A line of a kernel, and what to put there instead: each must be found.
+# A line of a kernel, and what to put there instead: each must be found. All that depends on the
+# order of threads, and of wrong numbers one of a kind: `make mutants` draws others from all lines.
 MUTATIONS = {
     "K is read before it has arrived": (
         "cuda/mma/forward.cuh",
@@ -73,20 +74,10 @@ MUTATIONS = {
         "if (pair_shows_some(k)) return true;",
         "return true;",
     ),
-    "only the first rows of a mask are looked at": (
-        "cuda/mma/mask_tile.cuh",
-        "if (pair_shows_some(k)) return true;",
-        "return pair_shows_some(k);",
-    ),
     "one thread says what the mask hides": (
         "cuda/mma/forward.cuh",
         "__syncthreads_or(keys <= 0 || shows_some<M>(mask))",
         "__syncthreads_or(keys <= 0 || (threadIdx.x == 0 && shows_some<M>(mask)))",
-    ),
-    "the mask of the next tile is added": (
-        "cuda/mma/forward.cuh",
-        "read_mask<M>(mask, key + kKeys,",
-        "read_mask<M>(mask, key + 2 * kKeys,",
     ),
     "the mask is read before it has arrived": (
         "cuda/mma/forward.cuh",
@@ -98,21 +89,6 @@ MUTATIONS = {
         "      __syncwarp();  // the last one has been read\n",
         "",
     ),
-    "the mask of the row before": (
-        "cuda/mma/mask_tile.cuh",
-        "begin[k].row[r] + offset",
-        "begin[k].row[0] + offset",
-    ),
-    "a mask whose rows are not aligned, of the row before": (
-        "cuda/mma/mask_tile.cuh",
-        "kStep + i / 4 % 2, first",
-        "kStep, first",
-    ),
-    "a boolean mask of other keys": (
-        "cuda/mma/mask_tile.cuh",
-        "n / 2 * 16 | half * 64",
-        "n / 2 * 16",
-    ),
     "delta: a half of a row": (
         "cuda/mma/delta.cuh",
         "lanes < kLanes; lanes *= 2",
@@ -121,11 +97,6 @@ MUTATIONS = {
     "delta: rows past the end are written": (
         "cuda/mma/delta.cuh",
         "if (own + k * kRowsAtOnce < rows)",
-        "",
-    ),
-    "delta: without what rounding took from the output": (
-        "cuda/mma/delta.cuh",
-        "    sum[k] += of_rest;\n",
         "",
     ),
     "without tensor cores, tiles that the mask hides are computed": (
@@ -146,27 +117,12 @@ MUTATIONS = {
     "columns of A": ("cuda/mma/mma.cuh", "row + lane % 16, lane / 16, k", "row + lane % 16, 0, k"),
     "columns of B": ("cuda/mma/mma.cuh", "lane / 8 % 2, k", "lane / 16, k"),
     "rows of V": ("cuda/mma/mma.cuh", "address(lane % 16, lane", "address(lane % 8, lane"),
-    "words of results stay with their lanes": (
-        "cuda/mma/mma.cuh",
-        "for (int step = 1; step < 4; step *= 2)",
-        "for (int step = 1; step < 2; step *= 2)",
-    ),
     "a row past the end is written": (
         "cuda/mma/mma.cuh",
         "if (there && col < cols)",
         "if (col < cols)",
     ),
     "columns of C": ("cuda/mma/mma.cuh", "return 8 * n + 2 * place;", "return 8 * n + place;"),
-    "weights of the wrong rows": (
-        "cuda/mma/mma.cuh",
-        "n = 2 * k + i / 2, half = i % 2;",
-        "n = 2 * k + i % 2, half = i / 2;",
-    ),
-    "maximum of two lanes of four": (
-        "cuda/mma/forward.cuh",
-        "lanes < 4; lanes *= 2)\n#pragma unroll\n      for (float& b : best)",
-        "lanes < 2; lanes *= 2)\n#pragma unroll\n      for (float& b : best)",
-    ),
     "sums are not corrected": ("cuda/mma/forward.cuh", "sum = sum * factor[r]", "sum = sum"),
     "tiles are overwritten while read": (
         "cuda/simt/scores.cuh",
@@ -178,20 +134,10 @@ MUTATIONS = {
         "      __syncthreads();\n      add_products(x",
         "      add_products(x",
     ),
-    "the diagonal is seen from one row up": (
-        "core/score.h",
-        "smaller(s.keys, queries.last + s.offset + right)",
-        "smaller(s.keys, queries.last - 1 + s.offset + right)",
-    ),
     "backward: what is known of the next rows is stored while that of these is read": (
         "cuda/mma/backward.cuh",
         "store_row(shared.rows[stage ^ 1], tile.first",
         "store_row(shared.rows[stage], tile.first",
-    ),
-    "backward: statistics of the rows before": (
-        "cuda/mma/backward.cuh",
-        "shared.first_row + number + ",
-        "shared.first_row + ",
     ),
     "backward: rows are read before they have arrived": (
         "cuda/mma/backward.cuh",
@@ -208,11 +154,6 @@ MUTATIONS = {
         "    else\n      __syncthreads();\n    return tile;",
         "    return tile;",
     ),
-    "backward: the mask of other rows": (
-        "cuda/mma/backward.cuh",
-        "return rows.in_mask[i]; }",
-        "return rows.in_mask[i ^ 1]; }",
-    ),
     "backward without tensor cores: a mask is taken for one that hides all": (
         "cuda/simt/scores.cuh",
         "some |= bias != -infinity<T>();",
@@ -228,26 +169,6 @@ MUTATIONS = {
         "n = 2 * k + i / 2, half = i % 2;",
         "n = 2 * k + i % 2, half = i / 2;",
     ),
-    "backward: dropout of the wrong keys": (
-        "cuda/mma/scores.cuh",
-        "        bits >>= thread.group % 4;\n",
-        "",
-    ),
-    "backward: rows that see the first key are skipped": (
-        "cuda/mma/backward.cuh",
-        "(next - at) / kOther * kOther",
-        "(next - at) + kOther",
-    ),
-    "backward: delta of other rows": (
-        "cuda/mma/backward.cuh",
-        "slope -= rows.of_row[i].delta",
-        "slope -= rows.of_row[i ^ 1].delta",
-    ),
-    "backward: delta of other rows, where sums begin with it": (
-        "cuda/mma/backward.cuh",
-        "slope = -rows.of_row[i].delta",
-        "slope = -rows.of_row[i ^ 1].delta",
-    ),
     "backward: values of hidden keys come through": (
         "cuda/mma/backward.cuh",
         "compute_ds(x, dx, rows, kept, hides)",
@@ -262,11 +183,6 @@ MUTATIONS = {
         "cuda/simt/scores.cuh",
         "!any_visible(p, task.sequence",
         "!attn::all_visible(p, task.sequence",
-    ),
-    "backward without tensor cores: dropped weights have no share in the gradient of scores": (
-        "cuda/simt/backward.cuh",
-        "shared.row[row].delta);",
-        "shared.row[row].delta) * factor(kept, bit);",
     ),
 }
 
