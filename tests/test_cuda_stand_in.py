@@ -37,7 +37,8 @@ TESTS = {
 # finds too many leading dimensions in a call of sdpa_with_weights, and names itself.
 LEFT_OUT = {
     "tests/test_validate.py": [
-        *("-k", "not operator and not gradient and not (leading and with_weights)")
+        "-k",
+        "not operator and not gradient and not (leading and with_weights)",
     ],
     "tests/test_stats.py": ["-k", "not long_sequence and not beyond"],
 }
