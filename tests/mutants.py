@@ -56,7 +56,8 @@ LEFT_OUT = re.compile(
 # The likeliest tests, after those with the source's name, and those that run over the stand-in.
 LIKELY = ["validate", "forward", "backward", "derivatives", "nan", "stats", "dropout", "autograd"]
 STAND_IN = [f"tests/test_{name}.py" for name in [*LIKELY[1:7], "hidden_tiles"]]
-NO_OWN_ERRORS = ["-k", "not errors_are_found and not mutation_is_found"]
+# With -O1 two instruction sets may give the same bits, which a test of -O3 takes for one set.
+NO_OWN_ERRORS = ["-k", "not errors_are_found and not mutation_is_found and not rounding_only"]
 # Survivors that change no result: the file and what its line becomes, and why.
 EQUIVALENT: dict[tuple[str, str], str] = {}
 Mutant = collections.namedtuple("Mutant", "file line old new", defaults=["", 0, "", ""])
