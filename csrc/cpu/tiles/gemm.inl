@@ -3,7 +3,7 @@
 //
 // B and C are row-major with N a multiple of the vector length: a vector holds neighbouring columns. Elements of A are
 // broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] when `kTransposed`.
-// The elements of A and B are slots of the format F (operands.inl), and K counts slots; those of C are numbers.
+// The elements of A and B are slots of the format F (formats.inl), and K counts slots; those of C are numbers.
 //
 // Every kDepth slots are summed from zero and then added to C: short chains keep the rounding error of long sums low.
 #pragma once
