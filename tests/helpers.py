@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import math
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -171,7 +170,8 @@ def natural_logsumexp(pair: Tensor, scale: float = 1) -> Tensor:
     The CPU's pair counts in products, which the scale makes scores, unless the mask holds numbers.
     """
     first, second = pair.double().unbind(-1)
-    if (pair.is_cuda and WITH_CUDA) or "ATTN_STAND_IN_SEED" in os.environ:  # the CUDA kernels
+    stand_in = torch.ops.attn._cpu_capability() == "cuda"
+    if stand_in or (pair.is_cuda and WITH_CUDA):  # the CUDA kernels
         return first + second
     return first * scale + second * math.log(2)
 

@@ -131,6 +131,7 @@ def first_failure(log: Path, arguments: list[str], lib: str) -> str:
     hangs = "-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true"
     command = [sys.executable, *f"{pytest} --no-loadscope-reorder {hangs}".split(), *arguments]
     env = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(TREE), "ATTN_LIBRARY": lib}
+    env["ATTN_STAND_IN_SEED"] = "1"  # the order of threads
     process = subprocess.Popen(
         command, cwd=TREE, env=env, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True
     )
