@@ -296,12 +296,3 @@ def test_program_that_names_no_symbol(found_by: tuple[str, str], tmp_path: Path)
     prefix_path, compiler = found_by
     build(source, tmp_path / "build", compiler, flags, prefix_path=prefix_path)
     assert succeed(tmp_path / "build" / "program", tmp_path / "model.pt") == "24\n"
-
-
-@pytest.mark.slow
-def test_unit_tests_by_clang(tmp_path: Path) -> None:
-    clang = newest_clang()
-    if clang is None:
-        pytest.skip("not run: no clang++ on the PATH")
-    build(ROOT / "tests" / "cpp", tmp_path, f"-DCMAKE_CXX_COMPILER={clang}")
-    test_unit_tests_and_gradcheck(tmp_path)

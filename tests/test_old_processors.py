@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
-# The processor, and the instruction set that is to be chosen on it. The newest that qemu knows has
-# no AVX-512, so what it reports of that is never taken for real.
-PROCESSORS = {"Nehalem": "default", "Haswell": "avx2", "max": "avx2"}
+# The processor, and the instruction set that is to be chosen on it; qemu knows none with AVX-512.
+PROCESSORS = {"Nehalem": "default", "Haswell": "avx2"}
 
 pytestmark = pytest.mark.skipif(QEMU is None, reason="no qemu-x86_64 (Debian: qemu-user)")
 
@@ -41,13 +40,12 @@ def test_derivatives_of_every_dtype(processor: str) -> None:
 
 
 @pytest.mark.slow  # in software
-@pytest.mark.parametrize("processor", ["Nehalem", "Haswell"])
-def test_report(processor: str) -> None:
+def test_report() -> None:
     """`python -m torch_attn`, without NumPy, whose own build needs a newer processor."""
     program = (
         "import sys, runpy; sys.modules['numpy'] = None; "
         "runpy.run_module('torch_attn', run_name='__main__')"
     )
-    rows = run_on(processor, "-W", "ignore", "-c", program)
+    rows = run_on("Nehalem", "-W", "ignore", "-c", program)
     (row,) = [line for line in rows.splitlines() if line.startswith("instruction set")]
-    assert row.split()[2] == PROCESSORS[processor]
+    assert row.split()[2] == "default"

@@ -334,18 +334,12 @@ void check(const std::string& name, const Kernels& kernels, Visibility visibilit
 }  // namespace
 }  // namespace attn
 
-#ifdef ATTN_STAND_IN
-const attn::Kernels* attn::kernels_avx512() { return nullptr; }  // AMX falls back to it for float64 alone
-#endif
-
 int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     const attn::Kernels* kernels = name == "default" ? attn::kernels_default() : nullptr;
 #if defined(__aarch64__)
     if (name == "neon") kernels = attn::kernels_neon();
-#elif defined(ATTN_STAND_IN)
-    if (name == "amx") kernels = attn::kernels_amx();
 #endif
     if (!kernels) {
       std::printf("no instruction set %s here\n", name.c_str());
