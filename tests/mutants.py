@@ -26,6 +26,7 @@ WORK = ROOT / "build" / "mutants"
 TREE, BUILD_LOG = WORK / "tree", WORK / "build.log"
 BUILT = TREE, WORK / "cuda"  # the second over the stand-in
 OBJECTS = WORK / "objects", WORK / "cuda_objects"
+ASIDE = TREE / "build" / "aside"  # what a mutant replaces, where git does not see it
 
 SWAPS = [
     *((" + ", " - "), (" += ", " -= "), (" * ", " / "), (" < ", " <= "), (" > ", " >= ")),
@@ -58,7 +59,9 @@ LIKELY = ["validate", "forward", "backward", "derivatives", "nan", "stats", "dro
 STAND_IN = [f"tests/test_{name}.py" for name in [*LIKELY[1:7], "hidden_tiles"]]
 NO_OWN_ERRORS = ["-k", "not errors_are_found and not mutation_is_found and not rounding_only"]
 # Survivors that change no result: the file and what its line becomes, and why.
-EQUIVALENT: dict[tuple[str, str], str] = {}
+EQUIVALENT = {
+    ("csrc/cuda/simt/backward.cuh", "if (!(i == 0)) {"): "the other threads write the same",
+}
 Mutant = collections.namedtuple("Mutant", "file line old new", defaults=["", 0, "", ""])
 
 
@@ -87,12 +90,10 @@ def draw(seed: int) -> list[list[Mutant]]:
 
 def build(cuda: bool) -> bool:
     """Compiles what is missing of the library, or of that over the stand-in; whether it could."""
-    compiler = WORK / "g++"  # of two options the last one holds
-    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@" -O1\n')
-    compiler.chmod(0o755)
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(BUILT[cuda])]
     command += ["--build-temp", str(OBJECTS[cuda])]
-    environment = os.environ | {"CXX": str(compiler), "ATTN_STAND_IN": "cuda" if cuda else ""}
+    stand_in = {"ATTN_STAND_IN": "cuda"} if cuda else {}
+    environment = os.environ | {"ATTN_OPTIMIZE": "-O1"} | stand_in
     with BUILD_LOG.open("w") as log:
         return subprocess.call(command, cwd=TREE, env=environment, stdout=log, stderr=log) == 0
 
@@ -110,7 +111,9 @@ def put_in(mutant: Mutant) -> bool:
         compiled = [Path(block.partition(":")[0]) for block in blocks]
         aside += [o for o in compiled if o.exists() and not LEFT_OUT.search(f"{o}.cpp")]
     for file in aside:
-        file.rename(f"{file}.kept")
+        to = ASIDE / file.relative_to(WORK)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(to)
     path.write_text("\n".join(lines) + "\n")
     if mutant.file.endswith(".py"):
         return subprocess.call([sys.executable, "-m", "py_compile", path]) == 0
@@ -119,8 +122,8 @@ def put_in(mutant: Mutant) -> bool:
 
 
 def restore() -> None:
-    for kept in WORK.rglob("*.kept"):
-        kept.rename(kept.with_suffix(""))
+    for file in [path for path in ASIDE.rglob("*") if path.is_file()]:
+        file.rename(WORK / file.relative_to(ASIDE))
     for directory in TREE.glob("build/*/objects"):  # of variants that tests have built
         shutil.rmtree(directory)
 
@@ -159,7 +162,6 @@ def suites(file: str) -> list[tuple[list[str], str]]:
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--list", action="store_true", help="print the mutants, run none")
 parser.add_argument("--only", default=",".join(map(str, range(41))), help="numbers: 7,12")
 parser.add_argument("--resume", action="store_true", help="leave out what the file has")
 parser.add_argument("--tests", help="options of pytest in place of what `make test` runs")
@@ -171,7 +173,7 @@ if not TREE.exists():
     check_call(["git", "worktree", "add", "-f", "--detach", TREE, head], cwd=ROOT)
 check_call(["git", "checkout", "--quiet", "--detach", head], cwd=TREE)
 drawn = draw(options.seed)
-if not options.list and not (build(False) and build(True)):
+if not (build(False) and build(True)):
     sys.exit(BUILD_LOG.read_text()[-8000:])
 results = json.loads(options.json.read_text()) if options.resume else {}
 options.json.parent.mkdir(exist_ok=True)
@@ -179,12 +181,10 @@ for n in (n for n in options.only.split(",") if n not in results):
     for mutant in drawn[int(n)]:
         print(f"{n} {mutant.file}:{mutant.line}", f"-{mutant.old}", f"+{mutant.new}", sep="\n")
         started = time.monotonic()
-        if options.list or not mutant.file or put_in(mutant):
+        if not mutant.file or put_in(mutant):
             break
         print("  does not compile")
         restore()
-    if options.list:
-        continue
     compiled = time.monotonic()
     given = [(shlex.split(options.tests), "")] if options.tests else suites(mutant.file)
     caught = next(filter(None, (first_failure(WORK / f"{n}.log", *run) for run in given)), "")
