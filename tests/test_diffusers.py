@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import os
 import pickle
 import subprocess
@@ -444,3 +445,11 @@ def test_causal_and_dropout(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
 def test_what_is_refused(qkv: tuple[Tensor, Tensor, Tensor], argument: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"asks for {named}.*choose another backend"):
         attention_forward(*qkv, enable_gqa=True, **{argument: True})
+
+
+def test_arguments_are_those_of_the_native_backend() -> None:
+    def arguments(function: Any) -> list[tuple[str, Any]]:
+        parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+        return [(p.name, p.default) for p in parameters]
+
+    assert arguments(attention_forward) == arguments(dispatch._native_attention)

@@ -32,6 +32,13 @@ def test_expanded(stored: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_heads_in_any_layout(dtype: torch.dtype) -> None:
+    for layout in LAYOUTS.values():
+        inputs = make_inputs(35, 70, 16, 24, heads=(4, 2, 1), dtype=dtype)
+        check(inputs.map(layout), enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("E", [40, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tasks_that_share_keys(is_causal: bool, E: int, dtype: torch.dtype) -> None:

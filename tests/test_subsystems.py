@@ -185,28 +185,24 @@ def test_flops_are_those_of_the_builtin(causal: bool, heads: tuple[int, int, int
     assert counts == {ops._sdpa_forward: forward, ops._sdpa_backward: backward}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "products"),
-    [  # of E and of Ev, for backward, tangent and second order
-        ((True, True, True), ((3, 2), (3, 2), (7, 3))),
-        ((True, False, False), ((2, 1), (2, 1), (3, 1))),
-        ((False, True, False), ((2, 1), (2, 1), (3, 1))),
-        ((False, False, True), ((1, 1), (1, 1), (1, 3))),
-    ],
-)
-def test_flops_of_what_is_asked_for(
-    wanted: tuple[bool, ...], products: tuple[tuple[int, int], ...]
-) -> None:
+def test_flops_of_what_is_asked_for() -> None:
     E, Ev = 16, 24
     x = make_inputs(5, 7, E, Ev)
-    t = Inputs(*(d if w else None for d, w in zip(directions(x), (*wanted, False), strict=True)))
-    counts = flops(over_reverse, torch_attn.sdpa, x, torch.randn(2, 3, 5, Ev), t)
     pair = 2 * (2 * 3) * 5 * 7
     names = (ops._sdpa_backward, ops._sdpa_tangent, ops._sdpa_second)
-    for name, (of_E, of_Ev) in zip(names, products, strict=True):
-        # over_reverse calls the tangent for the output and for the gradient
-        calls = 2 if name is ops._sdpa_tangent else 1
-        assert counts[name] == calls * pair * (of_E * E + of_Ev * Ev), name
+    for wanted, products in {  # of E and of Ev, for each of the names
+        (True, True, True): ((3, 2), (3, 2), (7, 3)),
+        (True, False, False): ((2, 1), (2, 1), (3, 1)),
+        (False, True, False): ((2, 1), (2, 1), (3, 1)),
+        (False, False, True): ((1, 1), (1, 1), (1, 3)),
+    }.items():
+        all_directions = zip(directions(x), (*wanted, False), strict=True)
+        t = Inputs(*(d if w else None for d, w in all_directions))
+        counts = flops(over_reverse, torch_attn.sdpa, x, torch.randn(2, 3, 5, Ev), t)
+        for name, (of_E, of_Ev) in zip(names, products, strict=True):
+            # over_reverse calls the tangent for the output and for the gradient
+            calls = 2 if name is ops._sdpa_tangent else 1
+            assert counts[name] == calls * pair * (of_E * E + of_Ev * Ev), name
 
 
 def test_flops_of_broadcast_inputs() -> None:
