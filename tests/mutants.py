@@ -62,6 +62,7 @@ EQUIVALENT = {  # survivors that change no result, and why
     "if (!(i == 0)) {": "the other threads write the same",
     "if (!(slices == p.batch * p.heads)) return {};  // no two heads share it": "changes the speed",
     "static constexpr bool kRoundsScores = std::is_same_v<F, S>;": "rounds float32 to float32",
+    "for i, (cell, width) in enumerate(zip(row, widths, strict=False))": "rows are equally long",
 }
 Mutant = collections.namedtuple("Mutant", "file line old new", defaults=["", 0, "", ""])
 
@@ -91,8 +92,7 @@ def draw(seed: int) -> list[list[Mutant]]:
 
 def build(cuda: bool) -> bool:
     """Compiles what is missing of the library, or of that over the stand-in; whether it could."""
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(BUILT[cuda])]
-    command += ["--build-temp", str(OBJECTS[cuda])]
+    command = [sys.executable, "setup.py", "build_ext", "-b", BUILT[cuda], "-t", OBJECTS[cuda]]
     environment = os.environ | {"ATTN_OPTIMIZE": "-O1", "ATTN_STAND_IN": "cuda" if cuda else ""}
     with BUILD_LOG.open("w") as log:
         return subprocess.call(command, cwd=TREE, env=environment, stdout=log, stderr=log) == 0
