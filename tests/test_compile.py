@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -301,3 +302,30 @@ def test_sizes_that_a_run_finds_unequal() -> None:
     compiled(query, key, value)
     with pytest.raises((RuntimeError, AssertionError)):
         compiled(query, key[:, :, 1:], value)
+
+
+def test_a_scale_of_one_number_ends_the_graph() -> None:
+    """As with the built-in, whose scale must be a number of the graph too."""
+    query, key, value, _ = make_inputs(5, 7, 8)
+    scale = torch.tensor(0.3)
+    expected = torch_attn.sdpa(query, key, value, scale=0.3)
+    for operator in (torch_attn.sdpa, F.scaled_dot_product_attention):
+
+        def attend(scale: Tensor, operator: Any = operator) -> Tensor:
+            return operator(query, key, value, scale=scale)
+
+        for run in (attend, torch.compile(attend, backend="aot_eager")):
+            torch.testing.assert_close(run(scale), expected)
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            torch.compile(attend, backend="aot_eager", fullgraph=True)(scale)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_autograd_is_refused() -> None:
+    query, key, value, _ = make_inputs(5, 7, 8)
+    output = torch_attn.sdpa(query.requires_grad_(), key, value)
+    message = "attn::sdpa does not support compiled autograd: call backward"
+    compiler = torch.compile(backend="eager")
+    with torch._dynamo.compiled_autograd._enable(compiler), pytest.raises(Exception, match=message):
+        output.sum().backward()

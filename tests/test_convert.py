@@ -371,7 +371,12 @@ def test_result() -> None:
     assert len(model.first._forward_pre_hooks) == 1
     assert type(model.derived) is Derived
     assert type(model.patched) is nn.MultiheadAttention
-    assert convert(model) == torch_attn._convert.Converted((), result.skipped)
+    assert convert(model) == torch_attn.Converted((), result.skipped)
+
+
+def test_nothing_to_convert() -> None:
+    with pytest.warns(UserWarning, match=r"Linear has no torch.nn.MultiheadAttention"):
+        assert convert(nn.Linear(E, E)) == ((), {})
 
 
 def test_root() -> None:

@@ -321,3 +321,19 @@ def test_docstrings() -> None:
     result = doctest.testmod(_inspect, extraglobs=names)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_inputs_as_the_model_is_called() -> None:
+    model, inputs = bert()
+    model.eval()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    expected = torch_attn.inspect(model, {"input_ids": ids, "attention_mask": mask})
+    for given, named in (
+        ((ids, mask), {}),
+        (((ids, mask),), {}),
+        ((ids,), {"attention_mask": mask}),
+        ((), {"input_ids": ids, "attention_mask": mask}),
+    ):
+        inspection = torch_attn.inspect(model, *given, **named)
+        for actual, other in zip(inspection.attentions, expected.attentions, strict=True):
+            assert torch.equal(actual, other)

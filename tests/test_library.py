@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import torch_attn
 from torch_attn import _library
 
 
@@ -94,3 +95,13 @@ def test_empty_environment_variable() -> None:
         return run.stdout, run.stderr
 
     assert outcome({**unset, "ATTN_LIBRARY": ""}) == outcome(unset)
+
+
+def test_dir_is_what_is_public() -> None:
+    """Completion shows it, and each name is there when it is asked for."""
+    public = {"sdpa", "Converted", "inspect", "nn", "plots", "reference", "integrations", "flops"}
+    assert public <= set(dir(torch_attn))
+    assert set(torch_attn.__all__) <= set(dir(torch_attn))
+    assert not [name for name in dir(torch_attn) if not hasattr(torch_attn, name)]
+    program = "import torch_attn; torch_attn.reference.sdpa; torch_attn.integrations.__name__"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -661,6 +661,28 @@ def test_wrong_shapes(case: str, is_causal: bool) -> None:
         module(**arguments, need_weights=False, is_causal=is_causal)
 
 
+def test_a_forgotten_batch_first_is_named() -> None:
+    module, x = ours(), torch.zeros(3, 5, E, dtype=torch.float64)
+    hint = "the module is made with batch_first=True"
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match=rf"key_padding_mask has shape \[3, 5\].*{hint}"):
+        module(x, x, x, padding)
+    with pytest.raises(RuntimeError, match=rf"key has shape .*{hint}"):
+        module(x, x[:, :4], x[:, :4])
+    with pytest.raises(RuntimeError) as error:
+        module(x, x, x, padding.new_zeros(4, 5))
+    assert "batch_first" not in str(error.value)
+
+
+def test_repr() -> None:
+    plain = "MultiheadAttention(\n  embed_dim=8, num_heads=4\n  (out_proj)"
+    assert repr(MultiheadAttention(8, 4)).startswith(plain)
+    every = {"kdim": 6, "vdim": 5, "dropout": 0.1, "bias": False, "batch_first": True}
+    every |= {"num_kv_heads": 2, "add_bias_kv": True, "add_zero_attn": True}
+    said = repr(MultiheadAttention(8, 4, **every))  # type: ignore[arg-type]
+    assert all(f", {name}={value}" in said for name, value in every.items())
+
+
 def test_wrong_dtype() -> None:
     """Unless autocast makes them fit."""
     module = ours()

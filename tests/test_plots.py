@@ -255,8 +255,22 @@ def test_heads_share_one_scale() -> None:
     for ax, head in zip(axes, w, strict=True):
         assert np.array_equal(image(ax).get_array(), head.double())
         assert image(ax).get_clim() == (0, w.max().item())
+    assert not [text for text in texts(figure) if "blank" in text or "last colour" in text]
     assert {f"h{i}" for i in range(5)} <= set(texts(figure))
     assert len(figure.axes) == 6  # and one colour bar
+
+
+def test_heads_of_causal_attention() -> None:
+    """Hidden keys are blank, and the only key of the first query does not stretch the colours."""
+    w = torch.tensor([[[1.0, 0, 0], [0.3, 0.7, 0], [0.2, 0.2, 0.6]]])
+    figure = plots.heads(w)
+    shown = image(figure.axes[0])
+    assert np.array_equal(np.ma.getmaskarray(shown.get_array()), np.triu(np.ones((3, 3)), 1) == 1)
+    assert shown.get_clim() == pytest.approx((0, 0.7))
+    (said,) = [text for text in texts(figure) if "blank" in text]
+    assert "attention weight\nblank: exactly 0\nlast colour: all above, too" in said
+    assert image(plots.heads(w, vmax=1.0).axes[0]).get_clim() == (0, 1)
+    assert image(plots.heads(w[:, :1]).axes[0]).get_clim() == (0, 1)  # of one query that is all
 
 
 def test_embeddings_are_arrows_to_the_vectors() -> None:

@@ -50,6 +50,7 @@ from torch_attn import replace as switch
 from torch_attn import replace_sdpa, replacing_sdpa
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:replacing_sdpa. attn was not called"),
     pytest.mark.usefixtures("switched_off"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
@@ -500,6 +501,16 @@ def test_as_a_decorator() -> None:
     for _ in range(2):
         assert torch.equal(function(*inputs()), torch_attn.sdpa(*inputs()))
         assert is_off()
+
+
+def test_a_block_without_calls_warns() -> None:
+    nothing = r"nothing in the block called F\.scaled"
+    with pytest.warns(UserWarning, match=nothing) as warned, replacing_sdpa():
+        pass
+    assert warned[0].filename == __file__
+    x = torch.empty(2, 3, 4, device="meta")
+    with pytest.warns(UserWarning, match="1 calls were left to the built-in"), replacing_sdpa():
+        builtin(x, x, x)
 
 
 def test_repr() -> None:

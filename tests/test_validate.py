@@ -330,6 +330,22 @@ def test_padding_mask(dims: int, call: str) -> None:
     assert "padding" not in str(error.value)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_what_to_do_is_said(call: str) -> None:
+    arguments = {name: floats(*size) for name, size in SIZES.items()}
+    mask = torch.ones(2, 5, 7, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match=r"\[batch, L, S\] for all heads .* mask\[:, None\]"):
+        CALLS[call](**arguments, attn_mask=mask)
+    CALLS[call](**arguments, attn_mask=mask[:, None])
+    heads_after_lengths = {name: tensor.transpose(1, 2) for name, tensor in arguments.items()}
+    for flag in (False, True):
+        with pytest.raises(RuntimeError, match=r"\[batch, length, heads, head_dim\] .*transpose"):
+            CALLS[call](**heads_after_lengths, enable_gqa=flag)
+    with pytest.raises(RuntimeError) as error:  # here the numbers of heads are wrong
+        CALLS[call](**arguments | {"key": floats(2, 3, 7, 8), "value": floats(2, 3, 7, 6)})
+    assert "transpose" not in str(error.value)
+
+
 @pytest.mark.regression
 @pytest.mark.parametrize("argument", SIZES)
 def test_too_few_dimensions_under_vmap(argument: str) -> None:

@@ -14,16 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
-from torch_attn._convert import convert
+from torch_attn._convert import Converted, convert
 from torch_attn._inspection import Inspection, Layer
 from torch_attn.functional import Stats, sdpa, sdpa_stats, sdpa_with_weights
 from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
 
 if TYPE_CHECKING:
+    from torch_attn import integrations as integrations
     from torch_attn import plots as plots
+    from torch_attn import reference as reference
     from torch_attn._inspect import inspect
 
 __all__ = [
+    "Converted",
     "Inspection",
     "Layer",
     "Replacement",
@@ -42,13 +45,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+_MODULES = ["distributed", "flops", "integrations", "plots", "reference"]
+
+
+def __dir__() -> list[str]:
+    """What is public: docs/promises.md."""
+    return sorted([*__all__, *_MODULES])
+
+
 def __getattr__(name: str) -> Any:
     """What is imported when it is first asked for.
 
     `plots` needs matplotlib, and `inspect` much of torch that ``import torch`` leaves aside.
     """
-    if name == "plots":
-        return importlib.import_module("torch_attn.plots")
+    if name in _MODULES:
+        return importlib.import_module(f"torch_attn.{name}")
     if name == "inspect":
         return importlib.import_module("torch_attn._inspect").inspect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

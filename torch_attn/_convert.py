@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 from torch import nn
@@ -32,9 +33,10 @@ def convert(model: nn.Module) -> Converted:
     such a module. One that appears in several places is listed once. What was converted before is
     not listed again.
 
-    Convert before you compile, script, parametrize or shard a model, and before its state is
-    saved whole (``torch.save(model)``): such a file needs torch_attn to be loaded. A state_dict
-    does not.
+    Convert before you compile, parametrize or shard a model, and before its state is saved whole
+    (``torch.save(model)``): such a file needs torch_attn to be loaded. A state_dict does not. There
+    is no way back: convert a ``copy.deepcopy`` of a model that you also need as it was, such as for
+    TorchScript or ONNX.
 
     Args:
         model: changed in place.
@@ -42,7 +44,7 @@ def convert(model: nn.Module) -> Converted:
     Returns:
         Which modules were swapped, and which were skipped and why: those of classes derived from
         :class:`torch.nn.MultiheadAttention`, of which only their authors know what they do, and
-        those whose ``forward`` was replaced.
+        those whose ``forward`` was replaced. A model in which there is none gives a warning.
 
     Raises:
         TypeError: `model` is no module.
@@ -55,8 +57,16 @@ def convert(model: nn.Module) -> Converted:
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model is a {type(model).__name__}; it must be a torch.nn.Module")
     swapped, skipped = [], {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    if not modules:
+        warnings.warn(
+            f"convert: {type(model).__name__} has no torch.nn.MultiheadAttention; for models that "
+            "call F.scaled_dot_product_attention there is torch_attn.replacing_sdpa(), for those "
+            "of transformers and diffusers torch_attn.integrations",
+            stacklevel=2,
+        )
+    for name, module in modules:
+        if isinstance(module, MultiheadAttention):
             continue
         if type(module) is not nn.MultiheadAttention:
             skipped[name] = f"its class, {type(module).__qualname__}, is derived"

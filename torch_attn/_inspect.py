@@ -31,7 +31,11 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    model: nn.Module, inputs: Any, *, weights: bool = True, saturated_above: float = 0.99
+    model: nn.Module,
+    *inputs: Any,
+    weights: bool = True,
+    saturated_above: float = 0.99,
+    **named_inputs: Any,
 ) -> Inspection:
     """Calls a model once and returns, of every layer and head, how it attended.
 
@@ -49,8 +53,10 @@ def inspect(
 
     Args:
         model: any module.
-        inputs: what it is called with: a mapping is keyword arguments, a tuple or list positional
-            ones, anything else the only one.
+        inputs: what it is called with. One mapping alone is its keyword arguments, one tuple or
+            list alone its positional ones.
+        named_inputs: its keyword arguments. Those that are called as one of the two arguments
+            below are given in a mapping.
         weights: keep the weights, which takes memory O(L S) a head. Without them it is O(L + S),
             beside a number for each element of a mask.
         saturated_above: a query whose largest weight is greater counts as saturated. With the
@@ -91,12 +97,11 @@ def inspect(
     where = _Where(model)
     recorder = _Recorder(where, weights, saturated_above)
     with _turns[0], where.followed(), calling_sdpa(model), _nothing_compiled(), recorder:
-        if isinstance(inputs, Mapping):
-            output = model(**inputs)
-        elif isinstance(inputs, (tuple, list)):
-            output = model(*inputs)
+        only = inputs[0] if len(inputs) == 1 and not named_inputs else None
+        if isinstance(only, Mapping):
+            output = model(**only)
         else:
-            output = model(inputs)
+            output = model(*(only if isinstance(only, (tuple, list)) else inputs), **named_inputs)
     if not recorder.layers:
         raise RuntimeError(_nothing_seen(model, recorder.skipped))
     return Inspection(output, tuple(recorder.layers), recorder.skipped)

@@ -104,7 +104,7 @@ def sdpa(
         (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 120]))
     """
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
-        _refuse_derivatives("attn::sdpa", scale=scale, dropout_p=dropout_p)
+        scale, dropout_p = _numbers("attn::sdpa", scale=scale, dropout_p=dropout_p)
     output: Tensor = torch.ops.attn.sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -142,7 +142,7 @@ def sdpa_with_weights(
         True
     """
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
-        _refuse_derivatives("attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p)
+        scale, dropout_p = _numbers("attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p)
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -239,7 +239,7 @@ def sdpa_stats(
         4000
     """
     if scale is not None and not isinstance(scale, float):
-        _refuse_derivatives(
+        (scale,) = _numbers(
             "attn::sdpa_stats", "pass scale.item(): statistics have no derivatives", scale=scale
         )
     return Stats(
@@ -249,12 +249,16 @@ def sdpa_stats(
     )
 
 
-def _refuse_derivatives(
+def _numbers(
     operator: str,
     instead: str = "to learn it, multiply the query by it and set it to 1",
     **numbers: Any,
-) -> None:
-    """`instead` is what to do with a scale."""
+) -> list[Any]:
+    """Takes the number out of tensors of one, unless a derivative is asked for.
+
+    That ends a graph of :func:`torch.compile`, as it does for the built-in. `instead` is what to do
+    with a scale.
+    """
     for name, number in numbers.items():
         if not isinstance(number, Tensor):
             continue
@@ -265,3 +269,4 @@ def _refuse_derivatives(
                 f"{operator}: {name} is a tensor that wants a derivative and would get none; "
                 f"it must be a number{advice}"
             )
+    return [n.item() if isinstance(n, Tensor) else n for n in numbers.values()]

@@ -303,7 +303,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         length_dim = self._length_dim(query)
         batch = [query.size(1 - length_dim)] if query.dim() == 3 else []
-        _check_shape("key", key, shape(*batch, "S", features=self.kdim))
+        key_shape = shape(*batch, "S", features=self.kdim)
+        _check_shape("key", key, key_shape, hint=self._layout_hint(query, key.shape[:1]))
         L, S = query.size(length_dim), key.size(length_dim)
         _check_shape("value", value, shape(*batch, S, features=self.vdim))
         packed, device = self.in_proj_weight, query.device.type
@@ -323,9 +324,34 @@ class MultiheadAttention(nn.MultiheadAttention):
                     "hides a key) or floating (added to the scores)"
                 )
         if key_padding_mask is not None:
-            _check_shape("key_padding_mask", key_padding_mask, (*batch, S))
+            hint = self._layout_hint(query, key_padding_mask.shape)
+            _check_shape("key_padding_mask", key_padding_mask, (*batch, S), hint=hint)
         if attn_mask is not None:
             _check_shape("attn_mask", attn_mask, (L, S), (math.prod(batch) * self.num_heads, L, S))
+
+    def _layout_hint(self, query: Tensor, batch_comes_first: torch.Size) -> str:
+        """For a shape that fits where the query's first dimension is taken for the batch."""
+        if self.batch_first or query.dim() != 3 or batch_comes_first[:1] != query.shape[:1]:
+            return ""
+        return "; for inputs [B, L, embed_dim] the module is made with batch_first=True"
+
+    def extra_repr(self) -> str:
+        """Sizes, and of the other arguments those that are not the default."""
+        said = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+        others: dict[str, tuple[Any, Any]] = {
+            "num_kv_heads": (self.num_kv_heads, self.num_heads),
+            "kdim": (self.kdim, self.embed_dim),
+            "vdim": (self.vdim, self.embed_dim),
+            "dropout": (self.dropout, 0.0),
+            "bias": (self.in_proj_bias is not None, True),
+            "add_bias_kv": (self.bias_k is not None, False),
+            "add_zero_attn": (self.add_zero_attn, False),
+            "batch_first": (self.batch_first, False),
+        }
+        more = [
+            f", {name}={value}" for name, (value, default) in others.items() if value != default
+        ]
+        return said + "".join(more)
 
 
 def _forward_must_be_called(module: nn.Module, args: Any) -> None:
@@ -359,7 +385,9 @@ def _check_divides(name: str, number: int, divisor_name: str, divisor: int) -> N
         )
 
 
-def _check_shape(name: str, tensor: Tensor, *allowed: tuple[int | str, ...]) -> None:
+def _check_shape(
+    name: str, tensor: Tensor, *allowed: tuple[int | str, ...], hint: str = ""
+) -> None:
     """Of the shapes allowed; a letter in them stands for any size."""
     for shape in allowed:
         if tensor.dim() == len(shape) and all(
@@ -370,4 +398,5 @@ def _check_shape(name: str, tensor: Tensor, *allowed: tuple[int | str, ...]) -> 
     shapes = " or ".join(f"[{', '.join(map(str, shape))}]" for shape in allowed)
     raise RuntimeError(
         f"MultiheadAttention: {name} has shape {list(tensor.shape)}; it must have shape {shapes}"
+        f"{hint}"
     )

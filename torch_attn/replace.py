@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,7 +113,8 @@ def replace_sdpa() -> Replacement:
 def replacing_sdpa() -> Iterator[Replacement]:
     """:func:`replace_sdpa` for the time of a ``with`` block, or of a function that it decorates.
 
-    Not of a generator or a coroutine, whose body runs when the decorated call is over.
+    Not of a generator or a coroutine, whose body runs when the decorated call is over. A block in
+    which attn was not called ends with a warning that says why that may be.
 
     Yields:
         The handle.
@@ -132,6 +134,19 @@ def replacing_sdpa() -> Iterator[Replacement]:
         yield handle
     finally:
         handle.remove()
+    if handle.calls == 0:
+        passed_on = (
+            f"{handle.passed_on} calls were left to the built-in, for the kind of the tensors"
+        )
+        why = (
+            "nothing in the block called F.scaled_dot_product_attention. PyTorch's "
+            "nn.TransformerEncoder and nn.MultiheadAttention do not in evaluation without "
+            "gradients, nor with weights: torch_attn.convert(model) reaches them"
+        )
+        warnings.warn(
+            f"replacing_sdpa: attn was not called: {passed_on if handle.passed_on else why}",
+            stacklevel=3,  # of contextlib
+        )
 
 
 def register_with_torch() -> None:

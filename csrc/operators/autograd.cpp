@@ -128,6 +128,13 @@ struct AttentionNode : torch::autograd::Node {
 
   std::string name() const override { return name_.text; }
 
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(false,
+                                "attn::sdpa does not support compiled autograd: call backward() outside of "
+                                "torch._dynamo.compiled_autograd, or leave torch._dynamo.config.compiled_autograd "
+                                "False; torch.compile differentiates what it compiles without it");
+  }
+
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
     std::apply([](auto&... k) { (k.release(), ...); }, kept);

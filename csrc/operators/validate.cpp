@@ -54,17 +54,29 @@ void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const 
               mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype, ") or float32");
 }
 
+// What to say of numbers of heads that do not fit, where they look like lengths: [B, L, H, E] and [B, S, H, E]. Asked
+// only for an error: a question about sizes becomes a condition of what torch.export makes.
+const char* layout_hint(const Tensor& query, const Tensor& key) {
+  const bool looks_like_it = query.dim() == 4 && key.dim() == 4 &&
+                             TORCH_GUARD_OR_FALSE(extent(query, 2).sym_eq(extent(key, 2))) &&
+                             TORCH_GUARD_OR_FALSE(extent(query, 3).sym_gt(extent(query, 2)));
+  return looks_like_it ? "; tensors [batch, length, heads, head_dim] are given as x.transpose(1, 2)" : "";
+}
+
 // Query heads are shared out evenly: with grouped-query attention consecutive query heads share a key (value) head.
-void check_heads(const char* op, const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa) {
+void check_heads(const char* op, const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa,
+                 const Tensor& query, const Tensor& key) {
   if (!enable_gqa) {
     TORCH_CHECK(is_one(heads) || must_equal(heads, query_heads), op, ": ", name, " has ", heads,
                 " heads but the others have ", query_heads,
-                "; the numbers must be equal or 1, or divide the query's with enable_gqa=True");
+                "; the numbers must be equal or 1, or divide the query's with enable_gqa=True",
+                layout_hint(query, key));
     return;
   }
   if (TORCH_GUARD_OR_FALSE(heads.sym_eq(query_heads))) return;
   TORCH_CHECK(TORCH_GUARD_OR_TRUE(heads.sym_ne(0)) && must_equal(query_heads % heads, 0), op, ": ", name, " has ",
-              heads, " heads but query has ", query_heads, "; with enable_gqa=True the number must divide the query's");
+              heads, " heads but query has ", query_heads, "; with enable_gqa=True the number must divide the query's",
+              layout_hint(query, key));
 }
 
 // Broadcasts dimension `d` (counted from the end) of the three tensors.
@@ -90,13 +102,18 @@ void check_mask(const Tensor& mask, const Shape& shape) {
     fits = is_one(own) || must_equal(own, allowed[allowed.size() - d]);
   }
   if (fits) return;
-  // One row of keys a sample, as tokenizers give it, misses the dimensions between.
-  const bool is_padding =
-      mask.dim() == 2 && shape.dims >= 3 && allowed[0] == extent(mask, 2) && shape.keys == extent(mask, 1);
-  const char* const hint = !is_padding       ? ""
-                           : shape.dims == 3 ? "; a padding mask [batch, S] is given as mask[:, None, :]"
-                           : shape.dims == 4 ? "; a padding mask [batch, S] is given as mask[:, None, None, :]"
-                                             : "; a padding mask [batch, S] needs dimensions of size 1 between the two";
+  // One row of keys a sample, as tokenizers give it, or one matrix, lacks the dimensions between.
+  const bool of_samples = shape.dims >= 3 && mask.sym_sizes()[0] == allowed[0] && extent(mask, 1) == shape.keys;
+  const char* hint = "";
+  if (of_samples && mask.dim() == 2 && shape.dims == 3) {
+    hint = "; a padding mask [batch, S] is given as mask[:, None, :]";
+  } else if (of_samples && mask.dim() == 2 && shape.dims == 4) {
+    hint = "; a padding mask [batch, S] is given as mask[:, None, None, :]";
+  } else if (of_samples && mask.dim() == 2) {
+    hint = "; a padding mask [batch, S] needs dimensions of size 1 between the two";
+  } else if (of_samples && mask.dim() == 3 && shape.dims == 4 && extent(mask, 2) == shape.queries) {
+    hint = "; a mask [batch, L, S] for all heads is given as mask[:, None]";
+  }
   TORCH_CHECK(false, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
               "; it must have at least 2 dimensions and broadcast to the scores' shape [..., L, S] = ",
               c10::SymIntArrayRef(allowed), hint);
@@ -149,8 +166,8 @@ Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options
     if (is_one(shape.heads)) shape.heads = shape.key_heads;
     if (is_one(shape.heads)) shape.heads = shape.value_heads;
   }
-  check_heads(op, "key", shape.key_heads, shape.heads, options.enable_gqa);
-  check_heads(op, "value", shape.value_heads, shape.heads, options.enable_gqa);
+  check_heads(op, "key", shape.key_heads, shape.heads, options.enable_gqa, query, key);
+  check_heads(op, "value", shape.value_heads, shape.heads, options.enable_gqa, query, key);
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(op, query, key, value, d));
   if (attn_mask) check_mask(*attn_mask, shape);
   return shape;

@@ -117,6 +117,8 @@ def heads(
 ) -> Figure:
     """One small heat map a head, all with the same colours.
 
+    Weights of exactly 0, as those of hidden keys are, are left blank.
+
     Args:
         weights: ``[H, L, S]``.
         queries: L tokens; None: the keys' if L = S, else their numbers.
@@ -124,7 +126,8 @@ def heads(
         names: H titles; None: "head 0" and so on.
         columns: heat maps beside each other, at least 1.
         title: over the picture.
-        vmax: the value of the last colour; None: the largest weight. The first is that of 0, or of
+        vmax: the value of the last colour; None: the largest weight of the queries that attend to
+            more than one key, for one key alone has a weight of 1. The first is that of 0, or of
             the least number where that is negative.
 
     Example:
@@ -139,6 +142,13 @@ def heads(
     titles = token_names("heads", "names", names, len(values))
     if names is None:
         titles = [f"head {i}" for i in range(len(values))]
+    blank = np.zeros(values.shape, bool)
+    if _kind(values) == "attention weight":
+        blank = values == 0
+        several = values[(values != 0).sum(-1) > 1]
+        several = several[several > 0]
+        if vmax is None and several.size:
+            vmax = float(several.max())
     norm, colormap = _scale("heads", values, "auto", vmax, None)
 
     columns = min(columns, len(values))
@@ -156,14 +166,17 @@ def heads(
     for i, (head, name) in enumerate(zip(values, titles, strict=True)):
         ax = figure.add_subplot(grid[i // columns, i % columns])
         axes.append(ax)
-        _draw(ax, head, norm, colormap, equal=False)
+        _draw(ax, np.ma.masked_where(blank[i], head), norm, colormap, equal=False)
         _ticks(ax, rows, cols, cells)
         ax.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(values))
         ax.set_title(name, fontsize=font(), pad=3, loc="left")
         if i + columns >= len(values):
             ax.set_xlabel("key", fontsize=font())
     figure.supylabel("query", fontsize=font())
-    _bar(figure, axes, norm, colormap, "\n".join([_kind(values), *_notes(values)]))
+    notes = [*_notes(values), *(["blank: exactly 0"] if blank.any() else [])]
+    if norm.vmax is not None and (values > norm.vmax).any():
+        notes.append("last colour: all above, too")
+    _bar(figure, axes, norm, colormap, "\n".join([_kind(values), *notes]))
     set_title(figure, None, title)
     return figure
 
