@@ -33,7 +33,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson test test-all test-torch fuzz sanitize mutants bench bench-decode bench-models bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo lesson docs test test-all test-torch fuzz sanitize mutants bench bench-decode bench-models bench-peers check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
@@ -43,6 +43,9 @@ demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table an
 
 lesson: $(INSTALLED) $(LIBRARY) ## what attention computes and why it is scaled, as a page of pictures: out/lesson.html
 	@$(BIN)/python -m examples.lesson
+
+docs: $(INSTALLED) $(LIBRARY) ## the documentation with a reference of the API, as pages: out/docs/docs/index.html
+	@$(BIN)/python -m sphinx -q -W --keep-going -c docs . out/docs
 
 test: $(INSTALLED) $(LIBRARY) ## the tier "quick" of the tests: minutes on two cores
 	@$(PYTEST) --tiers quick tests

@@ -6,11 +6,15 @@ import re
 import subprocess
 import sys
 import types
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import torch_attn
 from torch_attn import _convert, functional, nn, replace
@@ -35,9 +39,7 @@ def test_docstrings(module: types.ModuleType) -> None:
 # What blocks print, by a piece of them. The README says it in a comment.
 PRINTED = {
     "bias.grad.shape": "torch.Size([8, 100, 120])\n",
-    "handle.calls": "1\n",
-    "convert(": "Converted(swapped=('layers.0.self_attn', 'layers.1.self_attn'), skipped={})\n",
-    "transformers.calls()": "2\n",
+    "stats.entropy.shape": "torch.Size([2, 8, 100]) torch.Size([2, 8, 100])\n",
 }
 
 
@@ -67,8 +69,8 @@ for block in sys.argv[1:]:
 PAGES = [p for p in sorted(README.parent.glob("docs/*.md")) if p != DERIVATIVES and examples(p)]
 
 
-# The page that compiles FlexAttention takes as long as all others.
-SLOW = {"coming-from": pytest.mark.slow}
+# The pages that compile FlexAttention, and a package, take as long as all others.
+SLOW = {"coming-from": pytest.mark.slow, "deployment": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,93 @@ def test_support_table() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.table() == module.committed()
+
+
+def of_the_builtin(call: Callable[[], Any]) -> str:
+    """What the built-in attention says when it cannot do something: an error, or a warning."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except (RuntimeError, NotImplementedError) as error:
+            return str(error)
+    return str(warned[0].message)
+
+
+def test_messages_of_the_builtin() -> None:
+    """They stand verbatim where people who search for them find what makes them go away."""
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+
+    def squares(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q).square().sum()
+
+    (gradient,) = torch.autograd.grad(squares(x), x, create_graph=True)
+    calls: list[Callable[[], Any]] = [
+        lambda: gradient.sum().backward(),
+        lambda: torch.func.jvp(squares, (x.detach(),), (x.detach(),)),
+        lambda: torch.vmap(squares)(x.detach().expand(3, 1, 2, 4, 8)),
+    ]
+    pages = [README, DERIVATIVES]
+    for call in calls:
+        message = re.split(r"\s(?:Please|\(Triggered)", of_the_builtin(call))[0]
+        assert "_scaled_dot_product_flash_attention_for_cpu" in message
+        for page in pages:
+            assert message in page.read_text()
+        with torch_attn.replacing_sdpa():
+            (gradient,) = torch.autograd.grad(squares(x), x, create_graph=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                call()
+
+
+def test_lengths_of_the_readme() -> None:
+    assert README.read_text().count("\n") <= 220
+
+
+@pytest.mark.slow  # reads all docstrings
+def test_reference(tmp_path: Path) -> None:
+    """What `make docs` makes, without a warning; it has every public name."""
+    command = ["sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", tmp_path]
+    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    page = (tmp_path / "docs" / "reference.html").read_text()
+    names = [
+        f"torch_attn.{name}" for name in torch_attn.__all__ if name not in ("nn", "__version__")
+    ]
+    plots = (name for name in torch_attn.plots.__all__ if name.islower())
+    names += [f"torch_attn.plots.{name}" for name in plots]
+    names += ["torch_attn.nn.MultiheadAttention", "torch_attn.reference.sdpa"]
+    assert [name for name in names if f'id="{name}"' not in page] == []
+
+
+# Runs the examples, with their lines of torch_attn or without; prints what they raise.
+RUN_EXAMPLES = """
+import importlib, sys, torch, torch_attn
+import torch.nn.functional as F
+if sys.argv[1] == "without":
+    torch_attn.replace_sdpa = torch_attn.convert = lambda *_: None
+    torch.backends.mha.set_fastpath_enabled(False)
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(f"examples.python.{name}").main(steps=2)
+    except (RuntimeError, NotImplementedError) as error:
+        print(name, str(error).splitlines()[0], sep=": ")
+"""
+
+
+def test_examples_in_python() -> None:
+    """They run, and without the line that they point to the built-in raises what they quote."""
+
+    def said(how: str, *names: str) -> list[str]:
+        command = [sys.executable, "-c", RUN_EXAMPLES, how, *names]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        return [line for line in run.stdout.splitlines() if not line.startswith("step ")]
+
+    assert said("with", "meanflow", "force_field", "gradient_penalty") == []
+    raised = said("without", "meanflow", "gradient_penalty")
+    assert len(raised) == 2
+    for line in raised:
+        name, _, message = line.partition(": ")
+        text = (ROOT / "examples" / "python" / f"{name}.py").read_text()
+        assert message in " ".join(text.split())

@@ -1,0 +1,43 @@
+"""Sphinx: `make docs` makes out/docs of all pages of the checkout and of the docstrings."""
+
+import torch_attn
+
+project = "torch_attn"
+version = release = torch_attn.__version__
+copyright = "the authors of torch_attn"
+root_doc = "docs/index"
+include_patterns = [
+    "docs/*.md",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "examples/*/README.md",
+]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+myst_enable_extensions = ["attrs_inline"]
+myst_heading_anchors = 3
+default_role = "code"
+nitpicky = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # shapes and dtypes are in the text
+napoleon_custom_sections = [
+    ("Parameters, torch's if ``Hk = H``", "notes"),
+    "Shapes",
+    "Precision",
+    "Derivatives",
+    "Determinism",
+    "NaN",
+    "Memory",
+    "Sources",
+    "Source",
+    "Accuracy",
+]
+
+html_theme = "furo"
+html_title = f"torch_attn {version}"
