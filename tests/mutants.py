@@ -61,6 +61,7 @@ NO_OWN_ERRORS = ["-k", "not errors_are_found and not mutation_is_found and not r
 EQUIVALENT = {  # survivors that change no result, and why
     "if (!(i == 0)) {": "the other threads write the same",
     "if (!(slices == p.batch * p.heads)) return {};  // no two heads share it": "changes the speed",
+    "p.rows_per_pass = std::max(rows, round_up(p.rows(), kRowTile));": "changes the speed",
     "static constexpr bool kRoundsScores = std::is_same_v<F, S>;": "rounds float32 to float32",
     "for i, (cell, width) in enumerate(zip(row, widths, strict=False))": "rows are equally long",
 }
@@ -81,9 +82,8 @@ def mutants_by_line(file: str) -> collections.abc.Iterator[list[Mutant]]:
 
 def draw(seed: int) -> list[list[Mutant]]:
     """Of each number the mutants to try until one compiles."""
-    listed = check_output(["git", "ls-files", "csrc", "torch_attn"], cwd=TREE, text=True)
     pools: tuple[list[list[Mutant]], ...] = ([], [])
-    for file in listed.split():
+    for file in check_output("git ls-files csrc torch_attn".split(), cwd=TREE, text=True).split():
         pools["/cuda/" in file].extend([] if LEFT_OUT.search(file) else mutants_by_line(file))
     chance = random.Random(seed)
     drawn = [[chance.choice(line) for line in chance.sample(p, 400)] for p in pools]

@@ -268,7 +268,7 @@ def test_heads_of_causal_attention() -> None:
     assert np.array_equal(np.ma.getmaskarray(shown.get_array()), np.triu(np.ones((3, 3)), 1) == 1)
     assert shown.get_clim() == pytest.approx((0, 0.7))
     (said,) = [text for text in texts(figure) if "blank" in text]
-    assert "attention weight\nblank: exactly 0\nlast colour: all above, too" in said
+    assert "attention weight\nblank: exactly 0\nlast colour: 0.7 and more" in said
     assert image(plots.heads(w, vmax=1.0).axes[0]).get_clim() == (0, 1)
     assert image(plots.heads(w[:, :1]).axes[0]).get_clim() == (0, 1)  # of one query that is all
 

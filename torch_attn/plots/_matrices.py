@@ -175,7 +175,7 @@ def heads(
     figure.supylabel("query", fontsize=font())
     notes = [*_notes(values), *(["blank: exactly 0"] if blank.any() else [])]
     if norm.vmax is not None and (values > norm.vmax).any():
-        notes.append("last colour: all above, too")
+        notes.append(f"last colour: {norm.vmax:.2g} and more")
     _bar(figure, axes, norm, colormap, "\n".join([_kind(values), *notes]))
     set_title(figure, None, title)
     return figure
