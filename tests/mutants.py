@@ -1,11 +1,10 @@
 """`make mutants`: what the tests are worth. Errors are put into the sources, one at a time.
 
-A mutant is the last commit with one line changed, drawn by a seed from all lines of csrc (a third
-of them in cuda/) and torch_attn that an operator below applies to; not from instructions that this
-processor lacks, what the stand-in for CUDA replaces, and pictures. Until one compiles, others are
-drawn. It runs in build/mutants/tree, compiled with -O1, one of csrc/cuda over the stand-in. Number
-0 must pass. Left out: tests with errors of their own, and one whose bits must differ, as of -O3.
-"""
+A mutant is the last commit with one line changed, drawn by a seed from the lines of csrc (a third
+in cuda/) and torch_attn that an operator below applies to; not from instructions that the machine
+lacks, what the stand-in for CUDA replaces, and pictures. Until one compiles, others are drawn. It
+is compiled with -O1, one of csrc/cuda over the stand-in. Number 0, of none, must pass; tests with
+errors of their own, and one of bits that -O3 alone makes differ, are left out."""
 
 import argparse
 import collections.abc
@@ -83,7 +82,8 @@ def mutants_by_line(file: str) -> collections.abc.Iterator[list[Mutant]]:
 def draw(seed: int) -> list[list[Mutant]]:
     """Of each number the mutants to try until one compiles."""
     pools: tuple[list[list[Mutant]], ...] = ([], [])
-    for file in check_output("git ls-files csrc torch_attn".split(), cwd=TREE, text=True).split():
+    listed = check_output(["git", "ls-files", "csrc", "torch_attn"], cwd=TREE, text=True)
+    for file in listed.split():
         pools["/cuda/" in file].extend([] if LEFT_OUT.search(file) else mutants_by_line(file))
     chance = random.Random(seed)
     drawn = [[chance.choice(line) for line in chance.sample(p, 400)] for p in pools]
