@@ -78,7 +78,8 @@ def test_page_of_a_package_index(sdist: Path) -> None:
         text = page.read().decode()
     assert "text/markdown" in text
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
-    assert "and with `torch_attn/reference.py`, the" in text
+    assert "[the textbook version]" not in text
+    assert "the textbook version (`torch_attn/reference.py`)" in text
     assert "[transformers](https://huggingface.co/docs/transformers)" in text
 
 

@@ -346,6 +346,25 @@ def test_what_to_do_is_said(call: str) -> None:
     assert "transpose" not in str(error.value)
 
 
+def test_a_value_given_to_stats_is_named() -> None:
+    query, key, value = (floats(*size) for size in SIZES.values())
+    with pytest.raises(RuntimeError, match="there is no value: the third argument is attn_mask"):
+        torch_attn.sdpa_stats(query, key, value)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights", "sdpa_stats"])
+def test_what_is_no_tensor_is_named(name: str) -> None:
+    tensors = [floats(*size) for size in SIZES.values()][: 2 if name == "sdpa_stats" else 3]
+    for given, said in (
+        (tensors[1].numpy(), r"numpy\.ndarray"),
+        ([[1.0]], r"builtins\.list"),
+        (None, r"builtins\.NoneType"),
+    ):
+        message = rf"^attn::{name}: key is a {said}; it must be .* torch\.as_tensor\(key\)"
+        with pytest.raises(TypeError, match=message):
+            getattr(torch_attn, name)(tensors[0], given, *tensors[2:])
+
+
 @pytest.mark.regression
 @pytest.mark.parametrize("argument", SIZES)
 def test_too_few_dimensions_under_vmap(argument: str) -> None:

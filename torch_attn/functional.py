@@ -62,8 +62,9 @@ def sdpa(
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, or a dropout outside [0, 1]. The
             message names the argument, what it was and what is allowed. Nothing is read or written.
-        TypeError: `scale` or `dropout_p` is a tensor of which a derivative is asked, for they have
-            none. ``torch.ops.attn.sdpa`` itself cannot see that: PyTorch makes a number of it.
+        TypeError: query, key or value is no tensor; or `scale` or `dropout_p` is one of which a
+            derivative is asked, for they have none. ``torch.ops.attn.sdpa`` itself cannot see that:
+            PyTorch makes a number of it.
         ValueError: `is_causal` beside one of the two causal biases.
 
     Precision: bfloat16 and float16 accumulate in float32, with the softmax in float32; float64 is
@@ -103,6 +104,8 @@ def sdpa(
         >>> output.shape, bias.grad.shape
         (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 120]))
     """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::sdpa", query=query, key=key, value=value)
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
         scale, dropout_p = _numbers("attn::sdpa", scale=scale, dropout_p=dropout_p)
     output: Tensor = torch.ops.attn.sdpa(
@@ -141,6 +144,8 @@ def sdpa_with_weights(
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::sdpa_with_weights", query=query, key=key, value=value)
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
         scale, dropout_p = _numbers("attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p)
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
@@ -209,7 +214,7 @@ def sdpa_stats(
         of -inf, the entropy 0, and gives no weight.
 
     Raises:
-        TypeError: `scale` is a tensor of which a derivative is asked.
+        TypeError: query or key is no tensor, or `scale` is one of which a derivative is asked.
         RuntimeError: shapes, dtypes or devices that do not fit: the message names the argument,
             what it was and what is allowed. And a derivative asked of the results, for they have
             none: of inputs that require a gradient they can be read, and a backward through them,
@@ -238,6 +243,8 @@ def sdpa_stats(
         >>> round(stats.received_weight.sum().item())  # each of 4 x 1000 queries gives away 1
         4000
     """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+        _refuse_others("attn::sdpa_stats", query=query, key=key)
     if scale is not None and not isinstance(scale, float):
         (scale,) = _numbers(
             "attn::sdpa_stats", "pass scale.item(): statistics have no derivatives", scale=scale
@@ -247,6 +254,16 @@ def sdpa_stats(
             query, key, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     )
+
+
+def _refuse_others(operator: str, **tensors: Any) -> None:
+    """But not what stands for a tensor, such as a proxy of :mod:`torch.fx`."""
+    for name, given in tensors.items():
+        if not hasattr(given, "__torch_function__"):
+            raise TypeError(
+                f"{operator}: {name} is a {type(given).__module__}.{type(given).__qualname__}; it "
+                f"must be a torch.Tensor, as torch.as_tensor({name}) makes of numbers"
+            )
 
 
 def _numbers(

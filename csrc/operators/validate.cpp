@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 namespace attn {
 
@@ -113,6 +114,8 @@ void check_mask(const Tensor& mask, const Shape& shape) {
     hint = "; a padding mask [batch, S] needs dimensions of size 1 between the two";
   } else if (of_samples && mask.dim() == 3 && shape.dims == 4 && extent(mask, 2) == shape.queries) {
     hint = "; a mask [batch, L, S] for all heads is given as mask[:, None]";
+  } else if (std::string_view(shape.op) == "attn::sdpa_stats" && extent(mask, 2) == shape.keys) {
+    hint = "; there is no value: the third argument is attn_mask";
   }
   TORCH_CHECK(false, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
               "; it must have at least 2 dimensions and broadcast to the scores' shape [..., L, S] = ",
