@@ -112,18 +112,9 @@ def test_install_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_type_checkers_see_an_editable_install(unpacked: Path, tmp_path: Path) -> None:
     """By the README's command, from another directory."""
-    python = fresh_environment(tmp_path / "environment")
-    run(
-        *PIP,
-        "--python",
-        python,
-        "install",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-        "-e",
-        unpacked,
-    )
+    python = fresh_environment(tmp_path)
+    into = ["--prefix", tmp_path, "--ignore-installed"]
+    run(*PIP, "install", *into, "--no-index", "--no-deps", "--no-build-isolation", "-e", unpacked)
     (tmp_path / "program.py").write_text("import torch_attn\n\nreveal_type(torch_attn.sdpa)\n")
     command = ["-m", "mypy", "--python-executable", python, "program.py"]
     said = run(sys.executable, *command, cwd=tmp_path)
