@@ -52,7 +52,7 @@ test: $(INSTALLED) $(LIBRARY) ## the tier "quick" of the tests: minutes on two c
 
 # ONLY: options of pytest that choose some of the tests, such as ONLY="--tiers rest,slow", those that `make test` leaves out.
 SANITIZE = $(BIN)/python -m tests.sanitize
-test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, and sanitize: forty minutes
+test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, and sanitize: half an hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
 
