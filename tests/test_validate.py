@@ -355,6 +355,8 @@ def test_a_value_given_to_stats_is_named() -> None:
     query, key, value = (floats(*size) for size in SIZES.values())
     with pytest.raises(RuntimeError, match="there is no value: the third argument is attn_mask"):
         torch_attn.sdpa_stats(query, key, value)
+    with pytest.raises(TypeError, match=r"^attn::sdpa_stats: key is a builtins\.list; it must"):
+        torch_attn.sdpa_stats(query, [1.0])  # type: ignore[arg-type]
 
 
 @pytest.mark.regression
