@@ -20,24 +20,10 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 3
 default_role = "code"
-nitpicky = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # shapes and dtypes are in the text
-napoleon_custom_sections = [
-    ("Parameters, torch's if ``Hk = H``", "notes"),
-    "Shapes",
-    "Precision",
-    "Derivatives",
-    "Determinism",
-    "NaN",
-    "Memory",
-    "Sources",
-    "Source",
-    "Accuracy",
-]
 
 html_theme = "furo"
 html_title = f"torch_attn {version}"

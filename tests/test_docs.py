@@ -156,7 +156,6 @@ def test_reference(tmp_path: Path) -> None:
 # Runs the examples, with their lines of torch_attn or without; prints what they raise.
 RUN_EXAMPLES = """
 import importlib, sys, torch, torch_attn
-import torch.nn.functional as F
 if sys.argv[1] == "without":
     torch_attn.replace_sdpa = torch_attn.convert = lambda *_: None
     torch.backends.mha.set_fastpath_enabled(False)
