@@ -56,6 +56,10 @@ CASES = [
     Case("decode GQA 32:8 x 4k D128", 1, 32, 1, 128, keys=4096, kv_heads=8, passes=FORWARD),
     Case("decode MQA 8:1 x 16k D128", 1, 8, 1, 128, keys=16384, kv_heads=1, passes=FORWARD),
     Case("decode 1 head x 64k D128", 1, 1, 1, 128, keys=65536, passes=FORWARD),
+    Case("decode 32:1 x 4k", 1, 32, 1, keys=4096, kv_heads=1, passes=FORWARD),
+    Case("drafts of 8, 32:8 x 4k D128", 1, 32, 8, 128, keys=4096, kv_heads=8, passes=FORWARD),
+    Case("MLA 16:1 x 4k 576/512", 1, 16, 1, 576, 4096, kv_heads=1, value_dim=512, passes=FORWARD),
+    Case("MLA 128:1 x 4k 576/512", 1, 128, 1, 576, 4096, kv_heads=1, value_dim=512, passes=FORWARD),
     Case("dropout 0.1 1x12x1024", 1, 12, 1024, dropout=0.1),
     Case("d_v = 96 1x12x1024", 1, 12, 1024, value_dim=96),
     Case("mask gradient 1x12x1024", 1, 12, 1024, mask="grad", passes=("backward",)),
@@ -102,7 +106,7 @@ def bench_speed(
             "builtin_gflops": case.flops(which) / builtin.median / 1e9,
         }
         row["of_peak"] = row["gflops"] / machine.gflops[name]
-        if case.queries == 1 and case.keys:  # bound by reading key and value
+        if case.rows_of_key_head <= 8 and case.keys:  # bound by reading key and value
             row["gbytes"] = case.bytes_of_keys(dtype) / ours.median / 1e9
             row["of_peak"] = row["gbytes"] / machine.read_gbytes(case.bytes_of_keys(dtype))
         elif counted:

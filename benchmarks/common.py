@@ -59,6 +59,11 @@ class Case:
     passes: tuple[str, ...] = ("forward", "backward")
     dtypes: tuple[str, ...] = ("f32", "bf16", "f16")
 
+    @property
+    def rows_of_key_head(self) -> int:
+        """Queries that share a key."""
+        return self.queries * self.heads // (self.kv_heads or self.heads)
+
     def inputs(
         self, dtype: torch.dtype, device: str = "cpu"
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:

@@ -3,6 +3,9 @@
 Queries (1 to 16) by keys (16 to 4096) by head_dim, eight heads, forward, ours and the built-in
 alternating in one process. A number is the built-in's time divided by ours: at 1 or above no call
 of decoding gets slower by changing the operator. head_dim 20 and 100 are no multiples of a vector.
+
+Then many heads on few key heads, over 4096 keys: GFLOP/s, and how much of the rate of a long
+forward with the same sizes of head that is.
 """
 
 from __future__ import annotations
@@ -49,6 +52,59 @@ def measure(
     return rows
 
 
+GROUPED = ((8, 1, 1), (16, 1, 1), (32, 1, 1), (128, 1, 1), (32, 8, 4), (32, 8, 16))
+GROUPED_DIMS = ((64, 64), (128, 128), (576, 512))
+
+
+def measure_grouped(console: Console, dtypes: list[str], seconds: float) -> list[dict[str, Any]]:
+    """The shapes of GROUPED; heads of 576 and 512 are those of multi-head latent attention."""
+    rows = []
+    jobs = list(itertools.product(dtypes, GROUPED_DIMS))
+    for name, (head_dim, value_dim) in track(jobs, description="grouped", console=console):
+        long = Case("long", 1, 8, 1024, head_dim, keys=2048, value_dim=value_dim)
+        few = [
+            Case("few", 1, heads, queries, head_dim, 4096, kv_heads, value_dim)
+            for heads, kv_heads, queries in GROUPED
+        ]
+        for case in few:
+            functions = [runner(OPERATORS[0], c, DTYPES[name], "forward") for c in (case, long)]
+            times = alternate(functions, seconds)
+            rates = [
+                c.flops("forward") / t.median / 1e9
+                for c, t in zip((case, long), times, strict=True)
+            ]
+            rows.append(
+                {
+                    "dtype": name,
+                    "head_dim": head_dim,
+                    "value_dim": value_dim,
+                    "heads": case.heads,
+                    "kv_heads": case.kv_heads,
+                    "queries": case.queries,
+                    "gflops": rates[0],
+                    "of_long": rates[0] / rates[1],
+                }
+            )
+    return rows
+
+
+def grouped_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Queries that share a key, over 4096 keys: GFLOP/s (of a long forward's)")
+    dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
+    for heading in ("head_dim", "heads : key heads, queries", *dtypes):
+        table.add_column(heading, justify="right")
+    keys = ("head_dim", "value_dim", "heads", "kv_heads", "queries")
+    for shape in dict.fromkeys(tuple(r[k] for k in keys) for r in rows):
+        found = [r for r in rows if tuple(r[k] for k in keys) == shape]
+        head_dim, value_dim, heads, kv_heads, queries = shape
+        table.add_row(
+            f"{head_dim} / {value_dim}",
+            f"{heads} : {kv_heads}, {queries}",
+            *(f"{r['gflops']:.0f} ({r['of_long']:.2f})" for r in found),
+        )
+    return table
+
+
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """One for every dtype and head_dim: queries down, keys across."""
     found = []
@@ -74,6 +130,12 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--head-dim", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--seconds", type=float, default=0.2, help="for one number, default 0.2")
+    parser.add_argument(
+        "--grouped",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also many heads on few key heads",
+    )
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument(
         "--capability",
@@ -91,10 +153,14 @@ def main() -> None:
     rows = measure(console, arguments.dtype, arguments.head_dim, arguments.seconds)
     for table in tables(rows):
         console.print(table)
+    grouped = []
+    if arguments.grouped:
+        grouped = measure_grouped(console, arguments.dtype, arguments.seconds)
+        console.print(grouped_table(grouped))
     slower = sum(r["ratio"] < 1 for r in rows)
     console.print(f"{slower} of {len(rows)} slower than the built-in")
     if arguments.json:
-        write({"machine": about_it, "decode": rows}, arguments.json)
+        write({"machine": about_it, "decode": rows, "grouped": grouped}, arguments.json)
         console.print(f"written: {arguments.json}")
 
 

@@ -23,10 +23,8 @@ pytestmark = [
 ]
 
 # Tests of other files, and those of them that take too long in software.
-TESTS = [
-    f"tests/test_{name}.py"
-    for name in ("forward", "backward", "nan", "hidden_tiles", "dropout", "precision", "stats")
-]
+NAMES = "forward backward nan hidden_tiles dropout precision stats weights"
+TESTS = [f"tests/test_{name}.py" for name in NAMES.split()]
 LEFT_OUT = ["keys_that_no_row_sees", "surroundings_are_not_read"]
 
 

@@ -73,7 +73,7 @@ def test_bench_of_decoding_and_derivatives(tmp_path: Path) -> None:
 @pytest.mark.slow  # a whole run
 def test_bench_of_the_grid_of_decoding(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    arguments = ["--dtype", "bf16", "--head-dim", "20", "--seconds", "0.001"]
+    arguments = ["--dtype", "bf16", "--head-dim", "20", "--seconds", "0.001", "--no-grouped"]
     printed = run("decode.py", *arguments, "--capability", "default", "--json", str(results))
     written = json.loads(results.read_text())
     rows = written["decode"]
@@ -103,6 +103,21 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
             del sys.modules[name]
+
+
+def test_many_heads_on_few_key_heads(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import decode
+
+    monkeypatch.setattr(decode, "GROUPED", ((4, 2, 3),))
+    monkeypatch.setattr(decode, "GROUPED_DIMS", ((8, 4),))
+    rows = decode.measure_grouped(silent(), ["f32", "bf16"], 0.001)
+    assert [(r["dtype"], r["heads"], r["kv_heads"], r["queries"]) for r in rows] == [
+        ("f32", 4, 2, 3),
+        ("bf16", 4, 2, 3),
+    ]
+    assert all(r["gflops"] > 0 and r["of_long"] > 0 for r in rows)
+    share = r"\(\d+\.\d\d\)"
+    assert re.search(f"8 / 4.*4 : 2, 3.*{share}.*{share}", render(decode.grouped_table(rows)))
 
 
 def silent() -> Console:

@@ -38,6 +38,29 @@ def test_grouped_heads_in_any_layout(dtype: torch.dtype) -> None:
         check(inputs.map(layout), enable_gqa=True)
 
 
+@pytest.mark.parametrize("kind", [None, "bool", "-inf"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_single_queries_of_many_heads(dtype: torch.dtype, kind: str | None) -> None:
+    """Rows of neighbouring heads, which lie as far apart as their layout has it."""
+    mask = {} if kind is None else {"mask": (40, 1, 70), "kind": kind}
+    for layout in LAYOUTS.values():
+        inputs = make_inputs(1, 70, 16, 24, heads=(40, 2, 1), dtype=dtype, **mask)
+        check(inputs.map(layout), enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("E", [24, 64])
+def test_few_rows_have_the_bits_of_many(E: int, dtype: torch.dtype) -> None:
+    """Few are multiplied the other way round. On AMX, references move for 32 rows at once."""
+    query, key, value, mask = make_inputs(100, 200, E, E, dtype=dtype, mask=(100, 200), kind="bool")
+    many = torch_attn.sdpa(query, key, value, mask, is_causal=True)
+    few = torch_attn.sdpa(query[..., :11, :], key, value, mask[:11], is_causal=True)
+    if torch.ops.attn._cpu_capability() == "amx" or query.is_cuda:
+        torch.testing.assert_close(few, many[..., :11, :])
+    else:
+        assert torch.equal(few, many[..., :11, :])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("E", [40, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -45,6 +68,14 @@ def test_tasks_that_share_keys(is_causal: bool, E: int, dtype: torch.dtype) -> N
     """Many queries read the same keys and values, which may be packed once for all of them."""
     inputs = make_inputs(300, 150, E, 72, heads=(4, 2, 1), dtype=dtype)
     check(inputs, enable_gqa=True, is_causal=is_causal)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("sizes", [(64, 0), (0, 64)], ids=["no columns of values", "of keys"])
+def test_nothing_to_ask_for_ahead(sizes: tuple[int, int]) -> None:
+    """More keys or values than caches hold are asked for ahead, where there are any."""
+    inputs = make_inputs(9, 20_000, *sizes, batch=(), heads=1)
+    check(inputs)
 
 
 def test_many_dimensions() -> None:

@@ -160,3 +160,18 @@ def test_the_guard_ends_a_process_that_reads_there() -> None:
 
 def read_guarded_memory() -> float:
     return in_guarded_memory(torch.zeros(1, 128, 64), 64).sum().item()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_and_output_in_one_pass(dtype: torch.dtype) -> None:
+    inputs = make_inputs(70, 3 * TILE, dtype=dtype)
+    seen = Inputs(inputs.query, inputs.key[..., :TILE, :], inputs.value[..., :TILE, :])
+    visible = (torch.arange(3 * TILE) < TILE).expand(70, -1)
+    for tensor in (inputs.key, inputs.value):
+        tensor[..., TILE:, :] = NAN
+    output, weights = torch.ops.attn._sdpa_and_weights(*inputs[:3], visible)
+    of_seen = torch.ops.attn._sdpa_and_weights(*seen[:3])
+    assert torch.equal(output, of_seen[0])
+    assert torch.equal(weights[..., :TILE], of_seen[1])
+    assert not weights[..., TILE:].any()

@@ -178,6 +178,11 @@ def test_values_and_gradients(
         "average_attn_weights": average,
     }
     assert_same(call(module, tensors, **options), call(theirs, tensors, **options))
+    with torch.no_grad():  # where nothing learns, weights and output are computed in one pass
+        for actual, expected in zip(
+            module(*tensors, **options), theirs(*tensors, **options), strict=True
+        ):
+            torch.testing.assert_close(actual, expected)
 
 
 def causal(more: int = 0) -> Tensor:

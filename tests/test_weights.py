@@ -261,3 +261,25 @@ def test_a_kernel_serves_on_the_cpu() -> None:
     with torch.autograd.profiler.profile() as profile:
         weights.sum().backward()
     assert [event.name for event in profile.function_events if "softmax" in event.name]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("mean", [False, True], ids=["heads", "mean"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LARGE)
+def test_output_and_weights_in_one_pass(case: str, dtype: torch.dtype, mean: bool) -> None:
+    """What nn.MultiheadAttention calls; with a gradient, the output is that of sdpa."""
+    sizes, options = LARGE[case]
+    inputs = make_inputs(**{"dtype": dtype, **sizes})
+    exact = inputs.map(lambda t: t.double() if t.is_floating_point() else t)
+    expected, exact_weights, _ = reference.sdpa_with_weights(*exact, **options)
+    exact_weights = exact_weights.mean(-3) if mean else exact_weights
+    output, weights = torch.ops.attn._sdpa_and_weights(*inputs, **options, mean=mean)
+    learning = inputs._replace(query=inputs.query.clone().requires_grad_())
+    with_gradient = torch.ops.attn._sdpa_and_weights(*learning, **options, mean=mean)
+    torch.testing.assert_close(weights, exact_weights.to(dtype))
+    assert torch.equal(with_gradient[0], torch_attn.sdpa(*learning, **options))
+    assert torch.equal(with_gradient[1], weights)
+    # The sums of weights that a half type rounds.
+    rounds = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype)
+    torch.testing.assert_close(output, expected.to(dtype), atol=rounds, rtol=rounds)

@@ -355,6 +355,7 @@ def _of_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    mean: bool = False,
 ) -> _Attention:
     return _Attention(query, key, attn_mask, is_causal, scale, enable_gqa)
 
@@ -409,7 +410,8 @@ def _attentions() -> dict[Any, Callable[..., _Attention]]:
         F.multi_head_attention_forward: _of_multi_head_attention,
         F.scaled_dot_product_attention: _of_sdpa,
     }
-    for operator in (torch.ops.attn.sdpa, torch.ops.attn.sdpa_with_weights):
+    ops = torch.ops.attn
+    for operator in (ops.sdpa, ops.sdpa_with_weights, ops._sdpa_and_weights):
         found |= {operator: _of_sdpa, operator.default: _of_sdpa}
     return found
 

@@ -204,13 +204,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             k, v = self._with_more_keys(k, self.bias_k), self._with_more_keys(v, self.bias_v)
             hidden = None if hidden is None else F.pad(hidden, (more, 0))
             q = F.pad(q, (0, 0, more, 0)) if is_causal else q
-        output, weights = self._attend(q, k, v, hidden, need_weights, is_causal)
+        output, weights = self._attend(
+            q, k, v, hidden, need_weights, average_attn_weights, is_causal
+        )
         if more and is_causal:
             output = output[..., more:, :]
             weights = None if weights is None else weights[..., more:, :]
-        if weights is not None:
-            weights = weights.roll(-more, -1) if more else weights
-            weights = weights.mean(-3) if average_attn_weights else weights
+        if weights is not None and more:
+            weights = weights.roll(-more, -1)
         # The operator lays its output out as the query is: no copy here.
         return self.out_proj(output.movedim(-2, length_dim).flatten(-2)), weights
 
@@ -252,6 +253,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         v: Tensor,
         hidden: Tensor | None,
         need_weights: bool,
+        average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
@@ -259,8 +261,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         grouped = self.num_kv_heads != self.num_heads
         if not need_weights:
             return sdpa(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped), None
-        # The operator's weights are those before dropout, torch's are those that were used. With
-        # dropout the values are multiplied here, and the operator gets no columns of them.
+        written_down = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        if not dropout_p and not written_down:
+            output, weights = torch.ops.attn._sdpa_and_weights(
+                q, k, v, mask, 0.0, is_causal, enable_gqa=grouped, mean=average_attn_weights
+            )
+            return output, weights
+        # What is compiled or written down calls public operators. Their weights are those before
+        # dropout, torch's are those that were used. With dropout the values are multiplied here,
+        # and the operator gets no columns of them.
         values = v[..., :0] if dropout_p else v
         output, weights, _ = sdpa_with_weights(
             q, k, values, mask, 0.0, is_causal, enable_gqa=grouped
@@ -268,7 +277,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if dropout_p:
             weights = F.dropout(weights, dropout_p)
             output = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
-        return output, weights
+        return output, weights.mean(-3) if average_attn_weights else weights
 
     def _forward_nested(
         self, x: Tensor, need_weights: bool, average_attn_weights: bool, is_causal: bool

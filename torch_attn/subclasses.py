@@ -147,5 +147,6 @@ def _register_nested() -> None:
             f"for each of {nested}.unbind()"
         )
 
-    for name in ("sdpa", "sdpa_with_weights", "sdpa_stats", "_sdpa_forward"):
+    names = ("sdpa", "sdpa_with_weights", "_sdpa_and_weights", "sdpa_stats", "_sdpa_forward")
+    for name in names:
         torch.library.register_torch_dispatch(f"attn::{name}", NestedTensor, refuse)

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "operators/ops.h"
+
 namespace attn {
 namespace {
 
@@ -127,8 +129,8 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(const Tensor& query, 
   const bool mask_per_head = attn_mask.defined() && attn_mask.dim() == 3 && query.dim() == 3;
   const Tensor hidden =
       merge(mask_per_head ? attn_mask.unflatten(0, {-1, options.num_heads()}) : attn_mask, key_padding_mask);
-  auto [output, weights] = attend(projected[0], projected[1], projected[2], hidden, need_weights, is_causal);
-  if (need_weights && average_attn_weights) weights = weights.mean(-3);
+  const auto [output, weights] =
+      attend(projected[0], projected[1], projected[2], hidden, need_weights, average_attn_weights, is_causal);
   // The operator lays its output out as the query is: no copy here.
   return {out_proj(output.movedim(-2, length_dim).flatten(-2)), weights};
 }
@@ -146,20 +148,23 @@ std::vector<Tensor> MultiheadAttentionImpl::project(const Tensor& query, const T
 
 std::tuple<Tensor, Tensor> MultiheadAttentionImpl::attend(const Tensor& query, const Tensor& key, const Tensor& value,
                                                           const Tensor& hidden, bool need_weights,
-                                                          bool is_causal) const {
+                                                          bool average_attn_weights, bool is_causal) const {
   Options call{.dropout_p = is_training() ? options.dropout() : 0.0, .is_causal = is_causal, .enable_gqa = true};
   if (hidden.defined()) call.attn_mask = hidden.scalar_type() == at::kBool ? hidden.logical_not() : hidden;
   if (!need_weights) return {sdpa(query, key, value, call), Tensor()};
   const double dropout_p = std::exchange(call.dropout_p, 0.0);
   if (dropout_p == 0) {
-    auto [output, weights, scores] = sdpa_with_weights(query, key, value, call);
+    const auto [output, weights] =
+        ModuleOp::call({query, key, value, call.attn_mask}, {dropout_p, call.is_causal, call.scale, call.enable_gqa},
+                       average_attn_weights);
     return {output, weights};
   }
   // The weights of the operator are those before dropout. What is returned must be what was used, so the values are
   // multiplied here, and the operator gets no columns of them.
   const Tensor dropped =
       at::dropout(std::get<1>(sdpa_with_weights(query, key, value.narrow(-1, 0, 0), call)), dropout_p, true);
-  return {dropped.matmul(value.repeat_interleave(query.size(-3) / value.size(-3), -3)), dropped};
+  return {dropped.matmul(value.repeat_interleave(query.size(-3) / value.size(-3), -3)),
+          average_attn_weights ? dropped.mean(-3) : dropped};
 }
 
 void MultiheadAttentionImpl::check(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -89,7 +89,8 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
  private:
   std::vector<at::Tensor> project(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) const;
   std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                            const at::Tensor& hidden, bool need_weights, bool is_causal) const;
+                                            const at::Tensor& hidden, bool need_weights, bool average_attn_weights,
+                                            bool is_causal) const;
   void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
              const at::Tensor& key_padding_mask, const at::Tensor& attn_mask) const;
 

@@ -20,6 +20,22 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
   return offset;
 }
 
+// A contiguous [*batch, heads, L, cols] of the problem's rows.
+ATTN_INLINE constexpr Operand operand_of_rows(const Problem& p, void* data, DType dtype, int64_t cols) {
+  Operand x;
+  x.data = data;
+  x.dtype = dtype;
+  x.col = 1;
+  x.row = cols;
+  x.head = cols * p.queries;
+  int64_t stride = x.head * p.heads;
+  for (int d = p.batch_dims - 1; d >= 0; --d) {
+    x.batch[d] = stride;
+    stride *= p.batch_size[d];
+  }
+  return x;
+}
+
 // The queries and keys of one batch entry, the same for all of its heads.
 struct Sequence {
   int64_t queries;

@@ -135,13 +135,17 @@ struct BackwardParams : Problem {
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;
   int64_t rows_per_pass = 0;
-  // Keys are cut in chunks by the shape alone. Each chunk is one task; with several of them each writes its share of
-  // grad_query to partial_grad_query [chunks, batch, heads, L, E], added in order afterwards.
+  // Keys are cut in chunks by the shape alone. Each chunk is one task of each span. Several of them add their shares of
+  // grad_query in order, to a sum of the type computed in, which may be grad_query itself: each to the rows of a pass
+  // when turns[number of the pass] says that those before it have.
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
-  void* partial_grad_query = nullptr;
+  Operand grad_query_sum;
+  int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null with one chunk
 
-  ATTN_INLINE constexpr int64_t tasks() const { return batch * (heads / span) * chunks; }
+  ATTN_INLINE constexpr int64_t tasks() const { return spans() * chunks; }
+  ATTN_INLINE constexpr int64_t spans() const { return batch * (heads / span); }
+  ATTN_INLINE constexpr int64_t passes() const { return (rows() + rows_per_pass - 1) / rows_per_pass; }
 
   // The gradient of a mask that several scores share is summed in a pass of its own, over tasks that own disjoint
   // parts of it; one that belongs to a single score is written by the main pass.
@@ -185,18 +189,11 @@ struct SecondParams : BackwardParams {
 //
 // Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
 // the sum over its whole row. Results are contiguous, of the type computed in.
-//
-// On the CPU the second pass may write every weight and score instead. Then received_weight is not written, and the
-// per-row results are ignored.
 struct StatsParams : RowParams {
   void* largest_score = nullptr;    // [batch, heads, L]
   void* entropy = nullptr;          // as that
   void* logsumexp = nullptr;        // as that: one number, not a pair
   void* received_weight = nullptr;  // [batch, heads, S]
-
-  // [*batch, heads, L, S]; null data where they are not asked for.
-  Operand weights;
-  Operand scores;
 
   void* partial = nullptr;  // RowStatistics of splits, [splits, batch, heads, L]
   void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
@@ -210,6 +207,19 @@ struct StatsParams : RowParams {
 
   ATTN_INLINE constexpr int64_t key_tasks() const { return batch * heads * key_tasks_of_head() * chunks; }
   ATTN_INLINE constexpr int64_t key_tasks_of_head() const { return (keys + keys_per_task - 1) / keys_per_task; }
+};
+
+// The weights and scores of every row, for the devices that have a kernel of their own for them.
+struct WeightsParams : Problem {
+  Operand weights;  // [*batch, heads, L, S], or of_all_heads [*batch, 1, L, S]: their mean
+  Operand scores;   // [*batch, heads, L, S]; data may be null
+  Operand output;   // [*batch, heads, L, Ev]; data may be null
+  bool of_all_heads = false;
+
+  // A task computes a tile of rows, of one head or of all.
+  ATTN_INLINE constexpr int64_t tasks() const { return batch * head_tasks() * row_tiles(); }
+  ATTN_INLINE constexpr int64_t head_tasks() const { return of_all_heads ? 1 : heads; }
+  ATTN_INLINE constexpr int64_t row_tiles() const { return (queries + kScoreTile - 1) / kScoreTile; }
 };
 
 }  // namespace attn

@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
-constexpr int64_t kEnoughChunks = 16;  // of the backward: each costs a grad_query of its own
+constexpr int64_t kEnoughChunks = 16;  // of the backward: each reads all rows
 constexpr int64_t kLeastPart = 512;    // keys of a split, rows of a chunk
 constexpr int64_t kRowsPerRange = 64;
 
@@ -129,20 +129,22 @@ void run_gradients(Params& p, const Tensor& query) {
   plan(p);
   const Tensor mask_tiles = look_at_mask(p, query);
   const BackwardKernels<Params>& k = kernels_for<kPart>(p);
-  Tensor partial;
+  Tensor turns, sum;
   if (p.chunks > 1 && p.grad_query.data) {
-    partial = at::empty({p.chunks, p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
-    p.partial_grad_query = partial.mutable_data_ptr();
+    turns = at::zeros({p.batch, p.groups(), p.passes()}, query.options().dtype(at::kInt));
+    p.turns = turns.mutable_data_ptr<int32_t>();
+    p.grad_query_sum = p.grad_query;
+    if (p.grad_query.dtype == DType::bf16 || p.grad_query.dtype == DType::f16) {
+      sum = at::empty({p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
+      p.grad_query_sum = operand_of_rows(p, sum.mutable_data_ptr(), dtype_of(sum), p.head_dim);
+    }
   }
   const int64_t workspace = k.workspace(p);
   const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
   if (p.grad_query.data || p.grad_key.data || p.grad_value.data || direct_mask)
-    run_tasks(p.tasks(), 5 * product_flops(p), workspace, k.on_thread,
-              [&](int64_t task, char* own) { k.run(p, task, own); });
-  const int64_t rows = number_of_rows(p);
-  if (p.partial_grad_query)
-    run_ranges(rows, kRowsPerRange, 2.0 * p.chunks * rows * p.head_dim, workspace,
-               [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
+    run_tasks(
+        p.tasks(), 5 * product_flops(p), workspace, k.on_thread, [&](int64_t task, char* own) { k.run(p, task, own); },
+        p.turns ? Take::one : Take::neighbours);
   if (p.mask_is_shared)
     run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, k.on_thread,
               [&](int64_t task, char* own) { k.mask(p, task, own); });
@@ -157,7 +159,7 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 void run_tangent(TangentParams& p, const Tensor& query) {
   p.rows_per_task = kRowTile;
   const Tensor mask_tiles = look_at_mask(p, query);
-  const TangentKernels& k = kernels_for<&Kernels::tangent>(p);
+  const OnePassKernels<TangentParams>& k = kernels_for<&Kernels::tangent>(p);
   run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), k.on_thread,
             [&](int64_t task, char* own) { k.run(p, task, own); });
 }
@@ -184,9 +186,6 @@ void run_stats(StatsParams& p, const Tensor& query) {
             [&](int64_t task, char* own) { k.rows(p, task, own); });
   run_ranges(rows, kRowsPerRange, 64.0 * p.splits * rows, 0,
              [&](int64_t first, int64_t last, char*) { k.finish(p, first, last); });
-  if (p.weights.data)
-    return run_tasks(p.tasks(), product_flops(p), workspace, k.on_thread,
-                     [&](int64_t task, char* own) { k.weights(p, task, own); });
   run_tasks(p.key_tasks(), product_flops(p), workspace, k.on_thread,
             [&](int64_t task, char* own) { k.keys(p, task, own); });
   if (p.chunks > 1)
@@ -194,10 +193,17 @@ void run_stats(StatsParams& p, const Tensor& query) {
                [&](int64_t first, int64_t last, char*) { k.add_chunks(p, first, last); });
 }
 
+void run_weights(WeightsParams& p, const Tensor& query) {
+  const Tensor mask_tiles = look_at_mask(p, query);
+  const OnePassKernels<WeightsParams>& k = kernels_for<&Kernels::weights>(p);
+  run_tasks(p.tasks(), 2 * product_flops(p), k.workspace(p), k.on_thread,
+            [&](int64_t task, char* own) { k.run(p, task, own); });
+}
+
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
-WeightsAndScores weights(const Inputs& inputs, const PlainOptions& options) {
-  return compute_weights(kCpu, inputs, options);
+WeightsAndScores weights(const Inputs& inputs, const PlainOptions& options, const WantedWeights& wanted) {
+  return compute_weights(run_weights, inputs, options, wanted);
 }
 
 }  // namespace

@@ -46,7 +46,8 @@ struct OnThread {
 };
 
 // A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. Tasks are
-// independent: what a task computes depends on its number alone, so any thread may run it at any time.
+// independent, but for those of BackwardKernels: what a task computes depends on its number alone, so any thread may
+// run it at any time.
 // The functions over rows [first, last) go over the flat list [batch, heads, L].
 struct ForwardKernels {
   int64_t (*workspace)(const ForwardParams&);
@@ -59,17 +60,22 @@ struct ForwardKernels {
   OnThread on_thread = {};  // around run()
 };
 
-struct TangentKernels {
-  int64_t (*workspace)(const TangentParams&);
-  void (*run)(const TangentParams&, int64_t task, char* workspace);
+// Waits until tasks of smaller numbers have brought *turn to `number`; then brings it to the next one.
+void wait_for_turn(int32_t* turn, int32_t number);
+void end_turn(int32_t* turn);
+
+template <class Params>  // TangentParams or WeightsParams
+struct OnePassKernels {
+  int64_t (*workspace)(const Params&);
+  void (*run)(const Params&, int64_t task, char* workspace);
   OnThread on_thread = {};
 };
 
+// Chunks of one span of heads wait for each other (BackwardParams::turns): threads take tasks one by one, in order.
 template <class Params>
 struct BackwardKernels {
   int64_t (*workspace)(const Params&);
   void (*run)(const Params&, int64_t task, char* workspace);
-  void (*merge)(const Params&, int64_t first, int64_t last, char* workspace);
   void (*mask)(const Params&, int64_t task, char* workspace);
   OnThread on_thread = {};  // around run() and mask()
 };
@@ -80,8 +86,7 @@ struct StatsKernels {
   void (*finish)(const StatsParams&, int64_t first, int64_t last);      // rows of it: the results, and p.pairs
   void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass
   void (*add_chunks)(const StatsParams&, int64_t first, int64_t last);  // over the flat list [batch, heads, S]
-  void (*weights)(const StatsParams&, int64_t task, char* workspace);   // the second pass that writes p.weights
-  OnThread on_thread = {};                                              // around rows(), keys() and weights()
+  OnThread on_thread = {};                                              // around rows() and keys()
 };
 
 struct Kernels {
@@ -89,10 +94,11 @@ struct Kernels {
   void (*look_at_mask)(const Problem&, int64_t task);  // fills in p.mask_tiles
   // Each returns the kernels for a problem, or null where the set does not support it: then falls_back_to() is asked.
   const ForwardKernels* (*forward)(const ForwardParams&);
-  const TangentKernels* (*tangent)(const TangentParams&);
+  const OnePassKernels<TangentParams>* (*tangent)(const TangentParams&);
   const BackwardKernels<BackwardParams>* (*backward)(const BackwardParams&);
   const BackwardKernels<SecondParams>* (*second)(const SecondParams&);
   const StatsKernels* (*stats)(const StatsParams&);
+  const OnePassKernels<WeightsParams>* (*weights)(const WeightsParams&);
 };
 
 const Kernels* kernels_default();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <thread>
 
 // torch's OpenMP (libgomp) by its own names: GCC compiles `#pragma omp parallel num_threads(threads)` to GOMP_parallel,
 // which calls f(data) on every thread of a team. clang would call LLVM's OpenMP instead, whose threads would wait for
@@ -50,7 +51,7 @@ class Stay {
 }  // namespace
 
 void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
-               const std::function<void(int64_t, char*)>& f) {
+               const std::function<void(int64_t, char*)>& f, Take take) {
   if (tasks <= 0) return;
   const int64_t threads = threads_for(tasks, flops);
   const int64_t stride = (workspace_bytes + 63) / 64 * 64;
@@ -65,10 +66,11 @@ void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on
   auto take_tasks = [&] {
     const Stay stay(on_thread);
     char* const own = workspace + omp_get_thread_num() * stride;
-    // Neighbours lie side by side in memory, often in one page: a thread takes several, fewer towards the end.
+    // Neighbours often lie in one page: a thread takes several, fewer towards the end.
+    const int64_t parts = take == Take::one ? tasks : 4 * threads;
     int64_t first = next.load(std::memory_order_relaxed), last;
     while (first < tasks) {
-      last = first + std::max<int64_t>(1, (tasks - first) / (4 * threads));
+      last = first + std::max<int64_t>(1, (tasks - first) / parts);
       if (!next.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
       for (int64_t task = first; task < last; ++task) f(task, own);
       first = next.load(std::memory_order_relaxed);
@@ -83,5 +85,13 @@ void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace
     f(task * per_task, std::min(count, (task + 1) * per_task), workspace);
   });
 }
+
+void wait_for_turn(int32_t* turn, int32_t number) {
+  const std::atomic_ref<int32_t> at(*turn);
+  for (int tries = 0; at.load(std::memory_order_acquire) != number; ++tries)
+    if (tries > 100) std::this_thread::yield();
+}
+
+void end_turn(int32_t* turn) { std::atomic_ref<int32_t>(*turn).fetch_add(1, std::memory_order_release); }
 
 }  // namespace attn

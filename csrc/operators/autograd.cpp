@@ -253,8 +253,10 @@ struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", Tensor, Inputs, 
 // Few who ask for weights ask for a gradient through them, too: the backward computes them again, by the formula, which
 // is differentiable to any order.
 struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Inputs> {
+  WantedWeights outputs;
+
   variable_list apply(variable_list&& grads) override {
-    return differentiate_formula([&](const Inputs& x) { return weights_formula(x, options); }, grads);
+    return differentiate_formula([&](const Inputs& x) { return weights_formula(x, options, outputs); }, grads);
   }
 };
 
@@ -356,9 +358,14 @@ Gradients second_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, c
   return results;
 }
 
-WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options) {
-  WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, x, options);
-  if (requires_grad(x)) set_history(list(results), record<SdpaWeightsBackward>(options, x));
+WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options,
+                                  const WantedWeights& wanted) {
+  WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, x, options, wanted);
+  if (requires_grad(x)) {
+    auto node = record<SdpaWeightsBackward>(options, x);
+    node->outputs = wanted;
+    set_history({results.weights, results.scores}, node);
+  }
   return results;
 }
 

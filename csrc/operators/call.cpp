@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
+#include <limits>
+
 namespace attn {
 
 namespace {
@@ -84,30 +86,6 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   add(t.key, direction.key);
   add(t.value, direction.value);
   add(t.mask, direction.attn_mask);
-}
-
-// Writes weights and scores instead of the statistics where they are given.
-Statistics statistics(Run<StatsParams>* run, const Shape& shape, const Inputs& inputs, const PlainOptions& options,
-                      const WeightsAndScores* weights_and_scores = nullptr) {
-  const Statistics results = empty_statistics(shape, inputs.query);
-  if (!run) return results;
-  StatsParams p;
-  ProblemBuilder builder(p, shape, inputs, options, /*rng_state=*/Tensor());
-  if (no_rows(p)) {
-    results.received_weight.zero_();
-    return results;
-  }
-  if (weights_and_scores) {
-    builder.add_result(p.weights, weights_and_scores->weights);
-    builder.add_result(p.scores, weights_and_scores->scores);
-  }
-  builder.merge_batch_dims();
-  p.largest_score = results.largest_score.mutable_data_ptr();
-  p.entropy = results.entropy.mutable_data_ptr();
-  p.logsumexp = results.logsumexp.mutable_data_ptr();
-  p.received_weight = results.received_weight.mutable_data_ptr();
-  run(p, inputs.query);
-  return results;
 }
 
 }  // namespace
@@ -204,18 +182,48 @@ TangentResults compute_tangent(const Device& device, const Inputs& inputs, const
 
 Statistics compute_stats(const Device& device, const QueryAndKey& x, const ScoreOptions& options) {
   const Inputs inputs = x.inputs();
-  return statistics(device.stats, validate(StatsOp::name, inputs, options.options()), inputs, options.options());
+  const Shape shape = validate(StatsOp::name, inputs, options.options());
+  const Statistics results = empty_statistics(shape, inputs.query);
+  if (!device.stats) return results;
+  StatsParams p;
+  ProblemBuilder builder(p, shape, inputs, options.options(), /*rng_state=*/Tensor());
+  if (no_rows(p)) {
+    results.received_weight.zero_();
+    return results;
+  }
+  builder.merge_batch_dims();
+  p.largest_score = results.largest_score.mutable_data_ptr();
+  p.entropy = results.entropy.mutable_data_ptr();
+  p.logsumexp = results.logsumexp.mutable_data_ptr();
+  p.received_weight = results.received_weight.mutable_data_ptr();
+  device.stats(p, inputs.query);
+  return results;
 }
 
-WeightsAndScores compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options) {
+WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const PlainOptions& options,
+                                 const WantedWeights& wanted) {
   const Shape shape = validate(WeightsOp::name, inputs, options);
-  const auto sizes = shape.expanded(shape.heads, shape.queries, shape.keys);
-  const WeightsAndScores results = {at::empty_symint(sizes, inputs.query.options()),
-                                    at::empty_symint(sizes, inputs.query.options())};
-  PlainOptions without_dropout = options;
-  without_dropout.dropout_p = 0;
-  if (results.weights.numel() > 0) statistics(device.stats, shape, inputs, without_dropout, &results);
-  return results;
+  const auto empty = [&](const c10::SymInt& heads) {
+    return at::empty_symint(shape.expanded(heads, shape.queries, shape.keys), inputs.query.options());
+  };
+  const auto none = [&] { return at::empty({0}, inputs.query.options()); };
+  const WeightsAndScores results = {empty(wanted.mean ? 1 : shape.heads), wanted.scores ? empty(shape.heads) : none(),
+                                    wanted.output ? empty_output(shape, inputs.query) : none()};
+  if (shape.keys == 0) results.output.zero_();
+  if (shape.heads == 0) results.weights.fill_(std::numeric_limits<double>::quiet_NaN());  // a mean of nothing
+  if (results.weights.numel() > 0 && shape.heads > 0) {
+    PlainOptions without_dropout = options;
+    without_dropout.dropout_p = 0;
+    WeightsParams p;
+    ProblemBuilder builder(p, shape, inputs, without_dropout, /*rng_state=*/Tensor());
+    p.of_all_heads = wanted.mean;
+    builder.add_result(p.weights, results.weights);
+    if (wanted.scores) builder.add_result(p.scores, results.scores);
+    if (wanted.output) builder.add_result(p.output, results.output);
+    builder.merge_batch_dims();
+    run(p, inputs.query);
+  }
+  return {wanted.mean ? results.weights.squeeze(-3) : results.weights, results.scores, results.output};
 }
 
 }  // namespace attn

@@ -31,8 +31,7 @@ struct Device {
   Run<TangentParams>* tangent;
   // Reads what the backward reads, `t` and the tangent's three results; writes as the backward.
   Run<SecondParams>* second;
-  // Writes the four statistics; there may be no keys. Where `weights` has data (on the devices that register
-  // _sdpa_weights) writes weights and scores instead: then the statistics are workspaces, of any content afterwards.
+  // Writes the four statistics; there may be no keys.
   Run<StatsParams>* stats;
 };
 
@@ -49,8 +48,9 @@ Gradients compute_second(const Device& device, const at::Tensor& grad_output, co
 
 Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options);
 
-// Those of weights_formula() (formulas.h).
-WeightsAndScores compute_weights(const Device& device, const Inputs& inputs, const PlainOptions& options);
+// Those of weights_formula() (formulas.h), by `run`, which writes weights and, where they have data, scores and output.
+WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const PlainOptions& options,
+                                 const WantedWeights& wanted);
 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>

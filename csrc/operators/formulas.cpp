@@ -71,7 +71,7 @@ WeightsAndScores wide_weights(const Shape& shape, const Inputs& inputs, const Pl
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
-  return {at::softmax(scores.masked_fill(empty_row, 0), -1).masked_fill(empty_row, 0), scores};
+  return {at::softmax(scores.masked_fill(empty_row, 0), -1).masked_fill(empty_row, 0), scores, Tensor()};
 }
 
 Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value) {
@@ -107,17 +107,18 @@ std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std:
   return gradients;
 }
 
-WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options) {
+WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options, const WantedWeights& wanted) {
   const auto dtype = inputs.query.scalar_type();
-  const auto [weights, scores] = wide_weights(validate(WeightsOp::name, inputs, options), inputs, options);
-  return {weights.to(dtype), scores.to(dtype)};
+  const auto [weights, scores, _] = wide_weights(validate(WeightsOp::name, inputs, options), inputs, options);
+  const auto none = [&] { return at::empty({0}, inputs.query.options()); };
+  return {(wanted.mean ? weights.mean(-3) : weights).to(dtype), wanted.scores ? scores.to(dtype) : none(), none()};
 }
 
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(SdpaOp::name, inputs, options);
-  const auto [weights, scores] = wide_weights(shape, inputs, options);
+  const auto [weights, scores, _] = wide_weights(shape, inputs, options);
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
@@ -169,26 +170,48 @@ bool has_kernel(const Inputs& inputs) {
          (!inputs.attn_mask || plain(*inputs.attn_mask));
 }
 
-// The weights come first: they check the arguments, in this operator's name.
-OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
-  WeightsAndScores results;
-  if (has_kernel(inputs)) {
-    Inputs x = inputs;
-    x.value = x.value.detach();  // weights do not depend on its numbers
-    results = WeightsKernelOp::call(x, options);
-  } else {
-    results = weights_formula(inputs, options);
-  }
-  return {SdpaOp::call(inputs, options), results.weights, results.scores};
+bool learns(const Inputs& inputs) {
+  const auto requires_grad = [](const Tensor& t) { return t.requires_grad(); };
+  return at::GradMode::is_enabled() &&
+         (requires_grad(inputs.query) || requires_grad(inputs.key) || requires_grad(inputs.value) ||
+          (inputs.attn_mask && requires_grad(*inputs.attn_mask)));
 }
 
-constexpr auto kernel = WeightsOp::kernel<sdpa_with_weights>;
+// The weights come first: they check the arguments, in the operator's name. Where scores are wanted, the output is
+// sdpa's to the bit.
+WeightsAndScores weights_and_output(const Inputs& inputs, const PlainOptions& options, WantedWeights wanted) {
+  WeightsAndScores results;
+  if (has_kernel(inputs)) {
+    wanted.output = !wanted.scores && options.dropout_p == 0 && !learns(inputs);
+    Inputs x = inputs;
+    x.value = x.value.detach();  // weights do not depend on its numbers
+    results = WeightsKernelOp::call(x, options, wanted);
+  } else {
+    results = weights_formula(inputs, options, wanted);
+  }
+  if (!wanted.output) results.output = SdpaOp::call(inputs, options);
+  return results;
+}
+
+OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
+  const auto [weights, scores, output] = weights_and_output(inputs, options, {});
+  return {output, weights, scores};
+}
+OutputAndMean sdpa_and_weights(const Inputs& inputs, const PlainOptions& options, bool mean) {
+  const WeightsAndScores results = weights_and_output(inputs, options, {mean, /*scores=*/false});
+  return {results.output, results.weights};
+}
+
+void register_both(torch::Library& m) {
+  m.impl("sdpa_with_weights", WeightsOp::kernel<sdpa_with_weights>);
+  m.impl("_sdpa_and_weights", ModuleOp::kernel<sdpa_and_weights>);
+}
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { m.impl("sdpa_with_weights", kernel); }
+TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { register_both(m); }
 
-// Under vmap too it is what it calls: torch 2.15 would call it for one sample after the other.
-TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { m.impl("sdpa_with_weights", kernel); }
+// Under vmap too they are what they call: torch 2.15 would call them for one sample after the other.
+TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { register_both(m); }
 
 }  // namespace attn

@@ -31,7 +31,7 @@ std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, co
 
 // Without dropout, and rounded to the query's type: scores are scaled and masked, weights their softmax, 0 in a fully
 // masked row. dropout_p is ignored.
-WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options);
+WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options);

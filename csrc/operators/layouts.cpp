@@ -29,8 +29,10 @@ TORCH_LIBRARY_FRAGMENT(attn, m) {
     m.impl("_sdpa_forward", torch::dispatch(key, ForwardOp::kernel<refuse<SdpaOp, Saved, std::optional<at::Tensor>>>));
     m.impl("sdpa_stats", torch::dispatch(key, StatsOp::kernel<refuse_stats>));
     // sdpa_with_weights is composed of other operators: found for all but nested tensors, it checks by itself.
-    if (key == NestedTensorCPU || key == NestedTensorCUDA)
+    if (key == NestedTensorCPU || key == NestedTensorCUDA) {
       m.impl("sdpa_with_weights", torch::dispatch(key, WeightsOp::kernel<refuse<WeightsOp, OutputAndWeights>>));
+      m.impl("_sdpa_and_weights", torch::dispatch(key, ModuleOp::kernel<refuse<WeightsOp, OutputAndMean, bool>>));
+    }
   }
 }
 

@@ -72,12 +72,28 @@ struct Saved {
   static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
 };
 
-// Weights and scores before dropout: the results of _sdpa_weights.
+// Weights and scores before dropout: the results of _sdpa_weights, and what is wanted of them.
 struct WeightsAndScores {
-  at::Tensor weights;  // [*batch, heads, L, S]
-  at::Tensor scores;   // [*batch, heads, L, S]
+  at::Tensor weights;  // [*batch, heads, L, S], or their mean over the heads [*batch, L, S]
+  at::Tensor scores;   // [*batch, heads, L, S], else [0]
+  at::Tensor output;   // [*batch, heads, L, Ev], else [0]
 
-  static auto fields(auto& r) { return std::tie(r.weights, r.scores); }
+  static auto fields(auto& r) { return std::tie(r.weights, r.scores, r.output); }
+};
+struct WantedWeights {
+  bool mean = false;  // over the heads
+  bool scores = true;
+  bool output = false;
+
+  static auto fields(auto& w) { return std::tie(w.mean, w.scores, w.output); }
+};
+
+// The results of _sdpa_and_weights.
+struct OutputAndMean {
+  at::Tensor output;   // [*batch, heads, L, Ev]
+  at::Tensor weights;  // as those of WeightsAndScores
+
+  static auto fields(auto& r) { return std::tie(r.output, r.weights); }
 };
 
 // A direction in the space of inputs, with the fields of Inputs: each tensor has the shape of its input, and is absent
@@ -106,7 +122,8 @@ static_assert(kFields<Direction> == kFields<Inputs> && kFields<Gradients> == kFi
 
 using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, PlainOptions)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Inputs, PlainOptions)>;
-using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, PlainOptions)>;
+using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, PlainOptions, WantedWeights)>;
+using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(Inputs, PlainOptions, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions)>;
 // Last comes rng_state.
 using ForwardOp = Operator<"attn::_sdpa_forward", Saved(Inputs, PlainOptions, std::optional<at::Tensor>)>;

@@ -51,9 +51,14 @@ TORCH_LIBRARY(attn, m) {
         ", bool[4] grad_input_mask) -> (Tensor, Tensor, Tensor, Tensor)",
         plain);
 
-  // The kernel of sdpa_with_weights, for the devices that have one: its weights and scores, which depend on the
-  // shape of the value alone. dropout_p is ignored.
-  m.def("_sdpa_weights(" CALL ") -> (Tensor weights, Tensor scores)", plain);
+  // sdpa_with_weights for those who do not read scores: weights, or their mean over the heads, [*, L, S].
+  m.def("_sdpa_and_weights(" CALL ", bool mean=False) -> (Tensor output, Tensor weights)", random);
+  // The kernel of both, for the devices that have one, without dropout. What is not wanted is empty. The output has no
+  // derivatives: where they are wanted, sdpa computes it, and the value counts by its shape alone.
+  m.def("_sdpa_weights(" CALL
+        ", bool mean=False, bool with_scores=True, bool with_output=False) -> (Tensor weights, Tensor scores, Tensor "
+        "output)",
+        plain);
 
   // Which instruction set the CPU kernels run with; see cpu/capability.h.
   m.def("_cpu_capability() -> str");

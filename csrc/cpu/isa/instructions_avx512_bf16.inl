@@ -30,4 +30,14 @@ ATTN_INLINE Vec<float> interleaved_bfloat16(Vec<float> first, Vec<float> second)
       _mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(joined_bfloat16(first, second))));
 }
 
+// The 16 bits of two vectors by turns: first[0], second[0], first[1], ..., in two vectors.
+ATTN_INLINE void interleave(Vec<float> first, Vec<float> second, Vec<float> (&by_turns)[2]) {
+  using Words = VectorOf<uint16_t, 32>::type;
+  const Words low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i a = bit_cast<__m512i>(first), b = bit_cast<__m512i>(second);
+  by_turns[0] = bit_cast<Vec<float>>(_mm512_permutex2var_epi16(a, bit_cast<__m512i>(low), b));
+  by_turns[1] = bit_cast<Vec<float>>(_mm512_permutex2var_epi16(a, bit_cast<__m512i>(low + uint16_t{16}), b));
+}
+
 }  // namespace attn::ATTN_ISA

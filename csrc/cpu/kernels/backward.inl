@@ -157,9 +157,8 @@ struct Backward {
   static void add_products(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
     const int64_t lanes = state.rows.template lanes<T>();
     if constexpr (F::kTiles) {  // the diagonal of that product
-      state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
-        F::pack_along_columns(block_of(p, y, state.rows.n, h, l), rows, p.value_dim, b.value + lane * b.ld_value,
-                              b.ld_value);
+      state.rows.each_run(p, y, 0, [&](const Block& block, int64_t lane, int64_t rows) {
+        F::pack_along_columns(block, rows, p.value_dim, b.value + lane * b.ld_value, b.ld_value);
       });
       for (int64_t lane = 0; lane < lanes; lane += W) {
         multiply<F>({W, W, slots_of<F>(p.value_dim)}, {b.value + lane * b.ld_value, b.ld_value},
@@ -292,9 +291,8 @@ struct Backward {
 
   static void run(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_chunk);
-    const int64_t chunk = task % p.chunks;
-    task /= p.chunks;
-    const int64_t spans = p.heads / p.span;
+    const int64_t chunk = task / p.spans(), spans = p.heads / p.span;
+    task %= p.spans();
     const int64_t n = task / spans;
     const int64_t first_head = task % spans * p.span;
     const int64_t first_key = chunk * p.keys_per_chunk;
@@ -307,7 +305,7 @@ struct Backward {
       if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
       if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
       for (int64_t row = 0; row < rows; row += p.rows_per_pass)
-        pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}}, chunk);
+        pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}});
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
         scale_tile<T>(b.grad_key, keys * b.ld_key, ScoreFunction<T>::of(p).slope());
@@ -320,7 +318,7 @@ struct Backward {
     }
   }
 
-  static void pass(const Params& p, const Buffers& b, const RowTask& own, int64_t chunk) {
+  static void pass(const Params& p, const Buffers& b, const RowTask& own) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
     const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
@@ -358,36 +356,33 @@ struct Backward {
       }
     };
     each_visible_tile(p, row_tiles, own.keys_seen(p, row_tiles.positions), b.bias, load, visit);
-    if (!p.grad_query.data) return;
-    for (RowState& state : row_tiles) {
-      scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
-      state.rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
-        const T* from = state.grad_query_t + lane;
-        if (p.chunks == 1) {
-          unpack_transposed<T>(block_of(p, p.grad_query, own.n, h, l), from, kRowTile, count, p.head_dim);
-        } else {
-          T* to = static_cast<T*>(p.partial_grad_query) +
-                  (chunk * number_of_rows(p) + row_number(p, own.n, h, l)) * p.head_dim;
-          const Block block{reinterpret_cast<char*>(to), sizeof(T) == 8 ? DType::f64 : DType::f32, p.head_dim, 1};
-          unpack_transposed<T>(block, from, kRowTile, count, p.head_dim);
-        }
-      });
-    }
+    if (p.grad_query.data) add_grad_query(p, b, own, row_tiles);
   }
 
-  // Adds the chunks' shares of grad_query, in order, for the rows numbered [first, last).
-  static void merge(const Params& p, int64_t first, int64_t last, char* workspace) {
-    T* row = reinterpret_cast<T*>(workspace);
-    const int64_t all_rows = number_of_rows(p);
-    for (int64_t r = first; r < last; ++r) {
-      for (int64_t d = 0; d < p.head_dim; ++d) row[d] = 0;
-      for (int64_t c = 0; c < p.chunks; ++c) {
-        const T* part = static_cast<const T*>(p.partial_grad_query) + (c * all_rows + r) * p.head_dim;
-        for (int64_t d = 0; d < p.head_dim; ++d) row[d] += part[d];
+  // Writes grad_query, or adds what this chunk of the keys gives to it.
+  static void add_grad_query(const Params& p, const Buffers& b, const RowTask& own,
+                             const RowTiles<RowState>& row_tiles) {
+    const auto chunk_of = [&](int64_t key) { return key / p.keys_per_chunk; };
+    const Range keys = visible_keys(p, sequence_of(p, own.n), row_tiles.positions);
+    const int64_t chunk = chunk_of(own.keys.first);
+    const Range chunks = keys.empty() ? Range{0, 1} : Range{chunk_of(keys.first), chunk_of(keys.last - 1) + 1};
+    if (!chunks.contains(chunk)) return;
+    const bool is_first = chunk == chunks.first, is_last = chunk + 1 == chunks.last;
+    const int64_t pass =
+        (own.n * p.groups() + own.first_head / p.group) * p.passes() + own.rows.first / p.rows_per_pass;
+    if (p.turns) wait_for_turn(p.turns + pass, static_cast<int32_t>(chunk - chunks.first));
+    for (RowState& state : row_tiles) {
+      scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
+      for (int64_t d = 0; d < p.head_dim && !is_first; d += kKeyTile) {
+        const int64_t depth = smaller(kKeyTile, p.head_dim - d);
+        T* const share = state.grad_query_t + d * kRowTile;
+        state.rows.pack_transposed(p, p.grad_query_sum, depth, b.x, d);
+        each_vector(share, depth, state.rows.template lanes<T>(),
+                    [&](Vec<T> x, int64_t j, int64_t i) { return load<T>(b.x + j * kRowTile + i) + x; });
       }
-      const Row to = row_of_number(p, r);
-      unpack_rows<T>(block_of(p, p.grad_query, to.n, to.head, to.position), row, p.head_dim, 1, p.head_dim);
+      state.rows.unpack_transposed(p, is_last ? p.grad_query : p.grad_query_sum, p.head_dim, state.grad_query_t);
     }
+    if (p.turns) end_turn(p.turns + pass);
   }
 
   // The gradient of a mask that several heads or rows share. A task owns a block of the mask and sums dS over all of
@@ -437,12 +432,12 @@ struct Backward {
                          keys);
   }
 
-  // The workspace of run(), of mask() and of merge(), which takes one row.
+  // The workspace of run() and of mask().
   static int64_t workspace(const Params& p) {
     constexpr int64_t kSize = sizeof(T);
     const int64_t run_size = Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_chunk).size;
     const int64_t mask_size = Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * kSize;
-    return larger(larger(run_size, mask_size), p.head_dim * kSize);
+    return larger(run_size, mask_size);
   }
   static int64_t tiles_per_pass(const Params& p) { return (p.rows_per_pass + kRowTile - 1) / kRowTile; }
 };

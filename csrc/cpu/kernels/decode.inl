@@ -10,27 +10,20 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct Decode {
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 16;  // the most queries that share a pass over the keys
-  static constexpr int kAtOnce = 4;     // queries that share a load
+  static constexpr int64_t kRows = 8;  // the most queries that share a pass over the keys
+  static constexpr int kAtOnce = 4;    // queries that share a load
 
-  // Above this many queries the kernel that multiplies several numbers at once is faster (measured).
-  static constexpr int64_t kRowsBesidePairs = 8;
+  // The most where products take several numbers at once, which pays earlier.
+  static constexpr int64_t kRowsBesidePairs = 4;
 
-  // The limits are measured. The two kernels are level between eight and sixteen queries: nearer to sixteen where keys
-  // and values come from memory, which this one prefetches. Short rows leave it sooner: here every score is a sum
-  // across a vector, there a vector holds scores.
+  // The limits are measured, most of them with keys and values in memory: here they are prefetched. Short rows leave
+  // sooner: here every score is a sum across a vector.
   //
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
   static bool takes(const ForwardParams& p, int64_t most = kRows) {
-    constexpr int64_t kSmallBytes = int64_t{8} << 20;  // stay in a cache from call to call
-    const int64_t rows = p.rows(), size = size_of(p.key.dtype);
-    const int64_t bytes = p.batch * p.key_heads * p.keys * (p.head_dim + p.value_dim) * size;
-    const bool converts = size < static_cast<int64_t>(sizeof(T));
-    if (p.logsumexp || rows > most) return false;
-    if (p.head_dim < W) return rows == 1;
-    if (converts) return rows <= 12;
-    return rows <= (p.head_dim < 32 ? 5 : bytes > kSmallBytes ? 16 : 12);
+    if (p.logsumexp || p.rows() > most) return false;
+    return p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5);
   }
 
   // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once. An
@@ -329,7 +322,8 @@ struct Decode {
     if (takes_turns(p.value, p.value_dim))
       for (int64_t r = 0; r < rows.count; ++r) together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
-      write_row<T>(p, {n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r], sum[r], to, nullptr);
+      write_row<T>(p, {n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r], sum[r], 1, to,
+                   nullptr);
   }
 
   // Reads the rows' masks at the keys [key, key + keys). Returns how many of the keys are left without those at the end

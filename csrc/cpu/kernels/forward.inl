@@ -17,12 +17,17 @@ struct Forward {
   static constexpr int W = kLanes<T>;
   static constexpr T kLag = 8;  // see softmax()
 
+  // Rows are the columns of products, so that few of them leave most of a register tile empty. Up to so many, the
+  // columns are those of V: O = P V in place of O^T = V^T P^T, the same sums, bit for bit.
+  static constexpr int64_t kFewRows = F::kTiles ? 0 : 3 * W;
+  static bool has_few_rows(const ForwardParams& p) { return p.rows() <= kFewRows; }
+
   // Per tile of rows, kept while the keys pass.
   struct RowState {
     RowTile rows;
     bool started;  // some keys were seen: reference, sum and output_t hold values
     T* query_t;    // [slots of E][kRowTile]
-    T* output_t;   // [Ev][kRowTile]
+    T* output_t;   // [Ev][kRowTile]; of few rows [kFewRows + 1][ld_output], the last one for finish()
     T* reference;  // [kRowTile]
     T* sum;
   };
@@ -34,16 +39,18 @@ struct Forward {
     T* weights;  // [slots of kKeyTile][kRowTile], in x if the format can have them there
     T* bias;     // as x
     T* factor;   // as x
-    int64_t ld_key, ld_value;
+    int64_t ld_key, ld_value, ld_output;
+    bool few_rows;
     int64_t size;
 
-    Buffers(const ForwardParams& p, char* base) {
+    Buffers(const ForwardParams& p, char* base) : few_rows(has_few_rows(p)) {
       Arena arena(base);
       const int64_t tiles = (p.rows_per_task + kRowTile - 1) / kRowTile;
       states = arena.take<RowState>(tiles);
       // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       ld_value = row_of<F>(p.value_dim) + W;
+      ld_output = round_up(p.value_dim, W);
       key = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(slots_of<F>(kKeyTile) * ld_value);
       x = arena.take<T>(kKeyTile * kRowTile);
@@ -52,7 +59,7 @@ struct Forward {
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
       arena.take_for_each(states, tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
-        state.output_t = arena.take<T>(p.value_dim * kRowTile);
+        state.output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : p.value_dim * kRowTile);
         state.reference = arena.take<T>(kRowTile);
         state.sum = arena.take<T>(kRowTile);
       });
@@ -116,6 +123,11 @@ struct Forward {
     for (int v = 0; v < N; ++v) correction[v] = (old[v] - shift[v]) * slope;
     F::exp2(correction);
     for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) * correction[v] + total[v]);
+    if (b.few_rows) {
+      for (int64_t i = lane; i < smaller(lane + N * W, state.rows.count); ++i)
+        scale_tile<T>(state.output_t + i * b.ld_output, b.ld_output, correction[(i - lane) / W][(i - lane) % W]);
+      return;
+    }
     for (int64_t d = 0; d < p.value_dim; ++d)
       for (int v = 0; v < N; ++v) {
         T* at = state.output_t + d * kRowTile + lane + v * W;
@@ -123,19 +135,33 @@ struct Forward {
       }
   }
 
+  // The keys and values of a tile: where they lie, and as products take them.
+  struct Tile {
+    Block key, value;
+    Rows<T> key_rows, value_rows;
+  };
   static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const ScoreTile<T>& tile,
-                    const Rows<T>& key_rows, const Rows<T>& value_rows) {
-    scores<F>(p, tile, state.query_t, key_rows, b.x);
+                    const Tile& from) {
+    RowsAhead next_keys(p, from.key, tile.keys, p.head_dim, state.rows.count);
+    scores<F>(p, tile, state.query_t, from.key_rows, b.x, next_keys);
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, 1, b.factor);
     int64_t lane = 0;
     for (; lane + 4 * W <= lanes; lane += 4 * W) softmax<4>(p, b, state, keys, lane);
     for (; lane < lanes; lane += W) softmax<1>(p, b, state, keys, lane);
     F::end_along_keys(b.weights, keys, lanes);
-    // O^T += V^T P^T
+    // O += P V, or O^T += V^T P^T
+    const Store store = state.started ? Store::add : Store::set;
     each_panel_of_lanes<F>(p, tile, [&](int64_t at, int64_t count, int64_t seen) {
-      multiply_transposed<F>({p.value_dim, count, slots_of<F>(seen)}, value_rows, {b.weights + at, kRowTile},
-                             state.output_t + at, kRowTile, state.started ? Store::add : Store::set);
+      const Rows<T> weights = {b.weights + at, kRowTile};
+      const int64_t slots = slots_of<F>(seen), rows = smaller(count, state.rows.count - at);
+      RowsAhead next_values(p, from.value, tile.keys, p.value_dim, rows);
+      if (b.few_rows)
+        multiply_transposed<F>({rows, b.ld_output, slots}, weights, from.value_rows, state.output_t + at * b.ld_output,
+                               b.ld_output, store, next_values);
+      else
+        multiply_transposed<F>({p.value_dim, count, slots}, from.value_rows, weights, state.output_t + at, kRowTile,
+                               store, next_values);
     });
     state.started = true;
   }
@@ -144,6 +170,14 @@ struct Forward {
   // writes the rows; a row that saw no key is 0, its logsumexp -inf.
   static void finish(const ForwardParams& p, RowState& state, const Results<T>& to, T* scratch) {
     const RowTile& rows = state.rows;
+    if (has_few_rows(p)) {
+      const int64_t ld = round_up(p.value_dim, W);
+      for (int64_t i = 0; i < rows.count; ++i)
+        write_row<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.output_t + i * ld, state.reference[i],
+                     state.started ? state.sum[i] : 0, static_cast<T>(p.keep_scale), to,
+                     state.output_t + kFewRows * ld);
+      return;
+    }
     const int64_t lanes = rows.template lanes<T>();
     for (int64_t i = 0; i < lanes; i += W) {
       const Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{};
@@ -169,16 +203,16 @@ struct Forward {
       state.started = false;
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
     });
-    Rows<T> key_rows, value_rows;
+    Tile from;
     const auto load = [&](Range keys) {
-      const Block key = block_of(p, p.key, own.n, key_head_of(p, own.first_head), keys.first);
-      const Block value = block_of(p, p.value, own.n, value_head_of(p, own.first_head), keys.first);
-      key_rows = F::along_columns(key, keys.size(), p.head_dim, b.key, b.ld_key);
-      value_rows = F::along_rows(value, keys.size(), p.value_dim, b.value, b.ld_value);
+      from.key = block_of(p, p.key, own.n, key_head_of(p, own.first_head), keys.first);
+      from.value = block_of(p, p.value, own.n, value_head_of(p, own.first_head), keys.first);
+      from.key_rows = F::along_columns(from.key, keys.size(), p.head_dim, b.key, b.ld_key);
+      const auto load_values = b.few_rows ? F::vectors_along_rows : F::along_rows;
+      from.value_rows = load_values(from.value, keys.size(), p.value_dim, b.value, b.ld_value);
     };
-    each_visible_tile(
-        p, rows, own.keys_seen(p, rows.positions), b.bias, load,
-        [&](RowState& state, const ScoreTile<T>& tile) { visit(p, b, state, tile, key_rows, value_rows); });
+    each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.bias, load,
+                      [&](RowState& state, const ScoreTile<T>& tile) { visit(p, b, state, tile, from); });
     finish_task(p, own, rows, b.x);
   }
 

@@ -8,6 +8,7 @@
 //             the L2 cache (rows_per_pass), and each row once for every chunk of keys.
 //   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
 //   stats     one pass over the keys as the forward's, and one over the rows.
+//   weights   one tile of rows a task, whose scores are kept.
 //
 // A set that does not support a problem (Formats::takes) leaves it to the one that it falls back to: kernels_for().
 #pragma once
@@ -17,6 +18,7 @@
 #include "cpu/kernels/forward.inl"
 #include "cpu/kernels/stats.inl"
 #include "cpu/kernels/tangent.inl"
+#include "cpu/kernels/weights.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -53,13 +55,12 @@ struct KernelTable {
   template <class T, class Loop = Forward<Singles<T>>>
   static constexpr ForwardKernels kDecode = {Decode<T>::workspace, Decode<T>::run, Loop::merge,
                                              Loop::packed_size,    Loop::pack,     Formats::kOnThread};
-  template <class F, class K = Tangent<typename F::Number, F>>
-  static constexpr TangentKernels kTangent = {K::workspace, K::run, Formats::kOnThread};
   template <class Params, class K>
-  static constexpr BackwardKernels<Params> kBackward = {K::workspace, K::run, K::merge, K::mask, Formats::kOnThread};
+  static constexpr OnePassKernels<Params> kOnePass = {K::workspace, K::run, Formats::kOnThread};
+  template <class Params, class K>
+  static constexpr BackwardKernels<Params> kBackward = {K::workspace, K::run, K::mask, Formats::kOnThread};
   template <class F, class K = Stats<F>>
-  static constexpr StatsKernels kStats = {K::workspace,  K::rows,    K::finish,         K::keys,
-                                          K::add_chunks, K::weights, Formats::kOnThread};
+  static constexpr StatsKernels kStats = {K::workspace, K::rows, K::finish, K::keys, K::add_chunks, Formats::kOnThread};
 
   // f(format), or null where no format takes the problem.
   template <class Function>
@@ -74,8 +75,8 @@ struct KernelTable {
       return &kForward<F>;
     });
   }
-  static const TangentKernels* tangent(const TangentParams& p) {
-    return chosen(p, []<class F>(F) { return &kTangent<F>; });
+  static const OnePassKernels<TangentParams>* tangent(const TangentParams& p) {
+    return chosen(p, []<class F>(F) { return &kOnePass<TangentParams, Tangent<typename F::Number, F>>; });
   }
   static const BackwardKernels<BackwardParams>* backward(const BackwardParams& p) {
     return chosen(p, []<class F>(F) { return &kBackward<BackwardParams, Backward<F, BackwardParams>>; });
@@ -87,7 +88,11 @@ struct KernelTable {
   static const StatsKernels* stats(const StatsParams& p) {
     return chosen(p, []<class F>(F) { return &kStats<F>; });
   }
-  static constexpr Kernels table = {Formats::falls_back_to, look_at_mask, forward, tangent, backward, second, stats};
+  static const OnePassKernels<WeightsParams>* weights(const WeightsParams& p) {
+    return chosen(p, []<class F>(F) { return &kOnePass<WeightsParams, Weights<F>>; });
+  }
+  static constexpr Kernels table = {
+      Formats::falls_back_to, look_at_mask, forward, tangent, backward, second, stats, weights};
 };
 
 }  // namespace attn::ATTN_ISA

@@ -16,26 +16,20 @@ struct Results {
       : output(p.output), residual(p.residual), logsumexp(static_cast<T*>(p.logsumexp)) {}
   Results(const ForwardParams& p, int64_t split) : Results(p) {
     if (p.splits == 1) return;
-    output = {};  // contiguous [batch, heads, L, Ev]
-    output.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
-    output.data = static_cast<T*>(p.partial_output) + split * number_of_rows(p) * p.value_dim;
-    output.col = 1;
-    output.row = p.value_dim;
-    output.head = output.row * p.queries;
-    int64_t stride = output.head * p.heads;
-    for (int d = p.batch_dims - 1; d >= 0; --d) {
-      output.batch[d] = stride;
-      stride *= p.batch_size[d];
-    }
+    T* const data = static_cast<T*>(p.partial_output) + split * number_of_rows(p) * p.value_dim;
+    output = operand_of_rows(p, data, dtype_of<T>, p.value_dim);
     residual = {};
     logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * number_of_rows(p);
   }
 };
 
-// Writes the output of one row from its reference and sums. Overwrites `row`; `scratch` holds as much, for a residual.
+// Writes the output of one row, factor * row / sum, and its logsumexp. Overwrites `row`; `scratch` holds as much, for a
+// residual.
 template <class T>
-void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, const Results<T>& to, T* scratch) {
-  for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] / sum;
+void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, T factor, const Results<T>& to,
+               T* scratch) {
+  const T inverse = factor / (sum == 0 ? 1 : sum);
+  for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] * inverse;
   const Block block = block_of(p, to.output, at.n, at.head, at.position);
   unpack_rows<T>(block, row, p.value_dim, 1, p.value_dim);
   if (to.residual.data) {
@@ -69,7 +63,7 @@ void merge_splits(const ForwardParams& p, int64_t first, int64_t last, char* wor
       const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
       for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
     }
-    write_row(p, row_of_number(p, r), row, reference, sum, to, row + round_up(p.value_dim, kLanes<T>));
+    write_row<T>(p, row_of_number(p, r), row, reference, sum, 1, to, row + round_up(p.value_dim, kLanes<T>));
   }
 }
 template <class T>

@@ -1,6 +1,5 @@
 // Statistics of the scores of every row and the weight that every key receives, tile by tile: statistics.h. A pass over
 // the keys finds each row's sum; a second one, over the rows, computes the scores again and adds up each key's weights.
-// Another second pass writes the weights and scores themselves, for sdpa_with_weights.
 #pragma once
 
 #include "cpu/tiles/scores.inl"
@@ -28,7 +27,6 @@ struct Stats {
     T* x;                        // [kKeyTile][kRowTile]: scores
     T* bias;                     // as x
     T* received;                 // [keys of a task of the second pass][W]: sums of every W-th row
-    T* weights;                  // as x, where they are written
     int64_t ld_key;
     int64_t size;
 
@@ -44,7 +42,6 @@ struct Stats {
       x = arena.take<T>(kKeyTile * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       received = arena.take<T>(p.keys_per_task * W);
-      weights = arena.take<T>(p.weights.data ? kKeyTile * kRowTile : 0);
       arena.take_for_each(states, tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.largest = arena.take<T>(kRowTile);
@@ -245,40 +242,6 @@ struct Stats {
       }
       store<T>(received + j * W, load<T>(received + j * W) + sum);
     }
-  }
-
-  // The second pass that writes weights and scores, cut as the first.
-  static void weights(const StatsParams& p, int64_t task, char* workspace) {
-    const Buffers b(p, workspace);
-    const RowTask own(p, task);
-    const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
-      state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-    });
-    const T slope = log2_slope<T>(p);
-    const auto score = leaves_products<T>(p) ? ScoreFunction<T>::of(p) : ScoreFunction<T>::identity();
-    each_tile_of_keys(own.keys, [&](Range keys) {
-      const int64_t count = keys.size();
-      Rows<T> key_rows{};  // once some row sees them
-      for (const RowState& state : row_tiles) {
-        const RowTile& rows = state.rows;
-        ScoreTile<T> tile;
-        if (tile.set(p, rows, keys, b.bias)) {
-          if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.first_head, keys, b.key);
-          ATTN_ISA::scores<F>(p, tile, state.query_t, key_rows, b.x);
-        } else {
-          for (int64_t i = 0; i < count * kRowTile; i += W) store<T>(b.x + i, splat<T>(-kInfinity<T>));
-        }
-        // A row whose sum is NaN has weights of NaN, also where its keys are hidden: 0 * NaN.
-        rows.load_pairs(p, p.pairs, b.reference, b.inverse_sum);
-        each_vector(b.x, count, rows.template lanes<T>(), [&](Vec<T> x, int64_t j, int64_t i) {
-          const Vec<T> weight = exp2<T>((x - load<T>(b.reference + i)) * slope) * load<T>(b.inverse_sum + i);
-          store<T>(b.weights + j * kRowTile + i, weight);
-          return score(x);
-        });
-        rows.unpack_transposed(p, p.weights, count, b.weights, keys.first);
-        rows.unpack_transposed(p, p.scores, count, b.x, keys.first);
-      }
-    });
   }
 
   // Adds the chunks' shares of received_weight, in order, for numbers [first, last) of it.

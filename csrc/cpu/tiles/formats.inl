@@ -7,6 +7,7 @@
 //   A' [columns of A][rows], read transposed  along_rows       V of O^T = V^T P^T, K of dQ^T = K^T dS^T
 //   B  [slots along the columns][row]         pack_transposed  queries, gradients of the output
 //   B  [slots along the rows][column]         pack_along_rows  the same, for dK and dV
+//                                             vectors_along_rows  V of O = P V
 #pragma once
 
 #include "cpu/simd/exp.inl"
@@ -38,10 +39,11 @@ concept Format =
       F::multiply_add(v, a, v);
       F::multiply_add(v, v, v);
 
-      // (block, rows, cols, tile, ld): slots along the columns; then along the rows, to be read transposed; then the
-      // same, always packed, with 0 for infinities and NaNs.
+      // (block, rows, cols, tile, ld): slots along the columns; then along the rows, to be read transposed; then to be
+      // read in whole vectors; then transposed again, always packed, with 0 for infinities and NaNs.
       { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
+      { F::vectors_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::finite_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       // (block, first, rows, cols, tile, ld): rows [first, first + rows) of a tile whose row `first + rows` is not
       // written yet.
@@ -97,14 +99,19 @@ struct Singles {
   // Rows far apart are packed: a column of them would fall into few sets of the cache.
   static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     constexpr int64_t kFarApart = 256;
-    const bool same_type = block.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32);
-    if (same_type && block.col == 1 && (block.row <= kFarApart || rows == 1))
+    if (block.dtype == dtype_of<T> && block.col == 1 && (block.row <= kFarApart || rows == 1))
       return {reinterpret_cast<const T*>(block.data), block.row};
     pack_rows<T>(tile, ld, block, rows, cols);
     return {tile, ld};
   }
   static Rows<T> along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     return along_columns(block, rows, cols, tile, ld);
+  }
+  static Rows<T> vectors_along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+    if (block.dtype == dtype_of<T> && block.col == 1 && cols % kLanes<T> == 0)
+      return {reinterpret_cast<const T*>(block.data), block.row};
+    pack_rows<T>(tile, ld, block, rows, cols);
+    return {tile, ld};
   }
   static Rows<T> finite_along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     pack_rows<T>(tile, ld, block, rows, cols);

@@ -77,9 +77,12 @@ struct Bfloat16s {
       }
       return {tile, kSlots};
     } else {
-      pack_along_rows(block, 0, rows, cols, tile, ld);
-      return {tile, ld};
+      return vectors_along_rows(block, rows, cols, tile, ld);
     }
+  }
+  static Rows<float> vectors_along_rows(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+    pack_along_rows(block, 0, rows, cols, tile, ld);
+    return {tile, ld};
   }
   static Rows<float> finite_along_rows(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
     const Rows<float> packed = along_rows(block, rows, cols, tile, ld);
@@ -91,7 +94,17 @@ struct Bfloat16s {
     for (int64_t i = first; i < last;) {
       const bool is_second = i % kNumbers == 1, is_pair = !is_second && i + 1 < last;
       if (kTiles && i % (kNumbers * kStep) == 0) fill_zero(tile + slot(i, 0) * ld, kStep * kParts * ld);
-      for (int64_t d = 0; d < ld; d += W) {
+      int64_t d = 0;
+      if (kParts == 1 && is_pair && block.dtype == DType::bf16 && block.col == 1) {
+        const auto* row = reinterpret_cast<const uint16_t*>(block.data) + (i - first) * block.row;
+        for (; d + 2 * W <= cols; d += 2 * W) {
+          Vec<float> slots[2];
+          interleave(load(reinterpret_cast<const float*>(row + d)),
+                     load(reinterpret_cast<const float*>(row + block.row + d)), slots);
+          for (int half = 0; half < 2; ++half) store<float>(tile + slot(i, 0) * ld + d + half * W, slots[half]);
+        }
+      }
+      for (; d < round_up(cols, W); d += W) {
         Shorts<float> part[kParts], next[kParts];
         load_parts(block, i - first, d, smaller(cols - d, W), part);
         if (is_pair) load_parts(block, i + 1 - first, d, smaller(cols - d, W), next);

@@ -69,9 +69,9 @@ struct Gemm {
     }
   }
 
-  template <int N, bool kTransposed>
+  template <int N, bool kTransposed, class Between>
   static void columns(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                      bool accumulate) {
+                      bool accumulate, Between& between) {
     constexpr int kMax = max_rows(N);
     for (int64_t k = 0; k < K; k += kDepth) {
       const int64_t depth = smaller(kDepth, K - k);
@@ -81,13 +81,15 @@ struct Gemm {
         tile_of<kMax, N, kTransposed>(rows, depth, a + (kTransposed ? k * lda + m : m * lda + k), lda, b + k * ldb, ldb,
                                       c + m * ldc, ldc, accumulate || k > 0);
         m += rows;
+        between();
       }
     }
   }
 
-  template <bool kTransposed>
+  // Calls between() after each register tile.
+  template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                  bool accumulate) {
+                  bool accumulate, Between& between) {
     constexpr int W = kLanes<T>;
     if (K == 0) {
       for (int64_t m = 0; m < M && !accumulate; ++m)
@@ -96,12 +98,12 @@ struct Gemm {
     }
     int64_t n = 0;
     for (; n + kMaxColumns * W <= N; n += kMaxColumns * W)
-      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
+      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
     const int64_t left = (N - n) / W;
-    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
+    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
     if constexpr (kMaxColumns == 4) {
-      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
-      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate);
+      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
+      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
     }
   }
 };
@@ -111,16 +113,56 @@ struct Extents {
   int64_t rows, columns, slots;
 };
 enum class Store { set, add };
+constexpr auto kNothingBetween = [] {};
 
-// C = A B or C += A B, the rows of C `ld` numbers apart.
-template <class F, class T = typename F::Number>
-void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store) {
-  Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add);
+// Asks for the keys or values that follow those of a tile, some lines after each register tile of a product: processors
+// do not foresee far enough what is read from memory. Not where several tiles of rows read them.
+class RowsAhead {
+ public:
+  // For a product of `rows` rows with keys of `cols` numbers. `block`: those of the tile.
+  RowsAhead(const Problem& p, const Block& block, Range keys, int64_t cols, int64_t rows) {
+    constexpr int64_t kInCache = int64_t{4} << 20;  // what asking costs is more than it saves (measured)
+    const int64_t size = size_of(block.dtype);
+    const int64_t numbers = p.batch * p.keys * (p.key_heads * p.head_dim + p.value_heads * p.value_dim);
+    if (p.rows() > kRowTile || block.col != 1 || cols == 0 || numbers * size <= kInCache) return;
+    row_ = block.data + keys.size() * block.row * size;
+    step_ = block.row * size;
+    bytes_ = cols * size;
+    rows_ = smaller(kKeyTile, p.keys - keys.last);
+    const int64_t tiles = divide_up(keys.size(), 8) * divide_up(rows, 64) * divide_up(cols, 64);  // about
+    lines_ = divide_up(rows_ * divide_up(bytes_, kLine), tiles);
+  }
+  ATTN_INLINE void operator()() {
+    for (int64_t i = 0; i < lines_ && rows_ > 0; ++i) {
+      __builtin_prefetch(row_ + at_, 0, 2);
+      at_ += kLine;
+      if (at_ < bytes_) continue;
+      at_ = 0;
+      row_ += step_;
+      --rows_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* row_ = nullptr;
+  int64_t step_ = 0, bytes_ = 0, rows_ = 0, at_ = 0;
+  int64_t lines_ = 0;  // after each tile
+};
+
+// C = A B or C += A B, the rows of C `ld` numbers apart. Calls between() now and then.
+template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
+void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
+              Between& between = kNothingBetween) {
+  Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
+                               between);
 }
 // The same for an A that is packed to be read transposed (formats.inl).
-template <class F, class T = typename F::Number>
-void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store) {
-  Gemm<F>::template run<true>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add);
+template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
+void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
+                         Between& between = kNothingBetween) {
+  Gemm<F>::template run<true>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
+                              between);
 }
 
 }  // namespace attn::ATTN_ISA

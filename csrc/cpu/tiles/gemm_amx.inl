@@ -105,9 +105,9 @@ struct Gemm<Tiles<kParts>> {
   }
 
   // As Gemm::run, but K is a whole number of steps, and A(m, k) = a[m * lda + k] whether kTransposed or not.
-  template <bool kTransposed>
+  template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                  int64_t ldc, bool accumulate) {
+                  int64_t ldc, bool accumulate, Between&) {
     for (int64_t n = 0; n < N; n += 2 * kTile)
       for (int64_t m = 0; m < M; m += 2 * kTile) {
         const bool two_rows = M - m > kTile, two_columns = N - n > kTile;

@@ -8,9 +8,9 @@ namespace attn::ATTN_ISA {
 // tile[j * kRowTile + lane] = mask(lane, keys.first + j)
 template <class T>
 void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, Range keys, T* tile) {
-  rows.each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
+  rows.each_run(p, mask, keys.first, [&](const Block& block, int64_t lane, int64_t count) {
     const int64_t width = lane + count == rows.count ? kRowTile - lane : count;
-    pack_transposed<T>(tile + lane, kRowTile, block_of(p, mask, rows.n, h, l, keys.first), count, keys.size(), width);
+    pack_transposed<T>(tile + lane, kRowTile, block, count, keys.size(), width);
   });
 }
 
@@ -148,8 +148,7 @@ struct ScoreTile {
 
   bool read_bits(const Problem& p, bool is_known) {
     for (int64_t i = rows->count; i < kRowTile; ++i) bits[i] = 0;
-    rows->each_head([&](int64_t h, int64_t l, int64_t lane, int64_t count) {
-      const Block block = block_of(p, p.mask, rows->n, h, l, keys.first);
+    rows->each_run(p, p.mask, keys.first, [&](const Block& block, int64_t lane, int64_t count) {
       const auto* from = reinterpret_cast<const uint8_t*>(block.data);
       for (int64_t i = 0; i < count; ++i) bits[lane + i] = visible_bits(from + i * block.row, keys.size());
     });

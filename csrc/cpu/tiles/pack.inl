@@ -38,6 +38,9 @@ struct Block {
   int64_t col;
 };
 
+template <class T>  // float or double
+constexpr DType dtype_of = sizeof(T) == 8 ? DType::f64 : DType::f32;
+
 ATTN_INLINE int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f64:

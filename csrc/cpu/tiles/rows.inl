@@ -45,6 +45,19 @@ struct RowTile {
     }
   }
 
+  // Calls f(block, lane, rows) for every run of rows that lie at equal distances in x, from column `first_col` on:
+  // those of one head or, of single queries, of neighbouring heads.
+  template <class F>
+  ATTN_INLINE void each_run(const Problem& p, const Operand& x, int64_t first_col, F f) const {
+    if (sequence.queries == 1) {
+      Block block = block_of(p, x, n, head[0], 0, first_col);
+      block.row = x.head;
+      return f(block, 0, count);
+    }
+    each_head(
+        [&](int64_t h, int64_t l, int64_t lane, int64_t rows) { f(block_of(p, x, n, h, l, first_col), lane, rows); });
+  }
+
   // The row's number: where its statistics stand.
   int64_t number(const Problem& p, int64_t lane) const { return row_number(p, n, head[lane], position[lane]); }
 
@@ -65,16 +78,16 @@ struct RowTile {
   // tile[d * kRowTile + lane] = x(lane, first_col + d)
   template <class T>
   void pack_transposed(const Problem& p, const Operand& x, int64_t cols, T* tile, int64_t first_col = 0) const {
-    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+    each_run(p, x, first_col, [&](const Block& block, int64_t lane, int64_t rows) {
       const int64_t width = lane + rows == count ? lanes<T>() - lane : rows;
-      ATTN_ISA::pack_transposed<T>(tile + lane, kRowTile, block_of(p, x, n, h, l, first_col), rows, cols, width);
+      ATTN_ISA::pack_transposed<T>(tile + lane, kRowTile, block, rows, cols, width);
     });
   }
   // The way back.
   template <class T>
   void unpack_transposed(const Problem& p, const Operand& x, int64_t cols, const T* tile, int64_t first_col = 0) const {
-    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
-      ATTN_ISA::unpack_transposed<T>(block_of(p, x, n, h, l, first_col), tile + lane, kRowTile, rows, cols);
+    each_run(p, x, first_col, [&](const Block& block, int64_t lane, int64_t rows) {
+      ATTN_ISA::unpack_transposed<T>(block, tile + lane, kRowTile, rows, cols);
     });
   }
 
@@ -117,16 +130,16 @@ struct RowTile {
   template <class F>
   void pack_columns(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile,
                     int64_t first_col = 0) const {
-    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
+    each_run(p, x, first_col, [&](const Block& block, int64_t lane, int64_t rows) {
       const int64_t width = lane + rows == count ? lanes<typename F::Number>() - lane : rows;
-      F::pack_transposed(block_of(p, x, n, h, l, first_col), rows, cols, tile + lane, width);
+      F::pack_transposed(block, rows, cols, tile + lane, width);
     });
   }
   // Operands of format F with slots along the lanes: tile[slot * ld + column].
   template <class F>
   void pack_lanes(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile, int64_t ld) const {
-    each_head([&](int64_t h, int64_t l, int64_t lane, int64_t rows) {
-      F::pack_along_rows(block_of(p, x, n, h, l), lane, rows, cols, tile, ld);
+    each_run(p, x, 0, [&](const Block& block, int64_t lane, int64_t rows) {
+      F::pack_along_rows(block, lane, rows, cols, tile, ld);
     });
   }
 };

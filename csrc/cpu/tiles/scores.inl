@@ -106,11 +106,12 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x) {
 
 // x[j * kRowTile + lane], see score.h; products instead of scores where leaves_products(). `query_t`: the tile of
 // queries, transposed.
-template <class F, class T = typename F::Number>
-void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x) {
+template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
+void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
+            Between& between = kNothingBetween) {
   each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
     multiply<F>({seen, count, slots_of<F>(p.head_dim)}, key_rows, {query_t + lane, kRowTile}, x + lane, kRowTile,
-                Store::set);
+                Store::set, between);
   });
   products_to_scores<T>(p, tile, x);
 }

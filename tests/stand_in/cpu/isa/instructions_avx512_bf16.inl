@@ -43,4 +43,15 @@ ATTN_INLINE Vec<float> interleaved_bfloat16(Vec<float> first, Vec<float> second)
   return bit_cast<Vec<float>>(widened(round_to_bfloat16(first)) | widened(round_to_bfloat16(second)) << 16);
 }
 
+ATTN_INLINE void interleave(Vec<float> first, Vec<float> second, Vec<float> (&by_turns)[2]) {
+  uint16_t a[32], b[32], all[64];
+  __builtin_memcpy(a, &first, sizeof a);
+  __builtin_memcpy(b, &second, sizeof b);
+  for (int i = 0; i < 32; ++i) {
+    all[2 * i] = a[i];
+    all[2 * i + 1] = b[i];
+  }
+  __builtin_memcpy(by_turns, all, sizeof all);
+}
+
 }  // namespace attn::ATTN_ISA
