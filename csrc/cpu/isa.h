@@ -82,6 +82,7 @@ struct BackwardKernels {
 
 struct StatsKernels {
   int64_t (*workspace)(const StatsParams&);
+  int64_t (*row_of_scores)(const StatsParams&);                         // the numbers of a row of p.scores, or null
   void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass, to p.partial
   void (*finish)(const StatsParams&, int64_t first, int64_t last);      // rows of it: the results, and p.pairs
   void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass

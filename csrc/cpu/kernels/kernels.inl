@@ -1,13 +1,14 @@
 // The table of one instruction set, and which kernel runs when:
 //
-//   decode    few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for
+//   decode    few queries and no logsumexp, in a set that decodes (FewRows::takes). Reads each key and value once for
 //             all queries of a group of heads: memory is the limit.
 //   forward   all else (KernelTable::forward). Reads keys and values once for up to 256 rows of a group, and a mask
 //             once for each head, or its tiles' bytes (look_at_mask) where heads share it: products are the limit.
 //   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
 //             the L2 cache (rows_per_pass), and each row once for every chunk of keys.
 //   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
-//   stats     one pass over the keys as the forward's, and one over the rows.
+//   stats     one pass over the keys as the forward's, and one over the rows; of few rows (FewRows::takes) one pass that
+//             keeps the scores.
 //   weights   one tile of rows a task, whose scores are kept.
 //
 // A set that does not support a problem (Formats::takes) leaves it to the one that it falls back to: kernels_for().
@@ -60,7 +61,11 @@ struct KernelTable {
   template <class Params, class K>
   static constexpr BackwardKernels<Params> kBackward = {K::workspace, K::run, K::mask, Formats::kOnThread};
   template <class F, class K = Stats<F>>
-  static constexpr StatsKernels kStats = {K::workspace, K::rows, K::finish, K::keys, K::add_chunks, Formats::kOnThread};
+  static constexpr StatsKernels kStats = {K::workspace, nullptr,       K::rows,           K::finish,
+                                          K::keys,      K::add_chunks, Formats::kOnThread};
+  template <class T, class K = FewStats<T>, class All = Stats<Singles<T>>>
+  static constexpr StatsKernels kFewStats = {K::workspace, K::row_of_scores, K::rows,           All::finish,
+                                             K::keys,      All::add_chunks,  Formats::kOnThread};
 
   // f(format), or null where no format takes the problem.
   template <class Function>
@@ -68,7 +73,7 @@ struct KernelTable {
     return Formats::takes(p) ? Formats::with(p, f) : nullptr;
   }
   static const ForwardKernels* forward(const ForwardParams& p) {
-    if (!Formats::kDecodes && Decode<float>::takes(p, Decode<float>::kRowsBesidePairs)) return nullptr;
+    if (!Formats::kDecodes && Decode<float>::takes(p, FewRows<float>::kMostBesidePairs)) return nullptr;
     return chosen(p, [&]<class F>(F) {
       if constexpr (Formats::kDecodes)
         if (Decode<typename F::Number>::takes(p)) return &kDecode<typename F::Number>;
@@ -86,7 +91,12 @@ struct KernelTable {
     return chosen(p, []<class F>(F) { return &kBackward<Params, Backward<Singles<typename F::Number>, Params, F>>; });
   }
   static const StatsKernels* stats(const StatsParams& p) {
-    return chosen(p, []<class F>(F) { return &kStats<F>; });
+    if (!Formats::kDecodes && FewRows<float>::takes(p, FewRows<float>::kMostBesidePairs)) return nullptr;
+    return chosen(p, [&]<class F>(F) {
+      if constexpr (Formats::kDecodes)
+        if (FewRows<typename F::Number>::takes(p)) return &kFewStats<typename F::Number>;
+      return &kStats<F>;
+    });
   }
   static const OnePassKernels<WeightsParams>* weights(const WeightsParams& p) {
     return chosen(p, []<class F>(F) { return &kOnePass<WeightsParams, Weights<F>>; });

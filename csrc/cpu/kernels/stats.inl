@@ -1,24 +1,121 @@
 // Statistics of the scores of every row and the weight that every key receives, tile by tile: statistics.h. A pass over
-// the keys finds each row's sum; a second one, over the rows, computes the scores again and adds up each key's weights.
+// the keys finds each row's sum; a second one, over the rows, adds up each key's weights. It computes the scores again,
+// unless they are so few that the first has kept them (FewStats).
 #pragma once
 
-#include "cpu/tiles/scores.inl"
 #include "core/statistics.h"
+#include "cpu/tiles/few_rows.inl"
 
 namespace attn::ATTN_ISA {
+
+// RowStatistics of kRowTile lanes, while scores pass.
+template <class T>
+struct LanesOfStatistics {
+  static constexpr int W = kLanes<T>;
+  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // side by side, for each has four sums
+
+  T *largest, *ones, *rest, *moment;  // [kRowTile]
+
+  void take(Arena& arena) {
+    for (T** lanes : {&largest, &ones, &rest, &moment}) *lanes = arena.take<T>(kRowTile);
+  }
+  void clear(T reference = -kInfinity<T>) const {
+    for (int64_t i = 0; i < kRowTile; ++i) largest[i] = reference;
+    for (T* lanes : {ones, rest, moment}) fill_zero(lanes, kRowTile);
+  }
+  RowStatistics<T> operator[](int64_t lane) const { return {largest[lane], ones[lane], rest[lane], moment[lane]}; }
+
+  // Adds x[j * ld + i], scores or products, for j < keys, to each lane i < lanes.
+  void add(const T* x, int64_t ld, int64_t keys, int64_t lanes, T slope) const {
+    int64_t lane = 0;
+    for (; lane + kVectors * W <= lanes; lane += kVectors * W) add_vectors<kVectors>(x + lane, ld, keys, lane, slope);
+    for (; lane < lanes; lane += W) add_vectors<1>(x + lane, ld, keys, lane, slope);
+  }
+
+ private:
+  template <int N>
+  ATTN_INLINE void add_vectors(const T* x, int64_t ld, int64_t keys, int64_t lane, T slope) const {
+    const Vec<T> zero{}, least = splat<T>(static_cast<T>(kLeastExponent));
+    Vec<T> old[N], best[N], shift[N], new_rest[N], new_moment[N];
+    Vec<Int<T>> new_ones[N];
+    for (int v = 0; v < N; ++v) best[v] = old[v] = load<T>(largest + lane + v * W);
+    for (int64_t j = 0; j < keys; ++j)
+      for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * ld + v * W), best[v]);
+    for (int v = 0; v < N; ++v) {
+      shift[v] = best[v] == -kInfinity<T> ? zero : best[v];  // a row without any key so far: weights exp(-inf - 0) = 0
+      new_rest[v] = new_moment[v] = zero;
+      new_ones[v] = Vec<Int<T>>{};
+    }
+    for (int64_t j = 0; j < keys; ++j)
+      for (int v = 0; v < N; ++v) {
+        Vec<T> exponent = (load<T>(x + j * ld + v * W) - shift[v]) * slope;
+        exponent = exponent < least ? least : exponent;  // as exponent_of()
+        const auto is_one = exponent == zero;            // -1 where true
+        const Vec<T> weight = is_one ? zero : exp2<T>(exponent);
+        new_ones[v] -= is_one;
+        new_rest[v] += weight;
+        new_moment[v] += exponent * weight;
+      }
+    for (int v = 0; v < N; ++v) {
+      const int64_t at = lane + v * W;
+      // brought_to(), of a reference that has moved
+      const auto moved = best[v] != old[v];
+      Vec<T> old_ones = load<T>(ones + at), old_rest = load<T>(rest + at), old_moment = load<T>(moment + at);
+      if (any(moved)) {
+        Vec<T> exponent = (old[v] - shift[v]) * slope;
+        exponent = exponent < least ? least : exponent;
+        const Vec<T> sum = old_ones + old_rest, correction = exp2<T>(exponent);
+        old_rest = moved ? sum * correction : old_rest;
+        old_moment = moved ? (old_moment + exponent * sum) * correction : old_moment;
+        old_ones = moved ? zero : old_ones;
+      }
+      // A sum that is NaN has met a NaN or +inf, and a row with a NaN must tell (max_number passes over it).
+      if (any(new_rest[v] != new_rest[v]))
+        for (int64_t j = 0; j < keys; ++j) {
+          const Vec<T> score = load<T>(x + j * ld + v * W);
+          best[v] = score != score ? score : best[v];
+        }
+      store<T>(largest + at, best[v]);
+      store<T>(ones + at, old_ones + __builtin_convertvector(new_ones[v], Vec<T>));
+      store<T>(rest + at, old_rest + new_rest[v]);
+      store<T>(moment + at, old_moment + new_moment[v]);
+    }
+  }
+};
+
+// What a task of the second pass adds up: the weights of some keys of a head, over a chunk of its rows.
+struct KeyTask {
+  int64_t n, head, chunk;
+  Range keys, rows;
+
+  KeyTask(const StatsParams& p, int64_t task) {
+    chunk = task % p.chunks;
+    task /= p.chunks;
+    const int64_t first = task % p.key_tasks_of_head() * p.keys_per_task;
+    task /= p.key_tasks_of_head();
+    head = task % p.heads;
+    n = task / p.heads;
+    keys = {first, smaller(first + p.keys_per_task, p.keys)};
+    rows = {chunk * p.rows_per_chunk, smaller((chunk + 1) * p.rows_per_chunk, sequence_of(p, n).queries)};
+  }
+  // Where the sums go.
+  void* received(const StatsParams& p, int64_t size) const {
+    const int64_t at = ((chunk * p.batch + n) * p.heads + head) * p.keys + keys.first;
+    return static_cast<char*>(p.chunks > 1 ? p.partial_received : p.received_weight) + at * size;
+  }
+};
 
 // F: the format in which the forward multiplies queries and keys. Weights are computed in T, whatever the format.
 template <class F>
 struct Stats {
   using T = typename F::Number;
   static constexpr int W = kLanes<T>;
-  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // side by side, for each has four sums
 
-  // Per tile of rows, kept while the keys pass: the fields of RowStatistics, a lane a row.
+  // Per tile of rows, kept while the keys pass.
   struct RowState {
     RowTile rows;
     T* query_t;  // [slots of E][kRowTile]
-    T *largest, *ones, *rest, *moment;
+    LanesOfStatistics<T> sums;
   };
   struct Buffers {
     RowState* states;
@@ -44,10 +141,7 @@ struct Stats {
       received = arena.take<T>(p.keys_per_task * W);
       arena.take_for_each(states, tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
-        state.largest = arena.take<T>(kRowTile);
-        state.ones = arena.take<T>(kRowTile);
-        state.rest = arena.take<T>(kRowTile);
-        state.moment = arena.take<T>(kRowTile);
+        state.sums.take(arena);
       });
       size = arena.used();
     }
@@ -63,86 +157,24 @@ struct Stats {
   // -------------------------------------------------------------------------------------------------------------
   // The first pass
 
-  // Adds N vectors of lanes of the tile of scores to what is known of their rows.
-  template <int N>
-  static ATTN_INLINE void add_scores(const StatsParams& p, const Buffers& b, const RowState& state, int64_t keys,
-                                     int64_t lane) {
-    const T slope = log2_slope<T>(p);
-    const T* const x = b.x + lane;
-    const Vec<T> zero{}, least = splat<T>(static_cast<T>(kLeastExponent));
-    Vec<T> old[N], best[N], shift[N], rest[N], moment[N];
-    Vec<Int<T>> ones[N];
-    for (int v = 0; v < N; ++v) best[v] = old[v] = load<T>(state.largest + lane + v * W);
-    for (int64_t j = 0; j < keys; ++j)
-      for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
-    for (int v = 0; v < N; ++v) {
-      shift[v] = best[v] == -kInfinity<T> ? zero : best[v];  // a row without any key so far: weights exp(-inf - 0) = 0
-      rest[v] = moment[v] = zero;
-      ones[v] = Vec<Int<T>>{};
-    }
-    for (int64_t j = 0; j < keys; ++j)
-      for (int v = 0; v < N; ++v) {
-        Vec<T> exponent = (load<T>(x + j * kRowTile + v * W) - shift[v]) * slope;
-        exponent = exponent < least ? least : exponent;  // as exponent_of()
-        const auto is_one = exponent == zero;            // -1 where true
-        const Vec<T> weight = is_one ? zero : exp2<T>(exponent);
-        ones[v] -= is_one;
-        rest[v] += weight;
-        moment[v] += exponent * weight;
-      }
-    for (int v = 0; v < N; ++v) {
-      const int64_t at = lane + v * W;
-      // brought_to(), of a reference that has moved
-      const auto moved = best[v] != old[v];
-      Vec<T> old_ones = load<T>(state.ones + at), old_rest = load<T>(state.rest + at);
-      Vec<T> old_moment = load<T>(state.moment + at);
-      if (any(moved)) {
-        Vec<T> exponent = (old[v] - shift[v]) * slope;
-        exponent = exponent < least ? least : exponent;
-        const Vec<T> sum = old_ones + old_rest, correction = exp2<T>(exponent);
-        old_rest = moved ? sum * correction : old_rest;
-        old_moment = moved ? (old_moment + exponent * sum) * correction : old_moment;
-        old_ones = moved ? zero : old_ones;
-      }
-      // A sum that is NaN has met a NaN or +inf, and a row with a NaN must tell (max_number passes over it).
-      if (any(rest[v] != rest[v]))
-        for (int64_t j = 0; j < keys; ++j) {
-          const Vec<T> score = load<T>(x + j * kRowTile + v * W);
-          best[v] = score != score ? score : best[v];
-        }
-      store<T>(state.largest + at, best[v]);
-      store<T>(state.ones + at, old_ones + __builtin_convertvector(ones[v], Vec<T>));
-      store<T>(state.rest + at, old_rest + rest[v]);
-      store<T>(state.moment + at, old_moment + moment[v]);
-    }
-  }
-
   static void rows(const StatsParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     const RowTask own(p, task);
     const RowTiles<RowState> rows(p, own, b.states, [&](RowState& state) {
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-      for (int64_t i = 0; i < kRowTile; ++i) state.largest[i] = -kInfinity<T>;
-      fill_zero(state.ones, kRowTile);
-      fill_zero(state.rest, kRowTile);
-      fill_zero(state.moment, kRowTile);
+      state.sums.clear();
     });
     Rows<T> key_rows;
     const auto load = [&](Range keys) { key_rows = load_keys(p, b, own.n, own.first_head, keys, b.key); };
     each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.bias, load,
                       [&](const RowState& state, const ScoreTile<T>& tile) {
                         scores<F>(p, tile, state.query_t, key_rows, b.x);
-                        const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-                        int64_t lane = 0;
-                        for (; lane + kVectors * W <= lanes; lane += kVectors * W)
-                          add_scores<kVectors>(p, b, state, keys, lane);
-                        for (; lane < lanes; lane += W) add_scores<1>(p, b, state, keys, lane);
+                        state.sums.add(b.x, kRowTile, tile.keys.size(), tile.lanes(), log2_slope<T>(p));
                       });
 
     auto* partial = static_cast<RowStatistics<T>*>(p.partial) + own.split * number_of_rows(p);
     for (const RowState& state : rows)
-      for (int64_t i = 0; i < state.rows.count; ++i)
-        partial[state.rows.number(p, i)] = {state.largest[i], state.ones[i], state.rest[i], state.moment[i]};
+      for (int64_t i = 0; i < state.rows.count; ++i) partial[state.rows.number(p, i)] = state.sums[i];
   }
 
   // Puts the splits of the rows numbered [first, last) together, and writes what comes out.
@@ -182,26 +214,19 @@ struct Stats {
   static void keys(const StatsParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     RowState& state = b.states[0];
-    const int64_t chunk = task % p.chunks;
-    task /= p.chunks;
-    const int64_t first_key = task % p.key_tasks_of_head() * p.keys_per_task;
-    task /= p.key_tasks_of_head();
-    const int64_t head = task % p.heads, n = task / p.heads;
-    const Range own = {first_key, smaller(first_key + p.keys_per_task, p.keys)};
-    const int64_t first_row = chunk * p.rows_per_chunk;
-    const int64_t last_row = smaller(first_row + p.rows_per_chunk, sequence_of(p, n).queries);
+    const KeyTask own(p, task);
 
-    fill_zero(b.received, own.size() * W);
+    fill_zero(b.received, own.keys.size() * W);
     Rows<T> tiles[kStatsKeyTiles] = {};  // once some row sees them
-    for (int64_t r = first_row; r < last_row; r += kRowTile) {
-      state.rows.set(p, n, head, {r, smaller(r + kRowTile, last_row)});
+    for (int64_t r = own.rows.first; r < own.rows.last; r += kRowTile) {
+      state.rows.set(p, own.n, own.head, {r, smaller(r + kRowTile, own.rows.last)});
       bool has_queries = false;
-      each_tile_of_keys(own, [&](Range keys) {
+      each_tile_of_keys(own.keys, [&](Range keys) {
         ScoreTile<T> tile;
         if (!tile.set(p, state.rows, keys, b.bias)) return;
-        const int64_t at = keys.first - own.first;
+        const int64_t at = keys.first - own.keys.first;
         Rows<T>& key_rows = tiles[at / kKeyTile];
-        if (!key_rows.data) key_rows = load_keys(p, b, n, head, keys, b.key + at * b.ld_key);
+        if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.head, keys, b.key + at * b.ld_key);
         if (!has_queries) {
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
           state.rows.load_pairs(p, p.pairs, b.reference, b.inverse_sum);
@@ -212,9 +237,8 @@ struct Stats {
       });
     }
 
-    T* to = static_cast<T*>(p.chunks > 1 ? p.partial_received : p.received_weight);
-    to += ((chunk * p.batch + n) * p.heads + head) * p.keys + own.first;
-    for (int64_t j = 0; j < own.size(); ++j) to[j] = sum_of_lanes(b.received + j * W);
+    T* to = static_cast<T*>(own.received(p, sizeof(T)));
+    for (int64_t j = 0; j < own.keys.size(); ++j) to[j] = sum_of_lanes(b.received + j * W);
   }
 
   // In pairs: one after the other, up to 16 numbers would be rounded as often.
@@ -252,6 +276,82 @@ struct Stats {
       double sum = 0;
       for (int64_t c = 0; c < p.chunks; ++c) sum += partial[c * numbers + i];
       static_cast<T*>(p.received_weight)[i] = static_cast<T>(sum);
+    }
+  }
+};
+
+// The same of few rows, by products whose vectors lie along the keys (few_rows.inl). The first pass keeps the scores.
+template <class T>
+struct FewStats {
+  using Few = FewRows<T>;
+  static constexpr int W = kLanes<T>;
+
+  struct Buffers {
+    Few* few;
+    LanesOfStatistics<T>* sums;
+    int64_t size;
+
+    Buffers(const StatsParams& p, char* base) {
+      Arena arena(base);
+      few = arena.take<Few>(1);
+      sums = arena.take<LanesOfStatistics<T>>(1);
+      arena.take_for_each(few, 1, [&](Few& rows) { rows.take(p, arena); });
+      arena.take_for_each(sums, 1, [&](LanesOfStatistics<T>& lanes) { lanes.take(arena); });
+      size = arena.used();
+    }
+  };
+
+  static int64_t workspace(const StatsParams& p) { return Buffers(p, nullptr).size; }
+
+  // Of p.scores: whole tiles of a row.
+  static int64_t row_of_scores(const StatsParams& p) { return round_up(p.keys, kKeyTile); }
+
+  static void rows(const StatsParams& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace);
+    const RowTask own(p, task);
+    b.few->set(p, own);
+    const RowTile& rows = b.few->rows;
+    const Range seen = own.keys_seen(p, rows.positions);
+    const int64_t ld = row_of_scores(p), first_row = rows.number(p, 0);  // the others follow
+    T* const x = static_cast<T*>(p.scores) + first_row * ld;
+    for (int64_t key = own.keys.first; key < own.keys.last; key += kKeyTile) {
+      const int64_t keys = seen.contains(key) ? b.few->scores(p, key, seen.last, x + key, ld) : 0;
+      for (int64_t r = 0; r < rows.count; ++r)
+        for (int64_t j = keys; j < kKeyTile; ++j) x[r * ld + key + j] = -kInfinity<T>;
+    }
+    auto* partial = static_cast<RowStatistics<T>*>(p.partial) + own.split * number_of_rows(p) + first_row;
+    for (int64_t r = 0; r < rows.count; ++r) partial[r] = of_row(p, *b.sums, x + r * ld, own.keys);
+  }
+
+  // A lane adds up every kRowTile-th score, beside the largest of all.
+  static RowStatistics<T> of_row(const StatsParams& p, const LanesOfStatistics<T>& sums, const T* x, Range keys) {
+    const int64_t last = round_up(keys.last, kKeyTile);
+    Vec<T> best = splat<T>(-kInfinity<T>);
+    for (int64_t j = keys.first; j < last; j += W) best = max_number(load<T>(x + j), best);
+    RowStatistics<T> all = {largest_of(best), 0, 0, 0};
+    sums.clear(all.largest);
+    sums.add(x + keys.first, kRowTile, (last - keys.first) / kRowTile, kRowTile, log2_slope<T>(p));
+    for (int64_t i = 0; i < kRowTile && !has_nan(all); ++i)
+      all = has_nan(sums[i]) ? sums[i] : added(all.largest, all, sums[i]);
+    return all;
+  }
+
+  static void keys(const StatsParams& p, int64_t task, char*) {
+    const KeyTask own(p, task);
+    const T slope = log2_slope<T>(p);
+    const Vec<T> hidden = splat<T>(-kInfinity<T>);
+    T* const to = static_cast<T*>(own.received(p, sizeof(T)));
+    const int64_t first_row = row_number(p, own.n, own.head, own.rows.first), ld = row_of_scores(p);
+    const T* const x = static_cast<const T*>(p.scores) + first_row * ld + own.keys.first;
+    const T* const pairs = static_cast<const T*>(p.pairs) + 2 * first_row;
+    for (int64_t j = 0; j < own.keys.size(); j += W) {
+      Vec<T> sum{};
+      for (int64_t r = 0; r < own.rows.size(); ++r) {
+        const Vec<T> score = load<T>(x + r * ld + j);
+        const Vec<T> weight = exp2<T>((score - pairs[2 * r]) * slope) * pairs[2 * r + 1];
+        sum += score == hidden ? Vec<T>{} : weight;
+      }
+      store_some<T>(to + j, sum, smaller(W, own.keys.size() - j));
     }
   }
 };

@@ -89,6 +89,14 @@ ATTN_INLINE V max_number(V x, V best) {
   return x > best ? x : best;
 }
 
+// The largest number of a vector that has no NaN.
+template <class V>
+ATTN_INLINE auto largest_of(V v) {
+  auto largest = v[0];
+  for (size_t i = 1; i < sizeof(V) / sizeof largest; ++i) largest = v[i] > largest ? v[i] : largest;
+  return largest;
+}
+
 template <class M>
 ATTN_INLINE bool any(M mask) {
   typename VectorOf<uint64_t, sizeof(M) / 8>::type words = bit_cast<decltype(words)>(mask);

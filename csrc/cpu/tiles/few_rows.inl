@@ -1,0 +1,291 @@
+// Scores of few rows, where reading the keys is the limit. A vector holds neighbouring entries of one key: rows of K (and
+// of V, in decode.inl) are read as they lie, whatever their type and length, once for all rows that share them.
+#pragma once
+
+#include "cpu/tiles/scores.inl"
+
+namespace attn::ATTN_ISA {
+
+template <class T>
+struct FewRows {
+  static constexpr int W = kLanes<T>;
+  static constexpr int64_t kMost = 8;  // rows of a task
+  static constexpr int kAtOnce = 4;    // rows that share a load
+
+  // The most where products take several numbers at once, which pays earlier.
+  static constexpr int64_t kMostBesidePairs = 4;
+
+  // The limits are measured, most of them with keys and values in memory: here they are prefetched. Short rows leave
+  // sooner: here every score is a sum across a vector.
+  static bool takes(const Problem& p, int64_t most = kMost) {
+    return p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
+  }
+
+  RowTile rows;
+  Block masks[kMost];
+  T* query;  // [kMost][E]
+  T* key;    // [kKeyTile][E], for rows that cannot be read as they lie
+  T* bias;   // [kMost][kKeyTile]
+  T* sums;   // [kAtOnce][W][W]
+  int64_t ld_key;
+
+  void take(const Problem& p, Arena& arena) {
+    ld_key = round_up(p.head_dim, W);
+    query = arena.take<T>(kMost * ld_key);
+    key = arena.take<T>(kKeyTile * ld_key);
+    bias = arena.take<T>(p.has_mask ? kMost * kKeyTile : 0);
+    sums = arena.take<T>(kAtOnce * W * W);
+  }
+
+  void set(const Problem& p, const RowTask& own) {
+    rows.set(p, own.n, own.first_head, own.rows);
+    rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, query, ld_key);
+    if (takes_turns(p.key, p.head_dim))
+      for (int64_t r = 0; r < rows.count; ++r) apart(query + r * ld_key, p.head_dim / W * W);
+    if (p.has_mask)
+      for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, own.n, rows.head[r], rows.position[r]);
+  }
+
+  // x[r * ld + j]: products or scores (leaves_products), -inf where a row does not see a key, of the tile of keys that
+  // begins with `first`. Returns how many of its keys are left without those at the end that a mask hides from all
+  // rows; nothing is read or written of these. Rows are read to `last`: later ones are not prefetched.
+  int64_t scores(const Problem& p, int64_t first, int64_t last, T* x, int64_t ld) const {
+    const int64_t keys = read_mask(p, first, smaller(kKeyTile, last - first));
+    if (keys == 0) return 0;
+    const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
+    const bool lie = in_place(p.key, p.head_dim);
+    const Block block = block_of(p, p.key, rows.n, key_head_of(p, rows.head[0]), first);
+    with_rows(block, keys, p.head_dim, key, ld_key, lie, [&]<class S>(const WholeVectors<S>& key_rows) {
+      with_vectors<S>(p.head_dim, [&](auto vectors) {
+        for (int64_t j = 0; j < keys; j += W)
+          each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
+            with_prefetch(lie && row == 0 && goes_on(first, last), [&](auto prefetch) {
+              dot<r(), vectors(), prefetch()>(key_rows, j, smaller(W, keys - j), p.head_dim, query + row * ld_key,
+                                              ld_key, sums, score, x + row * ld + j, ld);
+            });
+          });
+      });
+    });
+    hide_keys(p, first, keys, x, ld);
+    return keys;
+  }
+
+  // Calls f(std::bool_constant<prefetch>). The first rows that read a key where it lies prefetch; the others find it in
+  // the cache.
+  template <class F>
+  static ATTN_INLINE void with_prefetch(bool prefetch, F f) {
+    prefetch ? f(std::true_type()) : f(std::false_type());
+  }
+  static bool goes_on(int64_t first, int64_t last) { return last - first >= kKeyTile + kAhead; }
+
+  // Rows that are read in whole vectors, past their end where they end within one: there follows the next row, and
+  // the last one is a copy.
+  template <class S>
+  struct WholeVectors {
+    using Storage = S;
+    const S* data;
+    int64_t ld;
+    int64_t copied;  // the number of the row that was copied; -1 if none was
+    const S* copy;
+
+    ATTN_INLINE const S* row(int64_t j) const { return j == copied ? copy : data + j * ld; }
+
+    // Asks for the columns [col, col + count) of a row that is read later, while row j is.
+    ATTN_INLINE void prefetch(int64_t j, int64_t col, int64_t count) const {
+      constexpr int64_t kLine = 64 / sizeof(S);
+      for (int64_t d = 0; d < count; d += kLine) __builtin_prefetch(data + (j + kAhead) * ld + col + d, 0, 2);
+    }
+  };
+
+  // How many rows before they are read the rows of K and V are prefetched.
+  static constexpr int64_t kAhead = 32;
+  // Not where one query reads numbers that need no conversion: there the processor itself reads far enough ahead.
+  template <int R, class S>
+  static constexpr bool kPrefetches = R > 1 || sizeof(S) < sizeof(T);
+
+  // Calls f(std::integral_constant<int, N>, first) for groups of N = kMost of `count`, and for the rest of them.
+  template <int kMost, class F>
+  static ATTN_INLINE void each_group(int64_t count, F f) {
+    int64_t first = 0;
+    for (; first + kMost <= count; first += kMost) f(std::integral_constant<int, kMost>(), first);
+    if constexpr (kMost > 1) rest<kMost - 1>(count - first, first, f);
+  }
+  template <int N, class F>
+  static ATTN_INLINE void rest(int64_t count, int64_t first, F f) {
+    if (count == N) return f(std::integral_constant<int, N>(), first);
+    if constexpr (N > 1) rest<N - 1>(count, first, f);
+  }
+
+  // Calls f(std::integral_constant<int, V>) with the number of vectors of a short row that needs no conversion: there a
+  // loop over them would take as long as the arithmetic. V is 0 for all others.
+  template <class S, class F>
+  static ATTN_INLINE void with_vectors(int64_t cols, F f) {
+    const int64_t vectors = (cols + W - 1) / W;
+    if constexpr (std::is_same_v<S, T>) {
+      if (vectors == 2) return f(std::integral_constant<int, 2>());
+      if (vectors == 3) return f(std::integral_constant<int, 3>());
+      if (vectors == 4) return f(std::integral_constant<int, 4>());
+    }
+    f(std::integral_constant<int, 0>());
+  }
+
+  // Whether rows are read as they lie.
+  static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
+
+  // Whether load_two takes even and odd numbers of the rows apart. Then what they are multiplied with, or added to, is
+  // in the same order, but for a last vector without a second one: apart() makes it so, and together() the way back.
+  static bool takes_turns(const Operand& x, int64_t cols) { return x.dtype == DType::bf16 && in_place(x, cols); }
+  static void apart(T* row, int64_t cols) {
+    for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
+      T turns[2 * W];
+      __builtin_memcpy(turns, row + d, sizeof turns);
+      for (int i = 0; i < 2 * W; ++i) row[d + i % 2 * W + i / 2] = turns[i];
+    }
+  }
+  static void together(T* row, int64_t cols) {
+    for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
+      T halves[2 * W];
+      __builtin_memcpy(halves, row + d, sizeof halves);
+      for (int i = 0; i < 2 * W; ++i) row[d + i] = halves[i % 2 * W + i / 2];
+    }
+  }
+
+  // Calls f(WholeVectors) with the rows of a block as they lie, or packed if they cannot be read so.
+  template <class F>
+  static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, bool in_place,
+                                    F f) {
+    const bool ends_within = cols % W != 0;
+    const auto as_they_lie = [&](auto storage) {
+      using S = decltype(storage);
+      const S* data = reinterpret_cast<const S*>(block.data);
+      if (!ends_within) return f(WholeVectors<S>{data, block.row, -1, nullptr});
+      S* const copy = reinterpret_cast<S*>(tile);
+      __builtin_memcpy(copy, data + (rows - 1) * block.row, static_cast<size_t>(cols) * sizeof(S));
+      f(WholeVectors<S>{data, block.row, rows - 1, copy});
+    };
+    if (in_place) {
+      if constexpr (sizeof(T) == 8) {
+        return as_they_lie(double());
+      } else {
+        if (block.dtype == DType::f32) return as_they_lie(float());
+        if (block.dtype == DType::bf16) return as_they_lie(BFloat16());
+        return as_they_lie(Half());
+      }
+    }
+    pack_rows<T>(tile, ld, block, rows, cols);
+    f(WholeVectors<T>{tile, ld, -1, nullptr});
+  }
+
+ private:
+  // sums[(r * W + i) * W ...]: a vector whose elements add up to <q_r, k_i>, for R queries and the keys number
+  // first + i, i < kKeys, which share the loads of the queries. V: the vectors of a row, or 0 for any number of them.
+  template <int R, int kKeys, int V, bool kPrefetch, class S>
+  static ATTN_INLINE void multiply(const WholeVectors<S>& rows, int64_t first, int64_t cols, const T* query,
+                                   int64_t ld_query, T* sums) {
+    const S* key[kKeys];
+#pragma GCC unroll 2
+    for (int i = 0; i < kKeys; ++i) {
+      key[i] = rows.row(first + i);
+      if constexpr (kPrefetch && kPrefetches<R, S>) rows.prefetch(first + i, 0, V == 0 ? cols : V * W);
+    }
+    Vec<T> sum[kKeys][R] = {};
+    const auto add = [&](int64_t d, const Vec<T>(&k)[kKeys]) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const Vec<T> q = load<T>(query + r * ld_query + d);
+#pragma GCC unroll 2
+        for (int i = 0; i < kKeys; ++i) sum[i][r] += q * k[i];
+      }
+    };
+    const auto add_vector = [&](int64_t d) {
+      Vec<T> k[kKeys];
+#pragma GCC unroll 2
+      for (int i = 0; i < kKeys; ++i) k[i] = load_as<T>(key[i] + d);
+      add(d, k);
+    };
+    const auto add_end = [&](int64_t d) {  // by selection: what lies behind the row may be NaN
+      const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - d);
+      Vec<T> k[kKeys];
+#pragma GCC unroll 2
+      for (int i = 0; i < kKeys; ++i) k[i] = ends_here ? load_as<T>(key[i] + d) : Vec<T>{};
+      add(d, k);
+    };
+    if constexpr (V > 0) {
+#pragma GCC unroll 4
+      for (int v = 0; v + 1 < V; ++v) add_vector(v * W);
+      add_end((V - 1) * W);
+    } else {
+      const int64_t whole = cols / W * W;
+      int64_t d = 0;
+      for (; d + 2 * W <= whole; d += 2 * W) {
+        Vec<T> k0[kKeys], k1[kKeys];
+#pragma GCC unroll 2
+        for (int i = 0; i < kKeys; ++i) load_two<T>(key[i] + d, k0[i], k1[i]);
+        add(d, k0);
+        add(d + W, k1);
+      }
+      if (d < whole) add_vector(d);
+      if (whole < cols) add_end(whole);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int i = 0; i < kKeys; ++i) store<T>(sums + (r * W + i) * W, sum[i][r]);
+  }
+
+  // x[r * ld + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
+  template <int R, int V, bool kPrefetch, class S>
+  static void dot(const WholeVectors<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query,
+                  int64_t ld_query, T* sums, ScoreFunction<T> score, T* x, int64_t ld) {
+    int64_t j = 0;
+    constexpr int kTogether = V > 0 ? 2 : 1;  // two long rows at once are read from memory more slowly
+    for (; j + kTogether <= keys; j += kTogether)
+      multiply<R, kTogether, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
+    for (; j < keys; ++j) multiply<R, 1, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
+    for (int r = 0; r < R; ++r)  // lanes past the keys mean nothing
+      store<T>(x + r * ld, score(sums_of_rows<T>(sums + r * W * W)));
+  }
+
+  // Reads the rows' masks at the keys [first, first + keys). Returns how many of the keys are left without those at the end
+  // that no row sees; of these nothing else is read.
+  int64_t read_mask(const Problem& p, int64_t first, int64_t keys) const {
+    if (!p.has_mask) return keys;
+    Block tile[kMost];
+    bool visible = false;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      tile[r] = masks[r];
+      tile[r].data += first * p.mask.col * size_of(p.mask.dtype);
+      visible |= mask_in_bits(p.mask) ? visible_bits(reinterpret_cast<const uint8_t*>(tile[r].data), keys) != 0
+                                      : any_visible_number<T>(tile[r], keys);
+    }
+    if (!visible) return 0;
+    int64_t seen = 0;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      T* add = bias + r * kKeyTile;
+      pack_rows<T>(add, kKeyTile, tile[r], 1, keys);
+      for (int64_t j = keys; j < round_up(keys, W); ++j) add[j] = -kInfinity<T>;
+      int64_t last = keys;
+      while (last > seen && add[last - 1] == -kInfinity<T>) --last;
+      seen = last;
+    }
+    return seen;
+  }
+
+  void hide_keys(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
+    if (p.has_mask)
+      for (int64_t r = 0; r < rows.count; ++r)
+        for (int64_t j = 0; j < keys; j += W) {
+          const Vec<T> add = load<T>(bias + r * kKeyTile + j);
+          T* at = x + r * ld + j;
+          store<T>(at, add == -kInfinity<T> ? add : load<T>(at) + add);
+        }
+    if (all_visible(p, rows.sequence, rows.positions, {first, first + keys})) return;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const Range seen = visible_keys(p, rows.sequence, {rows.position[r], rows.position[r] + 1});
+      for (int64_t j = 0; j < keys; ++j)
+        if (!seen.contains(first + j)) x[r * ld + j] = -kInfinity<T>;
+    }
+  }
+};
+
+}  // namespace attn::ATTN_ISA
