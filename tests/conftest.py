@@ -141,8 +141,9 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any) -> None:
-    if SIZES not in node.config.stash:
-        node.config.stash[SIZES] = Path(_CACHE, "sizes").read_text()
+    sizes = Path(_CACHE, "sizes")  # not there where nothing was collected: a path that is none
+    if SIZES not in node.config.stash and sizes.exists():
+        node.config.stash[SIZES] = sizes.read_text()
         node.config.pluginmanager.get_plugin("terminalreporter").write_line(
             node.config.stash[SIZES]
         )

@@ -12,9 +12,14 @@ struct Decode {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
+  // The most rows, and the most where products take several numbers at once, which pays earlier.
+  static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
+
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
-  static bool takes(const ForwardParams& p, int64_t most = Few::kMost) { return !p.logsumexp && Few::takes(p, most); }
+  static bool takes(const ForwardParams& p, bool beside_pairs) {
+    return !p.logsumexp && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
+  }
 
   // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once. An
   // even number, for load_two.
@@ -22,9 +27,9 @@ struct Decode {
 
   struct Buffers {
     Few* few;
-    T* output;  // [Few::kMost][Ev]
+    T* output;  // [kRows][Ev]
     T* value;   // [kKeyTile][Ev], for rows that cannot be read as they lie
-    T* x;       // [Few::kMost][kKeyTile]: scores, then weights
+    T* x;       // [kRows][kKeyTile]: scores, then weights
     T* factor;  // [kKeyTile][kRowTile]
     int64_t ld_value;
     int64_t size;
@@ -34,9 +39,9 @@ struct Decode {
       ld_value = round_up(p.value_dim, W);
       few = arena.take<Few>(1);
       arena.take_for_each(few, 1, [&](Few& rows) { rows.take(p, arena); });
-      output = arena.take<T>(Few::kMost * ld_value);
+      output = arena.take<T>(kRows * ld_value);
       value = arena.take<T>(kKeyTile * ld_value);
-      x = arena.take<T>(Few::kMost * kKeyTile);
+      x = arena.take<T>(kRows * kKeyTile);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
       size = arena.used();
     }
@@ -81,8 +86,8 @@ struct Decode {
     Few& few = *b.few;
     few.set(p, own);
     const RowTile& rows = few.rows;
-    fill_zero(b.output, Few::kMost * b.ld_value);
-    T maximum[Few::kMost], sum[Few::kMost] = {}, correction[Few::kMost];
+    fill_zero(b.output, kRows * b.ld_value);
+    T maximum[kRows], sum[kRows] = {}, correction[kRows];
     for (T& m : maximum) m = -kInfinity<T>;
 
     const int64_t value_head = value_head_of(p, own.first_head);

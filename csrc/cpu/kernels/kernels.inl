@@ -1,13 +1,13 @@
 // The table of one instruction set, and which kernel runs when:
 //
-//   decode    few queries and no logsumexp, in a set that decodes (FewRows::takes). Reads each key and value once for
+//   decode    few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for
 //             all queries of a group of heads: memory is the limit.
 //   forward   all else (KernelTable::forward). Reads keys and values once for up to 256 rows of a group, and a mask
 //             once for each head, or its tiles' bytes (look_at_mask) where heads share it: products are the limit.
 //   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
 //             the L2 cache (rows_per_pass), and each row once for every chunk of keys.
 //   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
-//   stats     one pass over the keys as the forward's, and one over the rows; of few rows (FewRows::takes) one pass that
+//   stats     one pass over the keys as the forward's, and one over the rows; of few rows (FewStats::takes) one pass that
 //             keeps the scores.
 //   weights   one tile of rows a task, whose scores are kept.
 //
@@ -73,10 +73,10 @@ struct KernelTable {
     return Formats::takes(p) ? Formats::with(p, f) : nullptr;
   }
   static const ForwardKernels* forward(const ForwardParams& p) {
-    if (!Formats::kDecodes && Decode<float>::takes(p, FewRows<float>::kMostBesidePairs)) return nullptr;
+    if (!Formats::kDecodes && Decode<float>::takes(p, true)) return nullptr;
     return chosen(p, [&]<class F>(F) {
       if constexpr (Formats::kDecodes)
-        if (Decode<typename F::Number>::takes(p)) return &kDecode<typename F::Number>;
+        if (Decode<typename F::Number>::takes(p, false)) return &kDecode<typename F::Number>;
       return &kForward<F>;
     });
   }
@@ -91,10 +91,10 @@ struct KernelTable {
     return chosen(p, []<class F>(F) { return &kBackward<Params, Backward<Singles<typename F::Number>, Params, F>>; });
   }
   static const StatsKernels* stats(const StatsParams& p) {
-    if (!Formats::kDecodes && FewRows<float>::takes(p, FewRows<float>::kMostBesidePairs)) return nullptr;
+    if (!Formats::kDecodes && FewStats<float>::takes(p, true)) return nullptr;
     return chosen(p, [&]<class F>(F) {
       if constexpr (Formats::kDecodes)
-        if (FewRows<typename F::Number>::takes(p)) return &kFewStats<typename F::Number>;
+        if (FewStats<typename F::Number>::takes(p, false)) return &kFewStats<typename F::Number>;
       return &kStats<F>;
     });
   }

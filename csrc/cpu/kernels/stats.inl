@@ -286,6 +286,8 @@ struct FewStats {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
+  static bool takes(const StatsParams& p, bool beside_pairs) { return Few::takes(p, beside_pairs ? 12 : Few::kMost); }
+
   struct Buffers {
     Few* few;
     LanesOfStatistics<T>* sums;

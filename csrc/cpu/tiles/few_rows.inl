@@ -9,15 +9,12 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct FewRows {
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kMost = 8;  // rows of a task
-  static constexpr int kAtOnce = 4;    // rows that share a load
+  static constexpr int64_t kMost = 16;  // rows of a task
+  static constexpr int kAtOnce = 4;     // rows that share a load
 
-  // The most where products take several numbers at once, which pays earlier.
-  static constexpr int64_t kMostBesidePairs = 4;
-
-  // The limits are measured, most of them with keys and values in memory: here they are prefetched. Short rows leave
-  // sooner: here every score is a sum across a vector.
-  static bool takes(const Problem& p, int64_t most = kMost) {
+  // Short rows of keys leave it sooner to products whose vectors lie along the rows: here every score is a sum across a
+  // vector. `most` is measured by each kernel, with keys in memory: here they are prefetched.
+  static bool takes(const Problem& p, int64_t most) {
     return p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
 
@@ -103,12 +100,12 @@ struct FewRows {
   template <int R, class S>
   static constexpr bool kPrefetches = R > 1 || sizeof(S) < sizeof(T);
 
-  // Calls f(std::integral_constant<int, N>, first) for groups of N = kMost of `count`, and for the rest of them.
-  template <int kMost, class F>
+  // Calls f(std::integral_constant<int, N>, first) for groups of N = kGroup of `count`, and for the rest of them.
+  template <int kGroup, class F>
   static ATTN_INLINE void each_group(int64_t count, F f) {
     int64_t first = 0;
-    for (; first + kMost <= count; first += kMost) f(std::integral_constant<int, kMost>(), first);
-    if constexpr (kMost > 1) rest<kMost - 1>(count - first, first, f);
+    for (; first + kGroup <= count; first += kGroup) f(std::integral_constant<int, kGroup>(), first);
+    if constexpr (kGroup > 1) rest<kGroup - 1>(count - first, first, f);
   }
   template <int N, class F>
   static ATTN_INLINE void rest(int64_t count, int64_t first, F f) {
