@@ -12,7 +12,7 @@ INSTALL := -m pip --disable-pip-version-check --quiet install
 PIP := $(BIN)/python $(INSTALL)
 TORCH := $(VENV)/torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/installed
-PEERS := $(VENV)/peers
+PEERS := .venv-peers-others/installed .venv-peers-zentorch/installed
 CUDA_VENV := .venv-cuda
 CUDA_BIN := $(CUDA_VENV)/bin
 # What depends on torch most, with one of the instruction sets: a release of torch is supported if this passes.
@@ -81,7 +81,7 @@ bench-decode: $(INSTALLED) $(LIBRARY) ## speed of 1 to 16 queries over 16 to 409
 bench-models: $(INSTALLED) $(LIBRARY) ## speed of whole models: MiniLM, a GPT and a ViT, with each attention
 	@$(BIN)/python benchmarks/models.py --json out/models.json
 
-bench-peers: $(PEERS) $(LIBRARY) ## speed against the other attentions of a CPU
+bench-peers: $(PEERS) $(INSTALLED) $(LIBRARY) ## speed against the other attentions of a CPU
 	@$(BIN)/python benchmarks/peers.py --json out/peers.json
 
 check-cuda: $(CUDA_VENV)/installed ## a build with CUDA, all that needs no GPU checked; needs nvcc
@@ -154,7 +154,12 @@ $(CUDA_VENV)/installed:
 	  'setuptools>=77' twine
 	@touch $@
 
-$(PEERS): $(INSTALLED)
-	@echo "==> Installing what bench-peers compares"
-	@$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[peers]'
+# What bench-peers compares, apart from what is developed here: zentorch's version is that of the torch it is made for.
+PACKAGES_others := jax onnx onnxruntime openvino
+PACKAGES_zentorch := zentorch==$(TORCH_VERSION).*
+.venv-peers-%/installed:
+	@echo "==> Making .venv-peers-$*"
+	@$(PYTHON) -m venv .venv-peers-$*
+	@echo "==> Installing torch $(TORCH_VERSION) and $(PACKAGES_$*)"
+	@.venv-peers-$*/bin/python $(INSTALL) torch==$(TORCH_VERSION) numpy rich $(PACKAGES_$*)
 	@touch $@

@@ -2,6 +2,9 @@
 
 Each runs in processes of its own, one after the other in several rounds, with the same inputs and
 the same number of threads. Every process first compares its result with the textbook formula.
+
+Packages that bring kernels, or change PyTorch's, have environments of their own, which
+``make bench-peers`` makes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DTYPES, Case, about, alternate, write
+from common import DTYPES, HERE, Case, about, alternate, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,12 +36,17 @@ CASES = [
 # and what makes of its result a tensor [B, H, L, D].
 Prepared = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
 Peer = Callable[[list[torch.Tensor], int], Prepared]
-PEERS: dict[str, tuple[Peer, tuple[str, ...]]] = {}
+PEERS: dict[str, tuple[Peer, tuple[str, ...], Path]] = {}
+MOST_ROUNDS = 8
 
 
-def peer(name: str, *dtypes: str) -> Callable[[Peer], Peer]:
+def peer(name: str, *dtypes: str, environment: str = "") -> Callable[[Peer], Peer]:
+    """``environment``: NAME of .venv-peers-NAME; without it, that of this process."""
+    root = HERE.parent / f".venv-peers-{environment}"
+    python = root / "bin" / "python" if environment else Path(sys.executable)
+
     def add(prepare: Peer) -> Peer:
-        PEERS[name] = prepare, dtypes
+        PEERS[name] = prepare, dtypes, python
         return prepare
 
     return add
@@ -73,7 +81,15 @@ def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     return in_inference_mode(torch.compile(flex_attention), inputs)
 
 
-@peer("onnxruntime", "f32")
+@peer("zentorch", "f32", "bf16", environment="zentorch")
+def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
+    import zentorch  # noqa: F401
+
+    call, _ = in_inference_mode(torch.ops.zentorch.zentorch_sdpa, inputs)
+    return call, lambda results: results[0]
+
+
+@peer("onnxruntime", "f32", environment="others")
 def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     import onnxruntime
     from onnx import TensorProto, helper
@@ -103,7 +119,7 @@ def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     return lambda: session.run(None, arrays), result
 
 
-@peer("OpenVINO", "f32", "bf16")
+@peer("OpenVINO", "f32", "bf16", environment="others")
 def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     import openvino
     from openvino import opset13
@@ -124,7 +140,7 @@ def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     return request.infer, lambda _: torch.from_numpy(request.get_output_tensor(0).data.copy())
 
 
-@peer("jax", "f32", "bf16")
+@peer("jax", "f32", "bf16", environment="others")
 def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     import jax
 
@@ -162,7 +178,7 @@ def measure_apart(name: str, case: Case, dtype: str, threads: int) -> float | No
     """The same in a new process; None where the peer cannot."""
     cpus = sorted(os.sched_getaffinity(0))[:threads]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, "--run", name, case.name, dtype, str(threads)]
+    command = [PEERS[name][2], __file__, "--run", name, case.name, dtype, str(threads)]
     process = subprocess.run(
         command,
         env=environment,
@@ -177,10 +193,34 @@ def measure_apart(name: str, case: Case, dtype: str, threads: int) -> float | No
     return float(process.stdout.splitlines()[-1])
 
 
+def settled(times: list[float], ours: list[float]) -> bool:
+    """Whether another round would say nothing new: the peer takes more than twice our time, or
+    the standard error of its mean is below 2%."""
+    if times and min(times) > 2 * max(ours):
+        return True
+    if len(times) < 3:
+        return False
+    return statistics.stdev(times) / len(times) ** 0.5 < 0.02 * statistics.mean(times)
+
+
+def measure_all(case: Case, dtype: str, threads: int) -> dict[str, list[float]]:
+    """Milliseconds of every peer that can, in rounds."""
+    able = [name for name, (_, dtypes, _) in PEERS.items() if dtype in dtypes]
+    samples: dict[str, list[float]] = {}
+    for _ in range(MOST_ROUNDS):
+        asked = [n for n in able if not settled(samples.get(n, []), samples.get("attn", []))]
+        for name in asked:
+            ms = measure_apart(name, case, dtype, threads)
+            if ms is None:
+                able.remove(name)
+            else:
+                samples.setdefault(name, []).append(ms)
+    return samples
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--filter", default="", help="only cases whose 'shape dtype' contains this")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each (default: 3)")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -199,14 +239,10 @@ def main() -> None:
         table.add_column(heading, justify="left" if heading in ("shape", "dtype") else "right")
     rows = []
     for case, dtype in track(jobs, description="peers", console=console):
-        samples: dict[str, list[float]] = {}
-        for _ in range(arguments.rounds):
-            for name, (_, dtypes) in PEERS.items():
-                ms = measure_apart(name, case, dtype, threads) if dtype in dtypes else None
-                if ms is not None:
-                    samples.setdefault(name, []).append(ms)
+        samples = measure_all(case, dtype, threads)
         times = {name: statistics.median(values) for name, values in samples.items()}
-        rows.append({"case": case.name, "dtype": dtype, "ms": times})
+        rounds = {name: len(values) for name, values in samples.items()}
+        rows.append({"case": case.name, "dtype": dtype, "ms": times, "rounds": rounds})
         cells = [
             f"{case.flops('forward') / times[n] / 1e6:.0f} ({times[n] / times['attn']:.1f})"
             if n in times

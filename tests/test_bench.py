@@ -399,6 +399,27 @@ def test_models_without_ours_are_not_measured() -> None:
     assert process.stderr.endswith("MiniLM: the model does not call attn\n")
 
 
+def test_peers_are_measured_until_the_noise_allows_it() -> None:
+    code = "import peers, sys; print(*(int(peers.settled(*x)) for x in eval(sys.argv[1])))"
+    asked = {
+        "the first round": ([], []),
+        "near, once": ([11.0], [10.0]),
+        "far, once": ([21.0], [10.0]),
+        "near and quiet": ([11.0, 11.1, 10.9], [10.0]),
+        "near and noisy": ([11.0, 12.0, 10.0], [10.0]),
+    }
+    said = subprocess.check_output(
+        [sys.executable, "-c", code, repr([*asked.values()])], cwd=BENCHMARKS, text=True
+    )
+    assert dict(zip(asked, said.split(), strict=True)) == {
+        "the first round": "0",
+        "near, once": "0",
+        "far, once": "1",
+        "near and quiet": "1",
+        "near and noisy": "0",
+    }
+
+
 @pytest.mark.slow  # compiles the peers
 @pytest.mark.parametrize("peer", ["attn", "built-in"])
 def test_peers_check_what_they_measure(peer: str) -> None:

@@ -172,6 +172,6 @@ def test_weights_and_output_in_one_pass(dtype: torch.dtype) -> None:
         tensor[..., TILE:, :] = NAN
     output, weights = torch.ops.attn._sdpa_and_weights(*inputs[:3], visible)
     of_seen = torch.ops.attn._sdpa_and_weights(*seen[:3])
-    torch.testing.assert_close(output, of_seen[0])  # to the bit only where kernels of ours compute it
+    torch.testing.assert_close(output, of_seen[0])  # by ATen's formula not to the bit
     torch.testing.assert_close(weights[..., :TILE], of_seen[1])
     assert not weights[..., TILE:].any()

@@ -280,28 +280,30 @@ def test_large_scores(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
-def test_rows_without_keys(kind: str, dtype: torch.dtype) -> None:
-    visible = torch.rand(70, 130) > 0.3
-    visible[[2, 69]] = False
-    mask = visible if kind == "bool" else randn((70, 130), dtype).masked_fill(~visible, -INF)
-    inputs = make_inputs(70, 130, dtype=dtype)._replace(attn_mask=mask)
+@pytest.mark.parametrize("L", [7, 70])
+def test_rows_without_keys(L: int, kind: str, dtype: torch.dtype) -> None:
+    visible = torch.rand(L, 130) > 0.3
+    visible[[2, L - 1]] = False
+    mask = visible if kind == "bool" else randn((L, 130), dtype).masked_fill(~visible, -INF)
+    inputs = make_inputs(L, 130, 40, dtype=dtype)._replace(attn_mask=mask)
     stats = torch_attn.sdpa_stats(inputs.query, inputs.key, mask)
-    for row in (2, 69):
+    for row in (2, L - 1):
         assert (stats.largest_score[..., row] == -INF).all()
         assert (stats.logsumexp[..., row] == -INF).all()
         assert (stats.entropy[..., row] == 0).all()
         assert (stats.largest_weight[..., row] == 0).all()
     total = stats.received_weight.sum(-1)
-    torch.testing.assert_close(total, torch.full_like(total, 68))
+    torch.testing.assert_close(total, torch.full_like(total, L - 2))
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("L", [1, 70, 1100])
+@pytest.mark.parametrize("L", [1, 7, 70, 1100])
 def test_nan_in_a_query_stays_in_its_row(L: int, dtype: torch.dtype) -> None:
     """And reaches the keys that the row may attend to, of its head alone."""
-    row, S = L // 2, 1100 if L == 1 else 130
-    query, key, _, mask = make_inputs(L, S, mask=(L, S), kind="bool", dtype=dtype, heads=(4, 2, 2))
+    row, S = L // 2, 1100 if L < 70 else 130
+    shape = {"mask": (L, S), "heads": (4, 2, 2)}
+    query, key, _, mask = make_inputs(L, S, 40, kind="bool", dtype=dtype, **shape)
     mask[row] = torch.rand(S) > 0.9
     mask[row, 0] = False
     options = {"attn_mask": mask, "enable_gqa": True}
@@ -327,9 +329,11 @@ def test_nan_in_a_query_stays_in_its_row(L: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_nan_in_a_key_reaches_rows_that_see_it(causal: bool, dtype: torch.dtype) -> None:
-    L, S, bad = 70, 130, 40
-    query, key, _, mask = make_inputs(L, S, mask=(L, S), kind="bool", dtype=dtype)
+@pytest.mark.parametrize(("L", "S", "bad"), [(7, 1100, 4), (70, 130, 40)])
+def test_nan_in_a_key_reaches_rows_that_see_it(
+    L: int, S: int, bad: int, causal: bool, dtype: torch.dtype
+) -> None:
+    query, key, _, mask = make_inputs(L, S, 40, mask=(L, S), kind="bool", dtype=dtype)
     key[..., bad, 1] = NAN
     stats = torch_attn.sdpa_stats(query, key, mask, causal)
     visible = mask.tril() if causal else mask
@@ -385,14 +389,17 @@ def test_infinite_scores(with_mask: bool, dtype: torch.dtype, kernels: str) -> N
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("L", [1, 70])
-def test_nothing_of_hidden_tiles_is_read(L: int, dtype: torch.dtype) -> None:
-    inputs = make_inputs(L, 320, dtype=dtype)
-    mask = torch.arange(320).expand(L, 320) < 100
-    clean = sdpa_stats(inputs._replace(attn_mask=mask))
+@pytest.mark.parametrize("L", [1, 7, 70])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_of_hidden_tiles_is_read(causal: bool, L: int, dtype: torch.dtype) -> None:
+    S = 2000  # several splits, of which some see nothing
+    inputs = make_inputs(L, S, 40, dtype=dtype)
+    if not causal:
+        inputs = inputs._replace(attn_mask=torch.arange(S).expand(L, S) < 100)
+    clean = sdpa_stats(inputs, is_causal=causal)
     key = inputs.key.clone()
     key[..., 128:, :] = NAN
-    dirty = sdpa_stats(inputs._replace(key=key, attn_mask=mask))
+    dirty = sdpa_stats(inputs._replace(key=key), is_causal=causal)
     for name in NAMES:
         assert torch.equal(dirty[name], clean[name]), name
     assert (dirty["received_weight"][..., 100:] == 0).all()

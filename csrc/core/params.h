@@ -197,7 +197,7 @@ struct StatsParams : RowParams {
 
   void* partial = nullptr;  // RowStatistics of splits, [splits, batch, heads, L]
   void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
-  void* scores = nullptr;   // on the CPU, of few rows: kept for the second pass, [batch, heads, L, S rounded up]
+  void* scores = nullptr;   // where a kernel keeps them for its second pass, [batch, heads, L, S up to whole tiles]
 
   // A task of the second pass adds up weights of one head: of some keys, over a chunk of the rows. With several chunks
   // each writes a partial sum [chunks, batch, heads, S], added in order afterwards.

@@ -182,7 +182,7 @@ void run_stats(StatsParams& p, const Tensor& query) {
   const Tensor mask_tiles = look_at_mask(p, query);
   const StatsKernels& k = kernels_for<&Kernels::stats>(p);
   const int64_t workspace = k.workspace(p), rows = number_of_rows(p), keys = p.batch * p.heads * p.keys;
-  const Tensor scores = at::empty({k.row_of_scores ? rows * k.row_of_scores(p) : 0}, compute_options(query));
+  const Tensor scores = at::empty({k.keeps_scores ? rows * round_up(p.keys, kKeyTile) : 0}, compute_options(query));
   p.scores = scores.mutable_data_ptr();
   run_tasks(p.tasks(), product_flops(p), workspace, k.on_thread,
             [&](int64_t task, char* own) { k.rows(p, task, own); });

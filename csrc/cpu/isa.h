@@ -82,12 +82,12 @@ struct BackwardKernels {
 
 struct StatsKernels {
   int64_t (*workspace)(const StatsParams&);
-  int64_t (*row_of_scores)(const StatsParams&);                         // the numbers of a row of p.scores, or null
-  void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass, to p.partial
+  void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass, to p.partial and p.scores
   void (*finish)(const StatsParams&, int64_t first, int64_t last);      // rows of it: the results, and p.pairs
   void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass
   void (*add_chunks)(const StatsParams&, int64_t first, int64_t last);  // over the flat list [batch, heads, S]
   OnThread on_thread = {};                                              // around rows() and keys()
+  bool keeps_scores = false;
 };
 
 struct Kernels {

@@ -48,7 +48,7 @@ Gradients compute_second(const Device& device, const at::Tensor& grad_output, co
 
 Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options);
 
-// Those of weights_formula() (formulas.h), by `run`, which writes weights and, where they have data, scores and output.
+// Those of weights_formula() (formulas.h), and the output where it is wanted, by `run`, which writes what has data.
 WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const PlainOptions& options,
                                  const WantedWeights& wanted);
 

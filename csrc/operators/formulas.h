@@ -30,7 +30,7 @@ std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, co
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);
 
 // Without dropout, and rounded to the query's type: scores are scaled and masked, weights their softmax, 0 in a fully
-// masked row. dropout_p is ignored.
+// masked row. dropout_p is ignored, and no output is computed.
 WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.

@@ -50,14 +50,14 @@ struct Decode {
   static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }
 
   // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries and N vectors of columns from `col` on.
-  template <int R, int N, bool kPrefetch, class Rows>
-  static void average(const Rows& rows, int64_t col, int64_t keys, const T* x, const T* correction, T* output,
+  template <int R, int N, bool kPrefetch, class Values>
+  static void average(const Values& rows, int64_t col, int64_t keys, const T* x, const T* correction, T* output,
                       int64_t ld_output) {
     constexpr int kChains = R * N <= 2 ? 4 : 1;  // sums side by side: one has to wait for its last step
     Vec<T> sum[kChains][R][N] = {};
     const auto add = [&](int64_t j, int chain) {
       const auto* const value = rows.row(j) + col;
-      if constexpr (kPrefetch && Few::template kPrefetches<R, typename Rows::Storage>) rows.prefetch(j, col, N * W);
+      if constexpr (kPrefetch && Few::template kPrefetches<R, typename Values::Storage>) rows.prefetch(j, col, N * W);
       Vec<T> v[N];
 #pragma GCC unroll 8
       for (int n = 0; n + 1 < N; n += 2) load_two<T>(value + n * W, v[n], v[n + 1]);

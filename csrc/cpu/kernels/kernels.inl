@@ -7,8 +7,8 @@
 //   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
 //             the L2 cache (rows_per_pass), and each row once for every chunk of keys.
 //   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
-//   stats     one pass over the keys as the forward's, and one over the rows; of few rows (FewStats::takes) one pass that
-//             keeps the scores.
+//   stats     one pass over the keys as the forward's, and one over the rows, which computes the scores again, or reads
+//             those of few rows (FewStats::takes).
 //   weights   one tile of rows a task, whose scores are kept.
 //
 // A set that does not support a problem (Formats::takes) leaves it to the one that it falls back to: kernels_for().
@@ -28,7 +28,8 @@ namespace attn::ATTN_ISA {
 //   with(p, f)      calls f with that format
 //   ForwardLoop     the forward for a format
 //   kOnThread       what a thread does before its first task and after its last one
-//   kDecodes        whether the table also decodes: that reads every number once, so that products do not count
+//   kDecodes        whether the table has the kernels of few rows: they read every number once, so that products do not
+//                   count
 //   falls_back_to   the table for all else; null where nothing is left
 //
 // SinglesOnly is that of a set without products of fewer bits.
@@ -61,11 +62,10 @@ struct KernelTable {
   template <class Params, class K>
   static constexpr BackwardKernels<Params> kBackward = {K::workspace, K::run, K::mask, Formats::kOnThread};
   template <class F, class K = Stats<F>>
-  static constexpr StatsKernels kStats = {K::workspace, nullptr,       K::rows,           K::finish,
-                                          K::keys,      K::add_chunks, Formats::kOnThread};
+  static constexpr StatsKernels kStats = {K::workspace, K::rows, K::finish, K::keys, K::add_chunks, Formats::kOnThread};
   template <class T, class K = FewStats<T>, class All = Stats<Singles<T>>>
-  static constexpr StatsKernels kFewStats = {K::workspace, K::row_of_scores, K::rows,           All::finish,
-                                             K::keys,      All::add_chunks,  Formats::kOnThread};
+  static constexpr StatsKernels kFewStats = {K::workspace,       K::rows, All::finish, K::keys, All::add_chunks,
+                                             Formats::kOnThread, true};
 
   // f(format), or null where no format takes the problem.
   template <class Function>

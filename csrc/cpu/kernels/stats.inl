@@ -280,13 +280,18 @@ struct Stats {
   }
 };
 
-// The same of few rows, by products whose vectors lie along the keys (few_rows.inl). The first pass keeps the scores.
+// The two passes over few rows: the scores are those of few_rows.inl, and the first pass keeps them in p.scores. So few
+// rows are one chunk.
 template <class T>
 struct FewStats {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  static bool takes(const StatsParams& p, bool beside_pairs) { return Few::takes(p, beside_pairs ? 12 : Few::kMost); }
+  // As in Decode, where products that take several numbers at once pay earlier; measured.
+  static constexpr int64_t kRowsBesidePairs = 12;
+  static bool takes(const StatsParams& p, bool beside_pairs) {
+    return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);
+  }
 
   struct Buffers {
     Few* few;
@@ -305,34 +310,32 @@ struct FewStats {
 
   static int64_t workspace(const StatsParams& p) { return Buffers(p, nullptr).size; }
 
-  // Of p.scores: whole tiles of a row.
-  static int64_t row_of_scores(const StatsParams& p) { return round_up(p.keys, kKeyTile); }
-
   static void rows(const StatsParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     const RowTask own(p, task);
     b.few->set(p, own);
     const RowTile& rows = b.few->rows;
     const Range seen = own.keys_seen(p, rows.positions);
-    const int64_t ld = row_of_scores(p), first_row = rows.number(p, 0);  // the others follow
+    const int64_t ld = round_up(p.keys, kKeyTile), first_row = rows.number(p, 0);  // the others follow
     T* const x = static_cast<T*>(p.scores) + first_row * ld;
-    for (int64_t key = own.keys.first; key < own.keys.last; key += kKeyTile) {
-      const int64_t keys = seen.contains(key) ? b.few->scores(p, key, seen.last, x + key, ld) : 0;
+    Range visible{};  // the tiles that a mask leaves of those
+    for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
+      const int64_t keys = b.few->scores(p, key, seen.last, x + key, ld);
+      if (keys > 0) visible = hull(visible, {key, key + kKeyTile});
       for (int64_t r = 0; r < rows.count; ++r)
         for (int64_t j = keys; j < kKeyTile; ++j) x[r * ld + key + j] = -kInfinity<T>;
     }
     auto* partial = static_cast<RowStatistics<T>*>(p.partial) + own.split * number_of_rows(p) + first_row;
-    for (int64_t r = 0; r < rows.count; ++r) partial[r] = of_row(p, *b.sums, x + r * ld, own.keys);
+    for (int64_t r = 0; r < rows.count; ++r) partial[r] = of_row(p, *b.sums, x + r * ld, visible);
   }
 
   // A lane adds up every kRowTile-th score, beside the largest of all.
   static RowStatistics<T> of_row(const StatsParams& p, const LanesOfStatistics<T>& sums, const T* x, Range keys) {
-    const int64_t last = round_up(keys.last, kKeyTile);
     Vec<T> best = splat<T>(-kInfinity<T>);
-    for (int64_t j = keys.first; j < last; j += W) best = max_number(load<T>(x + j), best);
+    for (int64_t j = keys.first; j < keys.last; j += W) best = max_number(load<T>(x + j), best);
     RowStatistics<T> all = {largest_of(best), 0, 0, 0};
     sums.clear(all.largest);
-    sums.add(x + keys.first, kRowTile, (last - keys.first) / kRowTile, kRowTile, log2_slope<T>(p));
+    sums.add(x + keys.first, kRowTile, keys.size() / kRowTile, kRowTile, log2_slope<T>(p));
     for (int64_t i = 0; i < kRowTile && !has_nan(all); ++i)
       all = has_nan(sums[i]) ? sums[i] : added(all.largest, all, sums[i]);
     return all;
@@ -343,17 +346,23 @@ struct FewStats {
     const T slope = log2_slope<T>(p);
     const Vec<T> hidden = splat<T>(-kInfinity<T>);
     T* const to = static_cast<T*>(own.received(p, sizeof(T)));
-    const int64_t first_row = row_number(p, own.n, own.head, own.rows.first), ld = row_of_scores(p);
+    const int64_t first_row = row_number(p, own.n, own.head, own.rows.first), ld = round_up(p.keys, kKeyTile);
     const T* const x = static_cast<const T*>(p.scores) + first_row * ld + own.keys.first;
     const T* const pairs = static_cast<const T*>(p.pairs) + 2 * first_row;
-    for (int64_t j = 0; j < own.keys.size(); j += W) {
+    fill_zero(to, own.keys.size());
+    const Range seen = in_tiles(common(visible_keys(p, sequence_of(p, own.n), own.rows), own.keys), kKeyTile);
+    for (int64_t j = seen.first - own.keys.first; j < seen.last - own.keys.first; j += W) {
       Vec<T> sum{};
       for (int64_t r = 0; r < own.rows.size(); ++r) {
         const Vec<T> score = load<T>(x + r * ld + j);
+        if (!any(score != hidden)) continue;
         const Vec<T> weight = exp2<T>((score - pairs[2 * r]) * slope) * pairs[2 * r + 1];
         sum += score == hidden ? Vec<T>{} : weight;
       }
-      store_some<T>(to + j, sum, smaller(W, own.keys.size() - j));
+      if (j + W <= own.keys.size())
+        store<T>(to + j, sum);
+      else
+        store_some<T>(to + j, sum, own.keys.size() - j);
     }
   }
 };

@@ -1,5 +1,6 @@
 // The weights themselves, for sdpa_with_weights, or their mean over the heads, and the output. The scores of a tile of
-// rows are kept until their sums are known, so that each is computed once: kRowTile numbers a key and thread.
+// rows are kept until their sums are known, so that each is computed once: kRowTile numbers a key and thread, and as
+// many for a mean.
 #pragma once
 
 #include "cpu/tiles/scores.inl"

@@ -1,5 +1,5 @@
-// Scores of few rows, where reading the keys is the limit. A vector holds neighbouring entries of one key: rows of K (and
-// of V, in decode.inl) are read as they lie, whatever their type and length, once for all rows that share them.
+// Scores of few rows, where reading the keys is the limit. A vector holds neighbouring entries of one key: rows of K
+// (and of V, in decode.inl) are read as they lie, whatever their type and length, once for all rows that share them.
 #pragma once
 
 #include "cpu/tiles/scores.inl"
@@ -45,7 +45,7 @@ struct FewRows {
 
   // x[r * ld + j]: products or scores (leaves_products), -inf where a row does not see a key, of the tile of keys that
   // begins with `first`. Returns how many of its keys are left without those at the end that a mask hides from all
-  // rows; nothing is read or written of these. Rows are read to `last`: later ones are not prefetched.
+  // rows; these are not read, and x holds anything there. Rows are read to `last`: later ones are not prefetched.
   int64_t scores(const Problem& p, int64_t first, int64_t last, T* x, int64_t ld) const {
     const int64_t keys = read_mask(p, first, smaller(kKeyTile, last - first));
     if (keys == 0) return 0;
@@ -243,8 +243,8 @@ struct FewRows {
       store<T>(x + r * ld, score(sums_of_rows<T>(sums + r * W * W)));
   }
 
-  // Reads the rows' masks at the keys [first, first + keys). Returns how many of the keys are left without those at the end
-  // that no row sees; of these nothing else is read.
+  // Reads the rows' masks at the keys [first, first + keys). Returns how many of the keys are left without those at the
+  // end that no row sees; of these nothing else is read.
   int64_t read_mask(const Problem& p, int64_t first, int64_t keys) const {
     if (!p.has_mask) return keys;
     Block tile[kMost];
