@@ -17,11 +17,16 @@ struct LanesOfStatistics {
   T *largest, *ones, *rest, *moment;  // [kRowTile]
 
   void take(Arena& arena) {
-    for (T** lanes : {&largest, &ones, &rest, &moment}) *lanes = arena.take<T>(kRowTile);
+    largest = arena.take<T>(kRowTile);
+    ones = arena.take<T>(kRowTile);
+    rest = arena.take<T>(kRowTile);
+    moment = arena.take<T>(kRowTile);
   }
   void clear(T reference = -kInfinity<T>) const {
     for (int64_t i = 0; i < kRowTile; ++i) largest[i] = reference;
-    for (T* lanes : {ones, rest, moment}) fill_zero(lanes, kRowTile);
+    fill_zero(ones, kRowTile);
+    fill_zero(rest, kRowTile);
+    fill_zero(moment, kRowTile);
   }
   RowStatistics<T> operator[](int64_t lane) const { return {largest[lane], ones[lane], rest[lane], moment[lane]}; }
 
