@@ -90,7 +90,7 @@ std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std:
                                   const std::vector<Tensor>& inputs, const std::function<bool(size_t)>& is_wanted,
                                   bool create_graph) {
   std::vector<Tensor> from, with, to, gradients(inputs.size());
-  for (size_t i = 0; i < results.size(); ++i)
+  for (size_t i = 0; i < grads.size(); ++i)
     if (grads[i].defined() && results[i].defined() && results[i].requires_grad()) {
       from.push_back(results[i]);
       with.push_back(grads[i]);

@@ -24,7 +24,7 @@ std::vector<at::Tensor> list(const auto&... arguments) {
 }
 
 // The gradients of the sum of all <results, grads> with respect to those inputs that are wanted, by autograd. Undefined
-// where none runs through.
+// where none runs through. Results past the grads have none.
 std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads,
                                       const std::vector<at::Tensor>& inputs,
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);
