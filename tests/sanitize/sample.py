@@ -1,6 +1,6 @@
-"""A plugin of pytest: of all tests every ATTN_EVERY-th, but for those that measure memory.
+"""A plugin of pytest: of all tests every ATTN_EVERY-th, but for those of a peak of memory.
 
-Under a sanitizer that says nothing, and their long sequences take minutes.
+Under a sanitizer a peak says nothing, and its long sequence takes minutes.
 """
 
 from __future__ import annotations
