@@ -6,15 +6,13 @@
 ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define ATTN_ISA amx
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_avx512.inl"
-#include "cpu/kernels/forward_amx.inl"
+#include "cpu/tiles/gemm_amx.inl"  // first: the products of the kernels
+
 #include "cpu/kernels/kernels.inl"
-#include "cpu/tiles/formats_bf16.inl"
 
 namespace attn::amx {
 
 struct Formats {  // see kernels.inl
-  template <class F>
-  using ForwardLoop = TileForward<F>;
   static constexpr OnThread kOnThread = {configure_tiles, release_tiles};
   static bool takes(const Problem& p) {
     return p.factor_bits <= 16 || (p.factor_bits <= 24 && p.queries >= kLongInFloat32 && p.keys >= kLongInFloat32);

@@ -12,8 +12,6 @@ ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 namespace attn::avx512_bf16 {
 
 struct Formats {  // see kernels.inl
-  template <class F>
-  using ForwardLoop = Forward<F>;
   static constexpr OnThread kOnThread = {};
   static bool takes(const Problem& p) { return p.factor_bits <= 8; }
   template <class Function>

@@ -4,6 +4,7 @@
 // exp(m_old - m_new).
 #pragma once
 
+#include "cpu/kernels/packed.inl"
 #include "cpu/kernels/splits.inl"
 #include "cpu/tiles/dropout.inl"
 #include "cpu/tiles/scores.inl"
@@ -21,6 +22,10 @@ struct Forward {
   // columns are those of V: O = P V in place of O^T = V^T P^T, the same sums, bit for bit.
   static constexpr int64_t kFewRows = F::kTiles ? 0 : 3 * W;
   static bool has_few_rows(const ForwardParams& p) { return p.rows() <= kFewRows; }
+
+  // Rows of a tile. Where the processor multiplies tiles, a product takes no more of them at once, and what belongs to
+  // twice as many would not stay in the first cache.
+  static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
   // Per tile of rows, kept while the keys pass.
   struct RowState {
@@ -45,7 +50,7 @@ struct Forward {
 
     Buffers(const ForwardParams& p, char* base) : few_rows(has_few_rows(p)) {
       Arena arena(base);
-      const int64_t tiles = (p.rows_per_task + kRowTile - 1) / kRowTile;
+      const int64_t tiles = divide_up(p.rows_per_task, kRows);
       states = arena.take<RowState>(tiles);
       // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
@@ -67,6 +72,29 @@ struct Forward {
     }
   };
 
+  // The largest of each lane's scores, in chains of operations that do not wait for each other.
+  template <int N>
+  static ATTN_INLINE void find_best(const T* x, int64_t keys, Vec<T> (&best)[N]) {
+    constexpr int64_t kChains = 8 / N < 4 ? 2 : 4;
+    Vec<T> chains[kChains][N];
+    const auto take = [&](int64_t chain, int64_t j) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v)
+        chains[chain][v] = max_number(load<T>(x + j * kRowTile + v * W), chains[chain][v]);
+    };
+    for (auto& chain : chains)
+      for (Vec<T>& largest : chain) largest = splat<T>(-kInfinity<T>);
+    int64_t j = 0;
+    for (; j + kChains <= keys; j += kChains)
+#pragma GCC unroll 4
+      for (int64_t chain = 0; chain < kChains; ++chain) take(chain, j + chain);
+    for (; j < keys; ++j) take(0, j);
+    for (int v = 0; v < N; ++v) {
+      best[v] = chains[0][v];
+      for (int64_t chain = 1; chain < kChains; ++chain) best[v] = max_number(chains[chain][v], best[v]);
+    }
+  }
+
   // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - reference), times
   // the factors of dropout if there are any, with slots along the keys. A reference moves to the largest score once it
   // lies more than kLag powers of 2 below: no weight is larger than 2^kLag, and sums are seldom corrected.
@@ -78,9 +106,7 @@ struct Forward {
     const T* const factor = p.has_dropout ? b.factor + lane : nullptr;
     T *const weights = b.weights + lane, *const reference = state.reference + lane, *const sum = state.sum + lane;
     Vec<T> old[N], best[N], shift[N], total[N];
-    for (int v = 0; v < N; ++v) best[v] = splat<T>(-kInfinity<T>);
-    for (int64_t j = 0; j < keys; ++j)
-      for (int v = 0; v < N; ++v) best[v] = max_number(load<T>(x + j * kRowTile + v * W), best[v]);
+    find_best(x, keys, best);
     for (int v = 0; v < N; ++v) {
       old[v] = state.started ? load<T>(reference + v * W) : splat<T>(-kInfinity<T>);
       best[v] = (best[v] - old[v]) * slope > kLag ? best[v] : old[v];
@@ -147,7 +173,8 @@ struct Forward {
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, 1, b.factor);
     int64_t lane = 0;
-    for (; lane + 4 * W <= lanes; lane += 4 * W) softmax<4>(p, b, state, keys, lane);
+    constexpr int kVectors = kRows / W < 4 ? kRows / W : 4;
+    for (; lane + kVectors * W <= lanes; lane += kVectors * W) softmax<kVectors>(p, b, state, keys, lane);
     for (; lane < lanes; lane += W) softmax<1>(p, b, state, keys, lane);
     F::end_along_keys(b.weights, keys, lanes);
     // O += P V, or O^T += V^T P^T
@@ -202,11 +229,17 @@ struct Forward {
     const RowTiles<RowState> rows(p, own, b.states, [&](RowState& state) {
       state.started = false;
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-    });
+    }, kRows);
     Tile from;
     const auto load = [&](Range keys) {
-      from.key = block_of(p, p.key, own.n, key_head_of(p, own.first_head), keys.first);
-      from.value = block_of(p, p.value, own.n, value_head_of(p, own.first_head), keys.first);
+      const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
+      from.key = block_of(p, p.key, own.n, key_head, keys.first);
+      from.value = block_of(p, p.value, own.n, value_head, keys.first);
+      if (p.packed) {
+        from.key_rows = Packed<F>::keys(p, own.n, key_head, keys);
+        from.value_rows = Packed<F>::values(p, own.n, value_head, keys);
+        return;
+      }
       from.key_rows = F::along_columns(from.key, keys.size(), p.head_dim, b.key, b.ld_key);
       const auto load_values = b.few_rows ? F::vectors_along_rows : F::along_rows;
       from.value_rows = load_values(from.value, keys.size(), p.value_dim, b.value, b.ld_value);
@@ -224,10 +257,6 @@ struct Forward {
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
     merge_splits<T>(p, first, last, workspace);
   }
-
-  // Tasks pack keys and values for themselves.
-  static int64_t packed_size(const ForwardParams&) { return 0; }
-  static void pack(const ForwardParams&, int64_t) {}
 
   // The workspace of run() and of merge().
   static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }

@@ -26,7 +26,6 @@ namespace attn::ATTN_ISA {
 // A KernelTable is told how a set multiplies by a struct, its Formats:
 //   takes(p)        whether it has a format that holds the factors of products, which may be rounded to p.factor_bits
 //   with(p, f)      calls f with that format
-//   ForwardLoop     the forward for a format
 //   kOnThread       what a thread does before its first task and after its last one
 //   kDecodes        whether the table has the kernels of few rows: they read every number once, so that products do not
 //                   count
@@ -39,8 +38,6 @@ struct SinglesOnly {
   static ATTN_INLINE auto with(const Problem& p, Function f) {
     return p.query.dtype == DType::f64 ? f(Singles<double>()) : f(Singles<float>());
   }
-  template <class F>
-  using ForwardLoop = Forward<F>;
   static constexpr OnThread kOnThread = {};
   static constexpr bool kDecodes = true;
   static constexpr const Kernels* (*falls_back_to)() = nullptr;
@@ -51,12 +48,12 @@ template <class Formats>
 struct KernelTable {
   // The kernels of a format F. Tangents and second derivatives take only the scores from the format, which must be the
   // forward's.
-  template <class F, class Loop = typename Formats::template ForwardLoop<F>>
-  static constexpr ForwardKernels kForward = {Loop::workspace,   Loop::run,  Loop::merge,
-                                              Loop::packed_size, Loop::pack, Formats::kOnThread};
-  template <class T, class Loop = Forward<Singles<T>>>
-  static constexpr ForwardKernels kDecode = {Decode<T>::workspace, Decode<T>::run, Loop::merge,
-                                             Loop::packed_size,    Loop::pack,     Formats::kOnThread};
+  template <class F, class K = Forward<F>>
+  static constexpr ForwardKernels kForward = {K::workspace,    K::run,          K::merge,
+                                              Packed<F>::size, Packed<F>::pack, Formats::kOnThread};
+  template <class T, class K = Decode<T>, class F = Singles<T>>
+  static constexpr ForwardKernels kDecode = {K::workspace,    K::run,          Forward<F>::merge,
+                                             Packed<F>::size, Packed<F>::pack, Formats::kOnThread};
   template <class Params, class K>
   static constexpr OnePassKernels<Params> kOnePass = {K::workspace, K::run, Formats::kOnThread};
   template <class Params, class K>

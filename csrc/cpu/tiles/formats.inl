@@ -39,6 +39,9 @@ concept Format =
       F::multiply_add(v, a, v);
       F::multiply_add(v, v, v);
 
+      // (block, rows, cols): whether along_columns() uses a block as it lies.
+      { F::in_place(block, n, n) } -> std::same_as<bool>;
+      { F::as_it_lies(block) } -> std::same_as<Rows<typename F::Number>>;
       // (block, rows, cols, tile, ld): slots along the columns; then along the rows, to be read transposed; then to be
       // read in whole vectors; then transposed again, always packed, with 0 for infinities and NaNs.
       { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
@@ -97,10 +100,13 @@ struct Singles {
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 
   // Rows far apart are packed: a column of them would fall into few sets of the cache.
-  static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+  static bool in_place(const Block& block, int64_t rows, int64_t) {
     constexpr int64_t kFarApart = 256;
-    if (block.dtype == dtype_of<T> && block.col == 1 && (block.row <= kFarApart || rows == 1))
-      return {reinterpret_cast<const T*>(block.data), block.row};
+    return block.dtype == dtype_of<T> && block.col == 1 && (block.row <= kFarApart || rows == 1);
+  }
+  static Rows<T> as_it_lies(const Block& block) { return {reinterpret_cast<const T*>(block.data), block.row}; }
+  static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+    if (in_place(block, rows, cols)) return as_it_lies(block);
     pack_rows<T>(tile, ld, block, rows, cols);
     return {tile, ld};
   }
@@ -108,8 +114,7 @@ struct Singles {
     return along_columns(block, rows, cols, tile, ld);
   }
   static Rows<T> vectors_along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
-    if (block.dtype == dtype_of<T> && block.col == 1 && cols % kLanes<T> == 0)
-      return {reinterpret_cast<const T*>(block.data), block.row};
+    if (block.dtype == dtype_of<T> && block.col == 1 && cols % kLanes<T> == 0) return as_it_lies(block);
     pack_rows<T>(tile, ld, block, rows, cols);
     return {tile, ld};
   }

@@ -44,10 +44,12 @@ struct Bfloat16s {
     return rows % kStep == 0 && reinterpret_cast<uintptr_t>(block.data) % 64 == 0 && block.row % kLine == 0 &&
            block.row <= kFarApart;
   }
-  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld,
-                                   bool is_packed = false) {
-    if (in_place(block, rows, cols)) return {reinterpret_cast<const float*>(block.data), block.row / kNumbers};
-    if (!is_packed) pack_along_columns(block, rows, cols, tile, ld);
+  static Rows<float> as_it_lies(const Block& block) {
+    return {reinterpret_cast<const float*>(block.data), block.row / kNumbers};
+  }
+  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+    if (in_place(block, rows, cols)) return as_it_lies(block);
+    pack_along_columns(block, rows, cols, tile, ld);
     return {tile, ld};
   }
   static void pack_along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
@@ -135,9 +137,14 @@ struct Bfloat16s {
   }
 
   static constexpr bool kWeightsInPlace = kParts == 1;
+  // kFinite: no weight is an infinity.
+  template <bool kFinite = true>
   static ATTN_INLINE void store_along_keys(float* tile, int64_t key, Vec<float> (&weights)[2]) {
-    for (int64_t g = 0; g < kParts; ++g)
-      store<float>(tile + slot(key, g) * kRowTile, take_part<interleaved_bfloat16>(weights[0], weights[1], g));
+    for (int64_t g = 0; g < kParts; ++g) {
+      const Vec<float> slots = interleaved_bfloat16(weights[0], weights[1]);
+      store<float>(tile + slot(key, g) * kRowTile, slots);
+      for (int k = 0; k < 2; ++k) weights[k] = kFinite ? weights[k] - number(slots, k) : without(weights[k], number(slots, k));
+    }
   }
   static void end_along_keys(float* tile, int64_t keys, int64_t lanes) {
     for (int64_t j = round_up(keys, kNumbers); j < round_up(keys, kNumbers * kStep); j += kNumbers)
@@ -149,7 +156,7 @@ struct Bfloat16s {
       for (int64_t j = 0; j < keys; j += kNumbers) {
         const float* at = x + j * kRowTile + i;
         Vec<float> weights[2] = {load<float>(at), j + 1 < keys ? load<float>(at + kRowTile) : Vec<float>{}};
-        store_along_keys(to + i, j, weights);
+        store_along_keys<false>(to + i, j, weights);
       }
     end_along_keys(to, keys, lanes);
     return to;
@@ -164,8 +171,14 @@ struct Bfloat16s {
       for (int64_t i = 0; i < lanes; i += 2 * W) {
         Vec<float> first = load_lanes(x + j * kRowTile, i);
         Vec<float> second = load_lanes(x + j * kRowTile, i + W);
-        for (int64_t g = 0; g < kParts; ++g)
-          store<float>(tile + j * ld + slot(i, g), take_part<joined_bfloat16>(first, second, g));
+        for (int64_t g = 0; g < kParts; ++g) {
+          const Vec<float> slots = joined_bfloat16(first, second);
+          store<float>(tile + j * ld + slot(i, g), slots);
+          Shorts<float> part[2];
+          __builtin_memcpy(part, &slots, sizeof part);
+          first = without(first, bfloat16_to_float(part[0]));
+          second = without(second, bfloat16_to_float(part[1]));
+        }
       }
     return {tile, ld};
   }
@@ -197,16 +210,6 @@ struct Bfloat16s {
   }
 
  private:
-  // The next part of two vectors, joined by kJoin. Unless it is the last one, it is subtracted from them.
-  template <auto kJoin>
-  static ATTN_INLINE Vec<float> take_part(Vec<float>& first, Vec<float>& second, int64_t part) {
-    const Vec<float> slots = kJoin(first, second);
-    if (part + 1 < kParts) {
-      first = without(first, bfloat16_to_float(round_to_bfloat16(first)));
-      second = without(second, bfloat16_to_float(round_to_bfloat16(second)));
-    }
-    return slots;
-  }
   // x minus a part of it. Of an infinity or a NaN, which is in the first part alone, nothing is left.
   static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
     const Vec<float> rest = x - part;

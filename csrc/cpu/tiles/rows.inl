@@ -178,12 +178,13 @@ struct RowTiles {
   int64_t count = 0;
   Range positions = {};  // of all rows
 
-  // Calls load(state) for each tile once its rows are set.
+  // Calls load(state) for each tile, of up to `at_once` rows, once its rows are set.
   template <class Load>
-  RowTiles(const Problem& p, const RowTask& own, State* states, Load load) : states(states) {
-    for (int64_t r = own.rows.first; r < own.rows.last; r += kRowTile) {
+  RowTiles(const Problem& p, const RowTask& own, State* states, Load load, int64_t at_once = kRowTile)
+      : states(states) {
+    for (int64_t r = own.rows.first; r < own.rows.last; r += at_once) {
       State& state = states[count++];
-      state.rows.set(p, own.n, own.first_head, {r, smaller(r + kRowTile, own.rows.last)});
+      state.rows.set(p, own.n, own.first_head, {r, smaller(r + at_once, own.rows.last)});
       load(state);
       positions = hull(positions, state.rows.positions);
     }
