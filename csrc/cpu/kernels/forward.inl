@@ -38,6 +38,7 @@ struct Forward {
   };
   struct Buffers {
     RowState* states;
+    T *query_t, *output_t, *reference, *sum;  // of all states: see columns()
     T* key;      // [kKeyTile][slots of E]
     T* value;    // [slots of kKeyTile][Ev]
     T* x;        // [kKeyTile][kRowTile]: scores
@@ -50,8 +51,8 @@ struct Forward {
 
     Buffers(const ForwardParams& p, char* base) : few_rows(has_few_rows(p)) {
       Arena arena(base);
-      const int64_t tiles = divide_up(p.rows_per_task, kRows);
-      states = arena.take<RowState>(tiles);
+      const int64_t blocks = divide_up(p.rows_per_task, kRowTile);
+      states = arena.take<RowState>(blocks * (kRowTile / kRows));
       // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       ld_value = row_of<F>(p.value_dim) + W;
@@ -62,13 +63,16 @@ struct Forward {
       weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      arena.take_for_each(states, tiles, [&](RowState& state) {
-        state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
-        state.output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : p.value_dim * kRowTile);
-        state.reference = arena.take<T>(kRowTile);
-        state.sum = arena.take<T>(kRowTile);
-      });
+      query_t = arena.take<T>(blocks * slots_of<F>(p.head_dim) * kRowTile);
+      output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : blocks * p.value_dim * kRowTile);
+      reference = arena.take<T>(blocks * kRowTile);
+      sum = arena.take<T>(blocks * kRowTile);
       size = arena.used();
+    }
+    // Those of a state in what belongs to all, blocks [depth][kRowTile]: tiles of fewer rows lie side by side.
+    T* columns(T* blocks, int64_t depth, const RowState& state) const {
+      const int64_t row = (&state - states) * kRows;
+      return blocks + row / kRowTile * depth * kRowTile + row % kRowTile;
     }
   };
 
@@ -228,6 +232,10 @@ struct Forward {
     const RowTask own(p, task);
     const RowTiles<RowState> rows(p, own, b.states, [&](RowState& state) {
       state.started = false;
+      state.query_t = b.columns(b.query_t, slots_of<F>(p.head_dim), state);
+      state.output_t = b.columns(b.output_t, p.value_dim, state);
+      state.reference = b.columns(b.reference, 1, state);
+      state.sum = b.columns(b.sum, 1, state);
       state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
     }, kRows);
     Tile from;
