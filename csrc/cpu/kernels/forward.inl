@@ -103,8 +103,8 @@ struct Forward {
   // the factors of dropout if there are any, with slots along the keys. A reference moves to the largest score once it
   // lies more than kLag powers of 2 below: no weight is larger than 2^kLag, and sums are seldom corrected.
   template <int N>
-  static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, int64_t keys,
-                                  int64_t lane) {
+  static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& values,
+                                  int64_t keys, int64_t lane) {
     const T slope = log2_slope<T>(p);
     const T* const x = b.x + lane;
     const T* const factor = p.has_dropout ? b.factor + lane : nullptr;
@@ -120,6 +120,12 @@ struct Forward {
     }
     const auto weigh = [&]<int kKeys>(int64_t j, std::integral_constant<int, kKeys>) __attribute__((always_inline)) {
       constexpr int kVectors = kKeys * N;
+      if constexpr (F::kTiles)  // asks for what the product with V will read: processors do not foresee tiles
+        for (int64_t d = j; d < smaller(j + kKeys, p.value_dim); ++d)
+          for (int v = 0; v < N; ++v) {
+            __builtin_prefetch(state.output_t + d * kRowTile + lane + v * W);
+            __builtin_prefetch(values.data + d * values.ld + v * W);
+          }
       Vec<T> weight[kVectors];
 #pragma GCC unroll 8
       for (int i = 0; i < kVectors; ++i)
@@ -178,8 +184,8 @@ struct Forward {
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, 1, b.factor);
     int64_t lane = 0;
     constexpr int kVectors = kRows / W < 4 ? kRows / W : 4;
-    for (; lane + kVectors * W <= lanes; lane += kVectors * W) softmax<kVectors>(p, b, state, keys, lane);
-    for (; lane < lanes; lane += W) softmax<1>(p, b, state, keys, lane);
+    for (; lane + kVectors * W <= lanes; lane += kVectors * W) softmax<kVectors>(p, b, state, from.value_rows, keys, lane);
+    for (; lane < lanes; lane += W) softmax<1>(p, b, state, from.value_rows, keys, lane);
     F::end_along_keys(b.weights, keys, lanes);
     // O += P V, or O^T += V^T P^T
     const Store store = state.started ? Store::add : Store::set;
