@@ -164,7 +164,7 @@ def _runs_functions_of_its_own(item: pytest.Item) -> bool:
     """Of an instruction set only what it does itself: other dtypes run the functions of avx512."""
     of_avx512 = {
         "avx512_bf16": {torch.float64, torch.float32, torch.float16},
-        "amx": {torch.float64},
+        "amx": {torch.float64, torch.float32},
     }
     return not _dtypes(item) & of_avx512.get(_capability(item), set())
 

@@ -60,7 +60,11 @@ def test_medium(kernels: str, sizes: dict[str, int], layout: str) -> None:
         assert error <= 2 * largest(builtin[name] - exact[name]), name
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+# Shorter ones go to no tiles.
+LONG = [{"L": 200, "S": 210, "E": 64, "Ev": 64}, {"L": 193, "S": 330, "E": 33, "Ev": 65}]
+
+
+@pytest.mark.parametrize("sizes", [*LONG, SIZES[-1]], ids=str)
 def test_high(kernels: str, sizes: dict[str, int]) -> None:
     """Factors of two bfloat16 where tiles multiply them, a hundredth of the error of "medium"."""
     inputs = make_inputs(**sizes)
@@ -68,7 +72,7 @@ def test_high(kernels: str, sizes: dict[str, int]) -> None:
     highest = results(torch_attn.sdpa, inputs, grad_output)
     torch.set_float32_matmul_precision("high")
     high = results(torch_attn.sdpa, inputs, grad_output)
-    if kernels != "amx":
+    if kernels != "amx" or sizes not in LONG:
         assert_same_bits(high, highest)
         return
     exact = results(reference.sdpa, inputs.map(torch.Tensor.double), grad_output.double())

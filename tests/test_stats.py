@@ -358,10 +358,6 @@ def test_infinite_scores(with_mask: bool, dtype: torch.dtype, kernels: str) -> N
     query[0, 0] = query[3, 0] = 0  # 0 times inf is NaN
     mask = torch.zeros(4, 130, dtype=dtype) if with_mask else None
     stats = torch_attn.sdpa_stats(query, key, mask, scale=1.0)
-    if kernels == "amx" and dtype == torch.float16:
-        # A float16 is a sum of two bfloat16 there, and what is left of infinity is NaN.
-        assert stats.largest_score.isnan().all()
-        return
     assert stats.largest_score.isnan().tolist() == [True, False, False, True]
     assert stats.logsumexp.isnan().tolist() == [True, False, False, True]
     assert stats.entropy.isnan().tolist() == [True, False, True, True]

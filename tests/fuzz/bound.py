@@ -73,12 +73,12 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
         bits = 16
     else:
         bits = 16 if exact_weights else 8
-    if bits > 8 and capability == "avx512_bf16":
+    if bits > {"avx512_bf16": 8, "amx": 16}[capability]:
         return plain
-    # A number is a sum of one, two or three bfloat16, and products of the smallest parts are left
-    # out; the exponential is as accurate (exp2_of_degree of csrc/cpu/isa/instructions_avx512.inl).
-    unit = {8: BF16, 16: 2.0**-16, 24: 2.0**-23}[bits]
-    exp = {8: 3e-6, 16: 1e-7, 24: 2e-8}[bits] + 4 * u
+    # A number is a sum of one or two bfloat16; the exponential is as accurate (exp2_of_degree of
+    # csrc/cpu/isa/instructions_avx512.inl).
+    unit = {8: BF16, 16: 2.0**-16}[bits]
+    exp = {8: 3e-6, 16: 1e-7}[bits] + 4 * u
     given = 8 if problem.dtype == "bfloat16" else 11 if problem.dtype == "float16" else 24
     return Arithmetic(u, exp, weight=unit, factor=unit if given > bits else 0.0)
 

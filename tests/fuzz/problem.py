@@ -114,7 +114,7 @@ class Problem:
         pairs = self.dtype == "bfloat16" or (self.dtype, self.precision) == ("float32", "medium")
         if not pairs:
             left_out.add("avx512_bf16")
-        if self.dtype == "float64":
+        if self.dtype == "float64" or (self.dtype, self.precision) == ("float32", "highest"):
             left_out.add("amx")
         return [c for c in all_of_them if c not in left_out]
 

@@ -1,5 +1,5 @@
-// AMX with bfloat16 (Sapphire Rapids and later), its vector code that of AVX-512 with VDPBF16PS. float16 and float32
-// are sums of two and three bfloat16, multiplied in four and six products; float32 only where sequences are long.
+// AMX with bfloat16 (Sapphire Rapids and later), its vector code that of AVX-512 with VDPBF16PS. float16 is the sum of
+// two bfloat16, multiplied in four products, where sequences are long.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)
@@ -15,11 +15,11 @@ namespace attn::amx {
 struct Formats {  // see kernels.inl
   static constexpr OnThread kOnThread = {configure_tiles, release_tiles};
   static bool takes(const Problem& p) {
-    return p.factor_bits <= 16 || (p.factor_bits <= 24 && p.queries >= kLongInFloat32 && p.keys >= kLongInFloat32);
+    return p.factor_bits <= 8 || (p.factor_bits <= 16 && p.queries >= kLongInTwoParts && p.keys >= kLongInTwoParts);
   }
   template <class Function>
   static ATTN_INLINE auto with(const Problem& p, Function f) {
-    return p.factor_bits <= 8 ? f(Tiles<1>()) : p.factor_bits <= 16 ? f(Tiles<2>()) : f(Tiles<3>());
+    return p.factor_bits <= 8 ? f(Tiles<1>()) : f(Tiles<2>());
   }
   static constexpr bool kDecodes = false;
   static constexpr auto falls_back_to = kernels_avx512;

@@ -7,9 +7,9 @@
 
 namespace attn::ATTN_ISA {
 
-// Queries and keys from which on float32 is multiplied by tiles. Six products take half the time of FMAs, but only once
-// keys and values are split in three; nobody has measured yet where that is paid back.
-constexpr int64_t kLongInFloat32 = 1024;
+// Queries and keys from which on numbers of two parts are multiplied by tiles: splitting them takes as long as tiles
+// save before that (128 keys: 0.8 of the speed of FMAs; 197: 1.05; 512: 1.45).
+constexpr int64_t kLongInTwoParts = 192;
 
 // Eight tiles of 16 rows of 16 slots, the kernels' from here on until they are released. What a thread leaves in them
 // would be saved and restored whenever it waits.

@@ -23,7 +23,7 @@ struct Bfloat16s {
   static constexpr int W = kLanes<float>;
   static_assert(kTiles || kParts == 1);
   static constexpr bool holds(DType dtype) {
-    return dtype == DType::bf16 || (kParts >= 2 && dtype == DType::f16) || kParts == 3;
+    return dtype == DType::bf16 || (kParts == 2 && dtype == DType::f16);
   }
 
   static ATTN_INLINE Vec<float> multiply(const float* a, Vec<float> b) { return multiply_add(Vec<float>{}, a, b); }
@@ -261,6 +261,6 @@ struct Bfloat16s {
 using Pairs = Bfloat16s<1, 1>;
 template <int kParts>
 using Tiles = Bfloat16s<kParts, 16>;
-static_assert(Format<Pairs> && Format<Tiles<1>> && Format<Tiles<2>> && Format<Tiles<3>>);
+static_assert(Format<Pairs> && Format<Tiles<1>> && Format<Tiles<2>>);
 
 }  // namespace attn::ATTN_ISA

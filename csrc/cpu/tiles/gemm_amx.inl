@@ -13,14 +13,14 @@ template <int kParts>
 struct Gemm<Tiles<kParts>> {
   static constexpr int64_t kTile = 16;  // rows, and slots of a row
 
-  // Which parts of A and B are multiplied: of two parts all, of three those whose product is not below the last part.
-  // Neighbours have a part in common, whose tiles stay where they are.
+  // Which parts of A and B are multiplied: all, the largest product last. Neighbours have a part in common, whose tiles
+  // stay where they are.
   struct Pair {
     int a, b;
   };
-  static constexpr Pair kProducts[] = {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {0, 0}, {2, 0}};
-  static constexpr int kFirst = kParts == 1 ? 4 : kParts == 2 ? 1 : 0;
-  static constexpr int kCount = kParts == 1 ? 1 : 2 * kParts;
+  static constexpr Pair kProducts[] = {{0, 1}, {1, 1}, {1, 0}, {0, 0}};
+  static constexpr int kCount = kParts * kParts;
+  static constexpr int kFirst = 4 - kCount;
 
   // M x N tiles of C, tile (m, n) in the processor's tile 2 m + n.
   template <int M, int N>
@@ -49,12 +49,11 @@ struct Gemm<Tiles<kParts>> {
     tile_store<M * 2 - 2>(last, ld_last);
     if constexpr (N == 2) tile_store<M * 2 - 1>(last + kTile, ld_last);
   }
-  // C += A B. Calls between() after each product of M x N tiles, for what the processor can do meanwhile.
-  template <int M, int N, class Function>
-  static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                       Function between) {
+  // C += A B
+  template <int M, int N>
+  static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb) {
     for (int64_t k = 0; k < K; k += kTile * kParts) {
-#pragma GCC unroll 6
+#pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {
         const Pair now = kProducts[kFirst + i], before = i == 0 ? Pair{-1, -1} : kProducts[kFirst + i - 1];
         const float* a_part = a + k + now.a * kTile;
@@ -71,7 +70,6 @@ struct Gemm<Tiles<kParts>> {
           tile_multiply_add<2, 5, 6>();
           if constexpr (N == 2) tile_multiply_add<3, 5, 7>();
         }
-        between();
       }
     }
   }
@@ -99,7 +97,7 @@ struct Gemm<Tiles<kParts>> {
       if (has_edge) copy_edge(false);
       load<M, N>(c, ldc, last, ld_last);
     }
-    multiply_add<M, N>(K, a, lda, b, ldb, [] {});
+    multiply_add<M, N>(K, a, lda, b, ldb);
     store<M, N>(c, ldc, last, ld_last);
     if (has_edge) copy_edge(true);
   }

@@ -7,7 +7,7 @@
 
 namespace attn::ATTN_ISA {
 
-constexpr int64_t kLongInFloat32 = 8;  // little, so that the tests' problems are on both sides of it
+constexpr int64_t kLongInTwoParts = 8;  // little, so that the tests' problems are on both sides of it
 
 struct EmulatedTiles {
   bool configured;
