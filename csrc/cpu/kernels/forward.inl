@@ -250,8 +250,8 @@ struct Forward {
       from.key = block_of(p, p.key, own.n, key_head, keys.first);
       from.value = block_of(p, p.value, own.n, value_head, keys.first);
       if (p.packed) {
-        from.key_rows = Packed<F>::keys(p, own.n, key_head, keys);
-        from.value_rows = Packed<F>::values(p, own.n, value_head, keys);
+        from.key_rows = Packed<F>::keys(p, own.n, key_head, keys.first);
+        from.value_rows = Packed<F>::values(p, own.n, value_head, keys.first);
         return;
       }
       from.key_rows = F::along_columns(from.key, keys.size(), p.head_dim, b.key, b.ld_key);

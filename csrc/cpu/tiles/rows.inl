@@ -91,8 +91,8 @@ struct RowTile {
     });
   }
 
-  // The same, and what rounding took away to `residual`, unless its data is null. `tile` is overwritten; `scratch` has
-  // room for kKeyTile * kRowTile numbers.
+  // The same, and what rounding took away to `residual`, unless its data is null. The rows' columns of `tile` are
+  // overwritten; `scratch` has room for kKeyTile * kRowTile numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile,
                       T* scratch) const {
@@ -102,8 +102,9 @@ struct RowTile {
       const int64_t depth = smaller(kKeyTile, cols - d);
       T* exact = tile + d * kRowTile;
       pack_transposed(p, x, depth, scratch, d);
-      for (int64_t i = 0; i < depth * kRowTile; i += kLanes<T>)
-        store<T>(exact + i, load<T>(exact + i) - load<T>(scratch + i));
+      for (int64_t j = 0; j < depth * kRowTile; j += kRowTile)
+        for (int64_t i = j; i < j + lanes<T>(); i += kLanes<T>)
+          store<T>(exact + i, load<T>(exact + i) - load<T>(scratch + i));
       unpack_transposed(p, residual, depth, exact, d);
     }
   }
