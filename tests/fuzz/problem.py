@@ -385,7 +385,8 @@ def draw(seed: int, index: int, device: str = "cpu", plain: bool = False) -> Pro
     """
     rng = random.Random(f"{seed} {index} {device}")
     mode = weighted(rng, MODES)
-    dtype = weighted(rng, {**DTYPES, "float64": 0} if device == "amx" else DTYPES)
+    on_tiles = {"float32": 5, "bfloat16": 30, "float16": 20}  # float32 where it may be rounded
+    dtype = weighted(rng, on_tiles if device == "amx" else DTYPES)
     sizes = {name: size(rng) for name in ("L", "S", "E", "Ev")}
     if device == "cpu" and rng.random() < 0.02:  # keys of a query are cut among tasks
         sizes["L"], sizes["S"] = rng.randint(1, 9), rng.randint(256, 4200)
@@ -441,7 +442,7 @@ def draw(seed: int, index: int, device: str = "cpu", plain: bool = False) -> Pro
     dropout_p = rng.choice((0.01, 0.1, 0.3, 0.5, 0.9, 1.0)) if rng.random() < 0.1 else 0.0
     threads = rng.choices([1, 2, 3], [8, 1, 1])[0]
     precision = "highest"
-    if dtype == "float32" and rng.random() < 0.08:
+    if dtype == "float32" and (device == "amx" or rng.random() < 0.08):
         precision = rng.choice(("medium", "medium", "high"))
     layouts = {n: rng.randrange(2**31) for n in (*dims, "u") if rng.random() < 0.4}
     special = rng.random()
