@@ -39,12 +39,12 @@ struct Forward {
   struct Buffers {
     RowState* states;
     T *query_t, *output_t, *reference, *sum;  // of all states: see columns()
-    T* key;      // [kKeyTile][slots of E]
-    T* value;    // [slots of kKeyTile][Ev]
-    T* x;        // [kKeyTile][kRowTile]: scores
-    T* weights;  // [slots of kKeyTile][kRowTile], in x if the format can have them there
-    T* bias;     // as x
-    T* factor;   // as x
+    T* key;                                   // [kKeyTile][slots of E]
+    T* value;                                 // [slots of kKeyTile][Ev]
+    T* x;                                     // [kKeyTile][kRowTile]: scores
+    T* weights;                               // [slots of kKeyTile][kRowTile], in x if the format can have them there
+    T* bias;                                  // as x
+    T* factor;                                // as x
     int64_t ld_key, ld_value, ld_output;
     bool few_rows;
     int64_t size;
@@ -83,8 +83,7 @@ struct Forward {
     Vec<T> chains[kChains][N];
     const auto take = [&](int64_t chain, int64_t j) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-      for (int v = 0; v < N; ++v)
-        chains[chain][v] = max_number(load<T>(x + j * kRowTile + v * W), chains[chain][v]);
+      for (int v = 0; v < N; ++v) chains[chain][v] = max_number(load<T>(x + j * kRowTile + v * W), chains[chain][v]);
     };
     for (auto& chain : chains)
       for (Vec<T>& largest : chain) largest = splat<T>(-kInfinity<T>);
@@ -184,7 +183,8 @@ struct Forward {
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, 1, b.factor);
     int64_t lane = 0;
     constexpr int kVectors = kRows / W < 4 ? kRows / W : 4;
-    for (; lane + kVectors * W <= lanes; lane += kVectors * W) softmax<kVectors>(p, b, state, from.value_rows, keys, lane);
+    for (; lane + kVectors * W <= lanes; lane += kVectors * W)
+      softmax<kVectors>(p, b, state, from.value_rows, keys, lane);
     for (; lane < lanes; lane += W) softmax<1>(p, b, state, from.value_rows, keys, lane);
     F::end_along_keys(b.weights, keys, lanes);
     // O += P V, or O^T += V^T P^T
@@ -236,14 +236,17 @@ struct Forward {
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     const RowTask own(p, task);
-    const RowTiles<RowState> rows(p, own, b.states, [&](RowState& state) {
-      state.started = false;
-      state.query_t = b.columns(b.query_t, slots_of<F>(p.head_dim), state);
-      state.output_t = b.columns(b.output_t, p.value_dim, state);
-      state.reference = b.columns(b.reference, 1, state);
-      state.sum = b.columns(b.sum, 1, state);
-      state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-    }, kRows);
+    const RowTiles<RowState> rows(
+        p, own, b.states,
+        [&](RowState& state) {
+          state.started = false;
+          state.query_t = b.columns(b.query_t, slots_of<F>(p.head_dim), state);
+          state.output_t = b.columns(b.output_t, p.value_dim, state);
+          state.reference = b.columns(b.reference, 1, state);
+          state.sum = b.columns(b.sum, 1, state);
+          state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
+        },
+        kRows);
     Tile from;
     const auto load = [&](Range keys) {
       const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);

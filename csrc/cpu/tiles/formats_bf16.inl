@@ -22,9 +22,7 @@ struct Bfloat16s {
   static constexpr bool kTiles = kStep > 1;
   static constexpr int W = kLanes<float>;
   static_assert(kTiles || kParts == 1);
-  static constexpr bool holds(DType dtype) {
-    return dtype == DType::bf16 || (kParts == 2 && dtype == DType::f16);
-  }
+  static constexpr bool holds(DType dtype) { return dtype == DType::bf16 || (kParts == 2 && dtype == DType::f16); }
 
   static ATTN_INLINE Vec<float> multiply(const float* a, Vec<float> b) { return multiply_add(Vec<float>{}, a, b); }
   static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, const float* a, Vec<float> b) {
@@ -143,7 +141,8 @@ struct Bfloat16s {
     for (int64_t g = 0; g < kParts; ++g) {
       const Vec<float> slots = interleaved_bfloat16(weights[0], weights[1]);
       store<float>(tile + slot(key, g) * kRowTile, slots);
-      for (int k = 0; k < 2; ++k) weights[k] = kFinite ? weights[k] - number(slots, k) : without(weights[k], number(slots, k));
+      for (int k = 0; k < 2; ++k)
+        weights[k] = kFinite ? weights[k] - number(slots, k) : without(weights[k], number(slots, k));
     }
   }
   static void end_along_keys(float* tile, int64_t keys, int64_t lanes) {

@@ -50,9 +50,11 @@ struct Gemm<Tiles<kParts>> {
     if constexpr (N == 2) tile_store<M * 2 - 1>(last + kTile, ld_last);
   }
   // C += A B
-  template <int M, int N>
-  static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb) {
+  template <int M, int N, class Between>
+  static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb,
+                                       Between& between) {
     for (int64_t k = 0; k < K; k += kTile * kParts) {
+      for (int i = 0; i < M; ++i) between();  // about as often as elsewhere
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {
         const Pair now = kProducts[kFirst + i], before = i == 0 ? Pair{-1, -1} : kProducts[kFirst + i - 1];
@@ -75,9 +77,9 @@ struct Gemm<Tiles<kParts>> {
   }
 
   // The last row of tiles has `rows` rows.
-  template <int M, int N>
+  template <int M, int N, class Between>
   static void block(int64_t rows, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                    int64_t ldc, bool accumulate) {
+                    int64_t ldc, bool accumulate, Between& between) {
     // A tile that is not whole goes through a copy: what is below it in C belongs to others. The rest of the copy does
     // not matter, as rows do not meet.
     alignas(64) float edge[N * kTile * kTile];
@@ -97,7 +99,7 @@ struct Gemm<Tiles<kParts>> {
       if (has_edge) copy_edge(false);
       load<M, N>(c, ldc, last, ld_last);
     }
-    multiply_add<M, N>(K, a, lda, b, ldb);
+    multiply_add<M, N>(K, a, lda, b, ldb, between);
     store<M, N>(c, ldc, last, ld_last);
     if (has_edge) copy_edge(true);
   }
@@ -105,14 +107,14 @@ struct Gemm<Tiles<kParts>> {
   // As Gemm::run, but K is a whole number of steps, and A(m, k) = a[m * lda + k] whether kTransposed or not.
   template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                  int64_t ldc, bool accumulate, Between&) {
+                  int64_t ldc, bool accumulate, Between& between) {
     for (int64_t n = 0; n < N; n += 2 * kTile)
       for (int64_t m = 0; m < M; m += 2 * kTile) {
         const bool two_rows = M - m > kTile, two_columns = N - n > kTile;
         const int64_t rows = smaller(kTile, M - m - (two_rows ? kTile : 0));
-        const auto product =
-            two_rows ? (two_columns ? block<2, 2> : block<2, 1>) : (two_columns ? block<1, 2> : block<1, 1>);
-        product(rows, K, a + m * lda, lda, b + n, ldb, c + m * ldc + n, ldc, accumulate);
+        const auto product = two_rows ? (two_columns ? block<2, 2, Between> : block<2, 1, Between>)
+                                      : (two_columns ? block<1, 2, Between> : block<1, 1, Between>);
+        product(rows, K, a + m * lda, lda, b + n, ldb, c + m * ldc + n, ldc, accumulate, between);
       }
   }
 };
