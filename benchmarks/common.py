@@ -246,9 +246,8 @@ def _peaks(rates: str) -> dict[str, float]:
     """By dtype, of a line of peak.cpp."""
     fma, *others = map(float, rates.split())
     pairs, tiles = (*others, 0.0, 0.0)[:2]
-    # With tiles, float16 and float32 take four and six products of bfloat16.
-    peaks = {"f32": tiles / 6, "f16": tiles / 4, "bf16": max(pairs, tiles)}
-    return {name: max(fma, peak) for name, peak in peaks.items()}
+    # With tiles, float16 takes four products of bfloat16.
+    return {"f32": fma, "f16": max(fma, tiles / 4), "bf16": max(fma, pairs, tiles)}
 
 
 def cores() -> int:

@@ -79,7 +79,7 @@ struct Forward {
   // The largest of each lane's scores, in chains of operations that do not wait for each other.
   template <int N>
   static ATTN_INLINE void find_best(const T* x, int64_t keys, Vec<T> (&best)[N]) {
-    constexpr int64_t kChains = 8 / N < 4 ? 2 : 4;
+    constexpr int64_t kChains = N < 4 ? 4 : 1;
     Vec<T> chains[kChains][N];
     const auto take = [&](int64_t chain, int64_t j) __attribute__((always_inline)) {
 #pragma GCC unroll 4
