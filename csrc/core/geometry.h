@@ -36,14 +36,31 @@ ATTN_INLINE constexpr Operand operand_of_rows(const Problem& p, void* data, DTyp
   return x;
 }
 
-// The queries and keys of one batch entry, the same for all of its heads.
+// The queries and keys of one batch entry, the same for all of its heads. Apart from a mask, query i sees key j < keys
+// if first <= j - i < last.
 struct Sequence {
   int64_t queries;
   int64_t keys;
   int64_t offset;  // of query 0 among the keys: query i stands at position i + offset
+  int64_t first, last;
 };
-// The one function that says how long a sequence is and how its queries and keys are aligned.
-ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t /*n*/) { return {p.queries, p.keys, 0}; }
+// Farther than a query ever is from a key. Distances stop here, so that their sums do not overflow.
+constexpr int64_t kFar = int64_t{1} << 61;
+// The one function that says how long a sequence is and how its queries and keys are aligned. Numbers that only the
+// device knows were checked by nobody: whatever they are, no key outside is read.
+ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
+  const auto [left, right, offsets, lengths] = p.visibility;
+  const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
+  return {p.queries, lengths ? larger(0, smaller(lengths[n], p.keys)) : p.keys, offset,
+          left < 0 || left > offset + kFar ? -kFar : offset - left,
+          right < 0 || right >= kFar - offset ? kFar : offset + right + 1};
+}
+// The most keys that `queries` neighbours see, of any sequence: known without its offset and length.
+ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
+  const auto [left, right, offsets, lengths] = p.visibility;
+  const bool bounded = left >= 0 && right >= 0 && left < kFar && right < kFar;
+  return bounded ? smaller(p.keys, queries + left + right) : p.keys;
+}
 
 // The heads of key and value that a head of the query reads.
 ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
@@ -59,7 +76,7 @@ ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t he
 }
 // Returns the row `count` >= 0 places after `at` in the list of its group of heads.
 ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) {
-  const int64_t length = sequence_of(p, at.n).queries;
+  const int64_t length = p.queries;
   at.position += count;
   if (at.position >= length) {  // seldom: divisions take long
     at.head += at.position / length;

@@ -38,9 +38,21 @@ struct Operand {
 
 // Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative number
 // is no bound. Causality is right = 0.
+//
+// Query i of batch entry n stands at position i + offsets[n]; keys from lengths[n] on are seen by no query and never
+// read, like their values and their part of the mask. Both lie on the device, [batch]; null: 0, and all keys.
 struct Visibility {
   int64_t left = -1;
   int64_t right = -1;
+  const int64_t* offsets = nullptr;
+  const int64_t* lengths = nullptr;
+};
+
+// One number for each batch entry and head, of the type computed in, [batch, heads]; null if there are none. They
+// belong to the scores of a whole row.
+struct HeadTerms {
+  const void* alibi_slopes = nullptr;
+  const void* sinks = nullptr;
 };
 
 // The attention problem itself, shared by every kernel. What a score is stands in score.h, where a number lies in
@@ -57,7 +69,9 @@ struct Problem {
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
   double scale = 1;
+  double softcap = 0;  // 0: none
   Visibility visibility;
+  HeadTerms terms;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
 
@@ -113,6 +127,11 @@ struct ForwardParams : RowParams {
   Operand residual;           // the exact output minus the rounded one; data may be null
   void* logsumexp = nullptr;  // may be null
 
+  // For who calls, one number a row, [batch, heads, L], of the type computed in; null where not wanted. The logsumexp
+  // has the sink in it, the largest score has not.
+  void* row_logsumexp = nullptr;
+  void* max_score = nullptr;
+
   void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
 
@@ -124,13 +143,20 @@ struct BackwardParams : Problem {
   Operand residual;
   Operand grad_output;
   const void* logsumexp = nullptr;
-  void* delta = nullptr;  // on CUDA: <grad_output, output + residual> of every row, [batch, heads, L]
+  // Of every row, [batch, heads, L]; null: 0. With it delta_i = <grad_output_i, output_i> - grad_logsumexp_i.
+  const void* grad_logsumexp = nullptr;
+  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L]
 
   // Null data where a gradient is not wanted.
   Operand grad_query;
   Operand grad_key;
   Operand grad_value;
   Operand grad_mask;  // stride 0 where the mask was broadcast
+  // Numbers of rows, [batch, heads, L], of the type computed in; null where not wanted. Sums of them are the gradients of
+  // slopes, of sinks and of a mask that is the same for all keys.
+  void* grad_slopes = nullptr;
+  void* grad_sinks = nullptr;
+  void* grad_mask_rows = nullptr;
 
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;
@@ -162,6 +188,7 @@ struct Tangents {
   Operand key;
   Operand value;
   Operand mask;
+  HeadTerms terms;
 };
 
 // J t, the derivative of the output along t.

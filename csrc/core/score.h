@@ -1,6 +1,9 @@
 // What a score is: the one rule that every kernel follows, on every device, in the forward and in all derivatives.
 //
-//   x_ij = score(<q_i, k_j>) + mask_ij   where query i sees key j, else -inf
+//   x_ij = cap(scale * <q_i, k_j>) - slope * |position of i - j| + mask_ij   where query i sees key j, else -inf
+//
+// with cap(z) = c tanh(z / c), or z without a cap, and the slope of the query's head (ALiBi: Press et al., 2022). The
+// weights of row i are exp(x_ij) / (exp(sink) + sum_j exp(x_ij)), with the sink of its head if there is one.
 //
 // A boolean mask adds 0 or -inf. Whatever is -inf becomes so by selection, not by addition: a NaN in a key that is
 // hidden does not get through.
@@ -29,7 +32,7 @@ ATTN_INLINE constexpr Range in_tiles(Range r, int64_t tile) {
   return {r.empty() ? r.last : r.first / tile * tile, r.last};
 }
 
-// How a product <q_i, k_j> becomes a score: score = scale * product. T: the type computed in; V: T, or a vector of T.
+// The linear part of a score, scale * product. T: the type computed in; V: T, or a vector of T.
 template <class T>
 struct ScoreFunction {
   T scale;
@@ -43,41 +46,54 @@ struct ScoreFunction {
     return product * scale;
   }
   // d score / d product. It is the same for every product, so that a sum is multiplied by it, and not what is summed:
-  // dQ_i = slope * sum_j dS_ij k_j, and a tangent of scores is slope * (the tangent of the products). The second
-  // derivative is 0 and appears nowhere.
-  //
-  // A rule that is not linear would take the product here. The compiler then names every place where that matters.
+  // dQ_i = slope * sum_j dS_ij k_j, and a tangent of scores is slope * (the tangent of the products). What is not linear,
+  // the cap, comes in between: dS_ij is multiplied by its derivative first.
   ATTN_INLINE constexpr T slope() const { return scale; }
 
   // Whether of two products the larger one has the larger score.
   ATTN_INLINE constexpr bool keeps_order() const { return scale > 0; }
 };
 
-// Which keys a query sees, apart from the mask (Visibility). Queries and keys are counted within their sequence; a
-// range of queries stands for all that are in it. Only here is the offset between a query's number and its position
-// known.
+// The derivatives of the soft cap, from the capped score s = cap(z): cap'(z) = 1 - (s / c)^2 and cap''(z) = -2 s / c^2
+// cap'(z). At a product of +-inf, which has the score +-c, both are 0.
+template <class T>
+struct SoftCap {
+  T cap, inverse;
+
+  ATTN_INLINE static constexpr SoftCap of(const Problem& p) {
+    return {static_cast<T>(p.softcap), static_cast<T>(1 / p.softcap)};
+  }
+  template <class V>
+  ATTN_INLINE constexpr V slope(V s) const {
+    const V part = s * inverse;
+    return (1 - part) * (1 + part);
+  }
+  template <class V>
+  ATTN_INLINE constexpr V bend(V s) const {
+    return s * (-2 * inverse * inverse) * slope(s);
+  }
+};
+// Whether a score is more than a multiple of its product, apart from the mask and what is hidden.
+ATTN_INLINE constexpr bool has_score_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
+
+// Which keys a query sees, apart from the mask (Sequence). Queries and keys are counted within their sequence; a range
+// of queries stands for all that are in it.
 
 // Returns the keys that some query of the range, which is not empty, sees.
-ATTN_INLINE constexpr Range visible_keys(const Problem& p, const Sequence& s, Range queries) {
-  const auto [left, right] = p.visibility;
-  return {left < 0 ? 0 : larger(0, queries.first + s.offset - left),
-          right < 0 ? s.keys : smaller(s.keys, queries.last + s.offset + right)};
+ATTN_INLINE constexpr Range visible_keys(const Sequence& s, Range queries) {
+  return {larger(0, queries.first + s.first), smaller(s.keys, queries.last - 1 + s.last)};
 }
 // Returns the queries that see some key of the range, which is not empty.
-ATTN_INLINE constexpr Range visible_rows(const Problem& p, const Sequence& s, Range keys) {
-  const auto [left, right] = p.visibility;
-  return {right < 0 ? 0 : larger(0, keys.first - s.offset - right),
-          left < 0 ? s.queries : smaller(s.queries, keys.last - s.offset + left)};
+ATTN_INLINE constexpr Range visible_rows(const Sequence& s, Range keys) {
+  return {larger(0, keys.first - s.last + 1), smaller(s.queries, keys.last - s.first)};
 }
 // Says whether every query of the one range sees every key of the other, so that no score of their tile is hidden.
-ATTN_INLINE constexpr bool all_visible(const Problem& p, const Sequence& s, Range queries, Range keys) {
-  const auto [left, right] = p.visibility;
-  return keys.last <= s.keys && (right < 0 || keys.last <= queries.first + s.offset + right + 1) &&
-         (left < 0 || keys.first >= queries.last - 1 + s.offset - left);
+ATTN_INLINE constexpr bool all_visible(const Sequence& s, Range queries, Range keys) {
+  return keys.last <= s.keys && keys.last <= queries.first + s.last && keys.first >= queries.last - 1 + s.first;
 }
 // Says whether any query of the one range sees any key of the other, so that their tile counts at all.
-ATTN_INLINE constexpr bool any_visible(const Problem& p, const Sequence& s, Range queries, Range keys) {
-  return !common(visible_keys(p, s, queries), keys).empty();
+ATTN_INLINE constexpr bool any_visible(const Sequence& s, Range queries, Range keys) {
+  return !common(visible_keys(s, queries), keys).empty();
 }
 
 }  // namespace attn

@@ -204,7 +204,7 @@ void run_weights(WeightsParams& p, const Tensor& query) {
 
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
-WeightsAndScores weights(const Inputs& inputs, const PlainOptions& options, const WantedWeights& wanted) {
+WeightsAndScores weights(const Inputs& inputs, const CallOptions& options, const WantedWeights& wanted) {
   return compute_weights(run_weights, inputs, options, wanted);
 }
 

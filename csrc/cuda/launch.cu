@@ -78,7 +78,7 @@ bool uses_mma(const Problem& p) {
 
 // Counts the keys that some query sees, from the first of a tile on, which is where splits begin (Task::set).
 static int64_t keys_to_split(const Problem& p) {
-  const Range seen = in_tiles(visible_keys(p, sequence_of(p, 0), {0, p.queries}), kKeysPerTile);
+  const Range seen = in_tiles(visible_keys(sequence_of(p, 0), {0, p.queries}), kKeysPerTile);
   return seen.last - seen.first;
 }
 

@@ -8,8 +8,8 @@
 namespace attn {
 namespace {
 
-template <class Op, at::DeviceType device, c10::DispatchKey key, class Tensors, class... Options>
-auto cast_and_call(const Tensors& inputs, const Options&... options) {
+template <class Op, at::DeviceType device, c10::DispatchKey key, class Tensors, class... More>
+auto cast_and_call(const Tensors& inputs, const More&... more) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   const auto cast = [&](auto& t) { t = at::autocast::cached_cast(dtype, t, device); };
@@ -18,15 +18,19 @@ auto cast_and_call(const Tensors& inputs, const Options&... options) {
   cast(x.key);
   if constexpr (requires { x.value; }) cast(x.value);
   cast(x.attn_mask);
-  return Op::call(x, options...);
+  return Op::call(x, more...);
 }
 
 template <at::DeviceType device, c10::DispatchKey key>
 void register_autocast(torch::Library& m) {
-  m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device, key, Inputs, PlainOptions>>);
-  m.impl("sdpa_with_weights", WeightsOp::kernel<cast_and_call<WeightsOp, device, key, Inputs, PlainOptions>>);
-  m.impl("_sdpa_and_weights", ModuleOp::kernel<cast_and_call<ModuleOp, device, key, Inputs, PlainOptions, bool>>);
-  m.impl("sdpa_stats", StatsOp::kernel<cast_and_call<StatsOp, device, key, QueryAndKey, ScoreOptions>>);
+  m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device, key, BuiltinInputs, BuiltinOptions>>);
+  m.impl("attention",
+         AttentionOp::kernel<cast_and_call<AttentionOp, device, key, BuiltinInputs, CallOptions, HeadInputs>>);
+  m.impl("sdpa_with_weights",
+         WeightsOp::kernel<cast_and_call<WeightsOp, device, key, BuiltinInputs, CallOptions, HeadInputs>>);
+  m.impl("_sdpa_and_weights",
+         ModuleOp::kernel<cast_and_call<ModuleOp, device, key, BuiltinInputs, CallOptions, HeadInputs, bool>>);
+  m.impl("sdpa_stats", StatsOp::kernel<cast_and_call<StatsOp, device, key, QueryAndKey, ScoreOptions, HeadInputs>>);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Derivatives, written as torch's own generated code writes them: a Node per operator under the Autograd key.
 //
-// With x = (query, key, value, attn_mask), O(x) the output, J its Jacobian and H(u; x; t) = grad_x <u, J(x) t>:
+// With x the inputs, O(x) the output and the rows' logsumexp, J its Jacobian and H(u; x; t) = grad_x <u, J(x) t>:
 //
 //   operator         computes   gradient, given the gradient w of the result        derivative along a direction dx, dt
 //   _sdpa_forward    O          x: J'w         = _sdpa_backward                      J dx       = _sdpa_tangent
@@ -12,7 +12,7 @@
 //
 // "formula": composed of ATen operators (formulas.h), O(L S) memory. What the operators take from the forward's results
 // (output, logsumexp, ...) is a function of x; its share of a derivative is contained in the above, so that it counts
-// as a constant here. sdpa has no derivative of its own: where one is wanted it calls _sdpa_forward.
+// as a constant here. sdpa and attention have no derivative of their own: where one is wanted they call _sdpa_forward.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -68,6 +68,15 @@ Direction tangent_of(const Inputs& x) {
   for_each_field([](size_t, auto& tangent, const auto& primal) { tangent = tangent_of(primal); }, t, x);
   return t;
 }
+// The derivative of the rows' logsumexp, which _sdpa_tangent gives as a sum of two.
+Tensor tangent_of_rows(const TangentResults& tangent) { return tangent.logsumexp.sum(-1); }
+// The gradient of a sum of two is that of either.
+GradResults grads_of_tangent(const variable_list& grads, const TangentResults& tangent) {
+  GradResults u{grads[0], std::nullopt};
+  if (grads[1].defined()) u.logsumexp = grads[1].select(-1, 0).contiguous();
+  if (!u.output.defined()) u.output = at::zeros_like(tangent.output);
+  return u;
+}
 
 Tensor primal_of(const Tensor& t) { return is_dual(t) ? t._fw_primal(0) : t; }
 template <Struct T>
@@ -82,12 +91,9 @@ T primal_of(const T& tensors) {
 template <class T>
 class Kept {
  public:
-  // first_is_output: the first field is a result of the node itself, whose history is set.
-  void save(const T& tensors, bool first_is_output = false) {
-    const auto save = [&](const auto& first, const auto&... others) {
-      variables_ = {SavedVariable(first, first_is_output), SavedVariable(others, false)...};
-    };
-    std::apply(save, fields_of(tensors));
+  // The first `outputs` fields are results of the node itself, whose history is set.
+  void save(const T& tensors, size_t outputs = 0) {
+    for_each_field([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors);
   }
   // Takes pointer_to() of the node that keeps it. An absent tensor stays absent.
   T unpack(const decltype(pointer_to(nullptr))& node) const {
@@ -107,6 +113,35 @@ class Kept {
   std::array<SavedVariable, kFields<T>> variables_;
 };
 
+// The options: their tensors too may have been changed in place since, which is then an error.
+template <>
+class Kept<CallOptions> {
+ public:
+  void save(const CallOptions& options) {
+    options_ = options;
+    const auto save = [](std::optional<Tensor>& t) { return SavedVariable(std::exchange(t, std::nullopt), false); };
+    query_offset_ = save(options_.query_offset);
+    key_lengths_ = save(options_.key_lengths);
+  }
+  CallOptions unpack(const decltype(pointer_to(nullptr))& node) const {
+    CallOptions options = options_;
+    const auto unpack = [&](const SavedVariable& v, std::optional<Tensor>& field) {
+      if (Tensor t = v.unpack(node); t.defined()) field = std::move(t);
+    };
+    unpack(query_offset_, options.query_offset);
+    unpack(key_lengths_, options.key_lengths);
+    return options;
+  }
+  void release() {
+    query_offset_.reset_data();
+    key_lengths_.reset_data();
+  }
+
+ private:
+  CallOptions options_;
+  SavedVariable query_offset_, key_lengths_;
+};
+
 // The number of edges of an argument of type T, one for each field. Results of the forward have none: see above.
 template <class T>
 constexpr size_t kEdges = kFields<T>;
@@ -123,8 +158,7 @@ constexpr size_t kEdges<TangentResults> = 0;
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
-  std::tuple<Kept<T>...> kept;
-  PlainOptions options;
+  std::tuple<Kept<T>..., Kept<CallOptions>> kept;
 
   std::string name() const override { return name_.text; }
 
@@ -141,13 +175,15 @@ struct AttentionNode : torch::autograd::Node {
   }
 
   template <class A>
-  void save(const A& argument, bool first_is_output = false) {
-    std::get<Kept<A>>(kept).save(argument, first_is_output);
+  void save(const A& argument, size_t outputs = 0) {
+    std::get<Kept<A>>(kept).save(argument, outputs);
   }
   template <class A>
   A unpack() {
     return std::get<Kept<A>>(kept).unpack(pointer_to(this));
   }
+
+  CallOptions options() { return unpack<CallOptions>(); }
 
   static variable_list no_gradients() { return variable_list((kEdges<T> + ...)); }
 
@@ -180,33 +216,39 @@ struct AttentionNode : torch::autograd::Node {
     at::AutoGradMode enable(true);
     std::unique_lock<std::mutex> lock(mutex_);
     const std::tuple<T...> arguments{independent(unpack<T>())...};
+    const CallOptions plain = options();
     lock.unlock();
+    const auto results = std::apply([&](const T&... argument) { return formula(argument..., plain); }, arguments);
     return differentiate(
-        list(std::apply(formula, arguments)), grads, std::apply(list<T...>, arguments),
+        list(results), grads, std::apply(list<T...>, arguments),
         [&](size_t edge) { return task_should_compute_output(edge); }, create_graph);
   }
 };
 
 // Makes a node with the edges of `arguments`, which it keeps.
 template <class N, class... A>
-auto record(const PlainOptions& options, const A&... arguments) {
+auto record(const CallOptions& options, const A&... arguments) {
   auto node = make_node<N>();
   node->set_next_edges(next_edges(arguments...));
   (node->save(arguments), ...);
-  node->options = options;
+  std::get<Kept<CallOptions>>(node->kept).save(options);
   return node;
 }
 
+// Its results are the output and, where the rows' results are wanted, their logsumexp.
 struct SdpaBackward : AttentionNode<"SdpaBackward", Inputs, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined()) return no_gradients();
-    return list(BackwardOp::call(grads[0], unpack<Inputs>(), unpack<Saved>(), options, wanted<Inputs>()));
+    if (std::ranges::none_of(grads, &Tensor::defined)) return no_gradients();
+    const Saved s = unpack<Saved>();
+    GradResults u{grads[0].defined() ? grads[0] : at::zeros_like(s.output), std::nullopt};
+    if (grads.size() > 1 && grads[1].defined()) u.logsumexp = grads[1];
+    return list(BackwardOp::call(u, unpack<Inputs>(), s, options(), wanted<Inputs>()));
   }
 };
 
-// Keeps grad_output first, here and in SdpaSecondBackward.
-struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", Tensor, Inputs, Saved> {
+// Keeps the gradients of results first, here and in SdpaSecondBackward.
+struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Inputs, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     Direction t;
@@ -218,10 +260,13 @@ struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", Tensor, Inputs, 
     if (std::ranges::none_of(grads, &Tensor::defined)) return result;
     const Inputs x = unpack<Inputs>();
     const Saved s = unpack<Saved>();
-    const TangentResults tangent = TangentOp::call(x, s, t, options);
-    if (task_should_compute_output(first_edge<Tensor>())) result[first_edge<Tensor>()] = tangent.output;
+    const CallOptions plain = options();
+    const TangentResults tangent = TangentOp::call(x, s, t, plain);
+    constexpr size_t kOutput = first_edge<GradResults>(), kLogsumexp = kOutput + 1;
+    if (task_should_compute_output(kOutput)) result[kOutput] = tangent.output;
+    if (task_should_compute_output(kLogsumexp)) result[kLogsumexp] = tangent_of_rows(tangent);
     if (const Wanted w = wanted<Inputs>(); any(w))
-      put<Inputs>(result, SecondOp::call(unpack<Tensor>(), x, s, t, tangent, options, w));
+      put<Inputs>(result, SecondOp::call(unpack<GradResults>(), x, s, t, tangent, plain, w));
     return result;
   }
 };
@@ -230,23 +275,24 @@ struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Inputs, Direct
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     variable_list result = no_gradients();
-    if (!grads[0].defined()) return result;
+    if (std::ranges::none_of(grads, &Tensor::defined)) return result;
     const Inputs x = unpack<Inputs>();
     const Saved s = unpack<Saved>();
+    const CallOptions plain = options();
+    const TangentResults tangent = unpack<TangentResults>();
+    const GradResults u = grads_of_tangent(grads, tangent);
     if (const Wanted w = wanted<Inputs>(); any(w))
-      put<Inputs>(result, SecondOp::call(grads[0], x, s, unpack<Direction>(), unpack<TangentResults>(), options, w));
-    if (const Wanted w = wanted<Direction>(); any(w))
-      put<Direction>(result, BackwardOp::call(grads[0], x, s, options, w));
+      put<Inputs>(result, SecondOp::call(u, x, s, unpack<Direction>(), tangent, plain, w));
+    if (const Wanted w = wanted<Direction>(); any(w)) put<Direction>(result, BackwardOp::call(u, x, s, plain, w));
     return result;
   }
 };
 
-struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", Tensor, Inputs, Direction> {
+struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", GradResults, Inputs, Direction> {
   Wanted outputs;
 
   variable_list apply(variable_list&& grads) override {
-    const auto formula = [&](const auto&... arguments) { return second_formula(arguments..., options, outputs); };
-    return differentiate_formula(formula, grads);
+    return differentiate_formula([&](const auto&... arguments) { return second_formula(arguments..., outputs); }, grads);
   }
 };
 
@@ -256,7 +302,7 @@ struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Inputs> {
   WantedWeights outputs;
 
   variable_list apply(variable_list&& grads) override {
-    return differentiate_formula([&](const Inputs& x) { return weights_formula(x, options, outputs); }, grads);
+    return differentiate_formula([&](const auto&... arguments) { return weights_formula(arguments..., outputs); }, grads);
   }
 };
 
@@ -282,28 +328,40 @@ auto below_autograd(c10::DispatchKeySet keys, const Arguments&... arguments) {
   return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
 }
 
-Tensor sdpa_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options) {
-  if (requires_grad(x) || is_dual(x)) return ForwardOp::call(x, options, std::nullopt).output;
+Tensor sdpa_autograd(c10::DispatchKeySet keys, const BuiltinInputs& x, const BuiltinOptions& options) {
+  if (requires_grad(x) || is_dual(x)) return ForwardOp::call(x, options, std::nullopt, false).saved.output;
   return below_autograd<SdpaOp>(keys, x, options);
 }
 
-Saved forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options,
-                       const std::optional<Tensor>& rng_state) {
-  Saved results = below_autograd<ForwardOp>(keys, x, options, rng_state);
-  Tensor tangent_output;
-  if (is_dual(x)) tangent_output = TangentOp::call(primal_of(x), results, tangent_of(x), options).output;
+OutputAndRows attention_autograd(c10::DispatchKeySet keys, const BuiltinInputs& x, const CallOptions& options,
+                                 const HeadInputs& of_heads) {
+  const Inputs inputs = all_inputs(x, of_heads);
+  if (!requires_grad(inputs) && !is_dual(inputs)) return below_autograd<AttentionOp>(keys, x, options, of_heads);
+  const auto [saved, rows] = ForwardOp::call(inputs, options, std::nullopt, /*with_rows=*/true);
+  return {saved.output, rows};
+}
+
+ForwardResults forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const CallOptions& options,
+                                const std::optional<Tensor>& rng_state, bool with_rows) {
+  ForwardResults results = below_autograd<ForwardOp>(keys, x, options, rng_state, with_rows);
+  auto& [saved, rows] = results;
+  TangentResults tangent;
+  if (is_dual(x)) tangent = TangentOp::call(primal_of(x), saved, tangent_of(x), options);
   if (requires_grad(x)) {
     auto node = record<SdpaBackward>(options, x);
-    set_history(results.output, node);
-    node->save(results, /*first_is_output=*/true);
+    set_history(with_rows ? variable_list{saved.output, rows.logsumexp} : variable_list{saved.output}, node);
+    node->save(saved, /*outputs=*/1);
   }
-  if (tangent_output.defined()) results.output._set_fw_grad(tangent_output, /*level=*/0, /*is_inplace_op=*/false);
+  if (tangent.output.defined()) {
+    saved.output._set_fw_grad(tangent.output, /*level=*/0, /*is_inplace_op=*/false);
+    if (with_rows) rows.logsumexp._set_fw_grad(tangent_of_rows(tangent), /*level=*/0, /*is_inplace_op=*/false);
+  }
   return results;
 }
 
-Gradients backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Inputs& x, const Saved& s,
-                            const PlainOptions& options, Wanted wanted) {
-  Gradients results = below_autograd<BackwardOp>(keys, grad_output, x, s, options, wanted);
+Gradients backward_autograd(c10::DispatchKeySet keys, const GradResults& u, const Inputs& x, const Saved& s,
+                            const CallOptions& options, Wanted wanted) {
+  Gradients results = below_autograd<BackwardOp>(keys, u, x, s, options, wanted);
   Gradients tangents;
   const auto add = [&](const Gradients& more) {
     const auto add_field = [](size_t, Tensor& sum, const Tensor& t) {
@@ -311,17 +369,20 @@ Gradients backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output,
     };
     for_each_field(add_field, tangents, more);
   };
-  if (is_dual(grad_output))
-    add(BackwardOp::call(*tangent_of(grad_output), primal_of(x), primal_of(s), options, wanted));
+  if (is_dual(u)) {
+    const GradResults tangent{is_dual(u.output) ? *tangent_of(u.output) : at::zeros_like(primal_of(u.output)),
+                              tangent_of(u.logsumexp)};
+    add(BackwardOp::call(tangent, primal_of(x), primal_of(s), options, wanted));
+  }
   if (is_dual(x)) {
     const Inputs point = primal_of(x);
     const Saved saved = primal_of(s);
     const Direction direction = tangent_of(x);
     const TangentResults tangent = TangentOp::call(point, saved, direction, options);
-    add(SecondOp::call(primal_of(grad_output), point, saved, direction, tangent, options, wanted));
+    add(SecondOp::call(primal_of(u), point, saved, direction, tangent, options, wanted));
   }
-  if (requires_grad(grad_output, x)) {
-    auto node = record<SdpaDoubleBackward>(options, grad_output, x);
+  if (requires_grad(u, x)) {
+    auto node = record<SdpaDoubleBackward>(options, u, x);
     node->save(s);
     set_history(list(results), node);
   }
@@ -333,32 +394,32 @@ Gradients backward_autograd(c10::DispatchKeySet keys, const Tensor& grad_output,
 }
 
 TangentResults tangent_autograd(c10::DispatchKeySet keys, const Inputs& x, const Saved& s, const Direction& t,
-                                const PlainOptions& options) {
+                                const CallOptions& options) {
   if (is_dual(x) || is_dual(t)) return tangent_formula(x, t, options);
   TangentResults results = below_autograd<TangentOp>(keys, x, s, t, options);
   if (requires_grad(x, t)) {
     auto node = record<SdpaTangentBackward>(options, x, t);
     node->save(s);
-    set_history(results.output, node);
-    node->save(results, /*first_is_output=*/true);
+    set_history({results.output, results.logsumexp}, node);
+    node->save(results, /*outputs=*/2);
   }
   return results;
 }
 
-Gradients second_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Inputs& x, const Saved& s,
-                          const Direction& t, const TangentResults& tangent, const PlainOptions& options,
+Gradients second_autograd(c10::DispatchKeySet keys, const GradResults& u, const Inputs& x, const Saved& s,
+                          const Direction& t, const TangentResults& tangent, const CallOptions& options,
                           Wanted wanted) {
-  if (is_dual(grad_output) || is_dual(x) || is_dual(t)) return second_formula(grad_output, x, t, options, wanted);
-  Gradients results = below_autograd<SecondOp>(keys, grad_output, x, s, t, tangent, options, wanted);
-  if (requires_grad(grad_output, x, t)) {
-    auto node = record<SdpaSecondBackward>(options, grad_output, x, t);
+  if (is_dual(u) || is_dual(x) || is_dual(t)) return second_formula(u, x, t, options, wanted);
+  Gradients results = below_autograd<SecondOp>(keys, u, x, s, t, tangent, options, wanted);
+  if (requires_grad(u, x, t)) {
+    auto node = record<SdpaSecondBackward>(options, u, x, t);
     node->outputs = wanted;
     set_history(list(results), node);
   }
   return results;
 }
 
-WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const PlainOptions& options,
+WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const CallOptions& options,
                                   const WantedWeights& wanted) {
   WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, x, options, wanted);
   if (requires_grad(x)) {
@@ -369,12 +430,13 @@ WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, con
   return results;
 }
 
-Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const ScoreOptions& options) {
-  TORCH_CHECK(!is_dual(x), kNoDerivative);
-  Statistics results = below_autograd<StatsOp>(keys, x, options);
-  if (requires_grad(x)) {
+Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const ScoreOptions& options,
+                          const HeadInputs& of_heads) {
+  TORCH_CHECK(!is_dual(x) && !is_dual(of_heads), kNoDerivative);
+  Statistics results = below_autograd<StatsOp>(keys, x, options, of_heads);
+  if (requires_grad(x, of_heads)) {
     auto node = make_node<SdpaStatsBackward>();
-    node->set_next_edges(next_edges(x));
+    node->set_next_edges(next_edges(x, of_heads));
     set_history(list(results), node);
   }
   return results;
@@ -384,6 +446,7 @@ Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const 
 
 TORCH_LIBRARY_IMPL(attn, Autograd, m) {
   m.impl("sdpa", SdpaOp::kernel_with_keys<sdpa_autograd>);
+  m.impl("attention", AttentionOp::kernel_with_keys<attention_autograd>);
   m.impl("_sdpa_forward", ForwardOp::kernel_with_keys<forward_autograd>);
   m.impl("_sdpa_backward", BackwardOp::kernel_with_keys<backward_autograd>);
   m.impl("_sdpa_tangent", TangentOp::kernel_with_keys<tangent_autograd>);

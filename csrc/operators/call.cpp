@@ -36,15 +36,35 @@ Gradients empty_gradients(const Inputs& inputs, Wanted wanted) {
   return grads;
 }
 
+// The sums over the rows of every head, [batch, heads, L] -> [*batch, heads]: in float64, and in one order whatever the
+// number of threads.
+Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
+  const Tensor numbers = rows.to(at::kDouble).contiguous();
+  if (!rows.is_cpu()) return numbers.sum(-1).view_symint(shape.of_heads());
+  const Tensor sums = at::zeros_symint(shape.of_heads(), numbers.options());
+  const int64_t length = numbers.size(-1);
+  for (int64_t head = 0; head < sums.numel(); ++head)
+    for (int64_t i = 0; i < length; ++i)
+      sums.mutable_data_ptr<double>()[head] += numbers.const_data_ptr<double>()[head * length + i];
+  return sums;
+}
+
 // Takes `p` and `builder` with everything but the gradients.
 template <class Params>
-Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const Tensor& query,
-                    const Gradients& grads) {
+Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
+                    const Tensor& query, const Gradients& grads) {
+  if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
+  Gradients written = grads;
+  const auto write = [](size_t, const Tensor& grad, const Tensor& found) {
+    if (!grad.is_same(found)) grad.copy_(at::sum_to(found, grad.sizes()));
+  };
   if (no_rows(p) || p.keys == 0) {
     for_each_field([](size_t, const Tensor& grad) { grad.defined() ? grad.zero_() : grad; }, grads);
+    // A row without keys has the sink for its logsumexp.
+    if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp)
+      write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape));
     return grads;
   }
-  Gradients written = grads;
   const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes) {
     if (!grad.defined()) return;
     // The gradient of a broadcast input is written at the broadcast shape, and then summed to the input's: rounded to a
@@ -55,18 +75,27 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   add(p.grad_query, written.query, shape.expanded(shape.heads, shape.queries, shape.head_dim));
   add(p.grad_key, written.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
   add(p.grad_value, written.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
-  if (const Tensor& mask = grads.attn_mask; mask.defined()) {
-    mask.zero_();  // tiles that causality hides are never written
-    // A number added to all scores of a row changes nothing: a mask shared by all keys has gradient 0.
-    if (mask.size(-1) > 1) builder.add_result(p.grad_mask, mask);
-  }
+  const Tensor& mask = grads.attn_mask;
+  const bool mask_of_rows = mask.defined() && mask.size(-1) == 1;
+  if (mask.defined()) mask.zero_();  // tiles that positions hide are never written
+  if (mask.defined() && !mask_of_rows) builder.add_result(p.grad_mask, mask);
+  const auto of_rows = [&](bool wanted, void*& data) {
+    if (!wanted) return Tensor();
+    const Tensor rows = empty_rows(shape, query);
+    data = rows.mutable_data_ptr();
+    return rows;
+  };
+  const Tensor slopes = of_rows(grads.alibi_slopes.defined(), p.grad_slopes);
+  const Tensor sinks = of_rows(grads.sinks.defined(), p.grad_sinks);
+  // A number added to all scores of a row changes its logsumexp alone and, beside a sink, the sum of its weights.
+  const Tensor mask_rows = of_rows(mask_of_rows && (p.terms.sinks || p.grad_logsumexp), p.grad_mask_rows);
   builder.merge_batch_dims();
   plan_mask(p);
   run(p, query);
-  const auto sum = [](size_t, const Tensor& grad, const Tensor& at_broadcast_shape) {
-    if (!grad.is_same(at_broadcast_shape)) grad.copy_(at::sum_to(at_broadcast_shape, grad.sizes()));
-  };
-  for_each_field(sum, grads, written);
+  if (slopes.defined()) written.alibi_slopes = sum_of_rows(slopes, shape);
+  if (sinks.defined()) written.sinks = sum_of_rows(sinks, shape);
+  if (mask_rows.defined()) written.attn_mask = mask_rows.unsqueeze(-1);
+  for_each_field(write, grads, written);
   return grads;
 }
 
@@ -86,24 +115,29 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   add(t.key, direction.key);
   add(t.value, direction.value);
   add(t.mask, direction.attn_mask);
+  t.terms = {builder.of_heads(direction.alibi_slopes), builder.of_heads(direction.sinks)};
 }
 
 }  // namespace
 
-Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs, const PlainOptions& options,
-                      const std::optional<Tensor>& given_state) {
+ForwardResults compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs,
+                               const CallOptions& options, const std::optional<Tensor>& given_state, bool with_rows) {
   const Tensor& query = inputs.query;
   const Checker check{inputs, options};
   if (given_state) check.rng_state(*given_state);
   const bool draws = options.dropout_p > 0 && !given_state;
-  Saved results;
+  ForwardResults all;
+  auto& [results, rows] = all;
   results.output = empty_output(check.shape, query);
   results.rng_state = given_state ? given_state->clone() : at::empty({draws ? 3 : 0}, query.options().dtype(at::kLong));
   if (for_derivatives) {
     results.logsumexp = empty_logsumexp(check.shape, query);
     results.residual = empty_residual(results.output, inputs, options);
   }
-  if (!device.forward) return results;
+  const Tensor nothing = for_derivatives && !with_rows ? at::empty({0}, compute_options(query)) : Tensor();
+  rows.logsumexp = with_rows ? empty_rows(check.shape, query) : nothing;
+  rows.max_score = with_rows ? empty_rows(check.shape, query) : nothing;
+  if (!device.forward) return all;
   ForwardParams p;
   ProblemBuilder builder(p, check.shape, inputs, options, results.rng_state);
   if (draws) device.draw_rng_state(results.rng_state, std::max<int64_t>(1, p.batch * p.heads));
@@ -112,17 +146,21 @@ Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& 
     p.logsumexp = results.logsumexp.mutable_data_ptr();
     if (results.residual.dim() > 1) builder.add_result(p.residual, results.residual);
   }
+  if (with_rows) {
+    p.row_logsumexp = rows.logsumexp.mutable_data_ptr();
+    p.max_score = rows.max_score.mutable_data_ptr();
+  }
   if (!no_rows(p)) {
     builder.merge_batch_dims();
     device.forward(p, query);
   }
-  return results;
+  return all;
 }
 
-Gradients compute_backward(const Device& device, const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                           const PlainOptions& options, Wanted wanted) {
+Gradients compute_backward(const Device& device, const GradResults& u, const Inputs& inputs, const Saved& saved,
+                           const CallOptions& options, Wanted wanted) {
   const Checker check{inputs, options};
-  check.like_output("grad_output", grad_output);
+  check.grads(u);
   check.saved(saved);
   check.wanted(wanted);
   const Gradients grads = empty_gradients(inputs, wanted);
@@ -130,15 +168,15 @@ Gradients compute_backward(const Device& device, const Tensor& grad_output, cons
   BackwardParams p;
   ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
   describe_point(p, builder, saved);
-  builder.add(p.grad_output, grad_output);
-  return gradients(device.backward, p, builder, check.shape, inputs.query, grads);
+  builder.add(p.grad_output, u.output);
+  return gradients(device.backward, p, builder, check.shape, u, inputs.query, grads);
 }
 
-Gradients compute_second(const Device& device, const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                         const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
+Gradients compute_second(const Device& device, const GradResults& u, const Inputs& inputs, const Saved& saved,
+                         const Direction& direction, const TangentResults& tangent, const CallOptions& options,
                          Wanted wanted) {
   const Checker check{inputs, options};
-  check.like_output("grad_output", grad_output);
+  check.grads(u);
   check.saved(saved);
   check.direction(direction);
   check.tangent(tangent);
@@ -149,15 +187,15 @@ Gradients compute_second(const Device& device, const Tensor& grad_output, const 
   ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
   describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
-  builder.add(p.grad_output, grad_output);
+  builder.add(p.grad_output, u.output);
   builder.add(p.tangent_output, tangent.output);
   if (tangent.residual.dim() > 1) builder.add(p.tangent_residual, tangent.residual);
   p.tangent_logsumexp = builder.contiguous(tangent.logsumexp);
-  return gradients(device.second, p, builder, check.shape, inputs.query, grads);
+  return gradients(device.second, p, builder, check.shape, u, inputs.query, grads);
 }
 
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
-                               const Direction& direction, const PlainOptions& options) {
+                               const Direction& direction, const CallOptions& options) {
   const Checker check{inputs, options};
   check.saved(saved);
   check.direction(direction);
@@ -180,13 +218,14 @@ TangentResults compute_tangent(const Device& device, const Inputs& inputs, const
   return results;
 }
 
-Statistics compute_stats(const Device& device, const QueryAndKey& x, const ScoreOptions& options) {
-  const Inputs inputs = x.inputs();
-  const Shape shape = validate(StatsOp::name, inputs, options.options());
+Statistics compute_stats(const Device& device, const QueryAndKey& x, const ScoreOptions& options,
+                         const HeadInputs& of_heads) {
+  const Inputs inputs = all_inputs(x, of_heads);
+  const Shape shape = validate(StatsOp::name, inputs, options);
   const Statistics results = empty_statistics(shape, inputs.query);
   if (!device.stats) return results;
   StatsParams p;
-  ProblemBuilder builder(p, shape, inputs, options.options(), /*rng_state=*/Tensor());
+  ProblemBuilder builder(p, shape, inputs, options, /*rng_state=*/Tensor());
   if (no_rows(p)) {
     results.received_weight.zero_();
     return results;
@@ -200,7 +239,7 @@ Statistics compute_stats(const Device& device, const QueryAndKey& x, const Score
   return results;
 }
 
-WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const PlainOptions& options,
+WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const CallOptions& options,
                                  const WantedWeights& wanted) {
   const Shape shape = validate(WeightsOp::name, inputs, options);
   const auto empty = [&](const c10::SymInt& heads) {
@@ -212,7 +251,7 @@ WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, 
   if (shape.keys == 0) results.output.zero_();
   if (shape.heads == 0) results.weights.fill_(std::numeric_limits<double>::quiet_NaN());  // a mean of nothing
   if (results.weights.numel() > 0 && shape.heads > 0) {
-    PlainOptions without_dropout = options;
+    CallOptions without_dropout = options;
     without_dropout.dropout_p = 0;
     WeightsParams p;
     ProblemBuilder builder(p, shape, inputs, without_dropout, /*rng_state=*/Tensor());

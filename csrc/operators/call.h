@@ -20,11 +20,12 @@ struct Device {
   // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
   // `heads` counts those of the whole batch.
   void (*draw_rng_state)(const at::Tensor& state, int64_t heads);
-  // Reads no more than the inputs; writes output and, where their data are not null, logsumexp and residual. Without
-  // keys the output is 0.
+  // Reads no more than the inputs; writes output and, where they are not null, logsumexp, residual, row_logsumexp and
+  // max_score. Without keys the output is 0.
   Run<ForwardParams>* forward;
-  // Reads output, residual (may be null), logsumexp and grad_output; writes the gradients with data. grad_mask is 0
-  // when it is called, and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
+  // Reads output, residual (may be null), logsumexp, grad_output and grad_logsumexp (may be null); writes the gradients
+  // with data, and grad_slopes, grad_sinks and grad_mask_rows where they are not null. grad_mask is 0 when it is called,
+  // and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
   Run<BackwardParams>* backward;
   // Reads as the backward, and the direction `t`, null where it is zero; writes tangent_output, tangent_logsumexp and,
   // where it has data, tangent_residual. There may be no keys.
@@ -35,33 +36,41 @@ struct Device {
   Run<StatsParams>* stats;
 };
 
-// Without `for_derivatives`, logsumexp and residual are undefined.
-Saved compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs, const PlainOptions& options,
-                      const std::optional<at::Tensor>& given_state);
-Gradients compute_backward(const Device& device, const at::Tensor& grad_output, const Inputs& inputs,
-                           const Saved& saved, const PlainOptions& options, Wanted wanted);
+// Without `for_derivatives`, the pair logsumexp and residual are undefined.
+ForwardResults compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs,
+                               const CallOptions& options, const std::optional<at::Tensor>& given_state,
+                               bool with_rows);
+Gradients compute_backward(const Device& device, const GradResults& grads, const Inputs& inputs, const Saved& saved, const CallOptions& options, Wanted wanted);
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
-                               const Direction& direction, const PlainOptions& options);
-Gradients compute_second(const Device& device, const at::Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                         const Direction& direction, const TangentResults& tangent, const PlainOptions& options,
+                               const Direction& direction, const CallOptions& options);
+Gradients compute_second(const Device& device, const GradResults& grads, const Inputs& inputs, const Saved& saved,
+                         const Direction& direction, const TangentResults& tangent, const CallOptions& options,
                          Wanted wanted);
 
-Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options);
+Statistics compute_stats(const Device& device, const QueryAndKey& inputs, const ScoreOptions& options,
+                         const HeadInputs& of_heads);
 
 // Those of weights_formula() (formulas.h), and the output where it is wanted, by `run`, which writes what has data.
-WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const PlainOptions& options,
+WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const CallOptions& options,
                                  const WantedWeights& wanted);
 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
-  constexpr auto sdpa = [](const auto&... a) { return compute_forward(device, false, a..., std::nullopt).output; };
+  constexpr auto sdpa = [](const auto&... a) {
+    return compute_forward(device, false, a..., std::nullopt, /*with_rows=*/false).saved.output;
+  };
+  constexpr auto attention = [](const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
+    const auto [saved, rows] = compute_forward(device, false, all_inputs(x, of_heads), options, std::nullopt, true);
+    return OutputAndRows{saved.output, rows};
+  };
   constexpr auto forward = [](const auto&... a) { return compute_forward(device, true, a...); };
   constexpr auto backward = [](const auto&... a) { return compute_backward(device, a...); };
   constexpr auto tangent = [](const auto&... a) { return compute_tangent(device, a...); };
   constexpr auto second = [](const auto&... a) { return compute_second(device, a...); };
   constexpr auto stats = [](const auto&... a) { return compute_stats(device, a...); };
   m.impl("sdpa", SdpaOp::kernel<sdpa>);
+  m.impl("attention", AttentionOp::kernel<attention>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward>);
   m.impl("_sdpa_backward", BackwardOp::kernel<backward>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent>);

@@ -52,26 +52,78 @@ void check_no_dropout(double dropout_p) {
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
 }
 
-// Weights and scores of weights_formula, in float32 where the query has a half type.
+// Of the two, which broadcast to [*batch, heads], a number for each row.
+Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
+  const Tensor x = of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1);
+  return shape.dims < 3 ? x.squeeze(0) : x;
+}
+Tensor for_rows_of(const std::optional<Tensor>& of_entries, const Tensor& otherwise) {
+  return of_entries ? of_entries->to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1) : otherwise;
+}
+
+// |position of the query - that of the key|, and which keys no query sees, apart from the mask.
+struct Distances {
+  Tensor distance, hidden;
+};
+Distances distances(const Shape& shape, const CallOptions& options, const Tensor& query) {
+  const auto integers = query.options().dtype(at::kLong);
+  Tensor rows = at::arange(shape.queries, integers).unsqueeze(-1), keys = at::arange(shape.keys, integers);
+  if (options.query_offset || options.key_lengths) {  // [*batch, 1, L, S]
+    const Tensor zero = at::zeros({1, 1, 1}, integers);
+    rows = rows + for_rows_of(options.query_offset, zero);
+  }
+  const Tensor ahead = keys - rows;  // of the query
+  const auto [left, window_right] = options.window;
+  const int64_t right = options.is_causal ? 0 : window_right;
+  Tensor hidden;
+  const auto hide = [&](const Tensor& more) { hidden = hidden.defined() ? hidden.logical_or(more) : more; };
+  if (right >= 0) hide(ahead.gt(right));
+  if (left >= 0) hide(ahead.lt(-left));
+  if (options.key_lengths) hide(keys.ge(for_rows_of(options.key_lengths, Tensor())));
+  if (shape.dims < 3) {
+    const auto of_one = [](Tensor& t) { while (t.defined() && t.dim() > 2) t = t.squeeze(0); };
+    Tensor distance = ahead.abs();
+    of_one(distance);
+    of_one(hidden);
+    return {distance, hidden};
+  }
+  return {ahead.abs(), hidden};
+}
+
+// What the formulas have in common: scores, weights, and the logsumexp of the rows, -inf without keys and a sink.
+struct WideWeights {
+  Tensor weights, scores, logsumexp;
+};
+// In float32 where the query has a half type.
 //
 // Autocast is off here and in the formulas below: their inputs have the type to compute in.
-WeightsAndScores wide_weights(const Shape& shape, const Inputs& inputs, const PlainOptions& options) {
+WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto& [query, key, value, attn_mask] = inputs;
+  const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
   Tensor scores = products(shape, query, key, options.scale);
+  if (options.softcap > 0) scores = (scores / options.softcap).tanh() * options.softcap;
+  auto [distance, masked] = distances(shape, options, query);
+  if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
-  Tensor masked;
-  if (attn_mask)
-    masked = attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
-  if (options.is_causal) {
-    const auto boolean = query.options().dtype(at::kBool);
-    const Tensor hidden = at::ones_symint({shape.queries, shape.keys}, boolean).tril().logical_not();
+  if (attn_mask) {
+    const Tensor hidden =
+        attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
     masked = masked.defined() ? masked.logical_or(hidden) : hidden;
   }
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
-  return {at::softmax(scores.masked_fill(empty_row, 0), -1).masked_fill(empty_row, 0), scores, Tensor()};
+  Tensor logits = scores.masked_fill(empty_row, 0);
+  if (sinks) {
+    const Tensor sink = for_rows(*sinks, shape, scores).expand_as(empty_row);
+    logits = at::cat({scores, sink}, -1);
+    const Tensor nothing = logits.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
+    const Tensor safe = logits.masked_fill(nothing, 0);
+    const Tensor weights = at::softmax(safe, -1).masked_fill(nothing, 0).narrow_symint(-1, 0, shape.keys);
+    return {weights, scores, at::logsumexp(safe, {-1}).masked_fill(nothing.squeeze(-1), kMinusInfinity)};
+  }
+  const Tensor weights = at::softmax(logits, -1).masked_fill(empty_row, 0);
+  return {weights, scores, at::logsumexp(logits, {-1}).masked_fill(empty_row.squeeze(-1), kMinusInfinity)};
 }
 
 Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value) {
@@ -107,26 +159,37 @@ std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std:
   return gradients;
 }
 
-WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options, const WantedWeights& wanted) {
+WeightsAndScores weights_formula(const Inputs& inputs, const CallOptions& options, const WantedWeights& wanted) {
   const auto dtype = inputs.query.scalar_type();
   const auto [weights, scores, _] = wide_weights(validate(WeightsOp::name, inputs, options), inputs, options);
   const auto none = [&] { return at::empty({0}, inputs.query.options()); };
   return {(wanted.mean ? weights.mean(-3) : weights).to(dtype), wanted.scores ? scores.to(dtype) : none(), none()};
 }
 
-TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options) {
+TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const CallOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(SdpaOp::name, inputs, options);
-  const auto [weights, scores, _] = wide_weights(shape, inputs, options);
+  const auto [weights, scores, logsumexp] = wide_weights(shape, inputs, options);
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
+  if (options.softcap > 0) {
+    const Tensor capped = (products(shape, inputs.query, inputs.key, options.scale) / options.softcap).tanh();
+    tangent_scores = tangent_scores * (1 - capped.square());
+  }
+  if (direction.alibi_slopes)
+    tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) *
+                                          distances(shape, options, inputs.query).distance;
   if (direction.attn_mask) tangent_scores = tangent_scores + direction.attn_mask->to(tangent_scores.scalar_type());
   // Scores of -inf, which hidden ones are, have no tangent, whatever their keys hold.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
-  const Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
+  Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
+  if (inputs.sinks && direction.sinks) {
+    const Tensor weight = (for_rows(*inputs.sinks, shape, weights) - logsumexp.unsqueeze(-1)).exp();
+    tangent_logsumexp = tangent_logsumexp + weight * for_rows(*direction.sinks, shape, weights);
+  }
   Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value);
   if (direction.value) output = output + weighted_values(shape, weights, *direction.value);
   const Tensor rounded = output.to(inputs.query.scalar_type());
@@ -134,18 +197,19 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   return {rounded, at::constant_pad_nd(tangent_logsumexp, {0, 1}), residual};
 }
 
-Gradients second_formula(const Tensor& grad_output, const Inputs& inputs, const Direction& direction,
-                         const PlainOptions& options, Wanted wanted) {
+Gradients second_formula(const GradResults& u, const Inputs& inputs, const Direction& direction,
+                         const CallOptions& options, Wanted wanted) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
   const Inputs x = independent(inputs);
   const Shape shape = validate(SdpaOp::name, x, options);
-  const Tensor output = weighted_values(shape, wide_weights(shape, x, options).weights, x.value);
+  const WideWeights wide = wide_weights(shape, x, options);
+  const Tensor output = weighted_values(shape, wide.weights, x.value);
   const auto t = list(independent(direction));
-  const auto along = differentiate({output.to(inputs.query.scalar_type())}, {independent(grad_output)}, list(x),
-                                   [&](size_t i) { return t[i].defined(); });
+  const auto along = differentiate({output.to(inputs.query.scalar_type()), wide.logsumexp}, list(independent(u)),
+                                   list(x), [&](size_t i) { return t[i].defined(); });
   const auto h = differentiate(along, t, list(x), [&](size_t i) { return wanted[i]; });
   Gradients second;
   const auto put = [&](size_t i, Tensor& result, const std::optional<Tensor>& input) {
@@ -159,29 +223,37 @@ namespace {
 
 // Whether these are tensors of a device with a kernel and nothing else: no sample of vmap, no symbol of a compiler, no
 // dual number.
-bool has_kernel(const Inputs& inputs) {
+bool has_kernel(const Inputs& inputs, const CallOptions& options) {
   static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
   if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
-  const auto plain = [](const Tensor& t) {
-    return t.key_set().has(c10::DispatchKey::CPU) && !at::isTensorSubclassLike(t) && !t.is_neg() &&
-           !t._is_zerotensor() && !t._fw_grad(/*level=*/0).defined();
+  const auto plain = [](const std::optional<Tensor>& t) {
+    return !t || (t->key_set().has(c10::DispatchKey::CPU) && !at::isTensorSubclassLike(*t) && !t->is_neg() &&
+                  !t->_is_zerotensor() && !t->_fw_grad(/*level=*/0).defined());
   };
-  return plain(inputs.query) && plain(inputs.key) && plain(inputs.value) &&
-         (!inputs.attn_mask || plain(*inputs.attn_mask));
+  const auto all_plain = [&](const auto&... t) { return (plain(t) && ...); };
+  return std::apply(all_plain, fields_of(inputs)) && plain(options.query_offset) && plain(options.key_lengths);
+}
+
+// By the plain operator where it can: programs that are exported name it.
+Tensor output_of(const BuiltinInputs& x, const CallOptions& o, const HeadInputs& of_heads) {
+  const bool plain = o.softcap == 0 && o.window == CallOptions().window && !o.query_offset && !o.key_lengths &&
+                     !of_heads.alibi_slopes && !of_heads.sinks;
+  return plain ? SdpaOp::call(x, {o}) : AttentionOp::call(x, o, of_heads).output;
 }
 
 bool learns(const Inputs& inputs) {
-  const auto requires_grad = [](const Tensor& t) { return t.requires_grad(); };
-  return at::GradMode::is_enabled() &&
-         (requires_grad(inputs.query) || requires_grad(inputs.key) || requires_grad(inputs.value) ||
-          (inputs.attn_mask && requires_grad(*inputs.attn_mask)));
+  const auto requires_grad = [](const std::optional<Tensor>& t) { return t && t->requires_grad(); };
+  const auto any_requires = [&](const auto&... t) { return (requires_grad(t) || ...); };
+  return at::GradMode::is_enabled() && std::apply(any_requires, fields_of(inputs));
 }
 
 // The weights come first: they check the arguments, in the operator's name. Where scores are wanted, the output is
 // sdpa's to the bit.
-WeightsAndScores weights_and_output(const Inputs& inputs, const PlainOptions& options, WantedWeights wanted) {
+WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const CallOptions& options, const HeadInputs& of_heads,
+                                    WantedWeights wanted) {
+  const Inputs inputs = all_inputs(builtin, of_heads);
   WeightsAndScores results;
-  if (has_kernel(inputs)) {
+  if (has_kernel(inputs, options)) {
     wanted.output = !wanted.scores && options.dropout_p == 0 && !learns(inputs);
     Inputs x = inputs;
     x.value = x.value.detach();  // weights do not depend on its numbers
@@ -189,16 +261,17 @@ WeightsAndScores weights_and_output(const Inputs& inputs, const PlainOptions& op
   } else {
     results = weights_formula(inputs, options, wanted);
   }
-  if (!wanted.output) results.output = SdpaOp::call(inputs, options);
+  if (!wanted.output) results.output = output_of(builtin, options, of_heads);
   return results;
 }
 
-OutputAndWeights sdpa_with_weights(const Inputs& inputs, const PlainOptions& options) {
-  const auto [weights, scores, output] = weights_and_output(inputs, options, {});
+OutputAndWeights sdpa_with_weights(const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
+  const auto [weights, scores, output] = weights_and_output(x, options, of_heads, {});
   return {output, weights, scores};
 }
-OutputAndMean sdpa_and_weights(const Inputs& inputs, const PlainOptions& options, bool mean) {
-  const WeightsAndScores results = weights_and_output(inputs, options, {mean, /*scores=*/false});
+OutputAndMean sdpa_and_weights(const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads,
+                               bool mean) {
+  const WeightsAndScores results = weights_and_output(x, options, of_heads, {mean, /*scores=*/false});
   return {results.output, results.weights};
 }
 

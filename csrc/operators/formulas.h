@@ -31,11 +31,11 @@ std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, co
 
 // Without dropout, and rounded to the query's type: scores are scaled and masked, weights their softmax, 0 in a fully
 // masked row. dropout_p is ignored, and no output is computed.
-WeightsAndScores weights_formula(const Inputs& inputs, const PlainOptions& options, const WantedWeights& wanted);
+WeightsAndScores weights_formula(const Inputs& inputs, const CallOptions& options, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
-TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const PlainOptions& options);
-Gradients second_formula(const at::Tensor& grad_output, const Inputs& inputs, const Direction& direction,
-                         const PlainOptions& options, Wanted wanted);
+TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const CallOptions& options);
+Gradients second_formula(const GradResults& u, const Inputs& inputs, const Direction& direction,
+                         const CallOptions& options, Wanted wanted);
 
 }  // namespace attn

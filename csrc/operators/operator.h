@@ -5,12 +5,12 @@
 // has to be written by hand. A struct lists its fields once, in the order of the schema. An operator is a name, and the
 // type of a function of structs or single values:
 //
-//   struct PlainOptions {
+//   struct CallOptions {
 //     double dropout_p;
 //     bool is_causal;
 //     static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal); }
 //   };
-//   using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, PlainOptions)>;
+//   using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, CallOptions)>;
 //
 // SdpaOp::call(inputs, options) calls the operator. SdpaOp::kernel<f> makes of a function f(inputs, options) what the
 // dispatcher expects, f(query, ..., dropout_p, is_causal). If f returns a struct, the dispatcher gets a tuple. When the
@@ -85,7 +85,9 @@ class Operator<name_, Result(Arguments...), std::tuple<const Fields&...>> {
   static Result from_flat(Result result) { return result; }
   template <class... T>
   static Result from_flat(std::tuple<T...> flat) {
-    return std::apply([](auto&... fields) { return Result{std::move(fields)...}; }, flat);
+    Result result;
+    fields_of(result) = std::move(flat);
+    return result;
   }
 
   // Where the fields of argument number n begin in the flat list.
@@ -96,7 +98,9 @@ class Operator<name_, Result(Arguments...), std::tuple<const Fields&...>> {
 
   template <class Argument, size_t first, size_t... i>
   static Argument gather(const auto& flat, std::index_sequence<i...>) {
-    return Argument{std::get<first + i>(flat)...};
+    Argument argument;
+    fields_of(argument) = std::tie(std::get<first + i>(flat)...);
+    return argument;
   }
 
   template <auto f, size_t... n>

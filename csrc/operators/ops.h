@@ -10,22 +10,47 @@
 
 namespace attn {
 
+// The inputs that may have derivatives.
 struct Inputs {
-  at::Tensor query;                     // [*batch, heads, L, E]
-  at::Tensor key;                       // [*batch, key_heads, S, E]
-  at::Tensor value;                     // [*batch, value_heads, S, Ev]
-  std::optional<at::Tensor> attn_mask;  // broadcasts to [*batch, heads, L, S]: boolean, or floating and differentiable
+  at::Tensor query;                        // [*batch, heads, L, E]
+  at::Tensor key;                          // [*batch, key_heads, S, E]
+  at::Tensor value;                        // [*batch, value_heads, S, Ev]
+  std::optional<at::Tensor> attn_mask;     // broadcasts to [*batch, heads, L, S]: boolean, or floating
+  std::optional<at::Tensor> alibi_slopes;  // broadcast to [*batch, heads]
+  std::optional<at::Tensor> sinks;         // as they
 
+  static auto fields(auto& x) {
+    return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks);
+  }
+};
+// Those that the built-in takes, too.
+struct BuiltinInputs : Inputs {
   static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask); }
 };
+// The others, as the schemas of those operators have them that users call: last.
+struct HeadInputs {
+  std::optional<at::Tensor> alibi_slopes, sinks;
 
-// The options that are no tensors: they have no derivatives. (attn::Options, with the mask, is what users name.)
-struct PlainOptions {
+  static auto fields(auto& x) { return std::tie(x.alibi_slopes, x.sinks); }
+};
+
+// What has no derivatives. (attn::Options, with the mask, is what users name.)
+struct CallOptions {
   double dropout_p = 0;
   bool is_causal = false;
   std::optional<double> scale;
   bool enable_gqa = false;
+  double softcap = 0;                       // 0: none
+  std::array<int64_t, 2> window = {-1, -1};  // keys to the left and right of the query's position; -1: all
+  std::optional<at::Tensor> query_offset;   // integers that broadcast to [*batch]: the position of query 0
+  std::optional<at::Tensor> key_lengths;    // as they: keys from there on are hidden
 
+  static auto fields(auto& o) {
+    return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.softcap, o.window, o.query_offset,
+                    o.key_lengths);
+  }
+};
+struct BuiltinOptions : CallOptions {
   static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa); }
 };
 
@@ -36,21 +61,39 @@ struct QueryAndKey {
   std::optional<at::Tensor> attn_mask;
 
   static auto fields(auto& x) { return std::tie(x.query, x.key, x.attn_mask); }
-  // For what is written for sdpa. The value is never read, but its heads count: as many as the key's.
-  Inputs inputs() const { return {query, key, key, attn_mask}; }
 };
-struct ScoreOptions {
-  bool is_causal = false;
-  std::optional<double> scale;
-  bool enable_gqa = false;
+struct ScoreOptions : CallOptions {
+  static auto fields(auto& o) {
+    return std::tie(o.is_causal, o.scale, o.enable_gqa, o.softcap, o.window, o.query_offset, o.key_lengths);
+  }
+};
 
-  static auto fields(auto& o) { return std::tie(o.is_causal, o.scale, o.enable_gqa); }
-  PlainOptions options() const { return {/*dropout_p=*/0, is_causal, scale, enable_gqa}; }
-};
+// As the private operators take them. The value of statistics is never read, but its heads count: as many as the key's.
+inline Inputs all_inputs(const BuiltinInputs& x, const HeadInputs& h) {
+  return {x.query, x.key, x.value, x.attn_mask, h.alibi_slopes, h.sinks};
+}
+inline Inputs all_inputs(const QueryAndKey& x, const HeadInputs& h) {
+  return {x.query, x.key, x.key, x.attn_mask, h.alibi_slopes, h.sinks};
+}
 
 // The results of sdpa_stats.
 struct Statistics : Stats {
   static auto fields(auto& r) { return std::tie(r.largest_score, r.entropy, r.logsumexp, r.received_weight); }
+};
+
+// Two numbers of every row of scores, [*batch, heads, L], of the type computed in.
+struct RowResults {
+  at::Tensor logsumexp;  // has the sink in it
+  at::Tensor max_score;  // has not, and no derivative
+
+  static auto fields(auto& r) { return std::tie(r.logsumexp, r.max_score); }
+};
+// The results of attention.
+struct OutputAndRows {
+  at::Tensor output;  // [*batch, heads, L, Ev]
+  RowResults rows;
+
+  static auto fields(auto& r) { return std::tuple_cat(std::tie(r.output), RowResults::fields(r.rows)); }
 };
 
 // The results of sdpa_with_weights.
@@ -70,6 +113,22 @@ struct Saved {
   at::Tensor residual;   // [*batch, heads, L, Ev] where there is one (validate.h), else [0]
 
   static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
+};
+
+// All results of the forward. Those for rows are [0] where they are not wanted.
+struct ForwardResults {
+  Saved saved;
+  RowResults rows;
+
+  static auto fields(auto& r) { return std::tuple_cat(Saved::fields(r.saved), RowResults::fields(r.rows)); }
+};
+
+// The gradient of the forward's results, u: of the output and, where it is not zero, of the rows' logsumexp.
+struct GradResults {
+  at::Tensor output;
+  std::optional<at::Tensor> logsumexp;  // [*batch, heads, L]
+
+  static auto fields(auto& u) { return std::tie(u.output, u.logsumexp); }
 };
 
 // Weights and scores before dropout: the results of _sdpa_weights, and what is wanted of them.
@@ -99,9 +158,9 @@ struct OutputAndMean {
 // A direction in the space of inputs, with the fields of Inputs: each tensor has the shape of its input, and is absent
 // where it is zero.
 struct Direction {
-  std::optional<at::Tensor> query, key, value, attn_mask;
+  std::optional<at::Tensor> query, key, value, attn_mask, alibi_slopes, sinks;
 
-  static auto fields(auto& t) { return std::tie(t.query, t.key, t.value, t.attn_mask); }
+  static auto fields(auto& t) { return Inputs::fields(t); }
 };
 
 // The derivative of the forward's results along a direction, each with the shape that it has in Saved.
@@ -113,24 +172,25 @@ struct TangentResults {
 
 // Gradients, with the fields of Inputs: each has the shape of its input, and is undefined where not wanted.
 struct Gradients {
-  at::Tensor query, key, value, attn_mask;
+  at::Tensor query, key, value, attn_mask, alibi_slopes, sinks;
 
-  static auto fields(auto& g) { return std::tie(g.query, g.key, g.value, g.attn_mask); }
+  static auto fields(auto& g) { return Inputs::fields(g); }
 };
 using Wanted = std::array<bool, kFields<Inputs>>;  // in the same order
 static_assert(kFields<Direction> == kFields<Inputs> && kFields<Gradients> == kFields<Inputs>);
 
-using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, PlainOptions)>;
-using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Inputs, PlainOptions)>;
-using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, PlainOptions, WantedWeights)>;
-using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(Inputs, PlainOptions, bool)>;
-using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions)>;
-// Last comes rng_state.
-using ForwardOp = Operator<"attn::_sdpa_forward", Saved(Inputs, PlainOptions, std::optional<at::Tensor>)>;
-// First comes grad_output, here and in SecondOp.
-using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(at::Tensor, Inputs, Saved, PlainOptions, Wanted)>;
-using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, Direction, PlainOptions)>;
+using SdpaOp = Operator<"attn::sdpa", at::Tensor(BuiltinInputs, BuiltinOptions)>;
+using AttentionOp = Operator<"attn::attention", OutputAndRows(BuiltinInputs, CallOptions, HeadInputs)>;
+using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(BuiltinInputs, CallOptions, HeadInputs)>;
+using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(BuiltinInputs, CallOptions, HeadInputs, bool)>;
+using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions, HeadInputs)>;
+using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, CallOptions, WantedWeights)>;
+// Last come rng_state, and whether the rows' results are wanted.
+using ForwardOp =
+    Operator<"attn::_sdpa_forward", ForwardResults(Inputs, CallOptions, std::optional<at::Tensor>, bool)>;
+using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Inputs, Saved, CallOptions, Wanted)>;
+using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, Direction, CallOptions)>;
 using SecondOp = Operator<"attn::_sdpa_second",
-                          Gradients(at::Tensor, Inputs, Saved, Direction, TangentResults, PlainOptions, Wanted)>;
+                          Gradients(GradResults, Inputs, Saved, Direction, TangentResults, CallOptions, Wanted)>;
 
 }  // namespace attn

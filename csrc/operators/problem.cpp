@@ -52,9 +52,9 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const PlainOptions& options,
+ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const CallOptions& options,
                                const at::Tensor& rng_state)
-    : op_(shape.op), problem_(problem) {
+    : shape_(shape), query_(inputs.query), problem_(problem) {
   for (const auto& size : shape.batch) batch_size_.push_back(concrete(size));
   problem.heads = concrete(shape.heads);
   problem.key_heads = concrete(shape.key_heads);
@@ -64,15 +64,18 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   problem.head_dim = concrete(shape.head_dim);
   problem.value_dim = concrete(shape.value_dim);
   for (const int64_t size : {problem.head_dim, problem.value_dim})
-    TORCH_CHECK(size < kMaxHeadDim, op_, ": the head_dim of query and key is ", problem.head_dim, ", that of value ",
+    TORCH_CHECK(size < kMaxHeadDim, shape.op, ": the head_dim of query and key is ", problem.head_dim, ", that of value ",
                 problem.value_dim, "; both must be below 2^32");
   problem.batch = c10::multiply_integers(batch_size_);
   if (problem.key_heads > 0 && problem.value_heads > 0)
     problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
 
-  const auto& [query, key, value, attn_mask] = inputs;
+  const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
   problem.scale = scale_or_default(options.scale, problem.head_dim);
-  if (options.is_causal) problem.visibility.right = 0;
+  problem.softcap = options.softcap;
+  problem.visibility = {options.window[0], options.is_causal ? 0 : options.window[1], of_entries(options.query_offset),
+                        of_entries(options.key_lengths)};
+  problem.terms = {of_heads(alibi_slopes), of_heads(sinks)};
   problem.has_mask = attn_mask.has_value();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
@@ -96,6 +99,16 @@ void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor) {
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
   return contiguous_.emplace_back(tensor.contiguous()).const_data_ptr();
+}
+
+const void* ProblemBuilder::of_heads(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) return nullptr;
+  return contiguous(tensor->to(compute_dtype(query_)).expand_symint(shape_.of_heads()));
+}
+
+const int64_t* ProblemBuilder::of_entries(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) return nullptr;
+  return static_cast<const int64_t*>(contiguous(tensor->to(at::kLong).expand(batch_size_)));
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data) {
@@ -126,7 +139,7 @@ void ProblemBuilder::merge_batch_dims() {
   for (size_t d = 0; d < batch_size_.size(); ++d) {
     if (batch_size_[d] == 1) continue;
     const bool merge = mergeable(d);
-    TORCH_CHECK(merge || merged < kMaxBatchDims, op_, ": the leading dimensions ", at::IntArrayRef(batch_size_),
+    TORCH_CHECK(merge || merged < kMaxBatchDims, shape_.op, ": the leading dimensions ", at::IntArrayRef(batch_size_),
                 " of query, key, value, attn_mask and the results leave more than ", kMaxBatchDims,
                 " after those that lie alike in memory are merged; .expand() the inputs to these dimensions and call "
                 ".contiguous() on them");

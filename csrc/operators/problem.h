@@ -13,7 +13,7 @@ constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 
 class ProblemBuilder {
  public:
   // Adds query, key, value, mask, rng_state and everything that is not a tensor.
-  ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const PlainOptions& options,
+  ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const CallOptions& options,
                  const at::Tensor& rng_state);
 
   // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
@@ -22,6 +22,8 @@ class ProblemBuilder {
 
   // The numbers of a tensor, one after the other in memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
+  // Those of one with a number for each head, in the type computed in: [batch, heads]. Null if there is none.
+  const void* of_heads(const std::optional<at::Tensor>& tensor);
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
   void merge_batch_dims();
@@ -33,11 +35,14 @@ class ProblemBuilder {
     Operand* operand;
     c10::DimVector batch;
   };
-  const char* op_;
+  const int64_t* of_entries(const std::optional<at::Tensor>& tensor);
+
+  const Shape& shape_;
+  const at::Tensor query_;
   Problem& problem_;
   c10::DimVector batch_size_;
   c10::SmallVector<Strides, 8> operands_;
-  c10::SmallVector<at::Tensor, 2> contiguous_;
+  c10::SmallVector<at::Tensor, 4> contiguous_;
 };
 
 // What a plan with several splits of the keys writes to; empty for one.

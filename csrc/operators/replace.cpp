@@ -19,20 +19,7 @@ namespace {
 using at::Tensor;
 using c10::DispatchKey;
 
-// A call of the built-in, in the order of its schema: what attn's operators take besides does not change it.
-struct BuiltinCall {
-  Tensor query, key, value;
-  std::optional<Tensor> attn_mask;
-  double dropout_p;
-  bool is_causal;
-  std::optional<double> scale;
-  bool enable_gqa;
-
-  static auto fields(auto& c) {
-    return std::tie(c.query, c.key, c.value, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa);
-  }
-};
-using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(BuiltinCall)>;
+using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(BuiltinInputs, BuiltinOptions)>;
 
 std::atomic<int64_t> switched_on = 0;  // times switched on minus times switched off
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
@@ -47,25 +34,24 @@ bool has_kernels(const Tensor& t) {
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
 // The kinds of tensors that attn::sdpa is for. Of these it refuses only what the built-in refuses as well, or should.
-bool serves(const BuiltinCall& x) {
+bool serves(const BuiltinInputs& x) {
   const auto dtype = x.query.scalar_type();
   return has_kernels(x.query) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
          (!x.attn_mask || is_dense(*x.attn_mask)) &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble);
 }
 
-Tensor sdpa_or_builtin(const BuiltinCall& call) {
+Tensor sdpa_or_builtin(const BuiltinInputs& inputs, const BuiltinOptions& options) {
   if (switched_on.load(std::memory_order_relaxed) > 0) {
-    if (serves(call)) {
+    if (serves(inputs)) {
       calls.fetch_add(1, std::memory_order_relaxed);
-      auto mask = call.attn_mask;
-      if (mask && mask->dim() < 2) mask = at::atleast_2d(*mask);  // the built-in takes [S]
-      return SdpaOp::call({call.query, call.key, call.value, mask},
-                          {call.dropout_p, call.is_causal, call.scale, call.enable_gqa});
+      BuiltinInputs x = inputs;
+      if (x.attn_mask && x.attn_mask->dim() < 2) x.attn_mask = at::atleast_2d(*x.attn_mask);  // the built-in takes [S]
+      return SdpaOp::call(x, options);
     }
     passed_on.fetch_add(1, std::memory_order_relaxed);
   }
-  return std::apply(at::native::scaled_dot_product_attention, fields_of(call));
+  return std::apply(at::native::scaled_dot_product_attention, all_fields(inputs, options));
 }
 
 torch::Library put_in_place(DispatchKey key) {

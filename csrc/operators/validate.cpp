@@ -1,10 +1,13 @@
 #include "operators/validate.h"
 
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 
 #include <algorithm>
 #include <cmath>
 #include <string_view>
+
+#include "core/geometry.h"
 
 namespace attn {
 
@@ -122,6 +125,46 @@ void check_mask(const Tensor& mask, const Shape& shape) {
               c10::SymIntArrayRef(allowed), hint);
 }
 
+// Numbers of batch entries or heads: sizes that broadcast to `allowed`, the last of which are `exact` in number.
+void check_numbers(const Shape& shape, const char* name, const Tensor& t, const Tensor& query,
+                   c10::SymIntArrayRef allowed, int64_t exact, const char* what) {
+  TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested(), shape.op, ": ", name,
+              " must be a dense tensor");
+  TORCH_CHECK(t.device() == query.device(), shape.op, ": ", name, " is on ", t.device(), " but query is on ",
+              query.device(), "; all tensors must be on the same device");
+  bool fits = t.dim() >= exact && t.dim() <= static_cast<int64_t>(allowed.size());
+  for (int64_t d = 1; fits && d <= t.dim(); ++d) {
+    const SymInt own = extent(t, d), other = allowed[allowed.size() - d];
+    fits = (d > exact && is_one(own)) || must_equal(own, other);
+  }
+  TORCH_CHECK(fits, shape.op, ": ", name, " has shape ", t.sym_sizes(), "; it must be ", what, " and broadcast to ",
+              allowed);
+}
+
+void check_head_numbers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query) {
+  if (!t) return;
+  check_numbers(shape, name, *t, query, shape.of_heads(), 1, "[Hq] or [B..., Hq]: one number a head of the query,");
+  const auto dtype = query.scalar_type(), own = t->scalar_type();
+  TORCH_CHECK(own == dtype || (own == at::kFloat && dtype != at::kDouble), shape.op, ": ", name, " has dtype ", own,
+              "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
+}
+
+// Also its numbers, where they can be read without waiting for a device.
+void check_integers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query,
+                    int64_t least, const SymInt& most) {
+  if (!t) return;
+  check_numbers(shape, name, *t, query, shape.batch, 0, "one number or [B...]: one a batch entry,");
+  TORCH_CHECK(t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, shape.op, ": ", name, " has dtype ",
+              t->scalar_type(), "; it must be int32 or int64");
+  if (!t->is_cpu() || !t->has_storage() || t->is_meta() || at::isTensorSubclassLike(*t)) return;
+  const Tensor numbers = t->to(at::kLong).contiguous();
+  const int64_t* data = numbers.const_data_ptr<int64_t>();
+  const int64_t last = most.guard_int(__FILE__, __LINE__);
+  for (int64_t i = 0; i < numbers.numel(); ++i)
+    TORCH_CHECK(least <= data[i] && data[i] <= last, shape.op, ": ", name, " is ", data[i],
+                numbers.numel() > 1 ? c10::str(" at entry ", i) : "", "; it must be between ", least, " and ", last);
+}
+
 }  // namespace
 
 c10::SymDimVector Shape::expanded(const SymInt& tensor_heads, const SymInt& rows, const SymInt& cols) const {
@@ -138,8 +181,14 @@ c10::SymDimVector Shape::numbers(const SymInt& length) const {
   return sizes;
 }
 
-Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options) {
-  const auto& [query, key, value, attn_mask] = inputs;
+c10::SymDimVector Shape::of_heads() const {
+  c10::SymDimVector sizes(batch);
+  sizes.push_back(heads);
+  return sizes;
+}
+
+Shape validate(const char* op, const Inputs& inputs, const CallOptions& options) {
+  const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
   check_tensor(op, "query", query, query);
   check_tensor(op, "key", key, query);
   check_tensor(op, "value", value, query);
@@ -148,6 +197,10 @@ Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options
   TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, op, ": dropout_p is ", options.dropout_p,
               "; it must be a probability between 0 and 1");
   TORCH_CHECK(!options.scale || !std::isnan(*options.scale), op, ": scale is NaN; it must be a number");
+  TORCH_CHECK(options.softcap >= 0 && std::isfinite(options.softcap), op, ": softcap is ", options.softcap,
+              "; it must be a finite number, 0 for none or above");
+  TORCH_CHECK(options.window[0] >= -1 && options.window[1] >= -1, op, ": window_size is (", options.window[0], ", ",
+              options.window[1], "); each of (left, right) must be -1 (no bound) or more");
   TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), op, ": key has head_dim ", extent(key, 1),
               " but query has ", extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(),
               "); they must be equal");
@@ -173,6 +226,11 @@ Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options
   check_heads(op, "value", shape.value_heads, shape.heads, options.enable_gqa, query, key);
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(op, query, key, value, d));
   if (attn_mask) check_mask(*attn_mask, shape);
+  check_head_numbers(shape, "alibi_slopes", alibi_slopes, query);
+  check_head_numbers(shape, "sinks", sinks, query);
+  constexpr int64_t kMostOffset = 2 * kFar - 1;
+  check_integers(shape, "query_offset", options.query_offset, query, -kMostOffset, kMostOffset);
+  check_integers(shape, "key_lengths", options.key_lengths, query, 0, shape.keys);
   return shape;
 }
 
@@ -186,6 +244,11 @@ void Checker::tensor(const char* name, const Tensor& t, c10::SymIntArrayRef size
 
 void Checker::like_output(const char* name, const Tensor& t) const {
   tensor(name, t, shape.output(), inputs.query.scalar_type());
+}
+
+void Checker::grads(const GradResults& u) const {
+  like_output("grad_output", u.output);
+  if (u.logsumexp) tensor("grad_logsumexp", *u.logsumexp, shape.numbers(shape.queries), compute_dtype(inputs.query));
 }
 
 void Checker::logsumexp(const char* name, const Tensor& t) const {
@@ -221,9 +284,12 @@ void Checker::direction(const Direction& d) const {
   TORCH_CHECK(!d.attn_mask || (mask && mask->is_floating_point()), shape.op,
               ": tangent_mask is given but attn_mask is ", mask ? "boolean" : "absent",
               "; only a floating mask has a tangent");
-  constexpr const char* kNames[] = {"tangent_query", "tangent_key", "tangent_value", "tangent_mask"};
+  constexpr const char* kNames[] = {"tangent_query", "tangent_key",    "tangent_value",
+                                    "tangent_mask",  "tangent_slopes", "tangent_sinks"};
   const auto like_input = [&](size_t i, const std::optional<Tensor>& t, const std::optional<Tensor>& input) {
-    if (t) tensor(kNames[i], *t, input->sym_sizes(), input->scalar_type());
+    if (!t) return;
+    TORCH_CHECK(input, shape.op, ": ", kNames[i], " is given but what it is the tangent of is not");
+    tensor(kNames[i], *t, input->sym_sizes(), input->scalar_type());
   };
   for_each_field(like_input, d, inputs);
 }
@@ -236,6 +302,8 @@ void Checker::tangent(const TangentResults& t) const {
 
 void Checker::wanted(Wanted w) const {
   const auto& mask = inputs.attn_mask;
+  TORCH_CHECK((!w[4] || inputs.alibi_slopes) && (!w[5] || inputs.sinks), shape.op,
+              ": grad_input_mask asks for the gradient of alibi_slopes or sinks, which are absent");
   TORCH_CHECK(!w[3] || (mask && mask->is_floating_point()), shape.op,
               ": grad_input_mask asks for the gradient of attn_mask, which is ", mask ? "boolean" : "absent",
               "; only a floating mask has one");
@@ -284,13 +352,17 @@ Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
   return at::empty_symint(shape.logsumexp(), compute_options(query));
 }
 
-bool has_residual(const Inputs& inputs, const PlainOptions& options) {
+Tensor empty_rows(const Shape& shape, const Tensor& query) {
+  return at::empty_symint(shape.numbers(shape.queries), compute_options(query));
+}
+
+bool has_residual(const Inputs& inputs, const CallOptions& options) {
   const auto dtype = inputs.query.scalar_type();
   const bool floating_mask = inputs.attn_mask && inputs.attn_mask->is_floating_point();
   return (dtype == at::kBFloat16 || dtype == at::kHalf) && (floating_mask || options.dropout_p > 0);
 }
 
-Tensor empty_residual(const Tensor& output, const Inputs& inputs, const PlainOptions& options) {
+Tensor empty_residual(const Tensor& output, const Inputs& inputs, const CallOptions& options) {
   return has_residual(inputs, options) ? at::empty_like(output, output.options().dtype(at::kFloat))
                                        : at::empty({0}, output.options());
 }

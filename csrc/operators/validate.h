@@ -20,19 +20,21 @@ struct Shape {
   c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
   // The sizes of a tensor with one number for each query or key of a head: [*batch, heads, length].
   c10::SymDimVector numbers(const c10::SymInt& length) const;
+  // With one for each head: [*batch, heads], also where the tensors have no heads.
+  c10::SymDimVector of_heads() const;
 };
 
 // Checks a call of `op`: for a private operator, the name of the public one that it serves. Throws c10::Error naming
 // `op`, the argument, what it was and what is allowed.
-Shape validate(const char* op, const Inputs& inputs, const PlainOptions& options);
+Shape validate(const char* op, const Inputs& inputs, const CallOptions& options);
 
 // Checks what the private operators take besides.
 struct Checker {
   const Inputs& inputs;
-  const PlainOptions& options;
+  const CallOptions& options;
   const Shape shape = validate(SdpaOp::name, inputs, options);
 
-  void like_output(const char* name, const at::Tensor& t) const;
+  void grads(const GradResults& u) const;
   void rng_state(const at::Tensor& t) const;
   void saved(const Saved& s) const;
   void direction(const Direction& d) const;
@@ -40,6 +42,7 @@ struct Checker {
   void wanted(Wanted w) const;
 
  private:
+  void like_output(const char* name, const at::Tensor& t) const;
   void tensor(const char* name, const at::Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const;
   void logsumexp(const char* name, const at::Tensor& t) const;
   void residual(const char* name, const at::Tensor& t) const;
@@ -52,11 +55,12 @@ at::TensorOptions compute_options(const at::Tensor& query);
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
+at::Tensor empty_rows(const Shape& shape, const at::Tensor& query);  // one number a row
 // Whether what rounding takes from an output of a half type is kept for derivatives. With a floating mask: it counts in
 // the mask's gradient, while in other gradients it is below what the rounding of the weights does. And with dropout:
 // the gradients of a row with one key, which are 0, would else be what rounding took from value / (1 - dropout_p).
-bool has_residual(const Inputs& inputs, const PlainOptions& options);
-at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const PlainOptions& options);
+bool has_residual(const Inputs& inputs, const CallOptions& options);
+at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const CallOptions& options);
 Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
 
 // 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.

@@ -21,7 +21,7 @@ class Batch {
  public:
   const Shape sample;  // the call as one sample makes it
 
-  Batch(const char* op, const Inputs& inputs, const PlainOptions& options)
+  Batch(const char* op, const Inputs& inputs, const CallOptions& options)
       : sample(validate(op, inputs, options)),
         layer_(*at::functorch::maybeCurrentDynamicLayer()),
         guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {}
@@ -34,31 +34,48 @@ class Batch {
   bool is_mapped(const Tensor& t) const { return at::functorch::isBatchedAtLevel(t, layer_.layerId()); }
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
-  // The tensor below vmap: as it is if it is not mapped, else [mapped, 1..., own dimensions] of this rank.
-  Tensor physical(const Tensor& t) const {
+  // The tensor below vmap: as it is if it is not mapped, else [mapped, 1..., own dimensions] of this rank, or, without
+  // `less` of the dimensions head, L and E, of one so much lower.
+  Tensor physical(const Tensor& t, int64_t less = 0) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     if (!dim) return x;
     x = x.movedim(*dim, 0);
-    return padded(x);
+    return padded(x, less);
   }
-  std::optional<Tensor> physical(const std::optional<Tensor>& t) const {
-    return t ? std::optional(physical(*t)) : std::nullopt;
+  std::optional<Tensor> physical(const std::optional<Tensor>& t, int64_t less = 0) const {
+    return t ? std::optional(physical(*t, less)) : std::nullopt;
   }
-  Inputs physical(const Inputs& inputs) const {
-    return map_tensors(inputs, [&](const Tensor& t) { return physical(t); });
+  template <Struct T>
+  T physical(T tensors) const {
+    for_each_field([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors);
+    return tensors;
   }
+  CallOptions physical(CallOptions options) const {
+    options.query_offset = physical(options.query_offset, kOfEntries);
+    options.key_lengths = physical(options.key_lengths, kOfEntries);
+    return options;
+  }
+  template <Struct T>
+  bool is_mapped(const T& x) const {
+    return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, fields_of(x));
+  }
+  bool is_mapped(const CallOptions& o) const { return is_mapped(o.query_offset) || is_mapped(o.key_lengths); }
   // Returns physical(t) with the mapped dimension: a tensor that is not mapped is expanded, by a view. One of a single
   // dimension, an rng_state for all samples or no residual, stays as it is.
-  Tensor expanded(const Tensor& t) const {
-    if (is_mapped(t) || t.dim() < 2) return physical(t);
-    const Tensor x = padded(at::functorch::unwrapTensorAtLevel(t, layer_.layerId()));
+  Tensor expanded(const Tensor& t, int64_t less = 0) const {
+    if (is_mapped(t) || t.dim() + less < 2) return physical(t, less);
+    const Tensor x = padded(std::get<0>(at::functorch::unwrapTensorAtLevel(t, layer_.layerId())).unsqueeze(0), less);
     c10::SymDimVector sizes(x.sym_sizes());
     sizes[0] = size();
     return x.expand_symint(sizes);
   }
+  std::optional<Tensor> expanded(const std::optional<Tensor>& t, int64_t less) const {
+    return t ? std::optional(expanded(*t, less)) : std::nullopt;
+  }
   template <Struct T>
-  T expanded(const T& tensors) const {
-    return map_tensors(tensors, [&](const Tensor& t) { return expanded(t); });
+  T expanded(T tensors) const {
+    for_each_field([&](size_t i, auto& t) { t = expanded(t, less_of<T>(i)); }, tensors);
+    return tensors;
   }
 
   // A mapped result of `dims` dimensions above vmap. One of a single dimension, no residual, is that of all samples.
@@ -85,12 +102,18 @@ class Batch {
   }
 
  private:
-  Tensor padded(Tensor x) const {
-    while (x.dim() < rank()) x = x.unsqueeze(1);
-    return x;
+  // Of the dimensions head, L and E, those that field number i of a struct lacks; and an option with one number a batch
+  // entry.
+  template <class T>
+  static constexpr int64_t less_of(size_t i) {
+    if (kFields<T> == kFields<Inputs>) return i < kFields<BuiltinInputs> ? 0 : 2;
+    return std::is_same_v<T, GradResults> && i == 1 ? 1 : 0;
   }
-  Tensor padded(std::tuple<Tensor, std::optional<int64_t>> unmapped) const {
-    return padded(std::get<0>(unmapped).unsqueeze(0));
+  static constexpr int64_t kOfEntries = 3;
+
+  Tensor padded(Tensor x, int64_t less) const {
+    while (x.dim() < rank() - less) x = x.unsqueeze(1);
+    return x;
   }
 
   at::functorch::DynamicLayer layer_;
@@ -116,76 +139,100 @@ Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
 // The forward as it is called below vmap.
 struct ForwardCall {
   Inputs inputs;
+  CallOptions options;
   std::optional<Tensor> rng_state;
   bool mapped;        // false if no input is: then the call runs once, for all samples
   bool state_mapped;  // every sample has an rng_state of its own
+
+  BuiltinInputs builtin_inputs() const { return {inputs}; }
+  HeadInputs of_heads() const { return {inputs.alibi_slopes, inputs.sinks}; }
 };
 
-ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const PlainOptions& options,
+ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const CallOptions& options,
                          const std::optional<Tensor>& rng_state) {
-  const auto& [query, key, value, attn_mask] = inputs;
   const bool random = options.dropout_p > 0 && !rng_state;
   const bool different = random && batch.randomness() == RandomnessType::Different;
   TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error, "vmap: dropout_p = ", options.dropout_p,
               " draws random numbers, but randomness is 'error'; call vmap with randomness='different' or 'same'");
-  const bool inputs_mapped = batch.is_mapped(query) || batch.is_mapped(key) || batch.is_mapped(value);
-  const bool mapped = inputs_mapped || batch.is_mapped(attn_mask) || batch.is_mapped(rng_state) || different;
-  ForwardCall call{batch.physical(inputs), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
-  // The query carries the mapped dimension where neither key nor value does: the mask may not enlarge the scores.
-  if (mapped && !inputs_mapped) call.inputs.query = batch.expanded(query);
+  const bool sizes_mapped =
+      batch.is_mapped(inputs.query) || batch.is_mapped(inputs.key) || batch.is_mapped(inputs.value);
+  const bool mapped = batch.is_mapped(inputs) || batch.is_mapped(options) || batch.is_mapped(rng_state) || different;
+  ForwardCall call{batch.physical(inputs), batch.physical(options), batch.physical(rng_state), mapped,
+                   different || batch.is_mapped(rng_state)};
+  // The query carries the mapped dimension where neither key nor value does: nothing else may enlarge the scores.
+  if (mapped && !sizes_mapped) call.inputs.query = batch.expanded(inputs.query);
   if (random && mapped) call.rng_state = draw_rng_state(batch, different, call.inputs.query);
   return call;
 }
 
-Tensor sdpa_vmap(const Inputs& inputs, const PlainOptions& options) {
+Tensor sdpa_vmap(const BuiltinInputs& inputs, const BuiltinOptions& options) {
   const Batch batch(SdpaOp::name, inputs, options);
   const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
-  const Tensor output =
-      c.rng_state ? ForwardOp::call(c.inputs, options, c.rng_state).output : SdpaOp::call(c.inputs, options);
+  const Tensor output = c.rng_state ? ForwardOp::call(c.inputs, options, c.rng_state, false).saved.output
+                                    : SdpaOp::call(c.builtin_inputs(), options);
   return c.mapped ? batch.logical(output, batch.sample.dims) : output;
 }
 
-Saved forward_vmap(const Inputs& inputs, const PlainOptions& options, const std::optional<Tensor>& rng_state) {
+ForwardResults forward_vmap(const Inputs& inputs, const CallOptions& options, const std::optional<Tensor>& rng_state,
+                            bool with_rows) {
   const Batch batch(SdpaOp::name, inputs, options);
   const ForwardCall c = forward_call(batch, inputs, options, rng_state);
-  const Saved results = ForwardOp::call(c.inputs, options, c.rng_state);
+  const ForwardResults results = ForwardOp::call(c.inputs, c.options, c.rng_state, with_rows);
   if (!c.mapped) return results;
   const int64_t state_dims = rng_state ? rng_state->dim() : 1;
-  return {batch.logical(results.output, batch.sample.dims), batch.logical(results.logsumexp, batch.sample.dims),
-          c.state_mapped ? batch.logical(results.rng_state, state_dims) : results.rng_state,
-          batch.logical(results.residual, batch.sample.dims)};
+  Saved saved = batch.logical(results.saved, batch.sample.dims);
+  saved.rng_state = c.state_mapped ? batch.logical(results.saved.rng_state, state_dims) : results.saved.rng_state;
+  return {saved, batch.logical(results.rows, batch.sample.dims - 1)};
+}
+
+OutputAndRows attention_vmap(const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
+  const Inputs inputs = all_inputs(x, of_heads);
+  const Batch batch(AttentionOp::name, inputs, options);
+  const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
+  OutputAndRows results;
+  if (c.rng_state) {
+    const auto [saved, rows] = ForwardOp::call(c.inputs, c.options, c.rng_state, /*with_rows=*/true);
+    results = {saved.output, rows};
+  } else {
+    results = AttentionOp::call(c.builtin_inputs(), c.options, c.of_heads());
+  }
+  if (!c.mapped) return results;
+  return {batch.logical(results.output, batch.sample.dims), batch.logical(results.rows, batch.sample.dims - 1)};
 }
 
 // The derivatives return something for every sample, so every tensor they take is mapped, if only by a view.
 
-Gradients backward_vmap(const Tensor& grad_output, const Inputs& inputs, const Saved& saved,
-                        const PlainOptions& options, Wanted wanted) {
+Gradients backward_vmap(const GradResults& u, const Inputs& inputs, const Saved& saved, const CallOptions& options,
+                        Wanted wanted) {
   const Batch batch(SdpaOp::name, inputs, options);
-  const Gradients grads =
-      BackwardOp::call(batch.expanded(grad_output), batch.expanded(inputs), batch.expanded(saved), options, wanted);
+  const Gradients grads = BackwardOp::call(batch.expanded(u), batch.expanded(inputs), batch.expanded(saved),
+                                           batch.physical(options), wanted);
   return batch.logical(grads, inputs);
 }
 
 TangentResults tangent_vmap(const Inputs& inputs, const Saved& saved, const Direction& direction,
-                            const PlainOptions& options) {
+                            const CallOptions& options) {
   const Batch batch(SdpaOp::name, inputs, options);
-  const TangentResults tangent =
-      TangentOp::call(batch.expanded(inputs), batch.expanded(saved), batch.expanded(direction), options);
+  const TangentResults tangent = TangentOp::call(batch.expanded(inputs), batch.expanded(saved),
+                                                 batch.expanded(direction), batch.physical(options));
   return batch.logical(tangent, batch.sample.dims);
 }
 
-Gradients second_vmap(const Tensor& grad_output, const Inputs& inputs, const Saved& saved, const Direction& direction,
-                      const TangentResults& tangent, const PlainOptions& options, Wanted wanted) {
+Gradients second_vmap(const GradResults& u, const Inputs& inputs, const Saved& saved, const Direction& direction,
+                      const TangentResults& tangent, const CallOptions& options, Wanted wanted) {
   const Batch batch(SdpaOp::name, inputs, options);
-  const Gradients grads = SecondOp::call(batch.expanded(grad_output), batch.expanded(inputs), batch.expanded(saved),
-                                         batch.expanded(direction), batch.expanded(tangent), options, wanted);
+  const Gradients grads =
+      SecondOp::call(batch.expanded(u), batch.expanded(inputs), batch.expanded(saved), batch.expanded(direction),
+                     batch.expanded(tangent), batch.physical(options), wanted);
   return batch.logical(grads, inputs);
 }
 
-Statistics stats_vmap(const QueryAndKey& tensors, const ScoreOptions& options) {
-  const Batch batch(StatsOp::name, tensors.inputs(), options.options());
-  const ForwardCall c = forward_call(batch, tensors.inputs(), options.options(), std::nullopt);
-  const Statistics results = StatsOp::call({c.inputs.query, c.inputs.key, c.inputs.attn_mask}, options);
+Statistics stats_vmap(const QueryAndKey& tensors, const ScoreOptions& options, const HeadInputs& of_heads) {
+  const Inputs inputs = all_inputs(tensors, of_heads);
+  const Batch batch(StatsOp::name, inputs, options);
+  const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
+  const Statistics results =
+      StatsOp::call({c.inputs.query, c.inputs.key, c.inputs.attn_mask}, {c.options}, c.of_heads());
   if (!c.mapped) return results;
   return batch.logical(results, batch.sample.dims - 1);  // [..., head, L or S]
 }
@@ -194,6 +241,7 @@ Statistics stats_vmap(const QueryAndKey& tensors, const ScoreOptions& options) {
 
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("sdpa", SdpaOp::kernel<sdpa_vmap>);
+  m.impl("attention", AttentionOp::kernel<attention_vmap>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward_vmap>);
   m.impl("_sdpa_backward", BackwardOp::kernel<backward_vmap>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent_vmap>);
@@ -204,6 +252,7 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
 // Called inside vmap with nothing mapped: dropout must heed `randomness` all the same.
 TORCH_LIBRARY_IMPL(attn, FuncTorchVmapMode, m) {
   m.impl("sdpa", SdpaOp::kernel<sdpa_vmap>);
+  m.impl("attention", AttentionOp::kernel<attention_vmap>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward_vmap>);
 }
 

@@ -322,7 +322,7 @@ struct Backward {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
     const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
-      if (any_visible(p, state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
+      if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
       if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
     });
     Keys k;
@@ -363,7 +363,7 @@ struct Backward {
   static void add_grad_query(const Params& p, const Buffers& b, const RowTask& own,
                              const RowTiles<RowState>& row_tiles) {
     const auto chunk_of = [&](int64_t key) { return key / p.keys_per_chunk; };
-    const Range keys = visible_keys(p, sequence_of(p, own.n), row_tiles.positions);
+    const Range keys = visible_keys(sequence_of(p, own.n), row_tiles.positions);
     const int64_t chunk = chunk_of(own.keys.first);
     const Range chunks = keys.empty() ? Range{0, 1} : Range{chunk_of(keys.first), chunk_of(keys.last - 1) + 1};
     if (!chunks.contains(chunk)) return;
@@ -410,7 +410,7 @@ struct Backward {
       const int64_t last = smaller(last_row, sequence.queries);
       for (int64_t row = first_row; row < last; row += kRowTile) {
         state.rows.set(p, at.n, at.head, {row, smaller(row + kRowTile, last)});
-        const Range seen = common(visible_keys(p, sequence, state.rows.positions), {first_key, last_key});
+        const Range seen = common(visible_keys(sequence, state.rows.positions), {first_key, last_key});
         ScoreTile<T> tile;
         if (seen.empty() || !tile.set(p, state.rows, {first_key, seen.last}, b.bias)) continue;
         load_rows(p, b, state);

@@ -355,7 +355,7 @@ struct FewStats {
     const T* const x = static_cast<const T*>(p.scores) + first_row * ld + own.keys.first;
     const T* const pairs = static_cast<const T*>(p.pairs) + 2 * first_row;
     fill_zero(to, own.keys.size());
-    const Range seen = in_tiles(common(visible_keys(p, sequence_of(p, own.n), own.rows), own.keys), kKeyTile);
+    const Range seen = in_tiles(common(visible_keys(sequence_of(p, own.n), own.rows), own.keys), kKeyTile);
     for (int64_t j = seen.first - own.keys.first; j < seen.last - own.keys.first; j += W) {
       Vec<T> sum{};
       for (int64_t r = 0; r < own.rows.size(); ++r) {

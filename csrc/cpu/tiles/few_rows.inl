@@ -276,9 +276,9 @@ struct FewRows {
           T* at = x + r * ld + j;
           store<T>(at, add == -kInfinity<T> ? add : load<T>(at) + add);
         }
-    if (all_visible(p, rows.sequence, rows.positions, {first, first + keys})) return;
+    if (all_visible(rows.sequence, rows.positions, {first, first + keys})) return;
     for (int64_t r = 0; r < rows.count; ++r) {
-      const Range seen = visible_keys(p, rows.sequence, {rows.position[r], rows.position[r] + 1});
+      const Range seen = visible_keys(rows.sequence, {rows.position[r], rows.position[r] + 1});
       for (int64_t j = 0; j < keys; ++j)
         if (!seen.contains(first + j)) x[r * ld + j] = -kInfinity<T>;
     }

@@ -104,7 +104,7 @@ struct ScoreTile {
     rows = &its_rows;
     keys = its_keys;
     mask = Mask::nothing;
-    if (!any_visible(p, rows->sequence, rows->positions, keys)) return false;
+    if (!any_visible(rows->sequence, rows->positions, keys)) return false;
     if (!p.has_mask) return true;
     const bool is_known = p.mask_tiles.data;
     if (is_known) {
@@ -122,10 +122,10 @@ struct ScoreTile {
   }
 
   // Whether the positions hide no score.
-  bool all_visible(const Problem& p) const { return attn::all_visible(p, rows->sequence, rows->positions, keys); }
+  bool all_visible(const Problem& p) const { return attn::all_visible(rows->sequence, rows->positions, keys); }
   // Those of the keys that rows at these positions see, apart from the mask.
   Range keys_seen(const Problem& p, Range positions) const {
-    return common(visible_keys(p, rows->sequence, positions), keys);
+    return common(visible_keys(rows->sequence, positions), keys);
   }
   int64_t lanes() const { return rows->template lanes<T>(); }
 

@@ -168,7 +168,7 @@ struct RowTask {
 
   // Those of its keys that rows at these positions see, in whole tiles.
   Range keys_seen(const Problem& p, Range positions) const {
-    return in_tiles(common(visible_keys(p, sequence_of(p, n), positions), keys), kKeyTile);
+    return in_tiles(common(visible_keys(sequence_of(p, n), positions), keys), kKeyTile);
   }
 };
 

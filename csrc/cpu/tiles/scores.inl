@@ -77,7 +77,7 @@ ATTN_INLINE void each_panel_of_keys(const Problem& p, const ScoreTile<typename F
   if (!one_head || tile.all_visible(p)) return f(0, tile.keys.size(), 0);
   for (int64_t j = 0; j < tile.keys.size(); j += kPanel<F>) {
     const int64_t count = smaller(kPanel<F>, tile.keys.size() - j), key = tile.keys.first + j;
-    const Range seeing = common(visible_rows(p, rows.sequence, {key, key + count}), rows.positions);
+    const Range seeing = common(visible_rows(rows.sequence, {key, key + count}), rows.positions);
     if (!seeing.empty()) f(j, count, (seeing.first - rows.positions.first) / kPanel<F> * kPanel<F>);
   }
 }

@@ -215,7 +215,7 @@ struct BackwardMma {
       shared.own_head = shared.task.set_own_keys(p, number, heads, kOwn);
       set();
       const Range keys{task.first_key, task.last_key};
-      shared.rows_seen = keys.empty() ? Range{0, 0} : visible_rows(p, task.sequence, keys);
+      shared.rows_seen = keys.empty() ? Range{0, 0} : visible_rows(task.sequence, keys);
     }
     Sums of_ds = {}, of_weights = {};
     for (int64_t reader = 0; reader < readers; reader += p.group) {
@@ -339,7 +339,7 @@ struct BackwardMma {
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
     const Range positions = positions_of_rows(shared.task.sequence, {0, 0, rows.rows.position[0]}, count);
     const bool hides = (kOwnsKeys && count < kOther) ||  // rows beyond the last one are hidden too
-                       !all_visible(p, shared.task.sequence, positions, {key, key + kKeys});
+                       !all_visible(shared.task.sequence, positions, {key, key + kKeys});
     Mask mask;  // read before products are computed, and for the second time
     if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};

@@ -158,7 +158,7 @@ struct ScoresMma {
                                                    const Rows& rows, int count, int64_t key) {
     const auto seen_by = [&](int i) {  // keys of the tile that row i sees
       const int64_t position = rows.position[i];
-      return TileRange(kOwnsKeys && i >= count ? Range{0, 0} : visible_keys(p, s, {position, position + 1}), key);
+      return TileRange(kOwnsKeys && i >= count ? Range{0, 0} : visible_keys(s, {position, position + 1}), key);
     };
     if constexpr (kOwnsKeys) {
       each(x, own,

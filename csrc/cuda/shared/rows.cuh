@@ -93,8 +93,8 @@ struct Task {
     first_row = first;
     rows = static_cast<int>(count);
     positions = positions_of_rows(sequence, row_at(p), count);
-    seen_by_all = common(visible_keys(p, sequence, {positions.first, positions.first + 1}),
-                         visible_keys(p, sequence, {positions.last - 1, positions.last}));
+    seen_by_all = common(visible_keys(sequence, {positions.first, positions.first + 1}),
+                         visible_keys(sequence, {positions.last - 1, positions.last}));
   }
   // Says whether no score of `count` keys from `key` on is hidden from a row.
   __device__ __forceinline__ bool all_visible(int64_t key, int count) const {
@@ -117,10 +117,10 @@ struct Task {
     set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(most, p.rows() - row));
     Range keys{0, sequence.keys};
     if constexpr (requires { p.splits; }) {
-      const int64_t first = in_tiles(visible_keys(p, sequence, {0, sequence.queries}), tile).first;  // of all splits
+      const int64_t first = in_tiles(visible_keys(sequence, {0, sequence.queries}), tile).first;  // of all splits
       keys = {first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split};
     }
-    keys = in_tiles(common(visible_keys(p, sequence, positions), keys), tile);
+    keys = in_tiles(common(visible_keys(sequence, positions), keys), tile);
     first_key = keys.first;
     last_key = keys.last;
   }

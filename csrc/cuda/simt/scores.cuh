@@ -169,7 +169,7 @@ struct ScoresSimt {
   // Says whether some row sees some key of the tile from `key` on, the mask included, which alone is read of others.
   // Called by all threads.
   __device__ __forceinline__ bool shows_some(int64_t key) {
-    if (!any_visible(p, task.sequence, task.positions, {key, task.last_key})) return false;
+    if (!any_visible(task.sequence, task.positions, {key, task.last_key})) return false;
     if (!p.has_mask) return true;
     __syncthreads();  // it is known where the rows lie
     bool some = false;
@@ -196,7 +196,7 @@ struct ScoresSimt {
     for (int a = 0; a < kRows; ++a) {
       const int row = row_of(thread, a);
       const int64_t position = shared_scores.rows.position[row];
-      const Range seen = row < task.rows ? visible_keys(p, task.sequence, {position, position + 1}) : Range{0, 0};
+      const Range seen = row < task.rows ? visible_keys(task.sequence, {position, position + 1}) : Range{0, 0};
       const TileRange in_tile(seen, key);
 #pragma unroll
       for (int b = 0; b < kKeys; ++b)
