@@ -13,37 +13,17 @@ the precision of its inputs: float64 in makes it the oracle.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["sdpa", "sdpa_stats", "sdpa_with_weights"]
+__all__ = ["sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
 
 
-def sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_mask: Tensor | None = None,
-) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """The output of `sdpa_with_weights` alone, `[..., Hq, L, Ev]`."""
-    return sdpa_with_weights(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_mask=dropout_mask,
-    )[0]
+    return sdpa_with_weights(query, key, value, *arguments, **options)[0]
 
 
 def sdpa_with_weights(
@@ -56,6 +36,12 @@ def sdpa_with_weights(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Textbook attention that shows its work.
@@ -68,16 +54,23 @@ def sdpa_with_weights(
             scaled scores; where it is -inf the key is masked.
         dropout_p: the probability in [0, 1] with which each weight was dropped; the kept ones are
             divided by 1 - dropout_p.
-        is_causal: query i sees keys 0..i (counted from the top left), on top of `attn_mask`.
+        is_causal: no query sees a key behind its own position, on top of `attn_mask`.
         scale: the factor of the scores, 1 / sqrt(E) if None.
         enable_gqa: Hk and Hv may be divisors of Hq; one key (value) head then serves Hq / Hk
             (Hq / Hv) neighbouring query heads.
+        softcap: c > 0 makes c tanh(score / c) of the scaled scores.
+        window_size: how many keys to the left and right of its position a query sees; -1: all.
+        query_offset: the position of query 0 among the keys, `[...]` or one number; None: 0.
+        key_lengths: how many keys there are, `[...]` or one number; the others are hidden.
+        alibi_slopes: `[..., Hq]`: of each score slope * |position of the query - key| is taken.
+        sinks: `[..., Hq]`: one more logit in the softmax of every row, without a value.
         dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept.
             Nothing is drawn at random here: who tests dropout says what was dropped.
 
     Returns:
         output `[..., Hq, L, Ev]`; weights `[..., Hq, L, S]`, before dropout, whose rows sum to 1
-        or, where every key is masked, are 0; scores `[..., Hq, L, S]`, scaled and masked.
+        (less beside a sink) or, where every key is masked, are 0; scores `[..., Hq, L, S]`, scaled
+        and masked.
 
     Raises:
         ValueError: `dropout_p` is not 0 and no `dropout_mask` is given.
@@ -94,9 +87,29 @@ def sdpa_with_weights(
         query.shape[:-2], key.shape[:-2], value.shape[:-2]
     )
     scores = (query @ key.transpose(-2, -1) * scale).expand(*leading, -1, -1)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+
+    # How far a key lies behind (< 0) or ahead of its query, [..., 1, L, S].
+    device = query.device
+    positions = torch.arange(query.size(-2), device=device)[:, None]
+    if query_offset is not None:
+        positions = positions + _of_samples(query_offset, device)
+    keys = torch.arange(key.size(-2), device=device)
+    ahead = keys - positions
+    if alibi_slopes is not None:
+        scores = scores - _of_heads(alibi_slopes, scores) * ahead.abs()
+
     masked = torch.zeros_like(scores, dtype=torch.bool)
+    left, right = window_size
+    if left >= 0:
+        masked = masked | (ahead < -left)
+    if right >= 0:
+        masked = masked | (ahead > right)
     if is_causal:
-        masked = masked | torch.ones_like(masked).triu(diagonal=1)
+        masked = masked | (ahead > 0)
+    if key_lengths is not None:
+        masked = masked | (keys >= _of_samples(key_lengths, device))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         masked = masked | ~attn_mask
     elif attn_mask is not None:
@@ -106,8 +119,12 @@ def sdpa_with_weights(
     scores = scores.masked_fill(masked, -math.inf)
 
     # In a row without any key softmax would be 0 / 0. Its weights are 0; no gradient enters it.
-    empty = masked.all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
+    logits = scores
+    if sinks is not None:
+        logits = torch.cat([scores, _of_heads(sinks, scores).expand_as(scores[..., :1])], dim=-1)
+    empty = (logits == -math.inf).all(dim=-1, keepdim=True)
+    weights = logits.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
+    weights = weights[..., : scores.size(-1)]
 
     kept = weights
     if dropout_mask is not None:
@@ -116,26 +133,51 @@ def sdpa_with_weights(
     return kept @ value, weights, scores
 
 
+def _of_samples(numbers: Tensor | int, device: torch.device) -> Tensor:
+    """One for each sample, `[...]`, beside the heads, queries and keys of all."""
+    return torch.as_tensor(numbers, device=device)[..., None, None, None]
+
+
+def _of_heads(numbers: Tensor, scores: Tensor) -> Tensor:
+    """One for each head, `[..., Hq]`, beside its queries and keys."""
+    numbers = numbers.to(scores.dtype)[..., None, None]
+    return numbers if scores.dim() > 2 else numbers[0]
+
+
+def sdpa_with_logsumexp(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sdpa`, and two numbers of every row of scores X, `[..., Hq, L]`.
+
+    Returns:
+        output; `log(exp(sink) + sum_j exp(X_j))`, of a row without keys the sink, or -inf without
+        one; and `max_j X_j`, without the sink, -inf without keys.
+    """
+    output, _, scores = sdpa_with_weights(query, key, value, *arguments, **options)
+    sinks = options.get("sinks")
+    sink = torch.tensor(-math.inf) if sinks is None else _of_heads(sinks, scores)
+    logits = torch.cat([scores, sink.to(scores).expand(*scores.shape[:-1], 1)], dim=-1)
+    empty = (logits == -math.inf).all(dim=-1)
+    logsumexp = logits.masked_fill(empty[..., None], 0).logsumexp(-1).masked_fill(empty, -math.inf)
+    return output, logsumexp, torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(-1)
+
+
 def sdpa_stats(
     query: Tensor,
     key: Tensor,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the weights P and scores X of `sdpa_with_weights`.
 
     Returns:
-        largest score `max_j X`, entropy `-sum_j P log P` in nats and `logsumexp_j X`, each
-        `[..., Hq, L]`; received weight `sum_i P`, `[..., Hq, S]`. A row without keys has -inf, 0
-        and -inf.
+        largest score `max_j X`, entropy `-sum_j P log P` in nats and the logsumexp, each
+        `[..., Hq, L]`; received weight `sum_i P`, `[..., Hq, S]`. A row without keys and sink has
+        -inf, 0 and -inf.
     """
-    _, weights, scores = sdpa_with_weights(
-        query, key, key, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    # A masked key more changes nothing, and without any other there still is a largest score.
-    scores = torch.nn.functional.pad(scores, (0, 1), value=-math.inf)
+    arguments = {"attn_mask": attn_mask, "is_causal": is_causal, **options}
+    _, weights, _ = sdpa_with_weights(query, key, key, **arguments)
+    _, logsumexp, largest_score = sdpa_with_logsumexp(query, key, key, **arguments)
     entropy = -torch.special.xlogy(weights, weights).sum(-1)  # 0 log 0 = 0
-    return scores.amax(-1), entropy, scores.logsumexp(-1), weights.sum(-2)
+    return largest_score, entropy, logsumexp, weights.sum(-2)

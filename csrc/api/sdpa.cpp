@@ -20,7 +20,8 @@ std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const 
 
 Stats sdpa_stats(const Tensor& query, const Tensor& key, const std::optional<Tensor>& attn_mask, bool is_causal,
                  std::optional<double> scale, bool enable_gqa) {
-  return StatsOp::call({query, key, attn_mask}, {{.is_causal = is_causal, .scale = scale, .enable_gqa = enable_gqa}}, {});
+  return StatsOp::call({query, key, attn_mask}, {{.is_causal = is_causal, .scale = scale, .enable_gqa = enable_gqa}},
+                       {});
 }
 
 }  // namespace attn

@@ -134,6 +134,7 @@ struct ForwardParams : RowParams {
 
   void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
+  void* partial_max = nullptr;        // [splits, batch, heads, L], where max_score is wanted
 
   void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
 };
@@ -172,6 +173,9 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t tasks() const { return spans() * chunks; }
   ATTN_INLINE constexpr int64_t spans() const { return batch * (heads / span); }
   ATTN_INLINE constexpr int64_t passes() const { return (rows() + rows_per_pass - 1) / rows_per_pass; }
+  // Of what belongs to whole rows: kScoreTile of them, of a group of heads.
+  ATTN_INLINE constexpr int64_t row_tasks() const { return batch * groups() * row_tiles(); }
+  ATTN_INLINE constexpr int64_t row_tiles() const { return (rows() + kScoreTile - 1) / kScoreTile; }
 
   // The gradient of a mask that several scores share is summed in a pass of its own, over tasks that own disjoint
   // parts of it; one that belongs to a single score is written by the main pass.

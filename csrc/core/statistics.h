@@ -66,24 +66,28 @@ struct FinishedRow {
   T reference, inverse_sum;
 };
 
-// l - 1, and -1 without keys. log1p() of it is the argument `log_sum` of finished().
+// l - 1, and -1 without keys and sink. log1p() of it is the argument `log_sum` of finished(). `sink`: the weight of a
+// sink beside those of the row, which stands at a reference that is no smaller than it; 0 without one.
 template <class T>
-ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s) {
-  return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest);
+ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink) {
+  return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;
 }
-// `scale` makes `largest` the largest score. A score of +inf has the sum inf - inf = NaN, though no score was NaN.
+// `scale` makes scores of `largest`, of all keys, and of the reference. A score of +inf has the sum inf - inf = NaN,
+// though no score was NaN. The entropy is that of the keys' weights: log(l) counts as often as they weigh.
 template <class T>
-ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T scale, double log_sum, T infinity) {
-  if (s.ones == 0 && s.rest == 0) return {-infinity, 0, -infinity, 0, 0};
-  const T largest = s.largest * scale;
-  const double sum = 1 + sum_without_one(s);
+ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T largest, T scale, double sink,
+                                              double log_sum, T infinity) {
+  const double sum = 1 + sum_without_one(s, sink);
+  if (sum == 0) return {-infinity, 0, -infinity, 0, 0};
+  largest *= scale;
   const T nan = infinity - infinity;
   if (has_nan(s) || sum != sum) {
     const T score = largest == infinity && !has_nan(s) ? infinity : nan;
     return {score, nan, score, nan, nan};
   }
-  return {largest, static_cast<T>(log_sum - kLn2 * static_cast<double>(s.moment) / sum),
-          static_cast<T>(static_cast<double>(largest) + log_sum), s.largest, static_cast<T>(1 / sum)};
+  const double of_keys = sink == 0 ? 1 : (static_cast<double>(s.ones) + static_cast<double>(s.rest)) / sum;
+  return {largest, static_cast<T>(of_keys * log_sum - kLn2 * static_cast<double>(s.moment) / sum),
+          static_cast<T>(static_cast<double>(s.largest) * scale + log_sum), s.largest, static_cast<T>(1 / sum)};
 }
 
 }  // namespace attn

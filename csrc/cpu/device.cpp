@@ -84,8 +84,10 @@ void plan_rows(RowParams& p) {
   // Several tiles of rows share one pass over the keys, as long as there are tasks enough.
   p.rows_per_task = 4 * kRowTile;
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
-  p.keys_per_split = part_of(p.keys, p.tasks(), kEnoughTasks, p.keys / kLeastPart);
-  if (p.keys > 0) p.splits = divide_up(p.keys, p.keys_per_split);
+  const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, p.rows_per_task);
+  const int64_t keys = std::min(p.keys, most_keys(p, positions) + kKeyTile);  // from the first of a tile on
+  p.keys_per_split = part_of(keys, p.tasks(), kEnoughTasks, keys / kLeastPart);
+  if (keys > 0) p.splits = divide_up(keys, p.keys_per_split);
 }
 
 void run_forward(ForwardParams& p, const Tensor& query) {
@@ -130,9 +132,11 @@ void run_gradients(Params& p, const Tensor& query) {
   const Tensor mask_tiles = look_at_mask(p, query);
   const BackwardKernels<Params>& k = kernels_for<kPart>(p);
   Tensor turns, sum;
-  if (p.chunks > 1 && p.grad_query.data) {
+  if (p.chunks > 1 && (p.grad_query.data || p.grad_slopes)) {
     turns = at::zeros({p.batch, p.groups(), p.passes()}, query.options().dtype(at::kInt));
     p.turns = turns.mutable_data_ptr<int32_t>();
+  }
+  if (p.chunks > 1 && p.grad_query.data) {
     p.grad_query_sum = p.grad_query;
     if (p.grad_query.dtype == DType::bf16 || p.grad_query.dtype == DType::f16) {
       sum = at::empty({p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
@@ -141,13 +145,16 @@ void run_gradients(Params& p, const Tensor& query) {
   }
   const int64_t workspace = k.workspace(p);
   const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
-  if (p.grad_query.data || p.grad_key.data || p.grad_value.data || direct_mask)
+  if (p.grad_query.data || p.grad_key.data || p.grad_value.data || p.grad_slopes || direct_mask)
     run_tasks(
         p.tasks(), 5 * product_flops(p), workspace, k.on_thread, [&](int64_t task, char* own) { k.run(p, task, own); },
         p.turns ? Take::one : Take::neighbours);
   if (p.mask_is_shared)
     run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, k.on_thread,
               [&](int64_t task, char* own) { k.mask(p, task, own); });
+  if (p.grad_sinks || p.grad_mask_rows)
+    run_tasks(p.row_tasks(), 4.0 * static_cast<double>(number_of_rows(p)) * p.value_dim, workspace, k.on_thread,
+              [&](int64_t task, char* own) { k.rows(p, task, own); });
 }
 
 void run_backward(BackwardParams& p, const Tensor& query) { run_gradients<&Kernels::backward>(p, query); }

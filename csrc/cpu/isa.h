@@ -77,7 +77,8 @@ struct BackwardKernels {
   int64_t (*workspace)(const Params&);
   void (*run)(const Params&, int64_t task, char* workspace);
   void (*mask)(const Params&, int64_t task, char* workspace);
-  OnThread on_thread = {};  // around run() and mask()
+  void (*rows)(const Params&, int64_t task, char* workspace);  // grad_sinks and grad_mask_rows
+  OnThread on_thread = {};                                     // around all three
 };
 
 struct StatsKernels {

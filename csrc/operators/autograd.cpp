@@ -292,7 +292,8 @@ struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", GradResults, Inp
   Wanted outputs;
 
   variable_list apply(variable_list&& grads) override {
-    return differentiate_formula([&](const auto&... arguments) { return second_formula(arguments..., outputs); }, grads);
+    return differentiate_formula([&](const auto&... arguments) { return second_formula(arguments..., outputs); },
+                                 grads);
   }
 };
 
@@ -302,7 +303,8 @@ struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Inputs> {
   WantedWeights outputs;
 
   variable_list apply(variable_list&& grads) override {
-    return differentiate_formula([&](const auto&... arguments) { return weights_formula(arguments..., outputs); }, grads);
+    return differentiate_formula([&](const auto&... arguments) { return weights_formula(arguments..., outputs); },
+                                 grads);
   }
 };
 

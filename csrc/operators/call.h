@@ -40,7 +40,8 @@ struct Device {
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs,
                                const CallOptions& options, const std::optional<at::Tensor>& given_state,
                                bool with_rows);
-Gradients compute_backward(const Device& device, const GradResults& grads, const Inputs& inputs, const Saved& saved, const CallOptions& options, Wanted wanted);
+Gradients compute_backward(const Device& device, const GradResults& grads, const Inputs& inputs, const Saved& saved,
+                           const CallOptions& options, Wanted wanted);
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
                                const Direction& direction, const CallOptions& options);
 Gradients compute_second(const Device& device, const GradResults& grads, const Inputs& inputs, const Saved& saved,

@@ -81,7 +81,9 @@ Distances distances(const Shape& shape, const CallOptions& options, const Tensor
   if (left >= 0) hide(ahead.lt(-left));
   if (options.key_lengths) hide(keys.ge(for_rows_of(options.key_lengths, Tensor())));
   if (shape.dims < 3) {
-    const auto of_one = [](Tensor& t) { while (t.defined() && t.dim() > 2) t = t.squeeze(0); };
+    const auto of_one = [](Tensor& t) {
+      while (t.defined() && t.dim() > 2) t = t.squeeze(0);
+    };
     Tensor distance = ahead.abs();
     of_one(distance);
     of_one(hidden);
@@ -249,8 +251,8 @@ bool learns(const Inputs& inputs) {
 
 // The weights come first: they check the arguments, in the operator's name. Where scores are wanted, the output is
 // sdpa's to the bit.
-WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const CallOptions& options, const HeadInputs& of_heads,
-                                    WantedWeights wanted) {
+WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const CallOptions& options,
+                                    const HeadInputs& of_heads, WantedWeights wanted) {
   const Inputs inputs = all_inputs(builtin, of_heads);
   WeightsAndScores results;
   if (has_kernel(inputs, options)) {

@@ -19,9 +19,7 @@ struct Inputs {
   std::optional<at::Tensor> alibi_slopes;  // broadcast to [*batch, heads]
   std::optional<at::Tensor> sinks;         // as they
 
-  static auto fields(auto& x) {
-    return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks);
-  }
+  static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks); }
 };
 // Those that the built-in takes, too.
 struct BuiltinInputs : Inputs {
@@ -40,10 +38,10 @@ struct CallOptions {
   bool is_causal = false;
   std::optional<double> scale;
   bool enable_gqa = false;
-  double softcap = 0;                       // 0: none
+  double softcap = 0;                        // 0: none
   std::array<int64_t, 2> window = {-1, -1};  // keys to the left and right of the query's position; -1: all
-  std::optional<at::Tensor> query_offset;   // integers that broadcast to [*batch]: the position of query 0
-  std::optional<at::Tensor> key_lengths;    // as they: keys from there on are hidden
+  std::optional<at::Tensor> query_offset;    // integers that broadcast to [*batch]: the position of query 0
+  std::optional<at::Tensor> key_lengths;     // as they: keys from there on are hidden
 
   static auto fields(auto& o) {
     return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.softcap, o.window, o.query_offset,
@@ -186,8 +184,7 @@ using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(BuiltinInputs
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions, HeadInputs)>;
 using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, CallOptions, WantedWeights)>;
 // Last come rng_state, and whether the rows' results are wanted.
-using ForwardOp =
-    Operator<"attn::_sdpa_forward", ForwardResults(Inputs, CallOptions, std::optional<at::Tensor>, bool)>;
+using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Inputs, CallOptions, std::optional<at::Tensor>, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Inputs, Saved, CallOptions, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, Direction, CallOptions)>;
 using SecondOp = Operator<"attn::_sdpa_second",

@@ -64,8 +64,8 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   problem.head_dim = concrete(shape.head_dim);
   problem.value_dim = concrete(shape.value_dim);
   for (const int64_t size : {problem.head_dim, problem.value_dim})
-    TORCH_CHECK(size < kMaxHeadDim, shape.op, ": the head_dim of query and key is ", problem.head_dim, ", that of value ",
-                problem.value_dim, "; both must be below 2^32");
+    TORCH_CHECK(size < kMaxHeadDim, shape.op, ": the head_dim of query and key is ", problem.head_dim,
+                ", that of value ", problem.value_dim, "; both must be below 2^32");
   problem.batch = c10::multiply_integers(batch_size_);
   if (problem.key_heads > 0 && problem.value_heads > 0)
     problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
@@ -150,13 +150,17 @@ void ProblemBuilder::merge_batch_dims() {
   problem_.batch_dims = merged;
 }
 
-std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query) {
+std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& query) {
   if (p.splits == 1) return {};
+  const auto options = compute_options(query);
   const int64_t rows = p.splits * number_of_rows(p);
-  const std::array<at::Tensor, 2> partial = {at::empty({rows, p.value_dim}, compute_options(query)),
-                                             at::empty({rows, 2}, compute_options(query))};
+  std::array<at::Tensor, 3> partial = {at::empty({rows, p.value_dim}, options), at::empty({rows, 2}, options)};
   p.partial_output = partial[0].mutable_data_ptr();
   p.partial_logsumexp = partial[1].mutable_data_ptr();
+  if (p.max_score) {
+    partial[2] = at::empty({rows}, options);
+    p.partial_max = partial[2].mutable_data_ptr();
+  }
   return partial;
 }
 

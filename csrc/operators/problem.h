@@ -46,7 +46,7 @@ class ProblemBuilder {
 };
 
 // What a plan with several splits of the keys writes to; empty for one.
-std::array<at::Tensor, 2> allocate_splits(ForwardParams& p, const at::Tensor& query);
+std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& query);
 
 // What the passes of the statistics leave for each other, p.partial, p.pairs and p.partial_received; undefined where it
 // is not needed.

@@ -2,18 +2,18 @@
 #include <torch/library.h>
 
 #define SCALE "float? scale=None, bool enable_gqa=False"
-#define MORE \
-  ", float softcap=0.0, int[2] window_size=[-1, -1], Tensor? query_offset=None, Tensor? key_lengths=None"
+#define MORE ", float softcap=0.0, int[2] window_size=[-1, -1], Tensor? query_offset=None, Tensor? key_lengths=None"
 #define OF_HEADS "Tensor? alibi_slopes=None, Tensor? sinks=None"
-#define CALL \
-  "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, " SCALE
+#define CALL                                                                                                    \
+  "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, " \
+  "*, " SCALE
 
 // Of the private operators, which take all inputs in a row.
 #define INPUTS "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks"
 #define OPTIONS "float dropout_p, bool is_causal, *, " SCALE MORE
 #define SAVED "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual"
 #define GRADS "Tensor grad_output, Tensor? grad_logsumexp"
-#define TANGENTS \
+#define TANGENTS                                                                              \
   "Tensor? tangent_query, Tensor? tangent_key, Tensor? tangent_value, Tensor? tangent_mask, " \
   "Tensor? tangent_slopes, Tensor? tangent_sinks"
 #define GRADIENTS "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -32,8 +32,8 @@ TORCH_LIBRARY(attn, m) {
   // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. Of every key
   // and head of the query received_weight, the sum over the rows of p_j, [*, H, S]. float32 (float64 for float64), in
   // O(L + S) memory (statistics.h). Without derivatives: their place is taken by an error.
-  m.def("sdpa_stats(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, " SCALE MORE ", " OF_HEADS
-        ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
+  m.def("sdpa_stats(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, " SCALE MORE
+        ", " OF_HEADS ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
         plain);
 
   // With x = (query, key, value, attn_mask, alibi_slopes, sinks), O(x) the output and the rows' logsumexp, and J its

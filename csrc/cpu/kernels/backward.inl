@@ -7,6 +7,9 @@
 //   dS_ij    = P_ij (dP_ij - delta_i),   delta_i = sum_j dP_ij P_ij = <G_i, O_i>
 //   dM = dS       dQ = s dS K       dK = s dS^T Q
 //
+// Where the logsumexp has a gradient g too, it is subtracted from delta. Between dS and dQ, dK stands the derivative of
+// the soft cap. The slopes of ALiBi have the gradient -sum_j dS_ij |position - j|, a sink -exp(sink - logsumexp) delta.
+//
 // dS is the gradient of x, the scaled score, so that the scale enters once in dQ and once in dK, by the chain rule for
 // x = s q.k. The sum over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates
 // (one weight near 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k,
@@ -50,6 +53,7 @@ struct Backward {
     T* tangent_query;
     T *shift, *shifted_sum;  // [kRowTile]: c is the sum of both, see tangent.inl
     T* tangent_delta;        // [kRowTile]
+    T* grad_slopes;          // [kRowTile]
     // for kRoundsScores
     T* score_query_t;  // [slots of E][kRowTile]
   };
@@ -64,6 +68,8 @@ struct Backward {
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
     T* factor;
+    T* capped;      // for a soft cap, as x: the capped scores
+    T* tz;          // for it and kSecond: the derivative of what is capped
     T* grad_key;    // [keys of a task][E]
     T* grad_value;  // [keys of a task][Ev]
     // for kSecond
@@ -91,6 +97,8 @@ struct Backward {
       dx = arena.take<T>(tile);
       bias = arena.take<T>(p.has_mask ? tile : 0);
       factor = arena.take<T>(p.has_dropout ? tile : 0);
+      capped = p.softcap > 0 ? arena.take<T>(tile) : nullptr;
+      tz = kSecond && p.softcap > 0 ? arena.take<T>(tile) : nullptr;
       grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
       grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
       tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
@@ -107,6 +115,7 @@ struct Backward {
         state.grad_query_t = arena.take<T>(p.head_dim * kRowTile);
         state.logsumexp = arena.take<Logsumexp<T>>(1);
         state.delta = arena.take<T>(kRowTile);
+        state.grad_slopes = arena.take<T>(p.grad_slopes ? kRowTile : 0);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
         state.shift = arena.take<T>(kSecond ? kRowTile : 0);
@@ -134,6 +143,9 @@ struct Backward {
     if (p.grad_value.data) rows.template pack_lanes<F>(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
     rows.load_logsumexp(p, p.logsumexp, *state.logsumexp);
     dot_grad_output(p, b, state, p.output, p.residual, state.delta);
+    if (p.grad_logsumexp)
+      for (int64_t i = 0; i < rows.count; ++i)
+        state.delta[i] -= static_cast<const T*>(p.grad_logsumexp)[rows.number(p, i)];
     if constexpr (kSecond) {
       if (p.t.query.data) {
         rows.template pack_columns<F>(p, p.t.query, p.head_dim, state.tangent_query_t);
@@ -236,17 +248,18 @@ struct Backward {
   static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, const ScoreTile<T>& tile,
                       bool want_dx) {
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-    scores<S>(p, tile, state.score_query_t, k.score_key, b.x);
+    scores<S>(p, tile, state.score_query_t, k.score_key, b.x, b.capped);
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
-      each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
+      each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, int64_t seen) {
         multiply<F>({seen, count, slots_of<F>(p.value_dim)}, value, {state.grad_output_t + lane, kRowTile}, dots + lane,
                     kRowTile, Store::set);
       });
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
     if constexpr (kSecond) {
-      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.tx);
+      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.capped,
+                        b.tz, b.tx);
       if (p.t.value.data)
         dot_with_grad_output(k.tangent_value, b.tdx);
       else
@@ -289,6 +302,30 @@ struct Backward {
     }
   }
 
+  // dS becomes cap' dS, and t(dS) cap' t(dS) + cap'' tz dS. By selection: of a hidden key both are 0, whatever it holds.
+  static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
+    const auto cap = SoftCap<T>::of(p);
+    each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {
+      const Vec<T> zero{}, s = load<T>(b.capped + j * kRowTile + i), slope = cap.slope(s);
+      if constexpr (kSecond) {
+        T* const at = b.tdx + j * kRowTile + i;
+        const Vec<T> tds = load<T>(at), bent = ds == zero ? zero : ds * cap.bend(s) * load<T>(b.tz + j * kRowTile + i);
+        store<T>(at, (tds == zero ? zero : tds * slope) + bent);
+      }
+      return ds == zero ? zero : ds * slope;
+    });
+  }
+
+  // Adds -sum_j dS_ij |position - j| of the tile.
+  static void add_grad_slopes(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile) {
+    const Distances<T> distance(p, tile, nullptr);
+    for (int64_t lane = 0; lane < tile.lanes(); lane += W) {
+      Vec<T> sum = load<T>(state.grad_slopes + lane);
+      for (int64_t j = 0; j < tile.keys.size(); ++j) sum -= load<T>(b.ds() + j * kRowTile + lane) * distance(j, lane);
+      store<T>(state.grad_slopes + lane, sum);
+    }
+  }
+
   static void run(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_chunk);
     const int64_t chunk = task / p.spans(), spans = p.heads / p.span;
@@ -297,7 +334,7 @@ struct Backward {
     const int64_t first_head = task % spans * p.span;
     const int64_t first_key = chunk * p.keys_per_chunk;
     const int64_t keys = smaller(p.keys_per_chunk, p.keys - first_key);  // gradients of 0 beyond the sequence's own
-    const int64_t rows = p.group * sequence_of(p, n).queries;
+    const int64_t rows = p.rows();
     const int64_t per_key_head = p.heads / p.key_heads;
     const int64_t per_value_head = p.heads / p.value_heads;
 
@@ -319,11 +356,14 @@ struct Backward {
   }
 
   static void pass(const Params& p, const Buffers& b, const RowTask& own) {
-    const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
-    const bool want_dx = p.grad_query.data || p.grad_key.data || direct_mask;
+    const bool direct_mask = p.grad_mask.data && !p.mask_is_shared, has_rows = p.grad_query.data || p.grad_slopes;
+    const bool want_dx = has_rows || p.grad_key.data || direct_mask;
+    const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
+    if (!chunks.contains(own.keys.first / p.keys_per_chunk)) return;  // no row of the pass sees a key of the task
     const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
       if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
       if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
+      if (p.grad_slopes) fill_zero(state.grad_slopes, kRowTile);
     });
     Keys k;
     const auto load = [&](Range keys) { k = load_keys(p, b, own.n, own.first_head, keys); };
@@ -333,7 +373,7 @@ struct Backward {
       const int64_t first = tile.keys.first - own.keys.first;
       T *const grad_key = b.grad_key + first * b.ld_key, *const grad_value = b.grad_value + first * b.ld_value;
       const auto add_to_keys = [&](T* grad, int64_t cols, int64_t ld, const T* weights, const T* x) {
-        each_panel_of_keys<F>(p, tile, [&](int64_t j, int64_t count, int64_t lane) {
+        each_panel_of_keys<F>(tile, [&](int64_t j, int64_t count, int64_t lane) {
           const Rows<T> a = F::along_lanes(weights + j * kRowTile + lane, count, rows.count - lane, b.lanes);
           multiply<F>({count, round_up(cols, W), slots_of<F>(rows.count - lane)}, a, {x + F::slot(lane, 0) * ld, ld},
                       grad + j * ld, ld, Store::add);
@@ -341,14 +381,16 @@ struct Backward {
       };
       const auto add_to_queries = [&](T* weights, const Rows<T>& x) {  // overwrites the weights
         const T* dx = F::along_keys(weights, tile.keys.size(), tile.lanes(), b.weights);
-        each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
+        each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, int64_t seen) {
           multiply_transposed<F>({p.head_dim, count, slots_of<F>(seen)}, x, {dx + lane, kRowTile},
                                  state.grad_query_t + lane, kRowTile, Store::add);
         });
       };
       if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);
-      if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
       if (direct_mask) rows.unpack_transposed(p, p.grad_mask, tile.keys.size(), b.ds(), tile.keys.first);
+      if (p.grad_slopes) add_grad_slopes(p, b, state, tile);
+      if (p.softcap > 0 && want_dx) differentiate_cap(p, b, tile);
+      if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
       if (p.grad_query.data) add_to_queries(b.ds(), k.key_finite);
       if constexpr (kSecond) {
         if (p.grad_key.data && p.t.query.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.dx, state.tangent_query);
@@ -356,22 +398,30 @@ struct Backward {
       }
     };
     each_visible_tile(p, row_tiles, own.keys_seen(p, row_tiles.positions), b.bias, load, visit);
-    if (p.grad_query.data) add_grad_query(p, b, own, row_tiles);
+    if (has_rows) add_to_rows(p, b, own, row_tiles, chunks);
   }
 
-  // Writes grad_query, or adds what this chunk of the keys gives to it.
-  static void add_grad_query(const Params& p, const Buffers& b, const RowTask& own,
-                             const RowTiles<RowState>& row_tiles) {
-    const auto chunk_of = [&](int64_t key) { return key / p.keys_per_chunk; };
-    const Range keys = visible_keys(sequence_of(p, own.n), row_tiles.positions);
-    const int64_t chunk = chunk_of(own.keys.first);
-    const Range chunks = keys.empty() ? Range{0, 1} : Range{chunk_of(keys.first), chunk_of(keys.last - 1) + 1};
-    if (!chunks.contains(chunk)) return;
+  // The chunks of keys that queries at these positions see; the first one for those that see none.
+  static Range chunks_of(const Params& p, int64_t n, Range positions) {
+    const Range keys = visible_keys(sequence_of(p, n), positions);
+    if (keys.empty()) return {0, 1};
+    return {keys.first / p.keys_per_chunk, (keys.last - 1) / p.keys_per_chunk + 1};
+  }
+
+  // Writes grad_query and grad_slopes, or adds what this chunk of the keys gives to them.
+  static void add_to_rows(const Params& p, const Buffers& b, const RowTask& own, const RowTiles<RowState>& row_tiles,
+                          Range chunks) {
+    const int64_t chunk = own.keys.first / p.keys_per_chunk;
     const bool is_first = chunk == chunks.first, is_last = chunk + 1 == chunks.last;
     const int64_t pass =
         (own.n * p.groups() + own.first_head / p.group) * p.passes() + own.rows.first / p.rows_per_pass;
     if (p.turns) wait_for_turn(p.turns + pass, static_cast<int32_t>(chunk - chunks.first));
     for (RowState& state : row_tiles) {
+      for (int64_t i = 0; i < state.rows.count && p.grad_slopes; ++i) {
+        T& sum = static_cast<T*>(p.grad_slopes)[state.rows.number(p, i)];
+        sum = is_first ? state.grad_slopes[i] : sum + state.grad_slopes[i];
+      }
+      if (!p.grad_query.data) continue;
       scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
       for (int64_t d = 0; d < p.head_dim && !is_first; d += kKeyTile) {
         const int64_t depth = smaller(kKeyTile, p.head_dim - d);
@@ -385,8 +435,42 @@ struct Backward {
     if (p.turns) end_turn(p.turns + pass);
   }
 
+  // What belongs to whole rows: with w = exp(sink - logsumexp), the weight of the sink, its gradient is -w delta, and
+  // sum_j dS_ij, the gradient of a number added to all scores, what is left of that of the logsumexp. For kSecond the
+  // derivatives of both, with t(w) = w (t(sink) - c). Of a row without keys the logsumexp is the sink.
+  static void rows(const Params& p, int64_t task, char* workspace) {
+    const Buffers b(p, workspace, 1, 0);
+    RowState& state = b.states[0];
+    const int64_t group = task / p.row_tiles(), first = task % p.row_tiles() * kRowTile;
+    state.rows.set(p, group / p.groups(), group % p.groups() * p.group, {first, smaller(first + kRowTile, p.rows())});
+    load_rows(p, b, state);
+    const RowTile& rows = state.rows;
+    const double scale = leaves_products<T>(p) ? p.scale : 1;
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const int64_t number = rows.number(p, i), of_head = rows.n * p.heads + rows.head[i];
+      const bool has_keys = state.logsumexp->reference[i] != kInfinity<T>;
+      const double sink = p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[of_head] : -kInfinity<double>;
+      const double exponent = (sink - state.logsumexp->reference[i] * scale) * kLog2E - state.logsumexp->log2_sum[i];
+      const double weight = sink == -kInfinity<double> ? 0
+                            : has_keys                 ? __builtin_exp2(exponent)
+                            : sink == sink             ? 1
+                                                       : sink;
+      double of_sink = -weight * state.delta[i];
+      double of_mask =
+          has_keys ? (p.grad_logsumexp ? static_cast<const T*>(p.grad_logsumexp)[number] : 0) - of_sink : 0;
+      if constexpr (kSecond) {
+        const double tangent = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[of_head] : 0;
+        const double moved = weight * (tangent - state.shift[i] - state.shifted_sum[i]);
+        of_sink = -moved * state.delta[i] - weight * state.tangent_delta[i];
+        of_mask = has_keys ? -of_sink : 0;
+      }
+      if (p.grad_sinks) static_cast<T*>(p.grad_sinks)[number] = static_cast<T>(of_sink);
+      if (p.grad_mask_rows) static_cast<T*>(p.grad_mask_rows)[number] = static_cast<T>(of_mask);
+    }
+  }
+
   // The gradient of a mask that several heads or rows share. A task owns a block of the mask and sums dS over all of
-  // them. (A mask that all keys of a row share has the gradient sum_j dS_ij = 0 and never comes here.)
+  // them. (A mask that all keys of a row share is no matter of tiles: rows().)
   static void mask(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];

@@ -116,8 +116,8 @@ struct Decode {
     if (Few::takes_turns(p.value, p.value_dim))
       for (int64_t r = 0; r < rows.count; ++r) Few::together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
-      write_row<T>(p, {own.n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r], sum[r], 1, to,
-                   nullptr);
+      write_row<T>(p, {own.n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r], sum[r],
+                   maximum[r], 1, to, nullptr);
   }
 
   // Scores of row r become weights exp(x - maximum), after dropout; `correction` is what earlier sums are multiplied

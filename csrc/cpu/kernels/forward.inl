@@ -35,16 +35,17 @@ struct Forward {
     T* output_t;   // [Ev][kRowTile]; of few rows [kFewRows + 1][ld_output], the last one for finish()
     T* reference;  // [kRowTile]
     T* sum;
+    T* largest;  // where max_score is wanted, [kRowTile]: the largest of all scores, else null
   };
   struct Buffers {
     RowState* states;
-    T *query_t, *output_t, *reference, *sum;  // of all states: see columns()
-    T* key;                                   // [kKeyTile][slots of E]
-    T* value;                                 // [slots of kKeyTile][Ev]
-    T* x;                                     // [kKeyTile][kRowTile]: scores
-    T* weights;                               // [slots of kKeyTile][kRowTile], in x if the format can have them there
-    T* bias;                                  // as x
-    T* factor;                                // as x
+    T *query_t, *output_t, *reference, *sum, *largest;  // of all states: see columns()
+    T* key;                                             // [kKeyTile][slots of E]
+    T* value;                                           // [slots of kKeyTile][Ev]
+    T* x;                                               // [kKeyTile][kRowTile]: scores
+    T* weights;  // [slots of kKeyTile][kRowTile], in x if the format can have them there
+    T* bias;     // as x
+    T* factor;   // as x
     int64_t ld_key, ld_value, ld_output;
     bool few_rows;
     int64_t size;
@@ -67,6 +68,7 @@ struct Forward {
       output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : blocks * p.value_dim * kRowTile);
       reference = arena.take<T>(blocks * kRowTile);
       sum = arena.take<T>(blocks * kRowTile);
+      largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
       size = arena.used();
     }
     // Those of a state in what belongs to all, blocks [depth][kRowTile]: tiles of fewer rows lie side by side.
@@ -110,6 +112,11 @@ struct Forward {
     T *const weights = b.weights + lane, *const reference = state.reference + lane, *const sum = state.sum + lane;
     Vec<T> old[N], best[N], shift[N], total[N];
     find_best(x, keys, best);
+    if (state.largest)
+      for (int v = 0; v < N; ++v) {
+        T* at = state.largest + lane + v * W;
+        store<T>(at, max_number(best[v], load<T>(at)));
+      }
     for (int v = 0; v < N; ++v) {
       old[v] = state.started ? load<T>(reference + v * W) : splat<T>(-kInfinity<T>);
       best[v] = (best[v] - old[v]) * slope > kLag ? best[v] : old[v];
@@ -178,7 +185,7 @@ struct Forward {
   static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const ScoreTile<T>& tile,
                     const Tile& from) {
     RowsAhead next_keys(p, from.key, tile.keys, p.head_dim, state.rows.count);
-    scores<F>(p, tile, state.query_t, from.key_rows, b.x, next_keys);
+    scores<F>(p, tile, state.query_t, from.key_rows, b.x, nullptr, next_keys);
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, 1, b.factor);
     int64_t lane = 0;
@@ -189,7 +196,7 @@ struct Forward {
     F::end_along_keys(b.weights, keys, lanes);
     // O += P V, or O^T += V^T P^T
     const Store store = state.started ? Store::add : Store::set;
-    each_panel_of_lanes<F>(p, tile, [&](int64_t at, int64_t count, int64_t seen) {
+    each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, int64_t seen) {
       const Rows<T> weights = {b.weights + at, kRowTile};
       const int64_t slots = slots_of<F>(seen), rows = smaller(count, state.rows.count - at);
       RowsAhead next_values(p, from.value, tile.keys, p.value_dim, rows);
@@ -204,33 +211,42 @@ struct Forward {
   }
 
   // Divides by the sum, multiplies by the factor of what dropout kept (a factor that a bfloat16 does not hold), and
-  // writes the rows; a row that saw no key is 0, its logsumexp -inf.
+  // writes the rows; a row that saw no key is 0, its logsumexp -inf or that of its sink.
   static void finish(const ForwardParams& p, RowState& state, const Results<T>& to, T* scratch) {
     const RowTile& rows = state.rows;
+    const auto largest = [&](int64_t i) { return state.largest ? state.largest[i] : 0; };
     if (has_few_rows(p)) {
       const int64_t ld = round_up(p.value_dim, W);
       for (int64_t i = 0; i < rows.count; ++i)
         write_row<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.output_t + i * ld, state.reference[i],
-                     state.started ? state.sum[i] : 0, static_cast<T>(p.keep_scale), to,
+                     state.started ? state.sum[i] : 0, largest(i), static_cast<T>(p.keep_scale), to,
                      state.output_t + kFewRows * ld);
       return;
     }
     const int64_t lanes = rows.template lanes<T>();
+    const bool has_sinks = p.terms.sinks && to.final;
+    T sinks[kRowTile], sums[kRowTile];  // the sums with the sinks in them
+    for (int64_t i = 0; i < lanes && has_sinks; ++i)
+      sinks[i] = sink_of<T>(p, rows.n, rows.head[smaller(i, rows.count - 1)]);
     for (int64_t i = 0; i < lanes; i += W) {
-      const Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{};
+      Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{}, reference = load<T>(state.reference + i);
       const auto empty = sum == Vec<T>{};
-      const Vec<T> inverse = static_cast<T>(p.keep_scale) / (empty ? splat<T>(1) : sum);
+      Vec<T> factor = splat(static_cast<T>(p.keep_scale));
+      if (has_sinks) factor *= add_sinks<T>(p, load<T>(sinks + i), reference, sum);
+      const Vec<T> of_empty = sum == sum ? Vec<T>{} : sum;  // but beside a NaN
+      const Vec<T> inverse = factor / (sum == Vec<T>{} ? splat<T>(1) : sum);
       for (int64_t d = 0; d < p.value_dim; ++d) {
         T* at = state.output_t + d * kRowTile + i;
-        store<T>(at, empty ? Vec<T>{} : load<T>(at) * inverse);
+        store<T>(at, empty ? of_empty : load<T>(at) * inverse);
       }
+      store<T>(sums + i, sum);
+      store<T>(state.reference + i, reference);
     }
     rows.unpack_rounded(p, to.output, to.residual, p.value_dim, state.output_t, scratch);
-    if (!to.logsumexp) return;
-    for (int64_t i = 0; i < rows.count; ++i) {
-      T* pair = to.logsumexp + 2 * rows.number(p, i);
-      state.started ? store_logsumexp<T>(pair, state.reference[i], state.sum[i]) : store_logsumexp<T>(pair, 0, 0);
-    }
+    if (!to.logsumexp && !to.max_score) return;
+    for (int64_t i = 0; i < rows.count; ++i)
+      write_numbers<T>(p, rows.number(p, i), state.started && state.sum[i] != 0, state.reference[i], sums[i],
+                       largest(i), to);
   }
 
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
@@ -244,6 +260,8 @@ struct Forward {
           state.output_t = b.columns(b.output_t, p.value_dim, state);
           state.reference = b.columns(b.reference, 1, state);
           state.sum = b.columns(b.sum, 1, state);
+          state.largest = p.max_score ? b.columns(b.largest, 1, state) : nullptr;
+          for (int64_t i = 0; i < kRows && state.largest; ++i) state.largest[i] = -kInfinity<T>;
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
         },
         kRows);

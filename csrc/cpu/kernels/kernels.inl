@@ -57,7 +57,7 @@ struct KernelTable {
   template <class Params, class K>
   static constexpr OnePassKernels<Params> kOnePass = {K::workspace, K::run, Formats::kOnThread};
   template <class Params, class K>
-  static constexpr BackwardKernels<Params> kBackward = {K::workspace, K::run, K::mask, Formats::kOnThread};
+  static constexpr BackwardKernels<Params> kBackward = {K::workspace, K::run, K::mask, K::rows, Formats::kOnThread};
   template <class F, class K = Stats<F>>
   static constexpr StatsKernels kStats = {K::workspace, K::rows, K::finish, K::keys, K::add_chunks, Formats::kOnThread};
   template <class T, class K = FewStats<T>, class All = Stats<Singles<T>>>

@@ -21,7 +21,9 @@ struct Packed {
   }
   static void pack(const ForwardParams& p, int64_t task) {
     const int64_t key = task % tiles(p) * kKeyTile, heads = larger(p.key_heads, p.value_heads);
-    const int64_t head = task / tiles(p) % heads, n = task / tiles(p) / heads, count = keys_from(p, key);
+    const int64_t head = task / tiles(p) % heads, n = task / tiles(p) / heads;
+    const int64_t count = smaller(kKeyTile, sequence_of(p, n).keys - key);
+    if (count <= 0) return;
     if (head < p.key_heads)
       F::along_columns(block_of(p, p.key, n, head, key), count, p.head_dim, key_tile(p, n, head, key), ld_key(p));
     if (head < p.value_heads)
@@ -31,7 +33,7 @@ struct Packed {
   // The tile that begins with a key, packed unless it is used where it lies, and that of the values.
   static Rows<T> keys(const ForwardParams& p, int64_t n, int64_t head, int64_t key) {
     const Block block = block_of(p, p.key, n, head, key);
-    if (F::in_place(block, keys_from(p, key), p.head_dim)) return F::as_it_lies(block);
+    if (F::in_place(block, smaller(kKeyTile, sequence_of(p, n).keys - key), p.head_dim)) return F::as_it_lies(block);
     return {key_tile(p, n, head, key), ld_key(p)};
   }
   static Rows<T> values(const ForwardParams& p, int64_t n, int64_t head, int64_t key) {
@@ -40,7 +42,6 @@ struct Packed {
 
  private:
   static constexpr int64_t kValueRow = slots_of<F>(kKeyTile);  // [value_dim][slots of keys]
-  static int64_t keys_from(const ForwardParams& p, int64_t key) { return smaller(kKeyTile, p.keys - key); }
   static int64_t tiles(const ForwardParams& p) { return divide_up(p.keys, kKeyTile); }
   static int64_t ld_key(const ForwardParams& p) { return slots_of<F>(p.head_dim) + kLanes<T>; }  // see Forward::Buffers
   static int64_t key_size(const ForwardParams& p) { return kKeyTile * ld_key(p); }

@@ -10,26 +10,81 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct Results {
   Operand output, residual;
-  T* logsumexp;
+  T *logsumexp, *row_logsumexp, *max_score;
+  bool final = true;
 
   explicit Results(const ForwardParams& p)
-      : output(p.output), residual(p.residual), logsumexp(static_cast<T*>(p.logsumexp)) {}
+      : output(p.output),
+        residual(p.residual),
+        logsumexp(static_cast<T*>(p.logsumexp)),
+        row_logsumexp(static_cast<T*>(p.row_logsumexp)),
+        max_score(static_cast<T*>(p.max_score)) {}
   Results(const ForwardParams& p, int64_t split) : Results(p) {
     if (p.splits == 1) return;
-    T* const data = static_cast<T*>(p.partial_output) + split * number_of_rows(p) * p.value_dim;
+    const int64_t rows = number_of_rows(p);
+    T* const data = static_cast<T*>(p.partial_output) + split * rows * p.value_dim;
     output = operand_of_rows(p, data, dtype_of<T>, p.value_dim);
     residual = {};
-    logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * number_of_rows(p);
+    logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * rows;
+    row_logsumexp = nullptr;
+    max_score = p.partial_max ? static_cast<T*>(p.partial_max) + split * rows : nullptr;
+    final = false;
   }
 };
 
-// Writes the output of one row, factor * row / sum, and its logsumexp. Overwrites `row`; `scratch` holds as much, for a
+// What a sink does to rows, each a lane, whose weights are powers of 2 above `reference` and have this sum: it may raise
+// the reference, and is added to the sum. Returns what the sums of values are multiplied by for it. A sink of -inf is
+// none; a sum of 0 is that of a row without keys.
+template <class T>
+ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, Vec<T>& sum) {
+  const T scale = leaves_products<T>(p) ? static_cast<T>(p.scale) : 1;
+  const Vec<T> zero{}, one = splat<T>(1), as_found = sink / scale;
+  const auto none = sink == -kInfinity<T>, empty = sum == zero;
+  const Vec<T> shared = empty | (as_found > reference) ? as_found : reference;
+  const Vec<T> of_sum = empty ? zero : exp2<T>((reference - shared) * log2_slope<T>(p));
+  const Vec<T> of_sink = exp2<T>((sink - shared * scale) * static_cast<T>(kLog2E));
+  reference = none ? reference : shared;
+  sum = none ? sum : sum * of_sum + of_sink;
+  return none ? one : of_sum;
+}
+template <class T>
+ATTN_INLINE T sink_of(const Problem& p, int64_t n, int64_t head) {
+  return static_cast<const T*>(p.terms.sinks)[n * p.heads + head];
+}
+
+// Writes the numbers of a row, whose reference and sum have the sink in them, while `largest`, of what the tiles held,
+// has not.
+template <class T>
+void write_numbers(const ForwardParams& p, int64_t number, bool has_keys, T reference, T sum, T largest,
+                   const Results<T>& to) {
+  if (to.logsumexp) store_logsumexp<T>(to.logsumexp + 2 * number, reference, has_keys ? sum : 0);
+  if (to.max_score && !to.final) to.max_score[number] = largest;
+  if (!to.final || !to.max_score) return;
+  const double scale = leaves_products<T>(p) ? p.scale : 1;
+  const bool is_number = sum == sum;  // the sum with a score of +inf is inf - inf
+  const T infinite = largest == kInfinity<T> ? largest : sum;
+  to.max_score[number] = is_number ? static_cast<T>(largest * scale) : infinite;
+  to.row_logsumexp[number] =
+      is_number
+          ? static_cast<T>(sum == 0 ? -kInfinity<double>
+                                    : static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum)))
+          : infinite;
+}
+
+// Writes the output of one row, factor * row / sum, and its numbers. Overwrites `row`; `scratch` holds as much, for a
 // residual.
 template <class T>
-void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, T factor, const Results<T>& to,
-               T* scratch) {
+void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, T largest, T factor,
+               const Results<T>& to, T* scratch) {
+  const bool has_keys = sum != 0;
+  if (p.terms.sinks && to.final) {
+    Vec<T> references = splat<T>(reference), sums = splat<T>(sum);
+    factor *= add_sinks<T>(p, splat<T>(sink_of<T>(p, at.n, at.head)), references, sums)[0];
+    reference = references[0];
+    sum = sums[0];
+  }
   const T inverse = factor / (sum == 0 ? 1 : sum);
-  for (int64_t d = 0; d < p.value_dim; ++d) row[d] = sum == 0 ? 0 : row[d] * inverse;
+  for (int64_t d = 0; d < p.value_dim; ++d) row[d] = has_keys ? row[d] * inverse : sum == sum ? 0 : sum;
   const Block block = block_of(p, to.output, at.n, at.head, at.position);
   unpack_rows<T>(block, row, p.value_dim, 1, p.value_dim);
   if (to.residual.data) {
@@ -37,7 +92,7 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum
     for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
     unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
   }
-  if (to.logsumexp) store_logsumexp(to.logsumexp + 2 * row_number(p, at.n, at.head, at.position), reference, sum);
+  write_numbers<T>(p, row_number(p, at.n, at.head, at.position), has_keys, reference, sum, largest, to);
 }
 
 // Merges the splits of the rows numbered [first, last):
@@ -48,11 +103,16 @@ void merge_splits(const ForwardParams& p, int64_t first, int64_t last, char* wor
   const int64_t all_rows = number_of_rows(p);
   const T slope = log2_slope<T>(p);
   const T* partial = static_cast<const T*>(p.partial_logsumexp);
+  const T* const partial_max = static_cast<const T*>(p.partial_max);
   const Results<T> to(p);
   for (int64_t r = first; r < last; ++r) {
     const auto part = [&](int64_t s) { return partial + 2 * (s * all_rows + r); };
-    T best = -kInfinity<T>;
+    T best = -kInfinity<T>, largest = -kInfinity<T>;
     for (int64_t s = 0; s < p.splits; ++s) best = part(s)[0] > best ? part(s)[0] : best;
+    for (int64_t s = 0; s < p.splits && partial_max; ++s) {
+      const T next = partial_max[s * all_rows + r];
+      largest = next > largest || next != next ? next : largest;
+    }
     const T reference = best == -kInfinity<T> ? 0 : best;
     T sum = 0;
     for (int64_t d = 0; d < p.value_dim; ++d) row[d] = 0;
@@ -63,7 +123,7 @@ void merge_splits(const ForwardParams& p, int64_t first, int64_t last, char* wor
       const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
       for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
     }
-    write_row<T>(p, row_of_number(p, r), row, reference, sum, 1, to, row + round_up(p.value_dim, kLanes<T>));
+    write_row<T>(p, row_of_number(p, r), row, reference, sum, largest, 1, to, row + round_up(p.value_dim, kLanes<T>));
   }
 }
 template <class T>

@@ -202,7 +202,17 @@ struct Stats {
                       brought_to(reference, next, of_next, power_of_2(of_next)));
         }
       }
-      const FinishedRow<T> results = finished(row, scale, __builtin_log1p(sum_without_one(row)), kInfinity<T>);
+      const T largest = row.largest;
+      double sink_weight = 0;
+      if (const T sink = p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[r / p.queries] : -kInfinity<T>;
+          sink != -kInfinity<T> && !has_nan(row)) {
+        const T reference = sink / scale > row.largest ? sink / scale : row.largest;
+        const T exponent = exponent_of(row.largest, reference, slope);
+        row = brought_to(reference, row, exponent, power_of_2(exponent));
+        sink_weight = __builtin_exp(static_cast<double>(sink) - static_cast<double>(reference) * scale);
+      }
+      const double log_sum = __builtin_log1p(sum_without_one(row, sink_weight));
+      const FinishedRow<T> results = finished(row, largest, scale, sink_weight, log_sum, kInfinity<T>);
       static_cast<T*>(p.largest_score)[r] = results.largest_score;
       static_cast<T*>(p.entropy)[r] = results.entropy;
       static_cast<T*>(p.logsumexp)[r] = results.logsumexp;
@@ -223,7 +233,9 @@ struct Stats {
 
     fill_zero(b.received, own.keys.size() * W);
     Rows<T> tiles[kStatsKeyTiles] = {};  // once some row sees them
-    for (int64_t r = own.rows.first; r < own.rows.last; r += kRowTile) {
+    const Range seeing = common(visible_rows(sequence_of(p, own.n), own.keys), own.rows);
+    const int64_t first = own.rows.first + (seeing.first - own.rows.first) / kRowTile * kRowTile;
+    for (int64_t r = first; r < seeing.last; r += kRowTile) {
       state.rows.set(p, own.n, own.head, {r, smaller(r + kRowTile, own.rows.last)});
       bool has_queries = false;
       each_tile_of_keys(own.keys, [&](Range keys) {

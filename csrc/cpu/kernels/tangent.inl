@@ -10,6 +10,8 @@
 // over the first keys that the row attends to:
 //
 //   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
+//
+// A sink takes part in c as one more score, without a value.
 #pragma once
 
 #include "cpu/tiles/dropout.inl"
@@ -39,6 +41,7 @@ struct Tangent {
     T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
     T *x, *tx;                                     // [kKeyTile][kRowTile]
     T *bias, *factor;
+    T* capped;  // for a soft cap, as x: the capped scores
     int64_t ld_key, ld_value, ld_score_key;
     int64_t size;
 
@@ -66,6 +69,7 @@ struct Tangent {
       tx = arena.take<T>(kKeyTile * kRowTile);
       bias = arena.take<T>(kKeyTile * kRowTile);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      capped = p.softcap > 0 ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
       size = arena.used();
     }
   };
@@ -110,6 +114,20 @@ struct Tangent {
     }
   }
 
+  // What a sink adds to c - r. The logsumexp of a row without keys is the sink.
+  static void add_sinks_to_sum(const TangentParams& p, const Buffers& b) {
+    const double scale = leaves_products<T>(p) ? p.scale : 1;
+    for (int64_t i = 0; i < b.rows->count; ++i) {
+      const int64_t of_head = b.rows->n * p.heads + b.rows->head[i];
+      const double sink = static_cast<const T*>(p.terms.sinks)[of_head];
+      if (sink == -kInfinity<double>) continue;
+      const double exponent = (sink - b.logsumexp->reference[i] * scale) * kLog2E - b.logsumexp->log2_sum[i];
+      const double weight = b.logsumexp->reference[i] == kInfinity<T> ? 1 : __builtin_exp2(exponent);
+      const double tangent = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[of_head] : 0;
+      b.shifted_sum[i] += static_cast<T>(weight * (tangent - b.shift[i]));
+    }
+  }
+
   static void run(const TangentParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     const RowTask own(p, task);  // one tile of rows
@@ -139,12 +157,12 @@ struct Tangent {
       if constexpr (kRoundsScores) {
         const Block block = block_of(p, p.key, rows.n, key_head, keys.first);
         const Rows<T> score_key = F::along_columns(block, keys.size(), p.head_dim, b.score_key, b.ld_score_key);
-        scores<F>(p, tile, b.score_query_t, score_key, b.x);
+        scores<F>(p, tile, b.score_query_t, score_key, b.x, b.capped);
       } else {
-        scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x);
+        scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x, b.capped);
       }
       tangent_scores<Singles<T>>(p, p.t, tile, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
-                                 {b.tangent_key, b.ld_key}, b.bias, b.tx);
+                                 {b.tangent_key, b.ld_key}, b.bias, b.capped, nullptr, b.tx);
       weights(p, b, tile);
       const auto add_average = [&](const T* value, const T* weights) {
         multiply_transposed<Singles<T>>({p.value_dim, lanes, keys.size()}, {value, b.ld_value}, {weights, kRowTile},
@@ -154,6 +172,7 @@ struct Tangent {
       if (p.t.value.data) add_average(b.tangent_value, b.x);
     });
 
+    if (p.terms.sinks) add_sinks_to_sum(p, b);
     const auto subtract = [&](const Operand& output) {  // (c - r) O
       if (!output.data) return;
       rows.pack_transposed(p, output, p.value_dim, b.output_t);

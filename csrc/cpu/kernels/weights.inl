@@ -3,7 +3,7 @@
 // many for a mean.
 #pragma once
 
-#include "cpu/tiles/scores.inl"
+#include "cpu/kernels/splits.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -118,8 +118,18 @@ struct Weights {
       });
       for (int64_t i = 0; i < lanes; ++i) b.sum[i] += of_tile[i];
     });
-    for (int64_t i = 0; i < lanes; ++i) b.sum[i] = 1 / (b.sum[i] == 0 ? 1 : b.sum[i]);
+    for (int64_t i = 0; i < lanes; i += W) {
+      Vec<T> reference = load<T>(b.best + i), sum = load<T>(b.sum + i), factor = splat<T>(1);
+      if (p.terms.sinks) factor = add_sinks<T>(p, sinks_of(p, *b.rows, i), reference, sum);
+      store<T>(b.sum + i, factor / (sum == Vec<T>{} ? splat<T>(1) : sum));
+    }
     each_vector(b.x, p.keys, lanes, [&](Vec<T> x, int64_t, int64_t i) { return x * load<T>(b.sum + i); });
+  }
+
+  static Vec<T> sinks_of(const WeightsParams& p, const RowTile& rows, int64_t lane) {
+    Vec<T> sinks{};
+    for (int64_t i = 0; i < W; ++i) sinks[i] = sink_of<T>(p, rows.n, rows.head[smaller(lane + i, rows.count - 1)]);
+    return sinks;
   }
 
   // O^T = V^T P^T, without the values of tiles that are hidden, as in the forward. Overwrites the weights.
@@ -132,7 +142,7 @@ struct Weights {
       const Block block = block_of(p, p.value, b.rows->n, value_head_of(p, head), keys.first);
       const Rows<T> value = F::along_rows(block, keys.size(), p.value_dim, b.value, b.ld_value);
       const T* const weights = F::along_keys(b.x + keys.first * kRowTile, keys.size(), lanes, b.slots);
-      each_panel_of_lanes<F>(p, tile, [&](int64_t at, int64_t count, int64_t seen) {
+      each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, int64_t seen) {
         multiply_transposed<F>({p.value_dim, count, slots_of<F>(seen)}, value, {weights + at, kRowTile},
                                b.output_t + at, kRowTile, Store::add);
       });

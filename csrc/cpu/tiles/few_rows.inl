@@ -49,7 +49,8 @@ struct FewRows {
   int64_t scores(const Problem& p, int64_t first, int64_t last, T* x, int64_t ld) const {
     const int64_t keys = read_mask(p, first, smaller(kKeyTile, last - first));
     if (keys == 0) return 0;
-    const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
+    const bool as_products = leaves_products<T>(p) || has_score_terms(p);
+    const auto score = as_products ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
     const bool lie = in_place(p.key, p.head_dim);
     const Block block = block_of(p, p.key, rows.n, key_head_of(p, rows.head[0]), first);
     with_rows(block, keys, p.head_dim, key, ld_key, lie, [&]<class S>(const WholeVectors<S>& key_rows) {
@@ -63,6 +64,7 @@ struct FewRows {
           });
       });
     });
+    if (has_score_terms(p)) add_score_terms(p, first, keys, x, ld);
     hide_keys(p, first, keys, x, ld);
     return keys;
   }
@@ -266,6 +268,28 @@ struct FewRows {
       seen = last;
     }
     return seen;
+  }
+
+  // As that of scores.inl, along the keys.
+  void add_score_terms(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
+    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(-2 * kLog2E * p.scale / p.softcap);
+    const auto score = ScoreFunction<T>::of(p);
+    const Vec<T> lanes = __builtin_convertvector(lane_numbers<T>(), Vec<T>);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const T slope =
+          p.terms.alibi_slopes ? static_cast<const T*>(p.terms.alibi_slopes)[rows.n * p.heads + rows.head[r]] : 0;
+      const T ahead = static_cast<T>(rows.position[r] + rows.sequence.offset - first);
+      for (int64_t j = 0; j < keys; j += W) {
+        T* const at = x + r * ld + j;
+        Vec<T> y = load<T>(at);
+        y = p.softcap > 0 ? cap * tanh_of_exponent<T>(y * exponent) : score(y);
+        if (p.terms.alibi_slopes) {
+          const Vec<T> distance = ahead - static_cast<T>(j) - lanes;
+          y -= slope * (distance < Vec<T>{} ? -distance : distance);
+        }
+        store<T>(at, y);
+      }
+    }
   }
 
   void hide_keys(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {

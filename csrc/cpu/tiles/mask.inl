@@ -60,20 +60,31 @@ bool any_visible_number(const Block& row, int64_t keys) {
   return false;
 }
 
+// How many different slices the mask has.
+inline int64_t number_of_slices(const Problem& p) {
+  int64_t slices = p.mask.head == 0 ? 1 : p.heads;
+  for (int d = 0; d < p.batch_dims; ++d) slices *= p.mask.batch[d] == 0 ? 1 : p.batch_size[d];
+  return slices;
+}
+
 // Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Of a tile that is known to
 // have visible and changed scores no more rows are read: a mask that hides keys here and there costs little.
 inline void look_at_mask(const Problem& p, int64_t task) {
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t first_row = task % row_tiles * kRowTile;
   const int64_t last_row = p.mask.row == 0 ? 1 : smaller(first_row + kRowTile, p.queries);
-  const Row at = sharer_of_mask(p, p.mask, task / row_tiles, 0);
+  const int64_t slice = task / row_tiles, sharers = p.batch * p.heads / number_of_slices(p);
+  const Row at = sharer_of_mask(p, p.mask, slice, 0);
+  int64_t all_keys = 0;  // that some sequence has; the mask of the others is not read
+  for (int64_t i = 0; i < sharers && all_keys < p.keys; ++i)
+    all_keys = larger(all_keys, sequence_of(p, sharer_of_mask(p, p.mask, slice, i).n).keys);
   const bool in_bits = mask_in_bits(p.mask);
   auto* tiles = reinterpret_cast<uint8_t*>(block_of(p, p.mask_tiles, at.n, at.head, task % row_tiles).data);
   for (int64_t row = first_row; row < last_row; ++row)
-    for (int64_t key = 0; key < p.keys; key += kKeyTile) {
+    for (int64_t key = 0; key < all_keys; key += kKeyTile) {
       uint8_t& effect = tiles[key / kKeyTile];
       if (effect == (kSomeVisible | kSomeChanged)) continue;
-      const int64_t keys = smaller(kKeyTile, p.keys - key);
+      const int64_t keys = smaller(kKeyTile, all_keys - key);
       const Block block = block_of(p, p.mask, at.n, at.head, row, key);
       if (in_bits) {
         const uint64_t bits = visible_bits(reinterpret_cast<const uint8_t*>(block.data), keys);
@@ -122,11 +133,9 @@ struct ScoreTile {
   }
 
   // Whether the positions hide no score.
-  bool all_visible(const Problem& p) const { return attn::all_visible(rows->sequence, rows->positions, keys); }
+  bool all_visible() const { return attn::all_visible(rows->sequence, rows->positions, keys); }
   // Those of the keys that rows at these positions see, apart from the mask.
-  Range keys_seen(const Problem& p, Range positions) const {
-    return common(visible_keys(rows->sequence, positions), keys);
-  }
+  Range keys_seen(Range positions) const { return common(visible_keys(rows->sequence, positions), keys); }
   int64_t lanes() const { return rows->template lanes<T>(); }
 
   // For Mask::numbers: [kKeyTile][kRowTile], to be added; -inf where a lane does not see a key.

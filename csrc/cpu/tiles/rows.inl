@@ -145,6 +145,13 @@ struct RowTile {
   }
 };
 
+// The positions of rows of a group's list: hold those of all of them.
+ATTN_INLINE Range positions_of(const Problem& p, Range rows) {
+  const int64_t first_head = rows.first / p.queries * p.queries;
+  return rows.last - first_head <= p.queries ? Range{rows.first - first_head, rows.last - first_head}
+                                             : Range{0, p.queries};
+}
+
 // What a task computes that goes over the keys of some rows: rows of a group of heads, of one batch entry, over a split
 // of the keys.
 struct RowTask {
@@ -160,8 +167,11 @@ struct RowTask {
     n = group / p.groups();
     first_head = group % p.groups() * p.group;
     const Sequence sequence = sequence_of(p, n);
-    rows = {first_row, smaller(first_row + p.rows_per_task, p.group * sequence.queries)};
-    keys = {split * p.keys_per_split, smaller((split + 1) * p.keys_per_split, sequence.keys)};
+    rows = {first_row, smaller(first_row + p.rows_per_task, p.rows())};
+    // Splits begin where the rows see their first key, so that a window costs what it shows.
+    const Range seen = in_tiles(visible_keys(sequence, positions_of(p, rows)), kKeyTile);
+    const int64_t first = seen.first + split * p.keys_per_split;
+    keys = p.splits == 1 ? seen : Range{first, smaller(first + p.keys_per_split, seen.last)};
   }
   RowTask(int64_t n, int64_t first_head, Range rows, Range keys)
       : n(n), first_head(first_head), rows(rows), keys(keys) {}

@@ -10,7 +10,7 @@ namespace attn::ATTN_ISA {
 // product is the largest score and no number of a mask is to be added.
 template <class T>
 ATTN_INLINE bool leaves_products(const Problem& p) {
-  const bool adds = p.has_mask && p.mask.dtype != DType::boolean;
+  const bool adds = has_score_terms(p) || (p.has_mask && p.mask.dtype != DType::boolean);
   return !adds && ScoreFunction<T>::of(p).keeps_order();
 }
 // The readers of the tile: of numbers x and y in it, be they scores or products, exp(score_x - score_y) is
@@ -32,14 +32,14 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
 
 // -inf where a row does not see a key.
 template <class T>
-void hide_keys(const Problem& p, const ScoreTile<T>& tile, T* x) {
-  if (tile.all_visible(p)) return;
+void hide_keys(const ScoreTile<T>& tile, T* x) {
+  if (tile.all_visible()) return;
   // The keys that a lane sees, counted from the tile's first one.
   Int<T> first[kRowTile] = {};
   UInt<T> count[kRowTile] = {};
   for (int64_t i = 0; i < tile.rows->count; ++i) {
     const int64_t l = tile.rows->position[i];
-    const Range seen = tile.keys_seen(p, {l, l + 1});
+    const Range seen = tile.keys_seen({l, l + 1});
     first[i] = static_cast<Int<T>>(seen.first - tile.keys.first);
     count[i] = static_cast<UInt<T>>(larger(0, seen.size()));
   }
@@ -58,23 +58,23 @@ constexpr int64_t kPanel =
 
 // Calls f(lane, lanes, keys) for each panel of lanes and the number of keys of the tile.
 template <class F, class Function>
-ATTN_INLINE void each_panel_of_lanes(const Problem& p, const ScoreTile<typename F::Number>& tile, Function f) {
+ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
-  if (tile.all_visible(p)) return f(0, lanes, tile.keys.size());
+  if (tile.all_visible()) return f(0, lanes, tile.keys.size());
   for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
     Range positions{};
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
       positions = hull(positions, {tile.rows->position[i], tile.rows->position[i] + 1});
-    f(lane, smaller(kPanel<F>, lanes - lane), larger(0, tile.keys_seen(p, positions).last - tile.keys.first));
+    f(lane, smaller(kPanel<F>, lanes - lane), larger(0, tile.keys_seen(positions).last - tile.keys.first));
   }
 }
 
 // Calls f(j, keys, lane) for each panel of keys and the first of the lanes.
 template <class F, class Function>
-ATTN_INLINE void each_panel_of_keys(const Problem& p, const ScoreTile<typename F::Number>& tile, Function f) {
+ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, Function f) {
   const RowTile& rows = *tile.rows;
   const bool one_head = rows.head[0] == rows.head[rows.count - 1];
-  if (!one_head || tile.all_visible(p)) return f(0, tile.keys.size(), 0);
+  if (!one_head || tile.all_visible()) return f(0, tile.keys.size(), 0);
   for (int64_t j = 0; j < tile.keys.size(); j += kPanel<F>) {
     const int64_t count = smaller(kPanel<F>, tile.keys.size() - j), key = tile.keys.first + j;
     const Range seeing = common(visible_rows(rows.sequence, {key, key + count}), rows.positions);
@@ -82,11 +82,53 @@ ATTN_INLINE void each_panel_of_keys(const Problem& p, const ScoreTile<typename F
   }
 }
 
+// What ALiBi adds to the scores of a tile, or to what they are differentiated along, is -slope times a distance.
+template <class T>
+struct Distances {
+  T slope[kRowTile];
+  T ahead[kRowTile];  // of the tile's first key
+
+  // `slopes`: of the heads (HeadTerms); null: 1.
+  Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
+    const RowTile& rows = *tile.rows;
+    for (int64_t i = 0; i < tile.lanes(); ++i) {
+      const int64_t row = smaller(i, rows.count - 1);
+      slope[i] = slopes ? static_cast<const T*>(slopes)[rows.n * p.heads + rows.head[row]] : 1;
+      ahead[i] = static_cast<T>(rows.position[row] + rows.sequence.offset - tile.keys.first);
+    }
+  }
+  ATTN_INLINE Vec<T> operator()(int64_t j, int64_t lane) const {
+    const Vec<T> distance = load<T>(ahead + lane) - static_cast<T>(j);
+    return load<T>(slope + lane) * (distance < Vec<T>{} ? -distance : distance);
+  }
+};
+
+// Turns products into scores as far as the cap and ALiBi go (has_score_terms). `capped`: gets the scores in between, if
+// it is not null.
+template <class T>
+void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* capped) {
+  const int64_t keys = tile.keys.size(), lanes = tile.lanes();
+  auto score = ScoreFunction<T>::of(p);
+  if (p.softcap > 0) {
+    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(-2 * kLog2E * p.scale / p.softcap);
+    each_vector(x, keys, lanes,
+                [&](Vec<T> product, int64_t, int64_t) { return cap * tanh_of_exponent<T>(product * exponent); });
+    score = ScoreFunction<T>::identity();
+    if (capped) __builtin_memcpy(capped, x, static_cast<size_t>(keys * kRowTile) * sizeof(T));
+  }
+  if (!p.terms.alibi_slopes) return;
+  const Distances<T> penalty(p, tile, p.terms.alibi_slopes);
+  each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) - penalty(j, i); });
+}
+
 // Turns the products of a tile into scores, but leaves them where leaves_products(); -inf where a key is hidden.
 template <class T>
-void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x) {
+void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* capped) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-  const auto score = leaves_products<T>(p) ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
+  const bool is_scaled = has_score_terms(p);
+  if (is_scaled) add_score_terms<T>(p, tile, x, capped);
+  const bool is_done = is_scaled || leaves_products<T>(p);
+  const auto score = is_done ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
   if (tile.mask == ScoreTile<T>::Mask::bits) {
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) {
@@ -98,29 +140,30 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x) {
       const Vec<T> b = load<T>(numbers + j * kRowTile + i);
       return b == hidden ? hidden : score(product) + b;
     });
-  } else if (!leaves_products<T>(p)) {
+  } else if (!is_done) {
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t, int64_t) { return score(product); });
   }
-  hide_keys<T>(p, tile, x);
+  hide_keys<T>(tile, x);
 }
 
 // x[j * kRowTile + lane], see score.h; products instead of scores where leaves_products(). `query_t`: the tile of
-// queries, transposed.
+// queries, transposed. `capped`: see add_score_terms().
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
-            Between& between = kNothingBetween) {
-  each_panel_of_lanes<F>(p, tile, [&](int64_t lane, int64_t count, int64_t seen) {
+            typename F::Number* capped = nullptr, Between& between = kNothingBetween) {
+  each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, int64_t seen) {
     multiply<F>({seen, count, slots_of<F>(p.head_dim)}, key_rows, {query_t + lane, kRowTile}, x + lane, kRowTile,
                 Store::set, between);
   });
-  products_to_scores<T>(p, tile, x);
+  products_to_scores<T>(p, tile, x, capped);
 }
 
-// tx, the derivative of the scores along t: slope * (tQ K^T + Q tK^T) + tM. Meaningless where a key is hidden.
+// tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with tz = slope * (tQ K^T + Q tK^T).
+// Meaningless where a key is hidden. Beside a cap, `capped` are the capped scores, and `tz` gets its tile if not null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,
-                    T* tx) {
+                    const typename F::Number* capped, typename F::Number* tz, T* tx) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   Store store = Store::set;
   const auto put = [&](const Rows<T>& keys_of, const T* queries) {
@@ -131,6 +174,17 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
   if (t.key.data) put(tangent_key_rows, query_t);
   if (store == Store::set) fill_zero(tx, keys * kRowTile);
   scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
+  if (p.softcap > 0) {
+    const auto cap = SoftCap<T>::of(p);
+    each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) {
+      if (tz) ATTN_ISA::store<T>(tz + j * kRowTile + i, x);
+      return x * cap.slope(load<T>(capped + j * kRowTile + i));
+    });
+  }
+  if (t.terms.alibi_slopes) {
+    const Distances<T> penalty(p, tile, t.terms.alibi_slopes);
+    each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) { return x - penalty(j, i); });
+  }
   if (!t.mask.data) return;
   pack_mask<T>(p, t.mask, *tile.rows, tile.keys, bias);
   each_vector(tx, keys, kRowTile, [&](Vec<T> x, int64_t j, int64_t i) { return x + load<T>(bias + j * kRowTile + i); });
