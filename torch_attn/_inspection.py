@@ -55,7 +55,7 @@ class Layer:
 
     @property
     def largest_weight(self) -> Tensor:
-        """``[B, H, L]``, of each query: 1 where one key has it all, 0 where no key is seen."""
+        """``[B, H, L]``, of each query 1 where one key has it all, 0 where no key is seen."""
         stats = Stats(self.largest_score, self.entropy, self.logsumexp, self.received_weight)
         return stats.largest_weight
 

@@ -176,7 +176,7 @@ class Stats(NamedTuple):
 
     @property
     def largest_weight(self) -> Tensor:
-        """``[B..., Hq, L]``, of each query: ``exp(largest_score - logsumexp)``, 0 without keys.
+        """``[B..., Hq, L]``, of each query ``exp(largest_score - logsumexp)``, 0 without keys.
 
         The nearer it is to 1, the more the softmax is saturated, and the less passes through it
         to the gradients of query and key. Scores of 1e6 and more leave float32 few digits for it.

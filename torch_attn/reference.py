@@ -1,8 +1,9 @@
 """Scaled dot-product attention as the textbooks write it: oracle of the tests, place to start.
 
-    Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V
+By Vaswani et al., *Attention Is All You Need*, 2017, section 3.2.1,
+https://arxiv.org/abs/1706.03762, it is::
 
-A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1, https://arxiv.org/abs/1706.03762
+    Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V
 
 Each row of the softmax holds the weights with which one query averages the values. The whole L x S
 matrix of them is written down here: that keeps these lines short, and it is what `torch_attn.sdpa`

@@ -245,6 +245,7 @@ TEST_F(Multihead, ErrorsNameArguments) {
   expect_error("query has shape [5, 2, 23]; it must have shape [L, 24] or [L, B, 24]",
                call(query.narrow(-1, 0, 23), key, value));
   expect_error("key has dtype Half; it must be that of the parameters, Double", call(query, key.to(at::kHalf), value));
+  expect_error("value has dtype Half; it must be that of the parameters", call(query, key, value.to(at::kHalf)));
   expect_error("query is a nested tensor; it must be dense",
                call(at::_nested_tensor_from_tensor_list({query[0]}), key, value));
   expect_error("key has shape [7, 1, 24]; it must have shape [S, 2, 24]", call(query, key.narrow(1, 0, 1), value));

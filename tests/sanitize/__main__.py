@@ -35,6 +35,8 @@ CORE = [
         "properties",
         "weights",
         "stats",
+        "stats_hidden",
+        "stats_subsystems",
         "nn",
     )
 ]

@@ -1,10 +1,13 @@
 """`attn` as an attention backend of Hugging Face diffusers.
 
+It goes where a model takes the name of one
+(https://huggingface.co/docs/diffusers/optimization/attention_backends)::
+
     from torch_attn.integrations import diffusers
     pipeline.transformer.set_attention_backend(diffusers.register())
 
-(https://huggingface.co/docs/diffusers/optimization/attention_backends). Not every model asks for a
-backend; :func:`register` says which, and :func:`calls` whether a model did.
+Not every model asks for a backend; :func:`register` says which, and :func:`calls` whether a model
+did.
 """
 
 from __future__ import annotations

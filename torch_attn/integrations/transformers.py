@@ -1,5 +1,7 @@
 """`attn` as an attention implementation of Hugging Face transformers.
 
+It goes where a model takes the name of one::
+
     from torch_attn.integrations import transformers
     model = AutoModel.from_pretrained(path, attn_implementation=transformers.register())
 

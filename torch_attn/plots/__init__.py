@@ -1,5 +1,7 @@
 """Pictures of attention, drawn with matplotlib: ``pip install 'torch-attn[lesson]'``.
 
+One of a matrix of weights, as a file::
+
     from torch_attn import plots
     plots.heatmap(weights, tokens).savefig("weights.png")
 
@@ -13,7 +15,7 @@ of text follow ``font.size``.
 
 Texts are written as they are; nothing is taken for a formula. The font that matplotlib starts with
 has no Chinese letters and no emoji, and draws boxes in their place. Name installed fonts that have
-them after it:
+them after it::
 
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Emoji"]
 

@@ -1,0 +1,254 @@
+"""sdpa_stats: what is hidden has no effect, what lies beside is not read, no scores are kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_attn
+from _cases import LENGTHS
+from _memory import GuardedMemory, LargestAllocation, resident
+from helpers import (
+    DTYPES,
+    INF,
+    LAYOUTS,
+    NAN,
+    PLACES,
+    Inputs,
+    cpu_capability_set_to,
+    in_fresh_process,
+    make_inputs,
+    randn,
+)
+from test_stats import NAMES, sdpa_stats, textbook
+from torch_attn import reference
+
+# --- masked, NaN, infinity ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["bool", "-inf"])
+@pytest.mark.parametrize("L", [7, 70])
+def test_rows_without_keys(L: int, kind: str, dtype: torch.dtype) -> None:
+    visible = torch.rand(L, 130) > 0.3
+    visible[[2, L - 1]] = False
+    mask = visible if kind == "bool" else randn((L, 130), dtype).masked_fill(~visible, -INF)
+    inputs = make_inputs(L, 130, 40, dtype=dtype)._replace(attn_mask=mask)
+    stats = torch_attn.sdpa_stats(inputs.query, inputs.key, mask)
+    for row in (2, L - 1):
+        assert (stats.largest_score[..., row] == -INF).all()
+        assert (stats.logsumexp[..., row] == -INF).all()
+        assert (stats.entropy[..., row] == 0).all()
+        assert (stats.largest_weight[..., row] == 0).all()
+    total = stats.received_weight.sum(-1)
+    torch.testing.assert_close(total, torch.full_like(total, L - 2))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("L", [1, 7, 70, 1100])
+def test_nan_in_a_query_stays_in_its_row(L: int, dtype: torch.dtype) -> None:
+    """And reaches the keys that the row may attend to, of its head alone."""
+    row, S = L // 2, 1100 if L < 70 else 130
+    shape = {"mask": (L, S), "heads": (4, 2, 2)}
+    query, key, _, mask = make_inputs(L, S, 40, kind="bool", dtype=dtype, **shape)
+    mask[row] = torch.rand(S) > 0.9
+    mask[row, 0] = False
+    options = {"attn_mask": mask, "enable_gqa": True}
+    clean = torch_attn.sdpa_stats(query, key, **options)
+    spoilt = query.clone()
+    spoilt[1, 2, row, 3] = NAN
+    dirty = torch_attn.sdpa_stats(spoilt, key, **options)
+    for name in NAMES[:3]:
+        is_nan = torch.zeros(2, 4, L, dtype=torch.bool)
+        is_nan[1, 2, row] = True
+        actual, expected = getattr(dirty, name), getattr(clean, name)
+        assert torch.equal(actual.isnan(), is_nan), name
+        assert torch.equal(actual[~is_nan], expected[~is_nan]), name
+    assert dirty.largest_weight[1, 2, row].isnan()
+    is_nan = torch.zeros(2, 4, S, dtype=torch.bool)
+    is_nan[1, 2] = mask[row]
+    assert torch.equal(dirty.received_weight.isnan(), is_nan)
+    untouched = ~is_nan
+    untouched[1, 2] = False  # of its head, one row less is summed
+    assert torch.equal(dirty.received_weight[untouched], clean.received_weight[untouched])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("L", "S", "bad"), [(7, 1100, 4), (70, 130, 40)])
+def test_nan_in_a_key_reaches_rows_that_see_it(
+    L: int, S: int, bad: int, causal: bool, dtype: torch.dtype
+) -> None:
+    query, key, _, mask = make_inputs(L, S, 40, mask=(L, S), kind="bool", dtype=dtype)
+    key[..., bad, 1] = NAN
+    stats = torch_attn.sdpa_stats(query, key, mask, causal)
+    visible = mask.tril() if causal else mask
+    sees = visible[:, bad].expand(2, 3, L)
+    for name in NAMES[:3]:
+        assert torch.equal(getattr(stats, name).isnan(), sees), name
+    reached = (visible & visible[:, bad, None]).any(0).expand(2, 3, S)
+    assert torch.equal(stats.received_weight.isnan(), reached)
+    # Hidden from all rows, it is nowhere.
+    mask[:, bad] = False
+    stats = torch_attn.sdpa_stats(query, key, mask, causal)
+    assert not any(t.isnan().any() for t in stats)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_infinite_scores(with_mask: bool, dtype: torch.dtype, kernels: str) -> None:
+    """-inf is a key that is masked; +inf leaves its row without weights, as in softmax."""
+    query, key = torch.ones(4, 2, dtype=dtype), torch.zeros(130, 2, dtype=dtype)
+    key[:, 1] = torch.linspace(-1, 1, 130).to(dtype)
+    query[1, 0], query[2, 0], key[7, 0] = -1, 1, INF
+    query[0, 0] = query[3, 0] = 0  # 0 times inf is NaN
+    mask = torch.zeros(4, 130, dtype=dtype) if with_mask else None
+    stats = torch_attn.sdpa_stats(query, key, mask, scale=1.0)
+    assert stats.largest_score.isnan().tolist() == [True, False, False, True]
+    assert stats.logsumexp.isnan().tolist() == [True, False, False, True]
+    assert stats.entropy.isnan().tolist() == [True, False, True, True]
+    assert stats.largest_score[2] == stats.logsumexp[2] == INF
+    assert stats.largest_weight[2].isnan()
+    # Row 1 is as if key 7 were masked.
+    others = torch.arange(130) != 7
+    masked = torch_attn.sdpa_stats(query[1:2], key, others[None], scale=1.0)
+    exact = textbook(Inputs(query[1:2], key[others], key[others]), torch.float64, scale=1.0)
+    for name in NAMES[:3]:
+        torch.testing.assert_close(getattr(stats, name)[1:2], getattr(masked, name))
+        torch.testing.assert_close(
+            getattr(stats, name)[1:2].double(), exact[name], rtol=1e-5, atol=1e-6
+        )
+    assert stats.received_weight.isnan().all()
+    alone = torch_attn.sdpa_stats(query[1:2], key, None if mask is None else mask[1:2], scale=1.0)
+    assert alone.received_weight[7] == 0
+    assert alone.received_weight.isfinite().all()
+    # +inf and NaN in one row: the NaN is not lost.
+    both = key.clone()
+    both[100, 0] = NAN
+    assert torch_attn.sdpa_stats(query[2:3], both, scale=1.0).largest_score.isnan().all()
+    assert torch_attn.sdpa_stats(query[2:3], both.flip(0), scale=1.0).logsumexp.isnan().all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("L", [1, 7, 70])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_of_hidden_tiles_is_read(causal: bool, L: int, dtype: torch.dtype) -> None:
+    S = 2000  # several splits, of which some see nothing
+    inputs = make_inputs(L, S, 40, dtype=dtype)
+    if not causal:
+        inputs = inputs._replace(attn_mask=torch.arange(S).expand(L, S) < 100)
+    clean = sdpa_stats(inputs, is_causal=causal)
+    key = inputs.key.clone()
+    key[..., 128:, :] = NAN
+    dirty = sdpa_stats(inputs._replace(key=key), is_causal=causal)
+    for name in NAMES:
+        assert torch.equal(dirty[name], clean[name]), name
+    assert (dirty["received_weight"][..., 100:] == 0).all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 0, 7), (2, 3, 5, 0), (0, 3, 5, 7), (2, 0, 5, 7), (2, 3, 0, 0)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty(causal: bool, shape: tuple[int, int, int, int]) -> None:
+    batch, heads, L, S = shape
+    query, key = torch.randn(batch, heads, L, 8), torch.randn(batch, heads, S, 8)
+    stats = torch_attn.sdpa_stats(query, key, is_causal=causal)
+    assert stats.entropy.shape == stats.largest_score.shape == (batch, heads, L)
+    assert stats.received_weight.shape == (batch, heads, S)
+    assert (stats.received_weight == 0).all()
+    assert (stats.entropy == 0).all()
+    assert (stats.logsumexp == -INF).all()
+    assert (stats.largest_score == -INF).all()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_head_dim_of_zero() -> None:
+    """All scores are 0."""
+    stats = torch_attn.sdpa_stats(torch.randn(5, 0), torch.randn(7, 0), scale=3.0)
+    assert (stats.largest_score == 0).all()
+    torch.testing.assert_close(stats.entropy, torch.full((5,), math.log(7)))
+
+
+# --- layouts, and what lies beside them -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("layout", "dtype"), PLACES)
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    """Views are read where they lie, and nothing beside them."""
+    inputs = make_inputs(67, 131, 24, mask=(2, 3, 67, 131), dtype=dtype, heads=3)
+    expected = sdpa_stats(inputs)
+    actual = sdpa_stats(inputs.map(LAYOUTS[layout]))
+    for name in NAMES:
+        assert torch.equal(actual[name], expected[name]), name
+
+
+def run_guarded(capability: str, at_end: bool) -> int:
+    """Many sizes between forbidden pages; the number of calls survived."""
+    memories = [GuardedMemory(1 << 19, at_end) for _ in range(3)]
+    calls = 0
+    with cpu_capability_set_to(capability):
+        for n, L in enumerate(LENGTHS):
+            S = LENGTHS[(4 * n + 7) % len(LENGTHS)]
+            for dtype in DTYPES:
+                for E in (1, 7, 33):
+                    mask, kind = (((1, S), "bool"), ((L, S), "float"))[(n + E) % 2]
+                    query, key, _, bias = make_inputs(
+                        L, S, E, batch=(), heads=1, mask=mask, kind=kind, dtype=dtype
+                    )
+                    tensors = (query, key, bias)
+                    placed = (m.tensor(t) for m, t in zip(memories, tensors, strict=True))
+                    torch_attn.sdpa_stats(*placed, is_causal=n % 2 == 0)
+                    calls += 1
+    return calls
+
+
+@pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
+def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
+    calls = in_fresh_process(run_guarded, cpu_capability, at_end)
+    assert calls == len(LENGTHS) * len(DTYPES) * 3
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_tensor_of_scores(causal: bool, dtype: torch.dtype) -> None:
+    L = S = 512
+    query, key, _, mask = make_inputs(L, S, batch=(), heads=1, mask=(1, S), dtype=dtype)
+    with LargestAllocation() as most:
+        torch_attn.sdpa_stats(query, key, mask, causal).largest_weight  # noqa: B018
+    assert 0 < most.elements < L * S // 2
+    with LargestAllocation() as most:
+        reference.sdpa_stats(query, key, mask, causal)
+    assert most.elements >= L * S
+
+
+def peak_growth(length: int, dtype: torch.dtype) -> int:
+    """How far resident memory rises in a call, once a small one has warmed up."""
+    torch.set_num_threads(2)
+    small, large = (make_inputs(n, n, batch=(), heads=1, dtype=dtype) for n in (64, length))
+    sdpa_stats(small)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    stats = sdpa_stats(large)
+    growth = resident("VmHWM") - before
+    assert abs(stats["received_weight"].double().sum().item() - length) < 1e-3 * length
+    return growth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_of_a_long_sequence(dtype: torch.dtype) -> None:
+    """16384 x 16384: the scores alone would be 1 GiB."""
+    assert in_fresh_process(peak_growth, 16384, dtype) < 16 << 20
