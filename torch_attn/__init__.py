@@ -1,9 +1,10 @@
 """Scaled dot-product attention for PyTorch: every input, every gradient, memory O(L + S).
 
-Importing the package registers the operators ``torch.ops.attn.sdpa``, ``sdpa_with_weights`` and
-``sdpa_stats``, of which :func:`sdpa`, :func:`sdpa_with_weights` and :func:`sdpa_stats` are the
-documented Python side. :mod:`torch_attn.reference` is the textbook version. In models that exist,
-:func:`replacing_sdpa` puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
+Importing the package registers the operators ``torch.ops.attn.sdpa``, ``attention``,
+``sdpa_with_weights`` and ``sdpa_stats``, of which :func:`sdpa`, :func:`sdpa_with_logsumexp`,
+:func:`sdpa_with_weights` and :func:`sdpa_stats` are the documented Python side.
+:mod:`torch_attn.reference` is the textbook version. In models that exist, :func:`replacing_sdpa`
+puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
 :class:`torch_attn.nn.MultiheadAttention` in that of torch's module. :func:`inspect` looks at what
 a model attends to, and :mod:`torch_attn.plots` draws it.
 """
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import Converted, convert
 from torch_attn._inspection import Inspection, Layer
-from torch_attn.functional import Stats, sdpa, sdpa_stats, sdpa_with_weights
+from torch_attn.functional import (
+    Stats,
+    sdpa,
+    sdpa_stats,
+    sdpa_with_logsumexp,
+    sdpa_with_weights,
+)
 from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
 
 if TYPE_CHECKING:
@@ -39,6 +46,7 @@ __all__ = [
     "replacing_sdpa",
     "sdpa",
     "sdpa_stats",
+    "sdpa_with_logsumexp",
     "sdpa_with_weights",
 ]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_weights"]
+__all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
 
-# sdpa and sdpa_with_weights can be compiled by torch.jit.script. It takes no arguments that are
-# given by name only and have a default: `scale` and `enable_gqa` may be given by position here.
+# sdpa, sdpa_with_logsumexp and sdpa_with_weights can be compiled by torch.jit.script. It takes no
+# arguments that are given by name only and have a default: all may be given by position here.
 
 
 def sdpa(
@@ -23,6 +23,12 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention.
 
@@ -30,6 +36,11 @@ def sdpa(
     takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`, which it
     replaces. The L x S scores are never stored, whatever the arguments: keys are read block by
     block with a running softmax, and backward computes the weights again.
+
+    The arguments from `softcap` on, which the built-in has not, go together with each other and
+    with all the rest. With p = i + query_offset the position of query i, a score is ``c tanh(scale
+    <q, k> / c) - slope |p - j| + mask``, hidden where any of window, causality, lengths and mask
+    hides key j, and a weight ``exp(score) / (exp(sink) + sum over j of exp(score))``.
 
     Shapes: ``B...`` stands for any number of leading dimensions, also none, that broadcast between
     query, key and value (sizes 1 and n). L is the number of queries, S of keys, E the size of a
@@ -48,11 +59,24 @@ def sdpa(
         dropout_p: probability, in [0, 1], with which each weight is zeroed; the others are divided
             by ``1 - dropout_p``. Applies whenever it is not 0: pass 0 in evaluation. Drawn from
             torch's default generator of the device, so :func:`torch.manual_seed` repeats it.
-        is_causal: query i attends to keys 0 ... i, counted from the top left also where L != S.
-            Together with `attn_mask` both apply.
+        is_causal: query i attends to keys 0 ... i, counted from the top left also where L != S,
+            unless `query_offset` says otherwise. Together with `attn_mask` both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk and Hv to be divisors of Hq (they may differ). ``Hq / Hk``
             neighbouring query heads share a key head, ``Hq / Hv`` a value head; neither is copied.
+        softcap: c > 0 bounds scores to (-c, c), before a mask is added; 0 is off (Gemma 2).
+        window_size: (left, right), how many keys beside its position a query sees to either side;
+            -1 is all. Keys out of the window are not read: time and memory are linear in it.
+            `is_causal` is (-1, 0).
+        query_offset: the position of query 0 among the keys, of any sign: one number, or integers
+            ``[B...]``. For rows that end where the keys end (lower right alignment, a chunk of a
+            prompt, a cache) it is ``S - L``; over a cache filled to a length, ``length - L``.
+        key_lengths: how many of the S keys there are: one number, or integers ``[B...]``. The
+            others, their values and their part of a mask are not read, whatever is there.
+        alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, query's dtype or float32: ALiBi takes slope times
+            the distance from each score. Differentiable.
+        sinks: ``[Hq]`` or ``[B..., Hq]``, query's dtype or float32: one more logit in every softmax
+            of a head, without a value (gpt-oss). 0 makes softmax-1, -inf none. Differentiable.
 
     Returns:
         ``[B..., Hq, L, Ev]`` in query's dtype, laid out as the query is (a ``[B, L, H, E]`` tensor
@@ -62,6 +86,8 @@ def sdpa(
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, or a dropout outside [0, 1]. The
             message names the argument, what it was and what is allowed. Nothing is read or written.
+            Offsets and lengths on a GPU are not looked at, which would wait for it: there, lengths
+            outside of 0 ... S count as the nearest of these.
         TypeError: query, key or value is no tensor; or `scale` or `dropout_p` is one of which a
             derivative is asked, for they have none. ``torch.ops.attn.sdpa`` itself cannot see that:
             PyTorch makes a number of it.
@@ -70,11 +96,12 @@ def sdpa(
     Precision: bfloat16 and float16 accumulate in float32, with the softmax in float32; float64 is
     float64 throughout. Under :class:`torch.autocast` the inputs are cast as the built-in's are.
 
-    Derivatives: with respect to query, key, value and a floating `attn_mask`, only those asked for,
-    with dropout's mask held fixed. First and second derivatives, in reverse mode, forward mode and
-    any mixture of the two, take memory O(L + S). Third ones, and forward mode over forward mode,
-    store the L x S scores, and raise RuntimeError with dropout. Under :func:`torch.func.vmap` the
-    operator is called once for all samples; with dropout, `randomness` is honoured.
+    Derivatives: with respect to query, key, value, a floating `attn_mask`, `alibi_slopes` and
+    `sinks`, only those asked for, with dropout's mask held fixed. First and second derivatives, in
+    reverse mode, forward mode and any mixture of the two, take memory O(L + S). Third ones, and
+    forward mode over forward mode, store the L x S scores, and raise RuntimeError with dropout.
+    Under :func:`torch.func.vmap` the operator is called once for all samples; with dropout,
+    `randomness` is honoured.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
@@ -94,6 +121,10 @@ def sdpa(
           Memory*, 2021, https://arxiv.org/abs/2112.05682
         - blocks, and a backward from the logsumexp of each row: Dao et al., *FlashAttention*, 2022,
           https://arxiv.org/abs/2205.14135
+        - soft cap: Gemma Team, *Gemma 2*, 2024, https://arxiv.org/abs/2408.00118; ALiBi: Press et
+          al., *Train Short, Test Long*, 2022, https://arxiv.org/abs/2108.12409; windows: Beltagy et
+          al., *Longformer*, 2020, https://arxiv.org/abs/2004.05150; sinks: Xiao et al., *Efficient
+          Streaming Language Models with Attention Sinks*, 2024, https://arxiv.org/abs/2309.17453
 
     Example:
         >>> query = torch.randn(2, 8, 100, 64, requires_grad=True)  # 2 texts, 8 heads, 100 queries
@@ -108,10 +139,104 @@ def sdpa(
         _refuse_others("attn::sdpa", query=query, key=key, value=value)
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
         scale, dropout_p = _numbers("attn::sdpa", scale=scale, dropout_p=dropout_p)
-    output: Tensor = torch.ops.attn.sdpa(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    if (
+        softcap == 0.0
+        and window_size == (-1, -1)
+        and query_offset is None
+        and key_lengths is None
+        and alibi_slopes is None
+        and sinks is None
+    ):
+        output: Tensor = torch.ops.attn.sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return output
+    return sdpa_with_logsumexp(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        softcap,
+        window_size,
+        query_offset,
+        key_lengths,
+        alibi_slopes,
+        sinks,
+    )[0]
+
+
+def sdpa_with_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`sdpa`, and the logsumexp and the largest score of every row.
+
+    Arguments, errors, memory and the output are those of :func:`sdpa`. From the logsumexp, results
+    over parts of the keys can be merged exactly: ``softmax([l1, l2]) @ [o1, o2]``, with the
+    logsumexp ``log(exp(l1) + exp(l2))``; a z-loss is ``logsumexp.square().mean()``.
+
+    Returns:
+        Three tensors:
+
+        - output: ``[B..., Hq, L, Ev]``;
+        - logsumexp: ``[B..., Hq, L]``, float32 (float64 for float64), of each query's scores and
+          its sink, differentiable to second order. Without keys it is the sink, or -inf without
+          one;
+        - max_score: as the logsumexp, of each query the largest score, without the sink; -inf
+          without keys. No derivatives.
+
+        Both are NaN for a query with a score of NaN, and +inf for one with a score of +inf.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 4, 10, 8)  # 4 heads, 10 tokens
+        >>> output, logsumexp, max_score = torch_attn.sdpa_with_logsumexp(query, key, value)
+        >>> _, weights, scores = torch_attn.sdpa_with_weights(query, key, value)
+        >>> bool(torch.allclose((scores - logsumexp[..., None]).exp(), weights, atol=1e-6))
+        True
+    """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::attention", query=query, key=key, value=value)
+    if (
+        not isinstance(dropout_p, float)
+        or not isinstance(softcap, float)
+        or (scale is not None and not isinstance(scale, float))
+    ):
+        scale, dropout_p, softcap = _numbers(
+            "attn::attention", scale=scale, dropout_p=dropout_p, softcap=softcap
+        )
+    results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        softcap=softcap,
+        window_size=_pair(window_size),
+        query_offset=_integers(query_offset, query),
+        key_lengths=_integers(key_lengths, query),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
-    return output
+    return results
 
 
 def sdpa_with_weights(
@@ -123,6 +248,12 @@ def sdpa_with_weights(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`sdpa` with the matrices it goes through, to look at or to train on.
 
@@ -134,8 +265,8 @@ def sdpa_with_weights(
         Three tensors, all differentiable:
 
         - output: ``[B..., Hq, L, Ev]``;
-        - weights: ``[B..., Hq, L, S]``, after softmax and before dropout. A row sums to 1, or is 0
-          if the query may attend to no key;
+        - weights: ``[B..., Hq, L, S]``, after softmax and before dropout. A row sums to 1, to less
+          beside a sink, or is 0 if the query may attend to no key;
         - scores: ``[B..., Hq, L, S]``, scaled and masked, before softmax; ``-inf`` where masked.
 
     Example:
@@ -146,10 +277,29 @@ def sdpa_with_weights(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         _refuse_others("attn::sdpa_with_weights", query=query, key=key, value=value)
-    if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
-        scale, dropout_p = _numbers("attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p)
+    if (
+        not isinstance(dropout_p, float)
+        or not isinstance(softcap, float)
+        or (scale is not None and not isinstance(scale, float))
+    ):
+        scale, dropout_p, softcap = _numbers(
+            "attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p, softcap=softcap
+        )
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        softcap=softcap,
+        window_size=_pair(window_size),
+        query_offset=_integers(query_offset, query),
+        key_lengths=_integers(key_lengths, query),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
     return results
 
@@ -192,6 +342,12 @@ def sdpa_stats(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Stats:
     """Statistics of attention, of sequences so long that the weights cannot be stored.
 
@@ -207,6 +363,8 @@ def sdpa_stats(
         is_causal: query i sees keys 0 ... i, together with `attn_mask`.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
+        softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks: as of :func:`sdpa`. A
+            sink is part of the logsumexp and of what weights are divided by, and no score.
 
     Returns:
         :class:`Stats`. Statistics are computed in float32 also of half types, whose scores are
@@ -251,9 +409,37 @@ def sdpa_stats(
         )
     return Stats(
         *torch.ops.attn.sdpa_stats(
-            query, key, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
+            query,
+            key,
+            attn_mask,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            softcap=softcap,
+            window_size=_pair(window_size),
+            query_offset=_integers(query_offset, query),
+            key_lengths=_integers(key_lengths, query),
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
         )
     )
+
+
+def _pair(window_size: tuple[int, int]) -> list[int]:
+    if len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size}; it must be a pair (left, right)")
+    return [window_size[0], window_size[1]]
+
+
+def _integers(numbers: Tensor | int | None, query: Tensor) -> Tensor | None:
+    """A number as a tensor, also one that is symbolic under torch.compile."""
+    if numbers is None:
+        return None
+    if isinstance(numbers, Tensor):
+        return numbers
+    if isinstance(numbers, float):
+        raise TypeError(f"query_offset and key_lengths are integers, not {numbers}")
+    return torch.full([], numbers, dtype=torch.int64, device=query.device)
 
 
 def _refuse_others(operator: str, **tensors: Any) -> None:
