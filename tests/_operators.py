@@ -21,19 +21,21 @@ def arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any], dict[str
         return [x.query, x.key, x.attn_mask], {n: o for n, o in options.items() if n != "dropout_p"}
     if name in ("sdpa", "sdpa_with_weights", "_sdpa_forward"):
         return list(x), options
-    output, *saved = torch.ops.attn._sdpa_forward(*x, **options)
+    saved = torch.ops.attn._sdpa_forward(*x, **options)[:4]
+    output = saved[0]
     drawn = [options.pop("dropout_p", 0.0), options.pop("is_causal", False)]
     keywords = {"scale": None, "enable_gqa": False, **options}
-    wanted = [t is not None and t.is_floating_point() for t in x]
-    positional = [*x, output, *saved]
+    none = [None, None]  # slopes and sinks
+    wanted = [*(t is not None and t.is_floating_point() for t in x), False, False]
+    positional = [*x, *none, *saved]
     if name == "_sdpa_backward":
-        return [torch.randn_like(output), *positional, *drawn], {
+        return [torch.randn_like(output), None, *positional, *drawn], {
             **keywords,
             "grad_input_mask": wanted,
         }
-    positional += directions(x)
+    positional += [*directions(x), *none]
     if name == "_sdpa_second":
         moved = torch.ops.attn._sdpa_tangent(*positional, *drawn, **keywords)
-        positional = [torch.randn_like(output), *positional, *moved]
+        positional = [torch.randn_like(output), None, *positional, *moved]
         keywords["grad_input_mask"] = wanted
     return [*positional, *drawn], keywords

@@ -37,8 +37,8 @@ class BackwardCalls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.attn._sdpa_backward.default:
-            asked = list(kwargs["grad_input_mask"])
-            self.calls.append((asked, [gradient is not None for gradient in result]))
+            asked = list(kwargs["grad_input_mask"])[: len(TENSORS)]
+            self.calls.append((asked, [gradient is not None for gradient in result][: len(TENSORS)]))
         return result
 
 

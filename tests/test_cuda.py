@@ -193,7 +193,7 @@ def test_dropout_in_a_graph(dtype: torch.dtype) -> None:
     def call(rng_state: Tensor | None = None) -> Tensor:
         return torch.ops.attn._sdpa_forward(*x, dropout_p=0.5, rng_state=rng_state)
 
-    replay, (output, _, rng_state, _) = captured(call)
+    replay, (output, _, rng_state, *_) = captured(call)
     torch.manual_seed(SEED)
     replayed = []
     for _ in range(3):

@@ -128,7 +128,7 @@ def test_all_keys_weigh_alike(dtype: torch.dtype) -> None:
     query = torch.full((32, 1, 16), 255 / 16, dtype=dtype)
     key = torch.full((32, 8192, 16), 229 / 16, dtype=dtype)
     value = torch.arange(8192)[:, None].ge(4096).expand(32, 8192, 8).to(dtype)
-    output, logsumexp, _, _ = torch.ops.attn._sdpa_forward(query, key, value)
+    output, logsumexp, *_ = torch.ops.attn._sdpa_forward(query, key, value)
     assert (output == 0.5).all()
     expected = 16 * 255 / 16 * 229 / 16 / 4 + math.log(8192)
     error = natural_logsumexp(logsumexp, scale=1 / 4) - expected
@@ -176,7 +176,7 @@ def test_what_derivatives_need(L: int, S: int, E: int, dtype: torch.dtype) -> No
     query, key, value, mask = make_inputs(L, S, E, mask=(L, S), kind="-inf", dtype=dtype)
     assert mask is not None
     mask[0] = -INF
-    output, logsumexp, _, residual = torch.ops.attn._sdpa_forward(query, key, value, mask)
+    output, logsumexp, _, residual, *_ = torch.ops.attn._sdpa_forward(query, key, value, mask)
     scores = query.double() @ key.double().mT / E**0.5 + mask.double()
     expected = scores.logsumexp(-1)
     assert (logsumexp[:, :, 0, 0] == -INF).all()
@@ -202,5 +202,5 @@ def test_the_residual_is_kept_where_it_counts(dtype: torch.dtype) -> None:
         residual = torch.ops.attn._sdpa_forward(query, key, value, **options)[3]
         assert residual.shape == (0,)
     for options in ({"dropout_p": 0.1}, {"attn_mask": seen.to(dtype)}):
-        output, _, _, residual = torch.ops.attn._sdpa_forward(query, key, value, **options)
+        output, _, _, residual, *_ = torch.ops.attn._sdpa_forward(query, key, value, **options)
         assert residual.shape == output.shape

@@ -376,19 +376,21 @@ def test_too_few_dimensions_under_vmap(argument: str) -> None:
     [
         (0, "grad_output", floats(2, 4, 5, 7)),
         (0, "grad_output", floats(2, 4, 5, 6, dtype=torch.float64)),
-        (5, "output", floats(2, 4, 5, 7)),
-        (6, "logsumexp", floats(2, 4, 6)),
-        (6, "logsumexp", floats(2, 4, 5, dtype=torch.float64)),
-        (7, "rng_state", torch.zeros(1, dtype=torch.int32)),
-        (8, "residual", torch.zeros(1)),
+        (1, "grad_logsumexp", floats(2, 4, 6)),
+        (1, "grad_logsumexp", floats(2, 4, 5, dtype=torch.float64)),
+        (8, "output", floats(2, 4, 5, 7)),
+        (9, "logsumexp", floats(2, 4, 6)),
+        (9, "logsumexp", floats(2, 4, 5, dtype=torch.float64)),
+        (10, "rng_state", torch.zeros(1, dtype=torch.int32)),
+        (11, "residual", torch.zeros(1)),
     ],
 )
 def test_backward_operator(position: int, name: str, wrong: Tensor) -> None:
     """What only autograd calls does not trust its arguments either."""
     inputs = tuple(floats(*size) for size in SIZES.values())
-    saved = torch.ops.attn._sdpa_forward(*inputs, dropout_p=0.5)
-    arguments = [floats(2, 4, 5, 6), *inputs, None, *saved, 0.5, False]
-    options = {"scale": None, "enable_gqa": False, "grad_input_mask": [True, True, True, False]}
+    saved = torch.ops.attn._sdpa_forward(*inputs, dropout_p=0.5)[:4]
+    arguments = [floats(2, 4, 5, 6), None, *inputs, None, None, None, *saved, 0.5, False]
+    options = {"grad_input_mask": [True, True, True, False, False, False]}
     torch.ops.attn._sdpa_backward(*arguments, **options)
     arguments[position] = wrong
     with pytest.raises(RuntimeError, match=name):
@@ -397,10 +399,10 @@ def test_backward_operator(position: int, name: str, wrong: Tensor) -> None:
 
 def test_gradient_of_a_mask_without_one() -> None:
     inputs = tuple(floats(*size) for size in SIZES.values())
-    options = {"scale": None, "enable_gqa": False, "grad_input_mask": [True, True, True, True]}
     for mask in (None, torch.ones(5, 7, dtype=torch.bool)):
-        saved = torch.ops.attn._sdpa_forward(*inputs, mask)
-        with pytest.raises(RuntimeError, match="attn_mask"):
-            torch.ops.attn._sdpa_backward(
-                floats(2, 4, 5, 6), *inputs, mask, *saved, 0.0, False, **options
-            )
+        saved = torch.ops.attn._sdpa_forward(*inputs, mask)[:4]
+        arguments = [floats(2, 4, 5, 6), None, *inputs, mask, None, None, *saved, 0.0, False]
+        for i, name in ((3, "attn_mask"), (4, "alibi_slopes"), (5, "sinks")):
+            wanted = [j == i for j in range(6)]
+            with pytest.raises(RuntimeError, match=name):
+                torch.ops.attn._sdpa_backward(*arguments, grad_input_mask=wanted)

@@ -144,9 +144,9 @@ struct BackwardParams : Problem {
   Operand residual;
   Operand grad_output;
   const void* logsumexp = nullptr;
-  // Of every row, [batch, heads, L]; null: 0. With it delta_i = <grad_output_i, output_i> - grad_logsumexp_i.
+  // Of every row, [batch, heads, L], the gradient of its row_logsumexp; null: 0.
   const void* grad_logsumexp = nullptr;
-  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L]
+  void* delta = nullptr;  // on CUDA: <grad_output, output + residual> - grad_logsumexp of every row, [batch, heads, L]
 
   // Null data where a gradient is not wanted.
   Operand grad_query;

@@ -359,7 +359,8 @@ Tensor empty_rows(const Shape& shape, const Tensor& query) {
 bool has_residual(const Inputs& inputs, const CallOptions& options) {
   const auto dtype = inputs.query.scalar_type();
   const bool floating_mask = inputs.attn_mask && inputs.attn_mask->is_floating_point();
-  return (dtype == at::kBFloat16 || dtype == at::kHalf) && (floating_mask || options.dropout_p > 0);
+  return (dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         (floating_mask || inputs.alibi_slopes || inputs.sinks || options.dropout_p > 0);
 }
 
 Tensor empty_residual(const Tensor& output, const Inputs& inputs, const CallOptions& options) {

@@ -56,9 +56,10 @@ at::TensorOptions compute_options(const at::Tensor& query);
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_rows(const Shape& shape, const at::Tensor& query);  // one number a row
-// Whether what rounding takes from an output of a half type is kept for derivatives. With a floating mask: it counts in
-// the mask's gradient, while in other gradients it is below what the rounding of the weights does. And with dropout:
-// the gradients of a row with one key, which are 0, would else be what rounding took from value / (1 - dropout_p).
+// Whether what rounding takes from an output of a half type is kept for derivatives. With a floating mask,
+// slopes or sinks: it counts in their gradients, while in others it is below what the rounding of the weights does. And
+// with dropout: the gradients of a row with one key, which are 0, would else be what rounding took from value /
+// (1 - dropout_p).
 bool has_residual(const Inputs& inputs, const CallOptions& options);
 at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const CallOptions& options);
 Statistics empty_statistics(const Shape& shape, const at::Tensor& query);

@@ -7,8 +7,9 @@
 //   dS_ij    = P_ij (dP_ij - delta_i),   delta_i = sum_j dP_ij P_ij = <G_i, O_i>
 //   dM = dS       dQ = s dS K       dK = s dS^T Q
 //
-// Where the logsumexp has a gradient g too, it is subtracted from delta. Between dS and dQ, dK stands the derivative of
-// the soft cap. The slopes of ALiBi have the gradient -sum_j dS_ij |position - j|, a sink -exp(sink - logsumexp) delta.
+// Where the logsumexp has a gradient g too, dS = P (dP - delta + g): where a row attends to one key only, dP - delta is
+// exactly 0, so g is added last. Between dS and dQ, dK stands the derivative of
+// the soft cap. The slopes of ALiBi have the gradient -sum_j dS_ij |position - j|, a sink -exp(sink - logsumexp) (delta - g).
 //
 // dS is the gradient of x, the scaled score, so that the scale enters once in dQ and once in dK, by the chain rule for
 // x = s q.k. The sum over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates
@@ -47,7 +48,8 @@ struct Backward {
     T* grad_output;    // [slots of kRowTile][Ev]
     T* grad_query_t;   // [E][kRowTile]
     Logsumexp<T>* logsumexp;
-    T* delta;  // [kRowTile]
+    T* delta;           // [kRowTile]
+    T* grad_logsumexp;  // [kRowTile]
     // for kSecond
     T* tangent_query_t;
     T* tangent_query;
@@ -115,6 +117,7 @@ struct Backward {
         state.grad_query_t = arena.take<T>(p.head_dim * kRowTile);
         state.logsumexp = arena.take<Logsumexp<T>>(1);
         state.delta = arena.take<T>(kRowTile);
+        state.grad_logsumexp = arena.take<T>(kRowTile);
         state.grad_slopes = arena.take<T>(p.grad_slopes ? kRowTile : 0);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
@@ -143,9 +146,9 @@ struct Backward {
     if (p.grad_value.data) rows.template pack_lanes<F>(p, p.grad_output, p.value_dim, state.grad_output, b.ld_value);
     rows.load_logsumexp(p, p.logsumexp, *state.logsumexp);
     dot_grad_output(p, b, state, p.output, p.residual, state.delta);
-    if (p.grad_logsumexp)
-      for (int64_t i = 0; i < rows.count; ++i)
-        state.delta[i] -= static_cast<const T*>(p.grad_logsumexp)[rows.number(p, i)];
+    fill_zero(state.grad_logsumexp, kRowTile);
+    for (int64_t i = 0; i < rows.count && p.grad_logsumexp; ++i)
+      state.grad_logsumexp[i] = static_cast<const T*>(p.grad_logsumexp)[rows.number(p, i)];
     if constexpr (kSecond) {
       if (p.t.query.data) {
         rows.template pack_columns<F>(p, p.t.query, p.head_dim, state.tangent_query_t);
@@ -268,7 +271,7 @@ struct Backward {
     const Vec<T> zero{};
     const T slope = log2_slope<T>(p);
     for (int64_t lane = 0; lane < lanes; lane += W) {
-      const Vec<T> delta = load<T>(state.delta + lane);
+      const Vec<T> delta = load<T>(state.delta + lane), grad_logsumexp = load<T>(state.grad_logsumexp + lane);
       const auto weigh = [&]<int kKeys>(int64_t first,
                                         std::integral_constant<int, kKeys>) __attribute__((always_inline)) {
         Vec<T> found[kKeys];
@@ -282,7 +285,7 @@ struct Backward {
           // by selection: nothing of a masked key or its value may come through, not even a NaN
           const auto masked = weight == zero;
           if constexpr (kSecond) {
-            const Vec<T> dp = load<T>(b.dx + at) * factor - delta;
+            const Vec<T> dp = load<T>(b.dx + at) * factor - delta + grad_logsumexp;
             const Vec<T> tx_shifted = load<T>(b.tx + at) - load<T>(state.shift + lane);
             const Vec<T> tweight = weight * (tx_shifted - load<T>(state.shifted_sum + lane));
             const Vec<T> tdp = load<T>(b.tdx + at) * factor - load<T>(state.tangent_delta + lane);
@@ -291,7 +294,10 @@ struct Backward {
             store<T>(b.tdx + at, masked ? zero : tweight * dp + weight * tdp);
           } else {
             store<T>(b.x + at, weight * factor);
-            if (want_dx) store<T>(b.dx + at, masked ? zero : weight * (load<T>(b.dx + at) * factor - delta));
+            if (want_dx) {
+              const Vec<T> dp = load<T>(b.dx + at) * factor - delta + grad_logsumexp;
+              store<T>(b.dx + at, masked ? zero : weight * dp);
+            }
           }
         }
       };
@@ -320,9 +326,9 @@ struct Backward {
   static void add_grad_slopes(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile) {
     const Distances<T> distance(p, tile, nullptr);
     for (int64_t lane = 0; lane < tile.lanes(); lane += W) {
-      Vec<T> sum = load<T>(state.grad_slopes + lane);
-      for (int64_t j = 0; j < tile.keys.size(); ++j) sum -= load<T>(b.ds() + j * kRowTile + lane) * distance(j, lane);
-      store<T>(state.grad_slopes + lane, sum);
+      Vec<T> sum{};
+      for (int64_t j = 0; j < tile.keys.size(); ++j) sum += load<T>(b.ds() + j * kRowTile + lane) * distance(j, lane);
+      store<T>(state.grad_slopes + lane, load<T>(state.grad_slopes + lane) - sum);
     }
   }
 
@@ -435,8 +441,8 @@ struct Backward {
     if (p.turns) end_turn(p.turns + pass);
   }
 
-  // What belongs to whole rows: with w = exp(sink - logsumexp), the weight of the sink, its gradient is -w delta, and
-  // sum_j dS_ij, the gradient of a number added to all scores, what is left of that of the logsumexp. For kSecond the
+  // What belongs to whole rows: with w = exp(sink - logsumexp), the weight of the sink, its gradient is -w (delta - g),
+  // and sum_j dS_ij, the gradient of a number added to all scores, what that leaves of g. For kSecond the
   // derivatives of both, with t(w) = w (t(sink) - c). Of a row without keys the logsumexp is the sink.
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
@@ -455,13 +461,12 @@ struct Backward {
                             : has_keys                 ? __builtin_exp2(exponent)
                             : sink == sink             ? 1
                                                        : sink;
-      double of_sink = -weight * state.delta[i];
-      double of_mask =
-          has_keys ? (p.grad_logsumexp ? static_cast<const T*>(p.grad_logsumexp)[number] : 0) - of_sink : 0;
+      const double grad_logsumexp = state.grad_logsumexp[i], delta = state.delta[i] - grad_logsumexp;
+      double of_sink = -weight * delta, of_mask = has_keys ? grad_logsumexp - of_sink : 0;
       if constexpr (kSecond) {
         const double tangent = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[of_head] : 0;
         const double moved = weight * (tangent - state.shift[i] - state.shifted_sum[i]);
-        of_sink = -moved * state.delta[i] - weight * state.tangent_delta[i];
+        of_sink = -moved * delta - weight * state.tangent_delta[i];
         of_mask = has_keys ? -of_sink : 0;
       }
       if (p.grad_sinks) static_cast<T*>(p.grad_sinks)[number] = static_cast<T>(of_sink);

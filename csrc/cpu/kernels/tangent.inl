@@ -99,7 +99,7 @@ struct Tangent {
       store<T>(b.shift + lane, shift);
       store<T>(b.has_shift + lane, begins ? one : had);
 
-      Vec<T> shifted_sum = load<T>(b.shifted_sum + lane);
+      Vec<T> shifted_sum{};  // of the tile: many keys' small shares would each round the sum of all
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
         const Vec<T> weight = load<T>(b.x + at);
@@ -110,7 +110,7 @@ struct Tangent {
         store<T>(b.x + at, weight * factor);
         store<T>(b.tx + at, product * factor);
       }
-      store<T>(b.shifted_sum + lane, shifted_sum);
+      store<T>(b.shifted_sum + lane, load<T>(b.shifted_sum + lane) + shifted_sum);
     }
   }
 
@@ -144,7 +144,7 @@ struct Tangent {
     fill_zero(b.shifted_sum, kRowTile);
     fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
 
-    each_tile_of_keys(own.keys_seen(p, rows.positions), [&](Range keys) {
+    const auto visit = [&](Range keys) {
       ScoreTile<T> tile;
       if (!tile.set(p, rows, keys, b.bias)) return;
       const auto load_tile = [&](const Operand& x, int64_t head, T* to, int64_t ld, int64_t cols) {
@@ -170,7 +170,14 @@ struct Tangent {
       };
       add_average(b.value, b.tx);
       if (p.t.value.data) add_average(b.tangent_value, b.x);
-    });
+    };
+    // With ALiBi the keys nearest to the rows weigh most, and come first: they make the better r.
+    const Range keys = own.keys_seen(p, rows.positions);
+    const int64_t nearest = rows.positions.first + rows.sequence.offset;
+    const int64_t first =
+        p.terms.alibi_slopes && keys.contains(nearest) ? in_tiles({nearest, keys.last}, kKeyTile).first : keys.first;
+    each_tile_of_keys({first, keys.last}, visit);
+    each_tile_of_keys({keys.first, first}, visit);
 
     if (p.terms.sinks) add_sinks_to_sum(p, b);
     const auto subtract = [&](const Operand& output) {  // (c - r) O
