@@ -53,6 +53,11 @@ ATTN_INLINE Vec<float> fraction(Vec<float> x) {
   return bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF));
 }
 
+// x - the integer nearest to it, 0 for infinities.
+ATTN_INLINE Vec<float> from_nearest(Vec<float> x) {
+  return bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+}
+
 // p * 2^floor(x)
 ATTN_INLINE Vec<float> scaled(Vec<float> p, Vec<float> x) {
   return bit_cast<Vec<float>>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));

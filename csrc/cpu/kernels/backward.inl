@@ -254,9 +254,9 @@ struct Backward {
     scores<S>(p, tile, state.score_query_t, k.score_key, b.x, b.capped);
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
-      each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, int64_t seen) {
-        multiply<F>({seen, count, slots_of<F>(p.value_dim)}, value, {state.grad_output_t + lane, kRowTile}, dots + lane,
-                    kRowTile, Store::set);
+      each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
+        multiply<F>({seen.size(), count, slots_of<F>(p.value_dim)}, rows_from(value, seen.first),
+                    {state.grad_output_t + lane, kRowTile}, dots + seen.first * kRowTile + lane, kRowTile, Store::set);
       });
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
@@ -387,9 +387,11 @@ struct Backward {
       };
       const auto add_to_queries = [&](T* weights, const Rows<T>& x) {  // overwrites the weights
         const T* dx = F::along_keys(weights, tile.keys.size(), tile.lanes(), b.weights);
-        each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, int64_t seen) {
-          multiply_transposed<F>({p.head_dim, count, slots_of<F>(seen)}, x, {dx + lane, kRowTile},
-                                 state.grad_query_t + lane, kRowTile, Store::add);
+        each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
+          const int64_t slot = F::slot(seen.first, 0);
+          multiply_transposed<F>({p.head_dim, count, slots_of<F>(seen.size())}, rows_from(x, slot),
+                                 {dx + slot * kRowTile + lane, kRowTile}, state.grad_query_t + lane, kRowTile,
+                                 Store::add);
         });
       };
       if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);

@@ -196,16 +196,18 @@ struct Forward {
     F::end_along_keys(b.weights, keys, lanes);
     // O += P V, or O^T += V^T P^T
     const Store store = state.started ? Store::add : Store::set;
-    each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, int64_t seen) {
-      const Rows<T> weights = {b.weights + at, kRowTile};
-      const int64_t slots = slots_of<F>(seen), rows = smaller(count, state.rows.count - at);
+    each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, Range seen) {
+      const int64_t slot = F::slot(seen.first, 0);
+      const Rows<T> weights = {b.weights + slot * kRowTile + at, kRowTile};
+      const Rows<T> values = rows_from(from.value_rows, slot);
+      const int64_t slots = slots_of<F>(seen.size()), rows = smaller(count, state.rows.count - at);
       RowsAhead next_values(p, from.value, tile.keys, p.value_dim, rows);
       if (b.few_rows)
-        multiply_transposed<F>({rows, b.ld_output, slots}, weights, from.value_rows, state.output_t + at * b.ld_output,
+        multiply_transposed<F>({rows, b.ld_output, slots}, weights, values, state.output_t + at * b.ld_output,
                                b.ld_output, store, next_values);
       else
-        multiply_transposed<F>({p.value_dim, count, slots}, from.value_rows, weights, state.output_t + at, kRowTile,
-                               store, next_values);
+        multiply_transposed<F>({p.value_dim, count, slots}, values, weights, state.output_t + at, kRowTile, store,
+                               next_values);
     });
     state.started = true;
   }

@@ -142,9 +142,10 @@ struct Weights {
       const Block block = block_of(p, p.value, b.rows->n, value_head_of(p, head), keys.first);
       const Rows<T> value = F::along_rows(block, keys.size(), p.value_dim, b.value, b.ld_value);
       const T* const weights = F::along_keys(b.x + keys.first * kRowTile, keys.size(), lanes, b.slots);
-      each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, int64_t seen) {
-        multiply_transposed<F>({p.value_dim, count, slots_of<F>(seen)}, value, {weights + at, kRowTile},
-                               b.output_t + at, kRowTile, Store::add);
+      each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, Range seen) {
+        const int64_t slot = F::slot(seen.first, 0);
+        multiply_transposed<F>({p.value_dim, count, slots_of<F>(seen.size())}, rows_from(value, slot),
+                               {weights + slot * kRowTile + at, kRowTile}, b.output_t + at, kRowTile, Store::add);
       });
     });
     b.rows->unpack_transposed(p, p.output, p.value_dim, b.output_t);

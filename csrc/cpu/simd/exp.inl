@@ -108,24 +108,28 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   return power[0];
 }
 
-// tanh(-y ln(2) / 2) within 3 ulps, also where it is small; y may be infinite or NaN. With e = 2^y - 1 it is -e / (2 + e),
-// and of 2^y = 2^n (1 + r p(r)) the 1 is taken away before it can round what remains.
+// tanh(y ln(2) / 2) within 3 ulps, also where it is small; y may be infinite or NaN. With e = 2^-|y| - 1 it is
+// -e / (2 + e), and of 2^-|y| = 2^n (1 + r p(r)) the 1 is taken away before it can round what remains.
 template <class T>
 ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y) {
   using F = Exp2Constants<T>;
-  constexpr T kMost = sizeof(T) == 4 ? 40 : 80;  // 2^-kMost is nothing beside 1
-  const auto negative = y > Vec<T>{};            // of two numbers that differ in sign the exponent is the negative one
-  Vec<T> x = negative ? -y : y;
-  x = x < -kMost ? splat<T>(-kMost) : x;
-  const Vec<T> shifted = x + F::round_magic, n = shifted - F::round_magic, r = x - n;
+  const Vec<T> one = splat<T>(1), x = -absolute<T>(y);
+  Vec<T> r, two_to_n;
+  if constexpr (kHasExp2 && sizeof(T) == 4) {
+    r = from_nearest(x);
+    two_to_n = scaled(one, x - r);
+  } else {
+    constexpr T kMost = sizeof(T) == 4 ? 40 : 80;  // 2^-kMost is nothing beside 1
+    const Vec<T> bounded = x < -kMost ? splat<T>(-kMost) : x, shifted = bounded + F::round_magic;
+    r = bounded - (shifted - F::round_magic);
+    const auto bits = (bit_cast<Vec<UInt<T>>>(shifted) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;
+    two_to_n = bit_cast<Vec<T>>(bits);
+  }
   Vec<T> p = splat<T>(F::poly[0]);
 #pragma GCC unroll 16
   for (size_t i = 1; i < sizeof(F::poly) / sizeof(T); ++i) p = p * r + F::poly[i];
-  const auto bits = (bit_cast<Vec<UInt<T>>>(shifted) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;
-  const Vec<T> two_to_n = bit_cast<Vec<T>>(bits);
-  const Vec<T> e = p * r * two_to_n + (two_to_n - static_cast<T>(1));
-  const Vec<T> positive = -e / (static_cast<T>(2) + e);
-  return negative ? -positive : positive;
+  const Vec<T> rise = p * r * two_to_n + (two_to_n - one);
+  return with_sign<T>(-rise / (static_cast<T>(2) + rise), y);
 }
 
 }  // namespace attn::ATTN_ISA

@@ -83,6 +83,18 @@ ATTN_INLINE Vec<Int<T> > lane_numbers() {
   return numbers;
 }
 
+// |x|, and x with the sign of `of` in place of its own, which is plus.
+template <class T>
+constexpr UInt<T> kSignBit = UInt<T>{1} << (8 * sizeof(T) - 1);
+template <class T>
+ATTN_INLINE Vec<T> absolute(Vec<T> x) {
+  return bit_cast<Vec<T> >(bit_cast<Vec<UInt<T> > >(x) & ~kSignBit<T>);
+}
+template <class T>
+ATTN_INLINE Vec<T> with_sign(Vec<T> x, Vec<T> of) {
+  return bit_cast<Vec<T> >(bit_cast<Vec<UInt<T> > >(x) | (bit_cast<Vec<UInt<T> > >(of) & kSignBit<T>));
+}
+
 // The larger of the two; a NaN in `x` is passed over.
 template <class V>
 ATTN_INLINE V max_number(V x, V best) {

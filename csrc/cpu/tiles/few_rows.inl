@@ -272,7 +272,7 @@ struct FewRows {
 
   // As that of scores.inl, along the keys.
   void add_score_terms(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
-    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(-2 * kLog2E * p.scale / p.softcap);
+    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(2 * kLog2E * p.scale / p.softcap);
     const auto score = ScoreFunction<T>::of(p);
     const Vec<T> lanes = __builtin_convertvector(lane_numbers<T>(), Vec<T>);
     for (int64_t r = 0; r < rows.count; ++r) {
@@ -283,10 +283,7 @@ struct FewRows {
         T* const at = x + r * ld + j;
         Vec<T> y = load<T>(at);
         y = p.softcap > 0 ? cap * tanh_of_exponent<T>(y * exponent) : score(y);
-        if (p.terms.alibi_slopes) {
-          const Vec<T> distance = ahead - static_cast<T>(j) - lanes;
-          y -= slope * (distance < Vec<T>{} ? -distance : distance);
-        }
+        if (p.terms.alibi_slopes) y -= slope * absolute<T>(ahead - static_cast<T>(j) - lanes);
         store<T>(at, y);
       }
     }

@@ -56,17 +56,25 @@ template <class F>
 constexpr int64_t kPanel =
     2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;
 
-// Calls f(lane, lanes, keys) for each panel of lanes and the number of keys of the tile.
+// Calls f(lane, lanes, keys) for each panel of lanes and the range of keys, counted from the tile's first, that it sees.
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
-  if (tile.all_visible()) return f(0, lanes, tile.keys.size());
+  if (tile.all_visible()) return f(0, lanes, Range{0, tile.keys.size()});
   for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
     Range positions{};
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
       positions = hull(positions, {tile.rows->position[i], tile.rows->position[i] + 1});
-    f(lane, smaller(kPanel<F>, lanes - lane), larger(0, tile.keys_seen(positions).last - tile.keys.first));
+    const Range seen = tile.keys_seen(positions);
+    // whole slots of keys; tiles of the processor hold many
+    const int64_t first = F::kTiles ? 0 : (seen.first - tile.keys.first) / F::kNumbers * F::kNumbers;
+    f(lane, smaller(kPanel<F>, lanes - lane), Range{first, larger(first, seen.last - tile.keys.first)});
   }
+}
+// Rows of keys, or of slots of keys, from the `first` one on.
+template <class T>
+ATTN_INLINE Rows<T> rows_from(const Rows<T>& rows, int64_t first) {
+  return {rows.data + first * rows.ld, rows.ld};
 }
 
 // Calls f(j, keys, lane) for each panel of keys and the first of the lanes.
@@ -98,8 +106,7 @@ struct Distances {
     }
   }
   ATTN_INLINE Vec<T> operator()(int64_t j, int64_t lane) const {
-    const Vec<T> distance = load<T>(ahead + lane) - static_cast<T>(j);
-    return load<T>(slope + lane) * (distance < Vec<T>{} ? -distance : distance);
+    return load<T>(slope + lane) * absolute<T>(load<T>(ahead + lane) - static_cast<T>(j));
   }
 };
 
@@ -110,7 +117,7 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* capped
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   auto score = ScoreFunction<T>::of(p);
   if (p.softcap > 0) {
-    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(-2 * kLog2E * p.scale / p.softcap);
+    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(2 * kLog2E * p.scale / p.softcap);
     each_vector(x, keys, lanes,
                 [&](Vec<T> product, int64_t, int64_t) { return cap * tanh_of_exponent<T>(product * exponent); });
     score = ScoreFunction<T>::identity();
@@ -151,9 +158,9 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* cap
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
             typename F::Number* capped = nullptr, Between& between = kNothingBetween) {
-  each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, int64_t seen) {
-    multiply<F>({seen, count, slots_of<F>(p.head_dim)}, key_rows, {query_t + lane, kRowTile}, x + lane, kRowTile,
-                Store::set, between);
+  each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
+    multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
+                {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, between);
   });
   products_to_scores<T>(p, tile, x, capped);
 }

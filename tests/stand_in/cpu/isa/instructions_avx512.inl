@@ -66,6 +66,10 @@ ATTN_INLINE Vec<float> fraction(Vec<float> x) {
   const auto infinite = (x == kInfinity<float>) | (x == -kInfinity<float>);
   return infinite ? Vec<float>{} : x - floor_of(x);
 }
+ATTN_INLINE Vec<float> from_nearest(Vec<float> x) {
+  const auto infinite = (x == kInfinity<float>) | (x == -kInfinity<float>);
+  return infinite ? Vec<float>{} : x - floor_of(x + 0.5f);
+}
 ATTN_INLINE Vec<float> scaled(Vec<float> p, Vec<float> x) {
   // in two steps, as the result may be subnormal
   const Vec<float> n = floor_of(x), clamped = n < -252.0f ? splat(-252.0f) : n > 254.0f ? splat(254.0f) : n;
