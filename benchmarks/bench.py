@@ -35,6 +35,7 @@ from common import (
 from cycles import Counter, UnreadableError, cycles_of
 from masked import MASKED, above, bench_masked, masked_table
 from memory import BACKWARD, DOUBLE, DROPOUT, JVP, derivative_runner, memory_of
+from options import OPTIONS, bench_options, options_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -327,6 +328,12 @@ def main() -> None:
     if masked:
         console.print(masked_table(masked))
         console.print(f"{above(masked)} of {len(masked)} rows above what they should take at most")
+    options = bench_options(console, OPTIONS, seconds, arguments.filter, not arguments.quick)
+    if options:
+        console.print(options_table(options))
+        console.print(
+            f"{above(options)} of {len(options)} rows above what they should take at most"
+        )
     threads = bench_threads(console, seconds, arguments.filter)
     if threads:
         console.print(threads_table(threads))
@@ -340,6 +347,7 @@ def main() -> None:
         "machine": about_it,
         "speed": speed,
         "masked": masked,
+        "options": options,
         "threads": threads,
         "derivatives": derivatives,
         "memory": memory,

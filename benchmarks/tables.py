@@ -66,6 +66,16 @@ def masked(rows: list[Row]) -> str:
     return table(["mask", "pass", what, "bf16", "f16"], by_dtype(rows, cell))
 
 
+def options(rows: list[Row]) -> str:
+    def cell(r: Row) -> str:
+        flex = f", FlexAttention {r['flex_ms']:.3g}" if "flex_ms" in r else ""
+        return f"{r['ours_ms']:.3g}, {r['of_instead']:.3g}{flex}"
+
+    named = [{**r, "case": f"{r['option']}, {r['case']}"} for r in rows]
+    found = ((*cells[:4],) for cells in by_dtype(named, cell))
+    return table(["option", "pass", "f32 ms, of the time instead", "bf16"], found)
+
+
 def derivatives(rows: list[Row]) -> str:
     lines = (
         [r["kind"], str(r["length"]), f"{r['ours_ms']:.3g}", f"{r['ratio']:.2f}", *mib(r)]
@@ -141,6 +151,7 @@ def tables(result: dict[str, Any]) -> list[str]:
     makers = {
         "speed": speed,
         "masked": masked,
+        "options": options,
         "derivatives": derivatives,
         "memory": memory,
         "threads": threads,

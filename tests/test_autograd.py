@@ -38,7 +38,9 @@ class BackwardCalls(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.attn._sdpa_backward.default:
             asked = list(kwargs["grad_input_mask"])[: len(TENSORS)]
-            self.calls.append((asked, [gradient is not None for gradient in result][: len(TENSORS)]))
+            self.calls.append(
+                (asked, [gradient is not None for gradient in result][: len(TENSORS)])
+            )
         return result
 
 

@@ -186,6 +186,36 @@ def test_what_masked_rows_are_held_against(bench: Any) -> None:
     assert options == {"is_causal": True}
 
 
+def test_rows_of_options(bench: Any) -> None:
+    """Held against calls of theirs; the options are those of the rows' names."""
+    import options
+
+    small = {}
+    for name, option in options.OPTIONS.items():
+        fewer = {"queries": min(option.case.queries, 300), "heads": 2, "kv_heads": 1}
+        small[name] = dataclasses.replace(
+            option, case=dataclasses.replace(option.case, **fewer, keys=2100, dtypes=("f32",))
+        )
+    rows = bench.bench_options(silent(), small, 0.0, "", with_flex=False)
+    assert [(r["option"], r["pass"]) for r in rows[:3]] == [
+        *[("window 256", "forward"), ("window 256", "backward")],
+        ("window 256, offset 37", "forward"),
+    ]
+    assert len(rows) == 9
+    for r in rows:
+        assert r["of_instead"] == pytest.approx(r["ours_ms"] / r["instead_ms"])
+        assert 0 < r["at_most"] < 1.2
+    rows = [r | {"of_instead": r["at_most"]} for r in rows]
+    assert bench.above(rows) == 0
+    printed = render(bench.options_table(rows))
+    assert all(name in printed for name in options.OPTIONS)
+    cache = options.OPTIONS["half of a cache"]
+    tensors, plain = cache.case.inputs(torch.float32)
+    expected = torch.ops.attn.sdpa(*cache.instead(tensors), **plain)
+    actual = torch.ops.attn.attention(*tensors, **plain, **cache.options(cache.case))[0]
+    torch.testing.assert_close(actual, expected)
+
+
 FAKE_MACHINE = types.SimpleNamespace(gflops={"f32": 100.0}, per_cycle={"f32": 64.0})
 
 
