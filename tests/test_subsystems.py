@@ -210,7 +210,7 @@ def test_flops_of_what_is_asked_for() -> None:
 @pytest.mark.parametrize("window", [(3, -1), (-1, 0), (2, 1), (0, 0), (100, 100)])
 @pytest.mark.parametrize(("L", "S"), [(5, 7), (7, 5), (1, 9), (9, 1), (0, 3), (3, 0)])
 def test_flops_of_a_window(L: int, S: int, window: tuple[int, int]) -> None:
-    """Of the pairs that it leaves: from the first query on, or up to the last if there is an offset."""
+    """Of the pairs that it leaves: counted from the first, and with an offset from the last."""
     E, Ev = 16, 24
     x = make_inputs(L, S, E, Ev)[:3]
     for causal, offset in itertools.product((False, True), (None, S - L)):

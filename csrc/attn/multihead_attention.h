@@ -43,8 +43,8 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, vdim) = std::nullopt;
   // Whether tensors are [B, L, embed_dim]; else they are [L, B, embed_dim].
   TORCH_ARG(bool, batch_first) = false;
-  // As of attn::Options: how many keys to the left and right of its position a query sees, -1 being all; and the bound of
-  // scores, 0 being none.
+  // As of attn::Options: how many keys to the left and right of its position a query sees, -1: all; and the bound of
+  // scores, 0: none.
   using Window = std::array<int64_t, 2>;
   TORCH_ARG(Window, window_size) = { -1, -1 };
   TORCH_ARG(double, softcap) = 0.0;

@@ -54,7 +54,7 @@ struct Options {
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward. With
-// all options, query i at position p = i + query_offset has
+// the other options, a query i at position p = i + query_offset has
 //
 //   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask, of the keys that nothing hides
 //   weights  exp(score_j) / (exp(sink) + sum over j of exp(score_j))
