@@ -53,10 +53,10 @@ struct Options {
   std::optional<at::Tensor> sinks = std::nullopt;
 };
 
-// softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward. With
-// the other options, a query i at position p = i + query_offset has
+// softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
+// With the other options, query i stands at p = i + query_offset, and of the keys that nothing hides has
 //
-//   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask, of the keys that nothing hides
+//   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask
 //   weights  exp(score_j) / (exp(sink) + sum over j of exp(score_j))
 //
 //   query   [B..., Hq, L, E]   float64, float32, bfloat16 or float16, one type for all three;
