@@ -180,6 +180,139 @@ def test_statistics_redistributed(run: Run, case: str) -> None:
         assert all(communications > 0 for _, communications in results)
 
 
+# Shapes of the tensors among the options with their placements, those of query, key and value, and
+# of the output.
+WITH_OPTIONS: dict[str, tuple[dict[str, tuple[tuple[int, ...], Any]], Any, Any]] = {
+    "numbers": ({"query_offset": ((), None), "key_lengths": ((), None)}, Head, Head),
+    "of heads, heads": ({"alibi_slopes": ((4,), Shard(0)), "sinks": ((4,), Shard(0))}, Head, Head),
+    "of heads, batch": ({"alibi_slopes": ((4,), R), "sinks": ((4,), R)}, Batch, Batch),
+    "of heads and batch, heads": ({"alibi_slopes": ((2, 4), Shard(1))}, Head, Head),
+    "of heads and batch, batch": ({"sinks": ((2, 4), Shard(0))}, Batch, Batch),
+    "of one batch entry": ({"alibi_slopes": ((1, 4), R), "sinks": ((1, 4), R)}, Batch, Batch),
+    "of entries, batch": (
+        {"query_offset": ((2,), Batch), "key_lengths": ((2,), Batch)},
+        *(Batch, Batch),
+    ),
+    "of entries, heads": ({"query_offset": ((2,), R), "key_lengths": ((2,), R)}, Head, Head),
+    "all, heads": (
+        {
+            "alibi_slopes": ((2, 4), Shard(1)),
+            "sinks": ((4,), Shard(0)),
+            "query_offset": ((2,), R),
+            "key_lengths": ((1,), None),
+        },
+        *(Head, Head),
+    ),
+    # What is given by name stays as it is, and the others follow.
+    "of entries, not sharded": ({"key_lengths": ((2,), R)}, Batch, R),
+    "of entries, sharded alone": ({"key_lengths": ((2,), Batch)}, R, Batch),
+    "of entries, sharded otherwise": ({"key_lengths": ((2,), Batch)}, Head, Batch),
+}
+
+
+def option(name: str, shape: tuple[int, ...]) -> Tensor:
+    if name in ("query_offset", "key_lengths"):
+        return torch.randint(2, 6, shape)
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def results(inputs: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    """All that comes out: with gradients, to second order, and without; statistics."""
+    options = {"window_size": (4, 1), "softcap": 2.0, **options}
+    plain = torch_attn.sdpa_with_logsumexp(*inputs, **options)
+    found = dict(zip(("output", "logsumexp", "max_score"), plain, strict=True))
+    found |= torch_attn.sdpa_stats(*inputs[:2], **options)._asdict()
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    learned = {
+        name: t.detach().requires_grad_()
+        for name, t in options.items()
+        if isinstance(t, Tensor) and t.is_floating_point()
+    }
+    output, logsumexp, _ = torch_attn.sdpa_with_logsumexp(*leaves, **options | learned)
+    wanted = [*leaves, *learned.values()]
+    loss = output.square().sum() + logsumexp.sin().sum()
+    first = torch.autograd.grad(loss, wanted, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+    found |= {f"gradient {i}": g for i, g in enumerate(first)}
+    found |= {f"second {i}": g for i, g in enumerate(second)}
+    # without the logsumexp, whose results are then empty
+    first = torch.autograd.grad(torch_attn.sdpa(*leaves, **options | learned).sum(), wanted)
+    return found | {f"of the output {i}": g for i, g in enumerate(first)}
+
+
+def compare_options(case: str) -> tuple[Any, int]:
+    """As `compare`, of the output without gradients."""
+    torch.manual_seed(0)
+    tensors, placement, _ = WITH_OPTIONS[case]
+    inputs = list(make_inputs(5, 7, 6, heads=4, dtype=torch.float64)[:3])
+    options = {name: option(name, shape) for name, (shape, _) in tensors.items()}
+    mesh = init_device_mesh("cpu", (WORLD,))
+    sharded = [shard(t, mesh, placement) for t in inputs]
+    others = {
+        name: options[name] if p is None else shard(options[name], mesh, p)
+        for name, (_, p) in tensors.items()
+    }
+    expected, actual = results(inputs, options), results(sharded, others)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name].full_tensor(), tensor, msg=f"{case}: {name}")
+    with CommDebugMode() as communication:
+        output = torch_attn.sdpa(*sharded, **others)
+    return output.placements, communication.get_total_counts()
+
+
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1")
+@pytest.mark.parametrize("case", WITH_OPTIONS)
+def test_options(run: Run, case: str) -> None:
+    _, of_inputs, of_output = WITH_OPTIONS[case]
+    for placements, communications in run(compare_options, case):
+        assert placements == (of_output,)
+        assert (communications > 0) == (of_inputs not in (R, of_output))  # of a whole, each takes
+
+
+def options_after_options() -> None:
+    """A call must not be taken for one before whose tensors were placed otherwise."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    inputs = make_inputs(5, 7, 6, heads=4)[:3]
+    sinks, lengths = torch.randn(4), torch.tensor([3, 6])
+    for of_inputs, of_sinks, of_lengths in (
+        (Head, Shard(0), R),
+        (Head, R, R),
+        (Batch, R, Batch),
+        (Head, Shard(0), R),
+        (Batch, R, R),
+    ):
+        sharded = [shard(t, mesh, of_inputs) for t in inputs]
+        for moved in (lengths, lengths - 2):
+            options = {
+                "sinks": shard(sinks, mesh, of_sinks),
+                "key_lengths": shard(moved, mesh, of_lengths),
+            }
+            output = torch_attn.sdpa(*sharded, **options).full_tensor()
+            expected = torch_attn.sdpa(*inputs, sinks=sinks, key_lengths=moved)
+            torch.testing.assert_close(output, expected)
+
+
+def test_options_after_options(run: Run) -> None:
+    run(options_after_options)
+
+
+def options_that_fit_nowhere() -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    inputs = [shard(t, mesh, Batch) for t in make_inputs(5, 7, 6, heads=4)[:3]]
+    options = {"sinks": shard(torch.zeros(4), mesh, Shard(0))}
+    options["key_lengths"] = shard(torch.tensor([3, 6]), mesh, Batch)  # one by heads, one by batch
+    with pytest.raises(RuntimeError, match=r"key_lengths is .* fits no way to shard the call"):
+        torch_attn.sdpa(*inputs, **options)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch_attn.sdpa(*inputs, key_lengths=torch.tensor([3, 6]))
+
+
+def test_options_that_fit_nowhere(run: Run) -> None:
+    run(options_that_fit_nowhere)
+
+
 def call_after_call() -> None:
     """What DTensor remembers of a call must not serve one that differs in an option only."""
     torch.manual_seed(0)
@@ -278,12 +411,11 @@ def causal_biases() -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     inputs = make_inputs(5, 7, heads=4)[:3]
     tensors = [distribute_tensor(t, mesh, [Head]) for t in inputs]
-    output = torch_attn.sdpa(*tensors, causal_upper_left(5, 7))
-    assert output.placements == (Head,)
-    expected = torch_attn.sdpa(*inputs, is_causal=True)
-    torch.testing.assert_close(output.full_tensor(), expected)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        torch_attn.sdpa(*tensors, causal_lower_right(5, 7))
+    for bias, offset in ((causal_upper_left(5, 7), 0), (causal_lower_right(5, 7), 2)):
+        output = torch_attn.sdpa(*tensors, bias)
+        assert output.placements == (Head,)
+        expected = torch_attn.sdpa(*inputs, is_causal=True, query_offset=offset)
+        torch.testing.assert_close(output.full_tensor(), expected)
 
 
 def test_causal_biases(run: Run) -> None:

@@ -313,6 +313,81 @@ def test_what_a_floating_mask_hides(
     assert torch.equal(layer.weights[0, 0] > 0, shown)
 
 
+class WithOptions(nn.Module):
+    """A model whose attention has what the built-in has not, by one of the ways to call it."""
+
+    def __init__(self, call: str, **options: Any) -> None:
+        super().__init__()
+        self.call, self.options = getattr(torch_attn, call), options
+
+    def forward(self, query: Tensor, key: Tensor) -> Any:
+        return self.call(query, key, key, **self.options)
+
+
+ENTRIES = torch.tensor([4, 0])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (2, 1)},
+    "window to the left": {"window_size": (1, -1)},
+    "window and causal": {"window_size": (2, 3), "is_causal": True},
+    "offset": {"is_causal": True, "query_offset": -2},
+    "offsets": {"is_causal": True, "query_offset": ENTRIES},
+    "lengths": {"key_lengths": ENTRIES},
+    "soft cap": {"softcap": 0.5},
+    "slopes and sinks": {"alibi_slopes": torch.rand(3), "sinks": torch.randn(2, 3)},
+    "mask of scores": {"attn_mask": MASK, "window_size": (2, 1), "key_lengths": ENTRIES},
+    "mask of keys": {"attn_mask": MASK[:1], "is_causal": True, "query_offset": ENTRIES},
+    "mask of queries": {"attn_mask": MASK[:, 2:3] | MASK[:, :1], "window_size": (0, 1)},
+    "mask of heads": {"attn_mask": MASK.expand(3, 5, 5), "key_lengths": ENTRIES},
+    "causal bias": {"attn_mask": causal_lower_right(5, 6), "window_size": (2, -1)},
+    "sinks that learn": {"sinks": torch.zeros(3, requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("call", ["sdpa", "sdpa_with_logsumexp", "sdpa_with_weights"])
+def test_options_that_the_builtin_has_not(call: str, name: str, weights: bool) -> None:
+    options = OPTIONS[name]
+    S = 6 if name == "causal bias" else 5
+    query, key = torch.randn(2, 3, 5, 8), torch.randn(2, 3, S, 8)
+    model = WithOptions(call, **options)
+    inspection = torch_attn.inspect(model, (query, key), weights=weights)
+    (layer,) = inspection.layers
+    if name == "causal bias":
+        options = options | {"attn_mask": None, "is_causal": True, "query_offset": 1}
+    with torch.no_grad():
+        _, p, _ = reference.sdpa_with_weights(query, key, key, **options)
+        stats = reference.sdpa_stats(query, key, **options)
+    assert torch.equal(layer.visible_keys, (p > 0).sum(-1))
+    if weights:
+        assert layer.weights is not None
+        torch.testing.assert_close(layer.weights, p)
+    for field, formula in zip(torch_attn.Stats._fields, stats, strict=True):
+        torch.testing.assert_close(getattr(layer, field), formula)
+        assert not getattr(layer, field).requires_grad
+    output = inspection.output if call == "sdpa" else inspection.output[0]
+    torch.testing.assert_close(output.detach(), p @ key)
+
+
+def test_options_of_a_query_without_heads() -> None:
+    x = torch.randn(5, 8)
+    model = WithOptions("sdpa", window_size=(1, 0), key_lengths=4, query_offset=1)
+    layer = torch_attn.inspect(model, (x, x)).layers[0]
+    assert layer.visible_keys.tolist() == [[[2, 2, 2, 1, 0]]]
+
+
+def test_options_under_vmap() -> None:
+    """They alone may be mapped."""
+
+    class Mapped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            lengths = torch.tensor([3, 4])
+            return torch.vmap(lambda n: torch_attn.sdpa(x, x, x, key_lengths=n))(lengths)
+
+    with pytest.raises(RuntimeError, match=r"torch\.vmap"):
+        torch_attn.inspect(Mapped(), torch.randn(5, 8))
+
+
 def test_lower_right_causal_bias() -> None:
     query, key = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 5, 8)
     layer = torch_attn.inspect(Heads(causal_lower_right(2, 5)), (query, key)).layers[0]

@@ -21,6 +21,7 @@ import torch_attn
 from _accuracy import check_modules
 from _memory import LargestAllocation
 from helpers import INF, NAN, SEED
+from torch_attn import reference
 from torch_attn.nn import MultiheadAttention
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -222,6 +223,106 @@ def test_causal_hint_spares_the_mask(padded: bool) -> None:
     )
 
 
+# --- windows, soft cap, offsets and lengths -------------------------------------------------------
+
+
+def hidden(
+    window: tuple[int, int] = (-1, -1), offset: Any = 0, lengths: Any = S, causal: bool = False
+) -> Tensor:
+    """Of numbers or [B] integers the mask that says the same, [L, S] or [B H, L, S]."""
+    left, right = (n if n >= 0 else L + S for n in window)
+    offset, lengths = (torch.as_tensor(n)[..., None, None] for n in (offset, lengths))
+    ahead = torch.arange(S) - torch.arange(L)[:, None] - offset
+    mask = (ahead < -left) | (ahead > (min(right, 0) if causal else right))
+    mask = mask | (torch.arange(S) >= lengths)
+    return mask if mask.dim() == 2 else mask.repeat_interleave(H, 0)
+
+
+OFFSETS, LENGTHS = torch.tensor([2, 0, -3]), torch.tensor([7, 0, 4])
+# Arguments of the constructor, of the call, and those of `hidden`.
+SAID_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "window": ({"window_size": (1, 2)}, {}, {"window": (1, 2)}),
+    "window to the left": ({"window_size": (2, -1)}, {}, {"window": (2, -1)}),
+    "window and causal": (
+        {"window_size": (2, 3)},
+        {"is_causal": True},
+        {"window": (2, 3), "causal": True},
+    ),
+    "window and offset": (
+        {"window_size": (2, 0), "batch_first": True},
+        {"query_offset": S - L},
+        {"window": (2, 0), "offset": S - L},
+    ),
+    "offset": ({}, {"is_causal": True, "query_offset": 1}, {"causal": True, "offset": 1}),
+    "offsets": (
+        {"kdim": 6},
+        {"is_causal": True, "query_offset": OFFSETS},
+        {"causal": True, "offset": OFFSETS},
+    ),
+    "length": ({"bias": False}, {"key_lengths": 4}, {"lengths": 4}),
+    "lengths": (
+        {"num_kv_heads": 2},
+        {"key_lengths": LENGTHS, "is_causal": True},
+        {"lengths": LENGTHS, "causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+@pytest.mark.parametrize("case", SAID_OTHERWISE)
+def test_what_a_mask_says_too(case: str, need_weights: bool) -> None:
+    constructor, options, said = SAID_OTHERWISE[case]
+    module = ours(**constructor)
+    tensors = inputs(module)
+    padding = make_mask("bool", B, S)
+    options = {**options, "key_padding_mask": padding, "need_weights": need_weights}
+    actual = call(module, tensors, **options)
+    module.window_size = (-1, -1)
+    masked = {"key_padding_mask": padding, "need_weights": need_weights}
+    assert_same(actual, call(module, tensors, attn_mask=hidden(**said), **masked))
+    module.window_size = constructor.get("window_size", (-1, -1))
+    with torch.no_grad():
+        outputs = module(*tensors, **options)
+    torch.testing.assert_close(outputs[0], actual["output"])
+    if need_weights:
+        torch.testing.assert_close(outputs[1], actual["weights"])
+
+
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_soft_cap(dropout: float, need_weights: bool) -> None:
+    """With a window, of inputs without a batch."""
+    module = ours(softcap=0.3, window_size=(3, 1), dropout=dropout)
+    query, key, value = inputs(module, None)
+    parts = zip((query, key, value), *(t.chunk(3) for t in (module.in_proj_weight,
+                module.in_proj_bias)), strict=True)  # fmt: skip
+    q, k, v = (F.linear(x, w, b).unflatten(-1, (H, -1)).transpose(0, 1) for x, w, b in parts)
+    options = {"softcap": 0.3, "window_size": (3, 1), "query_offset": 1}
+    _, p, _ = reference.sdpa_with_weights(q, k, v, **options)
+    capped, weights = module(
+        query, key, value, need_weights=need_weights, average_attn_weights=False, query_offset=1
+    )
+    if need_weights:
+        p = p if dropout == 0 else torch.where(weights == 0, 0, p / (1 - dropout))
+        torch.testing.assert_close(weights, p)
+    if need_weights or not dropout:
+        expected = module.out_proj((p @ v).transpose(0, 1).flatten(-2))
+        torch.testing.assert_close(capped, expected)
+    else:
+        assert (capped - module.eval()(query, key, value, query_offset=1)[0]).abs().max() > 1e-3
+
+
+def test_a_module_of_an_earlier_release() -> None:
+    """Its state has neither a window nor a soft cap."""
+    module = ours()
+    tensors = inputs(module)
+    expected, _ = module(*tensors)
+    del module.window_size, module.softcap
+    other = pickle.loads(pickle.dumps(module))
+    assert torch.equal(other(*tensors)[0], expected)
+    assert repr(other) == repr(ours())
+
+
 @pytest.mark.parametrize("batch", [B, None], ids=["batch", "no batch"])
 @pytest.mark.parametrize("constructor", ["plain", "no bias", "kdim, vdim", "all"])
 @pytest.mark.parametrize("groups", [2, 4])
@@ -347,6 +448,10 @@ CHEAP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"key_padding_mask": "bool", "is_causal": True},
     ),
     "dropout, grouped heads": ({"dropout": 0.5, "num_kv_heads": 2}, {}),
+    "window, soft cap, offset, length": (
+        {"window_size": (3, 0), "softcap": 2.0},
+        {"query_offset": 1, "key_lengths": 3},
+    ),
 }
 
 
@@ -418,16 +523,22 @@ def test_nested_in_training() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("wrong", ["cross", "key only", "mask", "jagged", "not batch first"])
+@pytest.mark.parametrize(
+    "wrong", ["cross", "key only", "mask", "jagged", "not batch first", "offset", "lengths"]
+)
 def test_nested_that_is_not_taken(wrong: str) -> None:
     module = ours(batch_first=wrong != "not batch first")
     x, y = nested(), nested()
     dense = torch.randn(3, 5, E, dtype=torch.float64)
     jagged = torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)
     tensors = {"cross": (x, y, y), "key only": (dense, y, y), "jagged": (jagged,) * 3}
-    mask = torch.zeros(5, 5, dtype=torch.bool) if wrong == "mask" else None
+    options = {
+        "mask": {"attn_mask": torch.zeros(5, 5, dtype=torch.bool)},
+        "offset": {"query_offset": 0},
+        "lengths": {"key_lengths": 3},
+    }
     with pytest.raises(RuntimeError, match="an input is a nested tensor; then query, key and"):
-        module(*tensors.get(wrong, (x, x, x)), attn_mask=mask)
+        module(*tensors.get(wrong, (x, x, x)), **options.get(wrong, {}))
 
 
 # --- the parts of PyTorch that touch a module -----------------------------------------------------
@@ -632,6 +743,13 @@ def test_output_projection_is_called() -> None:
         ({"num_kv_heads": 8}, "num_kv_heads is 8; it must divide num_heads, 4"),
         ({"dropout": 1.5}, "dropout is 1.5; it must be a probability from 0 to 1"),
         ({"dropout": NAN}, "dropout is nan; it must be a probability from 0 to 1"),
+        ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\); it must be \(left, right\), .*"),
+        ({"window_size": (3,)}, r"window_size is \(3,\); it must be \(left, right\), each.*"),
+        ({"window_size": (3, -1), "add_bias_kv": True}, r"window_size .*add_bias_kv .*one of them"),
+        ({"window_size": (-1, 0), "add_zero_attn": True}, r"window_size .*add_zero_attn append.*"),
+        ({"softcap": -1.0}, "softcap is -1.0; it must be a finite number, 0 for none or above"),
+        ({"softcap": INF}, "softcap is inf; it must be a finite number, 0 for none or above"),
+        ({"softcap": NAN}, "softcap is nan; it must be a finite number, 0 for none or above"),
     ],
 )
 def test_wrong_construction(arguments: dict[str, Any], message: str) -> None:
@@ -666,6 +784,24 @@ def test_wrong_shapes(case: str, is_causal: bool) -> None:
         module(**arguments, need_weights=False, is_causal=is_causal)
 
 
+def test_wrong_offsets_and_lengths() -> None:
+    module = ours()
+    tensors = inputs(module)
+    for name, wrong, message in (
+        ("key_lengths", S + 1, "is 8; it must be between 0 and 7"),
+        ("key_lengths", torch.tensor([1, -1, 1]), "is -1 at entry 1"),
+        ("key_lengths", torch.tensor([1, 1]), r"has shape \[2\]; it must be one number or"),
+        ("query_offset", torch.zeros(H), r"has shape \[4\]; it must be one number or"),
+        ("query_offset", torch.zeros(B), "has dtype Float; it must be int32 or int64"),
+    ):
+        for need_weights in (False, True):
+            with pytest.raises(RuntimeError, match=f"attn::sdpa.*: {name} {message}"):
+                module(*tensors, need_weights=need_weights, **{name: wrong})
+    for name in ("query_offset", "key_lengths"):
+        with pytest.raises(RuntimeError, match=f"{name} is given, but add_bias_kv and"):
+            ours(add_zero_attn=True)(*tensors, **{name: 3})
+
+
 def test_a_forgotten_batch_first_is_named() -> None:
     module, x = ours(), torch.zeros(3, 5, E, dtype=torch.float64)
     hint = "the module is made with batch_first=True"
@@ -684,8 +820,9 @@ def test_repr() -> None:
     assert repr(MultiheadAttention(8, 4)).startswith(plain)
     every = {"kdim": 6, "vdim": 5, "dropout": 0.1, "bias": False, "batch_first": True}
     every |= {"num_kv_heads": 2, "add_bias_kv": True, "add_zero_attn": True}
-    said = repr(MultiheadAttention(8, 4, **every))  # type: ignore[arg-type]
-    assert all(f", {name}={value}" in said for name, value in every.items())
+    for options in (every, {"window_size": (3, 0), "softcap": 2.5}):
+        said = repr(MultiheadAttention(8, 4, **options))  # type: ignore[arg-type]
+        assert all(f", {name}={value}" in said for name, value in options.items())
 
 
 def test_wrong_dtype() -> None:

@@ -39,9 +39,21 @@ WITH_WEIGHTS: Calls = {
     "torch.ops.attn.sdpa_with_weights": torch.ops.attn.sdpa_with_weights,
     "torch.ops.attn.sdpa_with_weights.default": torch.ops.attn.sdpa_with_weights.default,
 }
-ALL = OUTPUT | WITH_WEIGHTS
+WITH_ROWS: Calls = {
+    "torch_attn.sdpa_with_logsumexp": torch_attn.sdpa_with_logsumexp,
+    "torch.ops.attn.attention": torch.ops.attn.attention,
+    "torch.ops.attn.attention.default": torch.ops.attn.attention.default,
+}
+ALL = OUTPUT | WITH_WEIGHTS | WITH_ROWS
 VARIANTS = {"upper left": causal_upper_left, "lower right": causal_lower_right}
 LENGTHS = list(itertools.product((0, 1, 2, 5, 67), (0, 1, 3, 5, 130)))
+
+
+def textbook(call: str) -> Callable[..., Any]:
+    """The textbook version of a call."""
+    if call in WITH_ROWS:
+        return reference.sdpa_with_logsumexp
+    return reference.sdpa_with_weights if call in WITH_WEIGHTS else reference.sdpa
 
 
 def make_bias(variant: str, L: int, S: int) -> CausalBias:
@@ -69,9 +81,30 @@ def make(variant: str, L: int, S: int, **options: Any) -> tuple[Inputs, Tensor]:
 def test_causal_bias(call: str, variant: str, L: int, S: int) -> None:
     inputs, mask = make(variant, L, S, heads=(4, 2, 1))
     options = {"scale": 0.3, "enable_gqa": True}
-    expected = reference.sdpa_with_weights(*inputs[:3], mask, **options)
-    actual = ALL[call](*inputs, **options)
-    torch.testing.assert_close(actual, expected if call in WITH_WEIGHTS else expected[0])
+    expected = textbook(call)(*inputs[:3], mask, **options)
+    torch.testing.assert_close(ALL[call](*inputs, **options), expected)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("L", "S"), [(5, 7), (7, 7), (9, 4), (67, 130)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_causal_bias_beside_options(variant: str, L: int, S: int) -> None:
+    """Positions are those of the bias, for the window and for ALiBi too."""
+    inputs, mask = make(variant, L, S)
+    options = {
+        "softcap": 2.0,
+        "window_size": (2, 1),
+        "key_lengths": torch.tensor([S, S - 1]),
+        "alibi_slopes": torch.rand(3),
+        "sinks": torch.randn(3),
+    }
+    told = {**options, "query_offset": S - L if variant == "lower right" else 0}
+    for call in (torch_attn.sdpa, torch_attn.sdpa_with_weights, torch_attn.sdpa_with_logsumexp):
+        expected = getattr(reference, call.__name__)(*inputs[:3], mask, **told)
+        torch.testing.assert_close(call(*inputs, **options), expected)
+    expected = reference.sdpa_stats(*inputs[:2], mask, **told)
+    actual = torch_attn.sdpa_stats(*inputs[:2], inputs.attn_mask, **options)
+    torch.testing.assert_close(tuple(actual), expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -144,6 +177,32 @@ def test_errors_with_a_causal_bias(sdpa: Callable[..., Any]) -> None:
         sdpa(inputs.query[0, 0, 0], *inputs[1:])
     with pytest.raises(TypeError, match="value is a CausalBias, which only attn_mask may be"):
         sdpa(*inputs[:2], inputs.attn_mask)
+
+
+@pytest.mark.parametrize("call", ["torch_attn.sdpa", *WITH_WEIGHTS, *WITH_ROWS])
+def test_a_causal_bias_beside_an_offset(call: str) -> None:
+    """Both would say where the queries stand."""
+    for variant in VARIANTS:
+        inputs, _ = make(variant, 5, 7)
+        offset = torch.tensor(2)
+        with pytest.raises(ValueError, match=r"attn::\w+: query_offset is given and attn_mask a C"):
+            ALL[call](*inputs, query_offset=offset)
+        with pytest.raises(TypeError, match="sinks is a CausalBias"):
+            ALL[call](*inputs, sinks=inputs.attn_mask)
+        query, key, _, bias = inputs
+        with pytest.raises(ValueError, match="attn::sdpa_stats: query_offset is given"):
+            torch_attn.sdpa_stats(query, key, bias, query_offset=offset)
+
+
+@pytest.mark.parametrize("op", [torch.ops.attn.sdpa, torch.ops.attn.attention.default], ids=str)
+def test_arguments_beside_a_causal_bias_are_those_of_the_operator(op: Callable[..., Any]) -> None:
+    inputs, _ = make("upper left", 5, 7)
+    with pytest.raises(ValueError, match="longer"):
+        op(*inputs, 0.0, False, 0.3)  # the scale is given by name
+    with pytest.raises(TypeError, match="query"):
+        op(*inputs, query=inputs.query)
+    with pytest.raises(TypeError, match="query"):
+        op(key=inputs.key, value=inputs.value, attn_mask=inputs.attn_mask)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -262,7 +321,7 @@ def test_subclasses_that_work(which: str, call: str) -> None:
     expected = reference.sdpa(*inputs)
     for wrapped in (inputs.map(wrap), inputs._replace(attn_mask=wrap(inputs.attn_mask))):
         output = ALL[call](*wrapped)
-        output = output[0] if call in WITH_WEIGHTS else output
+        output = output if call in OUTPUT else output[0]
         assert type(output) is type_of_output
         plain = output.inner if isinstance(output, Wrapper) else output.as_subclass(Tensor)
         torch.testing.assert_close(plain, expected)
@@ -277,7 +336,7 @@ def test_subclasses_that_do_not(sdpa: Callable[..., Any]) -> None:
     masked = torch.masked.masked_tensor(inputs.attn_mask, inputs.attn_mask > 0)
     with pytest.raises(TypeError, match="MaskedTensor"):
         sdpa(*inputs[:3], masked)
-    with pytest.raises(ValueError, match=r"uninitialized parameter in attn\.sdpa"):
+    with pytest.raises(ValueError, match=r"uninitialized parameter in attn\.\w+"):
         sdpa(torch.nn.UninitializedParameter(), *inputs[1:])
     block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 7, device="cpu")
     message = r"'Optional\[Tensor\]' for argument 'attn_mask' but .* 'BlockMask'"
@@ -295,5 +354,5 @@ def test_nested_tensors(sdpa: Callable[..., Any], mode: Any) -> None:
         nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
         for name in ("query", "key", "value", "attn_mask"):
             call = {"query": x, "key": x, "value": x, "attn_mask": None, name: nested}
-            with pytest.raises(RuntimeError, match=rf"attn::sdpa.*{name} .*to_padded_tensor"):
+            with pytest.raises(RuntimeError, match=rf"attn::\w+: {name} .*to_padded_tensor"):
                 sdpa(**call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torch_attn
 from _second_order import directions, double_backward, over_forward, over_reverse
 from helpers import SEED, Inputs, assert_same_bits, in_fresh_process, make_inputs
+from torch_attn import reference
 
 # of PyTorch's, by its own forward mode
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -203,6 +205,39 @@ def test_flops_of_what_is_asked_for() -> None:
             # over_reverse calls the tangent for the output and for the gradient
             calls = 2 if name is ops._sdpa_tangent else 1
             assert counts[name] == calls * pair * (of_E * E + of_Ev * Ev), name
+
+
+@pytest.mark.parametrize("window", [(3, -1), (-1, 0), (2, 1), (0, 0), (100, 100)])
+@pytest.mark.parametrize(("L", "S"), [(5, 7), (7, 5), (1, 9), (9, 1), (0, 3), (3, 0)])
+def test_flops_of_a_window(L: int, S: int, window: tuple[int, int]) -> None:
+    """Of the pairs that it leaves: counted from the first, and with an offset from the last."""
+    E, Ev = 16, 24
+    x = make_inputs(L, S, E, Ev)[:3]
+    for causal, offset in itertools.product((False, True), (None, S - L)):
+        options = {"window_size": window, "is_causal": causal, "query_offset": offset}
+        weights = reference.sdpa_with_weights(*x, **options)[1]
+        pairs = int(weights.count_nonzero())
+        counts = flops(torch_attn.sdpa, *x, **options)
+        assert counts == {ops.attention: 2 * pairs * (E + Ev)}
+        counts = flops(torch_attn.sdpa_stats, *x[:2], **options)
+        assert counts == {ops.sdpa_stats: 2 * pairs * 2 * E}
+        leaves = [t.detach().requires_grad_() for t in x]
+        counts = flops(lambda: torch_attn.sdpa(*leaves, **options).sum().backward())  # noqa: B023
+        assert counts[ops._sdpa_backward] == 2 * pairs * (3 * E + 2 * Ev)
+
+
+def test_flops_of_options_that_are_no_window() -> None:
+    """Nothing is taken off for them, and slopes go through the softmax as a mask does."""
+    E, Ev = 16, 24
+    x = make_inputs(5, 7, E, Ev)[:3]
+    pair = 2 * (2 * 3) * 5 * 7
+    options = {"is_causal": True, "key_lengths": 3, "softcap": 2.0, "sinks": torch.zeros(3)}
+    assert flops(torch_attn.sdpa, *x, **options) == {ops.attention: pair * (E + Ev)}
+    for name, products in {"alibi_slopes": (1, 1), "sinks": (1, 0)}.items():
+        leaf = torch.rand(3, requires_grad=True)
+        counts = flops(lambda: torch_attn.sdpa(*x, **{name: leaf}).sum().backward())  # noqa: B023
+        of_E, of_Ev = products
+        assert counts[ops._sdpa_backward] == pair * (of_E * E + of_Ev * Ev)
 
 
 def test_flops_of_broadcast_inputs() -> None:

@@ -221,6 +221,7 @@ class _Attention:
     is_causal: bool
     scale: float | None
     enable_gqa: bool
+    options: dict[str, Any] = field(default_factory=dict)  # those that the built-in has not
     sequences: tuple[Tensor, Tensor] | None = None  # those of query and key, where they are known
 
 
@@ -263,7 +264,11 @@ class _Recorder(TorchFunctionMode):
         query, key = attention.query.detach(), attention.key.detach()
         if mask is not None and not isinstance(mask, CausalBias):
             mask = mask.detach()
-        options: dict[str, Any] = {"scale": attention.scale, "enable_gqa": attention.enable_gqa}
+        options: dict[str, Any] = {
+            "scale": attention.scale,
+            "enable_gqa": attention.enable_gqa,
+            **attention.options,
+        }
         # Scores of vectors without entries are 0 with any scale.
         scale = 1 / math.sqrt(max(query.size(-1), 1))
         arguments = (mask, attention.is_causal)
@@ -275,7 +280,7 @@ class _Recorder(TorchFunctionMode):
             )
         differ = attention.sequences is not None and not _same(*attention.sequences)
         rows = stats.entropy.shape
-        visible = _visible_keys(mask, attention.is_causal, query.size(-2), key.size(-2))
+        visible = _visible_keys(attention)
         self.layers.append(
             Layer(
                 name=name,
@@ -289,7 +294,7 @@ class _Recorder(TorchFunctionMode):
                 entropy=_batched(stats.entropy, 1),
                 logsumexp=_batched(stats.logsumexp, 1),
                 received_weight=_batched(stats.received_weight, 1),
-                visible_keys=_batched(visible.to(query.device).expand(rows), 1),
+                visible_keys=_batched(visible.expand(rows), 1),
                 saturated_above=self._saturated_above,
             )
         )
@@ -305,7 +310,8 @@ def _batched(x: Tensor, own: int) -> Tensor:
 def _problem(attention: _Attention) -> str | None:
     """Why there are no statistics of attention of this kind."""
     query = attention.query
-    if any(_is_of_vmap(x) for x in (query, attention.key, attention.attn_mask) if x is not None):
+    tensors = (query, attention.key, attention.attn_mask, *attention.options.values())
+    if any(_is_of_vmap(x) for x in tensors if isinstance(x, Tensor)):
         return "it is called under torch.vmap; call it with a batch instead"
     if query.is_nested:
         return "its tensors are nested; inspect the model with padded ones"
@@ -331,19 +337,44 @@ def _is_of_vmap(x: Tensor) -> bool:
 _HIDES = -9984.0
 
 
-def _visible_keys(mask: Tensor | None, is_causal: bool, L: int, S: int) -> Tensor:
+def _visible_keys(attention: _Attention) -> Tensor:
     """How many keys each query sees: broadcasts to [B..., H, L]."""
+    L, S = attention.query.size(-2), attention.key.size(-2)
+    device, mask = attention.query.device, attention.attn_mask
+    options, is_causal = attention.options, attention.is_causal
+    offset, lengths = options.get("query_offset"), options.get("key_lengths")
     if isinstance(mask, CausalBias):
         # Counted from the bottom right, query i sees as many keys as come before it there.
-        more = S - L if mask.variant == CausalVariant.LOWER_RIGHT else 0
-        return torch.arange(1 + more, L + 1 + more).clamp(0, S)
-    causal = torch.arange(1, L + 1).clamp(max=S)
+        offset = torch.tensor(S - L if mask.variant == CausalVariant.LOWER_RIGHT else 0)
+        mask, is_causal = None, True
+
+    # Of each query the keys from `first` on and before `end`, [L] or [B..., 1, L].
+    left, right = options.get("window_size", (-1, -1))
+    positions = _of_entries(offset, 0, device) + torch.arange(L, device=device)
+    first = (positions - left if left >= 0 else torch.zeros_like(positions)).clamp(0, S)
+    end = torch.minimum(_of_entries(lengths, S, device), torch.full_like(positions, S))
+    for bound in [right] * (right >= 0) + [0] * is_causal:
+        end = torch.minimum(end, positions + bound + 1)
+    end = torch.maximum(end, first)
     if mask is None:
-        return causal if is_causal else torch.tensor([S])
+        return end - first
     sees = mask if mask.dtype == torch.bool else mask > _HIDES
-    if is_causal:
-        sees = sees.expand(*sees.shape[:-2], L, S).tril()
-    return sees.expand(*sees.shape[:-1], S).sum(-1)
+    if sees.size(-1) != S:  # all keys alike
+        return (end - first) * sees[..., 0]
+    before = F.pad(sees.cumsum(-1), (1, 0))  # how many of the first j
+    rows: Any = torch.broadcast_shapes(before.shape[:-1], end.shape)  # type: ignore[no-untyped-call]
+    before = before.expand(*rows, -1)
+    until, until_first = (
+        before.gather(-1, x.expand(rows)[..., None])[..., 0] for x in (end, first)
+    )
+    return until - until_first
+
+
+def _of_entries(numbers: Tensor | None, default: int, device: torch.device) -> Tensor:
+    """One number, or one for each batch entry beside its heads and queries: [B..., 1, 1]."""
+    if numbers is None:
+        return torch.tensor(default, device=device)
+    return numbers[..., None, None] if numbers.dim() else numbers.to(device)
 
 
 def _of_sdpa(
@@ -356,8 +387,9 @@ def _of_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     mean: bool = False,
+    **options: Any,
 ) -> _Attention:
-    return _Attention(query, key, attn_mask, is_causal, scale, enable_gqa)
+    return _Attention(query, key, attn_mask, is_causal, scale, enable_gqa, options)
 
 
 def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
@@ -411,7 +443,7 @@ def _attentions() -> dict[Any, Callable[..., _Attention]]:
         F.scaled_dot_product_attention: _of_sdpa,
     }
     ops = torch.ops.attn
-    for operator in (ops.sdpa, ops.sdpa_with_weights, ops._sdpa_and_weights):
+    for operator in (ops.sdpa, ops.attention, ops.sdpa_with_weights, ops._sdpa_and_weights):
         found |= {operator: _of_sdpa, operator.default: _of_sdpa}
     return found
 

@@ -33,9 +33,10 @@ class Layer:
         entropy: ``[B, H, L]``, of each query's weights, in nats: 0 where one key has all of it.
         logsumexp: ``[B, H, L]``, of each query's scores; -inf if it sees no key.
         received_weight: ``[B, H, S]``, the sum of the weights that all queries give to a key.
-        visible_keys: ``[B, H, L]``, how many keys the masks let each query see. A floating mask
-            hides a key by -9984 (-1e4 in bfloat16) and less. If a query's mask does so for every
-            key without being -inf, it sees none here, though the softmax gives its weights to some.
+        visible_keys: ``[B, H, L]``, how many keys masks, windows and lengths let each query see. A
+            floating mask hides a key by -9984 (-1e4 in bfloat16) and less. If a query's mask does
+            so for every key without being -inf, it sees none here, though the softmax gives its
+            weights to some.
         saturated_above: what :attr:`saturation` counts from.
     """
 

@@ -1,8 +1,8 @@
 """Attention of :class:`torch.distributed.tensor.DTensor`, sharded over batch and over heads.
 
 A program that imports torch_attn and ``torch.distributed.tensor``, in either order, has it. These
-placements of query, key, value and mask need no communication, in any combination over the
-dimensions of the mesh, and derivatives of every order follow them:
+placements of the inputs need no communication, in any combination over the dimensions of the mesh,
+and derivatives of every order follow them:
 
 - ``Replicate()``;
 - ``Shard`` of a leading dimension, the same for all: of those whose size there is 1, or that have
@@ -10,10 +10,14 @@ dimensions of the mesh, and derivatives of every order follow them:
 - ``Shard`` of the heads, too; of grouped heads if each device gets whole groups, that is, if the
   numbers of heads of key and of value are multiples of the number of devices (or 1: replicated).
 
+Sinks and slopes, ``[Hq]`` or ``[B..., Hq]``, are sharded with the heads and the batch, offsets and
+lengths, ``[B...]``, with the batch. One number for all, or a causal bias, needs to be no DTensor.
+
 All others, over queries, keys or head_dim say, are first redistributed to one of these by DTensor's
-collectives. In any case the result is that of a single process. Dropout is an error, because the
-devices would have to draw one mask together. So is ``causal_lower_right`` where it is not square:
-give its mask as a DTensor.
+collectives. It does so for no tensor that an operator takes by name only: offsets and lengths, and
+sinks and slopes where no gradient is wanted, stay as they are, and the others follow them or, if no
+placement fits, it is an error. In any case the result is that of a single process. Dropout is an
+error, because the devices would have to draw one mask together.
 """
 
 from __future__ import annotations
@@ -39,19 +43,58 @@ def register() -> None:
 
     propagator = DTensor._op_dispatcher.sharding_propagator
     for name in (
-        *("sdpa", "sdpa_stats"),
+        *("sdpa", "attention", "sdpa_stats"),
         *("_sdpa_forward", "_sdpa_backward", "_sdpa_tangent", "_sdpa_second"),
     ):
         op = getattr(torch.ops.attn, name).default
         register_sharding(op)(_Shardings(op))
+        strategies = propagator.op_strategy_funcs
+        strategies[op] = functools.partial(_as_given_by_name, strategies[op])
         # Of a call like one before, DTensor repeats what it found, and takes only integers among
         # the other arguments into account. Here all matter: dropout, the gradients asked for.
         keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
         propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0, keywords, needs_pytree=True)
 
 
-# The results of sdpa_stats beside logsumexp. They lack the last dimension, not a leading one.
-_STATISTICS = ("largest_score", "entropy", "received_weight")
+def _as_given_by_name(strategy: Any, call: Any) -> Any:
+    """Of the ways found, those that leave tensors given by name as they are.
+
+    DTensor redistributes positional arguments only, and would take the others for redistributed.
+    """
+    from torch.distributed.tensor._op_schema import OpStrategy
+
+    found = strategy(call)
+    given = {
+        name: argument.strategies[0].output_spec.placements
+        for name, argument in call.kwargs_schema.items()
+        if isinstance(argument, OpStrategy)
+    }
+    if not given:
+        return found
+    fitting = [
+        way
+        for way in found.strategies
+        if [spec.placements for spec in way.input_specs[-len(given) :]] == [*given.values()]
+    ]
+    if not fitting:
+        said = ", ".join(f"{name} is {placements}" for name, placements in given.items())
+        raise RuntimeError(
+            f"{call.op}: {said}, which fits no way to shard the call; shard sinks and alibi_slopes "
+            "as heads and batch, query_offset and key_lengths as the batch, or replicate them"
+        )
+    return OpStrategy(fitting)
+
+
+# Of results, those that begin with the dimensions before the rows of [*batch, heads, L, Ev] as the
+# output does; of the forward's, the last two are empty where nobody wants them.
+_AS_THE_OUTPUT = (
+    *("output", "logsumexp", "row_logsumexp", "max_score", "grad_output", "grad_logsumexp"),
+    *("largest_score", "entropy", "received_weight"),
+)
+# Inputs by what is left of their names in those of tangents and gradients, and how many of the
+# last dimensions of [*batch, heads, L, E] they lack.
+_INPUTS = {"mask": "attn_mask", "slopes": "alibi_slopes"}
+_LACKING = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
 
 
 class _Shardings:
@@ -60,17 +103,19 @@ class _Shardings:
     def __init__(self, op: Any) -> None:
         schema = op._schema
         self.arguments = [a.name for a in schema.arguments]
+        self.defaults = {a.name: a.default_value for a in schema.arguments}
         self.results = [r.name for r in schema.returns]
         if op is torch.ops.attn.sdpa.default:
             self.results = ["output"]
         elif not any(self.results):
-            self.results = ["grad_query", "grad_key", "grad_value", "grad_mask"]
+            inputs = ("query", "key", "value", "mask", "slopes", "sinks")
+            self.results = [f"grad_{name}" for name in inputs]
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
         """Of each way to shard, the placements of the results and of the tensors given."""
         from torch.distributed.tensor import Replicate
 
-        call = dict(zip(self.arguments, args, strict=False)) | kwargs  # defaults may be left out
+        call = self.defaults | dict(zip(self.arguments, args, strict=False)) | kwargs
         if dropout_p := call.get("dropout_p"):
             raise RuntimeError(
                 f"attn::sdpa: dropout_p is {dropout_p}, but query, key and value are DTensors, "
@@ -122,17 +167,20 @@ def _placement(call: dict[str, Any], dim: int, name: str, is_result: bool = Fals
     kind = name.removeprefix("tangent_")
     if kind == "rng_state":
         return Replicate()
+    if kind in ("row_logsumexp", "max_score") and not call.get("with_rows", True):
+        return Replicate()
     if kind == "residual":  # like the output, or empty; there is no dropout here
         mask = call.get("attn_mask")
         masked = mask is not None and mask.tensor_meta.dtype.is_floating_point
         half = call["query"].tensor_meta.dtype in (torch.bfloat16, torch.float16)
         return Shard(_rank(call) + dim) if half and masked else Replicate()
-    if kind in ("output", "logsumexp", "grad_output", *_STATISTICS):
+    if kind in _AS_THE_OUTPUT:
         return Shard(_rank(call) + dim)
     tensor = kind.removeprefix("grad_")
-    source = call.get("attn_mask" if tensor == "mask" else tensor)
-    if source is not None and _size(source, dim) > 1:
-        return Shard(source.ndim + dim)
+    tensor = _INPUTS.get(tensor, tensor)
+    source, own = call.get(tensor), dim + _LACKING.get(tensor, 0)
+    if source is not None and own < 0 and _size(source, own) > 1:
+        return Shard(source.ndim + own)
     return Partial() if is_result else Replicate()
 
 

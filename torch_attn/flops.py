@@ -5,6 +5,11 @@ Counted as PyTorch counts its own attention: the matrix products that the formul
 masked. Derivatives include the scores that they compute again. Not counted is what is not asked
 for: the gradient of a key that wants none, a direction that is zero.
 
+A window is taken off: with `window_size` the pairs of a query and a key are those that it, together
+with `is_causal`, lets see each other. The numbers of `query_offset` and `key_lengths` are not known
+here, only shapes: the first query stands at the first key or, where an offset is given, the last
+query at the last key, and there are as many keys as there is room for.
+
 With E the size of a query and a key, Ev that of a value, and per pair of a query and a key:
 
 ==============  =================================================================================
@@ -39,6 +44,7 @@ def register() -> None:
     ops = torch.ops.attn
     for op, count in (
         (ops.sdpa, _forward),
+        (ops.attention, _forward),
         (ops.sdpa_stats, _statistics),
         (ops._sdpa_forward, _forward),
         (ops._sdpa_backward, _backward),
@@ -60,13 +66,38 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 
 
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
-    """As many products over E and over Ev, of every query with every key."""
+    """As many products over E and over Ev, of every query with every key that a window leaves."""
     query, key, value = call["query"], call["key"], call["value"]
     leading = zip_longest(*(shape[-3::-1] for shape in (query, key, value)), fillvalue=1)
     # The sizes are equal or 1 and one more; of grouped heads, the query has most.
     heads: int = math.prod(map(max, leading))
-    flops: int = 2 * query[-2] * key[-2] * (over_head_dim * query[-1] + over_value_dim * value[-1])
+    flops: int = 2 * _pairs(call) * (over_head_dim * query[-1] + over_value_dim * value[-1])
     return heads * flops
+
+
+def _pairs(call: Call) -> int:
+    """Of one head, the queries times the keys that each sees."""
+    L, S = call["query"][-2], call["key"][-2]
+    window = call.get("window_size", (-1, -1))
+    if max(window) < 0:
+        return int(L * S)
+    left, right = (L + S if size < 0 else size for size in window)
+    if call.get("is_causal"):
+        right = 0
+    first = 0 if call.get("query_offset") is None else S - L  # the position of query 0
+
+    def until(key: int) -> int:
+        """The pairs of queries i and keys up to i + key."""
+        return _clamped(L + key, S) - _clamped(key, S)
+
+    return until(first + right) - until(first - left - 1)
+
+
+def _clamped(n: int, most: int) -> int:
+    """The sum of min(i, most) over i = 1 ... n."""
+    full = max(n - most, 0)
+    rest = max(n - full, 0)
+    return rest * (rest + 1) // 2 + full * most
 
 
 def _forward(call: Call) -> int:
@@ -74,8 +105,8 @@ def _forward(call: Call) -> int:
 
 
 def _backward(call: Call) -> int:
-    query, key, value, mask = call["grad_input_mask"]
-    through_softmax = query or key or mask
+    query, key, value, mask, slopes, _ = call["grad_input_mask"]
+    through_softmax = query or key or mask or slopes
     return _products(call, 1 + query + key, through_softmax + value)
 
 
@@ -84,19 +115,19 @@ def _statistics(call: Call) -> int:
 
 
 def _directions(call: Call) -> list[bool]:
-    names = ("tangent_query", "tangent_key", "tangent_value", "tangent_mask")
-    return [call[name] is not None for name in names]
+    names = ("query", "key", "value", "mask", "slopes")
+    return [call[f"tangent_{name}"] is not None for name in names]
 
 
 def _tangent(call: Call) -> int:
-    query, key, value, mask = _directions(call)
-    through_softmax = query or key or mask
+    query, key, value, mask, slopes = _directions(call)
+    through_softmax = query or key or mask or slopes
     return _products(call, 1 + query + key, through_softmax + value)
 
 
 def _second(call: Call) -> int:
-    query, key, value, _ = call["grad_input_mask"]
-    along_query, along_key, along_value, _ = _directions(call)
+    query, key, value, *_ = call["grad_input_mask"]
+    along_query, along_key, along_value, *_ = _directions(call)
     scores = 1 + along_query + along_key
     gradients = query * (1 + along_key) + key * (1 + along_query)
     return _products(call, scores + gradients, 1 + along_value + value)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from torch_attn.functional import sdpa, sdpa_with_weights
+from torch_attn.functional import _integers, sdpa, sdpa_with_weights
 
 __all__ = ["MultiheadAttention"]
 
@@ -38,6 +38,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         num_kv_heads: Hk, the number of heads of key and value, a divisor of `num_heads`; None is
             `num_heads`. ``H / Hk`` neighbouring query heads share one (grouped-query attention; 1:
             multi-query attention).
+        window_size: (left, right), how many keys beside its position a query sees to either side;
+            -1 is all. Not with `add_bias_kv` or `add_zero_attn`, whose keys are at no position.
+        softcap: c > 0 makes ``c tanh(score / c)`` of each score, before a mask is added; 0 is off.
         device: of the parameters.
         dtype: of the parameters; float64, float32, bfloat16 or float16.
 
@@ -52,7 +55,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Raises:
         ValueError: a size or a number of heads is not positive, does not divide what it must
-            divide, or `dropout` is no probability.
+            divide, or `dropout`, `window_size` or `softcap` is none.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2.2,
     https://arxiv.org/abs/1706.03762; `num_kv_heads`: Ainslie et al., *GQA*, 2023,
@@ -65,6 +68,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         >>> output.shape, attention.in_proj_weight.shape
         (torch.Size([2, 100, 64]), torch.Size([96, 64]))
     """
+
+    # Of modules that convert() has made such ones, or an earlier release has saved.
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
 
     def __init__(
         self,
@@ -81,6 +88,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
     ) -> None:
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
         for name, size in {**sizes, "num_kv_heads": num_kv_heads}.items():
@@ -92,6 +101,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not 0 <= dropout <= 1:
             raise ValueError(
                 f"MultiheadAttention: dropout is {dropout}; it must be a probability from 0 to 1"
+            )
+        if len(window_size) != 2 or min(window_size) < -1:
+            raise ValueError(
+                f"MultiheadAttention: window_size is {window_size}; it must be (left, right), each "
+                "-1 (no bound) or more"
+            )
+        if max(window_size) >= 0 and (add_bias_kv or add_zero_attn):
+            raise ValueError(
+                f"MultiheadAttention: window_size is {window_size}, but add_bias_kv and "
+                "add_zero_attn append keys at no position; give one of them"
+            )
+        if not 0 <= softcap < math.inf:
+            raise ValueError(
+                f"MultiheadAttention: softcap is {softcap}; it must be a finite number, 0 for none "
+                "or above"
             )
         factory = {"device": device, "dtype": dtype}
         super().__init__(
@@ -107,6 +131,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             **factory,
         )
         self._set_up(kv_heads)
+        self.window_size, self.softcap = (window_size[0], window_size[1]), softcap
         if kv_heads == num_heads:
             return
         rows = kv_heads * self.head_dim
@@ -138,6 +163,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        query_offset: Tensor | int | None = None,
+        key_lengths: Tensor | int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from every query to the keys that masks do not hide.
 
@@ -158,6 +186,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal: query i attends to keys 0 ... i. With `attn_mask` it is the hint that this
                 is the causal mask, which is then not read unless `need_weights`: there the mask
                 itself counts, as in torch.
+            query_offset: the position of query 0 among the keys, from which windows and causality
+                count: one number, or ``[B]`` integers; None is 0.
+            key_lengths: how many of the S keys there are, the others being hidden and not read: one
+                number, or ``[B]`` integers; None is S. Neither goes with `add_bias_kv` or
+                `add_zero_attn`.
 
         Returns:
             The output, of the query's shape, and the weights or None. The weights are those after
@@ -166,7 +199,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             A query that may attend to no key gets the bias of out_proj, and weights of 0.
 
         Strided nested tensors are taken for self-attention (one tensor as query, key and value)
-        with `batch_first` and no masks, and give a nested output; their weights are padded with 0.
+        with `batch_first` and no masks, offset and lengths, and give a nested output; their weights
+        are padded with 0.
 
         Memory: O(L + S) a head, beside the weights if they are asked for. Of a boolean
         `attn_mask` the complement is made, of the same size; of an `attn_mask` that is read
@@ -178,11 +212,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if query.is_nested or key.is_nested or value.is_nested:
             is_self = query is key is value and query.layout == torch.strided
-            if not (is_self and self.batch_first and key_padding_mask is attn_mask is None):
+            others = (key_padding_mask, attn_mask, query_offset, key_lengths)
+            if not (is_self and self.batch_first and all(other is None for other in others)):
                 raise RuntimeError(
                     "MultiheadAttention: an input is a nested tensor; then query, key and value "
                     "must be the same tensor, its layout torch.strided, batch_first True, and "
-                    "key_padding_mask and attn_mask None"
+                    "key_padding_mask, attn_mask, query_offset and key_lengths None"
                 )
             return self._forward_nested(query, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value, key_padding_mask, attn_mask)
@@ -197,19 +232,28 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = torch.unflatten(attn_mask, 0, (-1, self.num_heads))
         hidden = _merge(attn_mask, key_padding_mask)
 
-        # Keys that no mask hides come before the others, so that query i sees those up to i + more.
-        # Causality counts from the top left: as many rows before the queries move it there.
+        # Keys that no mask hides come before the others, and move these.
         more = (self.bias_k is not None) + self.add_zero_attn
         if more:
+            if query_offset is not None or key_lengths is not None:
+                name = "key_lengths" if query_offset is None else "query_offset"
+                raise RuntimeError(
+                    f"MultiheadAttention: {name} is given, but add_bias_kv and add_zero_attn "
+                    "append keys at no position; give a mask"
+                )
             k, v = self._with_more_keys(k, self.bias_k), self._with_more_keys(v, self.bias_v)
             hidden = None if hidden is None else F.pad(hidden, (more, 0))
-            q = F.pad(q, (0, 0, more, 0)) if is_causal else q
+            query_offset = more if is_causal else None
+        options = {
+            "enable_gqa": self.num_kv_heads != self.num_heads,
+            "softcap": self.softcap,
+            "window_size": self.window_size,
+            "query_offset": _integers(query_offset, query),
+            "key_lengths": _integers(key_lengths, query),
+        }
         output, weights = self._attend(
-            q, k, v, hidden, need_weights, average_attn_weights, is_causal
+            q, k, v, hidden, need_weights, average_attn_weights, is_causal, options
         )
-        if more and is_causal:
-            output = output[..., more:, :]
-            weights = None if weights is None else weights[..., more:, :]
         if weights is not None and more:
             weights = weights.roll(-more, -1)
         # The operator lays its output out as the query is: no copy here.
@@ -255,25 +299,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool,
         average_attn_weights: bool,
         is_causal: bool,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
         dropout_p = self.dropout if self.training else 0.0
-        grouped = self.num_kv_heads != self.num_heads
         if not need_weights:
-            return sdpa(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped), None
+            return sdpa(q, k, v, mask, dropout_p, is_causal, **options), None
         written_down = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
         if not dropout_p and not written_down:
             output, weights = torch.ops.attn._sdpa_and_weights(
-                q, k, v, mask, 0.0, is_causal, enable_gqa=grouped, mean=average_attn_weights
+                q, k, v, mask, 0.0, is_causal, **options, mean=average_attn_weights
             )
             return output, weights
         # What is compiled or written down calls public operators. Their weights are those before
         # dropout, torch's are those that were used. With dropout the values are multiplied here,
         # and the operator gets no columns of them.
         values = v[..., :0] if dropout_p else v
-        output, weights, _ = sdpa_with_weights(
-            q, k, values, mask, 0.0, is_causal, enable_gqa=grouped
-        )
+        output, weights, _ = sdpa_with_weights(q, k, values, mask, 0.0, is_causal, **options)
         if dropout_p:
             weights = F.dropout(weights, dropout_p)
             output = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
@@ -356,6 +398,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             "add_bias_kv": (self.bias_k is not None, False),
             "add_zero_attn": (self.add_zero_attn, False),
             "batch_first": (self.batch_first, False),
+            "window_size": (self.window_size, (-1, -1)),
+            "softcap": (self.softcap, 0.0),
         }
         more = [
             f", {name}={value}" for name, (value, default) in others.items() if value != default

@@ -41,91 +41,58 @@ def _register_causal_bias() -> None:
     causal_bias: Any = bias.CausalBias
     own = causal_bias.__torch_function__.__func__
     ops = torch.ops.attn
-    known = (ops.sdpa, ops.sdpa.default, ops.sdpa_with_weights, ops.sdpa_with_weights.default)
+    positional = {
+        op: [a.name for a in packet.default._schema.arguments if not a.kwarg_only]
+        for packet in (ops.sdpa, ops.attention, ops.sdpa_with_weights, ops.sdpa_stats)
+        for op in (packet, packet.default)
+    }
 
     def torch_function(
         cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in known:
-            return _attend_causally(func, *args, **(kwargs or {}))
-        if func in (ops.sdpa_stats, ops.sdpa_stats.default):
-            return _causal_stats(func, *args, **(kwargs or {}))
-        return own(cls, func, types, args, kwargs)
+        if func not in positional:
+            return own(cls, func, types, args, kwargs)
+        named = zip(positional[func][: len(args)], args, strict=True)
+        call = _without_bias(func, **dict(named), **(kwargs or {}))
+        if func in (ops.sdpa, ops.sdpa.default) and "query_offset" in call:
+            return ops.attention(**call)[0]
+        return func(**call)
 
     causal_bias.__torch_function__ = classmethod(torch_function)
 
 
-def _attend_causally(
-    op: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+def _without_bias(
+    op: Any,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """The operator with the mask that a CausalBias stands for, as the built-in reads it."""
-    inputs = {"query": query, "key": key, "value": value}
-    mask, causal, is_reversed = _mask_of(op, inputs, attn_mask, is_causal)
-    query = query.flip(-2) if is_reversed else query
-    results = op(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
-    if not is_reversed:
-        return results
-    if isinstance(results, Tensor):
-        return results.flip(-2)
-    return tuple(result.flip(-2) for result in results)
-
-
-def _causal_stats(
-    op: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     attn_mask: Any = None,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """The same of sdpa_stats, whose last result is of keys."""
-    inputs = {"query": query, "key": key}
-    mask, causal, is_reversed = _mask_of(op, inputs, attn_mask, is_causal)
-    query = query.flip(-2) if is_reversed else query
-    *of_rows, of_keys = op(query, key, mask, causal, scale=scale, enable_gqa=enable_gqa)
-    return (*(t.flip(-1) if is_reversed else t for t in of_rows), of_keys)
-
-
-def _mask_of(
-    op: Any, inputs: dict[str, Tensor], attn_mask: Any, is_causal: bool
-) -> tuple[Tensor | None, bool, bool]:
-    """attn_mask and is_causal that say the same, and whether with the queries in reverse order."""
+    query_offset: Tensor | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """The arguments with causality in place of a CausalBias, as the built-in reads it."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    for name, tensor in inputs.items():
-        if isinstance(tensor, CausalBias):
+    call = {"query": query, "key": key, **others}
+    for name, given in call.items():
+        if isinstance(given, CausalBias):
             raise TypeError(f"{_name(op)}: {name} is a CausalBias, which only attn_mask may be")
-    if is_causal:
+    if is_causal or query_offset is not None:
+        other = "is_causal is True" if is_causal else "query_offset is given"
         raise ValueError(
-            f"{_name(op)}: is_causal is True and attn_mask a CausalBias, which says itself what is "
-            "causal; give one of them"
+            f"{_name(op)}: {other} and attn_mask a CausalBias, which says itself what is causal; "
+            "give one of them"
         )
-    query, key = inputs["query"], inputs["key"]
     L, S = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if (*query.shape[-2:-1], *key.shape[-2:-1]) != (L, S):
         raise RuntimeError(
             f"{_name(op)}: attn_mask is a CausalBias of {L} queries and {S} keys, but query is "
             f"{list(query.shape)} and key {list(key.shape)}; the lengths must be equal"
         )
-    if attn_mask.variant == CausalVariant.UPPER_LEFT or L == S:
-        return None, True, False
-    if L <= 1:
-        return None, False, False
-    # Query i sees the keys j <= i + S - L. With the queries in reverse order that is i + j < S: a
-    # mask whose rows are one vector, each beginning one further, so L + S - 1 numbers hold it.
-    mask = torch.arange(L + S - 1, device=query.device).lt(S).unfold(0, S, 1)
-    return mask, False, True
+    if attn_mask.variant == CausalVariant.LOWER_RIGHT and L != S:
+        call["query_offset"] = torch.full([], S - L, dtype=torch.int64, device=query.device)
+    return {**call, "is_causal": True}
 
 
 def _name(op: Any) -> str:
@@ -147,6 +114,6 @@ def _register_nested() -> None:
             f"for each of {nested}.unbind()"
         )
 
-    names = ("sdpa", "sdpa_with_weights", "_sdpa_and_weights", "sdpa_stats", "_sdpa_forward")
-    for name in names:
+    public = ("sdpa", "attention", "sdpa_with_weights", "sdpa_stats")
+    for name in (*public, "_sdpa_and_weights", "_sdpa_forward"):
         torch.library.register_torch_dispatch(f"attn::{name}", NestedTensor, refuse)

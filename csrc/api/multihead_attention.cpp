@@ -6,9 +6,10 @@
 #include <torch/nn/init.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
-#include "operators/ops.h"
+#include "api/options.h"
 
 namespace attn {
 namespace {
@@ -94,6 +95,11 @@ void MultiheadAttentionImpl::reset() {
   check_divides("num_heads", heads, "num_kv_heads", kv_heads);
   TORCH_CHECK(options.dropout() >= 0 && options.dropout() <= 1, "attn::MultiheadAttention: dropout is ",
               options.dropout(), "; it must be a probability between 0 and 1");
+  const auto& [left, right] = options.window_size();
+  TORCH_CHECK(left >= -1 && right >= -1, "attn::MultiheadAttention: window_size is (", left, ", ", right,
+              "); each of (left, right) must be -1 (no bound) or more");
+  TORCH_CHECK(options.softcap() >= 0 && std::isfinite(options.softcap()), "attn::MultiheadAttention: softcap is ",
+              options.softcap(), "; it must be a finite number, 0 for none or above");
 
   head_dim_ = embed_dim / heads;
   rows_ = {embed_dim, kv_heads * head_dim_, kv_heads * head_dim_};
@@ -120,7 +126,8 @@ void MultiheadAttentionImpl::reset() {
 std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                                            const Tensor& key_padding_mask, bool need_weights,
                                                            const Tensor& attn_mask, bool average_attn_weights,
-                                                           bool is_causal) {
+                                                           bool is_causal, const Tensor& query_offset,
+                                                           const Tensor& key_lengths) {
   check(query, key, value, key_padding_mask, attn_mask);
   const int64_t length_dim = options.batch_first() && query.dim() == 3 ? 1 : 0;
   auto projected = project(query, key, value);
@@ -129,8 +136,16 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(const Tensor& query, 
   const bool mask_per_head = attn_mask.defined() && attn_mask.dim() == 3 && query.dim() == 3;
   const Tensor hidden =
       merge(mask_per_head ? attn_mask.unflatten(0, {-1, options.num_heads()}) : attn_mask, key_padding_mask);
+  Options call{.dropout_p = is_training() ? options.dropout() : 0.0,
+               .is_causal = is_causal,
+               .enable_gqa = true,
+               .softcap = options.softcap(),
+               .window_size = options.window_size()};
+  if (hidden.defined()) call.attn_mask = hidden.scalar_type() == at::kBool ? hidden.logical_not() : hidden;
+  if (query_offset.defined()) call.query_offset = query_offset;
+  if (key_lengths.defined()) call.key_lengths = key_lengths;
   const auto [output, weights] =
-      attend(projected[0], projected[1], projected[2], hidden, need_weights, average_attn_weights, is_causal);
+      attend(projected[0], projected[1], projected[2], need_weights, average_attn_weights, call);
   // The operator lays its output out as the query is: no copy here.
   return {out_proj(output.movedim(-2, length_dim).flatten(-2)), weights};
 }
@@ -147,16 +162,13 @@ std::vector<Tensor> MultiheadAttentionImpl::project(const Tensor& query, const T
 }
 
 std::tuple<Tensor, Tensor> MultiheadAttentionImpl::attend(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                          const Tensor& hidden, bool need_weights,
-                                                          bool average_attn_weights, bool is_causal) const {
-  Options call{.dropout_p = is_training() ? options.dropout() : 0.0, .is_causal = is_causal, .enable_gqa = true};
-  if (hidden.defined()) call.attn_mask = hidden.scalar_type() == at::kBool ? hidden.logical_not() : hidden;
+                                                          bool need_weights, bool average_attn_weights,
+                                                          Options call) const {
   if (!need_weights) return {sdpa(query, key, value, call), Tensor()};
   const double dropout_p = std::exchange(call.dropout_p, 0.0);
   if (dropout_p == 0) {
-    const auto [output, weights] =
-        ModuleOp::call({{query, key, value, call.attn_mask}}, {dropout_p, call.is_causal, call.scale, call.enable_gqa},
-                       {}, average_attn_weights);
+    const auto [output, weights] = ModuleOp::call({{query, key, value, call.attn_mask, {}, {}}},
+                                                  call_options(call, query), head_inputs(call), average_attn_weights);
     return {output, weights};
   }
   // The weights of the operator are those before dropout. What is returned must be what was used, so the values are

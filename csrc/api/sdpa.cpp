@@ -1,5 +1,5 @@
 // The C++ API: calls the operators through the dispatcher, as Python does.
-#include "operators/ops.h"
+#include "api/options.h"
 
 namespace attn {
 
@@ -10,18 +10,39 @@ Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const s
   return SdpaOp::handle().call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
+Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
+  const bool plain = o.softcap == 0 && o.window_size == Options().window_size && !o.query_offset && !o.key_lengths &&
+                     !o.alibi_slopes && !o.sinks;
+  if (!plain) return sdpa_with_logsumexp(query, key, value, o).output;
+  return sdpa(query, key, value, o.attn_mask, o.dropout_p, o.is_causal, o.scale, o.enable_gqa);
+}
+
+OutputAndLogsumexp sdpa_with_logsumexp(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
+  const auto [output, rows] =
+      AttentionOp::call({{query, key, value, o.attn_mask, {}, {}}}, call_options(o, query), head_inputs(o));
+  return {output, rows.logsumexp, rows.max_score};
+}
+
+std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const Options& o) {
+  const auto [output, weights, scores] =
+      WeightsOp::call({{query, key, value, o.attn_mask, {}, {}}}, call_options(o, query), head_inputs(o));
+  return {output, weights, scores};
+}
+
 std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const std::optional<Tensor>& attn_mask, double dropout_p,
                                                      bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  const auto [output, weights, scores] =
-      WeightsOp::call({{query, key, value, attn_mask}}, {dropout_p, is_causal, scale, enable_gqa}, {});
-  return {output, weights, scores};
+  return sdpa_with_weights(query, key, value, Options{attn_mask, dropout_p, is_causal, scale, enable_gqa});
+}
+
+Stats sdpa_stats(const Tensor& query, const Tensor& key, const StatsOptions& o) {
+  return StatsOp::call({query, key, o.attn_mask}, {call_options(o, query)}, head_inputs(o));
 }
 
 Stats sdpa_stats(const Tensor& query, const Tensor& key, const std::optional<Tensor>& attn_mask, bool is_causal,
                  std::optional<double> scale, bool enable_gqa) {
-  return StatsOp::call({query, key, attn_mask}, {{.is_causal = is_causal, .scale = scale, .enable_gqa = enable_gqa}},
-                       {});
+  return sdpa_stats(query, key, StatsOptions{attn_mask, is_causal, scale, enable_gqa});
 }
 
 }  // namespace attn

@@ -18,6 +18,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <array>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -42,12 +43,17 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, vdim) = std::nullopt;
   // Whether tensors are [B, L, embed_dim]; else they are [L, B, embed_dim].
   TORCH_ARG(bool, batch_first) = false;
+  // As of attn::Options: how many keys to the left and right of its position a query sees, -1: all; and the bound of
+  // scores, 0: none.
+  using Window = std::array<int64_t, 2>;
+  TORCH_ARG(Window, window_size) = { -1, -1 };
+  TORCH_ARG(double, softcap) = 0.0;
 };
 
 class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAttentionImpl> {
  public:
   // Throws c10::Error if a size or a number of heads is not positive or does not divide what it must divide, or if
-  // dropout is no probability. The message names the option, what it was and what is allowed.
+  // dropout, window_size or softcap is none. The message names the option, what it was and what is allowed.
   MultiheadAttentionImpl(int64_t embed_dim, int64_t num_heads)
       : MultiheadAttentionImpl(MultiheadAttentionOptions(embed_dim, num_heads)) {}
   explicit MultiheadAttentionImpl(const MultiheadAttentionOptions& options);
@@ -63,7 +69,9 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
   //                         because it is in torch::nn
   //   attn_mask             [L, S], or [B H, L, S] with the heads of a batch entry side by side
   //   average_attn_weights  whether the weights are the mean over the heads
-  //   is_causal             query i attends to keys j <= i, within attn_mask if there is one
+  //   is_causal             query i attends to keys j <= i + query_offset, within attn_mask if there is one
+  //   query_offset          the position of query 0 among the keys: an integer, or [B] of them; undefined: 0
+  //   key_lengths           how many of the S keys there are, likewise; undefined: S. The others are not read
   //
   // A boolean mask is torch::nn's: true hides a key (for attn::sdpa true shows it). A floating one is added to the
   // scores and may want a gradient. An undefined tensor is no mask.
@@ -75,7 +83,8 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                              const at::Tensor& key_padding_mask = {}, bool need_weights = true,
                                              const at::Tensor& attn_mask = {}, bool average_attn_weights = true,
-                                             bool is_causal = false);
+                                             bool is_causal = false, const at::Tensor& query_offset = {},
+                                             const at::Tensor& key_lengths = {});
 
   MultiheadAttentionOptions options;
 
@@ -89,8 +98,7 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
  private:
   std::vector<at::Tensor> project(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) const;
   std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                            const at::Tensor& hidden, bool need_weights, bool average_attn_weights,
-                                            bool is_causal) const;
+                                            bool need_weights, bool average_attn_weights, Options call) const;
   void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
              const at::Tensor& key_padding_mask, const at::Tensor& attn_mask) const;
 

@@ -11,12 +11,17 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
 #include <tuple>
+#include <variant>
 
 #define ATTN_API __attribute__((visibility("default")))
 
 namespace attn {
+
+// One number for the whole batch, or integers that broadcast to [B...], on query's device.
+using Integers = std::variant<int64_t, at::Tensor>;
 
 // What a call takes beside query, key and value, by name; what is left out has the operator's default.
 struct Options {
@@ -26,15 +31,33 @@ struct Options {
   // Probability in [0, 1] that a weight is zeroed; the others are divided by 1 - dropout_p. Drawn from the default
   // generator of the device.
   double dropout_p = 0.0;
-  // Query i attends to keys j <= i, for any L and S, within attn_mask if there is one.
+  // Query i attends to keys j <= i + query_offset, for any L and S, within attn_mask if there is one.
   bool is_causal = false;
   // Factor of query key^T: any number but NaN. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
   // Allows Hk and Hv that divide Hq: Hq / Hk consecutive query heads share a key head, Hq / Hv a value head.
   bool enable_gqa = false;
+
+  // These the built-in has not. They go together with each other and with all the rest.
+  // c > 0 makes c tanh(x / c) of scaled scores x, before a mask is added; 0: none.
+  double softcap = 0.0;
+  // (left, right): how many keys beside its position i + query_offset a query sees; -1: all.
+  std::array<int64_t, 2> window_size = {-1, -1};
+  // The position of query 0 among the keys, of any sign; absent: 0. S - L where the last query stands at the last key.
+  std::optional<Integers> query_offset = std::nullopt;
+  // How many of the S keys there are; absent: S. The others, whatever they are, are not read.
+  std::optional<Integers> key_lengths = std::nullopt;
+  // [Hq] or [B..., Hq], query's type or float32. Slope times distance is taken from each score; it gets a gradient.
+  std::optional<at::Tensor> alibi_slopes = std::nullopt;
+  // As they: one more logit in every softmax of a head, without a value; it gets a gradient.
+  std::optional<at::Tensor> sinks = std::nullopt;
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
+// With the other options, query i stands at p = i + query_offset, and of the keys that nothing hides has
+//
+//   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask
+//   weights  exp(score_j) / (exp(sink) + sum over j of exp(score_j))
 //
 //   query   [B..., Hq, L, E]   float64, float32, bfloat16 or float16, one type for all three;
 //   key     [B..., Hk, S, E]   at least 2 dimensions; leading ones broadcast
@@ -49,26 +72,30 @@ ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const a
                          const std::optional<at::Tensor>& attn_mask, double dropout_p = 0.0, bool is_causal = false,
                          std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 
-inline at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                       const Options& options = {}) {
-  return sdpa(query, key, value, options.attn_mask, options.dropout_p, options.is_causal, options.scale,
-              options.enable_gqa);
-}
+ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const Options& options = {});
+
+// Beside the output two numbers of every row of scores, float32 (float64 for float64).
+struct OutputAndLogsumexp {
+  at::Tensor output;     // [B..., Hq, L, Ev]
+  at::Tensor logsumexp;  // [B..., Hq, L], of the scores and the sink, differentiable; -inf without any
+  at::Tensor max_score;  // [B..., Hq, L], without the sink; -inf without keys. No derivatives
+};
+ATTN_API OutputAndLogsumexp sdpa_with_logsumexp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                                const Options& options = {});
 
 // Returns (output, weights, scores): sdpa's output and the matrices it went through, all differentiable.
-// scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row sums to 1, or is 0
-// where every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
+// scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row sums to 1 (less beside
+// a sink), or is 0 where every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
 ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
     double dropout_p = 0.0, bool is_causal = false, std::optional<double> scale = std::nullopt,
     bool enable_gqa = false);
 
-inline std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(const at::Tensor& query, const at::Tensor& key,
-                                                                        const at::Tensor& value,
-                                                                        const Options& options = {}) {
-  return sdpa_with_weights(query, key, value, options.attn_mask, options.dropout_p, options.is_causal, options.scale,
-                           options.enable_gqa);
-}
+ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(const at::Tensor& query,
+                                                                          const at::Tensor& key,
+                                                                          const at::Tensor& value,
+                                                                          const Options& options = {});
 
 // What a call of sdpa_stats takes beside query and key; as in Options.
 struct StatsOptions {
@@ -76,14 +103,20 @@ struct StatsOptions {
   bool is_causal = false;
   std::optional<double> scale = std::nullopt;
   bool enable_gqa = false;
+  double softcap = 0.0;
+  std::array<int64_t, 2> window_size = {-1, -1};
+  std::optional<Integers> query_offset = std::nullopt;
+  std::optional<Integers> key_lengths = std::nullopt;
+  std::optional<at::Tensor> alibi_slopes = std::nullopt;
+  std::optional<at::Tensor> sinks = std::nullopt;
 };
 
 // Statistics of the scores and weights of every head, float32 (float64 for float64). Of a query that may attend to no
-// key: -inf, 0 and -inf.
+// key, and has no sink: -inf, 0 and -inf.
 struct Stats {
   at::Tensor largest_score;    // [B..., Hq, L], of the scores, scaled and masked
   at::Tensor entropy;          // [B..., Hq, L], of the weights, in nats
-  at::Tensor logsumexp;        // [B..., Hq, L], of the scores
+  at::Tensor logsumexp;        // [B..., Hq, L], of the scores and the sink
   at::Tensor received_weight;  // [B..., Hq, S], the sum over the queries of the weight that a key receives
 };
 
@@ -92,8 +125,6 @@ struct Stats {
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,
                           bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 
-inline Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const StatsOptions& options = {}) {
-  return sdpa_stats(query, key, options.attn_mask, options.is_causal, options.scale, options.enable_gqa);
-}
+ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const StatsOptions& options = {});
 
 }  // namespace attn

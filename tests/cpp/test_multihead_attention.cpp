@@ -148,6 +148,42 @@ TEST_F(Multihead, CausalWithinTheMask) {
                    all_results(module, query, key, value, Tensor(), true, later.logical_or(hidden)));
 }
 
+// A window, an offset and lengths are what a mask says, with weights and without.
+TEST_F(Multihead, WindowOffsetAndLengths) {
+  auto windowed = ours(options().window_size({2, 0})), module = ours(options());
+  const Tensor offset = at::tensor({2, 1}), lengths = at::tensor({7, 4});
+  const Tensor ahead = at::arange(kKeys) - (at::arange(kQueries).unsqueeze(1) + offset.view({2, 1, 1}));  // [B, L, S]
+  const Tensor hidden = (ahead < -2).logical_or(ahead > 0).repeat_interleave(kHeads, 0);
+  const auto [output, weights] = module(query, key, value, padding, true, hidden);
+  const auto call = [&](bool need_weights) {
+    return windowed(query, key, value, Tensor(), need_weights, Tensor(), true, false, offset, lengths);
+  };
+  expect_close(std::get<0>(call(true)), output);
+  expect_close(std::get<1>(call(true)), weights);
+  expect_close(std::get<0>(call(false)), output);
+
+  const auto causal = [&](const Tensor& mask, bool is_causal, const Tensor& from) {
+    return std::get<0>(module(query, key, value, Tensor(), false, mask, true, is_causal, from));
+  };
+  expect_close(causal({}, true, offset), causal((ahead > 0).repeat_interleave(kHeads, 0), false, {}));
+}
+
+TEST_F(Multihead, SoftCap) {
+  auto capped = ours(options().softcap(0.05)), module = ours(options());
+  const auto of_heads = [&](auto& each) {
+    return std::get<1>(each(query, key, value, Tensor(), true, Tensor(), false));
+  };
+  const auto ratio = [&](auto& each) {
+    const Tensor weights = of_heads(each);
+    return (weights.amax(-1) / weights.amin(-1)).max().template item<double>();
+  };
+  EXPECT_LE(ratio(capped), std::exp(2 * 0.05));  // of scores between -0.05 and 0.05
+  EXPECT_GT(ratio(module), std::exp(2 * 0.05));
+  expect_close(std::get<0>(capped(query, key, value, Tensor(), false)), std::get<0>(capped(query, key, value)));
+  const auto copy = std::dynamic_pointer_cast<attn::MultiheadAttentionImpl>(capped->clone());
+  expect_same_bits(std::get<0>(copy->forward(query, key, value)), std::get<0>(capped(query, key, value)));
+}
+
 TEST_F(Multihead, WithoutWeights) {
   auto module = ours(options());
   const auto [output, weights] = module(query, key, value, padding, false, mask);
@@ -236,6 +272,8 @@ TEST_F(Multihead, ErrorsNameOptions) {
   expect_error("num_kv_heads is 0; it must be positive", [] { ours(options().num_kv_heads(0)); });
   expect_error("vdim is 0; it must be positive", [] { ours(options().vdim(0)); });
   expect_error("dropout is 1.5; it must be a probability", [] { ours(options().dropout(1.5)); });
+  expect_error("MultiheadAttention: window_size is (-2, 0)", [] { ours(options().window_size({-2, 0})); });
+  expect_error("MultiheadAttention: softcap is inf", [] { ours(options().softcap(INFINITY)); });
 }
 
 TEST_F(Multihead, ErrorsNameArguments) {

@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <atomic>
+#include <cmath>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -49,16 +51,37 @@ TEST_F(Sdpa, NamedOptionsAreTheFlatOnes) {
   EXPECT_FALSE(at::equal(dropped, attn::sdpa(query, key, value, {.enable_gqa = true})));
 }
 
-// Every argument of the operator has a member of its name and default; a new one fails here.
+// The members of Options or StatsOptions, by the names of the operators' arguments.
+std::map<std::string, c10::IValue> members(const auto& options) {
+  const auto absent = [](const auto& member) { return member ? c10::IValue("given") : c10::IValue(); };
+  const auto& o = options;
+  std::map<std::string, c10::IValue> found = {
+      {"attn_mask", absent(o.attn_mask)},
+      {"is_causal", o.is_causal},
+      {"scale", absent(o.scale)},
+      {"enable_gqa", o.enable_gqa},
+      {"softcap", o.softcap},
+      {"window_size", at::IntArrayRef(o.window_size)},
+      {"query_offset", absent(o.query_offset)},
+      {"key_lengths", absent(o.key_lengths)},
+      {"alibi_slopes", absent(o.alibi_slopes)},
+      {"sinks", absent(o.sinks)},
+  };
+  if constexpr (requires { o.dropout_p; }) found["dropout_p"] = o.dropout_p;
+  return found;
+}
+
+// Every argument of the operators has a member of its name and default; a new one fails here.
 TEST_F(Sdpa, DefaultsAreTheOperators) {
-  const auto& arguments = c10::Dispatcher::singleton().findSchemaOrThrow("attn::sdpa", "").schema().arguments();
-  const attn::Options options;
-  ASSERT_EQ(arguments.size(), 8);
-  EXPECT_TRUE(arguments[3].default_value()->isNone() && !options.attn_mask);
-  EXPECT_EQ(arguments[4].default_value()->toDouble(), options.dropout_p);
-  EXPECT_EQ(arguments[5].default_value()->toBool(), options.is_causal);
-  EXPECT_TRUE(arguments[6].default_value()->isNone() && !options.scale);
-  EXPECT_EQ(arguments[7].default_value()->toBool(), options.enable_gqa);
+  const auto compare = [](const char* op, size_t tensors, const std::map<std::string, c10::IValue>& options) {
+    const auto& arguments = c10::Dispatcher::singleton().findSchemaOrThrow(op, "").schema().arguments();
+    ASSERT_EQ(arguments.size(), tensors + options.size()) << op;
+    for (size_t i = tensors; i < arguments.size(); ++i)
+      EXPECT_EQ(*arguments[i].default_value(), options.at(arguments[i].name())) << op << ": " << arguments[i].name();
+  };
+  compare("attn::attention", 3, members(attn::Options()));
+  compare("attn::sdpa_with_weights", 3, members(attn::Options()));
+  compare("attn::sdpa_stats", 2, members(attn::StatsOptions()));
   expect_same_bits(attn::sdpa(query, query, query), attn::sdpa(query, query, query, std::nullopt));
 }
 
@@ -71,6 +94,108 @@ TEST_F(Sdpa, IsTheFormula) {
   expect_close(weights, scores.softmax(-1));
   expect_close(output, scores.softmax(-1).matmul(v));
   expect_close(attn::sdpa(query, key, value, {.attn_mask = mask, .enable_gqa = true}), output);
+}
+
+// All that the built-in has not, at once, against the formula.
+struct WithOptions : Sdpa {
+  static constexpr double kCap = 1.5;
+  static constexpr int64_t kLeft = 20, kRight = 3, kOffset = 20;
+
+  const Tensor slopes = at::rand({4}, f64), sinks = at::randn({4}, f64);
+  const Tensor lengths = at::tensor({90, 41});
+  const attn::Options options = {.attn_mask = mask,
+                                 .enable_gqa = true,
+                                 .softcap = kCap,
+                                 .window_size = {kLeft, kRight},
+                                 .query_offset = kOffset,
+                                 .key_lengths = lengths,
+                                 .alibi_slopes = slopes,
+                                 .sinks = sinks};
+  const attn::StatsOptions stats_options = {.attn_mask = mask,
+                                            .enable_gqa = true,
+                                            .softcap = kCap,
+                                            .window_size = {kLeft, kRight},
+                                            .query_offset = kOffset,
+                                            .key_lengths = lengths,
+                                            .alibi_slopes = slopes,
+                                            .sinks = sinks};
+};
+
+TEST_F(WithOptions, IsTheFormula) {
+  const auto of_heads = [](const Tensor& t) { return t.view({4, 1, 1}); };
+  const Tensor k = key.repeat_interleave(2, 1), v = value.repeat_interleave(2, 1);
+  const Tensor ahead = at::arange(90) - (at::arange(70).unsqueeze(1) + kOffset);  // [L, S]
+  const Tensor hidden =
+      (ahead < -kLeft).logical_or(ahead > kRight).logical_or(at::arange(90) >= lengths.view({2, 1, 1, 1}));
+  const Tensor capped = kCap * (query.matmul(k.transpose(-2, -1)) / 4 / kCap).tanh();
+  const Tensor scores = (capped - of_heads(slopes) * ahead.abs() + mask).masked_fill(hidden, -INFINITY);
+  const Tensor logsumexp = at::cat({scores, of_heads(sinks).expand({2, 4, 70, 1})}, -1).logsumexp(-1);
+  const Tensor weights = (scores - logsumexp.unsqueeze(-1)).exp();
+
+  const attn::OutputAndLogsumexp results = attn::sdpa_with_logsumexp(query, key, value, options);
+  expect_close(results.output, weights.matmul(v));
+  expect_close(results.logsumexp, logsumexp);
+  const Tensor largest = scores.amax(-1);  // -inf, in both, where nothing is seen
+  expect_same_bits(results.max_score.isinf(), largest.isinf());
+  expect_close(results.max_score.nan_to_num(), largest.nan_to_num());
+  expect_same_bits(attn::sdpa(query, key, value, options), results.output);
+  const auto [output, given_weights, given_scores] = attn::sdpa_with_weights(query, key, value, options);
+  expect_close(output, results.output);
+  expect_close(given_weights, weights);
+  expect_same_bits(given_scores.isinf(), hidden.expand({2, 4, 70, 90}));
+
+  const attn::Stats stats = attn::sdpa_stats(query, key, stats_options);
+  expect_close(stats.logsumexp, logsumexp);
+  expect_close(stats.entropy, -at::xlogy(weights, weights).sum(-1));
+  expect_close(stats.received_weight, weights.sum(-2));
+}
+
+// Each alone makes the call another one: none is forgotten where sdpa decides whether there are any.
+TEST_F(WithOptions, EachCounts) {
+  const Tensor plain = attn::sdpa(query, key, value, {.enable_gqa = true});
+  for (const attn::Options& one : std::vector<attn::Options>{{.enable_gqa = true, .softcap = kCap},
+                                                             {.enable_gqa = true, .window_size = {kLeft, -1}},
+                                                             {.enable_gqa = true, .window_size = {-1, kRight}},
+                                                             {.enable_gqa = true, .key_lengths = 41},
+                                                             {.enable_gqa = true, .alibi_slopes = slopes},
+                                                             {.enable_gqa = true, .sinks = sinks}}) {
+    const Tensor output = attn::sdpa(query, key, value, one);
+    EXPECT_FALSE(at::equal(output, plain));
+    expect_same_bits(output, attn::sdpa_with_logsumexp(query, key, value, one).output);
+  }
+  const attn::Options causal = {.is_causal = true, .enable_gqa = true};
+  attn::Options moved = causal;
+  moved.query_offset = kOffset;
+  EXPECT_FALSE(at::equal(attn::sdpa(query, key, value, moved), attn::sdpa(query, key, value, causal)));
+  attn::Options by_tensor = causal;
+  by_tensor.query_offset = at::full({2}, kOffset, at::kInt);
+  expect_same_bits(attn::sdpa(query, key, value, moved), attn::sdpa(query, key, value, by_tensor));
+}
+
+TEST_F(WithOptions, Gradients) {
+  const Tensor s = slopes.clone().requires_grad_(), t = sinks.clone().requires_grad_();
+  attn::Options call = options;
+  call.alibi_slopes = s;
+  call.sinks = t;
+  const auto results = attn::sdpa_with_logsumexp(query, key, value, call);
+  const auto grads = torch::autograd::grad({results.output.sum() + results.logsumexp.sum()}, {s, t});
+  EXPECT_EQ(grads[0].sizes(), slopes.sizes());
+  EXPECT_TRUE(grads[0].ne(0).all().item<bool>() && grads[1].ne(0).all().item<bool>());
+}
+
+TEST_F(WithOptions, ErrorsNameTheArgument) {
+  const auto call = [&](attn::Options changed) {
+    changed.enable_gqa = true;
+    return [=, this] { attn::sdpa(query, key, value, changed); };
+  };
+  expect_error("softcap is -1", call({.softcap = -1}));
+  expect_error("window_size is (-2, 0)", call({.window_size = {-2, 0}}));
+  expect_error("key_lengths is 91; it must be between 0 and 90", call({.key_lengths = 91}));
+  expect_error("key_lengths is -1 at entry 1", call({.key_lengths = at::tensor({3, -1})}));
+  expect_error("query_offset has dtype Double", call({.query_offset = at::zeros({2}, f64)}));
+  expect_error("alibi_slopes has shape [3]", call({.alibi_slopes = slopes.narrow(0, 0, 3)}));
+  expect_error("sinks has dtype Float", call({.sinks = sinks.to(at::kFloat)}));
+  expect_error("query is undefined", [&] { attn::sdpa(Tensor(), key, value, {.query_offset = 1}); });
 }
 
 TEST_F(Sdpa, StatisticsAreThoseOfTheWeights) {
