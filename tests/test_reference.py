@@ -245,3 +245,15 @@ def test_dropout_without_a_mask_is_an_error() -> None:
     q = random(3, 4)
     with pytest.raises(ValueError, match=r"dropout_p = 0.1 needs a dropout_mask"):
         reference.sdpa(q, q, q, dropout_p=0.1)
+
+
+def test_offset_and_length_of_two_dimensions() -> None:
+    """A number for the one sample adds no dimension."""
+    query, key, value = random(3, 4), random(5, 4), random(5, 2)
+    visible = torch.ones(3, 5, dtype=torch.bool).tril(1)
+    visible[:, 3:] = False
+    expected = reference.sdpa(query, key, value, visible)
+    for offset, length in [(1, 3), (torch.tensor(1), torch.tensor(3))]:
+        options = {"query_offset": offset, "key_lengths": length}
+        output = reference.sdpa(query, key, value, is_causal=True, **options)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)

@@ -95,7 +95,7 @@ def sdpa_with_weights(
     device = query.device
     positions = torch.arange(query.size(-2), device=device)[:, None]
     if query_offset is not None:
-        positions = positions + _of_samples(query_offset, device)
+        positions = positions + _of_samples(query_offset, scores)
     keys = torch.arange(key.size(-2), device=device)
     ahead = keys - positions
     if alibi_slopes is not None:
@@ -110,7 +110,7 @@ def sdpa_with_weights(
     if is_causal:
         masked = masked | (ahead > 0)
     if key_lengths is not None:
-        masked = masked | (keys >= _of_samples(key_lengths, device))
+        masked = masked | (keys >= _of_samples(key_lengths, scores))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         masked = masked | ~attn_mask
     elif attn_mask is not None:
@@ -134,9 +134,10 @@ def sdpa_with_weights(
     return kept @ value, weights, scores
 
 
-def _of_samples(numbers: Tensor | int, device: torch.device) -> Tensor:
+def _of_samples(numbers: Tensor | int, scores: Tensor) -> Tensor:
     """One for each sample, `[...]`, beside the heads, queries and keys of all."""
-    return torch.as_tensor(numbers, device=device)[..., None, None, None]
+    numbers = torch.as_tensor(numbers, device=scores.device)
+    return numbers[..., None, None, None] if scores.dim() > 2 else numbers
 
 
 def _of_heads(numbers: Tensor, scores: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import platform
@@ -17,7 +18,8 @@ from rich.table import Table
 
 from tests._variants import build_stand_in
 
-from .problem import DTYPES, draw
+from .drawing import draw
+from .problem import DTYPES, OF_BUILTIN, OPTIONS
 from .worker import SAMPLE, Report, described, work
 
 SHARES = {"cpu": 0.75, "cuda": 0.15, "amx": 0.1}  # of the time
@@ -118,6 +120,8 @@ def show(total: dict[str, Report], console: Console) -> None:
             table.add_row(f"{device} {result}", *cells)
     console.print(table)
     for device, report in total.items():
+        show_options(device, report, console)
+    for device, report in total.items():
         problems, samples = sum(report.problems.values()), report.worst_of_samples.values()
         calls = ", ".join(f"{name} {n:,}" for name, n in sorted(report.calls.items()))
         console.print(
@@ -130,6 +134,26 @@ def show(total: dict[str, Report], console: Console) -> None:
         )
         for excess in report.excesses:
             console.print("  " + excess, highlight=False)
+
+
+def show_options(device: str, report: Report, console: Console) -> None:
+    """How many problems had each option (in the diagonal) and each pair of them."""
+    names = [n for n in (*OF_BUILTIN, *OPTIONS) if report.options[n, n]]
+    table = Table(title=f"{device}: problems with an option, and with a pair of them", padding=0)
+    for column in ("", *names):
+        table.add_column(column, justify="right" if column else "left")
+    for i, name in enumerate(names):
+        table.add_row(name, *(f"{report.options[other, name]:,}" for other in names[: i + 1]))
+    console.print(table)
+    problems, pairs = sum(report.problems.values()), itertools.combinations(names, 2)
+    rarest = min(((report.options[pair], pair) for pair in pairs), default=None)
+    if rarest:
+        console.print(
+            f"{device}: {report.options['', '']:,} of {problems:,} problems without an option that "
+            f"the built-in has not; the rarest pair, {' and '.join(rarest[1])}, in "
+            f"{rarest[0] / problems:.2%}",
+            highlight=False,
+        )
 
 
 def one(seed: int, index: int, device: str, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""The textbook in float64, with a bound for the error of each number of each result.
+"""A bound for the error of each number of each result.
 
 The bounds follow from the standard model fl(a op b) = (a op b)(1 + d), |d| <= u, and
 
@@ -10,29 +10,33 @@ The bounds follow from the standard model fl(a op b) = (a op b)(1 + d), |d| <= u
   r_j + log sum_k P_k e^(r_k). Nothing is of first order here: scores may be off by 10.
   (The first-order form: P. Blanchard, D. J. Higham, N. J. Higham, Accurately computing the
   log-sum-exp and softmax functions, IMA J. Numer. Anal. 41(4), 2021, sections 3 and 4.)
+  The logarithm of the sum itself is off by no more than the same log sum_k P_k e^(r_k), and by no
+  more than the largest r_k. A sink is one of the scores in all this;
+- with cap(z) = c tanh(z / c) and z off by e, cap(z) is off by at most cap(|z|) - cap(|z| - e),
+  which is cap(e) (1 - tanh(|z| / c) tanh((|z| - e) / c)): of first order neither.
 
-Absolute errors are carried through the formulas of csrc/cpu/kernels (backward.inl, tangent.inl),
-whose names are used here in lower case; `e_x` is the bound for the error of x. Products of two
-errors are left out where both are small: hence `SLACK`.
+Absolute errors are carried through the formulas of textbook.py; `e_x` is the bound for the error of
+x. Products of two errors are left out where both are small: hence `SLACK`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import types
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .problem import Problem
+from .problem import RESULTS, Problem
+from .textbook import INF, Textbook
 
 SLACK = 1.02
 # A few operations of one rounding each that the analysis does not list one by one.
 FEW = 8
-INF = math.inf
+# Of the hyperbolic tangent: 3 ulps (csrc/cpu/simd/exp.inl) are 6 unit roundoffs; its argument is a
+# product of two numbers that were rounded.
+TANH = 6 + 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
         return Arithmetic(2.0**-53, 4 * 2.0**-53, exact=True)
     u = 2.0**-24
     plain = Arithmetic(u, 4 * u)
-    exact_weights = problem.mask_dtype == "float32"
+    exact_weights = "attn_mask" in problem.dtypes
     if capability == "cuda":
         of_tensor_cores = max(problem.sizes["E"], problem.sizes["Ev"]) <= 256 and not exact_weights
         if problem.dtype == "bfloat16" and of_tensor_cores:
@@ -89,186 +93,55 @@ def chain(n: int, a: Arithmetic) -> float:
     return 2 * n + FEW if a.exact else min(n, 64 + n / 32) + FEW
 
 
-class Textbook:
-    """What is exact, and `bounds` for it.
-
-    Of tensors in float64, which `made` holds in the problem's dtype.
-    """
-
-    def __init__(self, problem: Problem, made: types.SimpleNamespace) -> None:
-        self.problem, self.made = problem, made
-        self.lead = problem.lead
-        sizes = problem.sizes
-        self.L, self.S, self.E, self.Ev = (sizes[n] for n in ("L", "S", "E", "Ev"))
-        self.keep_scale = 1 / ((1 - problem.dropout_p) or 1) if problem.dropout_p else 1.0
-        scale = problem.scale
-        self.scale = 1 / math.sqrt(max(self.E, 1)) if scale is None else scale
-        self.x = {n: self.full(made.x[n], n) for n in ("query", "key", "value")}
-        self.mask = made.x["attn_mask"]
-        # 0 where some input has no entries: every result is then 0.
-        self.empty = 0 in (*self.lead, self.L, self.S)
-
-    def full(self, tensor: Tensor, name: str) -> Tensor:
-        """In float64, at the leading dimensions of the output."""
-        tensor = tensor.detach().double()
-        heads = {"key": "Hk", "value": "Hv"}.get(name)
-        if self.problem.gqa and heads:
-            times = self.problem.sizes["Hq"] // self.problem.sizes[heads]
-            tensor = tensor if times == 1 else tensor.repeat_interleave(times, -3)
-        return tensor.expand(*self.lead, *tensor.shape[-2:])
-
-    # --- what is exact ----------------------------------------------------------------------------
-
-    @functools.cached_property
-    def hidden(self) -> Tensor:
-        """[..., L, S], True where a query may not attend to a key."""
-        hidden = torch.zeros(*self.lead, self.L, self.S, dtype=torch.bool)
-        if self.problem.causal:
-            hidden = hidden | torch.ones(self.L, self.S, dtype=torch.bool).triu(1)
-        if self.mask is not None:
-            of_mask = ~self.mask if self.mask.dtype == torch.bool else self.mask == -INF
-            hidden = hidden | of_mask
-        return hidden
-
-    @functools.cached_property
-    def scores(self) -> Tensor:
-        """-inf where hidden."""
-        scores = self.x["query"] @ self.x["key"].mT * self.scale
-        if self.mask is not None and self.mask.dtype != torch.bool:
-            scores = scores + self.mask.detach().double()
-        return scores.masked_fill(self.hidden, -INF)
-
-    @functools.cached_property
-    def products(self) -> Tensor:
-        """sum |q| |k|"""
-        return self.x["query"].abs() @ self.x["key"].abs().mT
-
-    @functools.cached_property
-    def largest(self) -> Tensor:
-        """[..., L, 1], the largest score of each row, 0 of a row without keys."""
-        best = self.scores.amax(-1, keepdim=True)
-        return best.masked_fill_(best == -INF, 0)
-
-    @functools.cached_property
-    def sums(self) -> Tensor:
-        return self._unnormalised.sum(-1, keepdim=True)
-
-    @functools.cached_property
-    def _unnormalised(self) -> Tensor:
-        return (self.scores - self.largest).exp_()
-
-    @functools.cached_property
-    def p(self) -> Tensor:
-        return self._unnormalised / self.sums.masked_fill(self.sums == 0, 1)
-
-    @functools.cached_property
-    def z(self) -> Tensor | None:
-        """What dropout multiplies weights with."""
-        return None if self.made.kept is None else self.made.kept.double() * self.keep_scale
-
-    def times_z(self, x: Tensor) -> Tensor:
-        return x if self.z is None else x * self.z
-
-    @functools.cached_property
-    def pz(self) -> Tensor:
-        return self.times_z(self.p)
-
-    @functools.cached_property
-    def output(self) -> Tensor:
-        return self.pz @ self.x["value"]
-
-    @functools.cached_property
-    def g(self) -> Tensor:
-        return self.made.u.detach().double()
-
-    @functools.cached_property
-    def slope(self) -> Tensor:
-        """dP - delta"""
-        dP = self.times_z(self.g @ self.x["value"].mT)
-        return dP - (self.g * self.output).sum(-1, keepdim=True)
-
-    @functools.cached_property
-    def ds(self) -> Tensor:
-        return self.p * self.slope
-
-    @functools.cached_property
-    def t(self) -> dict[str, Tensor]:
-        t = {n: self.full(a, n) for n, a in self.made.t.items() if n != "attn_mask"}
-        if "attn_mask" in self.made.t:
-            t["attn_mask"] = self.made.t["attn_mask"].double()
-        return t
-
-    @functools.cached_property
-    def tx(self) -> Tensor:
-        """The derivative of the scores; 0 where they are hidden."""
-        tx = torch.zeros(*self.lead, self.L, self.S, dtype=torch.float64)
-        if "query" in self.t:
-            tx = tx + self.t["query"] @ self.x["key"].mT * self.scale
-        if "key" in self.t:
-            tx = tx + self.x["query"] @ self.t["key"].mT * self.scale
-        if "attn_mask" in self.t:
-            tx = tx + self.t["attn_mask"]
-        return tx.masked_fill(self.hidden, 0)
-
-    @functools.cached_property
-    def c(self) -> Tensor:
-        return (self.p * self.tx).sum(-1, keepdim=True)
-
-    @functools.cached_property
-    def tp(self) -> Tensor:
-        return self.p * (self.tx - self.c)
-
-    @functools.cached_property
-    def tangent(self) -> Tensor:
-        tangent = self.times_z(self.tp) @ self.x["value"]
-        return tangent + self.pz @ self.t["value"] if "value" in self.t else tangent
-
-    @functools.cached_property
-    def tslope(self) -> Tensor:
-        """t(dP) - t(delta)"""
-        tdelta = (self.g * self.tangent).sum(-1, keepdim=True)
-        if "value" not in self.t:
-            return -tdelta
-        return self.times_z(self.g @ self.t["value"].mT) - tdelta
-
-    @functools.cached_property
-    def tds(self) -> Tensor:
-        return self.tp * self.slope + self.p * self.tslope
-
-    # --- bounds -----------------------------------------------------------------------------------
-
-    def bounds(self, a: Arithmetic) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each result with the bound for the error of each of its numbers."""
-        problem, wanted = self.problem, self.problem.wanted
-        if self.empty:
-            zero, bound = torch.tensor([0, 1e-300], dtype=torch.float64)
-            return {n: (zero.expand(s), bound.expand(s)) for n, s in self._shapes()}
-        of_forward = Errors(self, a)
-        if problem.mode == "forward":
-            return {"output": self.rounded(self.output, of_forward.e_output)}
+def bounds(textbook: Textbook, a: Arithmetic) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each result with the bound for the error of each of its numbers."""
+    t, problem = textbook, textbook.problem
+    if t.empty:
+        zero, bound = torch.tensor([0, 1e-300], dtype=torch.float64)
+        return {n: (zero.expand(s), bound.expand(s)) for n, s in shapes(t)}
+    to = Results(t, a)
+    errors = Errors(t, a)
+    if problem.mode in ("forward", "backward"):
+        results = {"output": to.rounded(t.output, errors.e_output)}
+        if problem.rows:
+            results["logsumexp"] = to.of_rows(t.logsumexp, errors.e_rows)
+            results["max_score"] = to.of_rows(t.max_score, errors.e_max_score)
         if problem.mode == "backward":
-            gradients = of_forward.gradients()
-            return {
-                "output": self.rounded(self.output, of_forward.e_output),
-                **{f"grad_{n}": self.reduced(n, *gradients[n](), a) for n in wanted},
-            }
-        # Tangents and second derivatives round no factors of products but those of scores.
-        exact = dataclasses.replace(a, weight=0.0, smallest=0.0, factor=0.0)
-        errors = SecondErrors(self, exact, of_forward)
-        results = {"tangent": self.rounded(self.tangent, errors.e_tangent)}
-        if problem.mode == "jvp":
-            return results
-        second = errors.second()
-        return results | {f"second_{n}": self.reduced(n, *second[n](), a) for n in wanted}
+            gradients = errors.gradients()
+            results |= {f"grad_{n}": to.reduced(n, *gradients[n]()) for n in problem.wanted}
+        return results
+    # Tangents and second derivatives round no factors of products but those of scores.
+    exact = dataclasses.replace(a, weight=0.0, smallest=0.0, factor=0.0)
+    errors = SecondErrors(t, exact, errors)
+    results = {}
+    if "output" in t.made.u:
+        results["tangent_output"] = to.rounded(t.tangent, errors.e_tangent)
+    if "logsumexp" in t.made.u:
+        results["tangent_logsumexp"] = to.of_rows(t.c, errors.e_c)
+    if problem.mode == "jvp":
+        return results
+    second = errors.second()
+    return results | {f"second_{n}": to.reduced(n, *second[n]()) for n in problem.wanted}
 
-    def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        mode, x = self.problem.mode, self.made.x
-        first = "output" if mode in ("forward", "backward") else "tangent"
-        shapes = [(first, self.problem.output_shape)]
-        if mode not in ("forward", "jvp"):
-            of = "grad" if mode == "backward" else "second"
-            shapes += [(f"{of}_{n}", tuple(x[n].shape)) for n in self.problem.wanted]
-        return shapes
+
+def shapes(textbook: Textbook) -> list[tuple[str, tuple[int, ...]]]:
+    made, problem = textbook.made, textbook.problem
+    of_rows = {"output": problem.output_shape} | dict.fromkeys(RESULTS[1:], problem.rows_shape)
+    if problem.mode in ("forward", "backward"):
+        found = [(n, of_rows[n]) for n in (RESULTS if problem.rows else RESULTS[:1])]
+    else:
+        found = [(f"tangent_{n}", of_rows[n]) for n in made.u]
+    if problem.mode not in ("forward", "jvp"):
+        of = "grad" if problem.mode == "backward" else "second"
+        found += [(f"{of}_{n}", tuple(made.x[n].shape)) for n in problem.wanted]
+    return found
+
+
+class Results:
+    """What is exact and a bound, as the results have it: in the input's shape, and rounded."""
+
+    def __init__(self, textbook: Textbook, a: Arithmetic) -> None:
+        self.textbook, self.problem, self.a = textbook, textbook.problem, a
 
     def rounded(
         self, x: Tensor, error: Tensor, dtype: torch.dtype | None = None
@@ -283,11 +156,20 @@ class Textbook:
         bound = torch.where(x.abs() + bound >= info.max, INF, bound)
         return x, bound.nan_to_num_(nan=INF, posinf=INF)
 
-    def reduced(self, name: str, x: Tensor, error: Tensor, a: Arithmetic) -> tuple[Tensor, Tensor]:
+    def of_rows(self, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        """Of numbers of rows; one that is infinite has no error."""
+        exact, bound = self.rounded(x, error, self.problem.dtype_of_rows)
+        return exact.squeeze(-1), bound.masked_fill(x == -INF, 1e-300).squeeze(-1)
+
+    def reduced(self, name: str, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient at the output's leading dimensions, summed to the input's."""
-        given = self.made.x[name]
+        given, a = self.textbook.made.x[name], self.a
+        if name in ("alibi_slopes", "sinks"):
+            return self.of_heads(name, x, error)
         if name != "attn_mask":
             heads = {"key": "Hk", "value": "Hv"}.get(name)
+            if heads and self.textbook.beyond is not None:  # where nothing is read, exactly 0
+                error = error.masked_fill(self.textbook.beyond.mT, 0)
             if self.problem.gqa and heads:
                 split = (self.problem.sizes[heads], -1)
                 x, error = (b.unflatten(-3, split).sum(-3) for b in (x, error))
@@ -300,6 +182,15 @@ class Textbook:
         x, error = x.sum_to_size(given.shape), error.sum_to_size(given.shape)
         return self.rounded(x, error, given.dtype)
 
+    def of_heads(self, name: str, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        """Of numbers of rows, rounded, summed in float64 over the rows and what was broadcast."""
+        given = self.textbook.made.x[name]
+        n = x.numel() // max(given.numel(), 1)
+        error = error + x.abs() * (self.a.u + 2 * n * 2.0**-53)
+        x, error = (b.sum((-2, -1)).reshape(self.problem.lead or (1,)) for b in (x, error))
+        x, error = x.sum_to_size(given.shape), error.sum_to_size(given.shape)
+        return self.rounded(x, error + x.abs() * self.a.u, given.dtype)
+
 
 class Errors:
     """Of the forward and the gradients, before results are rounded."""
@@ -308,7 +199,7 @@ class Errors:
         self.textbook = t = textbook
         self.a = a
         self.scale = abs(t.scale)
-        numbers = [*t.x.values(), *([t.g] if t.made.u is not None else [])]
+        numbers = [*t.x.values(), *(t.made.u or {}).values()]
         big = max((b.abs().max().item() for b in numbers if b.numel()), default=0.0)
         tiny = torch.finfo(torch.float64 if a.exact else torch.float32).smallest_normal
         # What sums lose to numbers that are too small to be normal.
@@ -333,56 +224,145 @@ class Errors:
         largest = torch.finfo(self.textbook.problem.torch_dtype).max
         return torch.where(output.abs() + error >= largest, INF, error)
 
+    @property
+    def u_of_both(self) -> float:
+        """Where the kernel rounds, so does the textbook, if it is no better."""
+        return 2 * self.a.u if self.a.exact else self.a.u
+
     def product(self, n: int, factors: float = 0.0) -> float:
         """The relative error of a sum of n products, of factors that are rounded themselves."""
         return chain(n, self.a) * self.a.u + factors
 
     @functools.cached_property
+    def e_scaled(self) -> Tensor:
+        t = self.textbook
+        of_products = (self.product(t.E, 2 * self.a.factor) + FEW * self.a.u) * self.scale
+        return t.products * of_products + self.scale * self.lost
+
+    @functools.cached_property
+    def e_capped(self) -> Tensor:
+        t, c = self.textbook, self.textbook.cap
+        if not c:
+            return self.e_scaled
+        size, e = t.scaled.abs() / c, self.e_scaled / c
+        error = c * e.tanh() * (1 - size.tanh() * (size - e).tanh())
+        # An argument too small to be normal loses digits, and so does scale / c.
+        tiny = 2 * c * self.least * (1 + t.products)
+        return error + t.capped.abs() * ((TANH + 2) * self.u_of_both) + tiny
+
+    @functools.cached_property
     def e_scores(self) -> Tensor:
         t, u = self.textbook, self.a.u
-        of_products = (self.product(t.E, 2 * self.a.factor) + FEW * u) * self.scale
-        error = t.products * of_products + self.scale * self.lost
+        error = self.e_capped
+        if t.slopes is not None:
+            error = error + u * (3 * t.bias.abs() + t.biased.abs())
         if t.mask is not None and t.mask.dtype != torch.bool:
             error = error + 2 * u * t.scores.masked_fill(t.hidden, 0).abs()
         return error
 
     @functools.cached_property
-    def gone(self) -> Tensor:
-        """Hidden, or below the largest score by so much that weights are 0 whatever the errors."""
+    def e_sink(self) -> Tensor:
+        """Of a sink as one of the scores; it is told from them by the largest, as they are."""
         t = self.textbook
-        far = 750 if self.a.exact else 110
-        floor = (t.scores - self.e_scores).amax(-1, keepdim=True) - far
-        return (t.scores + self.e_scores < floor) | t.hidden
+        sizes = [b.masked_fill(b == -INF, 0).abs() for b in (t.sink, t.max_score)]
+        return (2 * self.a.u * torch.maximum(*sizes)).masked_fill(t.sink == -INF, 0)
+
+    @functools.cached_property
+    def floor(self) -> Tensor:
+        """So far below the largest score that weights are 0 whatever the errors."""
+        t = self.textbook
+        floor = t.sink - self.e_sink
+        if t.S:
+            floor = torch.maximum(floor, (t.scores - self.e_scores).amax(-1, keepdim=True))
+        return floor - (750 if self.a.exact else 110)
+
+    @functools.cached_property
+    def gone(self) -> Tensor:
+        """Below the floor, or hidden."""
+        t = self.textbook
+        return (t.scores + self.e_scores < self.floor) | t.hidden
+
+    @functools.cached_property
+    def sink_gone(self) -> Tensor:
+        t = self.textbook
+        return (t.sink + self.e_sink < self.floor) | (t.sink == -INF)
+
+    @functools.cached_property
+    def tiles(self) -> float:
+        """Each corrects what was before it."""
+        t = self.textbook
+        return t.S / 64 + (3 if t.sinks is None else 4)
+
+    def _unnormalised(self, e: Tensor, x: Tensor, gone: Tensor) -> Tensor:
+        """What the logarithm of the weight of a score x is off by, the score by e."""
+        a = self.a
+        distance = (self.textbook.largest - x).masked_fill_(gone, 0)
+        r = e + 3 * a.u * distance + self.tiles * (a.exp + 2 * a.u)
+        return (2 * r if a.exact else r).masked_fill_(gone, 0)
 
     @functools.cached_property
     def r(self) -> Tensor:
-        """What the logarithms of unnormalised weights are off by."""
-        t, a = self.textbook, self.a
-        tiles = t.S / 64 + 3  # each corrects what was before it
-        distance = (t.largest - t.scores).masked_fill_(self.gone, 0)
-        r = self.e_scores + 3 * a.u * distance + tiles * (a.exp + 2 * a.u)
-        return (2 * r if a.exact else r).masked_fill_(self.gone, 0)
+        return self._unnormalised(self.e_scores, self.textbook.scores, self.gone)
+
+    @functools.cached_property
+    def r_sink(self) -> Tensor:
+        t = self.textbook
+        return self._unnormalised(self.e_sink, t.sink, self.sink_gone)
+
+    def _sum(self, r: Tensor, r_sink: Tensor) -> Tensor:
+        moved = (self.textbook.p * torch.expm1(r)).sum(-1, keepdim=True)
+        return torch.log1p(moved + self.textbook.p_sink * torch.expm1(r_sink))
 
     @functools.cached_property
     def e_logsumexp(self) -> Tensor:
         """[..., L, 1], by the scores and exponentials alone."""
-        moved = self.textbook.p * torch.expm1(self.r.clamp(max=20))
-        return torch.log1p(moved.sum(-1, keepdim=True))
+        return self._sum(self.r.clamp(max=20), self.r_sink.clamp(max=20))
 
-    def _softmax(self) -> Tensor:
-        """e_P, by the scores and exponentials alone."""
-        error = (self.textbook.p * torch.expm1(self.r + self.e_logsumexp)).clamp_(max=1)
+    @functools.cached_property
+    def e_rows(self) -> Tensor:
+        """Of the logsumexp as a result."""
+        t, a = self.textbook, self.a
+        most = self.r_sink
+        if t.S:
+            most = torch.maximum(most, self.r.amax(-1, keepdim=True))
+        error = torch.where(most > 20, most, torch.minimum(most, self.e_logsumexp))
+        return error + (chain(t.S, a) + FEW) * a.u + 2 * a.u * t.logsumexp.abs()
+
+    @functools.cached_property
+    def e_max_score(self) -> Tensor:
+        t, e = self.textbook, self.e_scores
+        if not t.S:
+            return torch.zeros_like(t.max_score)
+        above = (t.scores + e).amax(-1, keepdim=True) - t.max_score
+        below = t.max_score - (t.scores - e).amax(-1, keepdim=True)
+        error = torch.maximum(above, below)
+        return (2 * error if self.a.exact else error) + 2 * self.a.u * t.max_score.abs()
+
+    def _softmax(self, p: Tensor, r: Tensor, gone: Tensor) -> Tensor:
+        """The error of weights by the scores and exponentials alone."""
+        error = (p * torch.expm1(r + self.e_logsumexp)).clamp_(max=1)
         # A row with a score that far off may have any weights.
-        anything = (self.r > 20).any(-1, keepdim=True) & ~self.gone
-        return error.masked_fill_(anything, 1)
+        anything = (self.r > 20).any(-1, keepdim=True) | (self.r_sink > 20)
+        return error.masked_fill_(anything & ~gone, 1)
+
+    @functools.cached_property
+    def few(self) -> Tensor:
+        """Relative to u, of what is computed from a saved logsumexp or divided by its sum."""
+        t = self.textbook
+        return 2 * chain(t.S, self.a) + FEW + 3 * t.sums.masked_fill(t.sums == 0, 1).log()
 
     @functools.cached_property
     def e_p(self) -> Tensor:
-        """Of weights that are computed from the saved logsumexp or divided by their sum."""
         t, a = self.textbook, self.a
-        few = 2 * chain(t.S, a) + FEW + 3 * t.sums.masked_fill(t.sums == 0, 1).log()
         tiny = 1e-300 if a.exact else 2e-38
-        return self._softmax() + t.p * (few * a.u) + self.visible * tiny
+        error = self._softmax(t.p, self.r, self.gone)
+        return error + t.p * (self.few * a.u) + self.visible * tiny
+
+    @functools.cached_property
+    def e_p_sink(self) -> Tensor:
+        t = self.textbook
+        error = self._softmax(t.p_sink, self.r_sink, self.sink_gone)
+        return error + t.p_sink * (self.few * self.a.u)
 
     @functools.cached_property
     def e_factor(self) -> Tensor:
@@ -398,14 +378,19 @@ class Errors:
         return (self.e_factor + t.pz * self.product(t.S, self.a.factor)) @ v + self.lost
 
     @functools.cached_property
+    def e_delta(self) -> Tensor:
+        t, u = self.textbook, self.a.u
+        relative = self.product(t.Ev, 2 * self.a.factor) + 3 * u
+        e_output = self.rounded_output(t.output, self.e_output)
+        error = t.g.abs() * (e_output * SLACK + t.output.abs() * relative)
+        return error.sum(-1, keepdim=True) + u * t.delta.abs()
+
+    @functools.cached_property
     def e_slope(self) -> Tensor:
         t, u = self.textbook, self.a.u
         g, v = t.g.abs(), t.x["value"].abs()
         e_dP = t.times_z(g @ v.mT) * (self.product(t.Ev, 2 * self.a.factor) + 3 * u)
-        relative = self.product(t.Ev, 2 * self.a.factor) + 3 * u
-        e_output = self.rounded_output(t.output, self.e_output)
-        e_delta = (g * (e_output * SLACK + t.output.abs() * relative)).sum(-1, keepdim=True)
-        return e_dP + e_delta + 2 * u * t.slope.abs() + self.lost * self.textbook.keep_scale
+        return e_dP + self.e_delta + 2 * u * t.slope.abs() + self.lost * self.textbook.keep_scale
 
     @functools.cached_property
     def e_ds(self) -> Tensor:
@@ -415,17 +400,47 @@ class Errors:
         return error + self.visible * self.least
 
     @functools.cached_property
-    def e_ds_factor(self) -> Tensor:
-        """Of dS as a factor of a product."""
+    def e_part(self) -> Tensor:
+        return self.e_capped / self.textbook.cap + 2 * self.u_of_both * self.textbook.part.abs()
+
+    @functools.cached_property
+    def e_cap_slope(self) -> Tensor:
+        t, e = self.textbook, self.e_part
+        return e * (2 + e) + 3 * self.u_of_both * t.cap_slope.abs()
+
+    @functools.cached_property
+    def e_cap_bend(self) -> Tensor:
+        t = self.textbook
+        error = of_product(t.part, self.e_part, t.cap_slope, self.e_cap_slope)
+        return 2 / t.cap * error + 4 * self.u_of_both * t.cap_bend.abs()
+
+    @functools.cached_property
+    def e_dz(self) -> Tensor:
+        t = self.textbook
+        if not t.cap:
+            return self.e_ds
+        error = of_product(t.ds, self.e_ds, t.cap_slope, self.e_cap_slope)
+        return error + self.a.u * t.dz.abs() + self.visible * self.least
+
+    @functools.cached_property
+    def e_dz_factor(self) -> Tensor:
+        """Of the gradient of what is capped as a factor of a product."""
         t, a = self.textbook, self.a
-        error = self.e_ds + (t.ds.abs() + self.e_ds) * a.weight
+        error = self.e_dz + (t.dz.abs() + self.e_dz) * a.weight
         if a.smallest:
             error = error + self.visible * a.smallest
-            error = torch.where(t.ds.abs() + error >= torch.finfo(torch.float16).max, INF, error)
+            error = torch.where(t.dz.abs() + error >= torch.finfo(torch.float16).max, INF, error)
         return error
 
     def gradients(self) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-        return {"query": self.query, "key": self.key, "value": self.value, "attn_mask": self.mask}
+        return {
+            "query": self.query,
+            "key": self.key,
+            "value": self.value,
+            "attn_mask": self.mask,
+            "alibi_slopes": self.slopes,
+            "sinks": self.sinks,
+        }
 
     def rows(self) -> int:
         """What a sum over the queries of a key may have."""
@@ -436,15 +451,15 @@ class Errors:
         t = self.textbook
         k = t.x["key"]
         relative = self.product(t.S, self.a.factor) + 3 * self.a.u
-        error = (self.e_ds_factor + t.ds.abs() * relative) @ k.abs()
-        return t.ds @ k * t.scale, (error + self.lost) * self.scale
+        error = (self.e_dz_factor + t.dz.abs() * relative) @ k.abs()
+        return t.dz @ k * t.scale, (error + self.lost) * self.scale
 
     def key(self) -> tuple[Tensor, Tensor]:
         t = self.textbook
         q = t.x["query"]
         relative = self.product(self.rows(), self.a.factor) + 3 * self.a.u
-        error = (self.e_ds_factor + t.ds.abs() * relative).mT @ q.abs()
-        return t.ds.mT @ q * t.scale, (error + self.lost) * self.scale
+        error = (self.e_dz_factor + t.dz.abs() * relative).mT @ q.abs()
+        return t.dz.mT @ q * t.scale, (error + self.lost) * self.scale
 
     def value(self) -> tuple[Tensor, Tensor]:
         t = self.textbook
@@ -453,7 +468,39 @@ class Errors:
         return t.pz.mT @ t.g, error + self.lost
 
     def mask(self) -> tuple[Tensor, Tensor]:
-        return self.textbook.ds, self.e_ds
+        error = self.sinks()[1] + 2 * self.a.u * self.textbook.g_rows.abs()
+        return self.of_mask(self.textbook.ds, self.e_ds, error)
+
+    def of_mask(self, ds: Tensor, e_ds: Tensor, e_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a mask that has one number for all keys of a row, sum_j dS_ij, which is g - dS_sink.
+
+        e_rows: the error of that difference.
+        """
+        t = self.textbook
+        if t.mask is None or t.mask.size(-1) != 1:
+            return ds, e_ds
+        error = (e_ds + ds.abs() * (chain(t.S, self.a) * self.a.u)).sum(-1, keepdim=True)
+        return ds.sum(-1, keepdim=True), torch.maximum(error, e_rows)
+
+    def slopes(self) -> tuple[Tensor, Tensor]:
+        return self.times_distance(self.textbook.ds, self.e_ds)
+
+    def times_distance(self, ds: Tensor, e_ds: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., L, 1], -sum_j dS_ij |p - j|, added up one after the other."""
+        t = self.textbook
+        n = (2 * t.S if self.a.exact else t.S) + FEW
+        error = (e_ds + ds.abs() * (n * self.a.u)) * t.distance
+        return -(ds * t.distance).sum(-1, keepdim=True), error.sum(-1, keepdim=True) + self.lost
+
+    def sinks(self) -> tuple[Tensor, Tensor]:
+        t = self.textbook
+        error = of_product(t.p_sink, self.e_p_sink, t.delta, self.e_delta)
+        return t.ds_sink, error + 3 * self.a.u * t.ds_sink.abs()
+
+
+def of_product(a: Tensor, e_a: Tensor, b: Tensor, e_b: Tensor) -> Tensor:
+    """The error of a b, before it is rounded."""
+    return e_a * (b.abs() + e_b) + a.abs() * e_b
 
 
 class SecondErrors(Errors):
@@ -462,32 +509,61 @@ class SecondErrors(Errors):
     def __init__(self, textbook: Textbook, a: Arithmetic, forward: Errors) -> None:
         super().__init__(textbook, a)
         self.e_scores = forward.e_scores  # of factors that are rounded as the forward's
+        self.e_capped = forward.e_capped
         self.e_output = forward.e_output
         self.e_logsumexp = forward.e_logsumexp
 
     @functools.cached_property
-    def e_tx(self) -> Tensor:
+    def e_tz(self) -> Tensor:
         t, u = self.textbook, self.a.u
-        error = 2 * u * t.tx.abs() + self.scale * self.lost
+        error = u * t.tz.abs() + self.scale * self.lost
         relative = (self.product(t.E) + FEW * u) * self.scale
         if "query" in t.t:
             error = error + t.t["query"].abs() @ t.x["key"].abs().mT * relative
         if "key" in t.t:
             error = error + t.x["query"].abs() @ t.t["key"].abs().mT * relative
-        if "attn_mask" in t.t:
-            error = error + 2 * u * t.t["attn_mask"].abs()
-        return error.masked_fill(t.hidden, 0)
+        return error
+
+    @functools.cached_property
+    def e_tx(self) -> Tensor:
+        t, u = self.textbook, self.a.u
+        error = self.e_tz
+        if t.cap:
+            error = of_product(t.tz, error, t.cap_slope, self.e_cap_slope)
+            error = error + u * (t.tz * t.cap_slope).abs()
+        if t.t_bias is not None:
+            error = error + 4 * u * t.t_bias.abs()
+        if t.t_mask is not None:
+            error = error + 2 * u * t.t_mask.abs()
+        return (error + 2 * u * t.tx.abs()).masked_fill(t.hidden, 0)
 
     @functools.cached_property
     def e_moved(self) -> Tensor:
         """[..., L, 1], of c - r, r being a mean of some of the tx."""
-        return self._sum_of_moves.sum(-1, keepdim=True)
+        t = self.textbook
+        of_sink = (t.t_sink - t.c).abs() + self.range
+        error = self.e_p_sink * of_sink + t.p_sink * (of_sink * FEW * self.a.u)
+        return self._sum_of_moves.sum(-1, keepdim=True) + error
+
+    @functools.cached_property
+    def e_c(self) -> Tensor:
+        """Of the derivative of the logsumexp as a result: r + (c - r)."""
+        t, a = self.textbook, self.a
+        error = self.e_moved + 2 * a.u * (t.c.abs() + self.range)
+        if a.exact:  # the textbook adds up what is not shifted
+            error = error + chain(t.S, a) * a.u * (t.p * t.tx.abs()).sum(-1, keepdim=True)
+        return error + self.lost
 
     @functools.cached_property
     def range(self) -> Tensor:
-        """[..., L, 1], what |c - r| is at most."""
+        """[..., L, 1], what |c - r| is at most. Where no weight but that of the sink is above 0,
+        r is 0."""
         t = self.textbook
-        return (t.tx - t.c).masked_fill(t.hidden, 0).abs().amax(-1, keepdim=True)
+        if not t.S:
+            return t.c.abs()
+        moves = (t.tx - t.c).masked_fill(t.hidden, 0).abs().amax(-1, keepdim=True)
+        none = t.p.amax(-1, keepdim=True) < (1e-290 if self.a.exact else 1e-30)
+        return torch.where(none, torch.maximum(moves, t.c.abs()), moves)
 
     @functools.cached_property
     def moves(self) -> Tensor:
@@ -525,15 +601,20 @@ class SecondErrors(Errors):
         return error + self.visible * self.least
 
     @functools.cached_property
+    def e_tdelta(self) -> Tensor:
+        t = self.textbook
+        relative = self.product(t.Ev) + 3 * self.a.u
+        e_tangent = self.rounded_output(t.tangent, self.e_tangent)
+        error = t.g.abs() * (e_tangent * SLACK + t.tangent.abs() * relative)
+        return error.sum(-1, keepdim=True)
+
+    @functools.cached_property
     def e_tslope(self) -> Tensor:
         t, u = self.textbook, self.a.u
-        g = t.g.abs()
-        relative = self.product(t.Ev) + 3 * u
-        e_tangent = self.rounded_output(t.tangent, self.e_tangent)
-        e_tdelta = g * (e_tangent * SLACK + t.tangent.abs() * relative)
-        error = e_tdelta.sum(-1, keepdim=True) + 2 * u * t.tslope.abs() + self.lost
+        error = self.e_tdelta + 2 * u * t.tslope.abs() + self.lost
         if "value" in t.t:
-            error = error + t.times_z(g @ t.t["value"].abs().mT) * relative
+            relative = self.product(t.Ev) + 3 * u
+            error = error + t.times_z(t.g.abs() @ t.t["value"].abs().mT) * relative
         return error
 
     @functools.cached_property
@@ -544,36 +625,50 @@ class SecondErrors(Errors):
         error = error + 4 * u * ((t.tp * t.slope).abs() + (t.p * t.tslope).abs())
         return error + self.visible * self.least
 
+    @functools.cached_property
+    def e_tdz(self) -> Tensor:
+        t, u = self.textbook, self.a.u
+        if not t.cap:
+            return self.e_tds
+        error = of_product(t.tds, self.e_tds, t.cap_slope, self.e_cap_slope)
+        bent = t.ds * t.cap_bend
+        e_bent = of_product(t.ds, self.e_ds, t.cap_bend, self.e_cap_bend)
+        error = error + of_product(bent, e_bent, t.tz, self.e_tz)
+        error = error + u * (2 * (t.tds * t.cap_slope).abs() + 3 * (bent * t.tz).abs())
+        return error + self.visible * self.least
+
     def second(self) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
         return {
             "query": self.second_query,
             "key": self.second_key,
             "value": self.second_value,
             "attn_mask": self.second_mask,
+            "alibi_slopes": self.second_slopes,
+            "sinks": self.second_sinks,
         }
 
     def second_query(self) -> tuple[Tensor, Tensor]:
         t = self.textbook
         relative = self.product(2 * t.S) + 3 * self.a.u
         k = t.x["key"]
-        exact = t.tds @ k
-        error = (self.e_tds + t.tds.abs() * relative) @ k.abs() + self.lost
+        exact = t.tdz @ k
+        error = (self.e_tdz + t.tdz.abs() * relative) @ k.abs() + self.lost
         if "key" in t.t:
             tk = t.t["key"]
-            exact = exact + t.ds @ tk
-            error = error + (self.e_ds + t.ds.abs() * relative) @ tk.abs()
+            exact = exact + t.dz @ tk
+            error = error + (self.e_dz + t.dz.abs() * relative) @ tk.abs()
         return exact * t.scale, error * self.scale
 
     def second_key(self) -> tuple[Tensor, Tensor]:
         t = self.textbook
         relative = self.product(2 * self.rows()) + 3 * self.a.u
         q = t.x["query"]
-        exact = t.tds.mT @ q
-        error = (self.e_tds + t.tds.abs() * relative).mT @ q.abs() + self.lost
+        exact = t.tdz.mT @ q
+        error = (self.e_tdz + t.tdz.abs() * relative).mT @ q.abs() + self.lost
         if "query" in t.t:
             tq = t.t["query"]
-            exact = exact + t.ds.mT @ tq
-            error = error + (self.e_ds + t.ds.abs() * relative).mT @ tq.abs()
+            exact = exact + t.dz.mT @ tq
+            error = error + (self.e_dz + t.dz.abs() * relative).mT @ tq.abs()
         return exact * t.scale, error * self.scale
 
     def second_value(self) -> tuple[Tensor, Tensor]:
@@ -583,4 +678,16 @@ class SecondErrors(Errors):
         return t.times_z(t.tp).mT @ t.g, error + self.lost
 
     def second_mask(self) -> tuple[Tensor, Tensor]:
-        return self.textbook.tds, self.e_tds
+        return self.of_mask(self.textbook.tds, self.e_tds, self.second_sinks()[1])
+
+    def second_slopes(self) -> tuple[Tensor, Tensor]:
+        return self.times_distance(self.textbook.tds, self.e_tds)
+
+    def second_sinks(self) -> tuple[Tensor, Tensor]:
+        t, u = self.textbook, self.a.u
+        move = t.t_sink - t.c
+        e_move = self.e_moved + 3 * u * (move.abs() + self.range)
+        e_tp = of_product(t.p_sink, self.e_p_sink, move, e_move)
+        error = of_product(t.tp_sink, e_tp, t.delta, self.e_delta)
+        error = error + of_product(t.p_sink, self.e_p_sink, t.tdelta, self.e_tdelta)
+        return t.tds_sink, error + 3 * u * (t.tp_sink * t.delta).abs() + self.lost

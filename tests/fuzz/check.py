@@ -11,34 +11,45 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .bound import Textbook, arithmetic
-from .problem import Problem
+from .bound import arithmetic, bounds
+from .problem import LACKS, Integers, Problem
+from .textbook import Textbook
 
 # What is said of a problem beside its tensors and its call: lines that end with an assertion.
 NAN_REACHES = """
 dirty = {**x, NAME: x[NAME].masked_fill(bad, BAD)}
 clean, dirty = solve(sdpa, x, *more, **options), solve(sdpa, dirty, *more, **options)
-xs = {n: a if a is None or a.dtype == torch.bool else a.double() for n, a in x.items()}
-flat = {**xs, "query": 0 * xs["query"], "key": 0 * xs["key"], "value": torch.ones_like(xs["value"])}
+xs = double_all(x)
+flat = {"query": 0 * xs["query"], "key": 0 * xs["key"], "attn_mask": x["attn_mask"]}
+flat["value"] = torch.ones(*xs["value"].shape[:-1], 1, dtype=torch.float64)
 if x["attn_mask"] is not None and x["attn_mask"].dtype != torch.bool:
     flat["attn_mask"] = x["attn_mask"] != -inf
+has_keys = reference.sdpa(**flat, **options) > 0
 rows = bad.any(-1, keepdim=True).double()
 if NAME == "query":  # its row, unless that attends to nothing
-    must = may = (reference.sdpa(*flat.values(), **options) > 0) & (rows > 0)
+    must = may = has_keys & (rows > 0)
 elif NAME == "key":  # the rows that attend to it
     groups = x["key"].shape[:-1] if options.get("enable_gqa") else rows.shape[:-1]
     flat["value"] = rows.expand(*groups, 1)
-    must = may = reference.sdpa(*flat.values(), **options) > 0
+    must = may = reference.sdpa(**flat, **options) > 0
     must, may = (a.expand(*clean["output"].shape[:-1], 1) for a in (must, may))
-else:  # its column, in any row of its head; where the row attends to it, it has to
-    must = reference.sdpa(*{**xs, "value": bad.double()}.values(), **options) > 1e-20
+elif NAME == "value":  # its column, in any row of its head; where the row attends to it, it has to
+    must = reference.sdpa(**{**xs, "value": bad.double()}, **options) > 1e-20
     flat["value"], flat["attn_mask"] = bad.double(), None
-    may = reference.sdpa(*flat.values(), **{**options, "is_causal": False}) > 0
+    lengths = {n: a for n, a in options.items() if n in ("key_lengths", "enable_gqa")}
+    may = reference.sdpa(**flat, **lengths) > 0
+else:  # its head, and of slopes what attends to something
+    must = may = bad[..., None, None] & (has_keys | (NAME == "sinks"))
 for n in clean:
-    lost = must & ~dirty[n].isnan() & (BAD != BAD)
+    has_to, can = must, may
+    if n in ("logsumexp", "max_score"):
+        of_scores = torch.tensor(NAME != "value")
+        has_to = must.any(-1) & of_scores & ((NAME != "sinks") | (n == "logsumexp"))
+        can = may.any(-1) & of_scores
+    lost = has_to & ~dirty[n].isnan() & (BAD != BAD)
     print(n, "NaNs that are lost:", lost.sum().item())
     assert not lost.any(), f"{n}: NaNs are lost"
-    touched = ~may & (dirty[n] != clean[n])
+    touched = ~can & (dirty[n] != clean[n])
     print(n, "numbers changed that may not be reached:", touched.sum().item())
     assert not touched.any(), f"{n}: numbers are changed that may not be reached"
 """
@@ -115,7 +126,7 @@ def check(problem: Problem, capabilities: list[str]) -> tuple[Failure | None, li
                 return None, ratios
         made = problem.make()
         textbook = Textbook(problem, made)
-        bounds = {}
+        known = {}
         for capability in capabilities:
             apply_settings(problem, capability)
             try:
@@ -125,9 +136,9 @@ def check(problem: Problem, capabilities: list[str]) -> tuple[Failure | None, li
                 return Failure(problem, capability, what, raises=True), ratios
             torch.set_num_threads(1)
             how = arithmetic(problem, capability)
-            if how not in bounds:
-                bounds[how] = textbook.bounds(how)
-            for name, (expected, bound) in bounds[how].items():
+            if how not in known:
+                known[how] = bounds(textbook, how)
+            for name, (expected, bound) in known[how].items():
                 failure = compare(problem, capability, name, actual[name], expected, bound, ratios)
                 if failure:
                     return failure, ratios
@@ -146,9 +157,7 @@ def compare(
     bound: Tensor,
     ratios: list[Ratio],
 ) -> Failure | None:
-    dtype = problem.torch_dtype
-    if name.endswith("attn_mask") and problem.mask_dtype:
-        dtype = getattr(torch, problem.mask_dtype)
+    dtype = problem.result_dtype(name)
     if actual.shape != expected.shape or actual.dtype != dtype:
         ending = (
             f"print(actual[{name!r}].shape, actual[{name!r}].dtype)",
@@ -160,6 +169,7 @@ def compare(
     if not actual.numel():
         return None
     error = (actual.detach().double() - expected).abs_()
+    error = error.masked_fill_(actual == expected, 0)  # infinities, too
     ratio = error / bound
     worst = ratio.max().item()
     if not worst <= 1:
@@ -174,7 +184,8 @@ def compare(
         )
         ending = (
             f"name, at, bound = {name!r}, {at}, {limit!r}",
-            "error = abs(actual[name][at].double() - expected[name][at]).item()",
+            "found, exact = actual[name][at].item(), expected[name][at].item()",
+            "error = 0 if found == exact else abs(found - exact)  # both may be -inf",
             'print(f"{name}{list(at)}: error {error:.3g}, bound {bound:.3g}")',
             "assert error <= bound",
         )
@@ -186,8 +197,7 @@ def compare(
 
 def check_program(problem: Problem, capability: str) -> Failure | None:
     """Of problems that are programs with assertions of their own: runs them."""
-    more = [] if problem.mode == "forward" else ["u", "t"] if problem.of_second_order else ["u"]
-    ending = [f"more = [{', '.join(more)}]"]
+    ending = [f"more = [{', '.join(problem.directions)}]"]
     if problem.nan:
         ending += [f"NAME, BAD = {problem.nan!r}, {problem.bad}"]
         ending += NAN_REACHES.strip().splitlines()
@@ -221,32 +231,21 @@ def smaller(problem: Problem) -> Iterator[Problem]:
         yield but(mode="forward", wanted=())
     if problem.mode not in ("forward", "backward"):
         yield but(mode="backward")
+    yield from without_options(problem)
     if problem.vmap is None:
         for position in range(4 if problem.gqa else 3, 3 + len(problem.lead)):
-            yield but(
-                dims={
-                    n: tuple(d for i, d in enumerate(dims) if i != len(dims) - position)
-                    for n, dims in problem.dims.items()
-                }
-            )
+            yield without_dimension(problem, position)
     else:
         yield but(vmap=None)
     if problem.layouts:
         yield but(layouts={})
         for name in problem.layouts:
             yield but(layouts={n: s for n, s in problem.layouts.items() if n != name})
-    if "attn_mask" in problem.dims:
-        dims = {n: d for n, d in problem.dims.items() if n != "attn_mask"}
-        if problem.wanted != ("attn_mask",):
-            wanted = tuple(n for n in problem.wanted if n != "attn_mask")
-            layouts = {n: s for n, s in problem.layouts.items() if n != "attn_mask"}
-            vmap = problem.vmap and (*problem.vmap[:3], None)
-            yield but(dims=dims, wanted=wanted, layouts=layouts, mask_dtype="", vmap=vmap)
-        if len(problem.dims["attn_mask"]) > 2 and problem.vmap is None:
-            yield but(dims={**dims, "attn_mask": problem.dims["attn_mask"][-2:]})
+    if "attn_mask" in problem.dims and len(problem.dims["attn_mask"]) > 2 and not problem.vmap:
+        yield but(dims={**problem.dims, "attn_mask": problem.dims["attn_mask"][-2:]})
     for field in dataclasses.fields(Problem):
         plain = {"causal": False, "scale": None, "dropout_p": 0.0, "threads": 1}
-        plain |= {"mask_dtype": "", "precision": "highest"}
+        plain |= {"dtypes": {}, "precision": "highest", "graded": ("output",)}
         if field.name in plain and getattr(problem, field.name) != plain[field.name]:
             yield but(**{field.name: plain[field.name]})
     for name in problem.wanted if len(problem.wanted) > 1 else ():
@@ -254,6 +253,7 @@ def smaller(problem: Problem) -> Iterator[Problem]:
     for name, value in problem.values.items():
         if name != "attn_mask" and value != "normal":
             yield but(values={**problem.values, name: "normal"})
+    yield from with_simpler_options(problem)
     if problem.gqa and problem.sizes["Hq"] > 1:
         yield but(sizes={**problem.sizes, "Hq": 1, "Hk": 1, "Hv": 1})
         yield but(sizes={**problem.sizes, "Hk": 1, "Hv": 1})
@@ -262,6 +262,66 @@ def smaller(problem: Problem) -> Iterator[Problem]:
             for m in sorted({1, n // 2, n - 16, n - 1} - {0}):
                 if 0 < m < n:
                     yield but(sizes={**problem.sizes, name: m})
+
+
+def without_dimension(problem: Problem, position: int) -> Problem:
+    """Without the one at this position from the end of the scores. The third is the heads."""
+
+    def rest(name: str, dims: tuple[str, ...]) -> tuple[str, ...]:
+        at = len(dims) - max(1, position - LACKS.get(name, 0))
+        return tuple(d for i, d in enumerate(dims) if i != at)
+
+    dims = {n: rest(n, d) for n, d in problem.dims.items()}
+    integers = {
+        n: dataclasses.replace(i, dims=rest(n, i.dims)) for n, i in problem.integers.items()
+    }
+    problem = dataclasses.replace(problem, dims=dims, integers=integers)
+    heads = problem.lead_dims[-1:] or ("1",)
+    of_heads = {n: (*dims[n][:-1], *heads) for n in ("alibi_slopes", "sinks") if n in dims}
+    return dataclasses.replace(problem, dims={**dims, **of_heads})
+
+
+def without_options(problem: Problem) -> Iterator[Problem]:
+    """Without one of the tensors that may be absent, or one of the options that have a default."""
+    for name in ("attn_mask", "alibi_slopes", "sinks", *problem.integers):
+        rest = {
+            field: {n: a for n, a in getattr(problem, field).items() if n != name}
+            for field in ("dims", "layouts", "dtypes", "integers")
+        }
+        vmap = problem.vmap and {n: d for n, d in problem.vmap.items() if n != name}
+        wanted = tuple(n for n in problem.wanted if n != name)
+        if (name in problem.dims or name in problem.integers) and problem.wanted != (name,):
+            yield dataclasses.replace(problem, **rest, vmap=vmap, wanted=wanted)
+    if problem.softcap:
+        yield dataclasses.replace(problem, softcap=0.0)
+    if problem.window != (-1, -1):
+        yield dataclasses.replace(problem, window=(-1, -1))
+    if problem.rows:
+        yield dataclasses.replace(problem, rows=False, graded=("output",))
+
+
+def with_simpler_options(problem: Problem) -> Iterator[Problem]:
+    def but(**changes: object) -> Problem:
+        return dataclasses.replace(problem, **changes)
+
+    if problem.softcap not in (0.0, 1.0):
+        yield but(softcap=1.0)
+    for window in ((-1, problem.window[1]), (problem.window[0], -1)):
+        if problem.window != window != (-1, -1):
+            yield but(window=window)
+    for name, integers in problem.integers.items():
+        simpler = [] if problem.vmap or not integers.dtype else [Integers((), "", integers.numbers)]
+        if len(integers.numbers) > 1:
+            simpler += [dataclasses.replace(integers, numbers=(n,)) for n in integers.numbers]
+        elif isinstance(n := integers.numbers[0], int):
+            halves = {0, 1, n // 2, n - 1 if n > 0 else n + 1} - {n}
+            closer = sorted(m for m in halves if abs(m) < abs(n))
+            simpler += [dataclasses.replace(integers, numbers=(m,)) for m in closer]
+        for one in simpler:
+            yield but(integers={**problem.integers, name: one})
+    for name in ("alibi_slopes", "sinks"):
+        if len(problem.dims.get(name, ())) > 1 and not problem.vmap:
+            yield but(dims={**problem.dims, name: problem.dims[name][-1:]})
 
 
 def shrunk(failure: Failure, seconds: float = 30) -> Failure:

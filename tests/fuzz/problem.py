@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = ("query", "key", "value", "attn_mask")
-DTYPES = {"float32": 35, "bfloat16": 30, "float16": 20, "float64": 15}  # how often
-# Around the edges of the kernels' tiles, vectors and blocks, and usual sizes of heads.
-EDGES = [
-    *(15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96),
-    *(127, 128, 129, 192, 193, 255, 256, 257, 300),
-]
-MODES = {"forward": 66, "backward": 22, "jvp": 3, "second": 3, "over_forward": 3, "over_reverse": 3}
-# The cost of a problem, in multiplications, that one in twenty exceeds by a factor of ten.
-COSTS = {"cpu": 500_000, "cuda": 50_000, "amx": 200_000}
+NAMES = ("query", "key", "value", "attn_mask")  # of the tensors that the built-in takes, too
+INPUTS = (*NAMES, "alibi_slopes", "sinks")  # what has derivatives
+INTEGERS = ("query_offset", "key_lengths")
+# How many of the dimensions of a head, a row and a column they lack.
+LACKS = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
+# What the built-in has not, and what it has, by the names of the table of pairs.
+OPTIONS = ("softcap", "window_size", *INTEGERS, "alibi_slopes", "sinks", "logsumexp")
+OF_BUILTIN = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+RESULTS = ("output", "logsumexp", "max_score")
 
+DTYPES = {"float32": 35, "bfloat16": 30, "float16": 20, "float64": 15}  # how often
 # How the numbers of a tensor are drawn; `s` stands for its shape, `d` for its dtype.
 VALUES = {
     "normal": "torch.randn({s}, dtype={d})",
@@ -47,6 +47,40 @@ MASKS = {
     "lowest": "torch.zeros({s}, dtype={d}).masked_fill_("
     "torch.rand({s}) < 0.3, torch.finfo({d}).min)",
 }
+SLOPES = {
+    "alibi": "(-8 * torch.rand({s})).exp2().to({d})",
+    "normal": "torch.randn({s}, dtype={d})",
+    "tiny": "torch.randn({s}, dtype={d}) * 1e-3",
+    "large": "torch.randn({s}, dtype={d}) * 30",
+    "some zeros": "torch.randn({s}, dtype={d}) * (torch.rand({s}) < 0.5)",
+    "zeros": "torch.zeros({s}, dtype={d})",
+}
+SINKS = {
+    "normal": "torch.randn({s}, dtype={d})",
+    "zeros": "torch.zeros({s}, dtype={d})",
+    "large": "torch.randn({s}, dtype={d}) * 30",
+    "above all": "torch.rand({s}, dtype={d}) * 2e4",
+    "below all": "torch.rand({s}, dtype={d}) * -2e4",
+    "-inf": "torch.randn({s}, dtype={d}).masked_fill_(torch.rand({s}) < 0.5, -inf)",
+    "lowest": "torch.full({s}, torch.finfo({d}).min, dtype={d})",
+}
+TABLES = {"attn_mask": MASKS, "alibi_slopes": SLOPES, "sinks": SINKS}  # VALUES of the others
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Where queries stand, or how many keys there are, for each batch entry."""
+
+    dims: tuple[str, ...]  # names of sizes
+    dtype: str  # empty: a number of Python
+    numbers: tuple[int | str, ...]  # go round; "S" and "S - L" follow the sizes
+
+    def of_sizes(self, sizes: dict[str, int], limit: int | None) -> list[int]:
+        count = math.prod(1 if d == "1" else sizes[d] for d in self.dims)
+        by_name = {"S": sizes["S"], "S - L": sizes["S"] - sizes["L"]}
+        numbers = [n if isinstance(n, int) else by_name[n] for n in self.numbers]
+        numbers = numbers if limit is None else [min(n, limit) for n in numbers]
+        return [numbers[i % len(numbers)] for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +92,21 @@ class Problem:
     dtype: str
     sizes: dict[str, int]
     dims: dict[str, tuple[str, ...]]  # of each tensor: names of `sizes`, or "1" where it broadcasts
-    values: dict[str, str]  # keys of VALUES and, for the mask, of MASKS
+    values: dict[str, str]  # keys of VALUES or of one of TABLES
     layouts: dict[str, int]  # what is not here is contiguous
     wanted: tuple[str, ...] = ()  # what derivatives are taken of and along
-    mask_dtype: str = ""  # that of the query if empty
+    dtypes: dict[str, str] = dataclasses.field(default_factory=dict)  # other than the query's
     causal: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
     gqa: bool = False
-    vmap: tuple[int | None, ...] | None = None  # in_dims of query, key, value and mask
+    softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
+    integers: dict[str, Integers] = dataclasses.field(default_factory=dict)
+    spoil: str = "nan"  # what keys, values and mask hold from `key_lengths` on
+    rows: bool = False  # logsumexp and max_score, too
+    graded: tuple[str, ...] = ("output",)  # the results that derivatives start from
+    vmap: dict[str, int | None] | None = None  # in_dims
     nan: str = ""  # the tensor that NaNs are put into, or what `bad` says
     bad: str = "nan"
     hidden: bool = False  # `bad` is in keys that the mask hides from all queries
@@ -76,24 +116,78 @@ class Problem:
     precision: str = "highest"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(1 if d == "1" else self.sizes[d] for d in self.dims[name])
+        dims = self.integers[name].dims if name in self.integers else self.dims[name]
+        return tuple(1 if d == "1" else self.sizes[d] for d in dims)
+
+    @functools.cached_property
+    def lead_dims(self) -> tuple[str, ...]:
+        """Names of the leading dimensions of the output."""
+        names = ["1"] * (max(len(self.dims[n]) for n in NAMES[:3]) - 2)
+        for n in NAMES[:3]:
+            for i, d in enumerate(reversed(self.dims[n][:-2])):
+                if d != "1":
+                    names[-1 - i] = "Hq" if d in ("Hk", "Hv") else d
+        return tuple(names)
 
     @functools.cached_property
     def lead(self) -> tuple[int, ...]:
         """The leading dimensions of the output."""
-        leads = [[self.sizes.get(d, 1) for d in self.dims[n][:-2]] for n in NAMES[:3]]
-        if self.gqa:
-            for lead in leads:
-                lead[-1] = self.sizes["Hq"]
-        return tuple(torch.broadcast_shapes(*leads))
+        return tuple(1 if d == "1" else self.sizes[d] for d in self.lead_dims)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
         return (*self.lead, self.sizes["L"], self.sizes["Ev"])
 
     @property
+    def rows_shape(self) -> tuple[int, ...]:
+        return (*self.lead, self.sizes["L"])
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def dtype_of_rows(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    def result_dtype(self, result: str) -> torch.dtype:
+        if result.endswith(("logsumexp", "max_score")):
+            return self.dtype_of_rows
+        return getattr(torch, self.dtypes.get(result.partition("_")[2], self.dtype))
+
+    @property
+    def directions(self) -> list[str]:
+        """What is given beside the inputs."""
+        return [] if self.mode == "forward" else ["u", "t"] if self.of_second_order else ["u"]
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """`graded`, but for what no derivative that is asked for follows from."""
+        if self.wanted == ("value",):
+            return ("output",)
+        needed = ("output",) if "value" in self.wanted else ()
+        return tuple(dict.fromkeys((*needed, *self.graded)))
+
+    @property
+    def given_options(self) -> tuple[str, ...]:
+        """The names of all that is not as it is by default."""
+        names = {
+            **{n: n in self.dims for n in ("attn_mask", "alibi_slopes", "sinks")},
+            **{n: n in self.integers for n in INTEGERS},
+            "dropout_p": self.dropout_p > 0,
+            "is_causal": self.causal,
+            "scale": self.scale is not None,
+            "enable_gqa": self.gqa,
+            "softcap": self.softcap > 0,
+            "window_size": self.window != (-1, -1),
+            "logsumexp": self.rows,
+        }
+        return tuple(n for n in (*OF_BUILTIN, *OPTIONS) if names[n])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the built-in could be called so."""
+        return not set(self.given_options).intersection(OPTIONS)
 
     @property
     def of_second_order(self) -> bool:
@@ -106,7 +200,7 @@ class Problem:
         extra = extra or ("vmap" if self.vmap else "dropout" if self.dropout_p else "")
         extra = extra or self.precision.removeprefix("highest")
         mode = "second" if self.mode.startswith("over") else self.mode
-        return f"{mode} {extra}".strip()
+        return " ".join(filter(None, (mode, extra, "" if self.is_plain else "options")))
 
     def capabilities(self, all_of_them: list[str]) -> list[str]:
         """Those that do not merely call another's functions."""
@@ -121,9 +215,9 @@ class Problem:
     # --- the program ------------------------------------------------------------------------------
 
     def setup(self) -> list[str]:
-        """Lines that make the tensors x, the gradient u of the output, the direction t, options."""
-        tensors = {n: self._tensor(n) for n in self.dims}
-        tensors.setdefault("attn_mask", "None")
+        """Lines that make the tensors x, the gradients u of results, the direction t, options."""
+        tensors = {n: self._tensor(n) if n in self.dims else "None" for n in INPUTS}
+        tensors = {n: text for n, text in tensors.items() if n in NAMES or n in self.dims}
         lines = [
             f"torch.manual_seed({self.seed})",
             f"dtype = torch.{self.dtype}",
@@ -135,18 +229,28 @@ class Problem:
             column = f"(torch.arange({columns}) == {self.seed % max(columns, 1)})"
             lines.append(f"bad = (torch.rand({(*rows, 1)}) < 0.1) & {column}")
         if self.mode != "forward":
-            s = self.output_shape
-            lines.append(f"u = {self._placed(VALUES[self.values['u']], s, 'dtype', 'u')}")
+            lines.append("u = {}")
+            for name in self.given:
+                shape = self.output_shape if name == "output" else self.rows_shape
+                dtype = "dtype" if name == "output" else str(self.dtype_of_rows)
+                values = VALUES[self.values["u" if name == "output" else "u of rows"]]
+                lines.append(f"u[{name!r}] = {self._placed(values, shape, dtype, 'u')}")
         if self.of_second_order:
             lines.append("t = {n: torch.randn_like(x[n], memory_format=torch.contiguous_format) "
                          f"for n in {list(self.wanted)}}}")  # fmt: skip
+            for name in self.wanted:
+                if beyond := self._beyond_lengths(name, self.shape(name)):
+                    lines.append(f"t[{name!r}].masked_fill_({beyond}, {self.spoil})")
         options = {
-            **({"is_causal": True} if self.causal else {}),
-            **({} if self.scale is None else {"scale": self.scale}),
-            **({"enable_gqa": True} if self.gqa else {}),
-            **({"dropout_p": self.dropout_p} if self.dropout_p else {}),
+            **({"is_causal": "True"} if self.causal else {}),
+            **({} if self.scale is None else {"scale": repr(self.scale)}),
+            **({"enable_gqa": "True"} if self.gqa else {}),
+            **({"dropout_p": repr(self.dropout_p)} if self.dropout_p else {}),
+            **({"softcap": repr(self.softcap)} if self.softcap else {}),
+            **({} if self.window == (-1, -1) else {"window_size": repr(self.window)}),
+            **{name: self._integers(name) for name in INTEGERS if name in self.integers},
         }
-        lines.append(f"options = {options}")
+        lines.append(f"options = {{{', '.join(f'{n!r}: {text}' for n, text in options.items())}}}")
         if self.dropout_p:
             # Of scores that are 0 all weights are 1 / S; with the unit matrix as value they are the
             # output, 0 where dropped.
@@ -160,19 +264,63 @@ class Problem:
             ]
         return lines
 
+    def numbers(self, name: str) -> list[int]:
+        """Those of `query_offset` or `key_lengths`."""
+        limit = self.sizes["S"] if name == "key_lengths" else None
+        return self.integers[name].of_sizes(self.sizes, limit)
+
+    def _integers(self, name: str) -> str:
+        numbers, dtype = self.numbers(name), self.integers[name].dtype
+        if not dtype:
+            return str(numbers[0])
+        shape = self.shape(name)
+        if not shape:
+            return f"torch.tensor({numbers[0]}, dtype=torch.{dtype})"
+        return f"torch.tensor({numbers}, dtype=torch.{dtype}).reshape({shape})"
+
+    def _beyond_lengths(self, name: str, shape: tuple[int, ...]) -> str:
+        """The condition that a key is one of no sequence that reads this part of the tensor.
+
+        It broadcasts to the shape that is given, and is empty where there is no such key.
+        """
+        S = self.sizes["S"]
+        row = 1 if name == "attn_mask" else 2  # the dimension of the keys, from the end
+        if name not in ("key", "value", "attn_mask") or "key_lengths" not in self.integers:
+            return ""
+        if shape[-row] != S or 0 in self.lead:
+            return ""
+        batch, own = self.lead[:-1], shape[:-3]
+        lengths = torch.tensor(self.numbers("key_lengths")).reshape(self.shape("key_lengths"))
+        lengths = lengths.expand(batch)
+        own = (1,) * (len(batch) - len(own)) + own
+        shared = [d for d, size in enumerate(own) if size == 1]
+        lengths = lengths.amax(shared, keepdim=True) if shared else lengths
+        if bool((lengths >= S).all()):
+            return ""
+        keys = f"torch.arange({S})" + "[:, None]" * (row - 1)
+        if lengths.numel() == 1:
+            return f"{keys} >= {lengths.item()}"
+        lengths = lengths.reshape(shape[:-3])
+        return (f"{keys} >= torch.tensor({lengths.flatten().tolist()})"
+                f".reshape({(*lengths.shape, 1, 1, 1)})")  # fmt: skip
+
     def _tensor(self, name: str) -> str:
-        if name != "attn_mask":
-            return self._placed(VALUES[self.values[name]], self.shape(name), "dtype", name)
-        dtype = f"torch.{self.mask_dtype}" if self.mask_dtype else "dtype"
-        text = MASKS[self.values[name]]
+        text = TABLES.get(name, VALUES)[self.values[name]]
+        dtype = f"torch.{self.dtypes[name]}" if name in self.dtypes else "dtype"
         if self.values[name] in ("bool", "rare"):
             dtype = "torch.bool"
         return self._placed(text, self.shape(name), dtype, name)
 
     def _placed(self, values: str, shape: tuple[int, ...], dtype: str, name: str) -> str:
         """A view into a larger storage, otherwise NaN (True for bool): any strides and offsets."""
+
+        def filled(shape: tuple[int, ...]) -> str:
+            text = values.format(s=shape, d=dtype)
+            beyond = self._beyond_lengths(name, shape) if dtype != "torch.bool" else ""
+            return f"({text}).masked_fill({beyond}, {self.spoil})" if beyond else text
+
         if name not in self.layouts:
-            return values.format(s=shape, d=dtype)
+            return filled(shape)
         rng = random.Random(self.layouts[name])
         n = len(shape)
         order = list(range(n))
@@ -194,15 +342,20 @@ class Problem:
         text = f"torch.full({tuple(storage)}, {filler}, dtype={dtype})"
         if order != sorted(order):
             text += f".permute({tuple(order)})"
-        text += f"[{', '.join(index)}].copy_({values.format(s=tuple(drawn), d=dtype)})"
+        text += f"[{', '.join(index)}].copy_({filled(tuple(drawn))})"
         return text if tuple(drawn) == shape else f"{text}.expand({shape})"
 
     def solve(self, mode: str, name: str = "solve") -> list[str]:
         """Lines of a function that gives the results of `sdpa`, by name."""
         wanted = list(self.wanted)
         lines = [f"def {name}(sdpa, x, u=None, t=None, **options):"]
+
+        def called(x: str) -> str:
+            call = f"sdpa(**{x}, **options)"
+            return f"dict(zip({RESULTS}, {call}))" if self.rows else f'{{"output": {call}}}'
+
         if mode == "forward":
-            return [*lines, '    return {"output": sdpa(*x.values(), **options)}']
+            return [*lines, f"    return {called('x')}"]
         grad = "n in wanted" if mode != "jvp" else "False"
         lines += [
             f"    wanted = {wanted}",
@@ -212,19 +365,22 @@ class Problem:
         ]
         if mode == "backward":
             lines += [
-                "    output = sdpa(*x.values(), **options)",
-                "    g = torch.autograd.grad(output, leaves, u, materialize_grads=True)",
-                '    return {"output": output.detach(), '
-                '**{f"grad_{n}": a for n, a in zip(wanted, g)}}',
+                f"    y = {called('x')}",
+                "    g = torch.autograd.grad(",
+                "        [y[n] for n in u], leaves, [*u.values()], materialize_grads=True)",
+                "    y = {n: a.detach() for n, a in y.items()}",
+                '    return {**y, **{f"grad_{n}": a for n, a in zip(wanted, g)}}',
             ]
             return lines
         if mode == "second":
             lines += [
-                "    u = u.detach().requires_grad_()",
-                "    output = sdpa(*x.values(), **options)",
-                "    g = torch.autograd.grad(output, leaves, u, create_graph=True)",
-                "    moved, *h = torch.autograd.grad(",
-                "        g, [u, *leaves], [t[n] for n in wanted], materialize_grads=True)",
+                "    u = {n: a.detach().requires_grad_() for n, a in u.items()}",
+                f"    y = {called('x')}",
+                "    g = torch.autograd.grad(",
+                "        [y[n] for n in u], leaves, [*u.values()], create_graph=True)",
+                "    along, of = [t[n] for n in wanted], [*u.values(), *leaves]",
+                "    h = torch.autograd.grad(g, of, along, materialize_grads=True)",
+                "    moved, h = dict(zip(u, h)), h[len(u):]",
             ]
         else:
             lines += [
@@ -232,52 +388,64 @@ class Problem:
                 "    with ad.dual_level():",
                 "        duals = {n: ad.make_dual(a, t[n]) if n in wanted else a "
                 "for n, a in x.items()}",
-                "        output, h = sdpa(*duals.values(), **options), []",
-                "        moved = ad.unpack_dual(output).tangent",
+                f"        y, h = {called('duals')}, []",
+                "        moved = {n: ad.unpack_dual(y[n]).tangent for n in u}",
             ]
         if mode == "over_forward":
-            lines.append(
-                "        h = torch.autograd.grad(moved, leaves, u, materialize_grads=True)"
-            )
+            lines += [
+                "        h = torch.autograd.grad(",
+                "            [*moved.values()], leaves, [*u.values()], materialize_grads=True)",
+            ]
         if mode == "over_reverse":
             lines += [
-                "        g = torch.autograd.grad(output, [duals[n] for n in wanted], u)",
+                "        g = torch.autograd.grad(",
+                "            [y[n] for n in u], [duals[n] for n in wanted], [*u.values()])",
                 "        h = [ad.unpack_dual(a).tangent for a in g]",
                 "        h = [torch.zeros_like(a) if d is None else d for a, d in zip(g, h)]",
             ]
-        lines.append(
-            '    return {"tangent": moved.detach(), '
-            '**{f"second_{n}": a.detach() for n, a in zip(wanted, h)}}'
-        )
+        lines += [
+            '    moved = {f"tangent_{n}": a.detach() for n, a in moved.items()}',
+            '    return {**moved, **{f"second_{n}": a.detach() for n, a in zip(wanted, h)}}',
+        ]
         return lines
+
+    @property
+    def operator(self) -> str:
+        return "sdpa_with_logsumexp" if self.rows else "sdpa"
 
     def sdpa(self) -> list[str]:
         """Lines that name the operator that is called."""
         if self.weights:
             return [
-                "def sdpa(*x, **options):",
-                "    output, weights, _ = torch_attn.sdpa_with_weights(*x, **options)",
+                "def sdpa(**x):",
+                "    output, weights, _ = torch_attn.sdpa_with_weights(**x)",
                 "    return output + weights.square().sum(-1, keepdim=True)",
             ]
         if self.vmap is None:
-            return ["sdpa = torch_attn.sdpa"]
-        lines = ["def sdpa(query, key, value, attn_mask, **options):"]
-        arguments, in_dims = [], []
-        for name, dim in zip(NAMES, self.vmap, strict=True):
-            if name not in self.dims:
-                arguments.append("None")
-            elif dim is not None:
-                arguments.append(f"{name}.movedim(0, {dim})" if dim else name)
-            else:
-                whole = len(self.dims[name]) == len(self.lead) + 2  # its first size is then 1
-                arguments.append(f"{name}[0]" if whole else name)
-            in_dims.append(dim)
+            return [f"sdpa = torch_attn.{self.operator}"]
+        names = list(self.vmap)
         return [
-            *lines,
-            "    def of_sample(*x):",
-            "        return torch_attn.sdpa(*x, **options)",
-            f"    return torch.func.vmap(of_sample, {tuple(in_dims)})({', '.join(arguments)})",
+            "def sdpa(**x):",
+            f"    samples = [{', '.join(map(self._for_vmap, names))}]",
+            "    def of_sample(*samples):",
+            f"        return torch_attn.{self.operator}(**dict(zip({names}, samples)), **x)",
+            f"    return torch.func.vmap(of_sample, {tuple(self.vmap.values())})(*samples)",
         ]
+
+    def has_mapped_dimension(self, name: str) -> bool:
+        """Whether the tensor has the first of the leading dimensions, if only of size 1."""
+        dims = self.integers[name].dims if name in self.integers else self.dims[name]
+        return len(dims) == len(self.lead) + 2 - LACKS.get(name, 0) and len(dims) > 0
+
+    def _for_vmap(self, name: str) -> str:
+        """The tensor, with the dimension that is mapped over where in_dims says."""
+        assert self.vmap is not None
+        text, dim = f"x.pop({name!r})", self.vmap[name]
+        if LACKS.get(name) == 2 and len(self.lead) == 1:  # the heads are mapped over
+            return text if dim is None else f"{text}[:, None]" if dim == 0 else f"{text}[None]"
+        if dim is not None:
+            return f"{text}.movedim(0, {dim})" if dim else text
+        return f"{text}[0]" if self.has_mapped_dimension(name) else text
 
     def settings(self, capability: str) -> list[str]:
         lines = [f"torch.set_num_threads({self.threads})"]
@@ -290,13 +458,12 @@ class Problem:
     def program(self, capability: str, ending: list[str]) -> str:
         """The whole program, which runs by itself."""
         exact = "**options, dropout_mask=kept" if self.dropout_p else "**options"
-        more = "" if self.mode == "forward" else ", u"
-        more += ", t" if self.of_second_order else ""
-        doubled = "" if self.mode == "forward" else ", u.double()"
-        doubled += ", {n: a.double() for n, a in t.items()}" if self.of_second_order else ""
         # The textbook by reverse mode alone: the softmax of torch has no gradient of its tangent.
         by_reverse = self.mode in ("jvp", "over_forward", "over_reverse")
+        given = ["x", *self.directions]
         textbook = "exact" if by_reverse else "solve"
+        # What is beyond the lengths is no number, and 0 * NaN in the textbook.
+        numbers = ".nan_to_num(0, 0, -inf)" if "key_lengths" in self.integers else ""
         lines = [
             "import torch",
             "import torch_attn",
@@ -306,6 +473,9 @@ class Problem:
             *self.solve(self.mode),
             *(self.solve("second", "exact") if by_reverse else []),
             *self.sdpa(),
+            "def double(a):",
+            f"    return a if a is None or a.dtype == torch.bool else a.double(){numbers}",
+            "double_all = lambda x: {n: double(a) for n, a in x.items()}",
             "",
             *self.settings(capability),
             *self.setup(),
@@ -313,10 +483,9 @@ class Problem:
         if not (self.nan or self.bits or self.hidden):
             lines += [
                 "torch.manual_seed(7)",
-                f"actual = solve(sdpa, x{more}, **options)",
-                "double = lambda a: a if a is None or a.dtype == torch.bool else a.double()",
-                "xs = {n: double(a) for n, a in x.items()}",
-                f"expected = {textbook}(reference.sdpa, xs{doubled}, {exact})",
+                f"actual = solve(sdpa, {', '.join(given)}, **options)",
+                f"given = {', '.join(f'double_all({n})' for n in given)},",
+                f"expected = {textbook}(reference.{self.operator}, *given, {exact})",
             ]
         return "\n".join([*lines, *ending]) + "\n"
 
@@ -338,16 +507,15 @@ class Problem:
 
     def results(self, made: types.SimpleNamespace) -> dict[str, Tensor]:
         """What the operator gives."""
+        import torch_attn
+
         function = compiled("\n".join(self.solve(self.mode)), "solve")
-        sdpa = compiled("\n".join(self.sdpa()), "sdpa") if self.vmap else _operator
+        if self.vmap:
+            sdpa = compiled("\n".join(self.sdpa()), "sdpa")
+        else:  # looked up at every call: tests put a wrong one there
+            sdpa = getattr(torch_attn, self.operator)
         torch.manual_seed(7)
         return function(sdpa, made.x, made.u, made.t, **made.options)
-
-
-def _operator(*args: Any, **options: Any) -> Tensor:
-    import torch_attn  # looked up at every call: tests put a wrong one there
-
-    return torch_attn.sdpa(*args, **options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -357,179 +525,3 @@ def compiled(text: str, name: str) -> Any:
     names: dict[str, Any] = {"torch": torch, "torch_attn": torch_attn}
     exec(text, names)
     return names[name]
-
-
-# --- drawing --------------------------------------------------------------------------------------
-
-
-def size(rng: random.Random) -> int:
-    r = rng.random()
-    if r < 0.015:
-        return 0
-    if r < 0.1:
-        return 1
-    if r < 0.6:
-        return rng.randint(2, 20)
-    return rng.choice(EDGES) if r < 0.9 else rng.randint(0, 300)
-
-
-def weighted(rng: random.Random, weights: dict[Any, int]) -> Any:
-    return rng.choices(list(weights), list(weights.values()))[0]
-
-
-def draw(seed: int, index: int, device: str = "cpu", plain: bool = False) -> Problem:
-    """Problem `index`. `plain`: of numbers that the built-in, too, computes well.
-
-    And of numbers of their own: where values are expanded along the keys, the gradient of the
-    scores is 0, and the built-in, which computes that of a mask in float32, has no error at all.
-    """
-    rng = random.Random(f"{seed} {index} {device}")
-    mode = weighted(rng, MODES)
-    on_tiles = {"float32": 5, "bfloat16": 30, "float16": 20}  # float32 where it may be rounded
-    dtype = weighted(rng, on_tiles if device == "amx" else DTYPES)
-    sizes = {name: size(rng) for name in ("L", "S", "E", "Ev")}
-    if device == "cpu" and rng.random() < 0.02:  # keys of a query are cut among tasks
-        sizes["L"], sizes["S"] = rng.randint(1, 9), rng.randint(256, 4200)
-    batch = [f"B{i}" for i in range(rng.choices([0, 1, 2, 3], [4, 5, 3, 1])[0])]
-    for name in batch:
-        sizes[name] = rng.choices([0, 1, 2, 3, 4], [1, 10, 40, 30, 10])[0]
-    gqa = rng.random() < 0.25
-    if gqa:
-        sizes["Hq"] = heads = rng.choice((1, 2, 3, 4, 6, 8))
-        divisors = [n for n in (1, 2, 3, 4, 6, 8) if heads % n == 0]
-        sizes["Hk"], sizes["Hv"] = rng.choice(divisors), rng.choice(divisors)
-    keep_small(rng, sizes, COSTS[device] / (3 if mode not in ("forward", "backward") else 1))
-
-    def broadcast(dims: list[str]) -> tuple[str, ...]:
-        if rng.random() < 0.6:
-            return tuple(dims)
-        shrunk = ["1" if rng.random() < 0.3 else d for d in dims]
-        return tuple(shrunk[rng.randint(0, len(dims)) if rng.random() < 0.5 else 0 :])
-
-    ends = {"query": ("Hq", "L", "E"), "key": ("Hk", "S", "E"), "value": ("Hv", "S", "Ev")}
-    dims = {n: (*broadcast(batch), *end[0 if gqa else 1 :]) for n, end in ends.items()}
-    values = {n: weighted(rng, {"normal": 70, "tiny": 4, "large": 8, "huge": 3, "spread": 6,
-                                "integers": 6, "zeros": 3}) for n in (*dims, "u")}  # fmt: skip
-    if plain:
-        values = dict.fromkeys(values, "normal")
-
-    problem = Problem(seed=rng.randrange(2**31), mode=mode, dtype=dtype, sizes=sizes, dims=dims,
-                      values=values, layouts={}, gqa=gqa)  # fmt: skip
-    mask_dtype = ""
-    if rng.random() < 0.45:
-        # names of the dimensions of the scores
-        rank = len(problem.lead)
-        lead = ["1"] * rank
-        for n in ("query", "key", "value"):
-            for i, d in enumerate(reversed(dims[n][:-2])):
-                if d != "1":
-                    lead[rank - 1 - i] = "Hq" if d in ("Hk", "Hv") else d
-        shape = [*lead, "L", "S"]
-        if rng.random() < 0.7:
-            shape = ["1" if rng.random() < 0.35 else d for d in shape]
-            shape = shape[rng.randint(0, rank) :]
-        dims["attn_mask"] = tuple(shape)
-        values["attn_mask"] = weighted(rng, {"bool": 30, "rare": 8, "float": 20, "large": 5,
-                                             "-inf": 20, "most -inf": 5, "lowest": 5})  # fmt: skip
-        if plain and values["attn_mask"] in ("rare", "most -inf", "lowest", "large"):
-            values["attn_mask"] = "float"
-        if values["attn_mask"] not in ("bool", "rare") and rng.random() < 0.3:
-            mask_dtype = "float32"
-
-    causal = rng.random() < 0.3
-    scale = rng.choice((0.0, 1.0, -1.0, -0.37, 0.1, 2.5, 1e-4, 12.0, 1e-20))
-    scale = scale if rng.random() < 0.3 else None
-    dropout_p = rng.choice((0.01, 0.1, 0.3, 0.5, 0.9, 1.0)) if rng.random() < 0.1 else 0.0
-    threads = rng.choices([1, 2, 3], [8, 1, 1])[0]
-    precision = "highest"
-    if dtype == "float32" and (device == "amx" or rng.random() < 0.08):
-        precision = rng.choice(("medium", "medium", "high"))
-    layouts = {n: rng.randrange(2**31) for n in (*dims, "u") if rng.random() < 0.4}
-    special = rng.random()
-    wanted: tuple[str, ...] = ()
-    if mode != "forward":
-        floating = [n for n in dims if n != "attn_mask" or values[n] not in ("bool", "rare")]
-        wanted = tuple(n for n in floating if rng.random() < 0.75) or (rng.choice(floating),)
-    if plain:
-        dropout_p, precision, special, layouts = 0.0, "highest", 1.0, {}
-        scale = scale if scale is not None and 0.05 < abs(scale) < 2 else None
-    problem = dataclasses.replace(
-        problem, mask_dtype=mask_dtype, causal=causal, scale=scale, dropout_p=dropout_p,
-        threads=threads, precision=precision, layouts=layouts, wanted=wanted,
-    )  # fmt: skip
-    if special < 0.03 and not dropout_p:
-        return with_vmap(rng, problem)
-    if special < 0.06 and mode in ("forward", "backward"):
-        return dataclasses.replace(problem, bits=True)
-    if special < 0.11 and mode in ("forward", "backward"):
-        return with_nan(rng, problem)
-    if 0.95 < special < 1:
-        return with_hidden(rng, problem)
-    return problem
-
-
-def keep_small(rng: random.Random, sizes: dict[str, int], limit: float) -> None:
-    """Draws sizes again, smaller, until the problem costs no more than the limit."""
-    limit *= 10 if rng.random() < 0.05 else 1
-
-    def cost() -> int:
-        lead = math.prod(n for name, n in sizes.items() if name[0] == "B" or name == "Hq")
-        return lead * (sizes["L"] + 4) * (sizes["S"] + 4) * (sizes["E"] + sizes["Ev"] + 40)
-
-    while cost() > limit:
-        name = rng.choice([n for n in sizes if sizes[n] > 1 and n not in ("Hk", "Hv")])
-        if name == "Hq":
-            sizes.update(Hq=1, Hk=1, Hv=1)
-        else:
-            small = 1 if name[0] == "B" else rng.choice((1, 2, 5, 16, 17, 33))
-            sizes[name] = min(sizes[name], small)
-
-
-def with_vmap(rng: random.Random, problem: Problem) -> Problem:
-    """Over the first dimension of the output, which each tensor that has it holds anywhere."""
-    rank = len(problem.lead)
-    if rank == 0 or (rank == 1 and problem.gqa) or not problem.lead[0]:
-        return problem
-    whole = {n: len(d) == rank + 2 for n, d in problem.dims.items()}
-    in_dims = tuple(
-        rng.randrange(rank + 2) if whole.get(n) and problem.dims[n][0] != "1" else None
-        for n in NAMES
-    )
-    if all(d is None for d in in_dims):
-        return problem
-    return dataclasses.replace(problem, vmap=in_dims)
-
-
-def with_nan(rng: random.Random, problem: Problem) -> Problem:
-    """Plain numbers but for NaNs or infinities in one tensor: what these reach is then sure."""
-    values = {n: v if n == "attn_mask" else "normal" for n, v in problem.values.items()}
-    name = rng.choice(NAMES[:3])
-    layouts = {n: s for n, s in problem.layouts.items() if n != name}
-    whole = problem.shape("query")[:-2] == problem.lead
-    with_gradient = name == "key" and whole and problem.mode == "backward"
-    return dataclasses.replace(
-        problem, values=values, layouts=layouts, nan=name, dropout_p=0.0, scale=None,
-        bad=rng.choice(("nan", "nan", "inf", "-inf")),
-        mode="backward" if with_gradient else "forward", wanted=("query",) if with_gradient else (),
-    )  # fmt: skip
-
-
-def with_hidden(rng: random.Random, problem: Problem) -> Problem:
-    """Plain numbers, and a mask, often shared by rows, that hides some keys from all queries."""
-    dims = dict(problem.dims)
-    mask = dims.get("attn_mask", ("1", "S"))
-    dims["attn_mask"] = (*mask[:-2], "1" if rng.random() < 0.6 else "L", "S")
-    values = dict.fromkeys(problem.values, "normal")
-    values["attn_mask"] = weighted(rng, {"bool": 3, "float": 4, "-inf": 3})
-    wanted = problem.wanted
-    if problem.mode != "forward" and values["attn_mask"] != "bool" and rng.random() < 0.7:
-        wanted = tuple(dict.fromkeys((*wanted, "attn_mask")))
-    elif values["attn_mask"] == "bool":
-        wanted = tuple(n for n in wanted if n != "attn_mask") or (problem.wanted and ("query",))
-    return dataclasses.replace(
-        problem, dims=dims, values=values, wanted=wanted, hidden=True, dropout_p=0.0,
-        mask_dtype=problem.mask_dtype if values["attn_mask"] != "bool" else "",
-        layouts={n: s for n, s in problem.layouts.items() if n != "attn_mask"},
-        bad=rng.choice(("nan", "nan", "inf", "-inf")),
-        weights=problem.mode != "over_forward" and rng.random() < 0.25,  # which torch's exp lacks
-    )  # fmt: skip

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .check import Failure, apply_settings
-from .problem import NAMES, Problem, draw
+from .drawing import draw
+from .problem import NAMES, Problem
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `pytest` finds these, too
 import _accuracy
@@ -45,7 +46,7 @@ def check(
     """
     made = problem.make()
     inputs = Inputs(*(made.x[n] for n in NAMES)).map(contiguous)
-    u = None if made.u is None else contiguous(made.u)
+    u = None if made.u is None else contiguous(made.u["output"])
     call = _accuracy.Problem(inputs, made.options, u, None)
     expected = call.to(torch.float64).solve(reference.sdpa)
     errors = _accuracy.builtin_errors(call)

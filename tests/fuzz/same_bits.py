@@ -2,7 +2,8 @@
 
     python -m tests.fuzz.same_bits before/libattn.so torch_attn/libattn.so --problems 5000
 
-Both run the same random problems of `make fuzz`, forward and derivatives, on every instruction set.
+Both run the same random problems of `make fuzz`, forward and derivatives, on every instruction set:
+without the options that the built-in has not, if one of the two has no operator for them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ ROOT = Path(__file__).parents[2]
 SHOWN = 5  # of the results that differ
 
 
-def print_digests(seed: int, problems: int, device: str) -> None:
+def has_options(library: Path) -> bool:
+    """Whether the library has an operator that takes them."""
+    return b"attn::attention" in library.read_bytes()
+
+
+def print_digests(seed: int, problems: int, device: str, options: bool) -> None:
     """A line for each result of each problem: which one it is, and a digest of its bits."""
     import torch
 
     import torch_attn  # noqa: F401, registers the operators
 
     from .check import apply_settings
-    from .problem import draw
+    from .drawing import draw
 
     everything = torch.ops.attn._cpu_capabilities() if device == "cpu" else [device]
     for index in range(problems):
-        problem = draw(seed, index, device)
+        problem = draw(seed, index, device, options=options)
         made = problem.make()
         if problem.nan:
             made.x[problem.nan] = made.x[problem.nan].masked_fill(made.bad, float("nan"))
@@ -52,13 +58,17 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=2000)
     parser.add_argument("--device", choices=["cpu", "cuda", "amx"], default="cpu")
     parser.add_argument("--digests", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.digests:
-        print_digests(options.seed, options.problems, options.device)
+        print_digests(options.seed, options.problems, options.device, not options.plain)
         return 0
     if len(options.libraries) != 2:
         parser.error(f"two libraries are compared, but {len(options.libraries)} are given")
     settings = ["--seed", options.seed, "--problems", options.problems, "--device", options.device]
+    if not all(map(has_options, options.libraries)):
+        print("without the options of attn::attention, which a library lacks")
+        settings.append("--plain")
     command = [sys.executable, "-m", "tests.fuzz.same_bits", "--digests", *map(str, settings)]
     with contextlib.ExitStack() as stack:
         running, outputs = [], []

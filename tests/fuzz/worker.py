@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import multiprocessing
 import time
 from typing import Any
 
-from .problem import draw
+from .drawing import draw
 
 SAMPLE = 401  # one problem in so many is also held to the suite's bound; odd, for all processes
 MADE_SMALL = 5  # of the failures of a process
@@ -22,6 +23,9 @@ class Report:
     problems: collections.Counter[tuple[str, str]] = dataclasses.field(
         default_factory=collections.Counter
     )  # by kind and dtype
+    options: collections.Counter[tuple[str, str]] = dataclasses.field(
+        default_factory=collections.Counter
+    )  # pairs of options, and each with itself; ("", "") for problems that the built-in could have
     calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     worst: Worst = dataclasses.field(default_factory=dict)  # by kind, dtype and result
     results: int = 0
@@ -33,6 +37,7 @@ class Report:
 
     def add(self, other: Report) -> None:
         self.problems += other.problems
+        self.options += other.options
         self.calls += other.calls
         for name in ("worst", "worst_of_samples"):
             mine = getattr(self, name)
@@ -75,6 +80,9 @@ def work(
         capabilities = problem.capabilities(everything)
         failure, ratios = check.check(problem, capabilities)
         report.problems[problem.kind, problem.dtype] += 1
+        given = problem.given_options
+        report.options.update(itertools.combinations_with_replacement(given, 2))
+        report.options["", ""] += problem.is_plain
         report.calls.update(capabilities)
         for r in ratios:
             key = (problem.kind, problem.dtype, r.result)
