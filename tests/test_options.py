@@ -496,7 +496,7 @@ def test_gradcheck(names: tuple[str, ...]) -> None:
 )
 def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None:
     query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 9, 8)
-    with pytest.raises(RuntimeError, match=f"attn::attention: {message}"):
+    with pytest.raises(RuntimeError, match=f"attn::sdpa: {message}"):
         torch_attn.sdpa(query, key, key, **options)
     with pytest.raises(RuntimeError, match=f"attn::sdpa_stats: {message}"):
         torch_attn.sdpa_stats(query, key, **options)
