@@ -57,12 +57,12 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     saved = ops._sdpa_forward(*x)[:4]
     x_all = (*x, None, None)
     assert_like(saved[:1], [output], device)
-    assert_like(ops._sdpa_backward(output, None, *x_all, *saved, 0.0, False, **of_all)[:4], x, device)
+    assert_like(
+        ops._sdpa_backward(output, None, *x_all, *saved, 0.0, False, **of_all)[:4], x, device
+    )
     tangents = ops._sdpa_tangent(*x_all, *saved, *x_all, 0.0, False, **plain)
     assert_like(tangents[:1], [output], device)
-    second = ops._sdpa_second(
-        output, None, *x_all, *saved, *x_all, *tangents, 0.0, False, **of_all
-    )
+    second = ops._sdpa_second(output, None, *x_all, *saved, *x_all, *tangents, 0.0, False, **of_all)
     assert_like(second[:4], x, device)
 
 
