@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from _second_order import directions
 from helpers import Inputs
 
 OPERATORS = (
-    *("sdpa", "sdpa_with_weights", "sdpa_stats"),
+    *("sdpa", "attention", "sdpa_with_weights", "sdpa_stats"),
     *("_sdpa_forward", "_sdpa_backward", "_sdpa_tangent", "_sdpa_second"),
 )
 
@@ -19,23 +20,25 @@ def arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any], dict[str
     """Positional and keyword arguments: what users, or autograd, pass to the operator."""
     if name == "sdpa_stats":
         return [x.query, x.key, x.attn_mask], {n: o for n, o in options.items() if n != "dropout_p"}
-    if name in ("sdpa", "sdpa_with_weights", "_sdpa_forward"):
+    if not name.startswith("_"):
         return list(x), options
+    # Where slopes or sinks are there, the rows' logsumexp counts.
+    with_rows = "alibi_slopes" in options or "sinks" in options
+    if name == "_sdpa_forward":
+        return list(x), {**options, "with_rows": with_rows}
     saved = torch.ops.attn._sdpa_forward(*x, **options)[:4]
     output = saved[0]
     drawn = [options.pop("dropout_p", 0.0), options.pop("is_causal", False)]
+    of_heads: list[Tensor | None] = [options.pop(n, None) for n in ("alibi_slopes", "sinks")]
     keywords = {"scale": None, "enable_gqa": False, **options}
-    none = [None, None]  # slopes and sinks
-    wanted = [*(t is not None and t.is_floating_point() for t in x), False, False]
-    positional = [*x, *none, *saved]
+    wanted = [t is not None and t.is_floating_point() for t in (*x, *of_heads)]
+    positional = [*x, *of_heads, *saved]
+    grads = [torch.randn_like(output), torch.randn_like(saved[1][..., 0]) if with_rows else None]
     if name == "_sdpa_backward":
-        return [torch.randn_like(output), None, *positional, *drawn], {
-            **keywords,
-            "grad_input_mask": wanted,
-        }
-    positional += [*directions(x), *none]
+        return [*grads, *positional, *drawn], {**keywords, "grad_input_mask": wanted}
+    positional += [*directions(x), *(None if t is None else torch.randn_like(t) for t in of_heads)]
     if name == "_sdpa_second":
         moved = torch.ops.attn._sdpa_tangent(*positional, *drawn, **keywords)
-        positional = [torch.randn_like(output), None, *positional, *moved]
+        positional = [*grads, *positional, *moved]
         keywords["grad_input_mask"] = wanted
     return [*positional, *drawn], keywords

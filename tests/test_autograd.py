@@ -154,13 +154,18 @@ def make_small(name: str, dtype: torch.dtype = torch.float32) -> tuple[Inputs, d
     ],
 )
 def test_opcheck(name: str, case: str, dtype: torch.dtype) -> None:
-    """Of those with a derivative also with gradients asked for; the statistics have none."""
     inputs, options = make_small(case, dtype)
+    opcheck(name, inputs, options)
+
+
+def opcheck(name: str, inputs: Inputs, options: dict[str, Any]) -> None:
+    """Of those with a derivative also with gradients asked for; the statistics have none."""
     positional, keywords = arguments(name, inputs, **options)
     # Two runs of dropout differ, so that what compares two runs is left out.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     deterministic = (*utilities, "test_aot_dispatch_dynamic")
-    draws = options.get("dropout_p") and name in ("sdpa", "sdpa_with_weights", "_sdpa_forward")
+    drawing = ("sdpa", "attention", "sdpa_with_weights", "_sdpa_forward")
+    draws = options.get("dropout_p") and name in drawing
     operator = getattr(torch.ops.attn, name).default
     used = utilities if draws else deterministic
     torch.library.opcheck(operator, tuple(positional), keywords, test_utils=used)
@@ -168,10 +173,36 @@ def test_opcheck(name: str, case: str, dtype: torch.dtype) -> None:
         leaves = tuple(Inputs(*positional).require_grad()[: len(positional)])
         # This one asks for gradients of all results.
         used = utilities if name == "sdpa_stats" else used
-        torch.library.opcheck(operator, leaves, keywords, test_utils=used)
+        learned = {
+            n: o.detach().requires_grad_() if isinstance(o, Tensor) and o.is_floating_point() else o
+            for n, o in keywords.items()
+        }
+        torch.library.opcheck(operator, leaves, learned, test_utils=used)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights", "_sdpa_forward", "_sdpa_backward"])
+def make_options(which: str) -> dict[str, Any]:
+    """Of 2 texts with 3 heads, 5 queries and 7 keys."""
+    positions = {
+        "window_size": [3, 1],
+        "query_offset": torch.tensor([2, -1]),
+        "key_lengths": torch.tensor(6, dtype=torch.int32),
+        "softcap": 2.0,
+    }
+    of_heads = {"alibi_slopes": torch.rand(3), "sinks": torch.randn(2, 3)}
+    return {"positions": positions, "heads": of_heads, "all": positions | of_heads}[which]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("which", ["positions", "heads", "all"])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "sdpa"])
+def test_opcheck_of_options(name: str, which: str) -> None:
+    options: dict[str, Any] = make_options(which) | ({"is_causal": True} if which == "all" else {})
+    opcheck(name, make_inputs(5, 7, 6, mask=(1, 7) if which == "heads" else None), options)
+
+
+@pytest.mark.parametrize(
+    "name", ["sdpa", "attention", "sdpa_with_weights", "_sdpa_forward", "_sdpa_backward"]
+)
 def test_tags(name: str) -> None:
     """What draws random numbers says so; the backward replays what was drawn."""
     tags = getattr(torch.ops.attn, name).default.tags

@@ -98,6 +98,66 @@ def test_one_compile_for_all_lengths(option: str, dynamic: bool | None, compiles
     assert recorder.graphs == [[ops._sdpa_forward], [ops._sdpa_backward]] * compiles
 
 
+# Options as a function of the lengths, whose values change from call to call.
+MORE_OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "numbers": lambda L, S: {"query_offset": S - L, "key_lengths": S - 1, "is_causal": True},
+    "negative offset": lambda L, S: {"query_offset": L - S, "window_size": (5, 3)},
+    "tensors": lambda L, S: {
+        "query_offset": torch.tensor(S - L),
+        "key_lengths": torch.arange(L % 7 + 5) % S,
+        "window_size": (7, 0),
+    },
+    "soft cap, slopes, sinks": lambda L, S: {
+        "softcap": 2.0,
+        "alibi_slopes": torch.full((3,), 1 / L),
+        "sinks": torch.arange(3.0),
+    },
+}
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.filterwarnings("error::UserWarning")  # of results that share memory
+@pytest.mark.parametrize(("dynamic", "compiles"), [(True, 1), (None, 2)])
+@pytest.mark.parametrize("option", MORE_OPTIONS)
+def test_options_specialise_nothing(option: str, dynamic: bool | None, compiles: int) -> None:
+    """Neither numbers that depend on the lengths, symbolic where these are, nor tensors."""
+    recorder, counter = Recorder(), CompileCounter()
+
+    def numbers(query: Tensor, key: Tensor, value: Tensor, **tensors: Tensor) -> Tensor:
+        options = MORE_OPTIONS[option](query.size(-2), key.size(-2))
+        return torch_attn.sdpa(query, key, value, **{**options, **tensors})
+
+    forward = torch.compile(numbers, fullgraph=True, dynamic=dynamic, backend=counter)
+    training = torch.compile(numbers, fullgraph=True, dynamic=dynamic, backend=recorder.backend)
+    for length in (5, 8, 33, 64, 65, 100):
+        inputs = make_inputs(**sizes(length))
+        options = MORE_OPTIONS[option](length, inputs.key.size(-2))
+        given = {n: t for n, t in options.items() if isinstance(t, Tensor)}
+        grad_output = make_grad_output(inputs)
+
+        def call(function: Callable[..., Tensor], given: Any = given) -> Callable[..., Tensor]:
+            return lambda *x: function(*x[:3], **given)
+
+        expected = results(call(numbers), inputs, grad_output)
+        assert_same_bits(results(call(training), inputs, grad_output), expected)
+        assert torch.equal(call(forward)(*inputs), call(numbers)(*inputs))
+    assert counter.frame_count == compiles
+    assert recorder.graphs == [[ops._sdpa_forward], [ops._sdpa_backward]] * compiles
+
+
+@pytest.mark.parametrize("L", [5, 9])
+def test_inference_with_options_has_one_operator(L: int) -> None:
+    recorder = Recorder()
+
+    def function(*x: Tensor) -> Tensor:
+        return torch_attn.sdpa(*x, query_offset=x[1].size(-2) - x[0].size(-2), is_causal=True)
+
+    inputs = make_inputs(L, 7)[:3]
+    compiled = torch.compile(function, fullgraph=True, backend=recorder.backend)
+    assert torch.equal(compiled(*inputs), function(*inputs))
+    assert recorder.graphs == [[ops.attention]]
+
+
 def test_inference_has_one_operator() -> None:
     recorder = Recorder()
     compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend=recorder.backend)

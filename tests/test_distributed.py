@@ -270,6 +270,27 @@ def test_options(run: Run, case: str) -> None:
         assert (communications > 0) == (of_inputs not in (R, of_output))  # of a whole, each takes
 
 
+def options_of_half_types() -> None:
+    """What rounding takes from the output is kept for the gradients of slopes and sinks."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    inputs = make_inputs(5, 7, 6, heads=4, dtype=torch.bfloat16)[:3]
+    for name in ("alibi_slopes", "sinks"):
+        given = torch.rand(4)
+        gradients = []
+        for tensors, leaf in (
+            (inputs, given.clone()),
+            ([shard(t, mesh, Head) for t in inputs], shard(given, mesh, Shard(0))),
+        ):
+            output = torch_attn.sdpa(*tensors, **{name: leaf.requires_grad_()})
+            gradients.append(torch.autograd.grad(output.square().sum(), leaf)[0])
+        torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])
+
+
+def test_options_of_half_types(run: Run) -> None:
+    run(options_of_half_types)
+
+
 def options_after_options() -> None:
     """A call must not be taken for one before whose tensors were placed otherwise."""
     torch.manual_seed(0)

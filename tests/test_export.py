@@ -78,6 +78,96 @@ def test_aot_inductor(tmp_path: Path) -> None:
     in_fresh_process(run_package, path)
 
 
+class Decode(nn.Module):
+    """A step over a cache that is filled to another length in every text, in every call."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, offset: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, ...]:
+        options = {"is_causal": True, "window_size": (9, 0), "softcap": 3.0, "enable_gqa": True}
+        return torch_attn.sdpa_with_logsumexp(
+            query, key, value, **options, query_offset=offset, key_lengths=lengths
+        )
+
+
+def make_step(L: int, *lengths: int) -> tuple[Tensor, ...]:
+    query, key, value, _ = make_inputs(L, 32, 8, batch=(len(lengths),), heads=(4, 2, 1))
+    filled = torch.tensor(lengths)
+    return query, key, value, filled - L, filled
+
+
+STEPS = ((3, 8, 32), (1, 1, 9), (2, 31, 2), (5, 17, 5))
+
+
+def exported_step(strict: bool = False) -> ExportedProgram:
+    L = Dim("L")
+    dynamic = ({2: L}, None, None, None, None)
+    return torch.export.export(
+        Decode(), make_step(*STEPS[0]), dynamic_shapes=dynamic, strict=strict
+    )
+
+
+def check_steps(program: Callable[..., Any]) -> None:
+    for step in STEPS:
+        inputs = make_step(*step)
+        torch.testing.assert_close(program(*inputs), Decode()(*inputs))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("strict", [False, True])
+def test_offsets_and_lengths_are_inputs(strict: bool) -> None:
+    """One program for all of their values, of one public operator."""
+    program = exported_step(strict)
+    for version in (program, program.run_decompositions()):
+        calls = [node.target for node in version.graph.nodes if node.op == "call_function"]
+        assert [c for c in calls if "attn" in str(c)] == [torch.ops.attn.attention.default]
+        check_steps(version.module())
+    query, key, value, offset, lengths = make_step(*STEPS[0])
+    with pytest.raises(RuntimeError, match="key_lengths is 40 at entry 1; it must be between"):
+        program.module()(query, key, value, offset, lengths + 8)
+
+
+def run_saved_step(path: str) -> None:
+    check_steps(torch.export.load(path).module())
+
+
+def test_saved_step(tmp_path: Path) -> None:
+    path = str(tmp_path / "step.pt2")
+    torch.export.save(exported_step(), path)
+    in_fresh_process(run_saved_step, path)
+
+
+def run_package_of_a_step(path: str) -> None:
+    check_steps(torch._inductor.aoti_load_package(path))
+
+
+@pytest.mark.slow  # compiles
+def test_aot_inductor_of_a_step(tmp_path: Path) -> None:
+    path = str(tmp_path / "step.pt2")
+    torch._inductor.aoti_compile_and_package(exported_step(), package_path=path)
+    in_fresh_process(run_package_of_a_step, path)
+
+
+@pytest.mark.usefixtures("device")
+def test_numbers_of_sizes() -> None:
+    """An offset that is said as a number, S - L, stays a formula of the sizes."""
+
+    class LowerRight(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> Tensor:
+            S = key.size(-2)
+            offset = S - query.size(-2)
+            options = {"query_offset": offset, "key_lengths": S - 1, "window_size": (9, 0)}
+            return torch_attn.sdpa(query, key, value, **options, enable_gqa=True)
+
+    batch, L, S = Dim("batch"), Dim("L"), Dim("S")
+    keys = {0: batch, 2: S}
+    lengths = ({0: batch, 2: L}, keys, keys, {1: S})
+    program = torch.export.export(LowerRight(), make(2, 5, 7), dynamic_shapes=lengths)
+    for size in SIZES:
+        inputs = make(*size)
+        torch.testing.assert_close(program.module()(*inputs), LowerRight()(*inputs))
+
+
 @pytest.mark.usefixtures("device")
 def test_symbolic_trace() -> None:
     """torch.fx sees one call, of the operator."""
@@ -123,29 +213,39 @@ def test_torchscript(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_weights"])
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_with_logsumexp", "sdpa_with_weights"])
 def test_torchscript_of_the_function(name: str) -> None:
     """With every argument, by position and by name, and the defaults of the operator."""
     function = getattr(torch_attn, name)
     scripted = torch.jit.script(function)
     query, key, value, mask = make(2, 5, 7)
-    for options in ({}, {"is_causal": True, "scale": 0.3}, {"dropout_p": 1.0}):
+    for options in (
+        *({}, {"is_causal": True, "scale": 0.3}, {"dropout_p": 1.0}),
+        *({"softcap": 2.0}, {"window_size": (2, 1)}, {"sinks": torch.randn(4)}),
+        *({"key_lengths": 3}, {"alibi_slopes": torch.rand(2, 4)}),
+        *({"is_causal": True, "query_offset": n} for n in (2, torch.tensor([1, 3]))),
+    ):
         expected = function(query, key, value, mask, enable_gqa=True, **options)
         actual = scripted(query, key, value, mask, enable_gqa=True, **options)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     expected = function(query, query, query)
     torch.testing.assert_close(scripted(query, query, query), expected, rtol=0, atol=0)
-    of_operator = getattr(torch.ops.attn, name).default._schema.arguments
+    # What a function makes tensors and a list of.
+    python = {"query_offset": "Union[Tensor, int, NoneType]", "window_size": "Tuple[int, int]"}
+    python["key_lengths"] = python["query_offset"]
+    of_operator = torch.ops.attn.attention.default._schema.arguments
     for argument, other in zip(scripted.schema.arguments, of_operator, strict=True):
-        assert (argument.name, str(argument.type)) == (other.name, str(other.type))
-        assert argument.default_value == other.default_value
+        assert argument.name == other.name
+        assert str(argument.type) == python.get(other.name, str(other.type))
+        default = other.default_value
+        assert argument.default_value == (tuple(default) if isinstance(default, list) else default)
     with pytest.raises(RuntimeError, match="key"):
         scripted(query, key[..., :3], value)
 
 
 # --- docs/promises.md -----------------------------------------------------------------------------
 
-PUBLIC = {"attn::sdpa", "attn::sdpa_with_weights", "attn::sdpa_stats"}
+PUBLIC = {"attn::sdpa", "attn::attention", "attn::sdpa_with_weights", "attn::sdpa_stats"}
 
 
 def of_attn(program: ExportedProgram) -> set[str]:
@@ -165,17 +265,22 @@ def test_public_operators() -> None:
 
 
 class Step(nn.Module):
-    """A layer with a learned bias, and the loss of a training step; entropies are logged."""
+    """Layers that learn a bias and sinks, and the loss of a training step; entropies are logged."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.project = nn.Linear(8, 24)
         self.bias = nn.Parameter(torch.randn(1, 6))
+        self.sink = nn.Parameter(torch.zeros(2))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value = self.project(x).chunk(3, -1)
         output = torch_attn.sdpa(query, key, value, self.bias, is_causal=True)
+        rows = torch_attn.sdpa_with_logsumexp(
+            query, key, output, is_causal=True, window_size=(3, -1), sinks=self.sink
+        )
+        output = rows[0] + rows[1].square().mean()  # a z-loss
         _, weights, _ = torch_attn.sdpa_with_weights(query, key, value)
         stats = torch_attn.sdpa_stats(query.detach(), key.detach())
         return (output - x).square().mean() + weights.square().mean(), stats.entropy

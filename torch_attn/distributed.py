@@ -170,10 +170,10 @@ def _placement(call: dict[str, Any], dim: int, name: str, is_result: bool = Fals
     if kind in ("row_logsumexp", "max_score") and not call.get("with_rows", True):
         return Replicate()
     if kind == "residual":  # like the output, or empty; there is no dropout here
-        mask = call.get("attn_mask")
-        masked = mask is not None and mask.tensor_meta.dtype.is_floating_point
+        added = [call.get(name) for name in ("attn_mask", "alibi_slopes", "sinks")]
+        learned = any(t is not None and t.tensor_meta.dtype.is_floating_point for t in added)
         half = call["query"].tensor_meta.dtype in (torch.bfloat16, torch.float16)
-        return Shard(_rank(call) + dim) if half and masked else Replicate()
+        return Shard(_rank(call) + dim) if half and learned else Replicate()
     if kind in _AS_THE_OUTPUT:
         return Shard(_rank(call) + dim)
     tensor = kind.removeprefix("grad_")
