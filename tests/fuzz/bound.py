@@ -186,7 +186,8 @@ class Results:
         """Of numbers of rows, rounded, summed in float64 over the rows and what was broadcast."""
         given = self.textbook.made.x[name]
         n = x.numel() // max(given.numel(), 1)
-        error = error + x.abs() * (self.a.u + 2 * n * 2.0**-53)
+        info = torch.finfo(self.problem.dtype_of_rows)
+        error = error + x.abs() * (self.a.u + 2 * n * 2.0**-53) + info.smallest_normal * info.eps
         x, error = (b.sum((-2, -1)).reshape(self.problem.lead or (1,)) for b in (x, error))
         x, error = x.sum_to_size(given.shape), error.sum_to_size(given.shape)
         return self.rounded(x, error + x.abs() * self.a.u, given.dtype)
