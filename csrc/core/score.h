@@ -70,7 +70,7 @@ struct SoftCap {
   }
   template <class V>
   ATTN_INLINE constexpr V bend(V s) const {
-    return s * (-2 * inverse * inverse) * slope(s);
+    return s * inverse * (-2 * inverse) * slope(s);
   }
 };
 // Whether a score is more than a multiple of its product, apart from the mask and what is hidden.

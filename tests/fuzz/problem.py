@@ -227,7 +227,8 @@ class Problem:
         if self.nan:
             *rows, columns = self.shape(self.nan)
             column = f"(torch.arange({columns}) == {self.seed % max(columns, 1)})"
-            lines.append(f"bad = (torch.rand({(*rows, 1)}) < 0.1) & {column}")
+            share = 0.5 if self.nan in LACKS else 0.1
+            lines.append(f"bad = (torch.rand({(*rows, 1)}) < {share}) & {column}")
         if self.mode != "forward":
             lines.append("u = {}")
             for name in self.given:

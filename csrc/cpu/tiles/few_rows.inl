@@ -272,7 +272,7 @@ struct FewRows {
 
   // As that of scores.inl, along the keys.
   void add_score_terms(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
-    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(2 * kLog2E * p.scale / p.softcap);
+    const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
     const auto score = ScoreFunction<T>::of(p);
     const Vec<T> lanes = __builtin_convertvector(lane_numbers<T>(), Vec<T>);
     for (int64_t r = 0; r < rows.count; ++r) {

@@ -110,6 +110,14 @@ struct Distances {
   }
 };
 
+// What makes an argument of tanh_of_exponent() of a product: finite, for 0 times it must be 0.
+template <class T>
+ATTN_INLINE T exponent_of_cap(const Problem& p) {
+  constexpr double kMost = sizeof(T) == 4 ? 3e38 : 1e308;
+  const double exponent = 2 * kLog2E * p.scale / p.softcap;
+  return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
+}
+
 // Turns products into scores as far as the cap and ALiBi go (has_score_terms). `capped`: gets the scores in between, if
 // it is not null.
 template <class T>
@@ -117,7 +125,7 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* capped
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   auto score = ScoreFunction<T>::of(p);
   if (p.softcap > 0) {
-    const T cap = static_cast<T>(p.softcap), exponent = static_cast<T>(2 * kLog2E * p.scale / p.softcap);
+    const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
     each_vector(x, keys, lanes,
                 [&](Vec<T> product, int64_t, int64_t) { return cap * tanh_of_exponent<T>(product * exponent); });
     score = ScoreFunction<T>::identity();
