@@ -414,6 +414,11 @@ def placements_on_a_square() -> list[tuple[Any, ...]]:
         query, key, value, _ = make_inputs(5, 7, heads=heads)
         tensors = [distribute_tensor(t, mesh, [both, Head]) for t in (query, key, value)]
         placements.append(torch_attn.sdpa(*tensors, enable_gqa=True).placements)
+    # Tensors sharded over batch and heads follow the lengths, which stay as they are.
+    for of_lengths in ([Batch, R], [R, Batch], [R, R]):
+        given = distribute_tensor(torch.tensor([3, 7]), mesh, of_lengths)
+        output = torch_attn.sdpa(*tensors, enable_gqa=True, key_lengths=given)
+        assert [p == Batch for p in output.placements] == [p == Batch for p in of_lengths]
     return placements
 
 

@@ -280,6 +280,144 @@ def test_weights() -> None:
     torch.testing.assert_close(vmap(function, in_dims)(*inputs), loop(function, in_dims, *inputs))
 
 
+# --- options --------------------------------------------------------------------------------------
+
+# Of a sample [2, 3, 5 or 7, 4], what of its options may be mapped, by shapes: the six tensors that
+# may have derivatives, and integers.
+LEARNED = {
+    "query": (2, 3, 5, 4),
+    "key": (2, 3, 7, 4),
+    "value": (2, 3, 7, 4),
+    "attn_mask": (2, 1, 5, 7),
+    "alibi_slopes": (2, 3),
+    "sinks": (3,),
+}
+POSITIONS = {"query_offset": (2,), "key_lengths": ()}
+NAMES = [*LEARNED, *POSITIONS]
+MAPPED = [
+    *((name,) for name in NAMES),
+    *itertools.combinations(("query", "alibi_slopes", "sinks", "query_offset", "key_lengths"), 2),
+    tuple(NAMES),
+]
+FIXED: dict[str, Any] = {"window_size": (4, 1), "softcap": 2.0}
+
+
+def make_options(mapped: tuple[str, ...]) -> tuple[list[Tensor], tuple[int | None, ...]]:
+    """All tensors, those that are mapped with one dimension more, each at another place."""
+    tensors, in_dims = [], []
+    for i, (name, shape) in enumerate((LEARNED | POSITIONS).items()):
+        dim = (i + len(mapped)) % (len(shape) + 1) if name in mapped else None
+        sizes = shape if dim is None else (*shape[:dim], N, *shape[dim:])
+        drawn = torch.randint(2, 6, sizes) if name in POSITIONS else torch.randn(sizes, dtype=F64)
+        tensors.append(drawn)
+        in_dims.append(dim)
+    return tensors, tuple(in_dims)
+
+
+def with_options(*tensors: Tensor) -> tuple[Tensor, ...]:
+    options = dict(zip(NAMES[3:], tensors[3:], strict=True))
+    return torch_attn.sdpa_with_logsumexp(*tensors[:3], **options, **FIXED)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("mapped", MAPPED, ids="-".join)
+def test_options(mapped: tuple[str, ...]) -> None:
+    """All results, and the gradients of all six tensors through two of them."""
+    tensors, in_dims = make_options(mapped)
+
+    def loss(*x: Tensor) -> Tensor:
+        output, logsumexp, _ = with_options(*x)
+        return output.sin().sum() + logsumexp.cos().sum()
+
+    def statistics(*x: Tensor) -> tuple[Tensor, ...]:
+        options = dict(zip(NAMES[3:], x[3:], strict=True))
+        return tuple(torch_attn.sdpa_stats(*x[:2], **options, **FIXED))
+
+    def weights(*x: Tensor) -> tuple[Tensor, ...]:
+        options = dict(zip(NAMES[3:], x[3:], strict=True))
+        return torch_attn.sdpa_with_weights(*x[:3], **options, **FIXED)
+
+    for function in (with_options, grad(loss, tuple(range(6))), statistics, weights):
+        actual = vmap(function, in_dims)(*tensors)
+        torch.testing.assert_close(actual, loop(function, in_dims, *tensors))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "mapped", [("sinks",), ("alibi_slopes", "key_lengths"), ("query_offset",), tuple(NAMES)],
+    ids="-".join,
+)  # fmt: skip
+def test_derivatives_with_options(mapped: tuple[str, ...]) -> None:
+    """jvp, vjp, Hessian-vector products, through output and logsumexp, mapped."""
+    tensors, in_dims = make_options(mapped)
+
+    def derivatives(*x: Tensor) -> Any:
+        learned, positions = x[:6], x[6:]
+        t = tuple(a.cos() for a in learned)
+
+        def function(*y: Tensor) -> Any:
+            return with_options(*y, *positions)[:2]
+
+        def loss(*y: Tensor) -> Tensor:
+            return sum(result.sin().sum() for result in function(*y))
+
+        gradient = grad(loss, tuple(range(6)))
+        results, tangents = jvp(function, learned, t)
+        pulled = vjp(function, *learned)[1](tuple(r.cos() for r in results))
+        return tangents, pulled, jvp(gradient, learned, t)[1], vjp(gradient, *learned)[1](t)
+
+    actual = vmap(derivatives, in_dims)(*tensors)
+    torch.testing.assert_close(actual, loop(derivatives, in_dims, *tensors))
+
+
+@pytest.mark.usefixtures("device")
+def test_options_nested() -> None:
+    """vmap of vmap: sinks in one, lengths in the other."""
+    query, key, value = torch.randn(3, 3, 5, 4, dtype=F64)
+    sinks = torch.randn(N, 3, dtype=F64)
+    lengths = torch.tensor([1, 0, 5, 3])
+
+    def gradient(sinks: Tensor, length: Tensor) -> Tensor:
+        def loss(s: Tensor) -> Tensor:
+            return torch_attn.sdpa(query, key, value, sinks=s, key_lengths=length).sin().sum()
+
+        return grad(loss)(sinks)
+
+    actual = vmap(vmap(gradient, (None, 0)), (0, None))(sinks, lengths)
+    expected = torch.stack([torch.stack([gradient(s, n) for n in lengths]) for s in sinks])
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("device")
+def test_gradients_of_each_sample_with_options() -> None:
+    """Sinks and slopes that all samples share, each of them of another length."""
+    query, key, value = torch.randn(3, N, 3, 5, 4, dtype=F64)
+    slopes, sinks = torch.rand(3, dtype=F64), torch.randn(3, dtype=F64)
+    lengths = torch.tensor([5, 1, 0, 3])
+
+    def loss(slopes: Tensor, sinks: Tensor, *sample: Tensor) -> Tensor:
+        q, k, v, length = sample
+        options = {"alibi_slopes": slopes, "sinks": sinks, "key_lengths": length}
+        return torch_attn.sdpa(q, k, v, query_offset=1, **options).square().sum()
+
+    actual = vmap(grad(loss, (0, 1)), (None, None, 0, 0, 0, 0))(
+        slopes, sinks, query, key, value, lengths
+    )
+    for n in range(N):
+        leaves = [t.clone().requires_grad_() for t in (slopes, sinks)]
+        loss(*leaves, query[n], key[n], value[n], lengths[n]).backward()
+        for name, leaf, found in zip(("slopes", "sinks"), leaves, actual, strict=True):
+            torch.testing.assert_close(found[n], leaf.grad, msg=name)
+
+
+@pytest.mark.usefixtures("device")
+def test_lengths_are_checked_under_vmap() -> None:
+    """Of all samples at once, before anything is read."""
+    x = torch.randn(N, 3, 5, 4)
+    with pytest.raises(RuntimeError, match="key_lengths is 6"):
+        vmap(lambda x, n: torch_attn.sdpa(x, x, x, key_lengths=n))(x, torch.tensor([1, 2, 6, 3]))
+
+
 def test_errors_name_the_argument() -> None:
     query, key = torch.randn(N, 5, 4), torch.randn(N, 7, 3)
     with pytest.raises(RuntimeError, match="key"):
@@ -336,6 +474,28 @@ def test_randomness(randomness: str, which: str) -> None:
     assert torch.equal(draw(), masks)
     again = vmap(function, randomness=randomness)(torch.zeros(N, dtype=F64)) != 0
     assert not torch.equal(again, masks)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_randomness_with_options(randomness: str) -> None:
+    """Of the output alone: what is dropped does not count in a row's logsumexp."""
+    value, lengths = torch.eye(30, dtype=F64), torch.tensor([30, 30, 20, 20])
+    query, key = torch.zeros(20, 1, dtype=F64), torch.zeros(30, 1, dtype=F64)
+
+    def function(length: Tensor) -> tuple[Tensor, ...]:
+        return torch_attn.sdpa_with_logsumexp(
+            query, key, value, dropout_p=P, key_lengths=length, sinks=torch.zeros(1, dtype=F64)
+        )
+
+    outputs, logsumexp, _ = vmap(function, randomness=randomness)(lengths)
+    masks = (outputs != 0)[:, :, :20]
+    for one, other in itertools.combinations(masks, 2):
+        assert torch.equal(one, other) == (randomness == "same")
+    expected = (lengths + 1.0).log()[:, None].expand(N, 20)
+    torch.testing.assert_close(logsumexp, expected.double(), check_dtype=False)
+    with pytest.raises(RuntimeError, match="randomness='different' or 'same'"):
+        vmap(function)(lengths)
 
 
 @pytest.mark.usefixtures("device")

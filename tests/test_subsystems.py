@@ -99,6 +99,38 @@ def test_checkpoint(reentrant: bool) -> None:
     assert calls == [first, ops._sdpa_forward, ops._sdpa_backward]
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_with_options(reentrant: bool) -> None:
+    """Gradients of sinks and slopes too, through the output and the rows' logsumexp."""
+    query, key, value, _ = make_inputs(9, 13)
+    leaves = [t.requires_grad_() for t in (query, key, value, torch.rand(3), torch.randn(3))]
+    options = {"window_size": (6, 2), "query_offset": torch.tensor([4, -1]), "softcap": 3.0}
+
+    def function(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, sinks: Tensor) -> Any:
+        torch.manual_seed(SEED)
+        of_heads = {"alibi_slopes": slopes, "sinks": sinks}
+        results = torch_attn.sdpa_with_logsumexp(
+            query, key, value, dropout_p=0.3, key_lengths=11, **options, **of_heads
+        )
+        return results[:2]
+
+    def gradients(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        loss = outputs[0].square().sum() + outputs[1].sin().sum()
+        if not reentrant:
+            return torch.autograd.grad(loss, leaves)
+        for leaf in leaves:
+            leaf.grad = None
+        loss.backward()
+        return tuple(leaf.grad for leaf in leaves)
+
+    expected = gradients(function(*leaves))
+    with Calls() as calls:
+        actual = gradients(checkpoint(function, *leaves, use_reentrant=reentrant))
+    torch.testing.assert_close(actual, expected)
+    first = ops.attention if reentrant else ops._sdpa_forward
+    assert calls == [first, ops._sdpa_forward, ops._sdpa_backward]
+
+
 def test_second_derivative_through_a_checkpoint() -> None:
     x = make_inputs(5, 7, mask=(5, 7))
     u, t = torch.randn(2, 3, 5, 16), directions(x)

@@ -63,7 +63,7 @@ def sdpa_with_weights(
         window_size: how many keys to the left and right of its position a query sees; -1: all.
         query_offset: the position of query 0 among the keys, `[...]` or one number; None: 0.
         key_lengths: how many keys there are, `[...]` or one number; the others are hidden.
-        alibi_slopes: `[..., Hq]`: of each score slope * |position of the query - key| is taken.
+        alibi_slopes: `[..., Hq]`: of each score slope times the distance of query and key is taken.
         sinks: `[..., Hq]`: one more logit in the softmax of every row, without a value.
         dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept.
             Nothing is drawn at random here: who tests dropout says what was dropped.
