@@ -247,8 +247,10 @@ class Errors:
             return self.e_scaled
         size, e = t.scaled.abs() / c, self.e_scaled / c
         error = c * e.tanh() * (1 - size.tanh() * (size - e).tanh())
-        # An argument too small to be normal loses digits, and so does scale / c.
-        tiny = 2 * c * self.least * (1 + t.products)
+        # An argument too small to be normal loses digits, and so does scale / c; but not of a cap
+        # that the type computed in does not hold, which is as good as none. The score itself, too.
+        held = c < torch.finfo(t.problem.dtype_of_rows).max
+        tiny = 2 * self.least * (1 + (c if held else 0) * (1 + t.products))
         return error + t.capped.abs() * ((TANH + 2) * self.u_of_both) + tiny
 
     @functools.cached_property

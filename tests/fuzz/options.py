@@ -50,7 +50,7 @@ def softcap(rng: random.Random) -> float:
     """Most between those that cap nothing and those that cap all; the others at any magnitude."""
     if rng.random() < 0.7:
         return rng.choice((0.1, 0.5, 1.0, 3.0, 20.0, 50.0))
-    return rng.choice((1e-3, 1e-6, 1e-12, 1e-25, 1e3, 1e6, 1e12, 1e25))
+    return rng.choice((1e-3, 1e-6, 1e-12, 1e-25, 1e-40, 1e3, 1e6, 1e12, 1e25, 1e40))
 
 
 def window(rng: random.Random, keys: int) -> tuple[int, int]:
