@@ -20,7 +20,9 @@ NAN_REACHES = """
 dirty = {**x, NAME: x[NAME].masked_fill(bad, BAD)}
 clean, dirty = solve(sdpa, x, *more, **options), solve(sdpa, dirty, *more, **options)
 xs = double_all(x)
-flat = {"query": 0 * xs["query"], "key": 0 * xs["key"], "attn_mask": x["attn_mask"]}
+flat = {"key": 0 * xs["key"], "attn_mask": x["attn_mask"]}
+shape = clean["output"].shape[:-1] + x["query"].shape[-1:]  # options may have any of its sizes
+flat["query"] = torch.zeros(shape, dtype=torch.float64)
 flat["value"] = torch.ones(*xs["value"].shape[:-1], 1, dtype=torch.float64)
 if x["attn_mask"] is not None and x["attn_mask"].dtype != torch.bool:
     flat["attn_mask"] = x["attn_mask"] != -inf
