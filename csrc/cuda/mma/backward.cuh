@@ -346,7 +346,7 @@ struct BackwardMma {
     add_dots<1>(&x, shared.own_score, own(MmaThread()), other.score);
     const bool finite = Fragments::all_finite(&x);
     make_exponents(x, rows, mask, finite);
-    if (hides) Fragments::hide_keys(x, own(MmaThread()), p, shared.task.sequence, rows.rows, count, key);
+    if (hides) Fragments::hide_keys(x, own(MmaThread()), shared.task.sequence, rows.rows, count, key);
     each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
     Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)

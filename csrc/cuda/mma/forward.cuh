@@ -231,10 +231,9 @@ struct ForwardMma {
         Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
     if (task.all_visible(key, kKeys)) return;
-    // Asks anew for the sequence: read from shared memory, it would need a register more than there are (head_dim 128).
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-      Fragments::hide_keys(x[t], row(MmaThread(), t), p, sequence_of(p, task.n), shared.rows, kRows, key);
+      Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
   // What a number that make_scores() leaves is multiplied by, so that it is a score.

@@ -64,6 +64,13 @@ struct TileRange {
     count = static_cast<unsigned>(larger(first, smaller(keys.last - key, kMostKeys)) - first);
   }
   __device__ __forceinline__ bool contains(int j) const { return static_cast<unsigned>(j - first) < count; }
+  // What another lane of the warp has. Called by all of them.
+  __device__ __forceinline__ TileRange of_lane(int lane) const {
+    TileRange other = *this;
+    other.first = __shfl_sync(~0u, first, lane);
+    other.count = __shfl_sync(~0u, count, lane);
+    return other;
+  }
 
  private:
   static constexpr int64_t kMostKeys = 1 << 16;  // more than a tile has
