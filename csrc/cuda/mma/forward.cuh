@@ -265,13 +265,13 @@ struct ForwardMma {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) of_column[c] = max_number(x[r / 2][n][2 * (r % 2) + c], of_column[c]);
-      best[r] = max_number(of_column[0], of_column[1]);
+        for (int c = 0; c < 2; ++c) of_column[c] = max_or_nan(x[r / 2][n][2 * (r % 2) + c], of_column[c]);
+      best[r] = max_or_nan(of_column[0], of_column[1]);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2)
 #pragma unroll
-      for (float& b : best) b = max_number(__shfl_xor_sync(~0u, b, lanes), b);
+      for (float& b : best) b = max_or_nan(__shfl_xor_sync(~0u, b, lanes), b);
     __syncwarp();  // all of a row have read its maximum: the shuffles say so, but no order of memory
     float shift[2 * kTiles], factor[2 * kTiles];
     bool some_large = false;

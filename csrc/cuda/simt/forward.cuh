@@ -60,7 +60,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
       const T old = shared.maximum[row], old_sum = shared.sum[row];
       T best = old;
 #pragma unroll
-      for (T score : x[i]) best = max_number(score, best);
+      for (T score : x[i]) best = max_or_nan(score, best);
       best = max_over_x(best);
       const T shift = shift_of(best);
       T total = 0;

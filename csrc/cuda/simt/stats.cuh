@@ -56,12 +56,8 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       T best = -infinity<T>();
-      bool is_nan = false;
 #pragma unroll
-      for (T score : x[i]) {
-        best = max_number(score, best);
-        is_nan |= score != score;
-      }
+      for (T score : x[i]) best = max_or_nan(score, best);
       RowStatistics<T> tile{max_over_x(best), 0, 0, 0};
       const T shift = shift_of(tile.largest);
 #pragma unroll
@@ -75,8 +71,6 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
       tile.ones = sum_over_x(tile.ones);
       tile.rest = sum_over_x(tile.rest);
       tile.moment = sum_over_x(tile.moment);
-      // The sum over a NaN is NaN, but so is that over +inf.
-      if (sum_over_x(is_nan ? 1 : 0)) tile.largest = infinity<T>() - infinity<T>();
       const int row = thread.row(i);
       const RowStatistics<T> sum = together(shared.row[row], tile);
       __syncwarp();
