@@ -122,12 +122,11 @@ struct Task {
       number /= p.splits;
     }
     set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(most, p.rows() - row));
-    Range keys{0, sequence.keys};
+    Range keys = in_tiles(visible_keys(sequence, positions), tile);
     if constexpr (requires { p.splits; }) {
-      const int64_t first = in_tiles(visible_keys(sequence, {0, sequence.queries}), tile).first;  // of all splits
-      keys = {first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split};
+      const int64_t first = keys.first + split * p.keys_per_split;
+      keys = in_tiles(common(keys, {first, first + p.keys_per_split}), tile);
     }
-    keys = in_tiles(common(visible_keys(sequence, positions), keys), tile);
     first_key = keys.first;
     last_key = keys.last;
   }
