@@ -134,6 +134,7 @@ struct ForwardParams : RowParams {
 
   void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
+  void* partial_max_score = nullptr;  // [splits, batch, heads, L], for row_logsumexp and max_score
 
   void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
 };

@@ -8,6 +8,10 @@
 // Neither term of the entropy is negative, so that nothing cancels. Where one key has nearly all of the weight, both
 // terms are small and l is nearly 1: it is kept without the 1 of the largest score, and log(l) is log1p of the rest. So
 // an entropy is as accurate near 0, where attention has collapsed to one key, as elsewhere.
+//
+// A sink has a weight exp(sink - m) of its own, v. The probabilities are then w_j / (l + v), and
+//
+//   logsumexp = m + log(l + v)        entropy = (l log(l + v) - sum_j (x_j - m) w_j) / (l + v)
 #pragma once
 
 #include "core/params.h"
@@ -66,23 +70,30 @@ struct FinishedRow {
   T reference, inverse_sum;
 };
 
-// l - 1, and -1 without keys. log1p() of it is the argument `log_sum` of finished().
+// The sink of a row, and its weight.
 template <class T>
-ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s) {
-  return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest);
+struct Sink {
+  T score;  // -inf: none
+  double weight;
+};
+// l + v - 1, and -1 without keys. log1p() of it is the argument `log_sum` of finished().
+template <class T>
+ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink_weight = 0) {
+  return (static_cast<double>(s.ones) - 1) + (static_cast<double>(s.rest) + sink_weight);
 }
 // `scale` makes `largest` the largest score. A score of +inf has the sum inf - inf = NaN, though no score was NaN.
 template <class T>
-ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T scale, double log_sum, T infinity) {
-  if (s.ones == 0 && s.rest == 0) return {-infinity, 0, -infinity, 0, 0};
-  const T largest = s.largest * scale;
-  const double sum = 1 + sum_without_one(s);
-  const T nan = infinity - infinity;
-  if (has_nan(s) || sum != sum) {
-    const T score = largest == infinity && !has_nan(s) ? infinity : nan;
-    return {score, nan, score, nan, nan};
+ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T scale, double log_sum, T infinity,
+                                              Sink<T> sink = {static_cast<T>(-__builtin_huge_val()), 0}) {
+  if (s.ones == 0 && s.rest == 0) return {-infinity, 0, sink.score, 0, 0};
+  const T largest = s.largest * scale, nan = infinity - infinity;
+  const double of_keys = 1 + sum_without_one(s), sum = 1 + sum_without_one(s, sink.weight);
+  if (has_nan(s) || sum != sum || sink.score == infinity) {
+    const bool is_nan = has_nan(s) || sink.score != sink.score;
+    return {largest, nan, is_nan ? nan : infinity, nan, nan};
   }
-  return {largest, static_cast<T>(log_sum - kLn2 * static_cast<double>(s.moment) / sum),
+  if (sum == infinity) return {largest, 0, sink.score, s.largest, 0};  // next to the sink keys are nothing
+  return {largest, static_cast<T>(of_keys / sum * log_sum - kLn2 * static_cast<double>(s.moment) / sum),
           static_cast<T>(static_cast<double>(largest) + log_sum), s.largest, static_cast<T>(1 / sum)};
 }
 

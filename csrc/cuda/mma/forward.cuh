@@ -341,9 +341,16 @@ struct ForwardMma {
         const int i = row(thread, t, half);
         const bool there = i < task.rows;
         if (!there && !chunks) continue;
-        const bool empty = total == 0;
-        const float inverse = static_cast<float>(p.keep_scale) / (empty ? 1 : total);
         const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
+        const float best = total == 0 ? 0 : shared.maximum[i];
+        const float maximum = __fmul_rn(best, scale());
+        // What rounding took from the maximum, and the logarithm of the factor that all weights share.
+        float maximum_low = fmaf(best, scale(), -maximum);
+        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
+        Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);
+        const float left = to.add_sink(logsumexp);
+        const bool empty = total == 0 && left == left;
+        const float inverse = static_cast<float>(p.keep_scale) * left / (total == 0 ? 1 : total);
         const auto value = [&](int n, int c) { return empty ? 0 : output[t][n][2 * half + c] * inverse; };
         if (chunks) {
           write_chunks<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
@@ -354,13 +361,7 @@ struct ForwardMma {
             for (int c = 0; c < 2; ++c)
               if (thread.col(n) + c < p.value_dim) to.write(thread.col(n) + c, value(n, c));
         }
-        if (thread.place > 0 || !there) continue;
-        const float best = empty ? 0 : shared.maximum[i];
-        const float maximum = __fmul_rn(best, scale());
-        // What rounding took from the maximum, and the logarithm of the factor that all weights share.
-        float maximum_low = fmaf(best, scale(), -maximum);
-        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
-        to.write_logsumexp(logsumexp_of(maximum, maximum_low, total));
+        if (thread.place == 0 && there) to.write_statistics(logsumexp, total == 0 ? -infinity<float>() : maximum);
       }
   }
 };

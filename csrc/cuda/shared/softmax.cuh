@@ -36,10 +36,39 @@ struct SavedRow {
   }
 };
 
+// The sink of row r; -inf if there is none.
+template <class T>
+__device__ __forceinline__ T sink_of(const Problem& p, int64_t r) {
+  return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[r / p.queries] : -infinity<T>();
+}
+
 // What exp() is shifted by: a row without any key so far has weights exp(-inf - 0) = 0.
 template <class T>
 __device__ __forceinline__ T shift_of(T maximum) {
   return maximum == -infinity<T>() ? static_cast<T>(0) : maximum;
+}
+
+// Adds the sink of row r to the logsumexp of its keys. Returns what the keys keep of their weight, which is 1 without a
+// sink: exp(logsumexp before - logsumexp now).
+template <class T>
+__device__ inline T add_sink(const Problem& p, int64_t r, Pair<T>& logsumexp) {
+  if (!p.terms.sinks) return 1;
+  const Pair<T> keys = logsumexp, sink = {sink_of<T>(p, r), 0}, largest = sink.high > keys.high ? sink : keys;
+  const T shift = shift_of(largest.high);
+  const auto weight = [&](Pair<T> x) { return exp((x.high - shift) + (x.low - largest.low)); };
+  const T of_keys = weight(keys), sum = of_keys + weight(sink);
+  logsumexp = logsumexp_of(shift, largest.low, sum);
+  return sum == 0 ? 0 : of_keys / sum;
+}
+
+// Writes what is wanted of row r, whose splits are together; the logsumexp has the sink in it.
+template <class T>
+__device__ inline void write_statistics(const ForwardParams& p, int64_t r, Pair<T> logsumexp, T max_score) {
+  if (p.logsumexp) static_cast<Pair<T>*>(p.logsumexp)[r] = logsumexp;
+  if (p.max_score) static_cast<T*>(p.max_score)[r] = max_score;
+  if (!p.row_logsumexp) return;
+  const T largest = max_or_nan(max_score, sink_of<T>(p, r));  // of +inf the pair, like the weights, is NaN
+  static_cast<T*>(p.row_logsumexp)[r] = largest == infinity<T>() ? largest : logsumexp.high + logsumexp.low;
 }
 
 // Dropout's decisions, in shared memory; see Problem::rng.
@@ -108,9 +137,14 @@ struct OutputRow {
     else
       store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col, x);
   }
-  __device__ void write_logsumexp(Pair<T> x) const {
-    auto* to = static_cast<Pair<T>*>(p.splits > 1 ? p.partial_logsumexp : p.logsumexp);
-    if (to) to[number] = x;
+  // As the function of this name. Splits leave the sink to who puts them together.
+  __device__ __forceinline__ T add_sink(Pair<T>& logsumexp) const {
+    return p.splits > 1 ? 1 : cuda::add_sink(p, number, logsumexp);
+  }
+  __device__ void write_statistics(Pair<T> logsumexp, T max_score) const {
+    if (p.splits == 1) return cuda::write_statistics(p, number, logsumexp, max_score);
+    static_cast<Pair<T>*>(p.partial_logsumexp)[number] = logsumexp;
+    if (p.partial_max_score) static_cast<T*>(p.partial_max_score)[number] = max_score;
   }
 };
 

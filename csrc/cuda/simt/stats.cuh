@@ -149,7 +149,10 @@ __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_co
   const auto* partial = static_cast<const RowStatistics<T>*>(p.partial);
   RowStatistics<T> row = partial[r];
   for (int64_t s = 1; s < p.splits; ++s) row = together(row, partial[s * rows + r]);
-  const FinishedRow<T> results = finished(row, static_cast<T>(1), log1p(sum_without_one(row)), infinity<T>());
+  const T score = sink_of<T>(p, r);
+  const Sink<T> sink{score, p.terms.sinks ? exp(static_cast<double>(score) - static_cast<double>(row.largest)) : 0};
+  const double log_sum = log1p(sum_without_one(row, sink.weight));
+  const FinishedRow<T> results = finished(row, static_cast<T>(1), log_sum, infinity<T>(), sink);
   static_cast<T*>(p.largest_score)[r] = results.largest_score;
   static_cast<T*>(p.entropy)[r] = results.entropy;
   static_cast<T*>(p.logsumexp)[r] = results.logsumexp;
