@@ -31,6 +31,7 @@ struct SavedRow {
     const Pair<T> pair = static_cast<const Pair<T>*>(logsumexp)[row];
     return pair.high == -infinity<T>() ? SavedRow{{infinity<T>(), 0}} : SavedRow{pair};
   }
+  __device__ __forceinline__ bool sees_nothing() const { return logsumexp.high == infinity<T>(); }
   __device__ __forceinline__ T weight(T score) const {
     return score == -infinity<T>() ? 0 : exp((score - logsumexp.high) - logsumexp.low);
   }
@@ -147,5 +148,29 @@ struct OutputRow {
     if (p.partial_max_score) static_cast<T*>(p.partial_max_score)[number] = max_score;
   }
 };
+
+// Writes delta of row r, <G, O> - g with the gradient g of its logsumexp, and the gradients that follow from it: of the
+// sink, dsink = -Psink delta, and of a number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams
+// also tdelta = <G, tO>, and those gradients are their derivatives, with tPsink = Psink (tsink - c).
+template <class T, class Params>
+__device__ inline void write_delta(const Params& p, int64_t r, T of_output, T of_tangent) {
+  constexpr bool kSecond = requires { p.tangent_delta; };
+  const auto number = [&](const void* rows) { return rows ? static_cast<const T*>(rows)[r] : 0; };
+  const T g = number(p.grad_logsumexp), delta = of_output - g;
+  static_cast<T*>(p.delta)[r] = delta;
+  if constexpr (kSecond) static_cast<T*>(p.tangent_delta)[r] = of_tangent;
+  if (!p.grad_sinks && !p.grad_mask_rows) return;
+  const auto row = SavedRow<T>::read(p.logsumexp, r);
+  const T weight = row.weight(sink_of<T>(p, r));
+  T of_sink = -weight * delta, sum = g - of_sink;
+  if constexpr (kSecond) {
+    const auto c = static_cast<const Pair<T>*>(p.tangent_logsumexp)[r];
+    const T t = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[r / p.queries] : 0;
+    of_sink = -weight * (((t - c.high) - c.low) * delta + of_tangent);
+    sum = -of_sink;
+  }
+  if (p.grad_sinks) static_cast<T*>(p.grad_sinks)[r] = of_sink;
+  if (p.grad_mask_rows) static_cast<T*>(p.grad_mask_rows)[r] = row.sees_nothing() ? 0 : sum;
+}
 
 }  // namespace attn::cuda

@@ -28,8 +28,8 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// delta = <G, O + residual>, of 64 rows, summed in the order in which these kernels sum <G, V>: where a row attends to
-// one key only, O is that V, and dP - delta is then exactly 0. For SecondParams also its derivative, <G, tO>.
+// write_delta() of 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>: where a row attends
+// to one key only, O is that V, and dP - delta is then exactly 0 but for the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -82,12 +82,10 @@ struct DeltaSimt {
     }
     __syncthreads();
     if (i < kSimtTile) shared.rows.set(i, p, shared.task.row_at(p), shared.task.rows);
-    const auto write = [&](void* to, T x) {
-      if (i < shared.task.rows) static_cast<T*>(to)[shared.rows.number(p, shared.task.n, i)] = x;
-    };
-    write(p.delta, dot(p.output, p.residual));
-    if constexpr (std::is_same_v<Params, SecondParams>)
-      write(p.tangent_delta, dot(p.tangent_output, p.tangent_residual));
+    const T of_output = dot(p.output, p.residual);
+    T of_tangent = 0;
+    if constexpr (std::is_same_v<Params, SecondParams>) of_tangent = dot(p.tangent_output, p.tangent_residual);
+    if (i < shared.task.rows) write_delta(p, shared.rows.number(p, shared.task.n, i), of_output, of_tangent);
   }
 };
 
