@@ -54,6 +54,13 @@ __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first,
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
+// How many rows lie between one at `position` and the next with a position in `seen`, which is not empty, in a list
+// where other heads follow; rounded down to whole tiles.
+__device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t tile) {
+  const int64_t next = position < seen.last ? larger(position, seen.first) : queries + seen.first;
+  return (next - position) / tile * tile;
+}
+
 // The keys of a range that lie in the tile that begins with `key`, counted from there.
 struct TileRange {
   int first;

@@ -28,8 +28,8 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// write_delta() of 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>: where a row attends
-// to one key only, O is that V, and dP - delta is then exactly 0 but for the gradient of the logsumexp.
+// write_delta() of 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>: where a row
+// attends to one key only, O is that V, and dP - delta is then exactly 0 but for the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -120,10 +120,6 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   struct RowLoop {
     int64_t turns, first_row, last_row;
     int64_t turn, row;
-
-    __device__ void begin(int64_t number_of_turns, int64_t first, int64_t last) {
-      *this = {first < last ? number_of_turns : 0, first, last, 0, first};
-    }
   };
   struct Shared : Base::Shared {
     Statistics row[kSimtTile];
@@ -151,15 +147,34 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
   __device__ __forceinline__ bool more_rows() const { return shared.loop.turn < shared.loop.turns; }
-  // All have read the place since: go_to_rows() has barriers.
+  // Goes to the first rows that may see some of the block's keys. Called by one thread.
+  __device__ __forceinline__ void begin_rows(int64_t turns, int64_t first, int64_t last) {
+    shared.loop = {first < last ? turns : 0, first, last, 0, first};
+    skip_rows();
+  }
+  // Goes on to the next ones. All have read the place since: go_to_rows() has barriers.
   __device__ __forceinline__ void next_rows() {
-    RowLoop& loop = shared.loop;
-    if (threadIdx.x == 0 && (loop.row += kSimtTile) >= loop.last_row) loop.row = loop.first_row, ++loop.turn;
+    if (threadIdx.x == 0) {
+      shared.loop.row += kSimtTile;
+      skip_rows();
+    }
     __syncthreads();  // the next place is there
   }
 
   // Computes the weights P into x. Returns which of them are not 0: nothing of a masked key or its value may come
   // through, not even a NaN, so that whatever is multiplied with a weight of 0 is replaced by 0.
+  __device__ void skip_rows() {
+    RowLoop& loop = shared.loop;
+    for (; more_rows(); loop.row = loop.first_row, ++loop.turn) {
+      const int64_t n = kOwnsKeys ? task.n : sharer_of_mask(p, p.grad_mask, shared.slice, loop.turn).n;
+      const Sequence s = sequence_of(p, n);
+      const Range keys{task.first_key, smaller(task.first_key + kSimtTile, s.keys)};
+      const Range seen = keys.empty() ? Range{0, 0} : visible_rows(s, keys);
+      if (seen.empty()) continue;
+      loop.row += rows_until(seen, loop.row % p.queries, p.queries, kSimtTile);
+      if (loop.row < loop.last_row) return;
+    }
+  }
   __device__ __forceinline__ uint32_t recompute_weights(Scores& x, int64_t key) {
     this->scores(x, key);
     uint32_t attended = 0;
@@ -272,7 +287,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.own_head = shared.task.set_own_keys(p, number, heads, kSimtTile);
       const int64_t readers = p.heads / heads;
       shared.first_head = shared.own_head * readers;
-      shared.loop.begin(readers / p.group, 0, p.rows());
+      begin_rows(readers / p.group, 0, p.rows());
     }
     __syncthreads();
     Sums sum = {};
@@ -305,12 +320,11 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const bool one_row = p.grad_mask.row == 0;
     if (threadIdx.x == 0) {
       shared.task.first_key = number % p.mask_key_tasks * kSimtTile;
-      shared.task.last_key = smaller(task.first_key + kSimtTile, p.keys);
       number /= p.mask_key_tasks;
       shared.slice = number / p.mask_row_tasks;
       const int64_t first_row = number % p.mask_row_tasks * kSimtTile;
       const int64_t last_row = one_row ? p.queries : smaller(first_row + kSimtTile, p.queries);
-      shared.loop.begin(p.batch * p.heads / p.mask_slices, first_row, last_row);
+      begin_rows(p.batch * p.heads / p.mask_slices, first_row, last_row);
     }
     __syncthreads();
     Scores sum = {};

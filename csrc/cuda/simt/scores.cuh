@@ -91,7 +91,11 @@ struct ScoresSimt {
   // Does so for the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
   template <class SetRow>
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head, int64_t first, int64_t last, SetRow set_row) {
-    set_rows([&](Task& task) { task.set_rows(p, n, head, first, smaller(kSimtTile, last - first)); }, set_row);
+    const auto set_task = [&](Task& task) {
+      task.set_rows(p, n, head, first, smaller(kSimtTile, last - first));
+      task.last_key = smaller(task.first_key + kSimtTile, task.sequence.keys);  // of this batch entry
+    };
+    set_rows(set_task, set_row);
   }
 
   // Of scores [own][other], that of the thread's row a and key b; which row and which key of the tile they are.

@@ -101,10 +101,12 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
     const int64_t chunk = number % p.chunks;
     if (threadIdx.x == 0) shared.head = shared.task.set_own_keys(p, number / p.chunks, p.heads, kSimtTile);
     __syncthreads();
-    const int64_t first_row = chunk * p.rows_per_chunk, last_row = smaller(first_row + p.rows_per_chunk, p.queries);
+    const Range keys{task.first_key, task.last_key};
+    Range rows{chunk * p.rows_per_chunk, smaller((chunk + 1) * p.rows_per_chunk, p.queries)};
+    rows = keys.empty() ? Range{0, 0} : in_tiles(common(rows, visible_rows(task.sequence, keys)), kSimtTile);
     T received[kSimtRows] = {};
-    for (int64_t row = first_row; row < last_row; row += kSimtTile) {
-      this->go_to_rows(task.n, shared.head, row, last_row, [&](int i, int64_t r) {
+    for (int64_t row = rows.first; row < rows.last; row += kSimtTile) {
+      this->go_to_rows(task.n, shared.head, row, rows.last, [&](int i, int64_t r) {
         const T* pair = static_cast<const T*>(p.pairs) + 2 * r;
         shared.reference[i] = pair[0];
         shared.inverse_sum[i] = pair[1];
