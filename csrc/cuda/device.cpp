@@ -52,19 +52,19 @@ template <class Params>
           put_in_chunks(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
 
+// Memory for one number a row, [batch, heads, L].
+Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data) {
+  const Tensor rows = at::empty({p.batch, p.heads, p.queries}, compute_options(query));
+  data = rows.mutable_data_ptr();
+  return rows;
+}
+
 void run_forward(ForwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_chunks(p, query);
   plan_forward(p, device.multiprocessors);
   const auto partial = allocate_splits(p, query);
   check(launch_forward(p, device.stream));
-}
-
-// Memory for one number a row, [batch, heads, L].
-Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data) {
-  const Tensor rows = at::empty({p.batch, p.heads, p.queries}, compute_options(query));
-  data = rows.mutable_data_ptr();
-  return rows;
 }
 
 void run_backward(BackwardParams& p, const Tensor& query) {

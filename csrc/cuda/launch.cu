@@ -69,17 +69,24 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 
 }  // namespace
 
-// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits.
+// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
+// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
-  return is_16_bits && !exact_weights && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
+  const bool reads_in_place = in_chunks(p, p.key, p.head_dim) && in_chunks(p, p.value, p.value_dim);
+  return is_16_bits && !exact_weights && !has_score_terms(p) && (!p.visibility.lengths || reads_in_place) &&
+         larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
-// Counts the keys that some query sees, from the first of a tile on, which is where splits begin (Task::set).
-static int64_t keys_to_split(const Problem& p) {
-  const Range seen = in_tiles(visible_keys(sequence_of(p, 0), {0, p.queries}), kKeysPerTile);
-  return seen.last - seen.first;
+// Counts the keys that a task's rows see at most, from the first of a tile on, which is where splits begin (Task::set).
+// What only the device knows is not asked for.
+static int64_t keys_to_split(const RowParams& p) {
+  const bool heads_meet = p.group > 1 && p.queries % p.rows_per_task != 0;  // see positions_of_rows()
+  const int64_t rows = heads_meet ? p.queries : smaller(p.rows_per_task, p.queries);
+  const int64_t keys = smaller(p.keys, most_keys(p, rows) + kKeysPerTile - 1);
+  if (p.visibility.offsets || p.visibility.lengths) return keys;
+  return smaller(keys, visible_keys(sequence_of(p, 0), {0, p.queries}).last);
 }
 
 void plan_forward(ForwardParams& p, int64_t multiprocessors) {

@@ -19,7 +19,14 @@ struct Case {
   int queries, keys, head_dim, value_dim;
   int key_heads = kHeads, value_heads = kHeads;
   bool causal = false, mask = false, dropout = false;
-  bool transposed = false;  // columns of the mask and of gradients are not neighbours
+  bool transposed = false;                             // columns of the mask and of gradients are not neighbours
+  int left = -1, right = -1, offset = 0, length = -1;  // see Visibility
+
+  bool sees(int i, int j) const {
+    const int ahead = j - i - offset;
+    return (!causal || ahead <= 0) && (left < 0 || ahead >= -left) && (right < 0 || ahead <= right) &&
+           (length < 0 || j < length);
+  }
 };
 
 // Whole numbers / 8 below 2: every dtype holds them.
@@ -113,8 +120,12 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       }
   // Nothing comes of keys that no query sees.
   for (auto* x : {&key, &value})
-    for (int j = c.mask ? 64 : c.causal ? queries : keys; j < keys; ++j)
+    for (int j = 0; j < keys; ++j) {
+      bool seen = false;
+      for (int i = 0; i < queries; ++i) seen |= c.sees(i, j) && !(c.mask && j >= 64);
+      if (seen) continue;
       for (int h = 0; h < (x == &key ? c.key_heads : c.value_heads); ++h) store_nan(&x->array[x->at(h, j, 0)]);
+    }
   Array<float> logsumexp(2 * kHeads * queries), delta(kHeads * queries);
   Array<int64_t> rng(3);
   rng[0] = 12345678901234, rng[1] = 7, rng[2] = kHeads;
@@ -129,7 +140,10 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.head_dim = c.head_dim;
   p.value_dim = c.value_dim;
   p.scale = 0.125;
-  if (c.causal) p.visibility.right = 0;
+  Array<int64_t> offset(1), length(1);
+  offset[0] = c.offset;
+  length[0] = c.length;
+  p.visibility = {c.left, c.causal ? 0 : c.right, offset.data(), c.length < 0 ? nullptr : length.data()};
   p.has_mask = c.mask;
   p.has_dropout = c.dropout;
   p.rng.data = rng.data();
@@ -164,7 +178,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       for (int j = 0; j < keys; ++j) {
         double score = 0;
         for (int d = 0; d < c.head_dim; ++d) score += query(h, i, d) * key(kh, j, d);
-        weight[j] = c.causal && j > i ? 0 : std::exp(score * p.scale + (c.mask ? bias_of(h, i, j) : 0));
+        weight[j] = !c.sees(i, j) ? 0 : std::exp(score * p.scale + (c.mask ? bias_of(h, i, j) : 0));
         total += weight[j];
         factor[j] = !c.dropout ? 1 : dropout.kept(j / 4, i, dropout.head(p, 0, h)) >> j % 4 & 1 ? p.keep_scale : 0;
         for (int d = 0; d < c.value_dim; ++d) slope[j] += grad_output(h, i, d) * value(vh, j, d) * factor[j];
@@ -253,6 +267,25 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
        .mask = true,
        .dropout = true,
        .transposed = true},
+      {.name = "window, offset and a short length",
+       .queries = 150,
+       .keys = 290,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .key_heads = 2,
+       .value_heads = 2,
+       .left = 17,
+       .right = 5,
+       .offset = 71,
+       .length = 203},
+      {.name = "window and dropout, queries before the first key",
+       .queries = 90,
+       .keys = 70,
+       .head_dim = kDim,
+       .value_dim = kOdd,
+       .dropout = true,
+       .left = 30,
+       .offset = -40},
   };
   for (const Case& c : cases) check<S>(c, kernel, dtype, unit, smallest);
 }

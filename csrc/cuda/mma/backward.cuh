@@ -261,9 +261,7 @@ struct BackwardMma {
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
     const Range seen = shared.rows_seen;
     if (seen.empty()) return {p.rows(), tile.first};
-    const int64_t at = tile.first.position;
-    const int64_t next = at < seen.last ? larger(at, seen.first) : shared.task.sequence.queries + seen.first;
-    return after(tile, (next - at) / kOther * kOther);
+    return after(tile, rows_until(seen, tile.first.position, shared.task.sequence.queries, kOther));
   }
 
   __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {
@@ -346,7 +344,7 @@ struct BackwardMma {
     add_dots<1>(&x, shared.own_score, own(MmaThread()), other.score);
     const bool finite = Fragments::all_finite(&x);
     make_exponents(x, rows, mask, finite);
-    if (hides) Fragments::hide_keys(x, own(MmaThread()), p, shared.task.sequence, rows.rows, count, key);
+    if (hides) Fragments::hide_keys(x, own(MmaThread()), shared.task.sequence, rows.rows, count, key);
     each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
     Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)

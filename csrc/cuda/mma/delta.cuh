@@ -1,9 +1,9 @@
-// What the backward needs of each row before tensor cores compute gradients: delta = <G, O + residual>.
+// What the backward needs of each row before tensor cores compute gradients: delta, with <G, O + residual>.
 #pragma once
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
-#include "cuda/shared/rows.cuh"
+#include "cuda/shared/softmax.cuh"
 
 namespace attn::cuda {
 
@@ -62,10 +62,10 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
 #pragma unroll
     for (float& s : sum) s += __shfl_xor_sync(~0u, s, lanes);
   if (col > 0) return;
-  auto* delta = static_cast<float*>(p.delta) + row_number(p, first.n, first.head, first.position + own);
+  const int64_t r = row_number(p, first.n, first.head, first.position + own);
 #pragma unroll
   for (int k = 0; k < kDeltaSteps; ++k)
-    if (own + k * kRowsAtOnce < rows) delta[k * kRowsAtOnce] = sum[k];
+    if (own + k * kRowsAtOnce < rows) write_delta<float>(p, r + k * kRowsAtOnce, sum[k], 0);
 }
 
 template <class S>

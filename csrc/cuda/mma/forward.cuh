@@ -231,10 +231,9 @@ struct ForwardMma {
         Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
     if (task.all_visible(key, kKeys)) return;
-    // Asks anew for the sequence: read from shared memory, it would need a register more than there are (head_dim 128).
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-      Fragments::hide_keys(x[t], row(MmaThread(), t), p, sequence_of(p, task.n), shared.rows, kRows, key);
+      Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
   // What a number that make_scores() leaves is multiplied by, so that it is a score.
@@ -266,13 +265,13 @@ struct ForwardMma {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) of_column[c] = max_number(x[r / 2][n][2 * (r % 2) + c], of_column[c]);
-      best[r] = max_number(of_column[0], of_column[1]);
+        for (int c = 0; c < 2; ++c) of_column[c] = max_or_nan(x[r / 2][n][2 * (r % 2) + c], of_column[c]);
+      best[r] = max_or_nan(of_column[0], of_column[1]);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2)
 #pragma unroll
-      for (float& b : best) b = max_number(__shfl_xor_sync(~0u, b, lanes), b);
+      for (float& b : best) b = max_or_nan(__shfl_xor_sync(~0u, b, lanes), b);
     __syncwarp();  // all of a row have read its maximum: the shuffles say so, but no order of memory
     float shift[2 * kTiles], factor[2 * kTiles];
     bool some_large = false;
@@ -342,9 +341,16 @@ struct ForwardMma {
         const int i = row(thread, t, half);
         const bool there = i < task.rows;
         if (!there && !chunks) continue;
-        const bool empty = total == 0;
-        const float inverse = static_cast<float>(p.keep_scale) / (empty ? 1 : total);
         const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
+        const float best = total == 0 ? 0 : shared.maximum[i];
+        const float maximum = __fmul_rn(best, scale());
+        // What rounding took from the maximum, and the logarithm of the factor that all weights share.
+        float maximum_low = fmaf(best, scale(), -maximum);
+        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
+        Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);
+        const float left = to.add_sink(logsumexp);
+        const bool empty = total == 0 && left == left;
+        const float inverse = static_cast<float>(p.keep_scale) * left / (total == 0 ? 1 : total);
         const auto value = [&](int n, int c) { return empty ? 0 : output[t][n][2 * half + c] * inverse; };
         if (chunks) {
           write_chunks<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
@@ -355,13 +361,7 @@ struct ForwardMma {
             for (int c = 0; c < 2; ++c)
               if (thread.col(n) + c < p.value_dim) to.write(thread.col(n) + c, value(n, c));
         }
-        if (thread.place > 0 || !there) continue;
-        const float best = empty ? 0 : shared.maximum[i];
-        const float maximum = __fmul_rn(best, scale());
-        // What rounding took from the maximum, and the logarithm of the factor that all weights share.
-        float maximum_low = fmaf(best, scale(), -maximum);
-        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
-        to.write_logsumexp(logsumexp_of(maximum, maximum_low, total));
+        if (thread.place == 0 && there) to.write_statistics(logsumexp, total == 0 ? -infinity<float>() : maximum);
       }
   }
 };

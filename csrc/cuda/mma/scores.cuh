@@ -152,10 +152,10 @@ struct ScoresMma {
   }
 
   // Makes -inf of the scores of keys from `key` on that a row does not see. Where others are rows, also of rows from
-  // `count` on, which must add nothing to sums over them.
+  // `count` on, which must add nothing to sums over them. Called by all lanes.
   template <class Rows>
-  static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Problem& p, const Sequence& s,
-                                                   const Rows& rows, int count, int64_t key) {
+  static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Sequence& s, const Rows& rows, int count,
+                                                   int64_t key) {
     const auto seen_by = [&](int i) {  // keys of the tile that row i sees
       const int64_t position = rows.position[i];
       return TileRange(kOwnsKeys && i >= count ? Range{0, 0} : visible_keys(s, {position, position + 1}), key);
@@ -165,10 +165,11 @@ struct ScoresMma {
            [&](float& score, int i, int j, int, int) { score = seen_by(i).contains(j) ? score : -infinity<float>(); });
       return;
     }
+    const TileRange mine = seen_by(own + thread_index() % 16);  // a lane one row, as what has 64 bits takes registers
     const MmaThread thread;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const TileRange seen = seen_by(own + thread.group + 8 * half);
+      const TileRange seen = mine.of_lane(thread.group + 8 * half);
 #pragma unroll
       for (int n = 0; n < kFragments; ++n)
 #pragma unroll

@@ -66,6 +66,13 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   return y;
 }
 
+// The larger one; NaN if one is NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // 2^x, to 2 ulp; 0 for -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

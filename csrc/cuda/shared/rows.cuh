@@ -54,6 +54,13 @@ __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first,
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
+// How many rows lie between one at `position` and the next with a position in `seen`, which is not empty, in a list
+// where other heads follow; rounded down to whole tiles.
+__device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t tile) {
+  const int64_t next = position < seen.last ? larger(position, seen.first) : queries + seen.first;
+  return (next - position) / tile * tile;
+}
+
 // The keys of a range that lie in the tile that begins with `key`, counted from there.
 struct TileRange {
   int first;
@@ -64,6 +71,13 @@ struct TileRange {
     count = static_cast<unsigned>(larger(first, smaller(keys.last - key, kMostKeys)) - first);
   }
   __device__ __forceinline__ bool contains(int j) const { return static_cast<unsigned>(j - first) < count; }
+  // What another lane of the warp has. Called by all of them.
+  __device__ __forceinline__ TileRange of_lane(int lane) const {
+    TileRange other = *this;
+    other.first = __shfl_sync(~0u, first, lane);
+    other.count = __shfl_sync(~0u, count, lane);
+    return other;
+  }
 
  private:
   static constexpr int64_t kMostKeys = 1 << 16;  // more than a tile has
@@ -115,12 +129,11 @@ struct Task {
       number /= p.splits;
     }
     set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(most, p.rows() - row));
-    Range keys{0, sequence.keys};
+    Range keys = in_tiles(visible_keys(sequence, positions), tile);
     if constexpr (requires { p.splits; }) {
-      const int64_t first = in_tiles(visible_keys(sequence, {0, sequence.queries}), tile).first;  // of all splits
-      keys = {first + split * p.keys_per_split, first + (split + 1) * p.keys_per_split};
+      const int64_t first = keys.first + split * p.keys_per_split;
+      keys = in_tiles(common(keys, {first, first + p.keys_per_split}), tile);
     }
-    keys = in_tiles(common(visible_keys(sequence, positions), keys), tile);
     first_key = keys.first;
     last_key = keys.last;
   }

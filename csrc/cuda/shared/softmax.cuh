@@ -31,15 +31,45 @@ struct SavedRow {
     const Pair<T> pair = static_cast<const Pair<T>*>(logsumexp)[row];
     return pair.high == -infinity<T>() ? SavedRow{{infinity<T>(), 0}} : SavedRow{pair};
   }
+  __device__ __forceinline__ bool sees_nothing() const { return logsumexp.high == infinity<T>(); }
   __device__ __forceinline__ T weight(T score) const {
     return score == -infinity<T>() ? 0 : exp((score - logsumexp.high) - logsumexp.low);
   }
 };
 
+// The sink of row r; -inf if there is none.
+template <class T>
+__device__ __forceinline__ T sink_of(const Problem& p, int64_t r) {
+  return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[r / p.queries] : -infinity<T>();
+}
+
 // What exp() is shifted by: a row without any key so far has weights exp(-inf - 0) = 0.
 template <class T>
 __device__ __forceinline__ T shift_of(T maximum) {
   return maximum == -infinity<T>() ? static_cast<T>(0) : maximum;
+}
+
+// Adds the sink of row r to the logsumexp of its keys. Returns what the keys keep of their weight, which is 1 without a
+// sink: exp(logsumexp before - logsumexp now).
+template <class T>
+__device__ inline T add_sink(const Problem& p, int64_t r, Pair<T>& logsumexp) {
+  if (!p.terms.sinks) return 1;
+  const Pair<T> keys = logsumexp, sink = {sink_of<T>(p, r), 0}, largest = sink.high > keys.high ? sink : keys;
+  const T shift = shift_of(largest.high);
+  const auto weight = [&](Pair<T> x) { return exp((x.high - shift) + (x.low - largest.low)); };
+  const T of_keys = weight(keys), sum = of_keys + weight(sink);
+  logsumexp = logsumexp_of(shift, largest.low, sum);
+  return sum == 0 ? 0 : of_keys / sum;
+}
+
+// Writes what is wanted of row r, whose splits are together; the logsumexp has the sink in it.
+template <class T>
+__device__ inline void write_statistics(const ForwardParams& p, int64_t r, Pair<T> logsumexp, T max_score) {
+  if (p.logsumexp) static_cast<Pair<T>*>(p.logsumexp)[r] = logsumexp;
+  if (p.max_score) static_cast<T*>(p.max_score)[r] = max_score;
+  if (!p.row_logsumexp) return;
+  const T largest = max_or_nan(max_score, sink_of<T>(p, r));  // of +inf the pair, like the weights, is NaN
+  static_cast<T*>(p.row_logsumexp)[r] = largest == infinity<T>() ? largest : logsumexp.high + logsumexp.low;
 }
 
 // Dropout's decisions, in shared memory; see Problem::rng.
@@ -108,10 +138,39 @@ struct OutputRow {
     else
       store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col, x);
   }
-  __device__ void write_logsumexp(Pair<T> x) const {
-    auto* to = static_cast<Pair<T>*>(p.splits > 1 ? p.partial_logsumexp : p.logsumexp);
-    if (to) to[number] = x;
+  // As the function of this name. Splits leave the sink to who puts them together.
+  __device__ __forceinline__ T add_sink(Pair<T>& logsumexp) const {
+    return p.splits > 1 ? 1 : cuda::add_sink(p, number, logsumexp);
+  }
+  __device__ void write_statistics(Pair<T> logsumexp, T max_score) const {
+    if (p.splits == 1) return cuda::write_statistics(p, number, logsumexp, max_score);
+    static_cast<Pair<T>*>(p.partial_logsumexp)[number] = logsumexp;
+    if (p.partial_max) static_cast<T*>(p.partial_max)[number] = max_score;
   }
 };
+
+// Writes delta of row r, <G, O> - g with the gradient g of its logsumexp, and the gradients that follow from it: of the
+// sink, dsink = -Psink delta, and of a number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams
+// also tdelta = <G, tO>, and those gradients are their derivatives, with tPsink = Psink (tsink - c).
+template <class T, class Params>
+__device__ inline void write_delta(const Params& p, int64_t r, T of_output, T of_tangent) {
+  constexpr bool kSecond = requires { p.tangent_delta; };
+  const auto number = [&](const void* rows) { return rows ? static_cast<const T*>(rows)[r] : 0; };
+  const T g = number(p.grad_logsumexp), delta = of_output - g;
+  static_cast<T*>(p.delta)[r] = delta;
+  if constexpr (kSecond) static_cast<T*>(p.tangent_delta)[r] = of_tangent;
+  if (!p.grad_sinks && !p.grad_mask_rows) return;
+  const auto row = SavedRow<T>::read(p.logsumexp, r);
+  const T weight = row.weight(sink_of<T>(p, r));
+  T of_sink = -weight * delta, sum = g - of_sink;
+  if constexpr (kSecond) {
+    const auto c = static_cast<const Pair<T>*>(p.tangent_logsumexp)[r];
+    const T t = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[r / p.queries] : 0;
+    of_sink = -weight * (((t - c.high) - c.low) * delta + of_tangent);
+    sum = -of_sink;
+  }
+  if (p.grad_sinks) static_cast<T*>(p.grad_sinks)[r] = of_sink;
+  if (p.grad_mask_rows) static_cast<T*>(p.grad_mask_rows)[r] = row.sees_nothing() ? 0 : sum;
+}
 
 }  // namespace attn::cuda

@@ -5,6 +5,7 @@
 //
 //   dQ  64 queries, over all keys                  dK, dV  64 keys, over all queries of all heads that read them
 //   dM  64 x 64 of the mask, or 64 numbers of its only row, over all heads, batch entries and rows that share them
+//   and for the slopes a number of each row, -sum_j dS_ij |p - j|: 64 queries, over all keys
 #pragma once
 
 #include <type_traits>
@@ -13,23 +14,23 @@
 
 namespace attn::cuda {
 
-enum class Gradient { query, key, value, mask };
+enum class Gradient { query, key, value, mask, slopes };
 
 // How many blocks share a gradient out, for every kCols columns of it; how many columns it has.
 template <Gradient kOf, class Params>
 ATTN_INLINE constexpr int64_t gradient_tasks(const Params& p) {
   if (kOf == Gradient::mask) return p.mask_tasks();
-  if (kOf == Gradient::query) return blocks_of_rows(p, kSimtTile);
+  if (kOf == Gradient::query || kOf == Gradient::slopes) return blocks_of_rows(p, kSimtTile);
   return blocks_of_keys(p, kOf == Gradient::key ? p.key_heads : p.value_heads, kSimtTile);
 }
 template <Gradient kOf, class Params>
 ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
-  if (kOf == Gradient::mask) return 1;
+  if (kOf == Gradient::mask || kOf == Gradient::slopes) return 1;
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// delta = <G, O + residual>, of 64 rows, summed in the order in which these kernels sum <G, V>: where a row attends to
-// one key only, O is that V, and dP - delta is then exactly 0. For SecondParams also its derivative, <G, tO>.
+// write_delta() of 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>: where a row
+// attends to one key only, O is that V, and dP - delta is then exactly 0 but for the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -82,12 +83,10 @@ struct DeltaSimt {
     }
     __syncthreads();
     if (i < kSimtTile) shared.rows.set(i, p, shared.task.row_at(p), shared.task.rows);
-    const auto write = [&](void* to, T x) {
-      if (i < shared.task.rows) static_cast<T*>(to)[shared.rows.number(p, shared.task.n, i)] = x;
-    };
-    write(p.delta, dot(p.output, p.residual));
-    if constexpr (std::is_same_v<Params, SecondParams>)
-      write(p.tangent_delta, dot(p.tangent_output, p.tangent_residual));
+    const T of_output = dot(p.output, p.residual);
+    T of_tangent = 0;
+    if constexpr (std::is_same_v<Params, SecondParams>) of_tangent = dot(p.tangent_output, p.tangent_residual);
+    if (i < shared.task.rows) write_delta(p, shared.rows.number(p, shared.task.n, i), of_output, of_tangent);
   }
 };
 
@@ -96,6 +95,8 @@ template <class T, class Params, Gradient kOf, int kCols>
 struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradient::value, kCols> {
   static constexpr bool kOwnsKeys = kOf == Gradient::key || kOf == Gradient::value;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
+  // Mask and slopes come to a score behind the cap. Their gradients are made of dS, those of products of dZ = dS cap'.
+  static constexpr bool kBehindCap = kOf == Gradient::mask || kOf == Gradient::slopes;
   using Base = ScoresSimt<T, Params, kOwnsKeys, kCols>;
   using Base::kN;
   using Base::p;
@@ -122,10 +123,6 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   struct RowLoop {
     int64_t turns, first_row, last_row;
     int64_t turn, row;
-
-    __device__ void begin(int64_t number_of_turns, int64_t first, int64_t last) {
-      *this = {first < last ? number_of_turns : 0, first, last, 0, first};
-    }
   };
   struct Shared : Base::Shared {
     Statistics row[kSimtTile];
@@ -153,17 +150,35 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
   __device__ __forceinline__ bool more_rows() const { return shared.loop.turn < shared.loop.turns; }
-  // All have read the place since: go_to_rows() has barriers.
+  // Goes to the first rows that may see some of the block's keys. Called by one thread.
+  __device__ __forceinline__ void begin_rows(int64_t turns, int64_t first, int64_t last) {
+    shared.loop = {first < last ? turns : 0, first, last, 0, first};
+    skip_rows();
+  }
+  // Goes on to the next ones. All have read the place since: go_to_rows() has barriers.
   __device__ __forceinline__ void next_rows() {
-    RowLoop& loop = shared.loop;
-    if (threadIdx.x == 0 && (loop.row += kSimtTile) >= loop.last_row) loop.row = loop.first_row, ++loop.turn;
+    if (threadIdx.x == 0) {
+      shared.loop.row += kSimtTile;
+      skip_rows();
+    }
     __syncthreads();  // the next place is there
   }
+  __device__ void skip_rows() {
+    RowLoop& loop = shared.loop;
+    for (; more_rows(); loop.row = loop.first_row, ++loop.turn) {
+      const int64_t n = kOwnsKeys ? task.n : sharer_of_mask(p, p.grad_mask, shared.slice, loop.turn).n;
+      const Sequence s = sequence_of(p, n);
+      const Range keys{task.first_key, smaller(task.first_key + kSimtTile, s.keys)};
+      const Range seen = keys.empty() ? Range{0, 0} : visible_rows(s, keys);
+      if (seen.empty()) continue;
+      loop.row += rows_until(seen, loop.row % p.queries, p.queries, kSimtTile);
+      if (loop.row < loop.last_row) return;
+    }
+  }
 
-  // Computes the weights P into x. Returns which of them are not 0: nothing of a masked key or its value may come
+  // Scores in x become weights P. Returns which of them are not 0: nothing of a masked key or its value may come
   // through, not even a NaN, so that whatever is multiplied with a weight of 0 is replaced by 0.
-  __device__ __forceinline__ uint32_t recompute_weights(Scores& x, int64_t key) {
-    this->scores(x, key);
+  __device__ __forceinline__ uint32_t make_weights(Scores& x) {
     uint32_t attended = 0;
     this->each(x, [&](T& score, int row, int, int bit) {
       score = shared.row[row].weight(score);
@@ -179,12 +194,11 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
 
   // Computes P * Z into x, or tP * Z for kSecond.
   __device__ __forceinline__ void value_weights(Scores& x, int64_t key) {
-    if constexpr (kSecond) {
-      __syncthreads();  // the rows are there, and the last weights have been read
-      this->tangent_scores(x, key);
-      this->store_weights(x);
-    }
-    recompute_weights(x, key);
+    if constexpr (kSecond)
+      this->scores_and_tangents(x, key);
+    else
+      this->scores(x, key);
+    make_weights(x);
     const uint32_t kept = this->kept(key);
     this->each(x, [&](T& weight, int row, int k, int bit) {
       T product = weight * factor(kept, bit);
@@ -193,36 +207,69 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
 
-  // Computes dS into x; for kSecond t(dS), and dS into shared memory.
-  __device__ __forceinline__ void compute_ds(Scores& x, int64_t key) {
-    const uint32_t attended = recompute_weights(x, key), kept = this->kept(key);
+  // Computes dZ = P u (Z dP - delta) into x, with u = cap', or 1 behind the cap: that is dS.
+  __device__ __forceinline__ void compute_first_ds(Scores& x, int64_t key) {
+    const bool capped = !kBehindCap && p.softcap > 0;
+    this->scores(x, key, [&](T s, int row, int k) { this->weight(row, k) = SoftCap<T>::of(p).slope(s); });
+    const uint32_t attended = make_weights(x), kept = this->kept(key);
+    if (capped) this->each(x, [&](T& weight, int row, int k, int) { weight *= this->weight(row, k); });
     this->store_weights(x);
-    if constexpr (kSecond) {  // the rest of t(dS): P (t(dP) - t(delta))
-      this->clear(x);
-      if (p.t.value.data)
-        this->add_dots(x, p.grad_output, shared.grad_output_base, p.t.value, shared.tangent_base.value, key,
-                       p.value_dim);
-      this->each(x, [&](T& slope, int row, int k, int bit) {
-        const T product = this->weight(row, k) * (slope * factor(kept, bit) - shared.tangent.row[row].delta);
-        slope = attended >> bit & 1 ? product : 0;
-      });
-      this->store_own(shared.tangent.rest, x);
-    }
-    this->clear(x);
-    this->add_dots(x, p.grad_output, shared.grad_output_base, p.value, shared.base.value, key, p.value_dim);
+    add_value_dots(x, p.value, shared.base.value, key);
     this->each(x, [&](T& slope, int row, int k, int bit) {
       const T product = this->weight(row, k) * (slope * factor(kept, bit) - shared.row[row].delta);
       slope = attended >> bit & 1 ? product : 0;
     });
-    if constexpr (kSecond) {
-      this->store_weights(x);
-      this->clear(x);
-      this->tangent_scores(x, key);
-      this->each(x, [&](T& tangent, int row, int k, int bit) {
-        const T product = this->weight(row, k) * shared.tangent.row[row].centred(tangent);
-        tangent = attended >> bit & 1 ? product + this->own(shared.tangent.rest, row, k) : 0;
-      });
-    }
+  }
+  // Computes t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta)) into x, with tu = cap'' tz, or 0
+  // behind the cap. Calls on_ds() when dZ is in shared memory.
+  template <class F>
+  __device__ __forceinline__ void compute_second_ds(Scores& x, int64_t key, F on_ds) {
+    __syncthreads();  // the rows are there, and the last weights have been read
+    this->tangent_products(x, key);
+    this->store_weights(x);
+    const auto rest = [&](int row, int k) -> T& { return this->own(shared.tangent.rest, row, k); };
+    const auto differentiate = [&](int row, int k, T slope, T bend) {
+      T& tile = this->weight(row, k);
+      const T tz = tile;
+      tile = shared.tangent.row[row].centred(slope * tz + this->tangent_terms(row, key + k));
+      rest(row, k) = kBehindCap ? 1 : slope;
+      if (!kBehindCap && p.softcap > 0) tile = slope * tile + bend * tz;
+    };
+    const auto cap = SoftCap<T>::of(p);
+    this->scores(x, key, [&](T s, int row, int k) { differentiate(row, k, cap.slope(s), cap.bend(s)); });
+    const uint32_t attended = make_weights(x), kept = this->kept(key);
+    this->each(x, [&](T& weight, int row, int k, int) {
+      if (p.softcap == 0) differentiate(row, k, 1, 0);
+      this->weight(row, k) *= weight;
+      rest(row, k) *= weight;
+    });
+    add_value_dots(x, p.value, shared.base.value, key);
+    this->each(x, [&](T& slope, int row, int k, int bit) {
+      T& tile = this->weight(row, k);
+      const bool attends = attended >> bit & 1;
+      const T ds = slope * factor(kept, bit) - shared.row[row].delta;
+      slope = attends ? tile * ds : 0;
+      tile = attends ? rest(row, k) * ds : 0;
+    });
+    on_ds();
+    this->store_weights(x);
+    add_value_dots(x, p.t.value, shared.tangent_base.value, key);
+    this->each(x, [&](T& slope, int row, int k, int bit) {
+      const T product = rest(row, k) * (slope * factor(kept, bit) - shared.tangent.row[row].delta);
+      slope = attended >> bit & 1 ? this->weight(row, k) + product : 0;
+    });
+  }
+  template <class F>
+  __device__ __forceinline__ void compute_ds(Scores& x, int64_t key, F on_ds) {
+    if constexpr (kSecond)
+      compute_second_ds(x, key, on_ds);
+    else
+      compute_first_ds(x, key);
+  }
+  // x = <G, value>; 0 if there is none.
+  __device__ __forceinline__ void add_value_dots(Scores& x, const Operand& value, int64_t base, int64_t key) {
+    this->clear(x);
+    if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
   // Adds what the tile of rows and the keys from `key` on contribute. A NaN reaches dQ and dK through dS, and only
@@ -235,16 +282,16 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       this->template add_to<Factor::as_it_is>(sum, p.grad_output, shared.grad_output_base, key, p.value_dim,
                                               shared.first_col);
     } else {
-      compute_ds(x, key);
       const auto add = [&](const Operand& factor_of, int64_t base) {
         this->template add_to<Factor::finite>(sum, factor_of, base, key, p.head_dim, shared.first_col);
       };
-      if constexpr (kSecond) {
-        if (kOwnsKeys ? p.t.query.data : p.t.key.data) {
+      compute_ds(x, key, [&] {
+        if constexpr (kSecond) {
+          if (!(kOwnsKeys ? p.t.query.data : p.t.key.data)) return;
           add(kOwnsKeys ? p.t.query : p.t.key, kOwnsKeys ? shared.tangent_base.query : shared.tangent_base.key);
           __syncthreads();  // the weights have been read
         }
-      }
+      });
       this->store_weights(x);
       add(kOwnsKeys ? p.query : p.key, kOwnsKeys ? shared.base.query : shared.base.key);
     }
@@ -267,6 +314,25 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     }
   }
 
+  __device__ void run_slopes(int64_t number) {
+    this->set_task(number, [&](int i, int64_t r) { read_row(i, r); });
+    __syncthreads();
+    const SimtThread thread;
+    T sum[kSimtRows] = {};
+    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
+      if (!this->shows_some(key)) continue;
+      Scores x;
+      compute_ds(x, key, [] {});
+      this->each(x, [&](T& ds, int row, int k, int bit) { sum[bit / kSimtCols] += ds * this->distance(row, key + k); });
+    }
+#pragma unroll
+    for (int i = 0; i < kSimtRows; ++i) {
+      const T total = sum_over_x(sum[i]);
+      if (thread.x == 0 && thread.row(i) < task.rows)
+        static_cast<T*>(p.grad_slopes)[shared.rows.number(p, task.n, thread.row(i))] = -total;
+    }
+  }
+
   __device__ void run_keys(int64_t number) {
     const Operand& to = kOf == Gradient::key ? p.grad_key : p.grad_value;
     const int64_t heads = kOf == Gradient::key ? p.key_heads : p.value_heads;
@@ -274,7 +340,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.own_head = shared.task.set_own_keys(p, number, heads, kSimtTile);
       const int64_t readers = p.heads / heads;
       shared.first_head = shared.own_head * readers;
-      shared.loop.begin(readers / p.group, 0, p.rows());
+      begin_rows(readers / p.group, 0, p.rows());
     }
     __syncthreads();
     Sums sum = {};
@@ -307,12 +373,11 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const bool one_row = p.grad_mask.row == 0;
     if (threadIdx.x == 0) {
       shared.task.first_key = number % p.mask_key_tasks * kSimtTile;
-      shared.task.last_key = smaller(task.first_key + kSimtTile, p.keys);
       number /= p.mask_key_tasks;
       shared.slice = number / p.mask_row_tasks;
       const int64_t first_row = number % p.mask_row_tasks * kSimtTile;
       const int64_t last_row = one_row ? p.queries : smaller(first_row + kSimtTile, p.queries);
-      shared.loop.begin(p.batch * p.heads / p.mask_slices, first_row, last_row);
+      begin_rows(p.batch * p.heads / p.mask_slices, first_row, last_row);
     }
     __syncthreads();
     Scores sum = {};
@@ -321,7 +386,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       go_to_rows(at.n, at.head);
       if (!this->shows_some(task.first_key)) continue;
       Scores x;
-      compute_ds(x, task.first_key);
+      compute_ds(x, task.first_key, [] {});
 #pragma unroll
       for (int i = 0; i < kSimtRows; ++i)
 #pragma unroll
@@ -358,6 +423,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       run_query(number % tasks);
     else if constexpr (kOf == Gradient::mask)
       run_mask(number % tasks);
+    else if constexpr (kOf == Gradient::slopes)
+      run_slopes(number % tasks);
     else
       run_keys(number % tasks);
   }
@@ -380,7 +447,8 @@ Error launch_gradients_simt(const Params& p, Stream stream) {
   if (Error error = launch_gradient_simt<T, Gradient::query>(p.grad_query, p, stream)) return error;
   if (Error error = launch_gradient_simt<T, Gradient::key>(p.grad_key, p, stream)) return error;
   if (Error error = launch_gradient_simt<T, Gradient::value>(p.grad_value, p, stream)) return error;
-  return launch_gradient_simt<T, Gradient::mask>(p.grad_mask, p, stream);
+  if (Error error = launch_gradient_simt<T, Gradient::mask>(p.grad_mask, p, stream)) return error;
+  return p.grad_slopes ? launch_blocks<GradientSimt<T, Params, Gradient::slopes, kSimtTile>>(p, stream) : nullptr;
 }
 
 }  // namespace attn::cuda

@@ -60,7 +60,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
       const T old = shared.maximum[row], old_sum = shared.sum[row];
       T best = old;
 #pragma unroll
-      for (T score : x[i]) best = max_number(score, best);
+      for (T score : x[i]) best = max_or_nan(score, best);
       best = max_over_x(best);
       const T shift = shift_of(best);
       T total = 0;
@@ -86,16 +86,18 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
     for (int i = 0; i < kSimtRows; ++i) {
       const int row = thread.row(i);
       if (row >= task.rows) break;
-      const T sum = shared.sum[row];
-      const bool empty = sum == 0;
-      const T inverse = static_cast<T>(p.keep_scale) / (empty ? 1 : sum);
       const OutputRow<T> to(p, output_base, residual_base, shared.rows.at(task.n, row), task.split);
+      const T maximum = shared.maximum[row], sum = shared.sum[row];
+      Pair<T> logsumexp = logsumexp_of<T>(maximum, 0, sum);
+      const T left = to.add_sink(logsumexp);
+      const bool empty = sum == 0 && left == left;
+      const T inverse = static_cast<T>(p.keep_scale) * left / (sum == 0 ? 1 : sum);
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
         const int64_t d = first_col + thread.col(j);
         if (d < p.value_dim) to.write(d, empty ? 0 : output[i][j] * inverse);
       }
-      if (thread.x == 0 && first_col == 0) to.write_logsumexp(logsumexp_of<T>(shared.maximum[row], 0, sum));
+      if (thread.x == 0 && first_col == 0) to.write_statistics(logsumexp, maximum);
     }
   }
 };

@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   const auto weight = [&](int64_t s) { return exp((part(s).high - shift) + (part(s).low - best.low)); };
   T sum = 0;
   for (int64_t s = 0; s < p.splits; ++s) sum += weight(s);
+  Pair<T> logsumexp = logsumexp_of(shift, best.low, sum);
+  const T left = add_sink(p, r, logsumexp);
 
   const Row row = row_of_number(p, r);
   const auto offset_in = [&](const Operand& x) {
@@ -40,9 +42,14 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
       if (w != 0) total += w * static_cast<const T*>(p.partial_output)[(s * all_rows + r) * p.value_dim + d];
     }
     store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col,
-                  sum == 0 ? 0 : total / sum);
+                  sum == 0 && left == left ? 0 : total / sum * left);
   }
-  if (p.logsumexp && lane == 0) static_cast<Pair<T>*>(p.logsumexp)[r] = logsumexp_of(shift, best.low, sum);
+  if (lane > 0) return;
+  T max_score = -infinity<T>();
+  if (p.partial_max)
+    for (int64_t s = 0; s < p.splits; ++s)
+      max_score = max_or_nan(static_cast<const T*>(p.partial_max)[s * all_rows + r], max_score);
+  write_statistics(p, r, logsumexp, max_score);
 }
 
 template <class T>

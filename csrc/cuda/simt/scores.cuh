@@ -91,7 +91,11 @@ struct ScoresSimt {
   // Does so for the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
   template <class SetRow>
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head, int64_t first, int64_t last, SetRow set_row) {
-    set_rows([&](Task& task) { task.set_rows(p, n, head, first, smaller(kSimtTile, last - first)); }, set_row);
+    const auto set_task = [&](Task& task) {
+      task.set_rows(p, n, head, first, smaller(kSimtTile, last - first));
+      task.last_key = smaller(task.first_key + kSimtTile, task.sequence.keys);  // of this batch entry
+    };
+    set_rows(set_task, set_row);
   }
 
   // Of scores [own][other], that of the thread's row a and key b; which row and which key of the tile they are.
@@ -137,18 +141,42 @@ struct ScoresSimt {
     } while (d < cols);
   }
 
-  // The scores (score.h) of the keys from `key` on; -inf also where there is no row or no key.
-  __device__ __forceinline__ void scores(Scores& x, int64_t key) {
+  // |position of a row's query - that of a key|
+  __device__ __forceinline__ T distance(int row, int64_t key) const {
+    const int64_t ahead = key - (shared_scores.rows.position[row] + task.sequence.offset);
+    return static_cast<T>(ahead < 0 ? -ahead : ahead);
+  }
+  // The number of a row's head.
+  __device__ __forceinline__ T of_head(const void* numbers, int row) const {
+    return static_cast<const T*>(numbers)[task.n * p.heads + shared_scores.rows.head[row]];
+  }
+
+  // The scores (score.h) of the keys from `key` on; -inf also where there is no row or no key. If there is a cap, calls
+  // on_capped(score that was just capped, row, key), row and key being those of the tile.
+  template <class F>
+  __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_capped) {
     Shared& shared = shared_scores;
     clear(x);
     add_dots(x, p.query, shared.base.query, p.key, shared.base.key, key, p.head_dim);
-    const T slope = ScoreFunction<T>::of(p).slope();
+    T slope = ScoreFunction<T>::of(p).slope();
+    if (has_score_terms(p)) {
+      const T cap = static_cast<T>(p.softcap);
+      each(x, [&](T& score, int row, int k, int) {
+        score *= slope;
+        if (p.softcap > 0) on_capped(score = cap * tanh(score / cap), row, k);
+        if (p.terms.alibi_slopes) score = fma(-of_head(p.terms.alibi_slopes, row), distance(row, key + k), score);
+      });
+      slope = 1;
+    }
     if (p.has_mask)
       each_of_mask(x, p.mask, shared.base.mask, key,
                    [&](T& score, T bias) { score = masked_score(score, slope, bias); });
     else
       each(x, [&](T& score, int, int, int) { score *= slope; });
     hide_keys(x, key);
+  }
+  __device__ __forceinline__ void scores(Scores& x, int64_t key) {
+    scores(x, key, [](T, int, int) {});
   }
 
   // Calls f(score, number of the mask).
@@ -178,15 +206,33 @@ struct ScoresSimt {
     return __syncthreads_or(some);
   }
 
-  // The derivative of the scores along p.t: slope * (tQ K^T + Q tK^T) + tM. Meaningless where a key is hidden.
-  __device__ __forceinline__ void tangent_scores(Scores& x, int64_t key) {
+  // Derivatives along p.t, here and below. Meaningless where a key is hidden.
+
+  // tz = slope * (tQ K^T + Q tK^T), of the products.
+  __device__ __forceinline__ void tangent_products(Scores& x, int64_t key) {
     const Bases &base = shared_scores.base, &tangent = shared_scores.tangent_base;
     clear(x);
     if (p.t.query.data) add_dots(x, p.t.query, tangent.query, p.key, base.key, key, p.head_dim);
     if (p.t.key.data) add_dots(x, p.query, base.query, p.t.key, tangent.key, key, p.head_dim);
     const T slope = ScoreFunction<T>::of(p).slope();
     each(x, [&](T& product, int, int, int) { product *= slope; });
-    if (p.t.mask.data) each_of_mask(x, p.t.mask, tangent.mask, key, [](T& product, T of_mask) { product += of_mask; });
+  }
+  // -tslope |p - j| + tM, of what scores have beside products.
+  __device__ __forceinline__ T tangent_terms(int row, int64_t key) const {
+    const Operand& mask = p.t.mask;
+    T sum = 0;
+    if (p.t.terms.alibi_slopes) sum = -of_head(p.t.terms.alibi_slopes, row) * distance(row, key);
+    if (!mask.data || key >= task.last_key) return sum;
+    const int64_t base = shared_scores.tangent_base.mask + shared_scores.rows.offset(mask, row);
+    return sum + read_mask<T>(mask, base + key * mask.col);
+  }
+  // Computes the scores into x and their derivatives tx = cap' tz + those terms into shared memory.
+  __device__ __forceinline__ void scores_and_tangents(Scores& x, int64_t key) {
+    __syncthreads();  // the rows are there, and the last weights have been read
+    tangent_products(x, key);
+    store_weights(x);
+    scores(x, key, [&](T s, int row, int k) { weight(row, k) *= SoftCap<T>::of(p).slope(s); });
+    each(x, [&](T&, int row, int k, int) { weight(row, k) += tangent_terms(row, key + k); });
   }
 
   __device__ __forceinline__ void hide_keys(Scores& x, int64_t key) {

@@ -104,7 +104,7 @@ __device__ __forceinline__ T sum_over_x(T x) {
 template <class T>
 __device__ __forceinline__ T max_over_x(T x) {
 #pragma unroll
-  for (int lanes = 1; lanes < 16; lanes *= 2) x = max_number(__shfl_xor_sync(~0u, x, lanes), x);
+  for (int lanes = 1; lanes < 16; lanes *= 2) x = max_or_nan(__shfl_xor_sync(~0u, x, lanes), x);
   return x;
 }
 

@@ -56,12 +56,8 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       T best = -infinity<T>();
-      bool is_nan = false;
 #pragma unroll
-      for (T score : x[i]) {
-        best = max_number(score, best);
-        is_nan |= score != score;
-      }
+      for (T score : x[i]) best = max_or_nan(score, best);
       RowStatistics<T> tile{max_over_x(best), 0, 0, 0};
       const T shift = shift_of(tile.largest);
 #pragma unroll
@@ -75,8 +71,6 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
       tile.ones = sum_over_x(tile.ones);
       tile.rest = sum_over_x(tile.rest);
       tile.moment = sum_over_x(tile.moment);
-      // The sum over a NaN is NaN, but so is that over +inf.
-      if (sum_over_x(is_nan ? 1 : 0)) tile.largest = infinity<T>() - infinity<T>();
       const int row = thread.row(i);
       const RowStatistics<T> sum = together(shared.row[row], tile);
       __syncwarp();
@@ -107,10 +101,12 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
     const int64_t chunk = number % p.chunks;
     if (threadIdx.x == 0) shared.head = shared.task.set_own_keys(p, number / p.chunks, p.heads, kSimtTile);
     __syncthreads();
-    const int64_t first_row = chunk * p.rows_per_chunk, last_row = smaller(first_row + p.rows_per_chunk, p.queries);
+    const Range keys{task.first_key, task.last_key};
+    Range rows{chunk * p.rows_per_chunk, smaller((chunk + 1) * p.rows_per_chunk, p.queries)};
+    rows = keys.empty() ? Range{0, 0} : in_tiles(common(rows, visible_rows(task.sequence, keys)), kSimtTile);
     T received[kSimtRows] = {};
-    for (int64_t row = first_row; row < last_row; row += kSimtTile) {
-      this->go_to_rows(task.n, shared.head, row, last_row, [&](int i, int64_t r) {
+    for (int64_t row = rows.first; row < rows.last; row += kSimtTile) {
+      this->go_to_rows(task.n, shared.head, row, rows.last, [&](int i, int64_t r) {
         const T* pair = static_cast<const T*>(p.pairs) + 2 * r;
         shared.reference[i] = pair[0];
         shared.inverse_sum[i] = pair[1];
@@ -155,7 +151,15 @@ __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_co
   const auto* partial = static_cast<const RowStatistics<T>*>(p.partial);
   RowStatistics<T> row = partial[r];
   for (int64_t s = 1; s < p.splits; ++s) row = together(row, partial[s * rows + r]);
-  const FinishedRow<T> results = finished(row, static_cast<T>(1), log1p(sum_without_one(row)), infinity<T>());
+  const T largest = row.largest, sink = sink_of<T>(p, r);  // -inf: none
+  double sink_weight = 0;
+  if (sink != -infinity<T>() && !has_nan(row)) {
+    const T reference = sink > largest ? sink : largest, exponent = exponent_of(largest, reference, kLog2E<T>);
+    row = brought_to(reference, row, exponent, exp2(exponent));
+    sink_weight = exp(static_cast<double>(sink) - static_cast<double>(reference));
+  }
+  const double log_sum = log1p(sum_without_one(row, sink_weight));
+  const FinishedRow<T> results = finished(row, largest, static_cast<T>(1), sink_weight, log_sum, infinity<T>());
   static_cast<T*>(p.largest_score)[r] = results.largest_score;
   static_cast<T*>(p.entropy)[r] = results.entropy;
   static_cast<T*>(p.logsumexp)[r] = results.logsumexp;

@@ -42,12 +42,13 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
       if (!this->shows_some(key)) continue;
       Scores x;
-      this->scores(x, key);
-      this->each(x, [&](T& score, int row, int, int) { score = shared.row[row].weight(score); });
-      this->store_weights(x);
-      Scores tangent;
-      this->tangent_scores(tangent, key);
-      differentiate_weights(tangent);
+      this->scores_and_tangents(x, key);
+      this->each(x, [&](T& score, int row, int k, int) {  // x becomes tx, and P lies in shared memory
+        const T weight = shared.row[row].weight(score);
+        score = this->weight(row, k);
+        this->weight(row, k) = weight;
+      });
+      differentiate_weights(x);
       const uint32_t kept = this->kept(key);
       const auto drop = [&](T& weight, int, int, int bit) {
         weight *= static_cast<T>(kept >> bit & 1) * static_cast<T>(p.keep_scale);
@@ -57,8 +58,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
         this->template add_to<Factor::as_it_is>(sum, p.t.value, shared.tangent_base.value, key, p.value_dim, first_col);
         __syncthreads();  // the weights have been read
       }
-      if (p.has_dropout) this->each(tangent, drop);
-      this->store_weights(tangent);
+      if (p.has_dropout) this->each(x, drop);
+      this->store_weights(x);
       this->template add_to<Factor::as_it_is>(sum, p.value, shared.base.value, key, p.value_dim, first_col);
     }
     write();
@@ -109,7 +110,11 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     for (int i = 0; i < kSimtRows; ++i) {
       const int row = thread.row(i);
       if (row >= task.rows) break;
-      const T shifted_sum = shared.row[row].shifted_sum;
+      T shifted_sum = shared.row[row].shifted_sum;
+      if (p.terms.sinks) {  // c has Psink tsink, too
+        const T t = p.t.terms.sinks ? this->of_head(p.t.terms.sinks, row) : 0;
+        shifted_sum += shared.row[row].weight(this->of_head(p.terms.sinks, row)) * (t - shared.row[row].shift);
+      }
       const auto at = [&](const Operand& x, int64_t base, int64_t d) {
         return base + shared.rows.offset(x, row) + d * x.col;
       };

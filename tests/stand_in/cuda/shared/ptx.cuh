@@ -38,6 +38,8 @@ uint32_t pack(float first, float second) {
   return from_float<S>(first).bits | static_cast<uint32_t>(from_float<S>(second).bits) << 16;
 }
 
+inline float max_or_nan(float a, float b) { return a > b || a != a ? a : b; }
+
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0 : y;  // .ftz
