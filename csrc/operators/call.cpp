@@ -52,7 +52,8 @@ Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
 // Takes `p` and `builder` with everything but the gradients.
 template <class Params>
 Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
-                    const Tensor& query, const Gradients& grads) {
+                    const Inputs& inputs, const Gradients& grads) {
+  const Tensor& query = inputs.query;
   if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
   Gradients written = grads;
   const auto write = [](size_t, const Tensor& grad, const Tensor& found) {
@@ -62,7 +63,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
     for_each_field([](size_t, const Tensor& grad) { grad.defined() ? grad.zero_() : grad; }, grads);
     // A row without keys has the sink for its logsumexp.
     if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp)
-      write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape));
+      write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape).masked_fill(inputs.sinks->isneginf(), 0));
     return grads;
   }
   const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes) {
@@ -173,7 +174,7 @@ Gradients compute_backward(const Device& device, const GradResults& u, const Inp
   ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
   describe_point(p, builder, saved);
   builder.add(p.grad_output, u.output);
-  return gradients(device.backward, p, builder, check.shape, u, inputs.query, grads);
+  return gradients(device.backward, p, builder, check.shape, u, inputs, grads);
 }
 
 Gradients compute_second(const Device& device, const GradResults& u, const Inputs& inputs, const Saved& saved,
@@ -195,7 +196,7 @@ Gradients compute_second(const Device& device, const GradResults& u, const Input
   builder.add(p.tangent_output, tangent.output);
   if (tangent.residual.dim() > 1) builder.add(p.tangent_residual, tangent.residual);
   p.tangent_logsumexp = builder.contiguous(tangent.logsumexp);
-  return gradients(device.second, p, builder, check.shape, u, inputs.query, grads);
+  return gradients(device.second, p, builder, check.shape, u, inputs, grads);
 }
 
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,

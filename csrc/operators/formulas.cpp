@@ -92,6 +92,21 @@ Distances distances(const Shape& shape, const CallOptions& options, const Tensor
   return {ahead.abs(), hidden};
 }
 
+// Those, with what a mask hides.
+Distances hidden_keys(const Shape& shape, const CallOptions& options, const Inputs& inputs) {
+  auto [distance, hidden] = distances(shape, options, inputs.query);
+  if (const auto& mask = inputs.attn_mask) {
+    const Tensor masked = mask->scalar_type() == at::kBool ? mask->logical_not() : mask->eq(kMinusInfinity);
+    hidden = hidden.defined() ? hidden.logical_or(masked) : masked;
+  }
+  return {distance, hidden};
+}
+
+// No gradient runs through hidden scores: that of tanh times the NaN of a hidden key would be NaN.
+Tensor capped(const Tensor& scores, const Tensor& hidden, double softcap) {
+  return ((hidden.defined() ? scores.masked_fill(hidden, 0) : scores) / softcap).tanh() * softcap;
+}
+
 // What the formulas have in common: scores, weights, and the logsumexp of the rows, -inf without keys and a sink.
 struct WideWeights {
   Tensor weights, scores, logsumexp;
@@ -102,16 +117,11 @@ struct WideWeights {
 WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
+  const auto [distance, masked] = hidden_keys(shape, options, inputs);
   Tensor scores = products(shape, query, key, options.scale);
-  if (options.softcap > 0) scores = (scores / options.softcap).tanh() * options.softcap;
-  auto [distance, masked] = distances(shape, options, query);
+  if (options.softcap > 0) scores = capped(scores, masked, options.softcap);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
-  if (attn_mask) {
-    const Tensor hidden =
-        attn_mask->scalar_type() == at::kBool ? attn_mask->logical_not() : attn_mask->eq(kMinusInfinity);
-    masked = masked.defined() ? masked.logical_or(hidden) : hidden;
-  }
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
@@ -177,8 +187,9 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
   if (options.softcap > 0) {
-    const Tensor capped = (products(shape, inputs.query, inputs.key, options.scale) / options.softcap).tanh();
-    tangent_scores = tangent_scores * (1 - capped.square());
+    const Tensor hidden = hidden_keys(shape, options, inputs).hidden;
+    const Tensor z = products(shape, inputs.query, inputs.key, options.scale);
+    tangent_scores = tangent_scores * (1 - (capped(z, hidden, options.softcap) / options.softcap).square());
   }
   if (direction.alibi_slopes)
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) *

@@ -40,7 +40,9 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
   const T scale = leaves_products<T>(p) ? static_cast<T>(p.scale) : 1;
   const Vec<T> zero{}, one = splat<T>(1), as_found = sink / scale;
   const auto none = sink == -kInfinity<T>, empty = sum == zero;
-  const Vec<T> shared = empty | (as_found > reference) ? as_found : reference;
+  const auto in_range = absolute<T>(as_found) < kInfinity<T>;  // else it is all of the weight, or none
+  const Vec<T> of_empty = in_range | (sink != sink) ? as_found : zero;
+  const Vec<T> shared = empty ? of_empty : as_found > reference ? as_found : reference;
   const Vec<T> of_sum = empty ? zero : exp2<T>((reference - shared) * log2_slope<T>(p));
   const Vec<T> of_sink = exp2<T>((sink - shared * scale) * static_cast<T>(kLog2E));
   reference = none ? reference : shared;
@@ -64,11 +66,15 @@ void write_numbers(const ForwardParams& p, int64_t number, bool has_keys, T refe
   const bool is_number = sum == sum;  // the sum with a score of +inf is inf - inf
   const T infinite = largest == kInfinity<T> ? largest : sum;
   to.max_score[number] = is_number ? static_cast<T>(largest * scale) : infinite;
-  to.row_logsumexp[number] =
-      is_number
-          ? static_cast<T>(sum == 0 ? -kInfinity<double>
-                                    : static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum)))
-          : infinite;
+  if (!is_number) {
+    to.row_logsumexp[number] = infinite;
+    return;
+  }
+  // No less than the sink, which may lie beyond what products hold.
+  const T sink = p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[number / p.queries] : -kInfinity<T>;
+  const double found = static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum));
+  const T logsumexp = static_cast<T>(sum == 0 ? -kInfinity<double> : found);
+  to.row_logsumexp[number] = sink > logsumexp ? sink : logsumexp;
 }
 
 // Writes the output of one row, factor * row / sum, and its numbers. Overwrites `row`; `scratch` holds as much, for a

@@ -11,7 +11,8 @@ namespace attn::ATTN_ISA {
 template <class T>
 ATTN_INLINE bool leaves_products(const Problem& p) {
   const bool adds = has_score_terms(p) || (p.has_mask && p.mask.dtype != DType::boolean);
-  return !adds && ScoreFunction<T>::of(p).keeps_order();
+  const bool divides = !p.terms.sinks || p.scale > 1e-20;  // sinks are made products
+  return !adds && divides && ScoreFunction<T>::of(p).keeps_order();
 }
 // The readers of the tile: of numbers x and y in it, be they scores or products, exp(score_x - score_y) is
 // 2^((x - y) * log2_slope). The difference comes first: it is exact where it is small, and 0 for the largest score.
