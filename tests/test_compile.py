@@ -116,7 +116,6 @@ MORE_OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.filterwarnings("error::UserWarning")  # of results that share memory
 @pytest.mark.parametrize(("dynamic", "compiles"), [(True, 1), (None, 2)])
 @pytest.mark.parametrize("option", MORE_OPTIONS)
 def test_options_specialise_nothing(option: str, dynamic: bool | None, compiles: int) -> None:
@@ -156,6 +155,16 @@ def test_inference_with_options_has_one_operator(L: int) -> None:
     compiled = torch.compile(function, fullgraph=True, backend=recorder.backend)
     assert torch.equal(compiled(*inputs), function(*inputs))
     assert recorder.graphs == [[ops.attention]]
+
+
+@pytest.mark.regression
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("options", [{}, {"window_size": (3, 0)}], ids=["plain", "window"])
+def test_results_share_no_memory(options: dict[str, Any]) -> None:
+    """Of which PyTorch warns: two empty ones were one tensor."""
+    inputs = make_inputs(5, 7).require_grad()[:3]
+    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
+    compiled(*inputs, **options).sum().backward()
 
 
 def test_inference_has_one_operator() -> None:

@@ -270,25 +270,24 @@ def test_options(run: Run, case: str) -> None:
         assert (communications > 0) == (of_inputs not in (R, of_output))  # of a whole, each takes
 
 
-def options_of_half_types() -> None:
-    """What rounding takes from the output is kept for the gradients of slopes and sinks."""
+def what_the_forward_keeps() -> None:
+    """Each result is known as what it is, also where it is empty: a redistribution relies on it."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (WORLD,))
     inputs = make_inputs(5, 7, 6, heads=4, dtype=torch.bfloat16)[:3]
-    for name in ("alibi_slopes", "sinks"):
-        given = torch.rand(4)
-        gradients = []
-        for tensors, leaf in (
-            (inputs, given.clone()),
-            ([shard(t, mesh, Head) for t in inputs], shard(given, mesh, Shard(0))),
-        ):
-            output = torch_attn.sdpa(*tensors, **{name: leaf.requires_grad_()})
-            gradients.append(torch.autograd.grad(output.square().sum(), leaf)[0])
-        torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])
+    for name, with_rows in (("alibi_slopes", False), ("sinks", True), (None, True), (None, False)):
+        options = {} if name is None else {name: torch.rand(4)}
+        expected = torch.ops.attn._sdpa_forward(*inputs, with_rows=with_rows, **options)
+        sharded = [shard(t, mesh, Head) for t in inputs]
+        options = {n: shard(t, mesh, Shard(0)) for n, t in options.items()}
+        actual = torch.ops.attn._sdpa_forward(*sharded, with_rows=with_rows, **options)
+        for one, other in zip(actual, expected, strict=True):
+            assert one.shape == other.shape
+            torch.testing.assert_close(one.full_tensor(), other)
 
 
-def test_options_of_half_types(run: Run) -> None:
-    run(options_of_half_types)
+def test_what_the_forward_keeps(run: Run) -> None:
+    run(what_the_forward_keeps)
 
 
 def options_after_options() -> None:
