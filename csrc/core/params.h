@@ -146,7 +146,7 @@ struct BackwardParams : Problem {
   const void* logsumexp = nullptr;
   // Of every row, [batch, heads, L]; null: 0. With it delta_i = <grad_output_i, output_i> - grad_logsumexp_i.
   const void* grad_logsumexp = nullptr;
-  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L]
+  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L], and with grad_logsumexp what rounding took from each
 
   // Null data where a gradient is not wanted.
   Operand grad_query;

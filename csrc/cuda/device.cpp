@@ -74,7 +74,7 @@ void run_backward(BackwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_chunks(p, query);
   const Tensor grad_output = put_in_chunks(p, p.grad_output, p.heads, p.queries, p.value_dim, query);
-  const Tensor delta = allocate_rows(p, query, p.delta);
+  const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
   check(launch_backward(p, device.stream));
 }
 
@@ -85,7 +85,7 @@ void run_tangent(TangentParams& p, const Tensor& query) {
 
 void run_second(SecondParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
-  const Tensor delta = allocate_rows(p, query, p.delta);
+  const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
   const Tensor tangent_delta = allocate_rows(p, query, p.tangent_delta);
   check(launch_second(p, device.stream));
 }
