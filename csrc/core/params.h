@@ -146,7 +146,7 @@ struct BackwardParams : Problem {
   const void* logsumexp = nullptr;
   // Of every row, [batch, heads, L], the gradient of its row_logsumexp; null: 0.
   const void* grad_logsumexp = nullptr;
-  void* delta = nullptr;  // on CUDA: <grad_output, output + residual> - grad_logsumexp of every row, [batch, heads, L]
+  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L], and with grad_logsumexp what rounding took from each
 
   // Null data where a gradient is not wanted.
   Operand grad_query;

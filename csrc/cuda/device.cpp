@@ -52,9 +52,9 @@ template <class Params>
           put_in_chunks(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
 
-// Memory for one number a row, [batch, heads, L].
-Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data) {
-  const Tensor rows = at::empty({p.batch, p.heads, p.queries}, compute_options(query));
+// Memory for one number a row, [copies, batch, heads, L].
+Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t copies = 1) {
+  const Tensor rows = at::empty({copies, p.batch, p.heads, p.queries}, compute_options(query));
   data = rows.mutable_data_ptr();
   return rows;
 }
@@ -71,7 +71,7 @@ void run_backward(BackwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_chunks(p, query);
   const Tensor grad_output = put_in_chunks(p, p.grad_output, p.heads, p.queries, p.value_dim, query);
-  const Tensor delta = allocate_rows(p, query, p.delta);
+  const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
   check(launch_backward(p, device.stream));
 }
 
@@ -82,7 +82,7 @@ void run_tangent(TangentParams& p, const Tensor& query) {
 
 void run_second(SecondParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
-  const Tensor delta = allocate_rows(p, query, p.delta);
+  const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
   const Tensor tangent_delta = allocate_rows(p, query, p.tangent_delta);
   check(launch_second(p, device.stream));
 }

@@ -11,13 +11,19 @@ struct alignas(8) Pair {
   T high, low;
 };
 
+// What rounding took from sum = a + b: Knuth's two-sum.
+template <class T>
+__device__ __forceinline__ T rounded_off(T a, T b, T sum) {
+  const T of_b = sum - a;
+  return (a - (sum - of_b)) + (b - of_b);
+}
+
 // Pairs up to maximum + maximum_low + log(sum); -inf for a row without keys.
 template <class T>
 __device__ inline Pair<T> logsumexp_of(T maximum, T maximum_low, T sum) {
   const T log_sum = static_cast<T>(log(static_cast<double>(sum)));
   const T high = maximum + log_sum;
-  const T of_log = high - maximum;  // Knuth's two-sum: low is exactly what rounding took from high
-  const T low = (maximum - (high - of_log)) + (log_sum - of_log);
+  const T low = rounded_off(maximum, log_sum, high);
   const bool finite = high - high == 0;
   return {sum == 0 ? -infinity<T>() : high, sum == 0 || !finite ? 0 : low + maximum_low};
 }
@@ -149,15 +155,17 @@ struct OutputRow {
   }
 };
 
-// Writes delta of row r, <G, O> - g with the gradient g of its logsumexp, and the gradients that follow from it: of the
-// sink, dsink = -Psink delta, and of a number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams
-// also tdelta = <G, tO>, and those gradients are their derivatives, with tPsink = Psink (tsink - c).
+// Writes delta of row r, <G, O> - g with the gradient g of its logsumexp, in two numbers: of Z dP - delta nothing but g
+// is left where there is one key. And the gradients that follow from it: of the sink, dsink = -Psink delta, and of a
+// number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams also tdelta = <G, tO>, and those
+// gradients are their derivatives, with tPsink = Psink (tsink - c).
 template <class T, class Params>
 __device__ inline void write_delta(const Params& p, int64_t r, T of_output, T of_tangent) {
   constexpr bool kSecond = requires { p.tangent_delta; };
   const auto number = [&](const void* rows) { return rows ? static_cast<const T*>(rows)[r] : 0; };
   const T g = number(p.grad_logsumexp), delta = of_output - g;
   static_cast<T*>(p.delta)[r] = delta;
+  if (p.grad_logsumexp) static_cast<T*>(p.delta)[number_of_rows(p) + r] = rounded_off(of_output, -g, delta);
   if constexpr (kSecond) static_cast<T*>(p.tangent_delta)[r] = of_tangent;
   if (!p.grad_sinks && !p.grad_mask_rows) return;
   const auto row = SavedRow<T>::read(p.logsumexp, r);

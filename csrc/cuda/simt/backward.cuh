@@ -30,7 +30,7 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
 }
 
 // write_delta() of 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>: where a row
-// attends to one key only, O is that V, and dP - delta is then exactly 0 but for the gradient of the logsumexp.
+// attends to one key only, O is that V, and dP - delta is then exactly 0, or the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -104,7 +104,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   using typename Base::Scores, typename Base::Sums;
 
   struct Statistics : SavedRow<T> {
-    T delta;
+    T delta, delta_low;
+
+    __device__ __forceinline__ T less_delta(T slope) const { return (slope - delta) - delta_low; }
   };
   struct TangentStatistics {
     Pair<T> logsumexp;  // r and c - r, see cpu/kernels/tangent.inl
@@ -140,7 +142,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
 
   // Reads what is saved of row r, which is row i of the tile.
   __device__ __forceinline__ void read_row(int i, int64_t r) {
-    shared.row[i] = {SavedRow<T>::read(p.logsumexp, r), static_cast<const T*>(p.delta)[r]};
+    const T* const delta = static_cast<const T*>(p.delta) + r;
+    shared.row[i] = {SavedRow<T>::read(p.logsumexp, r), *delta, p.grad_logsumexp ? delta[number_of_rows(p)] : 0};
     if constexpr (kSecond)
       shared.tangent.row[i] = {static_cast<const Pair<T>*>(p.tangent_logsumexp)[r],
                                static_cast<const T*>(p.tangent_delta)[r]};
@@ -216,7 +219,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     this->store_weights(x);
     add_value_dots(x, p.value, shared.base.value, key);
     this->each(x, [&](T& slope, int row, int k, int bit) {
-      const T product = this->weight(row, k) * (slope * factor(kept, bit) - shared.row[row].delta);
+      const T product = this->weight(row, k) * shared.row[row].less_delta(slope * factor(kept, bit));
       slope = attended >> bit & 1 ? product : 0;
     });
   }
@@ -247,7 +250,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     this->each(x, [&](T& slope, int row, int k, int bit) {
       T& tile = this->weight(row, k);
       const bool attends = attended >> bit & 1;
-      const T ds = slope * factor(kept, bit) - shared.row[row].delta;
+      const T ds = shared.row[row].less_delta(slope * factor(kept, bit));
       slope = attends ? tile * ds : 0;
       tile = attends ? rest(row, k) * ds : 0;
     });
