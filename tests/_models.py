@@ -25,8 +25,10 @@ class Calls(TorchDispatchMode):
 
     @property
     def forward(self) -> int:
-        # With autograd below the mode `sdpa` has become the operator behind it; else it is itself.
-        return self.count["attn::sdpa"] + self.count["attn::_sdpa_forward"]
+        # With autograd below the mode `sdpa` and `attention`, which it calls for a window or a soft
+        # cap, have become the operator behind them; else they are themselves.
+        names = ("attn::sdpa", "attn::attention", "attn::_sdpa_forward")
+        return sum(self.count[name] for name in names)
 
     @property
     def builtin(self) -> int:

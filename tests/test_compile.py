@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import torch_attn
 from helpers import Inputs, assert_same_bits, make_grad_output, make_inputs, results
@@ -227,6 +228,27 @@ def test_inductor() -> None:
     inputs = make_inputs(9, 13)[:3]
     compiled = torch.compile(function, fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x: torch_attn.sdpa(x, x, x, is_causal=True),
+        lambda x: torch_attn.sdpa(x, x, x, window_size=(3, 1)),
+        lambda x: torch_attn.sdpa_with_weights(x, x, x)[0],
+    ],
+    ids=["sdpa", "window", "weights"],
+)
+def test_checkpoints_with_dynamic_shapes(layer: Callable[[Tensor], Tensor]) -> None:
+    """Two, where dynamo takes what a function has by default for an input of the graph."""
+
+    def layers(x: Tensor) -> Tensor:
+        return checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False)
+
+    x = torch.randn(2, 3, 9, 8, requires_grad=True)
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(x), layers(x))
 
 
 def test_double_backward_of_a_compiled_graph_is_refused_by_torch() -> None:

@@ -29,7 +29,7 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in (
         *("forward", "backward", "nan", "dropout"),
-        *("derivatives", "hidden_tiles", "validate"),
+        *("derivatives", "hidden_tiles", "validate", "options"),
         *("stats", "stats_hidden", "stats_subsystems"),
     )
 ]

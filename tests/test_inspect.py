@@ -184,16 +184,47 @@ def test_a_cache_of_keys() -> None:
         assert layer.visible_keys[0, 0].tolist() == [6, 7]
 
 
-def test_a_soft_cap_is_refused_and_the_model_restored() -> None:
+@pytest.mark.parametrize("implementation", ["eager", "attn"])
+def test_a_window_and_a_soft_cap(implementation: str) -> None:
     from transformers import Gemma2Config, Gemma2Model
 
+    from torch_attn.integrations import transformers
+
+    transformers.register()
     config = Gemma2Config(
         vocab_size=50, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        num_hidden_layers=1, intermediate_size=32, attn_implementation="eager",
+        num_hidden_layers=2, intermediate_size=32, sliding_window=3, attn_logit_softcapping=0.1,
+        attn_implementation=implementation,
     )  # fmt: skip
+    torch.manual_seed(0)
     model = Gemma2Model(config).eval()
+    tokens = torch.randint(1, 50, (2, 7))
+    inspection = torch_attn.inspect(model, tokens)
+    model.set_attn_implementation("eager")
+    expected = model(tokens, output_attentions=True).attentions
+    for actual, of_eager in zip(inspection.attentions, expected, strict=True):
+        close(actual, of_eager)
+    seen = [layer.visible_keys[0, 0].tolist() for layer in inspection.layers]
+    assert seen == [[1, 2, 3, 3, 3, 3, 3], [1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_what_attn_does_not_compute_is_refused_and_the_model_restored() -> None:
+    from transformers import BertConfig, BertModel
+
+    class Indexing(nn.Module):
+        """As a layer that asks for chosen keys, which its model has on the way."""
+
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.layer(*args, **kwargs, indices=torch.zeros(1))
+
+    model: Any = BertModel(BertConfig(num_hidden_layers=1, attn_implementation="eager")).eval()
+    model.encoder.layer[0] = Indexing(model.encoder.layer[0])
     before = state(model)
-    with pytest.raises(ValueError, match="inspect: Gemma2Attention asks for softcap"):
+    with pytest.raises(ValueError, match=r"inspect: Bert.*Attention asks for keys that an indexer"):
         torch_attn.inspect(model, torch.tensor([[1, 2, 3]]))
     assert state(model) == before
     assert model.config._attn_implementation == "eager"

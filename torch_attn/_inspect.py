@@ -72,8 +72,8 @@ def inspect(
         RuntimeError: no attention was seen; the message says what cannot be seen.
         TypeError: `model` is no module, or `saturated_above` no number.
         ValueError: `saturated_above` is not from 0 to 1; or a model of transformers asks for
-            what the operator does not compute, such as a soft cap, with an implementation of
-            attention whose numbers cannot be seen.
+            what the operator does not compute, such as keys that an indexer chooses, with an
+            implementation of attention whose numbers cannot be seen.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)

@@ -139,8 +139,9 @@ def sdpa(
         _refuse_others("attn::sdpa", query=query, key=key, value=value)
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
         scale, dropout_p = _numbers("attn::sdpa", scale=scale, dropout_p=dropout_p)
+    dropout_p = dropout_p if dropout_p else 0.0  # see sdpa_with_logsumexp
     if (
-        softcap == 0.0
+        not softcap
         and window_size == (-1, -1)
         and query_offset is None
         and key_lengths is None
@@ -220,6 +221,9 @@ def sdpa_with_logsumexp(
         scale, dropout_p, softcap = _numbers(
             "attn::attention", scale=scale, dropout_p=dropout_p, softcap=softcap
         )
+    # A default is no constant to torch.compile(dynamic=True), but an input of the graph, and dynamo
+    # fails where two checkpoints have it.
+    dropout_p, softcap = dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
         query,
         key,
@@ -285,6 +289,7 @@ def sdpa_with_weights(
         scale, dropout_p, softcap = _numbers(
             "attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p, softcap=softcap
         )
+    dropout_p, softcap = dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
         query,
         key,

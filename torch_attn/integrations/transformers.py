@@ -21,7 +21,9 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,18 +40,19 @@ _UNSUPPORTED = {
     "cache": "a paged cache",
     "head_mask": "head_mask",
     "indices": "keys that an indexer chooses (indices)",
-    "s_aux": "attention sinks (s_aux)",
-    "sinks": "attention sinks",
-    "softcap": "softcap",
+    "sinks": "an attention sink for every query (sinks)",
 }
 
 
 def register(name: str = "attn") -> str:
     """Makes `attn` known to transformers as an attention implementation.
 
-    Masks are prepared as for transformers' own "sdpa": boolean, and left out where causality or the
-    absence of padding makes them superfluous. Models that do not support "sdpa" get those of
-    "eager", which their own attention understands, too.
+    Where a model asks for plain causality or a sliding window, no mask of L x S is made: the
+    operator is told the window and where the queries stand among the keys, and padding stays a
+    mask `[B, 1, 1, S]`. That holds for models that say that all of their attention uses the
+    AttentionInterface (`_supports_attention_backend`) and whose layers are of full or sliding
+    attention. Every other mask is prepared as for transformers' own "sdpa", boolean, or for models
+    that do not support that as for "eager", which their own attention understands, too.
 
     Args:
         name: what to write in `attn_implementation=`. With "sdpa" it replaces the implementation
@@ -58,9 +61,8 @@ def register(name: str = "attn") -> str:
     Models that ask for what the operator does not do raise ValueError at their first call; in
     transformers 5.23 among them
 
-    - with a soft cap of the scores: Gemma 2, T5Gemma, VaultGemma and VideoPrism;
-    - with attention sinks: DeepSeek-V4, GPT-OSS, Granite SWA, Inkling 2 and MiMo-V2-Flash;
-    - with an indexer that chooses keys: DeepSeek-V3.2, GLM-MoE-DSA and MiniMax-M3-VL.
+    - with an indexer that chooses keys: DeepSeek-V3.2, GLM-MoE-DSA, HY-V4 and MiniMax-M3-VL;
+    - with an attention sink for every query: Inkling 2.
 
     Models that do not use transformers' AttentionInterface cannot be helped from here:
 
@@ -117,12 +119,14 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | _Pattern | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     output_attentions: bool = False,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls in place of its own attention functions.
@@ -133,7 +137,9 @@ def attention_forward(
         query: `[B, H, L, E]`.
         key: `[B, H / num_key_value_groups, S, E]`, neither repeated nor expanded for its group.
         value: `[B, H / num_key_value_groups, S, Ev]`.
-        attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added).
+        attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). Or
+            a window, an offset and the mask of padding, as the mask function of this name hands
+            them on; `is_causal` does not count then.
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
         is_causal: overrides `module.is_causal`, which a decoder that supports "sdpa" need not have.
@@ -143,14 +149,17 @@ def attention_forward(
         output_attentions: also return the weights, `[B, H, L, S]`, before dropout. A few models
             (GPT-2, GPTBigCode, OPT, SigLIP, StableLM) keep this argument to themselves: they return
             no weights with any implementation but "eager".
+        softcap: bounds the scaled scores, before a mask is added (Gemma 2).
+        s_aux: `[H]`, of each head one more logit in the softmax, without a value (gpt-oss).
         kwargs: everything else that models pass along, such as `position_ids`.
 
     Returns:
         Output `[B, L, H, Ev]`, contiguous, and the weights or None.
 
     Raises:
-        ValueError: the model asks for softcap, attention sinks, keys that an indexer chooses, a
-            head mask or a paged cache.
+        ValueError: the model asks for keys that an indexer chooses, a sink for every query, a head
+            mask or a paged cache; or attends with other queries or keys than its mask was to be
+            for.
     """
     meaning = _unsupported(kwargs)
     if meaning is not None:
@@ -160,27 +169,34 @@ def attention_forward(
         )
 
     _calls.count("transformers")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", None)
-    if is_causal is None:
-        # As in transformers' "sdpa". A model without it does not know of the attribute: what is
-        # causal there has a mask.
-        config = getattr(module, "config", None)
-        is_causal = config is None or _supports_sdpa(type(config))
-    is_causal = bool(is_causal) and attention_mask is None and bool(query.size(2) > 1)
-    mask = _with_bias(attention_mask, position_bias)
-    dropout_p = dropout if module.training else 0.0
-    gqa = getattr(module, "num_key_value_groups", 1) > 1
+    if isinstance(attention_mask, _Pattern):
+        options = attention_mask.options(module, query, key)
+    else:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", None)
+        if is_causal is None:
+            # As in transformers' "sdpa". A model without it does not know of the attribute: what is
+            # causal there has a mask.
+            config = getattr(module, "config", None)
+            is_causal = config is None or _supports_sdpa(type(config))
+        is_causal = bool(is_causal) and attention_mask is None and bool(query.size(2) > 1)
+        options = {"attn_mask": attention_mask, "is_causal": is_causal}
+    options["attn_mask"] = _with_bias(options["attn_mask"], position_bias)
+    options["dropout_p"] = dropout if module.training else 0.0
+    options["scale"] = scaling
+    options["enable_gqa"] = getattr(module, "num_key_value_groups", 1) > 1
+    # Given also where it is 0: what is left to its default may be no constant to torch.compile.
+    options["softcap"] = float(softcap or 0.0)
+    if s_aux is not None:
+        # Models keep it in the type of their weights, which need not be that of their scores.
+        fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
+        options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
 
     weights = None
     if output_attentions:
-        output, weights, _ = torch_attn.sdpa_with_weights(
-            query, key, value, mask, dropout_p, is_causal, scale=scaling, enable_gqa=gqa
-        )
+        output, weights, _ = torch_attn.sdpa_with_weights(query, key, value, **options)
     else:
-        output = torch_attn.sdpa(
-            query, key, value, mask, dropout_p, is_causal, scale=scaling, enable_gqa=gqa
-        )
+        output = torch_attn.sdpa(query, key, value, **options)
     # The operator keeps the strides of the query, in most models a view of [B, L, H, E]: no copy
     # here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi) make it contiguous.
     return output.transpose(1, 2).contiguous(), weights
@@ -239,15 +255,21 @@ def _inspected(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Te
     return attention_forward(module, *args, **kwargs)
 
 
-def _mask_function() -> Callable[..., Tensor | None]:
+def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
     """What transformers calls for the mask of a forward pass."""
     masking = importlib.import_module("transformers.masking_utils")
 
-    def mask_function(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+    def mask_function(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | _Pattern | None:
+        given = kwargs.get("attention_mask")
+        if isinstance(given, _Pattern):  # `generate` had it made, and the model asks again
+            return given
         # Gemma 4 drops queries before the layers that share their keys: without a mask, causality
         # would count the rest from the first key on.
         if getattr(config, "num_kv_shared_layers", 0):
             kwargs["allow_is_causal_skip"] = False
+        left = _window(masking, config, **kwargs)
+        if left is not None:
+            return _pattern(masking, left, **kwargs)
         # A model that goes on with its own attention adds the mask to its scores, so that it has to
         # be of 0 and large negative numbers. `attention_forward` takes either kind.
         make = masking.sdpa_mask if _supports_sdpa(type(config)) else masking.eager_mask
@@ -257,21 +279,154 @@ def _mask_function() -> Callable[..., Tensor | None]:
     return mask_function
 
 
+# --- patterns that need no mask -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Pattern:
+    """Which keys a query sees, said in options: the mask that :func:`attention_forward` gets.
+
+    Query i sees key j if ``i + offset - left <= j <= i + offset`` and the padding lets it.
+
+    It is no tensor, so that what else a model does to a mask raises an error. In a graph, `left` is
+    a constant, as of the model, and `offset` is data, as of the call.
+    """
+
+    left: int  # -1 is all
+    offset: Tensor | None  # 0-d, int64: the position of query 0 among the keys; None is 0
+    padding: Tensor | None  # [B, 1, 1, S], boolean, True attends
+    shape: tuple[int, int, int, int]  # [B, 1, L, S], of the mask that it stands for
+    ndim: ClassVar[int] = 4
+
+    def options(self, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
+        """The arguments of :func:`torch_attn.sdpa` that say the same."""
+        if query.size(2) != self.shape[2] or key.size(2) != self.shape[3]:
+            raise ValueError(
+                f"{type(module).__name__} attends with {query.size(2)} queries to {key.size(2)} "
+                f"keys, but its mask was to be for {self.shape[2]} queries and {self.shape[3]} "
+                'keys; load the model with attn_implementation="eager"'
+            )
+        options: dict[str, Any] = {"attn_mask": self.padding, "is_causal": self.left < 0}
+        if self.left >= 0:
+            options["window_size"] = (self.left, 0)
+        if self.offset is not None:
+            options["query_offset"] = self.offset
+        return options
+
+    def to(self, *args: Any, **kwargs: Any) -> _Pattern:
+        """As accelerate moves what a layer on another device is given."""
+        offset = None if self.offset is None else self.offset.to(*args, **kwargs)
+        padding = None if self.padding is None else self.padding.to(*args, **kwargs)
+        return replace(self, offset=offset, padding=padding)
+
+    def contiguous(self) -> _Pattern:
+        """As `generate` calls it, of whatever mask it has made."""
+        return self
+
+
+def _window(
+    masking: Any,
+    config: Any,
+    mask_function: Any = None,
+    allow_is_causal_skip: bool = False,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> int | None:
+    """How many keys before its own a query sees, -1 is all; None if that is not the pattern."""
+    # Where anything else is hidden or seen (parts of images, packed texts), or a model computes
+    # with the mask, transformers says that it must have one. So it does for a single query in a
+    # static cache, whose mask is a row. Releases before 5.8 do not say where the queries begin.
+    if not allow_is_causal_skip or "q_offset" not in kwargs or not _hands_on(config):
+        return None
+    if local_size is None:
+        return -1 if mask_function is masking.causal_mask_function else None
+    sliding = masking.sliding_window_causal_mask_function(local_size)
+    if torch.compiler.is_dynamo_compiling():
+        # It does not show what a function has around it. Chunked attention has the same code, and
+        # transformers' own models no third function of this kind.
+        found = (
+            mask_function.__code__ is sliding.__code__
+            and local_size == getattr(config, "sliding_window", None)
+            and getattr(config, "attention_chunk_size", None) is None
+            and type(config).__module__.startswith("transformers.")
+        )
+    else:
+        found = _alike(mask_function, sliding)
+    return local_size - 1 if found else None
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two functions have the same code, and around it the same functions and numbers."""
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        cells = [tuple(c.cell_contents for c in f.__closure__ or ()) for f in (a, b)]
+        return a.__code__ is b.__code__ and _alike(*cells)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def _pattern(
+    masking: Any,
+    left: int,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> _Pattern | Tensor | None:
+    """Causality from the right place on, a window, and padding as far as there is any."""
+    # A new tensor where `q_offset` is one: a static cache adds to its own before layers attend.
+    offset = q_offset - kv_offset
+    padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+        # What no query sees does not count: the part of a static cache that is empty.
+        seen = padding if isinstance(offset, Tensor) else padding[:, : offset + q_length]
+        # Numbers are not looked at while a graph is traced.
+        needless = not masking.is_tracing(padding) and bool(seen.all())
+        padding = None if needless else padding[:, None, None, :]
+    if isinstance(offset, Tensor):
+        start: Tensor | None = offset
+    else:
+        if offset + q_length <= left + 1:  # the window reaches to the first key
+            left = -1
+        if left < 0 and q_length == 1 and offset + 1 == kv_length:  # the newest token sees all
+            return padding
+        start = None if offset == 0 else torch.full([], offset, dtype=torch.int64, device=device)
+    return _Pattern(left, start, padding, (batch_size, 1, q_length, kv_length))
+
+
+def _hands_on(config: Any) -> bool:
+    """Whether models with this configuration give every mask to `attention_forward`, unchanged."""
+    # Of layers of other kinds some change it, and some want one of their own.
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return kinds <= {"full_attention", "sliding_attention"} and _interfaced(type(config))
+
+
 # Called while a graph is traced, and no part of it.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _supports_sdpa(config: type) -> bool:
-    return _models_support_sdpa(config)
+    return _all_models(config, "_supports_sdpa")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _interfaced(config: type) -> bool:
+    # Its authors set it where all attention goes through the AttentionInterface.
+    return _all_models(config, "_supports_attention_backend")
 
 
 @functools.cache
-def _models_support_sdpa(config: type) -> bool:
-    """Whether the models with such a configuration, as far as they are imported, all do."""
+def _all_models(config: type, attribute: str) -> bool:
+    """What the models with such a configuration, as far as they are imported, say of themselves."""
     found, classes = [], [importlib.import_module("transformers").PreTrainedModel]
     while classes:
         model = classes.pop()
         classes += model.__subclasses__()
         if model.config_class is config:
-            found.append(bool(model._supports_sdpa))
+            found.append(bool(getattr(model, attribute, False)))
     return bool(found) and all(found)
 
 
