@@ -153,8 +153,8 @@ struct BackwardParams : Problem {
   Operand grad_key;
   Operand grad_value;
   Operand grad_mask;  // stride 0 where the mask was broadcast
-  // Numbers of rows, [batch, heads, L], of the type computed in; null where not wanted. Sums of them are the gradients of
-  // slopes, of sinks and of a mask that is the same for all keys.
+  // Numbers of rows, [batch, heads, L], of the type computed in; null where not wanted. Sums of them are the gradients
+  // of slopes, of sinks and of a mask that is the same for all keys.
   void* grad_slopes = nullptr;
   void* grad_sinks = nullptr;
   void* grad_mask_rows = nullptr;

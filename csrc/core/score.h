@@ -46,8 +46,8 @@ struct ScoreFunction {
     return product * scale;
   }
   // d score / d product. It is the same for every product, so that a sum is multiplied by it, and not what is summed:
-  // dQ_i = slope * sum_j dS_ij k_j, and a tangent of scores is slope * (the tangent of the products). What is not linear,
-  // the cap, comes in between: dS_ij is multiplied by its derivative first.
+  // dQ_i = slope * sum_j dS_ij k_j, and a tangent of scores is slope * (the tangent of the products). The cap, which is
+  // not linear, comes in between: dS_ij is multiplied by its derivative first.
   ATTN_INLINE constexpr T slope() const { return scale; }
 
   // Whether of two products the larger one has the larger score.

@@ -8,8 +8,8 @@
 //   dM = dS       dQ = s dS K       dK = s dS^T Q
 //
 // Where the logsumexp has a gradient g too, dS = P (dP - delta + g): where a row attends to one key only, dP - delta is
-// exactly 0, so g is added last. Between dS and dQ, dK stands the derivative of
-// the soft cap. The slopes of ALiBi have the gradient -sum_j dS_ij |position - j|, a sink -exp(sink - logsumexp) (delta - g).
+// exactly 0, so g is added last. Between dS and dQ, dK stands the derivative of the soft cap. The slopes of ALiBi have
+// the gradient -sum_j dS_ij |position - j|, a sink -exp(sink - logsumexp) (delta - g).
 //
 // dS is the gradient of x, the scaled score, so that the scale enters once in dQ and once in dK, by the chain rule for
 // x = s q.k. The sum over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates
@@ -308,7 +308,7 @@ struct Backward {
     }
   }
 
-  // dS becomes cap' dS, and t(dS) cap' t(dS) + cap'' tz dS. By selection: of a hidden key both are 0, whatever it holds.
+  // dS becomes cap' dS, and t(dS) cap' t(dS) + cap'' tz dS. By selection: of a hidden key both are 0, whatever it is.
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {

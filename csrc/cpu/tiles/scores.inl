@@ -57,7 +57,7 @@ template <class F>
 constexpr int64_t kPanel =
     2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;
 
-// Calls f(lane, lanes, keys) for each panel of lanes and the range of keys, counted from the tile's first, that it sees.
+// Calls f(lane, lanes, keys) for each panel of lanes and the range of keys that it sees, counted from the tile's first.
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
