@@ -32,9 +32,9 @@ struct Results {
   }
 };
 
-// What a sink does to rows, each a lane, whose weights are powers of 2 above `reference` and have this sum: it may raise
-// the reference, and is added to the sum. Returns what the sums of values are multiplied by for it. A sink of -inf is
-// none; a sum of 0 is that of a row without keys.
+// What a sink does to rows, each a lane, whose weights are powers of 2 above `reference` and have this sum: it may
+// raise the reference, and is added to the sum. Returns what the sums of values are multiplied by for it. A sink of
+// -inf is none; a sum of 0 is that of a row without keys.
 template <class T>
 ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, Vec<T>& sum) {
   const T scale = leaves_products<T>(p) ? static_cast<T>(p.scale) : 1;
