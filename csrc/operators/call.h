@@ -24,8 +24,8 @@ struct Device {
   // max_score. Without keys the output is 0.
   Run<ForwardParams>* forward;
   // Reads output, residual (may be null), logsumexp, grad_output and grad_logsumexp (may be null); writes the gradients
-  // with data, and grad_slopes, grad_sinks and grad_mask_rows where they are not null. grad_mask is 0 when it is called,
-  // and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
+  // with data, and grad_slopes, grad_sinks and grad_mask_rows where they are not null. grad_mask is 0 when it is
+  // called, and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
   Run<BackwardParams>* backward;
   // Reads as the backward, and the direction `t`, null where it is zero; writes tangent_output, tangent_logsumexp and,
   // where it has data, tangent_residual. There may be no keys.
