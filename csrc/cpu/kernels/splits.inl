@@ -90,7 +90,8 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum
     sum = sums[0];
   }
   const T inverse = factor / (sum == 0 ? 1 : sum);
-  for (int64_t d = 0; d < p.value_dim; ++d) row[d] = has_keys ? row[d] * inverse : sum == sum ? 0 : sum;
+  const T of_empty = sum == sum ? 0 : sum;  // NaN beside such a sink
+  for (int64_t d = 0; d < p.value_dim; ++d) row[d] = has_keys ? row[d] * inverse : of_empty;
   const Block block = block_of(p, to.output, at.n, at.head, at.position);
   unpack_rows<T>(block, row, p.value_dim, 1, p.value_dim);
   if (to.residual.data) {
@@ -98,7 +99,8 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum
     for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
     unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
   }
-  write_numbers<T>(p, row_number(p, at.n, at.head, at.position), has_keys, reference, sum, largest, to);
+  if (to.logsumexp || to.max_score)
+    write_numbers<T>(p, row_number(p, at.n, at.head, at.position), has_keys, reference, sum, largest, to);
 }
 
 // Merges the splits of the rows numbered [first, last):
