@@ -12,7 +12,7 @@
 
 #include "cpu/isa.h"
 
-// How far before query 0 key 0 stands: a test puts the same number into sequence_of().
+// How far before query 0 key 0 stands.
 #ifndef ATTN_OFFSET
 #define ATTN_OFFSET 0
 #endif
@@ -137,7 +137,9 @@ struct Operators {
     p.head_dim = kDim;
     p.value_dim = kValueDim;
     p.scale = 0.25;
+    static const int64_t offset = ATTN_OFFSET;
     p.visibility = visibility;
+    p.visibility.offsets = &offset;
     p.has_mask = true;
     p.factor_bits = dtype == DType::f64 ? 53 : dtype == DType::f32 ? 24 : dtype == DType::f16 ? 16 : 8;
     p.query = operand(x.query, dtype);
@@ -239,7 +241,7 @@ struct Operators {
 
 // The forward of the textbook.
 Tensor textbook(Point& x, Visibility visibility, bool boolean_mask) {
-  const auto [left, right] = visibility;
+  const int64_t left = visibility.left, right = visibility.right;
   Tensor output(kHeads, kQueries, kValueDim);
   for (int64_t h = 0; h < kHeads; ++h)
     for (int64_t i = 0; i < kQueries; ++i) {
