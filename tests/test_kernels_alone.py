@@ -74,7 +74,7 @@ def test_errors_are_found(name: str, tmp_path: Path) -> None:
 
 
 # The kernels heed where a sequence's queries stand among its keys: so early that the first ones see
-# no key, and so late that causality hides nothing from most, and a window shows nothing to the last.
+# no key, and so late that causality hides nothing from most, and a window shows the last nothing.
 @pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
 @pytest.mark.parametrize("offset", [-30, 120])
 def test_offset_of_queries(offset: int, tmp_path: Path) -> None:
