@@ -442,6 +442,18 @@ def test_parts_of_a_text(name: str, cache: str) -> None:
         assert_close_in_float64(torch.cat(states, 1)[real], expected[real])
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+@pytest.mark.usefixtures("_in_float64")
+def test_generation_from_chunks_of_a_prompt(name: str, cache: str) -> None:
+    inputs, _ = batch(name, "left")
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    eager, ours = build(name)
+    expected = eager.generate(**inputs, **options)
+    in_chunks = {"prefill_chunk_size": 4, "cache_implementation": cache}
+    assert torch.equal(ours.generate(**inputs, **options, **in_chunks), expected)
+
+
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
 def test_no_mask_of_queries_and_keys(name: str) -> None:
     """Of a padded text, in training and in parts over a cache, none is allocated, as eager's is."""

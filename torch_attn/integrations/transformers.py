@@ -335,7 +335,7 @@ def _window(
     """How many keys before its own a query sees, -1 is all; None if that is not the pattern."""
     # Where anything else is hidden or seen (parts of images, packed texts), or a model computes
     # with the mask, transformers says that it must have one. So it does for a single query in a
-    # static cache, whose mask is a row. Releases before 5.8 do not say where the queries begin.
+    # static cache, whose mask is a row. Early releases do not say where the queries begin.
     if not allow_is_causal_skip or "q_offset" not in kwargs or not _hands_on(config):
         return None
     if local_size is None:
