@@ -453,16 +453,10 @@ struct Backward {
     state.rows.set(p, group / p.groups(), group % p.groups() * p.group, {first, smaller(first + kRowTile, p.rows())});
     load_rows(p, b, state);
     const RowTile& rows = state.rows;
-    const double scale = leaves_products<T>(p) ? p.scale : 1;
     for (int64_t i = 0; i < rows.count; ++i) {
       const int64_t number = rows.number(p, i), of_head = rows.n * p.heads + rows.head[i];
       const bool has_keys = state.logsumexp->reference[i] != kInfinity<T>;
-      const double sink = p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[of_head] : -kInfinity<double>;
-      const double exponent = (sink - state.logsumexp->reference[i] * scale) * kLog2E - state.logsumexp->log2_sum[i];
-      const double weight = sink == -kInfinity<double> ? 0
-                            : has_keys                 ? __builtin_exp2(exponent)
-                            : sink == sink             ? 1
-                                                       : sink;
+      const double weight = weight_of_sink(p, sink_of<T>(p, of_head), *state.logsumexp, i);
       const double grad_logsumexp = state.grad_logsumexp[i], delta = state.delta[i] - grad_logsumexp;
       double of_sink = -weight * delta, of_mask = has_keys ? grad_logsumexp - of_sink : 0;
       if constexpr (kSecond) {

@@ -229,7 +229,7 @@ struct Forward {
     const bool has_sinks = p.terms.sinks && to.final;
     T sinks[kRowTile], sums[kRowTile];  // the sums with the sinks in them
     for (int64_t i = 0; i < lanes && has_sinks; ++i)
-      sinks[i] = sink_of<T>(p, rows.n, rows.head[smaller(i, rows.count - 1)]);
+      sinks[i] = sink_of<T>(p, rows.n * p.heads + rows.head[smaller(i, rows.count - 1)]);
     for (int64_t i = 0; i < lanes; i += W) {
       Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{}, reference = load<T>(state.reference + i);
       const auto empty = sum == Vec<T>{};

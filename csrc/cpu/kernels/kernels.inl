@@ -5,7 +5,8 @@
 //   forward   all else (KernelTable::forward). Reads keys and values once for up to 256 rows of a group, and a mask
 //             once for each head, or its tiles' bytes (look_at_mask) where heads share it: products are the limit.
 //   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
-//             the L2 cache (rows_per_pass), and each row once for every chunk of keys.
+//             the L2 cache (rows_per_pass), and each row once for every chunk of keys. What belongs to whole rows
+//             (sinks) is a pass of its own over them.
 //   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
 //   stats     one pass over the keys as the forward's, and one over the rows, which computes the scores again, or reads
 //             those of few rows (FewStats::takes).

@@ -49,10 +49,6 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
   sum = none ? sum : sum * of_sum + of_sink;
   return none ? one : of_sum;
 }
-template <class T>
-ATTN_INLINE T sink_of(const Problem& p, int64_t n, int64_t head) {
-  return static_cast<const T*>(p.terms.sinks)[n * p.heads + head];
-}
 
 // Writes the numbers of a row, whose reference and sum have the sink in them, while `largest`, of what the tiles held,
 // has not.
@@ -71,7 +67,7 @@ void write_numbers(const ForwardParams& p, int64_t number, bool has_keys, T refe
     return;
   }
   // No less than the sink, which may lie beyond what products hold.
-  const T sink = p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[number / p.queries] : -kInfinity<T>;
+  const T sink = sink_of<T>(p, number / p.queries);
   const double found = static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum));
   const T logsumexp = static_cast<T>(sum == 0 ? -kInfinity<double> : found);
   to.row_logsumexp[number] = sink > logsumexp ? sink : logsumexp;
@@ -85,7 +81,7 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum
   const bool has_keys = sum != 0;
   if (p.terms.sinks && to.final) {
     Vec<T> references = splat<T>(reference), sums = splat<T>(sum);
-    factor *= add_sinks<T>(p, splat<T>(sink_of<T>(p, at.n, at.head)), references, sums)[0];
+    factor *= add_sinks<T>(p, splat<T>(sink_of<T>(p, at.n * p.heads + at.head)), references, sums)[0];
     reference = references[0];
     sum = sums[0];
   }

@@ -202,10 +202,10 @@ struct Stats {
                       brought_to(reference, next, of_next, power_of_2(of_next)));
         }
       }
-      const T largest = row.largest;
+      const T largest = row.largest, sink = sink_of<T>(p, r / p.queries);
       double sink_weight = 0;
-      if (const T sink = p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[r / p.queries] : -kInfinity<T>;
-          sink != -kInfinity<T> && !has_nan(row)) {
+      if (sink != -kInfinity<T> && !has_nan(row)) {
+        // one beyond what products hold is all of the weight, or none
         const T most = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307), found = sink / scale;
         const T as_found = found > most ? most : found < -most ? -most : found;
         const T reference = as_found > row.largest ? as_found : row.largest;
@@ -219,7 +219,6 @@ struct Stats {
       const FinishedRow<T> results = finished(row, largest, scale, sink_weight, log_sum, kInfinity<T>);
       static_cast<T*>(p.largest_score)[r] = results.largest_score;
       static_cast<T*>(p.entropy)[r] = results.entropy;
-      const T sink = p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[r / p.queries] : -kInfinity<T>;
       static_cast<T*>(p.logsumexp)[r] = sink > results.logsumexp ? sink : results.logsumexp;
       T* pair = static_cast<T*>(p.pairs) + 2 * r;
       pair[0] = results.reference;

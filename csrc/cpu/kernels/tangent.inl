@@ -114,15 +114,12 @@ struct Tangent {
     }
   }
 
-  // What a sink adds to c - r. The logsumexp of a row without keys is the sink.
+  // What a sink adds to c - r.
   static void add_sinks_to_sum(const TangentParams& p, const Buffers& b) {
-    const double scale = leaves_products<T>(p) ? p.scale : 1;
     for (int64_t i = 0; i < b.rows->count; ++i) {
       const int64_t of_head = b.rows->n * p.heads + b.rows->head[i];
-      const double sink = static_cast<const T*>(p.terms.sinks)[of_head];
-      if (sink == -kInfinity<double>) continue;
-      const double exponent = (sink - b.logsumexp->reference[i] * scale) * kLog2E - b.logsumexp->log2_sum[i];
-      const double weight = b.logsumexp->reference[i] == kInfinity<T> ? 1 : __builtin_exp2(exponent);
+      const double weight = weight_of_sink(p, sink_of<T>(p, of_head), *b.logsumexp, i);
+      if (weight == 0) continue;
       const double tangent = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[of_head] : 0;
       b.shifted_sum[i] += static_cast<T>(weight * (tangent - b.shift[i]));
     }

@@ -128,7 +128,8 @@ struct Weights {
 
   static Vec<T> sinks_of(const WeightsParams& p, const RowTile& rows, int64_t lane) {
     Vec<T> sinks{};
-    for (int64_t i = 0; i < W; ++i) sinks[i] = sink_of<T>(p, rows.n, rows.head[smaller(lane + i, rows.count - 1)]);
+    for (int64_t i = 0; i < W; ++i)
+      sinks[i] = sink_of<T>(p, rows.n * p.heads + rows.head[smaller(lane + i, rows.count - 1)]);
     return sinks;
   }
 

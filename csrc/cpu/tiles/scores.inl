@@ -21,6 +21,20 @@ ATTN_INLINE T log2_slope(const Problem& p) {
   return static_cast<T>(kLog2E * (leaves_products<T>(p) ? p.scale : 1));
 }
 
+// The sink of a head, numbered as in HeadTerms; -inf, which is none, where there are no sinks.
+template <class T>
+ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
+  return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[head] : -kInfinity<T>;
+}
+// Its weight in a lane of a tile, exp(sink - logsumexp). Of a row without keys the logsumexp is the sink.
+template <class T>
+double weight_of_sink(const Problem& p, double sink, const Logsumexp<T>& logsumexp, int64_t lane) {
+  const double reference = logsumexp.reference[lane], scale = leaves_products<T>(p) ? p.scale : 1;
+  if (sink == -kInfinity<double>) return 0;
+  if (reference == kInfinity<double>) return sink == sink ? 1 : sink;
+  return __builtin_exp2((sink - reference * scale) * kLog2E - logsumexp.log2_sum[lane]);
+}
+
 // Calls f(product or bias or score at x[j * kRowTile + lane], its key j, its lane) for every vector of the tile.
 template <class T, class F>
 ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
