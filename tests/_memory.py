@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,6 +35,14 @@ def resident(field: str) -> int:
     return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status).group(1))
 
 
+def largest_block(function: Callable[[], object]) -> int:
+    """The most bytes that the CPU's allocator hands out at once, also inside of an operator."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+
 class GuardedMemory:
     """Tensors with a forbidden page right after their last byte, or right before their first."""
 
@@ -52,3 +61,20 @@ class GuardedMemory:
         start = self.size - count * like.element_size() if self.at_end else 0
         flat = torch.frombuffer(self.map, dtype=like.dtype, count=count, offset=page + start)
         return flat.view(like.shape).copy_(like)
+
+
+def in_guarded_memory(tensor: Tensor, used: tuple[int, int]) -> Tensor:
+    """The tensor [2, H, S, E]; rows from used[b] on of entry b lie in pages that nobody may read."""
+    B, H, S, E = tensor.shape
+    size = tensor.element_size()
+    pages = -(-S * E * size // mmap.PAGESIZE) * mmap.PAGESIZE  # up to the first such row, and on
+    flat = torch.frombuffer(mmap.mmap(-1, B * H * 2 * pages), dtype=tensor.dtype)
+    of_head, half = 2 * pages // size, pages // size
+    first, second = (b * H * of_head + half - used[b] * E for b in range(B))
+    copy = flat.as_strided(tensor.shape, (second - first, of_head, E, 1), first).copy_(tensor)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for head in range(B * H):
+        guarded = ctypes.c_void_p(flat[head * of_head + half :].data_ptr())
+        if libc.mprotect(guarded, ctypes.c_size_t(pages), 0) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect")
+    return copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import time
 from typing import Any
@@ -59,6 +60,19 @@ def test_repeats_and_threads(case: str, dtype: torch.dtype) -> None:
     for threads in (2, 1, 5, 2):
         torch.set_num_threads(threads)
         assert_same_bits(compute(inputs, grad_output, **options), expected)
+
+
+@pytest.mark.regression
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("L", [1, 4, 7])
+@pytest.mark.parametrize("E", [33, 64, 80])
+def test_strides_change_no_bits(E: int, L: int, dtype: torch.dtype) -> None:
+    """Of few rows, which are read as they lie where they can be; elsewhere copies have one order."""
+    query, key, value, _ = make_inputs(L, 150, E, dtype=dtype)
+    expected = torch_attn.sdpa(query, key, value)
+    for k, v in itertools.product((key, key.mT.contiguous().mT), (value, value.mT.contiguous().mT)):
+        assert torch.equal(torch_attn.sdpa(query, k, v), expected)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import mmap
 
 import pytest
 import torch
 from torch import Tensor
 
 import torch_attn
+from _memory import in_guarded_memory
 from helpers import (
     CPU_CAPABILITIES,
     DTYPES,
@@ -110,21 +109,6 @@ def test_documents_have_the_bits_that_they_have_alone(kind: str, dtype: torch.dt
         assert torch.equal(packed[..., own, :], torch_attn.sdpa(*alone))
 
 
-def in_guarded_memory(tensor: Tensor, used: int) -> Tensor:
-    """The tensor [..., S, E], with the rows from `used` on in pages that nobody may read."""
-    size = tensor.element_size()
-    memory = mmap.mmap(-1, tensor.numel() * size)
-    flat = torch.frombuffer(memory, dtype=tensor.dtype)
-    copy = flat.view(tensor.shape).copy_(tensor)
-    S, E = tensor.shape[-2:]
-    libc = ctypes.CDLL(None, use_errno=True)
-    for head in range(tensor.shape[:-2].numel()):
-        address = ctypes.c_void_p(copy.data_ptr() + (head * S + used) * E * size)
-        if libc.mprotect(address, ctypes.c_size_t((S - used) * E * size), 0) != 0:
-            raise OSError(ctypes.get_errno(), "mprotect")
-    return copy
-
-
 def attend_to_guarded_memory(capability: str) -> None:
     """In a process of its own, which a read beyond the keys in use ends."""
     S, used, E = 16 * TILE, 4 * TILE, 64
@@ -135,8 +119,8 @@ def attend_to_guarded_memory(capability: str) -> None:
         direction = make_inputs(L, S, E, dtype=dtype)
         point, along = (
             x._replace(
-                key=in_guarded_memory(x.key, used),
-                value=in_guarded_memory(x.value, used),
+                key=in_guarded_memory(x.key, (used, used)),
+                value=in_guarded_memory(x.value, (used, used)),
                 attn_mask=as_mask(visible.expand(L, S), kind, dtype),
             )
             for x in (inputs, direction)
@@ -159,7 +143,7 @@ def test_the_guard_ends_a_process_that_reads_there() -> None:
 
 
 def read_guarded_memory() -> float:
-    return in_guarded_memory(torch.zeros(1, 128, 64), 64).sum().item()
+    return in_guarded_memory(torch.zeros(2, 1, 128, 64), (64, 63)).sum().item()
 
 
 @pytest.mark.usefixtures("kernels")

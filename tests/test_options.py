@@ -19,8 +19,25 @@ from torch import Tensor
 
 import torch_attn
 from _accuracy import hold, means_something
-from helpers import DTYPES, INF, LAYOUTS, NAN, assert_same_bits, largest, make_mask, randn, to_dtype
+from _memory import in_guarded_memory, largest_block
+from helpers import (
+    CPU_CAPABILITIES,
+    DTYPES,
+    INF,
+    LAYOUTS,
+    NAN,
+    assert_same_bits,
+    cpu_capability_set_to,
+    in_fresh_process,
+    largest,
+    make_mask,
+    randn,
+    to_dtype,
+)
 from torch_attn import reference
+
+# of PyTorch's, by its own forward mode
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 TILE = 64
 DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
@@ -324,6 +341,33 @@ def test_sinks_of_any_size(sink: float) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [12.0, 0.1])
+def test_the_least_sink_over_no_keys(dtype: torch.dtype, scale: float) -> None:
+    """As a product it has an exponent that overflows."""
+    x = Case("x").tensors(dtype)
+    least = torch.finfo(dtype).min
+    sinks = torch.full((4,), least, dtype=dtype)
+    output, logsumexp, _ = attention(x, sinks=sinks, key_lengths=0, scale=scale)
+    assert not output.any()
+    assert (logsumexp == least).all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("beyond", "within"), [(1e40, 1e30), (1e-46, 1e-30)])
+def test_caps_beyond_float32(beyond: float, within: float, dtype: torch.dtype) -> None:
+    """They cap nothing, or everything; also in the formulas that differentiate weights."""
+    x = {n: t.requires_grad_() for n, t in Case("x").tensors(dtype).items()}
+
+    def gradients(softcap: float) -> tuple[Tensor, ...]:
+        weights = torch_attn.sdpa_with_weights(**x, enable_gqa=True, softcap=softcap)[1]
+        return torch.autograd.grad(weights.square().sum(), [x["query"], x["key"]])
+
+    torch.testing.assert_close(gradients(beyond), gradients(within))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_a_sink_of_nan_makes_its_head_nan() -> None:
     x = Case("x").tensors(torch.float32)
     output, logsumexp, _ = attention(
@@ -401,6 +445,76 @@ def test_nothing_beyond_the_length_is_read(L: int, dtype: torch.dtype) -> None:
         assert (found[name][beyond[:, None].expand(2, 2, S)] == 0).all()
     for name in ("grad_attn_mask", "d grad_attn_mask"):
         assert (found[name][beyond[:, None, None].expand(2, 1, L, S)] == 0).all()
+
+
+def attend_up_to_lengths(capability: str) -> None:
+    """In a process of its own, which a read of anything that belongs to a key beyond ends."""
+    S = 200
+    torch.manual_seed(0)
+    lengths = ((0, 1), (64, 133), (197, 200))
+    for n, (used, L) in enumerate(itertools.product(lengths, (1, 7, 100))):
+        options = {"key_lengths": torch.tensor(used)}
+        case = Case("x", (2, 4, 2, L, S, 20), (2, 1, 1, S) if n % 2 else None, options=options)
+        for dtype in DTYPES:
+            x, u, t = drawn(case, dtype)
+            for tensors, name in itertools.product((x, t), {"key", "value", "attn_mask"} & {*x}):
+                of_keys = tensors[name].mT if name == "attn_mask" else tensors[name]
+                guarded = in_guarded_memory(of_keys, used)
+                tensors[name] = guarded.mT if name == "attn_mask" else guarded
+            with cpu_capability_set_to(capability):
+                found = everything(attention, x, u, t, **options)
+                of_scores = {name: a for name, a in x.items() if name != "value"}
+                torch_attn.sdpa_stats(**of_scores, enable_gqa=True, **options)
+                torch_attn.sdpa_with_weights(**x, enable_gqa=True, **options)
+            assert found["grad_value"].isfinite().all()
+
+
+@pytest.mark.parametrize("cpu_capability", CPU_CAPABILITIES)
+def test_nothing_beyond_the_length_is_touched(cpu_capability: str) -> None:
+    in_fresh_process(attend_up_to_lengths, cpu_capability)
+
+
+EVERY: dict[str, Any] = {
+    **{"attn_mask": lambda S: torch.randn(1, S), "alibi_slopes": lambda S: torch.rand(2)},
+    **{"sinks": lambda S: torch.randn(2), "softcap": 2.0, "window_size": (100, 30)},
+    **{"query_offset": torch.tensor([37]), "key_lengths": torch.tensor([1999])},
+    **{"is_causal": True, "dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*itertools.combinations(EVERY, 1), *itertools.combinations(EVERY, 2), tuple(EVERY)],
+    ids="-".join,
+)
+def test_memory_is_linear(names: tuple[str, ...]) -> None:
+    """No L x S, not even in bytes; with one query no copy of the keys."""
+
+    def drawn_for(L: int, S: int, E: int) -> Tensors:
+        shapes = {"query": (1, 2, L, E), "key": (1, 1, S, E), "value": (1, 1, S, E)}
+        given = {name: EVERY[name](S) for name in names if callable(EVERY[name])}
+        return {name: torch.randn(shape) for name, shape in shapes.items()} | given
+
+    options = {name: EVERY[name] for name in names if not callable(EVERY[name])}
+    of_scores = {name: value for name, value in options.items() if name != "dropout_p"}
+    x, one = drawn_for(2048, 2048, 8), drawn_for(1, 16384, 64)
+    u = {"output": torch.randn(x["query"].shape), "logsumexp": torch.randn(1, 2, 2048)}
+    t = {name: torch.randn(tensor.shape) for name, tensor in x.items()}
+
+    def stats(x: Tensors) -> None:
+        scores = {name: tensor for name, tensor in x.items() if name != "value"}
+        torch_attn.sdpa_stats(**scores, enable_gqa=True, **of_scores)
+
+    assert largest_block(lambda: everything(attention, x, u, t, **options)) < 2048 * 2048
+    assert largest_block(lambda: stats(x)) < 2048 * 2048
+    with torch.no_grad():
+        assert largest_block(lambda: attention(one, **options)) < one["key"].nbytes / 4
+        assert largest_block(lambda: stats(one)) < one["key"].nbytes / 4
+
+
+def test_a_block_of_scores_would_be_noticed() -> None:
+    x = {name: torch.randn(1, 1, 2048, 8) for name in ("query", "key", "value")}
+    assert largest_block(lambda: formula(x)) >= 2048 * 2048
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -119,7 +119,7 @@ WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOpt
   const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
   const auto [distance, masked] = hidden_keys(shape, options, inputs);
   Tensor scores = products(shape, query, key, options.scale);
-  if (options.softcap > 0) scores = capped(scores, masked, options.softcap);
+  if (const double cap = softcap_for(query, options.softcap); cap > 0) scores = capped(scores, masked, cap);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
   if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
@@ -186,10 +186,10 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
-  if (options.softcap > 0) {
+  if (const double cap = softcap_for(inputs.query, options.softcap); cap > 0) {
     const Tensor hidden = hidden_keys(shape, options, inputs).hidden;
     const Tensor z = products(shape, inputs.query, inputs.key, options.scale);
-    tangent_scores = tangent_scores * (1 - (capped(z, hidden, options.softcap) / options.softcap).square());
+    tangent_scores = tangent_scores * (1 - (capped(z, hidden, cap) / cap).square());
   }
   if (direction.alibi_slopes)
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) *

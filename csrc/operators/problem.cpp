@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
-#include <limits>
 #include <numeric>
 
 namespace attn {
@@ -11,14 +10,6 @@ namespace attn {
 namespace {
 
 int64_t concrete(const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); }
-
-// A cap as the type computed in can hold it: none that is beyond its numbers, and no smaller one than it divides by.
-double softcap_in(at::ScalarType dtype, double softcap) {
-  if (softcap == 0) return 0;
-  const double least = dtype == at::kDouble ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
-  const double most = dtype == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
-  return softcap > most ? 0 : std::max(softcap, least);
-}
 
 int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
   switch (dtype) {
@@ -81,7 +72,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
 
   const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
   problem.scale = scale_or_default(options.scale, problem.head_dim);
-  problem.softcap = softcap_in(compute_dtype(query), options.softcap);
+  problem.softcap = softcap_for(query, options.softcap);
   problem.visibility = {options.window[0], options.is_causal ? 0 : options.window[1], of_entries(options.query_offset),
                         of_entries(options.key_lengths)};
   problem.terms = {of_heads(alibi_slopes), of_heads(sinks)};

@@ -373,4 +373,12 @@ double scale_or_default(std::optional<double> scale, int64_t head_dim) {
   return scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
 }
 
+double softcap_for(const Tensor& query, double softcap) {
+  const auto in = [&]<class T>(T) {
+    using Limits = std::numeric_limits<T>;
+    return softcap == 0 || softcap > Limits::max() ? 0 : std::max<double>(softcap, Limits::min());
+  };
+  return compute_dtype(query) == at::kDouble ? in(double()) : in(float());
+}
+
 }  // namespace attn

@@ -99,7 +99,7 @@ struct Decode {
       if (p.has_dropout) dropout_factors<T>(p, rows, {key, key + keys}, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       const Block block = block_of(p, p.value, own.n, value_head, key);
-      Few::with_rows(block, keys, p.value_dim, b.value, b.ld_value, in_place, [&](const auto& value_rows) {
+      Few::with_rows(block, keys, p.value_dim, b.ld_value, b.value, b.ld_value, in_place, [&](const auto& value_rows) {
         Few::template each_group<Few::kAtOnce>(rows.count, [&](auto r, int64_t row) {
           Few::template each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {
             Few::with_prefetch(in_place && row == 0 && Few::goes_on(key, all_keys.last), [&](auto prefetch) {
@@ -113,7 +113,7 @@ struct Decode {
 
     Results<T> to(p, own.split);
     to.residual = {};  // wanted for derivatives alone
-    if (Few::takes_turns(p.value, p.value_dim))
+    if (Few::takes_turns(p.value.dtype))
       for (int64_t r = 0; r < rows.count; ++r) Few::together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
       write_row<T>(p, {own.n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r], sum[r],

@@ -44,9 +44,9 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
   const Vec<T> of_empty = in_range | (sink != sink) ? as_found : zero;
   const Vec<T> shared = empty ? of_empty : as_found > reference ? as_found : reference;
   const Vec<T> of_sum = empty ? zero : exp2<T>((reference - shared) * log2_slope<T>(p));
-  const Vec<T> of_sink = exp2<T>((sink - shared * scale) * static_cast<T>(kLog2E));
+  const Vec<T> power = exp2<T>((sink - shared * scale) * static_cast<T>(kLog2E));
   reference = none ? reference : shared;
-  sum = none ? sum : sum * of_sum + of_sink;
+  sum = none ? sum : sum * of_sum + (empty & in_range ? one : power);
   return none ? one : of_sum;
 }
 

@@ -237,12 +237,13 @@ struct Stats {
 
     fill_zero(b.received, own.keys.size() * W);
     Rows<T> tiles[kStatsKeyTiles] = {};  // once some row sees them
-    const Range seeing = common(visible_rows(sequence_of(p, own.n), own.keys), own.rows);
+    const Sequence sequence = sequence_of(p, own.n);
+    const Range seeing = common(visible_rows(sequence, own.keys), own.rows);
     const int64_t first = own.rows.first + (seeing.first - own.rows.first) / kRowTile * kRowTile;
     for (int64_t r = first; r < seeing.last; r += kRowTile) {
       state.rows.set(p, own.n, own.head, {r, smaller(r + kRowTile, own.rows.last)});
       bool has_queries = false;
-      each_tile_of_keys(own.keys, [&](Range keys) {
+      each_tile_of_keys(common(own.keys, {0, sequence.keys}), [&](Range keys) {
         ScoreTile<T> tile;
         if (!tile.set(p, state.rows, keys, b.bias)) return;
         const int64_t at = keys.first - own.keys.first;

@@ -84,12 +84,15 @@ struct Weights {
     each_tile_of_keys({0, p.keys}, [&](Range keys) {
       T* const x = b.x + keys.first * kRowTile;
       ScoreTile<T> tile;
-      if (tile.set(p, *b.rows, keys, b.tile)) {
+      Range own = common(keys, {0, b.rows->sequence.keys});
+      if (!own.empty() && tile.set(p, *b.rows, own, b.tile)) {
         const Block block = block_of(p, p.key, b.rows->n, key_head_of(p, head), keys.first);
-        scores<F>(p, tile, b.query_t, F::along_columns(block, keys.size(), p.head_dim, b.key, b.ld_key), x);
+        scores<F>(p, tile, b.query_t, F::along_columns(block, own.size(), p.head_dim, b.key, b.ld_key), x);
       } else {
-        for (int64_t i = 0; i < keys.size() * kRowTile; i += W) store<T>(x + i, splat<T>(-kInfinity<T>));
+        own = {};
       }
+      for (int64_t i = own.size() * kRowTile; i < keys.size() * kRowTile; i += W)
+        store<T>(x + i, splat<T>(-kInfinity<T>));
       each_vector(x, keys.size(), lanes, [&](Vec<T> score, int64_t, int64_t i) {
         store<T>(b.best + i, max_number(score, load<T>(b.best + i)));
         return score;
@@ -137,7 +140,7 @@ struct Weights {
   static void find_output(const WeightsParams& p, const Buffers& b, int64_t head) {
     const int64_t lanes = b.rows->template lanes<T>();
     fill_zero(b.output_t, p.value_dim * kRowTile);
-    each_tile_of_keys({0, p.keys}, [&](Range keys) {
+    each_tile_of_keys({0, b.rows->sequence.keys}, [&](Range keys) {
       ScoreTile<T> tile;
       if (!tile.set(p, *b.rows, keys, b.tile)) return;
       const Block block = block_of(p, p.value, b.rows->n, value_head_of(p, head), keys.first);

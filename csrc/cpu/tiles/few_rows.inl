@@ -37,8 +37,8 @@ struct FewRows {
   void set(const Problem& p, const RowTask& own) {
     rows.set(p, own.n, own.first_head, own.rows);
     rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, query, ld_key);
-    if (takes_turns(p.key, p.head_dim))
-      for (int64_t r = 0; r < rows.count; ++r) apart(query + r * ld_key, p.head_dim / W * W);
+    if (takes_turns(p.key.dtype))
+      for (int64_t r = 0; r < rows.count; ++r) apart(query + r * ld_key, p.head_dim);
     if (p.has_mask)
       for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, own.n, rows.head[r], rows.position[r]);
   }
@@ -53,7 +53,7 @@ struct FewRows {
     const auto score = as_products ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
     const bool lie = in_place(p.key, p.head_dim);
     const Block block = block_of(p, p.key, rows.n, key_head_of(p, rows.head[0]), first);
-    with_rows(block, keys, p.head_dim, key, ld_key, lie, [&]<class S>(const WholeVectors<S>& key_rows) {
+    with_rows(block, keys, p.head_dim, p.head_dim, key, ld_key, lie, [&]<class S>(const WholeVectors<S>& key_rows) {
       with_vectors<S>(p.head_dim, [&](auto vectors) {
         for (int64_t j = 0; j < keys; j += W)
           each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
@@ -131,9 +131,10 @@ struct FewRows {
   // Whether rows are read as they lie.
   static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
 
-  // Whether load_two takes even and odd numbers of the rows apart. Then what they are multiplied with, or added to, is
-  // in the same order, but for a last vector without a second one: apart() makes it so, and together() the way back.
-  static bool takes_turns(const Operand& x, int64_t cols) { return x.dtype == DType::bf16 && in_place(x, cols); }
+  // Whether load_two takes even and odd numbers of the rows apart, so that sums are in that order. Then what they are
+  // multiplied with, or added to, is in the same order, but for a last vector without a second one, and so are rows
+  // that are packed: apart() makes it so, and together() the way back.
+  static bool takes_turns(DType dtype) { return dtype == DType::bf16; }
   static void apart(T* row, int64_t cols) {
     for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
       T turns[2 * W];
@@ -149,10 +150,11 @@ struct FewRows {
     }
   }
 
-  // Calls f(WholeVectors) with the rows of a block as they lie, or packed if they cannot be read so.
+  // Calls f(WholeVectors) with the rows of a block as they lie, or packed if they cannot be read so. Of the first
+  // `paired` columns load_two takes all.
   template <class F>
-  static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, bool in_place,
-                                    F f) {
+  static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, int64_t paired, T* tile, int64_t ld,
+                                    bool in_place, F f) {
     const bool ends_within = cols % W != 0;
     const auto as_they_lie = [&](auto storage) {
       using S = decltype(storage);
@@ -172,6 +174,7 @@ struct FewRows {
       }
     }
     pack_rows<T>(tile, ld, block, rows, cols);
+    for (int64_t j = 0; j < rows && takes_turns(block.dtype); ++j) apart(tile + j * ld, paired);
     f(WholeVectors<T>{tile, ld, -1, nullptr});
   }
 
