@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from examples.demo.report import check
-from examples.lesson import four_tokens, heads, lookup, page, variants, words
+from examples.lesson import extras, four_tokens, heads, lookup, page, variants, words
 from examples.lesson.wording import fixed, number
 
 Array = NDArray[np.float64]
@@ -269,6 +269,45 @@ class TestLookup:
 
     def test_second_footnote(self) -> None:
         assert lookup.footnote_scores().tolist() == [-3, 0, 3]
+
+
+class TestExtras:
+    @pytest.mark.parametrize("left", [-1, 3])
+    def test_a_window_hides_all_but_near_keys(self, left: int) -> None:
+        X = heads.X.numpy()
+        seen = np.tri(10, dtype=bool) & ~np.tri(10, k=-4 if left == 3 else -10, dtype=bool)
+        scores = np.where(seen, attention(X, X, X)[0], -np.inf)
+        equal(extras.window(left), softmax(scores))
+        assert extras.pairs(10, left) == seen.sum() == (34 if left == 3 else 55)
+        assert extras.pairs(500, left) == (4 * 500 - 6 if left == 3 else 500 * 501 // 2)
+
+    def test_each_layer_reaches_further_back(self) -> None:
+        assert [extras.reach(layers) for layers in (1, 2, 3, 4)] == [4, 7, 10, 10]
+
+    @pytest.mark.parametrize("c", [1.0, extras.CAP, 50.0, 0.0])
+    def test_a_cap_bends_scores_and_slopes(self, c: float) -> None:
+        raw = extras.RAW.numpy()
+        bent = c * np.tanh(raw / c) if c else raw
+        scores, weights, change = extras.row(extras.RAW, c)
+        w = softmax(bent)
+        equal(scores, bent)
+        equal(weights, w)
+        equal(change, w * (1 - w) * (1 / np.cosh(raw / c) ** 2 if c else 1))
+
+    def test_a_sink_is_a_logit_without_a_value(self) -> None:
+        query, key = (
+            np.array([lookup.PLANE[word] for word in words])
+            for words in (extras.QUERIES, extras.KEYS)
+        )
+        scores = np.broadcast_to(query @ key.T, (3, 2, 4))
+        sinks = np.broadcast_to(extras.SINKS.numpy()[:, None, None], (3, 2, 1))
+        w = softmax(np.concatenate([scores, sinks], axis=-1))
+        weights, output, share, zero_key = extras.sunk()
+        # scores of up to 7 carry their own rounding into the weights
+        np.testing.assert_allclose(weights.numpy(), w[..., :4], rtol=0, atol=1e-14)
+        np.testing.assert_allclose(share.numpy(), w[..., 4], rtol=0, atol=1e-14)
+        np.testing.assert_allclose(output.numpy(), w[..., :4] @ key, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(zero_key.numpy(), w[1, :, :4] @ key, rtol=0, atol=1e-14)
 
 
 class TestSayingIt:

@@ -19,10 +19,10 @@ import torch
 import torch_attn
 from examples.demo.report import DemoError, console, progress
 
-from . import cost, four_tokens, heads, lookup, minilm, page, root, trained, variants, words
+from . import cost, extras, four_tokens, heads, lookup, minilm, page, root, trained, variants, words
 
 # In the order of the page.
-CHAPTERS = [words, four_tokens, heads, cost, minilm, variants, lookup, root, trained]
+CHAPTERS = [words, four_tokens, heads, cost, minilm, variants, lookup, root, trained, extras]
 
 TITLE = "What attention computes, and why it divides by √dₖ"
 LEAD = """
