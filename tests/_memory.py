@@ -64,7 +64,7 @@ class GuardedMemory:
 
 
 def in_guarded_memory(tensor: Tensor, used: tuple[int, int]) -> Tensor:
-    """The tensor [2, H, S, E]; rows from used[b] on of entry b lie in pages that nobody may read."""
+    """The tensor [2, H, S, E]; the rows from used[b] on lie in pages that nobody may read."""
     B, H, S, E = tensor.shape
     size = tensor.element_size()
     pages = -(-S * E * size // mmap.PAGESIZE) * mmap.PAGESIZE  # up to the first such row, and on

@@ -80,14 +80,23 @@ def mutants_by_line(file: str) -> collections.abc.Iterator[list[Mutant]]:
             yield [Mutant(file, n, line, new) for new in sorted(changed)]
 
 
-def draw(seed: int) -> list[list[Mutant]]:
+def changed_lines(file: str, since: str) -> set[int]:
+    diff = check_output(["git", "diff", "-U0", since, "HEAD", "--", file], cwd=TREE, text=True)
+    hunks = re.findall(r"^@@ .* \+(\d+)(?:,(\d+))? @@", diff, re.MULTILINE)
+    return {n for at, count in hunks for n in range(int(at), int(at) + int(count or 1))}
+
+
+def draw(seed: int, since: str) -> list[list[Mutant]]:
     """Of each number the mutants to try until one compiles."""
     pools: tuple[list[list[Mutant]], ...] = ([], [])
     listed = check_output(["git", "ls-files", "csrc", "torch_attn"], cwd=TREE, text=True)
-    for file in listed.split():
-        pools["/cuda/" in file].extend([] if LEFT_OUT.search(file) else mutants_by_line(file))
+    for file in (name for name in listed.split() if not LEFT_OUT.search(name)):
+        lines = changed_lines(file, since) if since else ()
+        pools["/cuda/" in file].extend(
+            m for m in mutants_by_line(file) if not since or m[0].line in lines
+        )
     chance = random.Random(seed)
-    drawn = [[chance.choice(line) for line in chance.sample(p, 400)] for p in pools]
+    drawn = [[chance.choice(m) for m in chance.sample(p, min(400, len(p)))] for p in pools]
     return [[Mutant()], *(drawn[n % 3 == 0][n::40] for n in range(40))]
 
 
@@ -163,6 +172,7 @@ def suites(file: str) -> list[tuple[list[str], str]]:
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--since", default="", help="a commit: only lines that have changed since")
 parser.add_argument("--only", default=",".join(map(str, range(41))), help="numbers: 7,12")
 parser.add_argument("--resume", action="store_true", help="leave out what the file has")
 parser.add_argument("--tests", help="options of pytest in place of what `make test` runs")
@@ -173,7 +183,7 @@ head = check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
 if not TREE.exists():
     check_call(["git", "worktree", "add", "-f", "--detach", TREE, head], cwd=ROOT)
 check_call(["git", "checkout", "--quiet", "--detach", head], cwd=TREE)
-drawn = draw(options.seed)
+drawn = draw(options.seed, options.since)
 if not (build(False) and build(True)):
     sys.exit(BUILD_LOG.read_text()[-8000:])
 results = json.loads(options.json.read_text()) if options.resume else {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from _variants import build_stand_in, run_fuzz, run_python, run_tests
 from helpers import CPU_CAPABILITIES
@@ -45,6 +46,9 @@ class Problem(NamedTuple):
     threads: int = 1
     causal: bool = False
     backward: bool = False
+    window: tuple[int, int] = (-1, -1)
+    offset: int = 0
+    length: int | None = None
 
 
 ONCE = [
@@ -54,6 +58,11 @@ ONCE = [
 PRODUCTS = {"bfloat16": (1, 4), "float16": (4, 10)}
 LOADS = [Problem(dtype, (1, 1, 128, 384, D)) for dtype in PRODUCTS for D in (64, 128)]
 CAUSAL = Problem("bfloat16", (1, 1, 256, 256, 64), causal=True)
+BANDS = [
+    Problem("bfloat16", (1, 1, 256, 512, 64), window=w, offset=n, length=length, backward=b)
+    for w, n, length in (((100, 0), 37, None), ((40, 70), -90, 512), ((-1, 9), 133, 301))
+    for b in (False, True)
+]
 SHORT = [Problem("float16", (1, 1, L, S, 64), backward=True) for L, S in ((7, 64), (64, 7), (8, 8))]
 
 # Prints how often each call ran each instruction of tiles, which their stand-in counts.
@@ -61,11 +70,13 @@ COUNT = """
 import ctypes, json, os, sys, torch, torch_attn
 library = ctypes.CDLL(os.environ["ATTN_LIBRARY"])
 counts = (ctypes.c_uint64 * 5).in_dll(library, "attn_tile_counts")
-for dtype, (B, H, L, S, D), threads, causal, backward in json.loads(sys.argv[1]):
+for problem in json.loads(sys.argv[1]):
+    dtype, (B, H, L, S, D), threads, causal, backward, window, offset, length = problem
     before = list(counts)
     torch.set_num_threads(threads)
     x = [torch.randn(B, H, n, D, dtype=getattr(torch, dtype)) for n in (L, S, S)]
-    out = torch_attn.sdpa(*(t.requires_grad_(backward) for t in x), is_causal=causal)
+    options = {"window_size": window, "query_offset": offset, "key_lengths": length}
+    out = torch_attn.sdpa(*(t.requires_grad_(backward) for t in x), is_causal=causal, **options)
     if backward:
         out.sum().backward()
     print(json.dumps([after - first for after, first in zip(counts, before)]))
@@ -82,7 +93,7 @@ class Counts(NamedTuple):
 
 @pytest.fixture(scope="module")
 def counts(library: Path) -> dict[Problem, Counts]:
-    problems = [*ONCE, *LOADS, CAUSAL, *SHORT]
+    problems = [*ONCE, *LOADS, CAUSAL, *BANDS, *SHORT]
     environment = {"ATTN_LIBRARY": str(library), "ATTN_CPU_CAPABILITY": "amx"}
     lines = run_python("-c", COUNT, json.dumps(problems), **environment).splitlines()
     return {p: Counts(*json.loads(line)) for p, line in zip(problems, lines, strict=True)}
@@ -120,6 +131,23 @@ def test_what_causality_hides_is_not_multiplied(counts: dict[Problem, Counts]) -
     L, D = 256, 64
     blocks = L // 32 * (L // 32 + 1) // 2
     assert counts[CAUSAL].multiplied == 2 * 4 * blocks * (D // 32)
+
+
+@pytest.mark.parametrize("problem", BANDS)
+def test_what_positions_hide_is_not_multiplied(
+    counts: dict[Problem, Counts], problem: Problem
+) -> None:
+    """At most tiles of 32 rows by 64 keys in which some query sees some key."""
+    _, _, L, S, D = problem.shape
+    left, right = problem.window
+    at = torch.arange(L)[:, None] + problem.offset
+    keys = torch.arange(S)
+    visible = (keys <= at + right) & (keys < (S if problem.length is None else problem.length))
+    visible &= (keys >= at - left) | (left < 0)
+    in_tiles = visible.view(L // 32, 32, S // 64, 64).any(3).any(1).sum().item()
+    products = 2 + 5 * problem.backward
+    assert 0 < counts[problem].multiplied <= in_tiles * products * 2 * 4 * (D // 32)
+    assert in_tiles < 0.8 * (L // 32) * (S // 64)
 
 
 @pytest.mark.parametrize("problem", SHORT)

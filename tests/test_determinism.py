@@ -68,7 +68,7 @@ def test_repeats_and_threads(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("L", [1, 4, 7])
 @pytest.mark.parametrize("E", [33, 64, 80])
 def test_strides_change_no_bits(E: int, L: int, dtype: torch.dtype) -> None:
-    """Of few rows, which are read as they lie where they can be; elsewhere copies have one order."""
+    """Few rows are read as they lie where they can be, and else packed: the order is the same."""
     query, key, value, _ = make_inputs(L, 150, E, dtype=dtype)
     expected = torch_attn.sdpa(query, key, value)
     for k, v in itertools.product((key, key.mT.contiguous().mT), (value, value.mT.contiguous().mT)):

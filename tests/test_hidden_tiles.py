@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 import torch_attn
 from _memory import in_guarded_memory
+from _variants import ROOT, changed_sources
 from helpers import (
     CPU_CAPABILITIES,
     DTYPES,
@@ -144,6 +148,41 @@ def test_the_guard_ends_a_process_that_reads_there() -> None:
 
 def read_guarded_memory() -> float:
     return in_guarded_memory(torch.zeros(2, 1, 128, 64), (64, 63)).sum().item()
+
+
+# What tests/cpu/count_tiles.cpp must see, beside nothing.
+CHANGES = [
+    ("core/score.h", "return !common(visible_keys(s, queries), keys).empty();",
+     "return !keys.empty() || queries.empty() || s.keys < 0;"),
+    ("core/score.h", "{larger(0, queries.first + s.first),", "{0,"),
+    ("core/score.h", "smaller(s.keys, queries.last - 1 + s.last)", "s.keys"),
+    ("core/geometry.h", "? kFar : offset + right + 1", "? kFar : offset + right"),
+    ("core/geometry.h", "kFar : offset - left", "kFar : offset - left - 1"),
+    ("core/geometry.h", "lengths ? larger(0, smaller(lengths[n], p.keys)) : p.keys", "p.keys"),
+    ("cpu/tiles/rows.inl", "= seen.first + split * p.keys_per_split", "= split * p.keys_per_split"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="not run: no g++")
+@pytest.mark.parametrize("change", [None, *CHANGES], ids=lambda c: c and c[2])
+def test_tiles_that_are_visited(change: tuple[str, str, str] | None, tmp_path: Path) -> None:
+    """Those in which some query sees some key, counted; windows and offsets are of any size."""
+    csrc = changed_sources(tmp_path, change[0], {change[1]: change[2]}) if change else ROOT / "csrc"
+    source, program = ROOT / "tests" / "cpu" / "count_tiles.cpp", tmp_path / "count_tiles"
+    command = [
+        "g++",
+        "-std=c++20",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{csrc}",
+        source,
+        "-o",
+        program,
+    ]
+    subprocess.run(command, check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=False).stdout
+    assert (printed == "right\n") == (change is None), printed
 
 
 @pytest.mark.usefixtures("kernels")

@@ -475,10 +475,15 @@ def test_nothing_beyond_the_length_is_touched(cpu_capability: str) -> None:
 
 
 EVERY: dict[str, Any] = {
-    **{"attn_mask": lambda S: torch.randn(1, S), "alibi_slopes": lambda S: torch.rand(2)},
-    **{"sinks": lambda S: torch.randn(2), "softcap": 2.0, "window_size": (100, 30)},
-    **{"query_offset": torch.tensor([37]), "key_lengths": torch.tensor([1999])},
-    **{"is_causal": True, "dropout_p": 0.3},
+    "attn_mask": lambda S: torch.randn(1, S),
+    "alibi_slopes": lambda S: torch.rand(2),
+    "sinks": lambda S: torch.randn(2),
+    "softcap": 2.0,
+    "window_size": (100, 30),
+    "query_offset": torch.tensor([37]),
+    "key_lengths": torch.tensor([1999]),
+    "is_causal": True,
+    "dropout_p": 0.3,
 }
 
 
