@@ -135,13 +135,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
     results.logsumexp = empty_logsumexp(check.shape, query);
     results.residual = empty_residual(results.output, inputs, options);
   }
-  // Two tensors also where they are empty: the results of an operator share no memory.
-  for (Tensor* numbers : {&rows.logsumexp, &rows.max_score}) {
-    if (with_rows)
-      *numbers = empty_rows(check.shape, query);
-    else if (for_derivatives)
-      *numbers = at::empty({0}, compute_options(query));
-  }
+  if (with_rows) rows = {empty_rows(check.shape, query), empty_rows(check.shape, query)};
   if (!device.forward) return all;
   ForwardParams p;
   ProblemBuilder builder(p, check.shape, inputs, options, results.rng_state);

@@ -113,7 +113,7 @@ struct Saved {
   static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
 };
 
-// All results of the forward. Those for rows are [0] where they are not wanted.
+// All results of the forward. Those for rows are undefined where they are not wanted.
 struct ForwardResults {
   Saved saved;
   RowResults rows;
