@@ -447,6 +447,38 @@ def test_nothing_beyond_the_length_is_read(L: int, dtype: torch.dtype) -> None:
         assert (found[name][beyond[:, None, None].expand(2, 1, L, S)] == 0).all()
 
 
+@pytest.mark.parametrize("of", ["weights", "third derivative"])
+def test_formulas_do_not_read_beyond_the_length(of: str) -> None:
+    """Nor a direction there: derivatives that no kernel computes."""
+    S, used = 9, 6
+    point, along = (
+        {name: torch.randn(2, 1, S, 4, dtype=torch.float64) for name in ("query", "key", "value")}
+        for _ in range(2)
+    )
+
+    def derivative(keys: slice, **options: Any) -> tuple[Tensor, ...]:
+        x, t = (
+            {n: a if n == "query" else a[:, :, keys] for n, a in d.items()} for d in (point, along)
+        )
+        leaves = [a.clone().requires_grad_() for a in x.values()]
+        if of == "weights":
+            result = torch_attn.sdpa_with_weights(*leaves, **options)[1].square().sum()
+        else:
+            (result,) = torch.autograd.grad(
+                torch_attn.sdpa(*leaves, **options).square().sum(), leaves[:1], create_graph=True
+            )
+            (result,) = torch.autograd.grad(result.square().sum(), leaves[:1], create_graph=True)
+        first = torch.autograd.grad(result.square().sum(), leaves[:2], create_graph=True)
+        return torch.autograd.grad(first, leaves[:2], [*t.values()][:2])
+
+    expected = derivative(slice(used))
+    for tensors in (point, along):
+        tensors["key"][:, :, used:] = tensors["value"][:, :, used:] = NAN
+    query, key = derivative(slice(None), key_lengths=used)
+    torch.testing.assert_close((query, key[:, :, :used]), expected)
+    assert not key[:, :, used:].any()
+
+
 def attend_up_to_lengths(capability: str) -> None:
     """In a process of its own, which a read of anything that belongs to a key beyond ends."""
     S = 200

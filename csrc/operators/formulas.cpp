@@ -29,14 +29,28 @@ Tensor repeat_heads(const Tensor& t, const Shape& shape) {
   return t.repeat_interleave_symint(shape.heads / heads, -3);
 }
 
+Tensor for_rows_of(const std::optional<Tensor>& of_entries, const Tensor& otherwise) {
+  return of_entries ? of_entries->to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1) : otherwise;
+}
+
+// Keys, values, or their tangents, with zeros beyond the length of their sequence, where they may hold anything.
+Tensor in_use(const Tensor& of_keys, const Shape& shape, const CallOptions& options) {
+  if (!options.key_lengths) return of_keys;
+  const Tensor keys = at::arange(shape.keys, of_keys.options().dtype(at::kLong)).unsqueeze(-1);
+  Tensor beyond = keys.ge(for_rows_of(options.key_lengths, Tensor()));  // [*batch, 1, S, 1]
+  while (beyond.dim() > shape.dims) beyond = beyond.squeeze(0);
+  return at::where(beyond, at::zeros({}, of_keys.options()), of_keys);
+}
+
 // scale * query key^T, without the mask.
 //
 // The gradient runs through the finite numbers: that of a hidden score is 0, and 0 times the NaN or infinity of a key
 // (or query) would be NaN. What is not finite is added to the scores behind their product, as a constant; a NaN also as
 // a sum of its row, which gives the NaN itself a gradient.
-Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, std::optional<double> scale) {
-  const double s = scale_or_default(scale, shape.head_dim.guard_int(__FILE__, __LINE__));
-  const Tensor q = widened(query) * s, k = repeat_heads(widened(key), shape).transpose(-2, -1);
+Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const CallOptions& options) {
+  const double s = scale_or_default(options.scale, shape.head_dim.guard_int(__FILE__, __LINE__));
+  const Tensor q = widened(query) * s;
+  const Tensor k = repeat_heads(widened(in_use(key, shape, options)), shape).transpose(-2, -1);
   const auto finite = [](const Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); };
   const auto nan = [](const Tensor& t) { return t.masked_fill(t.isnan().logical_not(), 0); };
   const Tensor all = at::matmul(q.detach(), k.detach());
@@ -56,9 +70,6 @@ void check_no_dropout(double dropout_p) {
 Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
   const Tensor x = of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1);
   return shape.dims < 3 ? x.squeeze(0) : x;
-}
-Tensor for_rows_of(const std::optional<Tensor>& of_entries, const Tensor& otherwise) {
-  return of_entries ? of_entries->to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1) : otherwise;
 }
 
 // |position of the query - that of the key|, and which keys no query sees, apart from the mask.
@@ -118,7 +129,7 @@ WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOpt
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
   const auto [distance, masked] = hidden_keys(shape, options, inputs);
-  Tensor scores = products(shape, query, key, options.scale);
+  Tensor scores = products(shape, query, key, options);
   if (const double cap = softcap_for(query, options.softcap); cap > 0) scores = capped(scores, masked, cap);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
@@ -138,8 +149,8 @@ WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOpt
   return {weights, scores, at::logsumexp(logits, {-1}).masked_fill(empty_row.squeeze(-1), kMinusInfinity)};
 }
 
-Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value) {
-  return at::matmul(weights, repeat_heads(widened(value), shape));
+Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value, const CallOptions& options) {
+  return at::matmul(weights, repeat_heads(widened(in_use(value, shape, options)), shape));
 }
 
 }  // namespace
@@ -184,11 +195,11 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   const Shape shape = validate(SdpaOp::name, inputs, options);
   const auto [weights, scores, logsumexp] = wide_weights(shape, inputs, options);
   Tensor tangent_scores = at::zeros_like(weights);
-  if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options.scale);
-  if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options.scale);
+  if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options);
+  if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options);
   if (const double cap = softcap_for(inputs.query, options.softcap); cap > 0) {
     const Tensor hidden = hidden_keys(shape, options, inputs).hidden;
-    const Tensor z = products(shape, inputs.query, inputs.key, options.scale);
+    const Tensor z = products(shape, inputs.query, inputs.key, options);
     tangent_scores = tangent_scores * (1 - (capped(z, hidden, cap) / cap).square());
   }
   if (direction.alibi_slopes)
@@ -203,8 +214,8 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
     const Tensor weight = (for_rows(*inputs.sinks, shape, weights) - logsumexp.unsqueeze(-1)).exp();
     tangent_logsumexp = tangent_logsumexp + weight * for_rows(*direction.sinks, shape, weights);
   }
-  Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value);
-  if (direction.value) output = output + weighted_values(shape, weights, *direction.value);
+  Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value, options);
+  if (direction.value) output = output + weighted_values(shape, weights, *direction.value, options);
   const Tensor rounded = output.to(inputs.query.scalar_type());
   const Tensor residual = has_residual(inputs, options) ? output - rounded : at::empty({0}, rounded.options());
   return {rounded, at::constant_pad_nd(tangent_logsumexp, {0, 1}), residual};
@@ -219,7 +230,7 @@ Gradients second_formula(const GradResults& u, const Inputs& inputs, const Direc
   const Inputs x = independent(inputs);
   const Shape shape = validate(SdpaOp::name, x, options);
   const WideWeights wide = wide_weights(shape, x, options);
-  const Tensor output = weighted_values(shape, wide.weights, x.value);
+  const Tensor output = weighted_values(shape, wide.weights, x.value, options);
   const auto t = list(independent(direction));
   const auto along = differentiate({output.to(inputs.query.scalar_type()), wide.logsumexp}, list(independent(u)),
                                    list(x), [&](size_t i) { return t[i].defined(); });
