@@ -113,33 +113,11 @@ class Kept {
   std::array<SavedVariable, kFields<T>> variables_;
 };
 
-// The options: their tensors too may have been changed in place since, which is then an error.
-template <>
-class Kept<CallOptions> {
- public:
-  void save(const CallOptions& options) {
-    options_ = options;
-    const auto save = [](std::optional<Tensor>& t) { return SavedVariable(std::exchange(t, std::nullopt), false); };
-    query_offset_ = save(options_.query_offset);
-    key_lengths_ = save(options_.key_lengths);
-  }
-  CallOptions unpack(const decltype(pointer_to(nullptr))& node) const {
-    CallOptions options = options_;
-    const auto unpack = [&](const SavedVariable& v, std::optional<Tensor>& field) {
-      if (Tensor t = v.unpack(node); t.defined()) field = std::move(t);
-    };
-    unpack(query_offset_, options.query_offset);
-    unpack(key_lengths_, options.key_lengths);
-    return options;
-  }
-  void release() {
-    query_offset_.reset_data();
-    key_lengths_.reset_data();
-  }
+// The tensors among the options: these too may have been changed in place since, which is then an error.
+struct Positions {
+  std::optional<Tensor> query_offset, key_lengths;
 
- private:
-  CallOptions options_;
-  SavedVariable query_offset_, key_lengths_;
+  static auto fields(auto& o) { return std::tie(o.query_offset, o.key_lengths); }
 };
 
 // The number of edges of an argument of type T, one for each field. Results of the forward have none: see above.
@@ -158,7 +136,8 @@ constexpr size_t kEdges<TangentResults> = 0;
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
-  std::tuple<Kept<T>..., Kept<CallOptions>> kept;
+  std::tuple<Kept<T>..., Kept<Positions>> kept;
+  CallOptions plain;  // without tensors
 
   std::string name() const override { return name_.text; }
 
@@ -183,7 +162,12 @@ struct AttentionNode : torch::autograd::Node {
     return std::get<Kept<A>>(kept).unpack(pointer_to(this));
   }
 
-  CallOptions options() { return unpack<CallOptions>(); }
+  CallOptions options() {
+    CallOptions options = plain;
+    Positions positions = unpack<Positions>();
+    Positions::fields(options) = std::move(Positions::fields(positions));
+    return options;
+  }
 
   static variable_list no_gradients() { return variable_list((kEdges<T> + ...)); }
 
@@ -216,9 +200,10 @@ struct AttentionNode : torch::autograd::Node {
     at::AutoGradMode enable(true);
     std::unique_lock<std::mutex> lock(mutex_);
     const std::tuple<T...> arguments{independent(unpack<T>())...};
-    const CallOptions plain = options();
+    const CallOptions call_options = options();
     lock.unlock();
-    const auto results = std::apply([&](const T&... argument) { return formula(argument..., plain); }, arguments);
+    const auto results =
+        std::apply([&](const T&... argument) { return formula(argument..., call_options); }, arguments);
     return differentiate(
         list(results), grads, std::apply(list<T...>, arguments),
         [&](size_t edge) { return task_should_compute_output(edge); }, create_graph);
@@ -231,7 +216,8 @@ auto record(const CallOptions& options, const A&... arguments) {
   auto node = make_node<N>();
   node->set_next_edges(next_edges(arguments...));
   (node->save(arguments), ...);
-  std::get<Kept<CallOptions>>(node->kept).save(options);
+  node->plain = options;
+  node->save(Positions{std::move(node->plain.query_offset), std::move(node->plain.key_lengths)});
   return node;
 }
 
@@ -260,13 +246,13 @@ struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Inp
     if (std::ranges::none_of(grads, &Tensor::defined)) return result;
     const Inputs x = unpack<Inputs>();
     const Saved s = unpack<Saved>();
-    const CallOptions plain = options();
-    const TangentResults tangent = TangentOp::call(x, s, t, plain);
+    const CallOptions o = options();
+    const TangentResults tangent = TangentOp::call(x, s, t, o);
     constexpr size_t kOutput = first_edge<GradResults>(), kLogsumexp = kOutput + 1;
     if (task_should_compute_output(kOutput)) result[kOutput] = tangent.output;
     if (task_should_compute_output(kLogsumexp)) result[kLogsumexp] = tangent_of_rows(tangent);
     if (const Wanted w = wanted<Inputs>(); any(w))
-      put<Inputs>(result, SecondOp::call(unpack<GradResults>(), x, s, t, tangent, plain, w));
+      put<Inputs>(result, SecondOp::call(unpack<GradResults>(), x, s, t, tangent, o, w));
     return result;
   }
 };
@@ -278,12 +264,12 @@ struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Inputs, Direct
     if (std::ranges::none_of(grads, &Tensor::defined)) return result;
     const Inputs x = unpack<Inputs>();
     const Saved s = unpack<Saved>();
-    const CallOptions plain = options();
+    const CallOptions o = options();
     const TangentResults tangent = unpack<TangentResults>();
     const GradResults u = grads_of_tangent(grads, tangent);
     if (const Wanted w = wanted<Inputs>(); any(w))
-      put<Inputs>(result, SecondOp::call(u, x, s, unpack<Direction>(), tangent, plain, w));
-    if (const Wanted w = wanted<Direction>(); any(w)) put<Direction>(result, BackwardOp::call(u, x, s, plain, w));
+      put<Inputs>(result, SecondOp::call(u, x, s, unpack<Direction>(), tangent, o, w));
+    if (const Wanted w = wanted<Direction>(); any(w)) put<Direction>(result, BackwardOp::call(u, x, s, o, w));
     return result;
   }
 };

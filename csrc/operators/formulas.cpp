@@ -29,16 +29,25 @@ Tensor repeat_heads(const Tensor& t, const Shape& shape) {
   return t.repeat_interleave_symint(shape.heads / heads, -3);
 }
 
-Tensor for_rows_of(const std::optional<Tensor>& of_entries, const Tensor& otherwise) {
-  return of_entries ? of_entries->to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1) : otherwise;
+// Without leading dimensions of 1 that the call has not.
+Tensor at_rank(Tensor t, const Shape& shape) {
+  while (t.defined() && t.dim() > shape.dims) t = t.squeeze(0);
+  return t;
+}
+// Of what broadcasts to [*batch], numbers for [*batch, heads, rows, keys].
+Tensor for_entries(const Tensor& of_entries) {
+  return of_entries.to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
+}
+// Of what broadcasts to [*batch, heads], a number for each row.
+Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
+  return at_rank(of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1), shape);
 }
 
 // Keys, values, or their tangents, with zeros beyond the length of their sequence, where they may hold anything.
 Tensor in_use(const Tensor& of_keys, const Shape& shape, const CallOptions& options) {
   if (!options.key_lengths) return of_keys;
   const Tensor keys = at::arange(shape.keys, of_keys.options().dtype(at::kLong)).unsqueeze(-1);
-  Tensor beyond = keys.ge(for_rows_of(options.key_lengths, Tensor()));  // [*batch, 1, S, 1]
-  while (beyond.dim() > shape.dims) beyond = beyond.squeeze(0);
+  const Tensor beyond = at_rank(keys.ge(for_entries(*options.key_lengths)), shape);  // [*batch, 1, S, 1]
   return at::where(beyond, at::zeros({}, of_keys.options()), of_keys);
 }
 
@@ -66,12 +75,6 @@ void check_no_dropout(double dropout_p) {
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
 }
 
-// Of the two, which broadcast to [*batch, heads], a number for each row.
-Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
-  const Tensor x = of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1);
-  return shape.dims < 3 ? x.squeeze(0) : x;
-}
-
 // |position of the query - that of the key|, and which keys no query sees, apart from the mask.
 struct Distances {
   Tensor distance, hidden;
@@ -79,28 +82,16 @@ struct Distances {
 Distances distances(const Shape& shape, const CallOptions& options, const Tensor& query) {
   const auto integers = query.options().dtype(at::kLong);
   Tensor rows = at::arange(shape.queries, integers).unsqueeze(-1), keys = at::arange(shape.keys, integers);
-  if (options.query_offset || options.key_lengths) {  // [*batch, 1, L, S]
-    const Tensor zero = at::zeros({1, 1, 1}, integers);
-    rows = rows + for_rows_of(options.query_offset, zero);
-  }
-  const Tensor ahead = keys - rows;  // of the query
+  if (options.query_offset) rows = rows + for_entries(*options.query_offset);  // [*batch, 1, L, 1]
+  const Tensor ahead = keys - rows;                                            // of the query
   const auto [left, window_right] = options.window;
   const int64_t right = options.is_causal ? 0 : window_right;
   Tensor hidden;
   const auto hide = [&](const Tensor& more) { hidden = hidden.defined() ? hidden.logical_or(more) : more; };
   if (right >= 0) hide(ahead.gt(right));
   if (left >= 0) hide(ahead.lt(-left));
-  if (options.key_lengths) hide(keys.ge(for_rows_of(options.key_lengths, Tensor())));
-  if (shape.dims < 3) {
-    const auto of_one = [](Tensor& t) {
-      while (t.defined() && t.dim() > 2) t = t.squeeze(0);
-    };
-    Tensor distance = ahead.abs();
-    of_one(distance);
-    of_one(hidden);
-    return {distance, hidden};
-  }
-  return {ahead.abs(), hidden};
+  if (options.key_lengths) hide(keys.ge(for_entries(*options.key_lengths)));
+  return {at_rank(ahead.abs(), shape), at_rank(hidden, shape)};
 }
 
 // Those, with what a mask hides.
