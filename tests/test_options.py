@@ -403,6 +403,23 @@ def test_nothing_beyond_the_length_is_read(L: int, dtype: torch.dtype) -> None:
         assert (found[name][beyond[:, None, None].expand(2, 1, L, S)] == 0).all()
 
 
+@pytest.mark.regression
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_in_grad_output_stays_before_the_length(dtype: torch.dtype) -> None:
+    """Within the tile too, where it meets weights of 0."""
+    sizes = {"query": 20, "key": 130, "value": 130}
+    x = {name: randn((2, 2, n, 16), dtype).requires_grad_() for name, n in sizes.items()}
+    lengths = torch.tensor([70, 0])
+    output = torch_attn.sdpa(**x, key_lengths=lengths)
+    grad_output = randn(output.shape, dtype)
+    grad_output[..., 7, 3] = NAN
+    output.backward(grad_output)
+    beyond = torch.arange(130) >= lengths[:, None]
+    for name in ("key", "value"):
+        assert (x[name].grad.transpose(1, 2)[beyond] == 0).all()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.usefixtures("kernels")
 def test_same_bits_with_any_number_of_threads(threads: int) -> None:

@@ -427,12 +427,15 @@ struct BackwardMma {
     });
   }
 
-  __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, const Sums& sum, float scale) {
+  // 0 of keys beyond the length, also where a NaN in grad_output met their weights of 0.
+  __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, Sums& sum, float scale) {
     const MmaThread thread;
     const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t key = shared.task.first_key + own(thread, half);
+      if (key >= shared.task.last_key)
+        for (auto& four : sum) four[2 * half] = four[2 * half + 1] = 0;
       write(to, base + key * to.row, cols, sum, half, scale, key < p.keys);
     }
   }

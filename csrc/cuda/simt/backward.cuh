@@ -359,6 +359,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       if (key + thread.row(i) >= p.keys) break;
+      if (key + thread.row(i) >= task.last_key)  // beyond the length, where a NaN in grad_output met weights of 0
+        for (T& s : sum[i]) s = 0;
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
   }
