@@ -261,7 +261,8 @@ struct BackwardMma {
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
     const Range seen = shared.rows_seen;
     if (seen.empty()) return {p.rows(), tile.first};
-    return after(tile, rows_until(seen, tile.first.position, shared.task.sequence.queries, kOther));
+    return after(tile,
+                 rows_until(seen, tile.first.position, shared.task.sequence.queries, p.rows() - tile.number, kOther));
   }
 
   __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {

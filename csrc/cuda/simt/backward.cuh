@@ -174,7 +174,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       const Range keys{task.first_key, smaller(task.first_key + kSimtTile, s.keys)};
       const Range seen = keys.empty() ? Range{0, 0} : visible_rows(s, keys);
       if (seen.empty()) continue;
-      loop.row += rows_until(seen, loop.row % p.queries, p.queries, kSimtTile);
+      loop.row += rows_until(seen, loop.row % p.queries, p.queries, loop.last_row - loop.row, kSimtTile);
       if (loop.row < loop.last_row) return;
     }
   }
