@@ -89,13 +89,11 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
       const OutputRow<T> to(p, output_base, residual_base, shared.rows.at(task.n, row), task.split);
       const T maximum = shared.maximum[row], sum = shared.sum[row];
       Pair<T> logsumexp = logsumexp_of<T>(maximum, 0, sum);
-      const T left = to.add_sink(logsumexp);
-      const bool empty = sum == 0 && left == left;
-      const T inverse = static_cast<T>(p.keep_scale) * left / (sum == 0 ? 1 : sum);
+      const T left = to.add_sink(logsumexp), inverse = static_cast<T>(p.keep_scale) * left / sum;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
         const int64_t d = first_col + thread.col(j);
-        if (d < p.value_dim) to.write(d, empty ? 0 : output[i][j] * inverse);
+        if (d < p.value_dim) to.write(d, sum == 0 ? 0 * left : output[i][j] * inverse);
       }
       if (thread.x == 0 && first_col == 0) to.write_statistics(logsumexp, maximum);
     }
