@@ -410,14 +410,10 @@ struct BackwardMma {
     if constexpr (!kOwnsKeys || kGeneral)
       each(dx, [&](float& slope, int i, int, int, int) { slope -= rows.of_row[i].delta; });
     if (kGeneral || hides)
-#pragma unroll
-      for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) dx[n][c] = x[n][c] == 0 ? 0 : dx[n][c];
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) x[n][c] *= dx[n][c];
+      each(dx, [&](float& slope, int, int, int half, int bit) {
+        if (Fragments::at(x, half, bit) == 0) slope = 0;
+      });
+    each(x, [&](float& weight, int, int, int half, int bit) { weight *= Fragments::at(dx, half, bit); });
   }
 
   __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int count, int64_t key) {
