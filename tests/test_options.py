@@ -554,6 +554,23 @@ def test_a_block_of_scores_would_be_noticed() -> None:
     assert largest_block(lambda: formula(x)) >= 2048 * 2048
 
 
+@pytest.mark.regression
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_in_grad_output_stays_before_the_length(dtype: torch.dtype) -> None:
+    """Within the tile too, where it meets weights of 0."""
+    sizes = {"query": 20, "key": 130, "value": 130}
+    x = {name: randn((2, 2, n, 16), dtype).requires_grad_() for name, n in sizes.items()}
+    lengths = torch.tensor([70, 0])
+    output = torch_attn.sdpa(**x, key_lengths=lengths)
+    grad_output = randn(output.shape, dtype)
+    grad_output[..., 7, 3] = NAN
+    output.backward(grad_output)
+    beyond = torch.arange(130) >= lengths[:, None]
+    for name in ("key", "value"):
+        assert (x[name].grad.transpose(1, 2)[beyond] == 0).all()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.usefixtures("kernels")
 def test_same_bits_with_any_number_of_threads(threads: int) -> None:

@@ -126,6 +126,18 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       if (seen) continue;
       for (int h = 0; h < (x == &key ? c.key_heads : c.value_heads); ++h) store_nan(&x->array[x->at(h, j, 0)]);
     }
+  // Nor of the last rows of those that read the same key, from a tile's first one on, if they see none.
+  const int group = kHeads / (c.key_heads > c.value_heads ? c.key_heads : c.value_heads), rows = group * queries;
+  const auto sees_some = [&](int i) {
+    bool some = false;
+    for (int j = 0; j < keys; ++j) some |= c.sees(i, j);
+    return some;
+  };
+  int rows_end = rows;
+  while (rows_end > 0 && !sees_some((rows_end - 1) % queries)) --rows_end;
+  for (int row = static_cast<int>(round_up(rows_end, kScoreTile)); row < rows; ++row)
+    for (int h = row / queries; h < kHeads; h += group)
+      for (auto* x : {&query, &grad_output}) store_nan(&x->array[x->at(h, row % queries, 0)]);
   Array<float> logsumexp(2 * kHeads * queries), delta(kHeads * queries);
   Array<int64_t> rng(3);
   rng[0] = 12345678901234, rng[1] = 7, rng[2] = kHeads;
@@ -134,7 +146,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.heads = kHeads;
   p.key_heads = c.key_heads;
   p.value_heads = c.value_heads;
-  p.group = kHeads / (c.key_heads > c.value_heads ? c.key_heads : c.value_heads);
+  p.group = group;
   p.queries = queries;
   p.keys = keys;
   p.head_dim = c.head_dim;
@@ -278,6 +290,15 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
        .right = 5,
        .offset = 71,
        .length = 203},
+      {.name = "window, queries beyond the last key, a length that is none",
+       .queries = 200,
+       .keys = 70,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .key_heads = 2,
+       .value_heads = 2,
+       .left = 5,
+       .length = 1000},
       {.name = "window and dropout, queries before the first key",
        .queries = 90,
        .keys = 70,

@@ -62,7 +62,10 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
     plain = Arithmetic(u, 4 * u)
     exact_weights = "attn_mask" in problem.dtypes
     if capability == "cuda":
-        of_tensor_cores = max(problem.sizes["E"], problem.sizes["Ev"]) <= 256 and not exact_weights
+        large = max(problem.sizes["E"], problem.sizes["Ev"]) > 256
+        # of scores beside product and mask; a cap that float32 does not hold is none
+        has_terms = 0 < problem.softcap < 2.0**128 or "alibi_slopes" in problem.dims
+        of_tensor_cores = not (large or exact_weights or has_terms)
         if problem.dtype == "bfloat16" and of_tensor_cores:
             return Arithmetic(u, 4 * u, weight=BF16)
         if problem.dtype == "float16" and of_tensor_cores:

@@ -59,6 +59,8 @@ HIDDEN_KEYS = """
 mask, S = x["attn_mask"], x["key"].size(-2)
 hidden = torch.arange(S) >= (S + 1) // 2
 x["attn_mask"] = mask.masked_fill(hidden, False if mask.dtype == torch.bool else -inf)
+# of one layout, which the bits of ATen depend on
+x["key"] = x["key"].clone(memory_format=torch.contiguous_format)
 dirty = {**x, "key": x["key"].masked_fill(hidden[:, None], BAD)}
 spoilt = more[:1] + [
     {n: a.masked_fill(hidden[:, None], BAD) if n == "key" else a for n, a in t.items()}

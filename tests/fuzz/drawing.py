@@ -17,7 +17,6 @@ EDGES = [
 MODES = {"forward": 66, "backward": 22, "jvp": 3, "second": 3, "over_forward": 3, "over_reverse": 3}
 # The cost of a problem, in multiplications, that one in twenty exceeds by a factor of ten.
 COSTS = {"cpu": 500_000, "cuda": 50_000, "amx": 200_000}
-HAVE_OPTIONS = ("cpu", "amx")  # kernels that do
 
 
 def size(rng: random.Random) -> int:
@@ -43,7 +42,7 @@ def draw(
     computes that of a mask in float32, has no error at all.
     """
     problem = draw_builtin(seed, index, device, plain)
-    if plain or not options or device not in HAVE_OPTIONS:
+    if plain or not options:
         return problem
     return with_options(random.Random(f"{seed} {index} {device} options"), problem)
 

@@ -261,7 +261,8 @@ struct BackwardMma {
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
     const Range seen = shared.rows_seen;
     if (seen.empty()) return {p.rows(), tile.first};
-    return after(tile, rows_until(seen, tile.first.position, shared.task.sequence.queries, kOther));
+    return after(tile,
+                 rows_until(seen, tile.first.position, shared.task.sequence.queries, p.rows() - tile.number, kOther));
   }
 
   __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {
@@ -409,14 +410,10 @@ struct BackwardMma {
     if constexpr (!kOwnsKeys || kGeneral)
       each(dx, [&](float& slope, int i, int, int, int) { slope -= rows.of_row[i].delta; });
     if (kGeneral || hides)
-#pragma unroll
-      for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) dx[n][c] = x[n][c] == 0 ? 0 : dx[n][c];
-#pragma unroll
-    for (int n = 0; n < kOther / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) x[n][c] *= dx[n][c];
+      each(dx, [&](float& slope, int, int, int half, int bit) {
+        if (Fragments::at(x, half, bit) == 0) slope = 0;
+      });
+    each(x, [&](float& weight, int, int, int half, int bit) { weight *= Fragments::at(dx, half, bit); });
   }
 
   __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int count, int64_t key) {
@@ -427,12 +424,15 @@ struct BackwardMma {
     });
   }
 
-  __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, const Sums& sum, float scale) {
+  // 0 of keys beyond the length, also where a NaN in grad_output met their weights of 0.
+  __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, Sums& sum, float scale) {
     const MmaThread thread;
     const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t key = shared.task.first_key + own(thread, half);
+      if (key >= shared.task.last_key)
+        for (auto& four : sum) four[2 * half] = four[2 * half + 1] = 0;
       write(to, base + key * to.row, cols, sum, half, scale, key < p.keys);
     }
   }

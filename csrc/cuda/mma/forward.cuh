@@ -348,10 +348,8 @@ struct ForwardMma {
         float maximum_low = fmaf(best, scale(), -maximum);
         if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
         Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);
-        const float left = to.add_sink(logsumexp);
-        const bool empty = total == 0 && left == left;
-        const float inverse = static_cast<float>(p.keep_scale) * left / (total == 0 ? 1 : total);
-        const auto value = [&](int n, int c) { return empty ? 0 : output[t][n][2 * half + c] * inverse; };
+        const float left = to.add_sink(logsumexp), inverse = static_cast<float>(p.keep_scale) * left / total;
+        const auto value = [&](int n, int c) { return total == 0 ? 0 * left : output[t][n][2 * half + c] * inverse; };
         if (chunks) {
           write_chunks<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
         } else {

@@ -100,7 +100,6 @@ struct MaskTile {
   // Whether a lane has copied something that shows a key to a row.
   template <class Number>
   __device__ __forceinline__ bool shows_some() {
-    constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : Fragments::kHidden << 16 | Fragments::kHidden;
     const Share<Number> share;
     const void* const numbers[2] = {at<Number>(share.row, share.chunk), at<Number>(share.row + 1, share.chunk)};
     const auto pair_shows_some = [&](int k) {
@@ -109,7 +108,7 @@ struct MaskTile {
       for (const void* of_row : numbers) {
         const auto chunk = static_cast<const Vec16<uint32_t>*>(of_row)[k * Share<Number>::kStep * kChunks<Number>];
 #pragma unroll
-        for (const uint32_t word : chunk.at) some |= word ^ kHidden;
+        for (const uint32_t word : chunk.at) some |= word ^ Fragments::template kHidden<Number>;
       }
       return some != 0;
     };

@@ -37,6 +37,8 @@ struct ScoresMma {
   using Scores = float[kFragments][4];
   using Kept = uint32_t[2];  // bit 2 n + c of kept[half]: of element (half, c) of fragment n
 
+  // The one that belongs to a bit of kept[half].
+  static __device__ __forceinline__ float& at(Scores& x, int half, int bit) { return x[bit / 2][2 * half + bit % 2]; }
   // Calls f(score, row, key, half, bit of Kept); row and key are those of the block's tiles.
   template <class F>
   static __device__ __forceinline__ void each(Scores& x, int own, F f) {
@@ -89,14 +91,15 @@ struct ScoresMma {
         }
   }
 
-  static constexpr uint32_t kHidden = std::is_same_v<S, Half> ? 0xfc00 : 0xff80;  // -inf
+  // A word of it that hides all of its keys, by false or by -inf.
+  template <class Number>
+  static constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
   // Whether it shows some key to some row.
   template <class Number>
   static __device__ __forceinline__ bool shows_some(const Mask& mask) {
-    constexpr uint32_t hidden = sizeof(Number) == 1 ? 0 : kHidden | kHidden << 16;
     uint32_t some = 0;
 #pragma unroll
-    for (auto& two : mask) some |= (two[0] ^ hidden) | (two[1] ^ hidden);
+    for (auto& two : mask) some |= (two[0] ^ kHidden<Number>) | (two[1] ^ kHidden<Number>);
     return some != 0;
   }
 
@@ -132,23 +135,15 @@ struct ScoresMma {
   // Products become scores.
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
-    add_mask_by(x, [&](float product, int n, int half, int c) {
+    each(x, 0, [&](float& score, int, int, int half, int bit) {
+      const uint32_t two = mask[bit / 2][half], c = bit % 2;
       if constexpr (kHow == Add::boolean) {
-        return mask[n][half] >> 8 * c & 0xff ? product * slope : -infinity<float>();
+        score = two >> 8 * c & 0xff ? score * slope : -infinity<float>();
       } else {
-        const float bias = to_float(S{static_cast<uint16_t>(mask[n][half] >> 16 * c)});
-        return kHow == Add::to_finite ? fmaf(product, slope, bias) : masked_score(product, slope, bias);
+        const float bias = to_float(S{static_cast<uint16_t>(two >> 16 * c)});
+        score = kHow == Add::to_finite ? fmaf(score, slope, bias) : masked_score(score, slope, bias);
       }
     });
-  }
-  template <class F>
-  static __device__ __forceinline__ void add_mask_by(Scores& x, F score_of) {
-#pragma unroll
-    for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) x[n][2 * half + c] = score_of(x[n][2 * half + c], n, half, c);
   }
 
   // Makes -inf of the scores of keys from `key` on that a row does not see. Where others are rows, also of rows from

@@ -54,11 +54,13 @@ __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first,
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
-// How many rows lie between one at `position` and the next with a position in `seen`, which is not empty, in a list
-// where other heads follow; rounded down to whole tiles.
-__device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t tile) {
-  const int64_t next = position < seen.last ? larger(position, seen.first) : queries + seen.first;
-  return (next - position) / tile * tile;
+// How many rows lie between one at `position` and the next with a position in `seen`, which is not empty, rounded down
+// to whole tiles. In a list of heads that has `left` rows more: all of them if there is no such row.
+__device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t left,
+                                              int64_t tile) {
+  if (position < seen.last) return larger(0, seen.first - position) / tile * tile;
+  const int64_t of_next_head = queries - position + seen.first;
+  return of_next_head < left ? of_next_head / tile * tile : left;
 }
 
 // The keys of a range that lie in the tile that begins with `key`, counted from there.

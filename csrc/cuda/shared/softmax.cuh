@@ -56,7 +56,7 @@ __device__ __forceinline__ T shift_of(T maximum) {
 }
 
 // Adds the sink of row r to the logsumexp of its keys. Returns what the keys keep of their weight, which is 1 without a
-// sink: exp(logsumexp before - logsumexp now).
+// sink: exp(logsumexp before - logsumexp now). Times 0 it is the output of a row without keys: NaN if the sink is.
 template <class T>
 __device__ inline T add_sink(const Problem& p, int64_t r, Pair<T>& logsumexp) {
   if (!p.terms.sinks) return 1;

@@ -174,7 +174,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       const Range keys{task.first_key, smaller(task.first_key + kSimtTile, s.keys)};
       const Range seen = keys.empty() ? Range{0, 0} : visible_rows(s, keys);
       if (seen.empty()) continue;
-      loop.row += rows_until(seen, loop.row % p.queries, p.queries, kSimtTile);
+      loop.row += rows_until(seen, loop.row % p.queries, p.queries, loop.last_row - loop.row, kSimtTile);
       if (loop.row < loop.last_row) return;
     }
   }
@@ -190,11 +190,6 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     return attended;
   }
 
-  // Z of a weight: 1 / (1 - dropout_p), or 0 if it is dropped.
-  __device__ __forceinline__ T factor(uint32_t kept, int bit) const {
-    return static_cast<T>(kept >> bit & 1) * static_cast<T>(p.keep_scale);
-  }
-
   // Computes P * Z into x, or tP * Z for kSecond.
   __device__ __forceinline__ void value_weights(Scores& x, int64_t key) {
     if constexpr (kSecond)
@@ -204,7 +199,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     make_weights(x);
     const uint32_t kept = this->kept(key);
     this->each(x, [&](T& weight, int row, int k, int bit) {
-      T product = weight * factor(kept, bit);
+      T product = weight * this->factor(kept, bit);
       if constexpr (kSecond) product *= shared.tangent.row[row].centred(this->weight(row, k));
       weight = weight == 0 ? 0 : product;
     });
@@ -219,7 +214,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     this->store_weights(x);
     add_value_dots(x, p.value, shared.base.value, key);
     this->each(x, [&](T& slope, int row, int k, int bit) {
-      const T product = this->weight(row, k) * shared.row[row].less_delta(slope * factor(kept, bit));
+      const T product = this->weight(row, k) * shared.row[row].less_delta(slope * this->factor(kept, bit));
       slope = attended >> bit & 1 ? product : 0;
     });
   }
@@ -250,7 +245,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     this->each(x, [&](T& slope, int row, int k, int bit) {
       T& tile = this->weight(row, k);
       const bool attends = attended >> bit & 1;
-      const T ds = shared.row[row].less_delta(slope * factor(kept, bit));
+      const T ds = shared.row[row].less_delta(slope * this->factor(kept, bit));
       slope = attends ? tile * ds : 0;
       tile = attends ? rest(row, k) * ds : 0;
     });
@@ -258,7 +253,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     this->store_weights(x);
     add_value_dots(x, p.t.value, shared.tangent_base.value, key);
     this->each(x, [&](T& slope, int row, int k, int bit) {
-      const T product = rest(row, k) * (slope * factor(kept, bit) - shared.tangent.row[row].delta);
+      const T product = rest(row, k) * (slope * this->factor(kept, bit) - shared.tangent.row[row].delta);
       slope = attended >> bit & 1 ? this->weight(row, k) + product : 0;
     });
   }
@@ -300,12 +295,15 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     }
   }
 
+  // Calls add(key) for the tiles of keys of block `number`, which owns rows.
+  template <class Add>
+  __device__ __forceinline__ void go_over_keys(int64_t number, Add add) {
+    Base::go_over_keys(number, [&](int i, int64_t r) { read_row(i, r); }, add);
+  }
+
   __device__ void run_query(int64_t number) {
-    this->set_task(number, [&](int i, int64_t r) { read_row(i, r); });
-    __syncthreads();
     Sums sum = {};
-    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile)
-      if (this->shows_some(key)) add_tile(sum, key);
+    go_over_keys(number, [&](int64_t key) { add_tile(sum, key); });
 
     const SimtThread thread;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
@@ -318,16 +316,13 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   }
 
   __device__ void run_slopes(int64_t number) {
-    this->set_task(number, [&](int i, int64_t r) { read_row(i, r); });
-    __syncthreads();
-    const SimtThread thread;
     T sum[kSimtRows] = {};
-    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
-      if (!this->shows_some(key)) continue;
+    go_over_keys(number, [&](int64_t key) {
       Scores x;
       compute_ds(x, key, [] {});
       this->each(x, [&](T& ds, int row, int k, int bit) { sum[bit / kSimtCols] += ds * this->distance(row, key + k); });
-    }
+    });
+    const SimtThread thread;
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       const T total = sum_over_x(sum[i]);
@@ -359,6 +354,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       if (key + thread.row(i) >= p.keys) break;
+      if (key + thread.row(i) >= task.last_key)  // beyond the length, where a NaN in grad_output met weights of 0
+        for (T& s : sum[i]) s = 0;
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
   }

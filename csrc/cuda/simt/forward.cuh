@@ -31,13 +31,11 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
   }
   __device__ void run(int64_t number) {
     first_col = number / p.tasks() * kValueCols;
-    this->set_task(number % p.tasks(), [&](int i, int64_t) {
+    const auto begin_row = [&](int i, int64_t) {
       shared.maximum[i] = -infinity<T>();
       shared.sum[i] = 0;
-    });
-    __syncthreads();
-    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
-      if (!this->shows_some(key)) continue;
+    };
+    this->go_over_keys(number % p.tasks(), begin_row, [&](int64_t key) {
       typename Base::Scores x;
       this->scores(x, key);
       softmax(x);
@@ -47,7 +45,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
       }
       this->store_weights(x);
       this->template add_to<Factor::as_it_is>(output, p.value, shared.base.value, key, p.value_dim, first_col);
-    }
+    });
     write();
   }
 
@@ -81,7 +79,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
   __device__ __forceinline__ void write() {
     const SimtThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);
-    const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
+    const int64_t residual_base = batch_offset(p, p.residual, task.n);
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       const int row = thread.row(i);
@@ -89,13 +87,11 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
       const OutputRow<T> to(p, output_base, residual_base, shared.rows.at(task.n, row), task.split);
       const T maximum = shared.maximum[row], sum = shared.sum[row];
       Pair<T> logsumexp = logsumexp_of<T>(maximum, 0, sum);
-      const T left = to.add_sink(logsumexp);
-      const bool empty = sum == 0 && left == left;
-      const T inverse = static_cast<T>(p.keep_scale) * left / (sum == 0 ? 1 : sum);
+      const T left = to.add_sink(logsumexp), inverse = static_cast<T>(p.keep_scale) * left / sum;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
         const int64_t d = first_col + thread.col(j);
-        if (d < p.value_dim) to.write(d, empty ? 0 : output[i][j] * inverse);
+        if (d < p.value_dim) to.write(d, sum == 0 ? 0 * left : output[i][j] * inverse);
       }
       if (thread.x == 0 && first_col == 0) to.write_statistics(logsumexp, maximum);
     }

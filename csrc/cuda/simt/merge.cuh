@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
       if (w != 0) total += w * static_cast<const T*>(p.partial_output)[(s * all_rows + r) * p.value_dim + d];
     }
     store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col,
-                  sum == 0 && left == left ? 0 : total / sum * left);
+                  sum == 0 ? 0 * left : total / sum * left);
   }
   if (lane > 0) return;
   T max_score = -infinity<T>();

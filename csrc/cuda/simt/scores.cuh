@@ -10,19 +10,16 @@
 
 namespace attn::cuda {
 
-// Where a batch entry of the inputs, or of their tangents, begins, and in it the heads of key and value.
+// Where a batch entry of the inputs, or of their tangents, begins, and in it the heads of key and value; 0 without one.
 struct Bases {
   int64_t query, key, value, mask;
 
   template <class Inputs>
   __device__ void set(const Problem& p, const Inputs& x, const Task& task) {
-    const auto base_of = [&](const Operand& operand, int64_t head) {
-      return operand.data ? batch_offset(p, operand, task.n) + head * operand.head : 0;
-    };
-    query = base_of(x.query, 0);
-    key = base_of(x.key, task.key_head);
-    value = base_of(x.value, task.value_head);
-    mask = base_of(x.mask, 0);
+    query = batch_offset(p, x.query, task.n);
+    key = batch_offset(p, x.key, task.n) + task.key_head * x.key.head;
+    value = batch_offset(p, x.value, task.n) + task.value_head * x.value.head;
+    mask = batch_offset(p, x.mask, task.n);
   }
 };
 
@@ -83,10 +80,14 @@ struct ScoresSimt {
     if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
     set_row(i, shared.rows.number(p, task.n, i));
   }
-  // Does so for block `number` of a kernel that passes over keys.
-  template <class SetRow>
-  __device__ __forceinline__ void set_task(int64_t number, SetRow set_row) {
+  // Does so for block `number` of a kernel that passes over keys, then calls add(key) for each tile of them that shows
+  // some. Called by all threads.
+  template <class SetRow, class Add>
+  __device__ __forceinline__ void go_over_keys(int64_t number, SetRow set_row, Add add) {
     set_rows([&](Task& task) { task.set(p, number, kSimtTile, kSimtTile); }, set_row);
+    __syncthreads();
+    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile)
+      if (shows_some(key)) add(key);
   }
   // Does so for the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
   template <class SetRow>
@@ -265,6 +266,10 @@ struct ScoresSimt {
         bits |= four << (a * kKeys + b);
       }
     return bits;
+  }
+  // What the thread's weight i is multiplied by: 1 / (1 - dropout_p), or 0 if it is dropped.
+  __device__ __forceinline__ T factor(uint32_t kept, int i) const {
+    return static_cast<T>(kept >> i & 1) * static_cast<T>(p.keep_scale);
   }
 
   // The tile in shared memory, which every thread reads and writes its own part of without barriers.

@@ -36,14 +36,12 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
 
   ATTN_INLINE static constexpr int64_t blocks(const StatsParams& p) { return p.tasks(); }
   __device__ void run(int64_t number) {
-    this->set_task(number, [&](int i, int64_t) { shared.row[i] = {-infinity<T>(), 0, 0, 0}; });
-    __syncthreads();
-    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
-      if (!this->shows_some(key)) continue;
+    const auto begin_row = [&](int i, int64_t) { shared.row[i] = {-infinity<T>(), 0, 0, 0}; };
+    this->go_over_keys(number, begin_row, [&](int64_t key) {
       typename Base::Scores x;
       this->scores(x, key);
       add(x);
-    }
+    });
     __syncthreads();
     auto* partial = static_cast<RowStatistics<T>*>(p.partial) + task.split * number_of_rows(p);
     const int i = threadIdx.x;

@@ -36,11 +36,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
   __device__ void run(int64_t number) {
     const int64_t row_blocks = blocks_of_rows(p, kSimtTile);
     first_col = number / row_blocks * kCols;
-    this->set_task(number % row_blocks,
-                   [&](int i, int64_t row) { shared.row[i] = {SavedRow<T>::read(p.logsumexp, row), 0, 0, false}; });
-    __syncthreads();
-    for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile) {
-      if (!this->shows_some(key)) continue;
+    const auto begin_row = [&](int i, int64_t r) { shared.row[i] = {SavedRow<T>::read(p.logsumexp, r), 0, 0, false}; };
+    this->go_over_keys(number % row_blocks, begin_row, [&](int64_t key) {
       Scores x;
       this->scores_and_tangents(x, key);
       this->each(x, [&](T& score, int row, int k, int) {  // x becomes tx, and P lies in shared memory
@@ -50,9 +47,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       });
       differentiate_weights(x);
       const uint32_t kept = this->kept(key);
-      const auto drop = [&](T& weight, int, int, int bit) {
-        weight *= static_cast<T>(kept >> bit & 1) * static_cast<T>(p.keep_scale);
-      };
+      const auto drop = [&](T& weight, int, int, int bit) { weight *= this->factor(kept, bit); };
       if (p.t.value.data) {
         if (p.has_dropout) this->each(x, [&](T&, int row, int k, int bit) { drop(this->weight(row, k), row, k, bit); });
         this->template add_to<Factor::as_it_is>(sum, p.t.value, shared.tangent_base.value, key, p.value_dim, first_col);
@@ -61,7 +56,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       if (p.has_dropout) this->each(x, drop);
       this->store_weights(x);
       this->template add_to<Factor::as_it_is>(sum, p.value, shared.base.value, key, p.value_dim, first_col);
-    }
+    });
     write();
   }
 
@@ -103,7 +98,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
   __device__ __forceinline__ void write() {
     __syncthreads();  // the statistics are there
     const SimtThread thread;
-    const auto base_of = [&](const Operand& x) { return x.data ? batch_offset(p, x, task.n) : 0; };
+    const auto base_of = [&](const Operand& x) { return batch_offset(p, x, task.n); };
     const int64_t output_base = base_of(p.output), residual_base = base_of(p.residual);
     const int64_t to_base = base_of(p.tangent_output), rest_base = base_of(p.tangent_residual);
 #pragma unroll
