@@ -75,12 +75,12 @@ void check_no_dropout(double dropout_p) {
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
 }
 
-// |position of the query - that of the key|, and which keys no query sees, apart from the mask.
+// |position of the query - that of the key|, and which scores are hidden.
 struct Distances {
   Tensor distance, hidden;
 };
-Distances distances(const Shape& shape, const CallOptions& options, const Tensor& query) {
-  const auto integers = query.options().dtype(at::kLong);
+Distances distances(const Shape& shape, const CallOptions& options, const Inputs& inputs) {
+  const auto integers = inputs.query.options().dtype(at::kLong);
   Tensor rows = at::arange(shape.queries, integers).unsqueeze(-1), keys = at::arange(shape.keys, integers);
   if (options.query_offset) rows = rows + for_entries(*options.query_offset);  // [*batch, 1, L, 1]
   const Tensor ahead = keys - rows;                                            // of the query
@@ -91,17 +91,10 @@ Distances distances(const Shape& shape, const CallOptions& options, const Tensor
   if (right >= 0) hide(ahead.gt(right));
   if (left >= 0) hide(ahead.lt(-left));
   if (options.key_lengths) hide(keys.ge(for_entries(*options.key_lengths)));
-  return {at_rank(ahead.abs(), shape), at_rank(hidden, shape)};
-}
-
-// Those, with what a mask hides.
-Distances hidden_keys(const Shape& shape, const CallOptions& options, const Inputs& inputs) {
-  auto [distance, hidden] = distances(shape, options, inputs.query);
-  if (const auto& mask = inputs.attn_mask) {
-    const Tensor masked = mask->scalar_type() == at::kBool ? mask->logical_not() : mask->eq(kMinusInfinity);
-    hidden = hidden.defined() ? hidden.logical_or(masked) : masked;
-  }
-  return {distance, hidden};
+  hidden = at_rank(hidden, shape);
+  if (const auto& mask = inputs.attn_mask)
+    hide(mask->scalar_type() == at::kBool ? mask->logical_not() : mask->eq(kMinusInfinity));
+  return {at_rank(ahead.abs(), shape), hidden};
 }
 
 // No gradient runs through hidden scores: that of tanh times the NaN of a hidden key would be NaN.
@@ -119,12 +112,12 @@ struct WideWeights {
 WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
-  const auto [distance, masked] = hidden_keys(shape, options, inputs);
+  const auto [distance, hidden] = distances(shape, options, inputs);
   Tensor scores = products(shape, query, key, options);
-  if (const double cap = softcap_for(query, options.softcap); cap > 0) scores = capped(scores, masked, cap);
+  if (const double cap = softcap_for(query, options.softcap); cap > 0) scores = capped(scores, hidden, cap);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
-  if (masked.defined()) scores = scores.masked_fill(masked, kMinusInfinity);
+  if (hidden.defined()) scores = scores.masked_fill(hidden, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
   Tensor logits = scores.masked_fill(empty_row, 0);
@@ -185,17 +178,16 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(SdpaOp::name, inputs, options);
   const auto [weights, scores, logsumexp] = wide_weights(shape, inputs, options);
+  const auto [distance, hidden] = distances(shape, options, inputs);
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options);
   if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options);
   if (const double cap = softcap_for(inputs.query, options.softcap); cap > 0) {
-    const Tensor hidden = hidden_keys(shape, options, inputs).hidden;
     const Tensor z = products(shape, inputs.query, inputs.key, options);
     tangent_scores = tangent_scores * (1 - (capped(z, hidden, cap) / cap).square());
   }
   if (direction.alibi_slopes)
-    tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) *
-                                          distances(shape, options, inputs.query).distance;
+    tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
   if (direction.attn_mask) tangent_scores = tangent_scores + direction.attn_mask->to(tangent_scores.scalar_type());
   // Scores of -inf, which hidden ones are, have no tangent, whatever their keys hold.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
