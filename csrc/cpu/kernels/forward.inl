@@ -155,8 +155,8 @@ struct Forward {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, total[v]);
       return;
     }
-    bool moved = false;
-    for (int v = 0; v < N; ++v) moved |= any(best[v] != old[v]);
+    bool moved = false;  // of a row without any key so far all sums are 0
+    for (int v = 0; v < N; ++v) moved |= any((best[v] != old[v]) & (old[v] != splat<T>(-kInfinity<T>)));
     if (!moved) {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) + total[v]);
       return;

@@ -108,12 +108,12 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   return power[0];
 }
 
-// tanh(y ln(2) / 2) within 3 ulps, also where it is small; y may be infinite or NaN. With e = 2^-|y| - 1 it is
-// -e / (2 + e), and of 2^-|y| = 2^n (1 + r p(r)) the 1 is taken away before it can round what remains.
+// tanh(y ln(2) / 2) within 3 ulps, also where it is small; y may be infinite or NaN. With e = 1 - 2^-|y| it is
+// e / (2 - e), and of 2^-|y| = 2^n (1 + r p(r)) the 1 is taken away before it can round what remains.
 template <class T>
 ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y) {
   using F = Exp2Constants<T>;
-  const Vec<T> one = splat<T>(1), x = -absolute<T>(y);
+  const Vec<T> one = splat<T>(1), x = with_sign<T>(y, splat<T>(-1));
   Vec<T> r, two_to_n;
   if constexpr (kHasExp2 && sizeof(T) == 4) {
     r = from_nearest(x);
@@ -128,8 +128,8 @@ ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y) {
   Vec<T> p = splat<T>(F::poly[0]);
 #pragma GCC unroll 16
   for (size_t i = 1; i < sizeof(F::poly) / sizeof(T); ++i) p = p * r + F::poly[i];
-  const Vec<T> rise = p * r * two_to_n + (two_to_n - one);
-  return with_sign<T>(-rise / (static_cast<T>(2) + rise), y);
+  const Vec<T> fall = (one - two_to_n) - p * r * two_to_n;
+  return with_sign<T>(fall / (static_cast<T>(2) - fall), y);
 }
 
 }  // namespace attn::ATTN_ISA
