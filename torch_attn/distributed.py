@@ -167,8 +167,6 @@ def _placement(call: dict[str, Any], dim: int, name: str, is_result: bool = Fals
     kind = name.removeprefix("tangent_")
     if kind == "rng_state":
         return Replicate()
-    if kind in ("row_logsumexp", "max_score") and not call.get("with_rows", True):
-        return Replicate()
     if kind == "residual":  # like the output, or empty; there is no dropout here
         added = [call.get(name) for name in ("attn_mask", "alibi_slopes", "sinks")]
         learned = any(t is not None and t.tensor_meta.dtype.is_floating_point for t in added)

@@ -67,7 +67,7 @@ Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
 // 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.
 double scale_or_default(std::optional<double> scale, int64_t head_dim);
 
-// A cap as the type computed in can hold it: none (0) if it is beyond its numbers, and no smaller one than it divides by.
+// A cap as the type computed in can hold it: 0, none, if it is beyond its numbers, and no smaller than it divides by.
 double softcap_for(const at::Tensor& query, double softcap);
 
 }  // namespace attn
