@@ -55,7 +55,7 @@ LEFT_OUT = re.compile(
 
 # The likeliest tests, after those with the source's name, and those that run over the stand-in.
 LIKELY = ["validate", "options", "forward", "backward", "derivatives", "nan", "stats", "dropout"]
-MORE = ["hidden_tiles", "stats_hidden", "stats_subsystems"]
+MORE = ["options_promises", "hidden_tiles", "stats_hidden", "stats_subsystems"]
 STAND_IN = [f"tests/test_{name}.py" for name in LIKELY[1:] + MORE]
 NO_OWN_ERRORS = ["-k", "not errors_are_found and not mutation_is_found and not rounding_only"]
 EQUIVALENT = {  # survivors that change no result, and why

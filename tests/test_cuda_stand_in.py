@@ -29,7 +29,7 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in (
         *("forward", "backward", "nan", "dropout"),
-        *("derivatives", "hidden_tiles", "validate", "options"),
+        *("derivatives", "hidden_tiles", "validate", "options", "options_promises"),
         *("stats", "stats_hidden", "stats_subsystems"),
     )
 ]

@@ -6,7 +6,6 @@ own: half types computed in float32 and rounded once, at the end.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -19,199 +18,29 @@ from torch import Tensor
 
 import torch_attn
 from _accuracy import hold, means_something
-from _memory import in_guarded_memory, largest_block
+from _options import (
+    CASES,
+    Case,
+    Tensors,
+    attention,
+    drawn,
+    errors_of_formula,
+    everything,
+    formula,
+    to_32,
+    to_64,
+)
 from helpers import (
-    CPU_CAPABILITIES,
     DTYPES,
     INF,
-    LAYOUTS,
     NAN,
     assert_same_bits,
-    cpu_capability_set_to,
-    in_fresh_process,
     largest,
-    make_mask,
-    randn,
-    to_dtype,
 )
 from torch_attn import reference
 
 # of PyTorch's, by its own forward mode
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-
-TILE = 64
-DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
-Tensors = dict[str, Tensor]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Case:
-    """A call: its sizes, the shape of a mask, and its options; of slopes and sinks the shapes."""
-
-    name: str
-    sizes: tuple[int, ...] = (2, 4, 2, 70, 90, 8)  # B, Hq, Hk, L, S, E
-    mask: tuple[int, ...] | None = None
-    kind: str = "float"
-    slopes: tuple[int, ...] | None = None
-    sinks: tuple[int, ...] | None = None
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.name
-
-    def tensors(self, dtype: torch.dtype) -> Tensors:
-        """What may have a gradient, in memory that is otherwise NaN, and a boolean mask."""
-        B, Hq, Hk, L, S, E = self.sizes
-        tensors = {
-            "query": randn((B, Hq, L, E), dtype),
-            "key": randn((B, Hk, S, E), dtype),
-            "value": randn((B, Hk, S, E + 4), dtype),
-        }
-        if self.mask is not None:
-            tensors["attn_mask"] = make_mask(self.kind, self.mask, dtype)
-        if self.slopes is not None:
-            tensors["alibi_slopes"] = randn(self.slopes, dtype).abs() / 8
-        if self.sinks is not None:
-            tensors["sinks"] = 2 * randn(self.sinks, dtype)
-        return {name: LAYOUTS["NaN before and after"](t) for name, t in tensors.items()}
-
-
-def _window(left: int, right: int) -> dict[str, Any]:
-    return {"window_size": (left, right)}
-
-
-ALL: dict[str, Any] = {
-    "softcap": 2.0,
-    "window_size": (40, 10),
-    "query_offset": torch.tensor([20, -17]),
-    "key_lengths": torch.tensor([90, 67]),
-    "is_causal": True,
-}
-CASES = [
-    Case("softcap", options={"softcap": 1.5}),
-    Case("softcap with a mask", mask=(1, 4, 70, 90), options={"softcap": 1.5}),
-    Case("window", options=_window(37, 20)),
-    Case("window to the left", options=_window(40, 0)),
-    Case("window to the right", mask=(2, 1, 1, 90), kind="bool", options=_window(-1, 5)),
-    Case("window of one key", options=_window(0, 0)),
-    Case("offset", options={"query_offset": torch.tensor([37, -5]), "is_causal": True}),
-    Case("offset beyond all keys", options={**_window(3, 3), "query_offset": 1000}),
-    Case("lengths", options={"key_lengths": torch.tensor([77, 0], dtype=torch.int32)}),
-    Case("lengths with a mask", mask=(2, 1, 1, 90), options={"key_lengths": 77}),
-    Case("ALiBi", slopes=(4,)),
-    Case("ALiBi, one a sample", slopes=(2, 4), mask=(4, 70, 90), options={"is_causal": True}),
-    Case("sinks", sinks=(4,)),
-    Case("sinks, one a sample", (2, 4, 2, 70, 90, 16), (70, 90), "-inf", sinks=(2, 4)),
-    Case("sinks alone", (2, 2, 2, 70, 90, 32), sinks=(2,)),
-    Case("sinks and a mask of rows", sinks=(4,), mask=(4, 70, 1), options={"is_causal": True}),
-    Case("sinks without keys", sinks=(4,), options={**_window(5, 5), "query_offset": -70}),
-    Case("all", mask=(70, 90), slopes=(4,), sinks=(4,), options=ALL),
-    Case("all, no mask", (2, 3, 3, 65, 90, 20), None, slopes=(2, 3), sinks=(3,), options=ALL),
-    Case("negative scale", slopes=(4,), sinks=(4,), options={"softcap": 3.0, "scale": -0.5}),
-    Case("few queries", (2, 4, 2, 2, 150, 64), None, "", (4,), (4,), {**ALL, "query_offset": 140}),
-    Case(
-        "few queries, a window",
-        (2, 4, 1, 1, 900, 40),
-        options={**_window(200, 0), "query_offset": 850},
-    ),
-    Case("many keys", (1, 2, 1, 3, 2100, 32), sinks=(2,), options={"key_lengths": 1999}),
-    Case(
-        "many keys, a window",
-        (1, 1, 1, 70, 2100, 8),
-        options={**_window(600, 0), "query_offset": 1600},
-    ),
-]
-
-
-def attention(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_attn.sdpa_with_logsumexp(**x, enable_gqa=True, **options)
-
-
-def formula(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """In float64, or as the math backend computes: in float32, the output rounded."""
-    dtype = x["query"].dtype
-    wide = {
-        name: t.float() if dtype.itemsize == 2 and t.is_floating_point() else t
-        for name, t in x.items()
-    }
-    output, logsumexp, max_score = reference.sdpa_with_logsumexp(**wide, enable_gqa=True, **options)
-    return output.to(dtype), logsumexp, max_score
-
-
-Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-def everything(f: Operator, x: Tensors, u: Tensors, t: Tensors, **options: Any) -> Tensors:
-    """Results, the gradients for `u`, and the derivatives of all along the direction `t`."""
-    leaves = {name: tensor for name, tensor in x.items() if tensor.is_floating_point()}
-
-    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-        def results(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-            return f({**x, **dict(zip(leaves, tensors, strict=True))}, **options)[:2]
-
-        found, pullback = torch.func.vjp(results, *tensors)
-        return (*found, *pullback((u["output"], u["logsumexp"])))
-
-    point, along = torch.func.jvp(gradients, tuple(leaves.values()), tuple(t[n] for n in leaves))
-    names = ["output", "logsumexp", *(f"grad_{name}" for name in leaves)]
-    with torch.no_grad():  # other kernels, if there are few queries
-        output, logsumexp, max_score = f(x, **options)
-    return {
-        **dict(zip(names, point, strict=True)),
-        **{f"d {name}": d for name, d in zip(names, along, strict=True)},
-        "output alone": output,
-        "logsumexp alone": logsumexp,
-        "max_score": max_score,
-    }
-
-
-def changed(tensors: Tensors) -> Tensors:
-    """Every number changed by up to a percent: rounding errors of their own."""
-
-    def change(t: Tensor) -> Tensor:
-        if not t.is_floating_point():
-            return t
-        return torch.where(t.isfinite(), t * (0.99 + 0.02 * torch.rand(t.shape)).to(t.dtype), t)
-
-    return {name: change(t) for name, t in tensors.items()}
-
-
-def errors_of_formula(x: Tensors, u: Tensors, t: Tensors, **options: Any) -> dict[str, float]:
-    """The largest of several problems alike, in the precision of the inputs."""
-    worst: dict[str, float] = {}
-    exact = x["query"].dtype == torch.float64
-    for _ in range(6):
-        at = [to_32(some) if exact else some for some in (x, u, t)]
-        found = everything(formula, *at, **options)
-        expected = everything(formula, *map(to_64, at), **options)
-        # Errors grow with eps: of float64 take those of float32, scaled, twice as the reference
-        # makes them too.
-        factor = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if exact else 1
-        for name, result in found.items():
-            finite = expected[name].isfinite()
-            error = factor * largest((result.double() - expected[name])[finite])
-            worst[name] = max(error, worst.get(name, 0.0))
-        x, u, t = changed(x), changed(u), changed(t)
-    return worst
-
-
-def to_64(tensors: Tensors) -> Tensors:
-    return {name: to_dtype(t, torch.float64) for name, t in tensors.items()}
-
-
-def to_32(tensors: Tensors) -> Tensors:
-    return {name: to_dtype(t, torch.float32) for name, t in tensors.items()}
-
-
-def drawn(case: Case, dtype: torch.dtype) -> tuple[Tensors, Tensors, Tensors]:
-    """Inputs, gradients of the results, and a direction."""
-    x = case.tensors(dtype)
-    output, logsumexp, _ = attention(x, **case.options)
-    u = {"output": randn(output.shape, dtype), "logsumexp": randn(logsumexp.shape, logsumexp.dtype)}
-    t = {name: randn(t.shape, t.dtype) for name, t in x.items() if t.is_floating_point()}
-    if "alibi_slopes" in t:
-        t["alibi_slopes"] /= 8  # of the order of the slopes: distances make them large
-    return x, u, t
 
 
 @pytest.mark.usefixtures("kernels")
@@ -412,178 +241,6 @@ def test_parts_merge(dtype: torch.dtype) -> None:
         sums.logsumexp(0), logsumexp, atol=8 * torch.finfo(sums.dtype).eps * 8, rtol=0
     )
     assert torch.equal(torch.maximum(parts[0][2], parts[1][2]), max_score)
-
-
-# ------------------------------------------------------------------------------------------------
-# What the options promise
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("L", "dtype"), [(L, dtype) for L in (1, 70, 300) for dtype in DTYPES])
-def test_nothing_beyond_the_length_is_read(L: int, dtype: torch.dtype) -> None:
-    """Keys, values and the mask may hold anything there; the same bits, and gradients of 0."""
-    S, lengths = 260, torch.tensor([130, 70])
-    case = Case(
-        "x", (2, 4, 2, L, S, 16), mask=(2, 1, L, S), sinks=(4,), options={"key_lengths": lengths}
-    )
-    x, u, t = drawn(case, dtype)
-    clean = everything(attention, x, u, t, **case.options)
-    beyond = torch.arange(S) >= lengths[:, None]
-
-    def spoilt(tensors: Tensors) -> Tensors:
-        of_keys = beyond[:, None, :, None]
-        return {
-            **tensors,
-            "key": tensors["key"].masked_fill(of_keys, NAN),
-            "value": tensors["value"].masked_fill(of_keys, INF),
-            "attn_mask": tensors["attn_mask"].masked_fill(beyond[:, None, None], NAN),
-        }
-
-    found = everything(attention, spoilt(x), u, spoilt(t), **case.options)
-    assert_same_bits(found, clean)
-    for name in ("grad_key", "grad_value", "d grad_key", "d grad_value"):
-        assert (found[name][beyond[:, None].expand(2, 2, S)] == 0).all()
-    for name in ("grad_attn_mask", "d grad_attn_mask"):
-        assert (found[name][beyond[:, None, None].expand(2, 1, L, S)] == 0).all()
-
-
-@pytest.mark.parametrize("of", ["weights", "third derivative"])
-def test_formulas_do_not_read_beyond_the_length(of: str) -> None:
-    """Nor a direction there: derivatives that no kernel computes."""
-    S, used = 9, 6
-    point, along = (
-        {name: torch.randn(2, 1, S, 4, dtype=torch.float64) for name in ("query", "key", "value")}
-        for _ in range(2)
-    )
-
-    def derivative(keys: slice, **options: Any) -> tuple[Tensor, ...]:
-        x, t = (
-            {n: a if n == "query" else a[:, :, keys] for n, a in d.items()} for d in (point, along)
-        )
-        leaves = [a.clone().requires_grad_() for a in x.values()]
-        if of == "weights":
-            result = torch_attn.sdpa_with_weights(*leaves, **options)[1].square().sum()
-        else:
-            (result,) = torch.autograd.grad(
-                torch_attn.sdpa(*leaves, **options).square().sum(), leaves[:1], create_graph=True
-            )
-            (result,) = torch.autograd.grad(result.square().sum(), leaves[:1], create_graph=True)
-        first = torch.autograd.grad(result.square().sum(), leaves[:2], create_graph=True)
-        return torch.autograd.grad(first, leaves[:2], [*t.values()][:2])
-
-    expected = derivative(slice(used))
-    for tensors in (point, along):
-        tensors["key"][:, :, used:] = tensors["value"][:, :, used:] = NAN
-    query, key = derivative(slice(None), key_lengths=used)
-    torch.testing.assert_close((query, key[:, :, :used]), expected)
-    assert not key[:, :, used:].any()
-
-
-def attend_up_to_lengths(capability: str) -> None:
-    """In a process of its own, which a read of anything that belongs to a key beyond ends."""
-    S = 200
-    torch.manual_seed(0)
-    lengths = ((0, 1), (64, 133), (197, 200))
-    for n, (used, L) in enumerate(itertools.product(lengths, (1, 7, 100))):
-        options = {"key_lengths": torch.tensor(used)}
-        case = Case("x", (2, 4, 2, L, S, 20), (2, 1, 1, S) if n % 2 else None, options=options)
-        for dtype in DTYPES:
-            x, u, t = drawn(case, dtype)
-            for tensors, name in itertools.product((x, t), {"key", "value", "attn_mask"} & {*x}):
-                of_keys = tensors[name].mT if name == "attn_mask" else tensors[name]
-                guarded = in_guarded_memory(of_keys, used)
-                tensors[name] = guarded.mT if name == "attn_mask" else guarded
-            with cpu_capability_set_to(capability):
-                found = everything(attention, x, u, t, **options)
-                of_scores = {name: a for name, a in x.items() if name != "value"}
-                torch_attn.sdpa_stats(**of_scores, enable_gqa=True, **options)
-                torch_attn.sdpa_with_weights(**x, enable_gqa=True, **options)
-            assert found["grad_value"].isfinite().all()
-
-
-@pytest.mark.parametrize("cpu_capability", CPU_CAPABILITIES)
-def test_nothing_beyond_the_length_is_touched(cpu_capability: str) -> None:
-    in_fresh_process(attend_up_to_lengths, cpu_capability)
-
-
-EVERY: dict[str, Any] = {
-    "attn_mask": lambda S: torch.randn(1, S),
-    "alibi_slopes": lambda S: torch.rand(2),
-    "sinks": lambda S: torch.randn(2),
-    "softcap": 2.0,
-    "window_size": (100, 30),
-    "query_offset": torch.tensor([37]),
-    "key_lengths": torch.tensor([1999]),
-    "is_causal": True,
-    "dropout_p": 0.3,
-}
-
-
-@pytest.mark.parametrize(
-    "names",
-    [*itertools.combinations(EVERY, 1), *itertools.combinations(EVERY, 2), tuple(EVERY)],
-    ids="-".join,
-)
-def test_memory_is_linear(names: tuple[str, ...]) -> None:
-    """No L x S, not even in bytes; with one query no copy of the keys."""
-
-    def drawn_for(L: int, S: int, E: int) -> Tensors:
-        shapes = {"query": (1, 2, L, E), "key": (1, 1, S, E), "value": (1, 1, S, E)}
-        given = {name: EVERY[name](S) for name in names if callable(EVERY[name])}
-        return {name: torch.randn(shape) for name, shape in shapes.items()} | given
-
-    options = {name: EVERY[name] for name in names if not callable(EVERY[name])}
-    of_scores = {name: value for name, value in options.items() if name != "dropout_p"}
-    x, one = drawn_for(2048, 2048, 8), drawn_for(1, 16384, 64)
-    u = {"output": torch.randn(x["query"].shape), "logsumexp": torch.randn(1, 2, 2048)}
-    t = {name: torch.randn(tensor.shape) for name, tensor in x.items()}
-
-    def stats(x: Tensors) -> None:
-        scores = {name: tensor for name, tensor in x.items() if name != "value"}
-        torch_attn.sdpa_stats(**scores, enable_gqa=True, **of_scores)
-
-    assert largest_block(lambda: everything(attention, x, u, t, **options)) < 2048 * 2048
-    assert largest_block(lambda: stats(x)) < 2048 * 2048
-    with torch.no_grad():
-        assert largest_block(lambda: attention(one, **options)) < one["key"].nbytes / 4
-        assert largest_block(lambda: stats(one)) < one["key"].nbytes / 4
-
-
-def test_a_block_of_scores_would_be_noticed() -> None:
-    x = {name: torch.randn(1, 1, 2048, 8) for name in ("query", "key", "value")}
-    assert largest_block(lambda: formula(x)) >= 2048 * 2048
-
-
-@pytest.mark.regression
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_in_grad_output_stays_before_the_length(dtype: torch.dtype) -> None:
-    """Within the tile too, where it meets weights of 0."""
-    sizes = {"query": 20, "key": 130, "value": 130}
-    x = {name: randn((2, 2, n, 16), dtype).requires_grad_() for name, n in sizes.items()}
-    lengths = torch.tensor([70, 0])
-    output = torch_attn.sdpa(**x, key_lengths=lengths)
-    grad_output = randn(output.shape, dtype)
-    grad_output[..., 7, 3] = NAN
-    output.backward(grad_output)
-    beyond = torch.arange(130) >= lengths[:, None]
-    for name in ("key", "value"):
-        assert (x[name].grad.transpose(1, 2)[beyond] == 0).all()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.usefixtures("kernels")
-def test_same_bits_with_any_number_of_threads(threads: int) -> None:
-    case = next(c for c in CASES if c.name == "all")
-    x, u, t = drawn(case, torch.float32)
-    expected = everything(attention, x, u, t, **case.options)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = everything(attention, x, u, t, **case.options)
-    finally:
-        torch.set_num_threads(before)
-    assert_same_bits(found, expected)
 
 
 OPTIONS: dict[str, Callable[[], Any]] = {

@@ -1,0 +1,186 @@
+"""Calls with the options that the built-in has not, and the formula that they are held to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_attn
+from helpers import LAYOUTS, largest, make_mask, randn, to_dtype
+from torch_attn import reference
+
+Tensors = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A call: its sizes, the shape of a mask, and its options; of slopes and sinks the shapes."""
+
+    name: str
+    sizes: tuple[int, ...] = (2, 4, 2, 70, 90, 8)  # B, Hq, Hk, L, S, E
+    mask: tuple[int, ...] | None = None
+    kind: str = "float"
+    slopes: tuple[int, ...] | None = None
+    sinks: tuple[int, ...] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tensors(self, dtype: torch.dtype) -> Tensors:
+        """What may have a gradient, in memory that is otherwise NaN, and a boolean mask."""
+        B, Hq, Hk, L, S, E = self.sizes
+        tensors = {
+            "query": randn((B, Hq, L, E), dtype),
+            "key": randn((B, Hk, S, E), dtype),
+            "value": randn((B, Hk, S, E + 4), dtype),
+        }
+        if self.mask is not None:
+            tensors["attn_mask"] = make_mask(self.kind, self.mask, dtype)
+        if self.slopes is not None:
+            tensors["alibi_slopes"] = randn(self.slopes, dtype).abs() / 8
+        if self.sinks is not None:
+            tensors["sinks"] = 2 * randn(self.sinks, dtype)
+        return {name: LAYOUTS["NaN before and after"](t) for name, t in tensors.items()}
+
+
+def _window(left: int, right: int) -> dict[str, Any]:
+    return {"window_size": (left, right)}
+
+
+ALL: dict[str, Any] = {
+    "softcap": 2.0,
+    "window_size": (40, 10),
+    "query_offset": torch.tensor([20, -17]),
+    "key_lengths": torch.tensor([90, 67]),
+    "is_causal": True,
+}
+CASES = [
+    Case("softcap", options={"softcap": 1.5}),
+    Case("softcap with a mask", mask=(1, 4, 70, 90), options={"softcap": 1.5}),
+    Case("window", options=_window(37, 20)),
+    Case("window to the left", options=_window(40, 0)),
+    Case("window to the right", mask=(2, 1, 1, 90), kind="bool", options=_window(-1, 5)),
+    Case("window of one key", options=_window(0, 0)),
+    Case("offset", options={"query_offset": torch.tensor([37, -5]), "is_causal": True}),
+    Case("offset beyond all keys", options={**_window(3, 3), "query_offset": 1000}),
+    Case("lengths", options={"key_lengths": torch.tensor([77, 0], dtype=torch.int32)}),
+    Case("lengths with a mask", mask=(2, 1, 1, 90), options={"key_lengths": 77}),
+    Case("ALiBi", slopes=(4,)),
+    Case("ALiBi, one a sample", slopes=(2, 4), mask=(4, 70, 90), options={"is_causal": True}),
+    Case("sinks", sinks=(4,)),
+    Case("sinks, one a sample", (2, 4, 2, 70, 90, 16), (70, 90), "-inf", sinks=(2, 4)),
+    Case("sinks alone", (2, 2, 2, 70, 90, 32), sinks=(2,)),
+    Case("sinks and a mask of rows", sinks=(4,), mask=(4, 70, 1), options={"is_causal": True}),
+    Case("sinks without keys", sinks=(4,), options={**_window(5, 5), "query_offset": -70}),
+    Case("all", mask=(70, 90), slopes=(4,), sinks=(4,), options=ALL),
+    Case("all, no mask", (2, 3, 3, 65, 90, 20), None, slopes=(2, 3), sinks=(3,), options=ALL),
+    Case("negative scale", slopes=(4,), sinks=(4,), options={"softcap": 3.0, "scale": -0.5}),
+    Case("few queries", (2, 4, 2, 2, 150, 64), None, "", (4,), (4,), {**ALL, "query_offset": 140}),
+    Case(
+        "few queries, a window",
+        (2, 4, 1, 1, 900, 40),
+        options={**_window(200, 0), "query_offset": 850},
+    ),
+    Case("many keys", (1, 2, 1, 3, 2100, 32), sinks=(2,), options={"key_lengths": 1999}),
+    Case(
+        "many keys, a window",
+        (1, 1, 1, 70, 2100, 8),
+        options={**_window(600, 0), "query_offset": 1600},
+    ),
+]
+
+
+def attention(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch_attn.sdpa_with_logsumexp(**x, enable_gqa=True, **options)
+
+
+def formula(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """In float64, or as the math backend computes: in float32, the output rounded."""
+    dtype = x["query"].dtype
+    wide = {
+        name: t.float() if dtype.itemsize == 2 and t.is_floating_point() else t
+        for name, t in x.items()
+    }
+    output, logsumexp, max_score = reference.sdpa_with_logsumexp(**wide, enable_gqa=True, **options)
+    return output.to(dtype), logsumexp, max_score
+
+
+Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def everything(f: Operator, x: Tensors, u: Tensors, t: Tensors, **options: Any) -> Tensors:
+    """Results, the gradients for `u`, and the derivatives of all along the direction `t`."""
+    leaves = {name: tensor for name, tensor in x.items() if tensor.is_floating_point()}
+
+    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        def results(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+            return f({**x, **dict(zip(leaves, tensors, strict=True))}, **options)[:2]
+
+        found, pullback = torch.func.vjp(results, *tensors)
+        return (*found, *pullback((u["output"], u["logsumexp"])))
+
+    point, along = torch.func.jvp(gradients, tuple(leaves.values()), tuple(t[n] for n in leaves))
+    names = ["output", "logsumexp", *(f"grad_{name}" for name in leaves)]
+    with torch.no_grad():  # other kernels, if there are few queries
+        output, logsumexp, max_score = f(x, **options)
+    return {
+        **dict(zip(names, point, strict=True)),
+        **{f"d {name}": d for name, d in zip(names, along, strict=True)},
+        "output alone": output,
+        "logsumexp alone": logsumexp,
+        "max_score": max_score,
+    }
+
+
+def changed(tensors: Tensors) -> Tensors:
+    """Every number changed by up to a percent: rounding errors of their own."""
+
+    def change(t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        return torch.where(t.isfinite(), t * (0.99 + 0.02 * torch.rand(t.shape)).to(t.dtype), t)
+
+    return {name: change(t) for name, t in tensors.items()}
+
+
+def errors_of_formula(x: Tensors, u: Tensors, t: Tensors, **options: Any) -> dict[str, float]:
+    """The largest of several problems alike, in the precision of the inputs."""
+    worst: dict[str, float] = {}
+    exact = x["query"].dtype == torch.float64
+    for _ in range(6):
+        at = [to_32(some) if exact else some for some in (x, u, t)]
+        found = everything(formula, *at, **options)
+        expected = everything(formula, *map(to_64, at), **options)
+        # Errors grow with eps: of float64 take those of float32, scaled, twice as the reference
+        # makes them too.
+        factor = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if exact else 1
+        for name, result in found.items():
+            finite = expected[name].isfinite()
+            error = factor * largest((result.double() - expected[name])[finite])
+            worst[name] = max(error, worst.get(name, 0.0))
+        x, u, t = changed(x), changed(u), changed(t)
+    return worst
+
+
+def to_64(tensors: Tensors) -> Tensors:
+    return {name: to_dtype(t, torch.float64) for name, t in tensors.items()}
+
+
+def to_32(tensors: Tensors) -> Tensors:
+    return {name: to_dtype(t, torch.float32) for name, t in tensors.items()}
+
+
+def drawn(case: Case, dtype: torch.dtype) -> tuple[Tensors, Tensors, Tensors]:
+    """Inputs, gradients of the results, and a direction."""
+    x = case.tensors(dtype)
+    output, logsumexp, _ = attention(x, **case.options)
+    u = {"output": randn(output.shape, dtype), "logsumexp": randn(logsumexp.shape, logsumexp.dtype)}
+    t = {name: randn(t.shape, t.dtype) for name, t in x.items() if t.is_floating_point()}
+    if "alibi_slopes" in t:
+        t["alibi_slopes"] /= 8  # of the order of the slopes: distances make them large
+    return x, u, t
