@@ -169,6 +169,26 @@ def test_sinks_of_any_size(sink: float) -> None:
         )
 
 
+@pytest.mark.regression
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sink", [1e3, 1e5, 1e9, 1e20, 1e29, 3.3e38, -1e9, -3.3e38])
+def test_a_sink_far_beyond_the_scores(sink: float, dtype: torch.dtype) -> None:
+    """All of the weight, or none; head_dim 12 makes a scale that is no power of two."""
+    x = Case("x", (2, 4, 2, 70, 90, 12)).tensors(dtype)
+    sinks = torch.full((4,), sink, dtype=dtype, requires_grad=True)
+    output, logsumexp, _ = attention(x, sinks=sinks)
+    (of_sinks,) = torch.autograd.grad(logsumexp.sum(), [sinks], retain_graph=True)
+    torch.testing.assert_close(of_sinks, torch.full_like(sinks, 140.0 if sink > 0 else 0.0))
+    expected = torch.full_like(logsumexp, sink) if sink > 0 else attention(x)[1]
+    torch.testing.assert_close(logsumexp, expected, atol=0, rtol=4 * torch.finfo(dtype).eps)
+    assert not output.any() if sink > 0 else torch.equal(output, attention(x)[0])
+    of_scores = {name: t for name, t in x.items() if name != "value"}
+    stats = torch_attn.sdpa_stats(**of_scores, enable_gqa=True, sinks=sinks.detach())
+    torch.testing.assert_close(stats.logsumexp, expected, atol=0, rtol=4 * torch.finfo(dtype).eps)
+    assert stats.entropy.isfinite().all()
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [12.0, 0.1])
@@ -202,7 +222,11 @@ def test_a_sink_of_nan_makes_its_head_nan() -> None:
     output, logsumexp, _ = attention(
         x, sinks=torch.tensor([0.0, NAN, 0.0, 0.0]), key_lengths=torch.tensor([9, 0])
     )
-    for result in (output, logsumexp[..., None]):
+    of_scores = {name: t for name, t in x.items() if name != "value"}
+    stats = torch_attn.sdpa_stats(
+        **of_scores, enable_gqa=True, sinks=torch.tensor([0.0, NAN, 0.0, 0.0])
+    )
+    for result in (output, logsumexp[..., None], stats.entropy, stats.received_weight):
         assert result[:, 1].isnan().all()
         assert result[:, [0, 2, 3]].isfinite().all()
 
@@ -288,6 +312,38 @@ def test_gradcheck(names: tuple[str, ...]) -> None:
     assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
+@pytest.mark.regression
+@pytest.mark.parametrize("name", ["query_offset", "key_lengths"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_transforms_within_transforms(name: str, dtype: torch.dtype) -> None:
+    """The integers, which are checked in each, are made outside of them."""
+    query, key, value = torch.randn(3, 2, 1, 4, 2, dtype=torch.float64)
+    numbers = torch.tensor([3, 2])
+
+    def loss(query: Tensor, numbers: Tensor) -> Tensor:
+        return torch_attn.sdpa(query, key, value, is_causal=True, **{name: numbers}).square().sum()
+
+    found = torch.func.hessian(lambda query: loss(query, numbers.to(dtype)))(query)
+    torch.testing.assert_close(
+        found, torch.autograd.functional.hessian(lambda query: loss(query, numbers), query)
+    )
+    given = numbers.to(dtype)
+    torch.testing.assert_close(torch.func.hessian(lambda query: loss(query, given))(query), found)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_sink_of_none_over_no_keys_in_forward_over_forward() -> None:
+    query, key, value = torch.randn(3, 1, 1, 3, 2)
+    sinks, one = torch.tensor([-INF]), torch.ones(1)
+
+    def along(sinks: Tensor) -> Tensor:
+        return torch.func.jvp(
+            lambda s: torch_attn.sdpa(query, key, value, key_lengths=0, sinks=s), (sinks,), (one,)
+        )[1]
+
+    assert not any(t.any() for t in torch.func.jvp(along, (sinks,), (one,)))
+
+
 # ------------------------------------------------------------------------------------------------
 # What is refused
 
@@ -332,6 +388,16 @@ def test_a_window_is_a_pair(window: Any) -> None:
     x = torch.randn(2, 4, 5, 8)
     with pytest.raises(ValueError, match="it must be a pair"):
         torch_attn.sdpa(x, x, x, window_size=window)
+
+
+@pytest.mark.parametrize("name", ["query_offset", "key_lengths"])
+@pytest.mark.parametrize("numbers", [1.5, [1, 2], "a"])
+def test_integers_are_integers(name: str, numbers: Any) -> None:
+    x = torch.randn(2, 4, 5, 8)
+    with pytest.raises(
+        TypeError, match=rf"attn::sdpa: {name} is .*; it must be an int or a tensor"
+    ):
+        torch_attn.sdpa(x, x, x, **{name: numbers})
 
 
 def test_lengths_changed_in_place_are_seen() -> None:

@@ -212,14 +212,14 @@ def sdpa_with_logsumexp(
         True
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::attention", query=query, key=key, value=value)
+        _refuse_others("attn::sdpa", query=query, key=key, value=value)
     if (
         not isinstance(dropout_p, float)
         or not isinstance(softcap, float)
         or (scale is not None and not isinstance(scale, float))
     ):
         scale, dropout_p, softcap = _numbers(
-            "attn::attention", scale=scale, dropout_p=dropout_p, softcap=softcap
+            "attn::sdpa", scale=scale, dropout_p=dropout_p, softcap=softcap
         )
     # A default is no constant to torch.compile(dynamic=True), but an input of the graph, and dynamo
     # fails where two checkpoints have it.
@@ -235,8 +235,8 @@ def sdpa_with_logsumexp(
         enable_gqa=enable_gqa,
         softcap=softcap,
         window_size=_pair(window_size),
-        query_offset=_integers(query_offset, query),
-        key_lengths=_integers(key_lengths, query),
+        query_offset=_integers("query_offset", query_offset, query),
+        key_lengths=_integers("key_lengths", key_lengths, query),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
@@ -301,8 +301,8 @@ def sdpa_with_weights(
         enable_gqa=enable_gqa,
         softcap=softcap,
         window_size=_pair(window_size),
-        query_offset=_integers(query_offset, query),
-        key_lengths=_integers(key_lengths, query),
+        query_offset=_integers("query_offset", query_offset, query),
+        key_lengths=_integers("key_lengths", key_lengths, query),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
@@ -408,10 +408,9 @@ def sdpa_stats(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         _refuse_others("attn::sdpa_stats", query=query, key=key)
-    if scale is not None and not isinstance(scale, float):
-        (scale,) = _numbers(
-            "attn::sdpa_stats", "pass scale.item(): statistics have no derivatives", scale=scale
-        )
+    if not isinstance(softcap, float) or (scale is not None and not isinstance(scale, float)):
+        advice = "pass scale.item(): statistics have no derivatives"
+        scale, softcap = _numbers("attn::sdpa_stats", advice, scale=scale, softcap=softcap)
     return Stats(
         *torch.ops.attn.sdpa_stats(
             query,
@@ -422,8 +421,8 @@ def sdpa_stats(
             enable_gqa=enable_gqa,
             softcap=softcap,
             window_size=_pair(window_size),
-            query_offset=_integers(query_offset, query),
-            key_lengths=_integers(key_lengths, query),
+            query_offset=_integers("query_offset", query_offset, query),
+            key_lengths=_integers("key_lengths", key_lengths, query),
             alibi_slopes=alibi_slopes,
             sinks=sinks,
         )
@@ -432,18 +431,20 @@ def sdpa_stats(
 
 def _pair(window_size: tuple[int, int]) -> list[int]:
     if len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size}; it must be a pair (left, right)")
+        raise ValueError(f"window_size is {window_size}; it must be a pair (left, right) of ints")
     return [window_size[0], window_size[1]]
 
 
-def _integers(numbers: Tensor | int | None, query: Tensor) -> Tensor | None:
+def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor | None:
     """A number as a tensor, also one that is symbolic under torch.compile."""
     if numbers is None:
         return None
     if isinstance(numbers, Tensor):
         return numbers
-    if isinstance(numbers, float):
-        raise TypeError(f"query_offset and key_lengths are integers, not {numbers}")
+    if not isinstance(numbers, (int, torch.SymInt)):
+        raise TypeError(
+            f"attn::sdpa: {name} is {numbers}; it must be an int or a tensor of integers"
+        )
     return torch.full([], numbers, dtype=torch.int64, device=query.device)
 
 

@@ -248,8 +248,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             "enable_gqa": self.num_kv_heads != self.num_heads,
             "softcap": self.softcap,
             "window_size": self.window_size,
-            "query_offset": _integers(query_offset, query),
-            "key_lengths": _integers(key_lengths, query),
+            "query_offset": _integers("query_offset", query_offset, query),
+            "key_lengths": _integers("key_lengths", key_lengths, query),
         }
         output, weights = self._attend(
             q, k, v, hidden, need_weights, average_attn_weights, is_causal, options

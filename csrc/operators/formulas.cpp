@@ -126,7 +126,7 @@ WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOpt
     logits = at::cat({scores, sink}, -1);
     const Tensor nothing = logits.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
     const Tensor safe = logits.masked_fill(nothing, 0);
-    const Tensor weights = at::softmax(safe, -1).masked_fill(nothing, 0).narrow_symint(-1, 0, shape.keys);
+    const Tensor weights = at::softmax(safe, -1).masked_fill(nothing, 0).narrow_symint(-1, 0, shape.keys).contiguous();
     return {weights, scores, at::logsumexp(safe, {-1}).masked_fill(nothing.squeeze(-1), kMinusInfinity)};
   }
   const Tensor weights = at::softmax(logits, -1).masked_fill(empty_row, 0);
@@ -194,7 +194,8 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   const Tensor weighted = weights * tangent_scores;
   Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
   if (inputs.sinks && direction.sinks) {
-    const Tensor weight = (for_rows(*inputs.sinks, shape, weights) - logsumexp.unsqueeze(-1)).exp();
+    const Tensor sink = for_rows(*inputs.sinks, shape, weights);
+    const Tensor weight = (sink - logsumexp.unsqueeze(-1)).exp().masked_fill(sink.eq(kMinusInfinity), 0);
     tangent_logsumexp = tangent_logsumexp + weight * for_rows(*direction.sinks, shape, weights);
   }
   Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value, options);

@@ -157,12 +157,15 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
   TORCH_CHECK(t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, shape.op, ": ", name, " has dtype ",
               t->scalar_type(), "; it must be int32 or int64");
   if (!t->is_cpu() || !t->has_storage() || t->is_meta() || at::isTensorSubclassLike(*t)) return;
-  const Tensor numbers = t->to(at::kLong).contiguous();
-  const int64_t* data = numbers.const_data_ptr<int64_t>();
   const int64_t last = most.guard_int(__FILE__, __LINE__);
-  for (int64_t i = 0; i < numbers.numel(); ++i)
-    TORCH_CHECK(least <= data[i] && data[i] <= last, shape.op, ": ", name, " is ", data[i],
-                numbers.numel() > 1 ? c10::str(" at entry ", i) : "", "; it must be between ", least, " and ", last);
+  for (int64_t i = 0; i < t->numel(); ++i) {  // not by an operator, which a transform of torch.func would see
+    int64_t at = 0, rest = i;
+    for (int64_t d = t->dim(); d-- > 0; rest /= t->size(d)) at += rest % t->size(d) * t->stride(d);
+    const int64_t n =
+        t->scalar_type() == at::kInt ? t->const_data_ptr<int32_t>()[at] : t->const_data_ptr<int64_t>()[at];
+    TORCH_CHECK(least <= n && n <= last, shape.op, ": ", name, " is ", n,
+                t->numel() > 1 ? c10::str(" at entry ", i) : "", "; it must be between ", least, " and ", last);
+  }
 }
 
 }  // namespace
@@ -374,11 +377,10 @@ double scale_or_default(std::optional<double> scale, int64_t head_dim) {
 }
 
 double softcap_for(const Tensor& query, double softcap) {
-  const auto in = [&]<class T>(T) {
-    using Limits = std::numeric_limits<T>;
-    return softcap == 0 || softcap > Limits::max() ? 0 : std::max<double>(softcap, Limits::min());
-  };
-  return compute_dtype(query) == at::kDouble ? in(double()) : in(float());
+  using Single = std::numeric_limits<float>;
+  const bool is_single = compute_dtype(query) == at::kFloat;
+  if (softcap == 0 || (is_single && softcap > Single::max())) return 0;
+  return std::max(softcap, is_single ? double{Single::min()} : std::numeric_limits<double>::min());
 }
 
 }  // namespace attn

@@ -67,7 +67,8 @@ Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
 // 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.
 double scale_or_default(std::optional<double> scale, int64_t head_dim);
 
-// A cap as the type computed in can hold it: 0, none, if it is beyond its numbers, and no smaller than it divides by.
+// A cap as the type computed in can hold it: 0, which is none, if it is larger than all numbers of that type, and at
+// least the smallest normal one, by which products are divided.
 double softcap_for(const at::Tensor& query, double softcap);
 
 }  // namespace attn

@@ -155,7 +155,7 @@ struct Forward {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, total[v]);
       return;
     }
-    bool moved = false;  // of a row without any key so far all sums are 0
+    bool moved = false;  // but from -inf: of such a row, without any key so far, all sums are 0
     for (int v = 0; v < N; ++v) moved |= any((best[v] != old[v]) & (old[v] != splat<T>(-kInfinity<T>)));
     if (!moved) {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) + total[v]);

@@ -37,17 +37,13 @@ struct Results {
 // -inf is none; a sum of 0 is that of a row without keys.
 template <class T>
 ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, Vec<T>& sum) {
-  const T scale = leaves_products<T>(p) ? static_cast<T>(p.scale) : 1;
-  const Vec<T> zero{}, one = splat<T>(1), as_found = sink / scale;
-  const auto none = sink == -kInfinity<T>, empty = sum == zero;
-  const auto in_range = absolute<T>(as_found) < kInfinity<T>;  // else it is all of the weight, or none
-  const Vec<T> of_empty = in_range | (sink != sink) ? as_found : zero;
-  const Vec<T> shared = empty ? of_empty : as_found > reference ? as_found : reference;
-  const Vec<T> of_sum = empty ? zero : exp2<T>((reference - shared) * log2_slope<T>(p));
-  const Vec<T> power = exp2<T>((sink - shared * scale) * static_cast<T>(kLog2E));
+  const T slope = log2_slope<T>(p);
+  const auto none = sink == -kInfinity<T>, empty = sum == Vec<T>{};
+  const Vec<T> found = as_in_tiles<T>(p, sink), shared = empty | (found > reference) ? found : reference;
+  const Vec<T> of_sum = empty ? Vec<T>{} : exp2<T>((reference - shared) * slope);
   reference = none ? reference : shared;
-  sum = none ? sum : sum * of_sum + (empty & in_range ? one : power);
-  return none ? one : of_sum;
+  sum = none ? sum : sum * of_sum + exp2<T>((found - shared) * slope);
+  return none ? splat<T>(1) : of_sum;
 }
 
 // Writes the numbers of a row, whose reference and sum have the sink in them, while `largest`, of what the tiles held,
@@ -69,8 +65,7 @@ void write_numbers(const ForwardParams& p, int64_t number, bool has_keys, T refe
   // No less than the sink, which may lie beyond what products hold.
   const T sink = sink_of<T>(p, number / p.queries);
   const double found = static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum));
-  const T logsumexp = static_cast<T>(sum == 0 ? -kInfinity<double> : found);
-  to.row_logsumexp[number] = sink > logsumexp ? sink : logsumexp;
+  to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
 
 // Writes the output of one row, factor * row / sum, and its numbers. Overwrites `row`; `scratch` holds as much, for a

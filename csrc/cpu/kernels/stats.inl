@@ -205,21 +205,17 @@ struct Stats {
       const T largest = row.largest, sink = sink_of<T>(p, r / p.queries);
       double sink_weight = 0;
       if (sink != -kInfinity<T> && !has_nan(row)) {
-        // one beyond what products hold is all of the weight, or none
-        const T most = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307), found = sink / scale;
-        const T as_found = found > most ? most : found < -most ? -most : found;
-        const T reference = as_found > row.largest ? as_found : row.largest;
+        const T found = as_in_tiles<T>(p, splat<T>(sink))[0], reference = found > row.largest ? found : row.largest;
         const T exponent = exponent_of(row.largest, reference, slope);
         row = brought_to(reference, row, exponent, power_of_2(exponent));
-        sink_weight = found != as_found
-                          ? (found > 0 ? 1 : 0)
-                          : __builtin_exp(static_cast<double>(sink) - static_cast<double>(reference) * scale);
+        sink_weight = __builtin_exp2((static_cast<double>(found) - reference) * slope);
       }
       const double log_sum = __builtin_log1p(sum_without_one(row, sink_weight));
       const FinishedRow<T> results = finished(row, largest, scale, sink_weight, log_sum, kInfinity<T>);
       static_cast<T*>(p.largest_score)[r] = results.largest_score;
       static_cast<T*>(p.entropy)[r] = results.entropy;
-      static_cast<T*>(p.logsumexp)[r] = sink > results.logsumexp ? sink : results.logsumexp;
+      static_cast<T*>(p.logsumexp)[r] =
+          largest == -kInfinity<T> || sink > results.logsumexp ? sink : results.logsumexp;
       T* pair = static_cast<T*>(p.pairs) + 2 * r;
       pair[0] = results.reference;
       pair[1] = results.inverse_sum;

@@ -26,13 +26,22 @@ template <class T>
 ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
   return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[head] : -kInfinity<T>;
 }
-// Its weight in a lane of a tile, exp(sink - logsumexp). Of a row without keys the logsumexp is the sink.
+// Sinks as what the tiles hold, which may be products: rounded as such they weigh exactly 1 where they are the largest.
+// A number beyond those of products is all of the weight, or none.
 template <class T>
-double weight_of_sink(const Problem& p, double sink, const Logsumexp<T>& logsumexp, int64_t lane) {
-  const double reference = logsumexp.reference[lane], scale = leaves_products<T>(p) ? p.scale : 1;
-  if (sink == -kInfinity<double>) return 0;
-  if (reference == kInfinity<double>) return sink == sink ? 1 : sink;
-  return __builtin_exp2((sink - reference * scale) * kLog2E - logsumexp.log2_sum[lane]);
+ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
+  constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307);
+  const Vec<T> found = sinks / (leaves_products<T>(p) ? static_cast<T>(p.scale) : 1);
+  const Vec<T> within = found > kMost ? splat<T>(kMost) : found < -kMost ? splat<T>(-kMost) : found;
+  return absolute<T>(sinks) < kInfinity<T> ? within : sinks;
+}
+// The weight of a sink in a lane of a tile, exp(sink - logsumexp). Of a row without keys the logsumexp is the sink.
+template <class T>
+double weight_of_sink(const Problem& p, T sink, const Logsumexp<T>& logsumexp, int64_t lane) {
+  if (sink == -kInfinity<T>) return 0;
+  if (logsumexp.reference[lane] == kInfinity<T>) return sink == sink ? 1 : sink;
+  const double above = as_in_tiles<T>(p, splat<T>(sink))[0] - static_cast<double>(logsumexp.reference[lane]);
+  return __builtin_exp2(above * log2_slope<T>(p) - logsumexp.log2_sum[lane]);
 }
 
 // Calls f(product or bias or score at x[j * kRowTile + lane], its key j, its lane) for every vector of the tile.
