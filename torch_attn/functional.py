@@ -67,16 +67,16 @@ def sdpa(
         softcap: c > 0 bounds scores to (-c, c), before a mask is added; 0 is off (Gemma 2).
         window_size: (left, right), how many keys beside its position a query sees to either side;
             -1 is all. Keys out of the window are not read: time and memory are linear in it.
-            `is_causal` is (-1, 0).
+            (-1, 0) is causality.
         query_offset: the position of query 0 among the keys, of any sign: one number, or integers
             ``[B...]``. For rows that end where the keys end (lower right alignment, a chunk of a
             prompt, a cache) it is ``S - L``; over a cache filled to a length, ``length - L``.
         key_lengths: how many of the S keys there are: one number, or integers ``[B...]``. The
             others, their values and their part of a mask are not read, whatever is there.
-        alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, query's dtype or float32: ALiBi takes slope times
-            the distance from each score. Differentiable.
-        sinks: ``[Hq]`` or ``[B..., Hq]``, query's dtype or float32: one more logit in every softmax
-            of a head, without a value (gpt-oss). 0 makes softmax-1, -inf none. Differentiable.
+        alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, one for each head of the output, of query's dtype
+            or float32: ALiBi takes slope times the distance from each score. Differentiable.
+        sinks: ``[Hq]`` or ``[B..., Hq]``, as those: one more logit in every softmax of a head,
+            without a value (gpt-oss). 0 makes softmax-1, -inf none. Differentiable.
 
     Returns:
         ``[B..., Hq, L, Ev]`` in query's dtype, laid out as the query is (a ``[B, L, H, E]`` tensor
@@ -88,10 +88,11 @@ def sdpa(
             message names the argument, what it was and what is allowed. Nothing is read or written.
             Offsets and lengths on a GPU are not looked at, which would wait for it: there, lengths
             outside of 0 ... S count as the nearest of these.
-        TypeError: query, key or value is no tensor; or `scale` or `dropout_p` is one of which a
-            derivative is asked, for they have none. ``torch.ops.attn.sdpa`` itself cannot see that:
-            PyTorch makes a number of it.
-        ValueError: `is_causal` beside one of the two causal biases.
+        TypeError: query, key or value is no tensor; an offset or length is neither an int nor a
+            tensor; or `scale`, `dropout_p` or `softcap` is a tensor of which a derivative is asked,
+            for they have none. ``torch.ops.attn.sdpa`` itself cannot see that: PyTorch makes a
+            number of it.
+        ValueError: `is_causal` beside one of the two causal biases; a window that is no pair.
 
     Precision: bfloat16 and float16 accumulate in float32, with the softmax in float32; float64 is
     float64 throughout. Under :class:`torch.autocast` the inputs are cast as the built-in's are.
@@ -318,10 +319,10 @@ class Stats(NamedTuple):
             diverges.
         entropy: ``[B..., Hq, L]``, of each query's weights ``p`` the entropy ``-sum(p log p)`` in
             nats: ``log(n)`` where n keys have equal weight, 0 where one key has all of it.
-        logsumexp: ``[B..., Hq, L]``, of each query's scores: a weight is ``exp(score -
-            logsumexp)``.
+        logsumexp: ``[B..., Hq, L]``, of each query's scores, and of the sink if there is one: a
+            weight is ``exp(score - logsumexp)``.
         received_weight: ``[B..., Hq, S]``, the sum of the weights that all queries give to a key.
-            Its sum over the keys is the number of queries that see a key.
+            Its sum over the keys is the number of queries that see a key, less what sinks take.
     """
 
     largest_score: Tensor

@@ -55,7 +55,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Raises:
         ValueError: a size or a number of heads is not positive, does not divide what it must
-            divide, or `dropout`, `window_size` or `softcap` is none.
+            divide, or `dropout`, `window_size` or `softcap` is not a valid one.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2.2,
     https://arxiv.org/abs/1706.03762; `num_kv_heads`: Ainslie et al., *GQA*, 2023,

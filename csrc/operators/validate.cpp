@@ -143,7 +143,7 @@ void check_numbers(const Shape& shape, const char* name, const Tensor& t, const 
 
 void check_head_numbers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query) {
   if (!t) return;
-  check_numbers(shape, name, *t, query, shape.of_heads(), 1, "[Hq] or [B..., Hq]: one number a head of the query,");
+  check_numbers(shape, name, *t, query, shape.of_heads(), 1, "[Hq] or [B..., Hq]: one number a head of the output,");
   const auto dtype = query.scalar_type(), own = t->scalar_type();
   TORCH_CHECK(own == dtype || (own == at::kFloat && dtype != at::kDouble), shape.op, ": ", name, " has dtype ", own,
               "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
