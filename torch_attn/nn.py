@@ -184,8 +184,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
             average_attn_weights: return the mean of the weights over the heads.
             is_causal: query i attends to keys 0 ... i. With `attn_mask` it is the hint that this
-                is the causal mask, which is then not read unless `need_weights`: there the mask
-                itself counts, as in torch.
+                is the causal mask, moved by `query_offset`, which is then not read unless
+                `need_weights`: there the mask itself counts, as in torch.
             query_offset: the position of query 0 among the keys, from which windows and causality
                 count: one number, or ``[B]`` integers; None is 0.
             key_lengths: how many of the S keys there are, the others being hidden and not read: one

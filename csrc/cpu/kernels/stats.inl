@@ -214,8 +214,7 @@ struct Stats {
       const FinishedRow<T> results = finished(row, largest, scale, sink_weight, log_sum, kInfinity<T>);
       static_cast<T*>(p.largest_score)[r] = results.largest_score;
       static_cast<T*>(p.entropy)[r] = results.entropy;
-      static_cast<T*>(p.logsumexp)[r] =
-          largest == -kInfinity<T> || sink > results.logsumexp ? sink : results.logsumexp;
+      static_cast<T*>(p.logsumexp)[r] = largest == -kInfinity<T> || sink > results.logsumexp ? sink : results.logsumexp;
       T* pair = static_cast<T*>(p.pairs) + 2 * r;
       pair[0] = results.reference;
       pair[1] = results.inverse_sum;
