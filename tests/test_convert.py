@@ -1,4 +1,7 @@
-"""convert: PyTorch's transformers with their attention swapped, on every way through them."""
+"""convert: PyTorch's transformers with their attention swapped, on every way through them.
+
+And unconvert, the way back.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import functools
 import io
 import itertools
 import pickle
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ import torch_attn
 from _accuracy import check_modules
 from _models import Calls
 from helpers import SEED
-from torch_attn import convert
+from torch_attn import convert, unconvert
 from torch_attn.nn import MultiheadAttention
 
 pytestmark = [
@@ -341,6 +345,10 @@ def test_compiled_before() -> None:
         output = compiled(x)
     assert "attn::sdpa" in {event.key for event in profiler.key_averages()}
     torch.testing.assert_close(output, expected)
+    unconvert(compiled)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        assert torch.equal(compiled(x), expected)
+    assert "attn::sdpa" not in {event.key for event in profiler.key_averages()}
 
 
 # --- what is said ---------------------------------------------------------------------------------
@@ -375,8 +383,12 @@ def test_result() -> None:
 
 
 def test_nothing_to_convert() -> None:
-    with pytest.warns(UserWarning, match=r"Linear has no torch.nn.MultiheadAttention"):
+    message = (
+        r"^convert: Linear has no torch.nn.MultiheadAttention; for models that .*integrations$"
+    )
+    with pytest.warns(UserWarning, match=message) as warned:
         assert convert(nn.Linear(E, E)) == ((), {})
+    assert warned[0].filename == __file__
 
 
 def test_root() -> None:
@@ -385,9 +397,147 @@ def test_root() -> None:
     assert type(model) is MultiheadAttention
 
 
+@pytest.mark.parametrize("function", [convert, unconvert])
 @pytest.mark.parametrize("model", [None, nn.MultiheadAttention, [nn.Linear(1, 1)]])
-def test_no_module(model: Any) -> None:
+def test_no_module(function: Callable[[Any], Any], model: Any) -> None:
     name = type(model).__name__
-    message = f"convert: model is a {name}; it must be a torch.nn.Module"
+    message = f"^{function.__name__}: model is a {name}; it must be a torch.nn.Module"
     with pytest.raises(TypeError, match=message):
-        convert(model)
+        function(model)
+
+
+# --- the way back ---------------------------------------------------------------------------------
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no bias": {"bias": False},
+    "more keys": {"add_bias_kv": True, "add_zero_attn": True},
+    "kdim": {"kdim": 5},
+    "vdim, no bias": {"vdim": 7, "bias": False, "add_bias_kv": True},
+    "batch first": {"batch_first": True, "dropout": 0.25},
+    "bfloat16": {"dtype": torch.bfloat16, "kdim": 5, "vdim": 7},
+}
+
+
+def nothing(*_: Any) -> None:
+    """A hook that can be pickled."""
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("hooks", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_there_and_back(variant: str, hooks: bool, training: bool) -> None:
+    """Byte by byte: the class, all that is in the module, and in which order."""
+    attention = nn.MultiheadAttention(E, H, **VARIANTS[variant]).train(training)
+    if hooks:
+        attention.register_forward_hook(nothing)
+        attention.register_forward_pre_hook(nothing, with_kwargs=True)
+    before, parameters = pickle.dumps(attention), list(attention.parameters())
+    convert(attention)
+    assert pickle.dumps(attention) != before
+    assert unconvert(attention) == (("",), {})
+    assert pickle.dumps(attention) == before
+    assert all(a is b for a, b in zip(attention.parameters(), parameters, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_never_been_there(variant: str) -> None:
+    """What was made as ours, and copies of it, is as if it were made as torch's."""
+    torch.manual_seed(SEED)
+    theirs = nn.MultiheadAttention(E, H, **VARIANTS[variant])
+    torch.manual_seed(SEED)
+    ours = MultiheadAttention(E, H, **VARIANTS[variant])
+    for attention in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
+        assert unconvert(attention) == (("",), {})
+        assert type(attention) is nn.MultiheadAttention
+        assert repr(vars(attention)) == repr(vars(theirs))
+
+
+def test_optimizer_goes_on() -> None:
+    """Through convert and unconvert it trains the parameters that it had, as without them."""
+    model = nn.TransformerEncoderLayer(E, H, 32, 0.0, activation="gelu").double()
+    other = copy.deepcopy(model)
+    x = torch.randn(L, B, E, dtype=torch.float64)
+
+    def trained(model: nn.Module, *between: Callable[[nn.Module], Any]) -> Iterator[Tensor]:
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in between:
+            step(model)
+            loss = model(x).pow(3).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
+    losses = torch.stack([*trained(model, nn.Module.train, convert, unconvert, nn.Module.train)])
+    expected = torch.stack([*trained(other, *[nn.Module.train] * 4)])
+    torch.testing.assert_close(losses, expected)
+
+
+def test_scripted_and_exported_again() -> None:
+    shape = "batch first True, norm first False"
+    model, encoder = build("Encoder", shape)
+    model, encoder = model.encoder.eval(), encoder.encoder.eval()
+    x = arguments(shape)["x"]
+    with pytest.raises(torch.jit.frontend.NotSupportedError):
+        torch.jit.script(encoder)
+    unconvert(encoder)
+    for other in (encoder, copy.deepcopy(encoder), torch.jit.script(encoder)):
+        with torch.no_grad(), Attentions() as calls:
+            assert torch.equal(other(x), model(x))
+        assert calls.forward == 0
+        assert calls.count["aten::_transformer_encoder_layer_fwd"] == 2 * LAYERS
+    program = torch.export.export(encoder, (x,))
+    assert "attn." not in str(program.graph)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_result_of_the_way_back() -> None:
+    """Names, each module once; of what torch's module cannot do, the reason."""
+
+    class Derived(MultiheadAttention):
+        pass
+
+    class Adapted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Module()
+    model.first = MultiheadAttention(E, H)
+    model.again = model.first
+    model.layer = nn.TransformerDecoderLayer(E, H)
+    convert(model.layer)
+    model.theirs = nn.MultiheadAttention(E, H)
+    model.grouped = MultiheadAttention(E, H, num_kv_heads=2, softcap=50.0)
+    model.window = MultiheadAttention(E, H, window_size=(3, 0))
+    model.derived = Derived(E, H)
+    model.patched, model.adapted, model.called = (MultiheadAttention(E, H) for _ in range(3))
+    model.patched.forward = nothing
+    model.adapted.out_proj = Adapted(E, E)
+    model.called.out_proj.forward = nothing
+    before = pickle.dumps([model.grouped, model.window])
+    result = unconvert(model)
+    assert result.swapped == ("first", "layer.self_attn", "layer.multihead_attn")
+    assert result.skipped == {
+        "grouped": "torch's module has no num_kv_heads=2, softcap=50.0",
+        "window": "torch's module has no window_size=(3, 0)",
+        "derived": "its class, test_result_of_the_way_back.<locals>.Derived, is derived",
+        "patched": "its forward was replaced",
+        "adapted": "torch's module does not call its out_proj, a "
+        "test_result_of_the_way_back.<locals>.Adapted",
+        "called": "torch's module does not call its out_proj, a NonDynamicallyQuantizableLinear",
+    }
+    assert type(model.first) is type(model.layer.self_attn) is nn.MultiheadAttention
+    assert pickle.dumps([model.grouped, model.window]) == before
+    assert unconvert(model) == torch_attn.Converted((), result.skipped)
+
+
+def test_nothing_to_unconvert() -> None:
+    """A warning, but not of a model that has come back, or was never away."""
+    message = r"^unconvert: Linear has no torch.nn.MultiheadAttention$"
+    with pytest.warns(UserWarning, match=message) as warned:
+        assert unconvert(nn.Linear(E, E)) == ((), {})
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert unconvert(nn.MultiheadAttention(E, H)) == ((), {})

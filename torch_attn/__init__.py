@@ -5,8 +5,8 @@ Importing the package registers the operators ``torch.ops.attn.sdpa``, ``attenti
 :func:`sdpa_with_weights` and :func:`sdpa_stats` are the documented Python side.
 :mod:`torch_attn.reference` is the textbook version. In models that exist, :func:`replacing_sdpa`
 puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
-:class:`torch_attn.nn.MultiheadAttention` in that of torch's module. :func:`inspect` looks at what
-a model attends to, and :mod:`torch_attn.plots` draws it.
+:class:`torch_attn.nn.MultiheadAttention` in that of torch's module (:func:`unconvert`: the way
+back). :func:`inspect` looks at what a model attends to, and :mod:`torch_attn.plots` draws it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
-from torch_attn._convert import Converted, convert
+from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._inspection import Inspection, Layer
 from torch_attn.functional import (
     Stats,
@@ -48,6 +48,7 @@ __all__ = [
     "sdpa_stats",
     "sdpa_with_logsumexp",
     "sdpa_with_weights",
+    "unconvert",
 ]
 
 __version__ = "0.1.0"

@@ -23,7 +23,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     :func:`torch_attn.sdpa`, in training and in evaluation, also inside of
     :class:`torch.nn.TransformerEncoderLayer`. Unless weights are asked for, no tensor of L x S is
     made, except out of masks of that size (below). :func:`torch_attn.convert` makes the modules of
-    an existing model such ones.
+    an existing model such ones, :func:`torch_attn.unconvert` makes them torch's again.
 
     Args:
         embed_dim: size of a query and of the output, a multiple of `num_heads`.
@@ -152,6 +152,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         """What this class has beside torch's module; :func:`torch_attn.convert` calls it too."""
         self.num_kv_heads = num_kv_heads
         self.register_forward_pre_hook(_forward_must_be_called)
+
+    def _take_down(self) -> None:
+        """Leaves nothing that torch's module has not; :func:`torch_attn.unconvert` calls it."""
+        for name in ("num_kv_heads", "window_size", "softcap"):
+            vars(self).pop(name, None)
+        for key, hook in list(self._forward_pre_hooks.items()):
+            if hook is _forward_must_be_called:
+                del self._forward_pre_hooks[key]
 
     def forward(
         self,
