@@ -19,7 +19,8 @@ CallOptions call_options(const auto& named, const at::Tensor& query) {
                       .softcap = named.softcap,
                       .window = named.window_size,
                       .query_offset = tensor(named.query_offset),
-                      .key_lengths = tensor(named.key_lengths)};
+                      .key_lengths = tensor(named.key_lengths),
+                      .packing = {}};
   if constexpr (requires { named.dropout_p; }) options.dropout_p = named.dropout_p;
   return options;
 }

@@ -26,7 +26,7 @@ OutputAndLogsumexp sdpa_with_logsumexp(const Tensor& query, const Tensor& key, c
 std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const Options& o) {
   const auto [output, weights, scores] =
-      WeightsOp::call({{query, key, value, o.attn_mask, {}, {}}}, call_options(o, query), head_inputs(o));
+      WeightsOp::call({{query, key, value, o.attn_mask, {}, {}}}, {call_options(o, query)}, head_inputs(o));
   return {output, weights, scores};
 }
 

@@ -10,14 +10,36 @@ ATTN_INLINE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : 
 ATTN_INLINE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 ATTN_INLINE constexpr int64_t round_up(int64_t n, int64_t multiple) { return divide_up(n, multiple) * multiple; }
 
+// The bytes of a number.
+ATTN_INLINE constexpr int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+    case DType::i64:
+      return 8;
+    case DType::f32:
+      return 4;
+    case DType::bf16:
+    case DType::f16:
+      return 2;
+    case DType::boolean:
+      return 1;
+  }
+  __builtin_unreachable();
+}
+
 // Where batch entry n of an operand begins, in elements.
 ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, int64_t n) {
-  int64_t offset = 0;
+  int64_t offset = x.starts ? x.starts[n] * x.row : 0;
   for (int d = p.batch_dims - 1; d >= 0; --d) {
     offset += n % p.batch_size[d] * x.batch[d];
     n /= p.batch_size[d];
   }
   return offset;
+}
+
+// Whether dimension d of the batch counts packed sequences.
+ATTN_INLINE constexpr bool counts_sequences(const Problem& p, int d) {
+  return p.sequences > 1 && d == p.batch_dims - 1;
 }
 
 // A contiguous [*batch, heads, L, cols] of the problem's rows.
@@ -49,15 +71,18 @@ constexpr int64_t kFar = int64_t{1} << 61;
 // The one function that says how long a sequence is and how its queries and keys are aligned. Numbers that only the
 // device knows were checked by nobody: whatever they are, no key outside is read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
-  const auto [left, right, offsets, lengths] = p.visibility;
+  const auto [left, right, offsets, lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
-  return {p.queries, lengths ? larger(0, smaller(lengths[n], p.keys)) : p.keys, offset,
+  const auto length = [&](const int64_t* of_entries, int64_t most) {
+    return of_entries ? larger(0, smaller(of_entries[n], most)) : most;
+  };
+  return {length(query_lengths, p.queries), length(lengths, p.keys), offset,
           left < 0 || left > offset + kFar ? -kFar : offset - left,
           right < 0 || right >= kFar - offset ? kFar : offset + right + 1};
 }
 // The most keys that `queries` neighbours see, of any sequence: known without its offset and length.
 ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
-  const auto [left, right, offsets, lengths] = p.visibility;
+  const auto [left, right, offsets, lengths, query_lengths] = p.visibility;
   const bool bounded = left >= 0 && right >= 0 && left < kFar && right < kFar;
   return bounded ? smaller(p.keys, queries + left + right) : p.keys;
 }
@@ -70,8 +95,16 @@ ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { re
 struct Row {
   int64_t n, head, position;
 };
-ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) { return p.batch * p.heads * p.queries; }
+ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) {
+  return p.sequences > 0 ? p.batch / p.sequences * p.heads * p.tokens : p.batch * p.heads * p.queries;
+}
 ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
+  if (p.tokens == 0) return (n * p.heads + head) * p.queries + position;
+  if (p.sequences == 0) return head * p.tokens + position;  // the one entry
+  return (n / p.sequences * p.heads + head) * p.tokens + p.query.starts[n] + position;
+}
+// The number where only the rows of these params are counted.
+ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }
 // Returns the row `count` >= 0 places after `at` in the list of its group of heads.

@@ -34,18 +34,21 @@ struct Operand {
   int64_t head = 0;
   int64_t row = 0;
   int64_t col = 0;
+  const int64_t* starts = nullptr;  // [batch], of packed sequences: the row with which each one begins
 };
 
 // Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative number
 // is no bound. Causality is right = 0.
 //
 // Query i of batch entry n stands at position i + offsets[n]; keys from lengths[n] on are seen by no query and never
-// read, like their values and their part of the mask. Both lie on the device, [batch]; null: 0, and all keys.
+// read, like their values and their part of the mask. There are query_lengths[n] queries. All lie on the device,
+// [batch]; null: 0, all keys, and all queries.
 struct Visibility {
   int64_t left = -1;
   int64_t right = -1;
   const int64_t* offsets = nullptr;
   const int64_t* lengths = nullptr;
+  const int64_t* query_lengths = nullptr;
 };
 
 // One number for each batch entry and head, of the type computed in, [batch, heads]; null if there are none. They
@@ -64,8 +67,8 @@ struct Problem {
   int64_t heads = 1;  // of the query and the output
   int64_t key_heads = 1;
   int64_t value_heads = 1;
-  int64_t queries = 0;    // L
-  int64_t keys = 0;       // S
+  int64_t queries = 0;    // L, of packed sequences the most of one
+  int64_t keys = 0;       // S, as well
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
   double scale = 1;
@@ -74,6 +77,14 @@ struct Problem {
   HeadTerms terms;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
+
+  // Packed sequences lie one behind the other: each is an entry of the batch, the last of its dimensions, along which
+  // operands have no stride but starts. 0: none are packed.
+  int64_t sequences = 0;
+  // This may be one entry of a batch: its number there and, of a packed sequence, the rows that a head has with the
+  // others (0: only its own).
+  int64_t first_entry = 0;
+  int64_t tokens = 0;
 
   Operand query;
   Operand key;
@@ -101,8 +112,8 @@ struct Problem {
   ATTN_INLINE constexpr int64_t groups() const { return heads / group; }
 };
 
-// Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs). The logsumexp is a pair,
-// [batch, heads, L, 2]. With scores near -1e9 (a row of a mask that is all finfo.min, say) one number would have no
+// Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs), with packed sequences
+// [heads, tokens]. The logsumexp is a pair, [batch, heads, L, 2]. With scores near -1e9 (a row of a mask that is all finfo.min, say) one number would have no
 // digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1. Each device has its own pair, which no
 // other code reads; of a row without keys it is (-inf, 0):
 //   CPU   (m, l) with weights 2^((x_j - m) slope - l), x_j the product or score of key j, m near the largest of them
@@ -253,5 +264,48 @@ struct WeightsParams : Problem {
   ATTN_INLINE constexpr int64_t head_tasks() const { return of_all_heads ? 1 : heads; }
   ATTN_INLINE constexpr int64_t row_tiles() const { return (queries + kScoreTile - 1) / kScoreTile; }
 };
+
+// Call f(operand) for every operand of the params.
+void each_operand(Problem& p, auto f) { f(p.query), f(p.key), f(p.value), f(p.mask), f(p.mask_tiles), f(p.rng); }
+void each_operand(Tangents& t, auto f) { f(t.query), f(t.key), f(t.value), f(t.mask); }
+void each_operand(ForwardParams& p, auto f) {
+  each_operand(static_cast<Problem&>(p), f);
+  f(p.output), f(p.residual);
+}
+void each_operand(BackwardParams& p, auto f) {
+  each_operand(static_cast<Problem&>(p), f);
+  f(p.output), f(p.residual), f(p.grad_output);
+  f(p.grad_query), f(p.grad_key), f(p.grad_value), f(p.grad_mask), f(p.grad_query_sum);
+}
+void each_operand(TangentParams& p, auto f) {
+  each_operand(static_cast<Problem&>(p), f);
+  each_operand(p.t, f);
+  f(p.output), f(p.residual), f(p.tangent_output), f(p.tangent_residual);
+}
+void each_operand(SecondParams& p, auto f) {
+  each_operand(static_cast<BackwardParams&>(p), f);
+  each_operand(p.t, f);
+  f(p.tangent_output), f(p.tangent_residual);
+}
+
+// Call f(pointer, count) for everything that has `count` numbers for each row, and g(terms) for what has one for each
+// head.
+void each_of_rows(ForwardParams& p, auto f, auto g) {
+  f(p.logsumexp, 2), f(p.row_logsumexp, 1), f(p.max_score, 1);
+  g(p.terms);
+}
+void each_of_rows(BackwardParams& p, auto f, auto g) {
+  f(p.logsumexp, 2), f(p.grad_logsumexp, 1), f(p.grad_slopes, 1), f(p.grad_sinks, 1), f(p.grad_mask_rows, 1);
+  g(p.terms);
+}
+void each_of_rows(TangentParams& p, auto f, auto g) {
+  f(p.logsumexp, 2), f(p.tangent_logsumexp, 2);
+  g(p.terms), g(p.t.terms);
+}
+void each_of_rows(SecondParams& p, auto f, auto g) {
+  each_of_rows(static_cast<BackwardParams&>(p), f, g);
+  f(p.tangent_logsumexp, 2);
+  g(p.t.terms);
+}
 
 }  // namespace attn

@@ -11,8 +11,7 @@
 #include <utility>
 
 #include "operators/call.h"
-#include "cpu/capability.h"
-#include "cpu/parallel.h"
+#include "cpu/parts.h"
 
 namespace attn {
 namespace {
@@ -69,6 +68,23 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   return bytes;
 }
 
+// The parts of a call, with what is known of its mask. Each packed sequence has a mask of its own.
+template <auto kPart, class Params>
+class CallInParts : public Parts<kPart, Params> {
+ public:
+  CallInParts(Params& call, const Tensor& query) : CallInParts(call, query, call.sequences > 0) {}
+
+ private:
+  CallInParts(Params& call, const Tensor& query, bool packed)
+      : CallInParts(packed ? Tensor() : look_at_mask(call, query), call) {
+    if (packed && call.has_mask)
+      for (const auto& [p, _] : *this) mask_tiles_.push_back(look_at_mask(*p, query));
+  }
+  CallInParts(Tensor mask_tiles, Params& call) : Parts<kPart, Params>(call), mask_tiles_{std::move(mask_tiles)} {}
+
+  c10::SmallVector<Tensor, 1> mask_tiles_;
+};
+
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
@@ -80,37 +96,53 @@ int64_t part_of(int64_t count, int64_t tasks, int64_t enough, int64_t most) {
 }
 static_assert(kRowTile == kKeyTile);
 
+// Several tiles of rows share one pass over the keys, as long as there are tasks enough; no bit depends on that. But
+// sums depend on how keys are split, so that this is decided by what one entry of the batch has to do.
 void plan_rows(RowParams& p) {
-  // Several tiles of rows share one pass over the keys, as long as there are tasks enough.
-  p.rows_per_task = 4 * kRowTile;
-  while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
-  const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, p.rows_per_task);
+  const int64_t tasks = p.groups() * divide_up(p.rows(), kRowTile);
+  const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, kRowTile);
   const int64_t keys = std::min(p.keys, most_keys(p, positions) + kKeyTile);  // from the first of a tile on
-  p.keys_per_split = part_of(keys, p.tasks(), kEnoughTasks, keys / kLeastPart);
+  p.keys_per_split = part_of(keys, tasks, kEnoughTasks, keys / kLeastPart);
   if (keys > 0) p.splits = divide_up(keys, p.keys_per_split);
+  p.rows_per_task = p.splits > 1 ? kRowTile : 4 * kRowTile;  // splits begin with the first key that a task sees
+  while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
 }
 
-void run_forward(ForwardParams& p, const Tensor& query) {
-  plan_rows(p);
-  const auto partial = allocate_splits(p, query);
-  const Tensor mask_tiles = look_at_mask(p, query);
-
-  const ForwardKernels& k = kernels_for<&Kernels::forward>(p);
-  Tensor packed;
-  if (const int64_t bytes = k.packed_size(p)) {
-    packed = at::empty({bytes / static_cast<int64_t>(sizeof(float))}, query.options().dtype(at::kFloat));
-    p.packed = packed.mutable_data_ptr();
-    const int64_t heads = p.batch * std::max(p.key_heads, p.value_heads);
-    run_tasks(heads * divide_up(p.keys, kKeyTile), static_cast<double>(bytes), 0, {},
-              [&](int64_t task, char*) { k.pack(p, task); });
+void run_forward(ForwardParams& call, const Tensor& query) {
+  const CallInParts<&Kernels::forward, ForwardParams> parts(call, query);
+  c10::SmallVector<Tensor, 4> memory;
+  bool split = false, packed = false;
+  for (const auto& [p, k] : parts) {
+    plan_rows(*p);
+    split |= p->splits > 1;
+    for (Tensor& partial : allocate_splits(*p, query)) memory.push_back(std::move(partial));
+    if (const int64_t bytes = k->packed_size(*p)) {
+      packed = true;
+      memory.push_back(at::empty({bytes}, query.options().dtype(at::kByte)));
+      p->packed = memory.back().mutable_data_ptr();
+    }
   }
-  const int64_t workspace = k.workspace(p);
-  run_tasks(p.tasks(), 2 * product_flops(p) + kFlopsPerPair * pairs(p), workspace, k.on_thread,
-            [&](int64_t task, char* own) { k.run(p, task, own); });
-  const int64_t rows = number_of_rows(p);
-  if (p.splits > 1)
-    run_ranges(rows, kRowsPerRange, 2.0 * p.splits * rows * p.value_dim, workspace,
-               [&](int64_t first, int64_t last, char* own) { k.merge(p, first, last, own); });
+  const auto pack_tasks = [](const ForwardParams& p) {
+    return p.packed ? p.batch * std::max(p.key_heads, p.value_heads) * divide_up(p.keys, kKeyTile) : 0;
+  };
+  const auto merge_tasks = [](const ForwardParams& p) {
+    return p.splits > 1 ? divide_up(number_of_rows(p), kRowsPerRange) : 0;
+  };
+  if (packed)
+    parts.run(
+        pack_tasks, [](const auto& p) { return 1.0 * p.batch * p.keys * p.key_heads * (p.head_dim + p.value_dim); }, 0,
+        [](const auto& p, const auto& k, int64_t task, char*) { k.pack(p, task); });
+  const int64_t workspace = parts.workspace();
+  parts.run([](const auto& p) { return p.tasks(); },
+            [](const auto& p) { return 2 * product_flops(p) + kFlopsPerPair * pairs(p); }, workspace,
+            [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
+  if (split)
+    parts.run(
+        merge_tasks, [](const auto& p) { return 2.0 * p.splits * number_of_rows(p) * p.value_dim; }, workspace,
+        [](const auto& p, const auto& k, int64_t task, char* own) {
+          const int64_t first = task * kRowsPerRange;
+          k.merge(p, first, std::min(first + kRowsPerRange, number_of_rows(p)), own);
+        });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -121,40 +153,49 @@ void plan(BackwardParams& p) {
   // What a pass keeps of its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
-  p.rows_per_pass = std::min(rows, round_up(p.rows(), kRowTile));
-  p.keys_per_chunk = part_of(p.keys, p.tasks(), kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
-  p.chunks = divide_up(p.keys, p.keys_per_chunk);
+  p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));
+  // By what one entry has to do: the order in which gradients are summed depends on the chunks.
+  p.keys_per_chunk = part_of(p.keys, p.heads / p.span, kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
+  p.chunks = p.keys > 0 ? divide_up(p.keys, p.keys_per_chunk) : 0;
 }
 
 template <auto kPart, class Params>
-void run_gradients(Params& p, const Tensor& query) {
-  plan(p);
-  const Tensor mask_tiles = look_at_mask(p, query);
-  const BackwardKernels<Params>& k = kernels_for<kPart>(p);
-  Tensor turns, sum;
-  if (p.chunks > 1 && (p.grad_query.data || p.grad_slopes)) {
-    turns = at::zeros({p.batch, p.groups(), p.passes()}, query.options().dtype(at::kInt));
-    p.turns = turns.mutable_data_ptr<int32_t>();
+void run_gradients(Params& call, const Tensor& query) {
+  const CallInParts<kPart, Params> parts(call, query);
+  c10::SmallVector<Tensor, 2> memory;
+  const bool has_rows = call.grad_query.data || call.grad_slopes;
+  Take take = Take::neighbours;
+  for (const auto& [p, _] : parts) {
+    plan(*p);
+    if (call.sequences > 0) plan_mask(*p);
+    if (p->chunks < 2 || !has_rows) continue;
+    take = Take::one;
+    memory.push_back(at::zeros({p->batch, p->groups(), p->passes()}, query.options().dtype(at::kInt)));
+    p->turns = memory.back().template mutable_data_ptr<int32_t>();
+    p->grad_query_sum = p->grad_query;
+    if (p->grad_query.dtype != DType::bf16 && p->grad_query.dtype != DType::f16) continue;
+    memory.push_back(at::empty({number_of_rows(*p), p->head_dim}, compute_options(query)));
+    const Tensor& sum = memory.back();
+    p->grad_query_sum = operand_of_rows(*p, sum.mutable_data_ptr(), dtype_of(sum), p->head_dim);
   }
-  if (p.chunks > 1 && p.grad_query.data) {
-    p.grad_query_sum = p.grad_query;
-    if (p.grad_query.dtype == DType::bf16 || p.grad_query.dtype == DType::f16) {
-      sum = at::empty({p.batch, p.heads, p.queries, p.head_dim}, compute_options(query));
-      p.grad_query_sum = operand_of_rows(p, sum.mutable_data_ptr(), dtype_of(sum), p.head_dim);
-    }
-  }
-  const int64_t workspace = k.workspace(p);
-  const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
-  if (p.grad_query.data || p.grad_key.data || p.grad_value.data || p.grad_slopes || direct_mask)
-    run_tasks(
-        p.tasks(), 5 * product_flops(p), workspace, k.on_thread, [&](int64_t task, char* own) { k.run(p, task, own); },
-        p.turns ? Take::one : Take::neighbours);
-  if (p.mask_is_shared)
-    run_tasks(p.mask_tasks(), 2 * product_flops(p), workspace, k.on_thread,
-              [&](int64_t task, char* own) { k.mask(p, task, own); });
-  if (p.grad_sinks || p.grad_mask_rows)
-    run_tasks(p.row_tasks(), 4.0 * static_cast<double>(number_of_rows(p)) * p.value_dim, workspace, k.on_thread,
-              [&](int64_t task, char* own) { k.rows(p, task, own); });
+  const int64_t workspace = parts.workspace();
+  const bool direct_mask = call.grad_mask.data && !call.mask_is_shared;
+  if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask)
+    parts.run([](const auto& p) { return p.rows() > 0 ? p.tasks() : 0; },
+              [](const auto& p) { return 5 * product_flops(p); }, workspace,
+              [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
+  // Entries of a batch may share a mask, and are summed in one task; packed sequences do not.
+  const auto sum_mask = [](const auto& p, const auto& k, int64_t task, char* own) { k.mask(p, task, own); };
+  if (call.mask_is_shared && call.sequences == 0)
+    run_tasks(call.mask_tasks(), 2 * product_flops(call), workspace, {},
+              [&, &k = kernels_for<kPart>(call)](int64_t task, char* own) { sum_mask(call, k, task, own); });
+  else if (call.mask_is_shared)
+    parts.run([](const auto& p) { return p.mask_tasks(); }, [](const auto& p) { return 2 * product_flops(p); },
+              workspace, sum_mask);
+  if (call.grad_sinks || call.grad_mask_rows)
+    parts.run([](const auto& p) { return p.row_tasks(); },
+              [](const auto& p) { return 4.0 * number_of_rows(p) * p.value_dim; }, workspace,
+              [](const auto& p, const auto& k, int64_t task, char* own) { k.rows(p, task, own); });
 }
 
 void run_backward(BackwardParams& p, const Tensor& query) { run_gradients<&Kernels::backward>(p, query); }
@@ -163,12 +204,11 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 // ---------------------------------------------------------------------------------------------------------------
 // Tangent
 
-void run_tangent(TangentParams& p, const Tensor& query) {
-  p.rows_per_task = kRowTile;
-  const Tensor mask_tiles = look_at_mask(p, query);
-  const OnePassKernels<TangentParams>& k = kernels_for<&Kernels::tangent>(p);
-  run_tasks(p.tasks(), 4 * product_flops(p), k.workspace(p), k.on_thread,
-            [&](int64_t task, char* own) { k.run(p, task, own); });
+void run_tangent(TangentParams& call, const Tensor& query) {
+  const CallInParts<&Kernels::tangent, TangentParams> parts(call, query);
+  for (const auto& [p, _] : parts) p->rows_per_task = kRowTile;
+  parts.run([](const auto& p) { return p.tasks(); }, [](const auto& p) { return 4 * product_flops(p); },
+            parts.workspace(), [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -179,7 +219,8 @@ void plan(StatsParams& p) {
   // The second pass is the same with keys and rows exchanged.
   p.keys_per_task = kStatsKeyTiles * kKeyTile;
   while (p.keys_per_task > kKeyTile && p.key_tasks() < 2 * kEnoughTasks) p.keys_per_task /= 2;
-  p.rows_per_chunk = part_of(p.queries, p.key_tasks(), kEnoughTasks, p.queries / kLeastPart);
+  const int64_t tasks = p.heads * divide_up(p.keys, kKeyTile);
+  p.rows_per_chunk = part_of(p.queries, tasks, kEnoughTasks, p.queries / kLeastPart);
   p.chunks = divide_up(p.queries, p.rows_per_chunk);
 }
 
@@ -211,7 +252,7 @@ void run_weights(WeightsParams& p, const Tensor& query) {
 
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
-WeightsAndScores weights(const Inputs& inputs, const CallOptions& options, const WantedWeights& wanted) {
+WeightsAndScores weights(const Inputs& inputs, const DenseOptions& options, const WantedWeights& wanted) {
   return compute_weights(run_weights, inputs, options, wanted);
 }
 

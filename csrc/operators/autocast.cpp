@@ -27,9 +27,9 @@ void register_autocast(torch::Library& m) {
   m.impl("attention",
          AttentionOp::kernel<cast_and_call<AttentionOp, device, key, BuiltinInputs, CallOptions, HeadInputs>>);
   m.impl("sdpa_with_weights",
-         WeightsOp::kernel<cast_and_call<WeightsOp, device, key, BuiltinInputs, CallOptions, HeadInputs>>);
+         WeightsOp::kernel<cast_and_call<WeightsOp, device, key, BuiltinInputs, DenseOptions, HeadInputs>>);
   m.impl("_sdpa_and_weights",
-         ModuleOp::kernel<cast_and_call<ModuleOp, device, key, BuiltinInputs, CallOptions, HeadInputs, bool>>);
+         ModuleOp::kernel<cast_and_call<ModuleOp, device, key, BuiltinInputs, DenseOptions, HeadInputs, bool>>);
   m.impl("sdpa_stats", StatsOp::kernel<cast_and_call<StatsOp, device, key, QueryAndKey, ScoreOptions, HeadInputs>>);
 }
 

@@ -115,9 +115,10 @@ class Kept {
 
 // The tensors among the options: these too may have been changed in place since, which is then an error.
 struct Positions {
-  std::optional<Tensor> query_offset, key_lengths;
+  std::optional<Tensor> query_offset, key_lengths, cu_seq_q, cu_seq_k;
 
-  static auto fields(auto& o) { return std::tie(o.query_offset, o.key_lengths); }
+  static auto fields(auto& p) { return std::tie(p.query_offset, p.key_lengths, p.cu_seq_q, p.cu_seq_k); }
+  static auto of(auto& o) { return std::tie(o.query_offset, o.key_lengths, o.packing.cu_seq_q, o.packing.cu_seq_k); }
 };
 
 // The number of edges of an argument of type T, one for each field. Results of the forward have none: see above.
@@ -165,7 +166,7 @@ struct AttentionNode : torch::autograd::Node {
   CallOptions options() {
     CallOptions options = plain;
     Positions positions = unpack<Positions>();
-    Positions::fields(options) = std::move(Positions::fields(positions));
+    Positions::of(options) = std::move(Positions::fields(positions));
     return options;
   }
 
@@ -217,7 +218,7 @@ auto record(const CallOptions& options, const A&... arguments) {
   node->set_next_edges(next_edges(arguments...));
   (node->save(arguments), ...);
   node->plain = options;
-  node->save(Positions{std::move(node->plain.query_offset), std::move(node->plain.key_lengths)});
+  node->save(std::apply([](auto&... t) { return Positions{std::move(t)...}; }, Positions::of(node->plain)));
   return node;
 }
 
@@ -407,7 +408,7 @@ Gradients second_autograd(c10::DispatchKeySet keys, const GradResults& u, const 
   return results;
 }
 
-WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const CallOptions& options,
+WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const DenseOptions& options,
                                   const WantedWeights& wanted) {
   WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, x, options, wanted);
   if (requires_grad(x)) {

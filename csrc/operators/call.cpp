@@ -11,19 +11,11 @@ namespace {
 
 using at::Tensor;
 
-void plan_mask(BackwardParams& p) {
-  if (!p.grad_mask.data) return;
-  int64_t shared = 1;
-  const auto visit = [&](int64_t extent, int64_t stride) {
-    if (stride == 0) shared *= extent;
-  };
-  for (int d = 0; d < p.batch_dims; ++d) visit(p.batch_size[d], p.grad_mask.batch[d]);
-  visit(p.heads, p.grad_mask.head);
-  const bool one_row = p.grad_mask.row == 0;
-  p.mask_is_shared = shared > 1 || (one_row && p.queries > 1);
-  p.mask_slices = p.batch * p.heads / shared;
-  p.mask_row_tasks = one_row ? 1 : divide_up(p.queries, kScoreTile);
-  p.mask_key_tasks = divide_up(p.keys, kScoreTile);
+// Rows of no packed sequence, and keys beyond the length of one, are in no task: their results are 0.
+bool leaves_some_out(const CallOptions& options) { return options.packed() || options.key_lengths; }
+template <Struct T>
+void zero(const T& results) {
+  map_tensors(results, [](const Tensor& t) { return t.defined() ? t.zero_() : t; });
 }
 
 // The results of the backward and the second-order operator, uninitialised.
@@ -52,37 +44,45 @@ Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
 // Takes `p` and `builder` with everything but the gradients.
 template <class Params>
 Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
-                    const Inputs& inputs, const Gradients& grads) {
+                    const Inputs& inputs, const CallOptions& options, const Gradients& grads) {
   const Tensor& query = inputs.query;
+  const bool leaves_out = leaves_some_out(options);
   if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
   Gradients written = grads;
   const auto write = [](size_t, const Tensor& grad, const Tensor& found) {
     if (!grad.is_same(found)) grad.copy_(at::sum_to(found, grad.sizes()));
   };
-  if (no_rows(p) || p.keys == 0) {
+  if (no_rows(p) || (p.keys == 0 && !options.packed())) {
     for_each_field([](size_t, const Tensor& grad) { grad.defined() ? grad.zero_() : grad; }, grads);
     // A row without keys has the sink for its logsumexp.
-    if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp)
+    if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp && !options.packed())
       write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape).masked_fill(inputs.sinks->isneginf(), 0));
     return grads;
   }
-  const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes) {
+  const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes, ProblemBuilder::Rows rows) {
     if (!grad.defined()) return;
     // The gradient of a broadcast input is written at the broadcast shape, and then summed to the input's: rounded to a
     // half type before the sum, large gradients of opposite signs would be infinities.
     if (grad.sym_sizes() != c10::SymIntArrayRef(sizes)) grad = at::empty_symint(sizes, compute_options(grad));
-    builder.add_result(operand, grad);
+    if (leaves_out) grad.zero_();
+    builder.add_result(operand, grad, rows);
   };
-  add(p.grad_query, written.query, shape.expanded(shape.heads, shape.queries, shape.head_dim));
-  add(p.grad_key, written.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim));
-  add(p.grad_value, written.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim));
-  const Tensor& mask = grads.attn_mask;
+  using enum ProblemBuilder::Rows;
+  add(p.grad_query, written.query, shape.expanded(shape.heads, shape.queries, shape.head_dim), queries);
+  add(p.grad_key, written.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim), keys);
+  add(p.grad_value, written.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
+  Tensor& mask = written.attn_mask;
+  if (mask.defined() && options.packed()) {  // shared by heads alone, so that each sequence has its own part
+    const auto sizes = shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1));
+    if (mask.sym_sizes() != c10::SymIntArrayRef(sizes)) mask = at::empty_symint(sizes, compute_options(mask));
+  }
   const bool mask_of_rows = mask.defined() && mask.size(-1) == 1;
   if (mask.defined()) mask.zero_();  // tiles that positions hide are never written
   if (mask.defined() && !mask_of_rows) builder.add_result(p.grad_mask, mask);
   const auto of_rows = [&](bool wanted, void*& data) {
     if (!wanted) return Tensor();
     const Tensor rows = empty_rows(shape, query);
+    if (leaves_out) rows.zero_();
     data = rows.mutable_data_ptr();
     return rows;
   };
@@ -109,12 +109,13 @@ void describe_point(Params& p, ProblemBuilder& builder, const Saved& saved) {
 }
 
 void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& direction) {
-  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent) {
-    if (tangent && tangent->numel() > 0) builder.add(operand, *tangent);
+  using enum ProblemBuilder::Rows;
+  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent, ProblemBuilder::Rows rows = queries) {
+    if (tangent && tangent->numel() > 0) builder.add(operand, *tangent, rows);
   };
   add(t.query, direction.query);
-  add(t.key, direction.key);
-  add(t.value, direction.value);
+  add(t.key, direction.key, keys);
+  add(t.value, direction.value, keys);
   add(t.mask, direction.attn_mask);
   t.terms = {builder.of_heads(direction.alibi_slopes), builder.of_heads(direction.sinks)};
 }
@@ -137,6 +138,10 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   }
   if (with_rows) rows = {empty_rows(check.shape, query), empty_rows(check.shape, query)};
   if (!device.forward) return all;
+  if (options.packed()) {
+    zero(Saved{results.output, results.logsumexp, {}, results.residual});
+    zero(rows);
+  }
   ForwardParams p;
   ProblemBuilder builder(p, check.shape, inputs, options, results.rng_state);
   if (draws) device.draw_rng_state(results.rng_state, std::max<int64_t>(1, p.batch * p.heads));
@@ -168,7 +173,7 @@ Gradients compute_backward(const Device& device, const GradResults& u, const Inp
   ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
   describe_point(p, builder, saved);
   builder.add(p.grad_output, u.output);
-  return gradients(device.backward, p, builder, check.shape, u, inputs, grads);
+  return gradients(device.backward, p, builder, check.shape, u, inputs, options, grads);
 }
 
 Gradients compute_second(const Device& device, const GradResults& u, const Inputs& inputs, const Saved& saved,
@@ -190,7 +195,7 @@ Gradients compute_second(const Device& device, const GradResults& u, const Input
   builder.add(p.tangent_output, tangent.output);
   if (tangent.residual.dim() > 1) builder.add(p.tangent_residual, tangent.residual);
   p.tangent_logsumexp = builder.contiguous(tangent.logsumexp);
-  return gradients(device.second, p, builder, check.shape, u, inputs, grads);
+  return gradients(device.second, p, builder, check.shape, u, inputs, options, grads);
 }
 
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
@@ -203,6 +208,7 @@ TangentResults compute_tangent(const Device& device, const Inputs& inputs, const
   results.logsumexp = empty_logsumexp(check.shape, inputs.query);
   results.residual = empty_residual(results.output, inputs, options);
   if (!device.tangent) return results;
+  if (options.packed()) zero(results);
   TangentParams p;
   ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
   describe_point(p, builder, saved);

@@ -43,9 +43,43 @@ Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) 
   return at_rank(of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1), shape);
 }
 
+// Packed sequences as the numbers of their queries and keys. Those of no sequence have the number N.
+struct Packed {
+  Tensor row_sequence, key_sequence;  // [T_q], [T_k]
+  Tensor position, place;             // [*batch, T_q], [T_k]: of a query and of a key in its sequence
+  Tensor beyond;                      // [*batch, T_k]: keys beyond the length of their sequence
+
+  Packed(const Shape& shape, const CallOptions& options, const at::TensorOptions& device) {
+    const auto integers = device.dtype(at::kLong);
+    const auto& p = options.packing;
+    const auto number_in = [&](const Tensor& cu_seq, const Tensor& tokens) {
+      return at::searchsorted(cu_seq.narrow_symint(0, 1, *shape.sequences), tokens, /*out_int32=*/false,
+                              /*right=*/true);
+    };
+    const Tensor rows = at::arange(shape.queries, integers), keys = at::arange(shape.keys, integers);
+    const Tensor cu_seq_q = p.cu_seq_q->to(at::kLong), cu_seq_k = p.cu_seq_k->to(at::kLong);
+    row_sequence = number_in(cu_seq_q, rows);
+    key_sequence = number_in(cu_seq_k, keys);
+    // One number more, for tokens of no sequence.
+    const auto of_tokens = [](const Tensor& of_sequences, const Tensor& sequence) {
+      return at::constant_pad_nd(of_sequences, {0, 1}).index_select(-1, sequence);
+    };
+    const Tensor queries_of = cu_seq_q.diff(), keys_of = cu_seq_k.diff();
+    const Tensor lengths = options.key_lengths ? options.key_lengths->to(at::kLong) : keys_of;
+    const Tensor offset = options.query_offset ? options.query_offset->to(at::kLong) : lengths - queries_of;
+    place = keys - cu_seq_k.index_select(0, key_sequence);
+    position = rows - cu_seq_q.index_select(0, row_sequence) + of_tokens(offset, row_sequence);
+    beyond = place.ge(of_tokens(lengths, key_sequence)).logical_or(key_sequence.eq(*shape.sequences));
+  }
+};
+
 // Keys, values, or their tangents, with zeros beyond the length of their sequence, where they may hold anything.
 Tensor in_use(const Tensor& of_keys, const Shape& shape, const CallOptions& options) {
   if (!options.key_lengths) return of_keys;
+  if (options.packed()) {
+    const Tensor beyond = Packed(shape, options, of_keys.options()).beyond.unsqueeze(-1).unsqueeze(-3);
+    return at::where(at_rank(beyond, shape), at::zeros({}, of_keys.options()), of_keys);
+  }
   const Tensor keys = at::arange(shape.keys, of_keys.options().dtype(at::kLong)).unsqueeze(-1);
   const Tensor beyond = at_rank(keys.ge(for_entries(*options.key_lengths)), shape);  // [*batch, 1, S, 1]
   return at::where(beyond, at::zeros({}, of_keys.options()), of_keys);
@@ -75,24 +109,40 @@ void check_no_dropout(double dropout_p) {
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
 }
 
+// The mask, or a direction of it, as it broadcasts to the scores: of packed sequences a column for each of their keys.
+std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const CallOptions& options) {
+  if (!mask || !options.packed()) return mask;
+  const Packed packed(shape, options, mask->options());
+  const Tensor place = packed.place.clamp(0, mask->sym_size(-1).guard_int(__FILE__, __LINE__) - 1);
+  return mask->index_select(-1, place);
+}
+
 // |position of the query - that of the key|, and which scores are hidden.
 struct Distances {
   Tensor distance, hidden;
 };
 Distances distances(const Shape& shape, const CallOptions& options, const Inputs& inputs) {
   const auto integers = inputs.query.options().dtype(at::kLong);
-  Tensor rows = at::arange(shape.queries, integers).unsqueeze(-1), keys = at::arange(shape.keys, integers);
-  if (options.query_offset) rows = rows + for_entries(*options.query_offset);  // [*batch, 1, L, 1]
-  const Tensor ahead = keys - rows;                                            // of the query
-  const auto [left, window_right] = options.window;
-  const int64_t right = options.is_causal ? 0 : window_right;
   Tensor hidden;
   const auto hide = [&](const Tensor& more) { hidden = hidden.defined() ? hidden.logical_or(more) : more; };
+  Tensor rows = at::arange(shape.queries, integers).unsqueeze(-1), keys = at::arange(shape.keys, integers);
+  if (options.packed()) {
+    const Packed packed(shape, options, integers);
+    rows = packed.position.unsqueeze(-1).unsqueeze(-3);  // [*batch, 1, T_q, 1]
+    keys = packed.place;
+    hide(packed.row_sequence.unsqueeze(-1).ne(packed.key_sequence));
+    hide(packed.beyond.unsqueeze(-2).unsqueeze(-2));
+  } else if (options.query_offset) {
+    rows = rows + for_entries(*options.query_offset);  // [*batch, 1, L, 1]
+  }
+  const Tensor ahead = keys - rows;  // of the query
+  const auto [left, window_right] = options.window;
+  const int64_t right = options.is_causal ? 0 : window_right;
   if (right >= 0) hide(ahead.gt(right));
   if (left >= 0) hide(ahead.lt(-left));
-  if (options.key_lengths) hide(keys.ge(for_entries(*options.key_lengths)));
+  if (options.key_lengths && !options.packed()) hide(keys.ge(for_entries(*options.key_lengths)));
   hidden = at_rank(hidden, shape);
-  if (const auto& mask = inputs.attn_mask)
+  if (const auto mask = mask_of(inputs.attn_mask, shape, options))
     hide(mask->scalar_type() == at::kBool ? mask->logical_not() : mask->eq(kMinusInfinity));
   return {at_rank(ahead.abs(), shape), hidden};
 }
@@ -116,7 +166,8 @@ WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOpt
   Tensor scores = products(shape, query, key, options);
   if (const double cap = softcap_for(query, options.softcap); cap > 0) scores = capped(scores, hidden, cap);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
-  if (attn_mask && attn_mask->scalar_type() != at::kBool) scores = scores + attn_mask->to(scores.scalar_type());
+  if (attn_mask && attn_mask->scalar_type() != at::kBool)
+    scores = scores + mask_of(attn_mask, shape, options)->to(scores.scalar_type());
   if (hidden.defined()) scores = scores.masked_fill(hidden, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
@@ -176,7 +227,7 @@ WeightsAndScores weights_formula(const Inputs& inputs, const CallOptions& option
 TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const CallOptions& options) {
   check_no_dropout(options.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Shape shape = validate(SdpaOp::name, inputs, options);
+  const Shape shape = validate(options.packed() ? VarlenOp::name : SdpaOp::name, inputs, options);
   const auto [weights, scores, logsumexp] = wide_weights(shape, inputs, options);
   const auto [distance, hidden] = distances(shape, options, inputs);
   Tensor tangent_scores = at::zeros_like(weights);
@@ -188,7 +239,8 @@ TangentResults tangent_formula(const Inputs& inputs, const Direction& direction,
   }
   if (direction.alibi_slopes)
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
-  if (direction.attn_mask) tangent_scores = tangent_scores + direction.attn_mask->to(tangent_scores.scalar_type());
+  if (const auto mask = mask_of(direction.attn_mask, shape, options))
+    tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
   // Scores of -inf, which hidden ones are, have no tangent, whatever their keys hold.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
@@ -212,7 +264,7 @@ Gradients second_formula(const GradResults& u, const Inputs& inputs, const Direc
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
   const Inputs x = independent(inputs);
-  const Shape shape = validate(SdpaOp::name, x, options);
+  const Shape shape = validate(options.packed() ? VarlenOp::name : SdpaOp::name, x, options);
   const WideWeights wide = wide_weights(shape, x, options);
   const Tensor output = weighted_values(shape, wide.weights, x.value, options);
   const auto t = list(independent(direction));
@@ -243,7 +295,7 @@ bool has_kernel(const Inputs& inputs, const CallOptions& options) {
 }
 
 // By the plain operator where it can: programs that are exported name it.
-Tensor output_of(const BuiltinInputs& x, const CallOptions& o, const HeadInputs& of_heads) {
+Tensor output_of(const BuiltinInputs& x, const DenseOptions& o, const HeadInputs& of_heads) {
   const bool plain = o.softcap == 0 && o.window == CallOptions().window && !o.query_offset && !o.key_lengths &&
                      !of_heads.alibi_slopes && !of_heads.sinks;
   return plain ? SdpaOp::call(x, {o}) : AttentionOp::call(x, o, of_heads).output;
@@ -257,7 +309,7 @@ bool learns(const Inputs& inputs) {
 
 // The weights come first: they check the arguments, in the operator's name. Where scores are wanted, the output is
 // sdpa's to the bit.
-WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const CallOptions& options,
+WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const DenseOptions& options,
                                     const HeadInputs& of_heads, WantedWeights wanted) {
   const Inputs inputs = all_inputs(builtin, of_heads);
   WeightsAndScores results;
@@ -273,11 +325,11 @@ WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const CallOpti
   return results;
 }
 
-OutputAndWeights sdpa_with_weights(const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
+OutputAndWeights sdpa_with_weights(const BuiltinInputs& x, const DenseOptions& options, const HeadInputs& of_heads) {
   const auto [weights, scores, output] = weights_and_output(x, options, of_heads, {});
   return {output, weights, scores};
 }
-OutputAndMean sdpa_and_weights(const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads,
+OutputAndMean sdpa_and_weights(const BuiltinInputs& x, const DenseOptions& options, const HeadInputs& of_heads,
                                bool mean) {
   const WeightsAndScores results = weights_and_output(x, options, of_heads, {mean, /*scores=*/false});
   return {results.output, results.weights};

@@ -28,8 +28,8 @@ TORCH_LIBRARY_FRAGMENT(attn, m) {
     constexpr auto sdpa = refuse<SdpaOp, at::Tensor, BuiltinInputs, BuiltinOptions>;
     constexpr auto attention = refuse<AttentionOp, OutputAndRows, BuiltinInputs, CallOptions, HeadInputs>;
     constexpr auto forward = refuse<SdpaOp, ForwardResults, Inputs, CallOptions, std::optional<at::Tensor>, bool>;
-    constexpr auto weights = refuse<WeightsOp, OutputAndWeights, BuiltinInputs, CallOptions, HeadInputs>;
-    constexpr auto module = refuse<WeightsOp, OutputAndMean, BuiltinInputs, CallOptions, HeadInputs, bool>;
+    constexpr auto weights = refuse<WeightsOp, OutputAndWeights, BuiltinInputs, DenseOptions, HeadInputs>;
+    constexpr auto module = refuse<WeightsOp, OutputAndMean, BuiltinInputs, DenseOptions, HeadInputs, bool>;
     m.impl("sdpa", torch::dispatch(key, SdpaOp::kernel<sdpa>));
     m.impl("attention", torch::dispatch(key, AttentionOp::kernel<attention>));
     m.impl("_sdpa_forward", torch::dispatch(key, ForwardOp::kernel<forward>));

@@ -111,7 +111,8 @@ class Operator<name_, Result(Arguments...), std::tuple<const Fields&...>> {
 
   // The dispatcher passes plain values by value, tensors and optional tensors by reference.
   template <class Field>
-  using Passed = std::conditional_t<std::is_trivially_copyable_v<Field>, Field, const Field&>;
+  using Passed = std::conditional_t<std::is_trivially_copyable_v<Field> || std::is_same_v<Field, c10::SymInt>, Field,
+                                    const Field&>;
   using FlatResult = decltype(to_flat(std::declval<Result>()));
 
  public:

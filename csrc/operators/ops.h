@@ -32,6 +32,17 @@ struct HeadInputs {
   static auto fields(auto& x) { return std::tie(x.alibi_slopes, x.sinks); }
 };
 
+// Sequences of different lengths, one behind the other: query [*batch, heads, T_q, E], key [*batch, key_heads, T_k, E],
+// value likewise, attn_mask [*batch, heads or 1, T_q, max_k]. Sequence n has the queries from cu_seq_q[n] to
+// cu_seq_q[n + 1] and the keys from cu_seq_k[n] to cu_seq_k[n + 1], which nobody else sees. There query_offset and
+// key_lengths have a number for each sequence; without an offset its last query stands at its last key.
+struct Packing {
+  std::optional<at::Tensor> cu_seq_q, cu_seq_k;  // integers [N + 1], from 0, not decreasing; absent: nothing is packed
+  c10::SymInt max_q = 0, max_k = 0;              // no sequence has more queries, or keys
+
+  static auto fields(auto& p) { return std::tie(p.cu_seq_q, p.cu_seq_k, p.max_q, p.max_k); }
+};
+
 // What has no derivatives. (attn::Options, with the mask, is what users name.)
 struct CallOptions {
   double dropout_p = 0;
@@ -42,11 +53,18 @@ struct CallOptions {
   std::array<int64_t, 2> window = {-1, -1};  // keys to the left and right of the query's position; -1: all
   std::optional<at::Tensor> query_offset;    // integers that broadcast to [*batch]: the position of query 0
   std::optional<at::Tensor> key_lengths;     // as they: keys from there on are hidden
+  Packing packing;
 
-  static auto fields(auto& o) {
+  bool packed() const { return packing.cu_seq_q.has_value(); }
+  static auto dense_fields(auto& o) {
     return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.softcap, o.window, o.query_offset,
                     o.key_lengths);
   }
+  static auto fields(auto& o) { return std::tuple_cat(dense_fields(o), Packing::fields(o.packing)); }
+};
+// Those of operators that take no packed sequences.
+struct DenseOptions : CallOptions {
+  static auto fields(auto& o) { return dense_fields(o); }
 };
 struct BuiltinOptions : CallOptions {
   static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal, o.scale, o.enable_gqa); }
@@ -92,6 +110,30 @@ struct OutputAndRows {
   RowResults rows;
 
   static auto fields(auto& r) { return std::tuple_cat(std::tie(r.output), RowResults::fields(r.rows)); }
+};
+
+// The arguments of varlen_attention, in the order of torch.nn.attention.varlen.varlen_attn.
+struct VarlenCall {
+  at::Tensor query;                  // [T_q, Hq, E]
+  at::Tensor key;                    // [T_k, Hk, E]
+  at::Tensor value;                  // [T_k, Hv, Ev]
+  at::Tensor cu_seq_q;               // [N + 1]
+  std::optional<at::Tensor> cu_seq_k;
+  c10::SymInt max_q, max_k;
+  std::optional<double> scale;
+  std::array<int64_t, 2> window = {-1, -1};
+  bool enable_gqa = false;
+  std::optional<at::Tensor> seqused_k, block_table;
+  double softcap = 0;
+  std::optional<at::Tensor> alibi_slopes, sinks, query_offset;
+  double dropout_p = 0;
+  std::optional<at::Tensor> attn_mask;
+
+  static auto fields(auto& c) {
+    return std::tie(c.query, c.key, c.value, c.cu_seq_q, c.cu_seq_k, c.max_q, c.max_k, c.scale, c.window, c.enable_gqa,
+                    c.seqused_k, c.block_table, c.softcap, c.alibi_slopes, c.sinks, c.query_offset, c.dropout_p,
+                    c.attn_mask);
+  }
 };
 
 // The results of sdpa_with_weights.
@@ -179,10 +221,11 @@ static_assert(kFields<Direction> == kFields<Inputs> && kFields<Gradients> == kFi
 
 using SdpaOp = Operator<"attn::sdpa", at::Tensor(BuiltinInputs, BuiltinOptions)>;
 using AttentionOp = Operator<"attn::attention", OutputAndRows(BuiltinInputs, CallOptions, HeadInputs)>;
-using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(BuiltinInputs, CallOptions, HeadInputs)>;
-using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(BuiltinInputs, CallOptions, HeadInputs, bool)>;
+using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(VarlenCall)>;
+using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(BuiltinInputs, DenseOptions, HeadInputs)>;
+using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(BuiltinInputs, DenseOptions, HeadInputs, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions, HeadInputs)>;
-using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, CallOptions, WantedWeights)>;
+using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, DenseOptions, WantedWeights)>;
 // Last come rng_state, and whether the rows' results are wanted.
 using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Inputs, CallOptions, std::optional<at::Tensor>, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Inputs, Saved, CallOptions, Wanted)>;

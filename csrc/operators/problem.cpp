@@ -55,7 +55,7 @@ DType dtype_of(const at::Tensor& tensor) {
 ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const CallOptions& options,
                                const at::Tensor& rng_state)
     : shape_(shape), query_(inputs.query), problem_(problem) {
-  for (const auto& size : shape.batch) batch_size_.push_back(concrete(size));
+  for (const auto& size : shape.of_entries()) batch_size_.push_back(concrete(size));
   problem.heads = concrete(shape.heads);
   problem.key_heads = concrete(shape.key_heads);
   problem.value_heads = concrete(shape.value_heads);
@@ -75,26 +75,48 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   problem.softcap = softcap_for(query, options.softcap);
   problem.visibility = {options.window[0], options.is_causal ? 0 : options.window[1], of_entries(options.query_offset),
                         of_entries(options.key_lengths)};
+  if (options.packed()) add_sequences(options);
   problem.terms = {of_heads(alibi_slopes), of_heads(sinks)};
   problem.has_mask = attn_mask.has_value();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
-  add(problem.key, key);
-  add(problem.value, value);
+  add(problem.key, key, Rows::keys);
+  add(problem.value, value, Rows::keys);
   if (attn_mask) add(problem.mask, *attn_mask);
   if (options.dropout_p == 0) return;
   problem.has_dropout = true;
-  add(problem.rng, rng_state);
+  add(problem.rng, rng_state, Rows::none);
   problem.keep_below = static_cast<uint64_t>(std::llround((1 - options.dropout_p) * 0x1p32));
   problem.keep_scale = options.dropout_p == 1 ? 0 : 1 / (1 - options.dropout_p);
 }
 
-void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor) {
-  add(operand, tensor, const_cast<void*>(tensor.const_data_ptr()));  // kernels only read inputs
+// Each tensor of the sequences' numbers is [*batch, sequences], like those of the options.
+void ProblemBuilder::add_sequences(const CallOptions& options) {
+  problem_.sequences = batch_size_.back();
+  problem_.tokens = problem_.queries;
+  problem_.queries = concrete(options.packing.max_q);
+  problem_.keys = concrete(options.packing.max_k);
+  const auto starts_and_lengths = [&](const at::Tensor& cu_seq) {
+    const at::Tensor all = cu_seq.to(at::kLong), starts = all.narrow(0, 0, problem_.sequences);
+    return std::pair(starts, all.narrow(0, 1, problem_.sequences) - starts);
+  };
+  const auto [query_starts, queries] = starts_and_lengths(*options.packing.cu_seq_q);
+  const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k);
+  const at::Tensor keys = options.key_lengths ? options.key_lengths->minimum(all_keys) : all_keys;
+  query_starts_ = of_entries(query_starts);
+  key_starts_ = of_entries(key_starts);
+  Visibility& v = problem_.visibility;
+  v.query_lengths = of_entries(queries);
+  v.lengths = of_entries(keys);
+  if (!v.offsets) v.offsets = of_entries(keys - queries);
 }
 
-void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor) {
-  add(operand, tensor, tensor.mutable_data_ptr());
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Rows rows) {
+  add(operand, tensor, const_cast<void*>(tensor.const_data_ptr()), rows);  // kernels only read inputs
+}
+
+void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Rows rows) {
+  add(operand, tensor, tensor.mutable_data_ptr(), rows);
 }
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
@@ -103,7 +125,13 @@ const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
 
 const void* ProblemBuilder::of_heads(const std::optional<at::Tensor>& tensor) {
   if (!tensor) return nullptr;
-  return contiguous(tensor->to(compute_dtype(query_)).expand_symint(shape_.of_heads()));
+  at::Tensor numbers = tensor->to(compute_dtype(query_)).expand_symint(shape_.of_heads());
+  if (shape_.sequences) {  // for each of them
+    auto sizes = shape_.of_entries();
+    sizes.push_back(shape_.heads);
+    numbers = numbers.unsqueeze(-2).expand_symint(sizes);
+  }
+  return contiguous(numbers);
 }
 
 const int64_t* ProblemBuilder::of_entries(const std::optional<at::Tensor>& tensor) {
@@ -111,7 +139,7 @@ const int64_t* ProblemBuilder::of_entries(const std::optional<at::Tensor>& tenso
   return static_cast<const int64_t*>(contiguous(tensor->to(at::kLong).expand(batch_size_)));
 }
 
-void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data) {
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data, Rows rows) {
   const int64_t dims = tensor.dim();
   const auto stride = [&](int64_t dim_from_end) -> int64_t {
     const int64_t d = dims - dim_from_end;
@@ -122,9 +150,11 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data)
   operand.col = stride(1);
   operand.row = stride(2);
   operand.head = stride(3);
+  if (rows != Rows::none) operand.starts = rows == Rows::keys ? key_starts_ : query_starts_;
   Strides strides{&operand, {}};
-  const auto batch_dims = static_cast<int64_t>(batch_size_.size());
+  const auto batch_dims = static_cast<int64_t>(shape_.batch.size());
   for (int64_t d = 0; d < batch_dims; ++d) strides.batch.push_back(stride(3 + batch_dims - d));
+  if (shape_.sequences) strides.batch.push_back(0);
   operands_.push_back(std::move(strides));
 }
 
@@ -175,6 +205,22 @@ std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& que
     p.partial_received = tensors[2].mutable_data_ptr();
   }
   return tensors;
+}
+
+void plan_mask(BackwardParams& p) {
+  if (!p.grad_mask.data) return;
+  int64_t shared = 1;
+  const auto visit = [&](int64_t extent, int64_t stride) {
+    if (stride == 0) shared *= extent;
+  };
+  for (int d = 0; d < p.batch_dims; ++d)
+    if (!counts_sequences(p, d)) visit(p.batch_size[d], p.grad_mask.batch[d]);
+  visit(p.heads, p.grad_mask.head);
+  const bool one_row = p.grad_mask.row == 0;
+  p.mask_is_shared = shared > 1 || (one_row && p.queries > 1);
+  p.mask_slices = p.batch * p.heads / shared;
+  p.mask_row_tasks = one_row ? 1 : divide_up(p.queries, kScoreTile);
+  p.mask_key_tasks = divide_up(p.keys, kScoreTile);
 }
 
 }  // namespace attn

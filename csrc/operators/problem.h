@@ -16,9 +16,11 @@ class ProblemBuilder {
   ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const CallOptions& options,
                  const at::Tensor& rng_state);
 
-  // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
-  void add(Operand& operand, const at::Tensor& tensor);         // is read
-  void add_result(Operand& operand, const at::Tensor& tensor);  // is written
+  // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0. Packed sequences begin in its rows where
+  // queries do, or keys.
+  enum class Rows { queries, keys, none };
+  void add(Operand& operand, const at::Tensor& tensor, Rows rows = Rows::queries);         // is read
+  void add_result(Operand& operand, const at::Tensor& tensor, Rows rows = Rows::queries);  // is written
 
   // The numbers of a tensor, one after the other in memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
@@ -29,7 +31,8 @@ class ProblemBuilder {
   void merge_batch_dims();
 
  private:
-  void add(Operand& operand, const at::Tensor& tensor, void* data);
+  void add(Operand& operand, const at::Tensor& tensor, void* data, Rows rows);
+  void add_sequences(const CallOptions& options);
 
   struct Strides {
     Operand* operand;
@@ -42,6 +45,7 @@ class ProblemBuilder {
   Problem& problem_;
   c10::DimVector batch_size_;
   c10::SmallVector<Strides, 8> operands_;
+  const int64_t *query_starts_ = nullptr, *key_starts_ = nullptr;
   c10::SmallVector<at::Tensor, 4> contiguous_;
 };
 
@@ -51,6 +55,9 @@ std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& qu
 // What the passes of the statistics leave for each other, p.partial, p.pairs and p.partial_received; undefined where it
 // is not needed.
 std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query);
+
+// How the gradient of a mask is summed, once p.grad_mask is there.
+void plan_mask(BackwardParams& p);
 
 inline bool no_rows(const Problem& p) { return number_of_rows(p) == 0; }
 

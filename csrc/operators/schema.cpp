@@ -3,6 +3,7 @@
 
 #define SCALE "float? scale=None, bool enable_gqa=False"
 #define MORE ", float softcap=0.0, int[2] window_size=[-1, -1], Tensor? query_offset=None, Tensor? key_lengths=None"
+#define PACKED ", Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0"
 #define OF_HEADS "Tensor? alibi_slopes=None, Tensor? sinks=None"
 #define CALL                                                                                                    \
   "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, " \
@@ -10,7 +11,8 @@
 
 // Of the private operators, which take all inputs in a row.
 #define INPUTS "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks"
-#define OPTIONS "float dropout_p, bool is_causal, *, " SCALE MORE
+#define DENSE_OPTIONS "float dropout_p, bool is_causal, *, " SCALE MORE
+#define OPTIONS DENSE_OPTIONS PACKED
 #define SAVED "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual"
 #define GRADS "Tensor grad_output, Tensor? grad_logsumexp"
 #define TANGENTS                                                                              \
@@ -25,7 +27,16 @@ TORCH_LIBRARY(attn, m) {
   // What users call. sdpa has exactly the schema of the built-in; attention has more options (functional.py), and
   // returns with the output the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
   m.def("sdpa(" CALL ") -> Tensor", random);
-  m.def("attention(" CALL MORE ", " OF_HEADS ") -> (Tensor output, Tensor logsumexp, Tensor max_score)", random);
+  // With cu_seq_q, sequences of different lengths lie one behind the other (Packing in ops.h), as varlen_attention takes
+  // them: [T, heads, E], with the arguments of torch.nn.attention.varlen.varlen_attn, and more.
+  m.def("attention(" CALL MORE PACKED ", " OF_HEADS ") -> (Tensor output, Tensor logsumexp, Tensor max_score)", random);
+  m.def(
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
+      "SymInt max_k, *, float? scale=None, int[2] window_size=[-1, -1], bool enable_gqa=False, "
+      "Tensor? seqused_k=None, Tensor? block_table=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+      "Tensor? sinks=None, Tensor? query_offset=None, float dropout_p=0.0, Tensor? attn_mask=None) -> "
+      "(Tensor output, Tensor logsumexp, Tensor max_score)",
+      random);
   m.def("sdpa_with_weights(" CALL MORE ", " OF_HEADS ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
   // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
@@ -46,7 +57,7 @@ TORCH_LIBRARY(attn, m) {
   // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
   //             is empty
   m.def("_sdpa_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, " OF_HEADS
-        ", float dropout_p=0.0, bool is_causal=False, *, " SCALE MORE
+        ", float dropout_p=0.0, bool is_causal=False, *, " SCALE MORE PACKED
         ", Tensor? rng_state=None, bool with_rows=False) -> (" SAVED ", Tensor row_logsumexp, Tensor max_score)",
         random);
   // J'u for u = (grad_output, grad_logsumexp). Gradients not asked for in grad_input_mask are undefined.
@@ -67,7 +78,7 @@ TORCH_LIBRARY(attn, m) {
   m.def("_sdpa_and_weights(" CALL MORE ", " OF_HEADS ", bool mean=False) -> (Tensor output, Tensor weights)", random);
   // The kernel of both, for the devices that have one, without dropout. What is not wanted is empty. The output has no
   // derivatives: where they are wanted, sdpa computes it, and the value counts by its shape alone.
-  m.def("_sdpa_weights(" INPUTS ", " OPTIONS
+  m.def("_sdpa_weights(" INPUTS ", " DENSE_OPTIONS
         ", bool mean, bool with_scores, bool with_output) -> (Tensor weights, Tensor scores, Tensor output)",
         plain);
 

@@ -98,14 +98,17 @@ SymInt broadcast(const char* op, const Tensor& query, const Tensor& key, const T
   return common;
 }
 
-void check_mask(const Tensor& mask, const Shape& shape) {
-  const auto allowed = shape.expanded(shape.heads, shape.queries, shape.keys);
-  bool fits = mask.dim() >= 2 && mask.dim() <= shape.dims;
+void check_mask(const Tensor& mask, const Shape& shape, const Packing& packing) {
+  const bool packed = shape.sequences.has_value();
+  const auto allowed = shape.expanded(shape.heads, shape.queries, packed ? packing.max_k : shape.keys);
+  bool fits = mask.dim() >= (packed ? 3 : 2) && mask.dim() <= shape.dims;
   for (int64_t d = 1; fits && d <= mask.dim(); ++d) {
     const SymInt own = extent(mask, d);
-    fits = is_one(own) || must_equal(own, allowed[allowed.size() - d]);
+    fits = (is_one(own) && (d > 2 || !packed)) || must_equal(own, allowed[allowed.size() - d]);
   }
   if (fits) return;
+  TORCH_CHECK(!packed, shape.op, ": attn_mask has shape ", mask.sym_sizes(), "; it must be [Hq or 1, T_q, max_k] = ",
+              c10::SymIntArrayRef(allowed), ": a row for each query, over the keys of its own sequence");
   // One row of keys a sample, as tokenizers give it, or one matrix, lacks the dimensions between.
   const bool of_samples = shape.dims >= 3 && mask.sym_sizes()[0] == allowed[0] && extent(mask, 1) == shape.keys;
   const char* hint = "";
@@ -149,23 +152,67 @@ void check_head_numbers(const Shape& shape, const char* name, const std::optiona
               "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
 }
 
-// Also its numbers, where they can be read without waiting for a device.
+// Whether the numbers of a tensor of integers can be read without waiting for a device, and number i of them: not by an
+// operator, which a transform of torch.func would see.
+bool is_readable(const Tensor& t) {
+  return t.is_cpu() && t.has_storage() && !t.is_meta() && !at::isTensorSubclassLike(t);
+}
+int64_t number(const Tensor& t, int64_t i) {
+  int64_t at = 0;
+  for (int64_t d = t.dim(); d-- > 0; i /= t.size(d)) at += i % t.size(d) * t.stride(d);
+  return t.scalar_type() == at::kInt ? t.const_data_ptr<int32_t>()[at] : t.const_data_ptr<int64_t>()[at];
+}
+
+void check_is_integer(const Shape& shape, const char* name, const Tensor& t) {
+  TORCH_CHECK(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, shape.op, ": ", name, " has dtype ",
+              t.scalar_type(), "; it must be int32 or int64");
+}
+
+// Also its numbers, where they can be read. `most(i)`: of entry i.
 void check_integers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query,
-                    int64_t least, const SymInt& most) {
+                    int64_t least, const auto& most) {
   if (!t) return;
-  check_numbers(shape, name, *t, query, shape.batch, 0, "one number or [B...]: one a batch entry,");
-  TORCH_CHECK(t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, shape.op, ": ", name, " has dtype ",
-              t->scalar_type(), "; it must be int32 or int64");
-  if (!t->is_cpu() || !t->has_storage() || t->is_meta() || at::isTensorSubclassLike(*t)) return;
-  const int64_t last = most.guard_int(__FILE__, __LINE__);
-  for (int64_t i = 0; i < t->numel(); ++i) {  // not by an operator, which a transform of torch.func would see
-    int64_t at = 0, rest = i;
-    for (int64_t d = t->dim(); d-- > 0; rest /= t->size(d)) at += rest % t->size(d) * t->stride(d);
-    const int64_t n =
-        t->scalar_type() == at::kInt ? t->const_data_ptr<int32_t>()[at] : t->const_data_ptr<int64_t>()[at];
+  check_numbers(shape, name, *t, query, shape.of_entries(), shape.sequences ? 1 : 0,
+                shape.sequences ? "[N]: one number a sequence," : "one number or [B...]: one a batch entry,");
+  check_is_integer(shape, name, *t);
+  if (!is_readable(*t)) return;
+  for (int64_t i = 0; i < t->numel(); ++i) {
+    const int64_t n = number(*t, i), last = most(i);
     TORCH_CHECK(least <= n && n <= last, shape.op, ": ", name, " is ", n,
                 t->numel() > 1 ? c10::str(" at entry ", i) : "", "; it must be between ", least, " and ", last);
   }
+}
+
+// Where sequences begin: `tokens` lie in a row, and none is longer than `most`.
+void check_starts(const Shape& shape, const char* name, const Tensor& t, const Tensor& query, const char* tokens_name,
+                  const SymInt& tokens, const char* most_name, const SymInt& most) {
+  TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested() && t.device() == query.device() &&
+                  t.dim() == 1 && TORCH_GUARD_OR_TRUE(t.sym_numel().sym_ge(1)),
+              shape.op, ": ", name, " has shape ", t.sym_sizes(), " on ", t.device(),
+              "; it must be [N + 1], where each of N sequences begins and the last one ends, on ", query.device());
+  check_is_integer(shape, name, t);
+  if (!is_readable(t)) return;
+  const int64_t last = tokens.guard_int(__FILE__, __LINE__), longest = most.guard_int(__FILE__, __LINE__);
+  TORCH_CHECK(number(t, 0) == 0, shape.op, ": ", name, " begins with ", number(t, 0), "; it must begin with 0");
+  for (int64_t i = 1; i < t.numel(); ++i) {
+    const int64_t before = number(t, i - 1), n = number(t, i);
+    TORCH_CHECK(before <= n && n <= last, shape.op, ": ", name, " is ", n, " at entry ", i, ", after ", before,
+                "; it must not decrease, and not pass ", tokens_name, " = ", last);
+    TORCH_CHECK(n - before <= longest, shape.op, ": ", most_name, " is ", longest, ", but sequence ", i - 1, " of ",
+                name, " has length ", n - before, "; it must be the largest length, or more");
+  }
+}
+
+// Fills in shape.sequences.
+void check_packing(Shape& shape, const Packing& packing, const Tensor& query) {
+  const auto& [cu_seq_q, cu_seq_k, max_q, max_k] = packing;
+  TORCH_CHECK(shape.dims >= 3, shape.op, ": packed sequences need a dimension of heads");
+  TORCH_CHECK(cu_seq_k, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
+  check_starts(shape, "cu_seq_q", *cu_seq_q, query, "T_q", shape.queries, "max_q", max_q);
+  check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", shape.keys, "max_k", max_k);
+  TORCH_CHECK(must_equal(cu_seq_q->sym_numel(), cu_seq_k->sym_numel()), shape.op, ": cu_seq_k has ",
+              cu_seq_k->sym_numel(), " entries but cu_seq_q has ", cu_seq_q->sym_numel(), "; they must be as many");
+  shape.sequences = cu_seq_q->sym_numel() - 1;
 }
 
 }  // namespace
@@ -187,6 +234,12 @@ c10::SymDimVector Shape::numbers(const SymInt& length) const {
 c10::SymDimVector Shape::of_heads() const {
   c10::SymDimVector sizes(batch);
   sizes.push_back(heads);
+  return sizes;
+}
+
+c10::SymDimVector Shape::of_entries() const {
+  c10::SymDimVector sizes(batch);
+  if (sequences) sizes.push_back(*sequences);
   return sizes;
 }
 
@@ -228,12 +281,19 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
   check_heads(op, "key", shape.key_heads, shape.heads, options.enable_gqa, query, key);
   check_heads(op, "value", shape.value_heads, shape.heads, options.enable_gqa, query, key);
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(op, query, key, value, d));
-  if (attn_mask) check_mask(*attn_mask, shape);
+  if (options.packed()) check_packing(shape, options.packing, query);
+  if (attn_mask) check_mask(*attn_mask, shape, options.packing);
   check_head_numbers(shape, "alibi_slopes", alibi_slopes, query);
   check_head_numbers(shape, "sinks", sinks, query);
   constexpr int64_t kMostOffset = 2 * kFar - 1;
-  check_integers(shape, "query_offset", options.query_offset, query, -kMostOffset, kMostOffset);
-  check_integers(shape, "key_lengths", options.key_lengths, query, 0, shape.keys);
+  check_integers(shape, "query_offset", options.query_offset, query, -kMostOffset,
+                 [](int64_t) { return kMostOffset; });
+  const auto& cu_seq_k = options.packing.cu_seq_k;
+  check_integers(shape, cu_seq_k ? "seqused_k" : "key_lengths", options.key_lengths, query, 0, [&](int64_t i) {
+    if (!cu_seq_k || !is_readable(*cu_seq_k)) return shape.keys.guard_int(__FILE__, __LINE__);
+    const int64_t n = i % (cu_seq_k->numel() - 1);
+    return number(*cu_seq_k, n + 1) - number(*cu_seq_k, n);
+  });
   return shape;
 }
 

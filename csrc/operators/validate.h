@@ -13,7 +13,8 @@ struct Shape {
   int64_t dims = 0;          // of the output
   c10::SymDimVector batch;
   c10::SymInt heads = 1, key_heads = 1, value_heads = 1;
-  c10::SymInt queries, keys, head_dim, value_dim;
+  c10::SymInt queries, keys, head_dim, value_dim;  // of packed sequences all queries, T_q, and all keys
+  std::optional<c10::SymInt> sequences;            // that are packed
 
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
@@ -22,6 +23,8 @@ struct Shape {
   c10::SymDimVector numbers(const c10::SymInt& length) const;
   // With one for each head: [*batch, heads], also where the tensors have no heads.
   c10::SymDimVector of_heads() const;
+  // With one for each sequence: [*batch], or [*batch, sequences].
+  c10::SymDimVector of_entries() const;
 };
 
 // Checks a call of `op`: for a private operator, the name of the public one that it serves. Throws c10::Error naming
@@ -32,7 +35,7 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
 struct Checker {
   const Inputs& inputs;
   const CallOptions& options;
-  const Shape shape = validate(SdpaOp::name, inputs, options);
+  const Shape shape = validate(options.packed() ? VarlenOp::name : SdpaOp::name, inputs, options);
 
   void grads(const GradResults& u) const;
   void rng_state(const at::Tensor& t) const;

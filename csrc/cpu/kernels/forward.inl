@@ -247,7 +247,7 @@ struct Forward {
     rows.unpack_rounded(p, to.output, to.residual, p.value_dim, state.output_t, scratch);
     if (!to.logsumexp && !to.max_score) return;
     for (int64_t i = 0; i < rows.count; ++i)
-      write_numbers<T>(p, rows.number(p, i), state.started && state.sum[i] != 0, state.reference[i], sums[i],
+      write_numbers<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.started && state.sum[i] != 0, state.reference[i], sums[i],
                        largest(i), to);
   }
 

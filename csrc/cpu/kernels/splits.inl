@@ -30,6 +30,10 @@ struct Results {
     max_score = p.partial_max ? static_cast<T*>(p.partial_max) + split * rows : nullptr;
     final = false;
   }
+
+  int64_t number(const ForwardParams& p, const Row& at) const {
+    return final ? row_number(p, at.n, at.head, at.position) : own_row_number(p, at.n, at.head, at.position);
+  }
 };
 
 // What a sink does to rows, each a lane, whose weights are powers of 2 above `reference` and have this sum: it may
@@ -49,8 +53,9 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
 // Writes the numbers of a row, whose reference and sum have the sink in them, while `largest`, of what the tiles held,
 // has not.
 template <class T>
-void write_numbers(const ForwardParams& p, int64_t number, bool has_keys, T reference, T sum, T largest,
+void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T reference, T sum, T largest,
                    const Results<T>& to) {
+  const int64_t number = to.number(p, at);
   if (to.logsumexp) store_logsumexp<T>(to.logsumexp + 2 * number, reference, has_keys ? sum : 0);
   if (to.max_score && !to.final) to.max_score[number] = largest;
   if (!to.final || !to.max_score) return;
@@ -63,7 +68,7 @@ void write_numbers(const ForwardParams& p, int64_t number, bool has_keys, T refe
     return;
   }
   // No less than the sink, which may lie beyond what products hold.
-  const T sink = sink_of<T>(p, number / p.queries);
+  const T sink = sink_of<T>(p, at.n * p.heads + at.head);
   const double found = static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum));
   to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
@@ -91,7 +96,7 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum
     unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
   }
   if (to.logsumexp || to.max_score)
-    write_numbers<T>(p, row_number(p, at.n, at.head, at.position), has_keys, reference, sum, largest, to);
+    write_numbers<T>(p, at, has_keys, reference, sum, largest, to);
 }
 
 // Merges the splits of the rows numbered [first, last):

@@ -37,7 +37,7 @@ void dropout_factors(const Problem& p, const RowTile& rows, Range keys, T kept, 
     Vec<uint64_t> position{}, head{};
     for (int64_t i = 0; i < smaller(W, rows.count - lane); ++i) {
       position[i] = static_cast<uint64_t>(rows.position[lane + i]);
-      head[i] = static_cast<uint64_t>(rows.n * p.heads + rows.head[lane + i]) % period;
+      head[i] = static_cast<uint64_t>((p.first_entry + rows.n) * p.heads + rows.head[lane + i]) % period;
     }
     for (int64_t j = 0; j < keys.size(); j += 4) {
       Vec<uint64_t> words[4] = {splat<uint64_t>(static_cast<uint64_t>(keys.first + j) / 4), position, head,

@@ -41,22 +41,6 @@ struct Block {
 template <class T>  // float or double
 constexpr DType dtype_of = sizeof(T) == 8 ? DType::f64 : DType::f32;
 
-ATTN_INLINE int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::f64:
-    case DType::i64:
-      return 8;
-    case DType::f32:
-      return 4;
-    case DType::bf16:
-    case DType::f16:
-      return 2;
-    case DType::boolean:
-      return 1;
-  }
-  __builtin_unreachable();
-}
-
 // The rows of operand `x` at batch entry `n` and head `h`, from row `row` and column `col` on.
 ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t row, int64_t col = 0) {
   const int64_t offset = batch_offset(p, x, n) + h * x.head + row * x.row + col * x.col;

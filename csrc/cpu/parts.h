@@ -1,0 +1,123 @@
+// A call as the parts that are planned and run each by itself: all of it at once where its entries are alike, else
+// every entry of the batch. A packed sequence is an entry like any other, and no kernel knows of those beside it: so its
+// bits are those of a call with it alone.
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include <c10/util/SmallVector.h>
+
+#include "core/geometry.h"
+#include "cpu/capability.h"
+#include "cpu/parallel.h"
+
+namespace attn {
+
+// Entry n of a call, in a batch of its own.
+template <class Params>
+Params entry_of(const Params& call, int64_t n) {
+  Params p = call;
+  p.batch = 1;
+  p.batch_dims = 0;
+  p.sequences = 0;
+  p.first_entry = call.first_entry + n;
+  const int64_t number_size = call.query.dtype == DType::f64 ? 8 : 4;
+  const Sequence sequence = sequence_of(call, n);
+  p.queries = sequence.queries;
+  p.keys = sequence.keys;
+  p.visibility.lengths = p.visibility.query_lengths = nullptr;
+  if (p.visibility.offsets) p.visibility.offsets += n;
+  const auto advance = [&]<class T>(T*& data, int64_t numbers) {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    if (data) data = static_cast<Byte*>(data) + numbers * number_size;
+  };
+  each_operand(p, [&](Operand& x) {
+    if (x.data) x.data = static_cast<char*>(x.data) + batch_offset(call, x, n) * size_of(x.dtype);
+    x.starts = nullptr;
+  });
+  const int64_t first_row = row_number(call, n, 0, 0);
+  each_of_rows(
+      p, [&]<class T>(T*& data, int64_t count) { advance(data, count * first_row); },
+      [&](HeadTerms& terms) {
+        advance(terms.alibi_slopes, n * call.heads);
+        advance(terms.sinks, n * call.heads);
+      });
+  return p;
+}
+
+template <auto kPart, class Params>
+class Parts {
+ public:
+  using Kernels = std::remove_cvref_t<decltype(kernels_for<kPart>(std::declval<Params&>()))>;
+  struct Part {
+    Params* params;
+    const Kernels* kernels;
+  };
+
+  explicit Parts(Params& call) {
+    const Visibility& v = call.visibility;
+    if (v.lengths || v.query_lengths) {
+      entries_.reserve(call.batch);
+      for (int64_t n = 0; n < call.batch; ++n) entries_.push_back(entry_of(call, n));
+    }
+    for (Params& p : entries_.empty() ? std::span(&call, 1) : std::span(entries_)) {
+      parts_.push_back({&p, &kernels_for<kPart>(p)});
+    }
+  }
+
+  auto begin() const { return parts_.begin(); }
+  auto end() const { return parts_.end(); }
+
+  // What the tasks of every part have room in, once it is planned.
+  int64_t workspace() const {
+    int64_t most = 0;
+    for (const auto& [p, k] : parts_) most = std::max(most, k->workspace(*p));
+    return most;
+  }
+
+  // Runs f(params, kernels, task, workspace) for each of tasks(params) of all parts. flops(params): all of them.
+  void run(const auto& tasks, const auto& flops, int64_t workspace, const auto& f, Take take = Take::neighbours) const {
+    if (parts_.size() == 1) {
+      const auto [p, k] = parts_[0];
+      return run_tasks(tasks(*p), flops(*p), workspace, k->on_thread,
+                       [&](int64_t task, char* own) { f(*p, *k, task, own); }, take);
+    }
+    // Of small parts many tasks at once: taking one takes time, too. The largest tasks come first, so that none is left
+    // to wait for at the end.
+    constexpr double kAtOnce = 2e6;
+    struct Item {
+      const Part* part;
+      int64_t first, last;
+      double flops;  // of a task
+    };
+    std::vector<Item> items;
+    double all_flops = 0;
+    OnThread on_thread;
+    for (const Part& part : parts_) {
+      const int64_t count = tasks(*part.params);
+      if (count == 0) continue;
+      const double own = flops(*part.params), each = own / static_cast<double>(count);
+      const auto step = static_cast<int64_t>(std::clamp(kAtOnce / each, 1.0, static_cast<double>(count)));
+      for (int64_t first = 0; first < count; first += step)
+        items.push_back({&part, first, std::min(first + step, count), each});
+      all_flops += own;
+      if (part.kernels->on_thread.begin) on_thread = part.kernels->on_thread;
+    }
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.flops > b.flops; });
+    run_tasks(static_cast<int64_t>(items.size()), all_flops, workspace, on_thread,
+              [&](int64_t i, char* own) {
+                const Item& item = items[i];
+                for (int64_t task = item.first; task < item.last; ++task)
+                  f(*item.part->params, *item.part->kernels, task, own);
+              },
+              Take::one);
+  }
+
+ private:
+  std::vector<Params> entries_;
+  c10::SmallVector<Part, 1> parts_;
+};
+
+}  // namespace attn

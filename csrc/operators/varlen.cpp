@@ -1,0 +1,51 @@
+// attn::varlen_attention: packed sequences, token by token as torch.nn.attention.varlen has them, [T, heads, E]. It is
+// attn::attention of the same numbers seen as [heads, T, E].
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "operators/ops.h"
+
+namespace attn {
+namespace {
+
+using at::Tensor;
+
+// What attention would say of the shapes in its own order of dimensions.
+void check_shapes(const VarlenCall& c) {
+  const auto check = [](const char* name, const Tensor& t) {
+    TORCH_CHECK(t.dim() == 3, VarlenOp::name, ": ", name, " has shape ", t.sym_sizes(),
+                "; it must have 3 dimensions: [tokens, heads, head_dim]");
+  };
+  check("query", c.query);
+  check("key", c.key);
+  check("value", c.value);
+}
+
+OutputAndRows varlen_attention(const VarlenCall& c) {
+  check_shapes(c);
+  const auto heads_first = [](const Tensor& t) { return t.transpose(0, 1); };
+  CallOptions options{.dropout_p = c.dropout_p,
+                      .scale = c.scale,
+                      .enable_gqa = c.enable_gqa,
+                      .softcap = c.softcap,
+                      .window = c.window,
+                      .query_offset = c.query_offset,
+                      .key_lengths = c.seqused_k,
+                      .packing = {c.cu_seq_q, c.cu_seq_k, c.max_q, c.max_k}};
+  OutputAndRows results =
+      AttentionOp::call({{heads_first(c.query), heads_first(c.key), heads_first(c.value), c.attn_mask, {}, {}}}, options,
+                        {c.alibi_slopes, c.sinks});
+  results.output = heads_first(results.output);
+  return results;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>); }
+
+// See formulas.cpp.
+TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) {
+  m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
+}
+
+}  // namespace attn
