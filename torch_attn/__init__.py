@@ -25,6 +25,7 @@ from torch_attn.functional import (
     sdpa_with_weights,
 )
 from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
+from torch_attn.varlen import varlen_attn, varlen_attn_out
 
 if TYPE_CHECKING:
     from torch_attn import integrations as integrations
@@ -49,6 +50,8 @@ __all__ = [
     "sdpa_with_logsumexp",
     "sdpa_with_weights",
     "unconvert",
+    "varlen_attn",
+    "varlen_attn_out",
 ]
 
 __version__ = "0.1.0"

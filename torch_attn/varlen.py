@@ -1,0 +1,210 @@
+"""Attention over packed sequences: of different lengths, one behind the other, without padding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_attn.functional import _numbers, _pair, _refuse_others
+
+__all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
+
+
+class AuxRequest(NamedTuple):
+    """What a call returns beside the output; that of ``torch.nn.attention.varlen`` serves as well.
+
+    Attributes:
+        lse: the logsumexp of every query.
+    """
+
+    lse: bool = False
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_offset: Tensor | int | None = None,
+    dropout_p: float = 0.0,
+    attn_mask: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of every sequence by itself, where several lie one behind the other.
+
+    Takes the arguments of :func:`torch.nn.attention.varlen.varlen_attn`, which it replaces: on a
+    CPU too, in every floating type, with any head size, and with the options of
+    :func:`torch_attn.sdpa`, which mean the same here. Sequence n has the queries ``cu_seq_q[n] ...
+    cu_seq_q[n + 1] - 1`` and likewise its keys, and sees no others. Its last query stands at its
+    last key (lower right alignment, as in flash-attn), unless `query_offset` says otherwise.
+
+    Shapes: T_q tokens of N sequences have queries, T_k have keys; any sequence may be empty.
+
+    Args:
+        query: ``[T_q, Hq, E]``; float64, float32, bfloat16 or float16.
+        key: ``[T_k, Hk, E]``, query's dtype and device; a pool ``[pages, page_size, Hk, E]`` beside
+            a `block_table`.
+        value: ``[T_k, Hv, Ev]``, or a pool ``[pages, page_size, Hv, Ev]``.
+        cu_seq_q: int32 or int64 ``[N + 1]``: 0, then where each sequence ends. T_q may be larger
+            than the last of them: the output is 0 there.
+        cu_seq_k: as `cu_seq_q`, of the keys. None beside a `block_table` only.
+        max_q: the queries of the longest sequence, or more. Changes no result.
+        max_k: the keys of the longest sequence, or more: the last size of `attn_mask`.
+        return_aux: ``AuxRequest(lse=True)`` asks for the logsumexp, too.
+        scale: factor of the scores; None means ``1 / sqrt(E)``.
+        window_size: (left, right), how many keys beside its position a query sees to either side;
+            -1 is all. (-1, 0) is causality.
+        enable_gqa: allows Hk and Hv to be divisors of Hq.
+        seqused_k: int32 or int64 ``[N]``, how many of its keys a sequence has so far. The others
+            are not read.
+        block_table: int32 or int64 ``[N, most pages]``: where the keys and values of a sequence
+            lie in the pool, page by page. Pages may be shared, and in any order. Needs `seqused_k`,
+            and has no derivatives. Entries behind the last page in use are not read.
+        num_splits: changes nothing: the bits of a sequence never depend on those beside it.
+        softcap, alibi_slopes, sinks, dropout_p: as of :func:`torch_attn.sdpa`; slopes and sinks
+            are ``[Hq]``.
+        query_offset: the position of the first query of each sequence among its keys: integers
+            ``[N]``, or one for all. None: keys in use less queries.
+        attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: for each query a row over the
+            keys of its own sequence. Differentiable.
+
+    Returns:
+        ``[T_q, Hq, Ev]`` in query's dtype; with the logsumexp a pair of it and ``[Hq, T_q]``,
+        float32 (float64 for float64), differentiable. A query that sees no key gives 0 and -inf.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit, and on a CPU numbers of sequences
+            that do not: the message names the argument, what it was and what is allowed. Nothing
+            is read or written. On a GPU such numbers are not looked at, which would wait for it.
+        TypeError, ValueError: as of :func:`torch_attn.sdpa`, and a negative `num_splits`.
+
+    Derivatives, memory, precision and determinism are those of :func:`torch_attn.sdpa`. Without
+    dropout the bits of a sequence are those of a call of it alone, ``sdpa(..., query_offset=S -
+    L)``, in output and gradients.
+
+    Example:
+        >>> lengths = torch.tensor([5, 0, 12, 7])
+        >>> cu_seq = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))  # 0, 5, 5, 17, 24
+        >>> query, key, value = torch.randn(3, 24, 8, 64, requires_grad=True)
+        >>> output = torch_attn.varlen_attn(
+        ...     query, key, value, cu_seq, cu_seq, 12, 12, window_size=(-1, 0)
+        ... )
+        >>> output.sum().backward()
+        >>> output.shape
+        torch.Size([24, 8, 64])
+    """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::varlen_attention", query=query, key=key, value=value)
+    numbers = _numbers("attn::varlen_attention", scale=scale, dropout_p=dropout_p, softcap=softcap)
+    _check_num_splits(num_splits)
+    if isinstance(query_offset, (int, torch.SymInt)):
+        query_offset = cu_seq_q.new_full((cu_seq_q.shape[0] - 1,), query_offset)
+    output, logsumexp, _ = torch.ops.attn.varlen_attention(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=numbers[0],
+        window_size=_pair(window_size),
+        enable_gqa=enable_gqa,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        softcap=numbers[2],
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        query_offset=query_offset,
+        dropout_p=numbers[1],
+        attn_mask=attn_mask,
+    )
+    return (output, logsumexp) if return_aux is not None and return_aux.lse else output
+
+
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`varlen_attn` that writes its output into a given tensor, without derivatives.
+
+    Args:
+        out: ``[T_q, Hq, Ev]``, of query's dtype and device, of any strides; overwritten.
+        options: the other options of :func:`varlen_attn`.
+
+    Returns:
+        `out`, or a pair of it and the logsumexp.
+
+    Raises:
+        RuntimeError: as of :func:`varlen_attn`; or `out` does not fit. Nothing is written then.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 10, 8, 64)
+        >>> cu_seq, out = torch.tensor([0, 4, 10]), torch.empty(10, 8, 64)
+        >>> torch_attn.varlen_attn_out(out, query, key, value, cu_seq, cu_seq, 6, 6) is out
+        True
+    """
+    expected = (*query.shape[:2], value.shape[-1])
+    if (tuple(out.shape), out.dtype, out.device) != (expected, query.dtype, query.device):
+        raise RuntimeError(
+            f"attn::varlen_attention: out is {out.dtype} of shape {list(out.shape)} on "
+            f"{out.device}; it must be {query.dtype} of shape {list(expected)} on {query.device}"
+        )
+    with torch.no_grad():
+        output, logsumexp = varlen_attn(
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            return_aux=AuxRequest(lse=True),
+            scale=scale,
+            window_size=window_size,
+            enable_gqa=enable_gqa,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            num_splits=num_splits,
+            **options,
+        )
+        out.copy_(output)
+    return (out, logsumexp) if return_aux is not None and return_aux.lse else out
+
+
+def _check_num_splits(num_splits: int | None) -> None:
+    if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 0):
+        raise ValueError(
+            f"attn::varlen_attention: num_splits is {num_splits}; it must be None or an int of 0 "
+            "or more"
+        )
