@@ -37,6 +37,15 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
   return offset;
 }
 
+// Where a row of keys or values begins, of batch entry n. Page numbers that only the device knows were checked by
+// nobody: whatever they are, nothing outside of the pool is read.
+ATTN_INLINE constexpr int64_t key_row_offset(const Problem& p, const Operand& x, int64_t n, int64_t row) {
+  const auto [table, per_entry, rows, pages] = p.paging;
+  if (!table) return batch_offset(p, x, n) + row * x.row;
+  const int64_t page = table[n * per_entry + row / rows];
+  return larger(0, smaller(page, pages - 1)) * x.page + row % rows * x.row;
+}
+
 // Whether dimension d of the batch counts packed sequences.
 ATTN_INLINE constexpr bool counts_sequences(const Problem& p, int d) {
   return p.sequences > 1 && d == p.batch_dims - 1;

@@ -35,6 +35,16 @@ struct Operand {
   int64_t row = 0;
   int64_t col = 0;
   const int64_t* starts = nullptr;  // [batch], of packed sequences: the row with which each one begins
+  int64_t page = 0;                 // of keys and values in pages: the distance from one page to the next
+};
+
+// Keys and values that lie in pages of a pool: row r of entry n is row r % rows of page table[n * per_entry + r / rows].
+// A null table: they lie one after the other.
+struct Paging {
+  const int64_t* table = nullptr;  // on the device
+  int64_t per_entry = 0;
+  int64_t rows = 0;   // of a page
+  int64_t pages = 0;  // of the pool
 };
 
 // Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative number
@@ -81,6 +91,7 @@ struct Problem {
   // Packed sequences lie one behind the other: each is an entry of the batch, the last of its dimensions, along which
   // operands have no stride but starts. 0: none are packed.
   int64_t sequences = 0;
+  Paging paging;  // of the forward alone
   // This may be one entry of a batch: its number there and, of a packed sequence, the rows that a head has with the
   // others (0: only its own).
   int64_t first_entry = 0;
