@@ -29,7 +29,8 @@ ATTN_INLINE constexpr int64_t size_of(DType dtype) {
 
 // Where batch entry n of an operand begins, in elements.
 ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, int64_t n) {
-  int64_t offset = x.starts ? x.starts[n] * x.row : 0;
+  const int64_t* const starts = x.rows == Rows::none ? nullptr : (x.rows == Rows::keys ? p.key_starts : p.query_starts);
+  int64_t offset = starts ? starts[n] * x.row : 0;
   for (int d = p.batch_dims - 1; d >= 0; --d) {
     offset += n % p.batch_size[d] * x.batch[d];
     n /= p.batch_size[d];
@@ -110,31 +111,32 @@ ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) {
 ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   if (p.tokens == 0) return (n * p.heads + head) * p.queries + position;
   if (p.sequences == 0) return head * p.tokens + position;  // the one entry
-  return (n / p.sequences * p.heads + head) * p.tokens + p.query.starts[n] + position;
+  return (n / p.sequences * p.heads + head) * p.tokens + p.query_starts[n] + position;
 }
 // The number where only the rows of these params are counted.
 ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }
-// Returns the row `count` >= 0 places after `at` in the list of its group of heads.
-ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) {
-  const int64_t length = p.queries;
+// Returns the row `count` >= 0 places after `at` in the list of its group of heads, each of which has `queries` rows.
+ATTN_INLINE constexpr Row row_after(int64_t queries, Row at, int64_t count) {
   at.position += count;
-  if (at.position >= length) {  // seldom: divisions take long
-    at.head += at.position / length;
-    at.position %= length;
+  if (at.position >= queries) {  // seldom: divisions take long
+    at.head += at.position / queries;
+    at.position %= queries;
   }
   return at;
 }
+ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) { return row_after(p.queries, at, count); }
+// The row of an own_row_number().
 ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
   return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
 }
 
-// Takes the innermost coordinate out of the number of a slice of a mask or, along a dimension that the mask broadcasts
+// Takes the innermost coordinate out of the number of a slice of a mask or, along a dimension that the mask is shared
 // over, out of the number of a sharer of that slice.
-ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, int64_t stride, int64_t& slice, int64_t& sharer) {
-  const int64_t from = stride == 0 ? sharer : slice;  // the mask is the same all along a dimension of stride 0
-  if (stride == 0)
+ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64_t& slice, int64_t& sharer) {
+  const int64_t from = shared ? sharer : slice;
+  if (shared)
     sharer = from / extent;
   else
     slice = from / extent;
@@ -143,10 +145,11 @@ ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, int64_t stride, in
 // Several scores may share one number of a mask. A slice of it is what lies at one batch entry and head; this is the
 // `sharer`-th batch entry and head among those that read a slice. The position is 0.
 ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, int64_t slice, int64_t sharer) {
-  Row place{0, take_coordinate(p.heads, mask.head, slice, sharer), 0};
+  Row place{0, take_coordinate(p.heads, mask.head == 0, slice, sharer), 0};
   int64_t step = 1;
   for (int d = p.batch_dims - 1; d >= 0; --d) {
-    place.n += take_coordinate(p.batch_size[d], mask.batch[d], slice, sharer) * step;
+    const bool shared = mask.batch[d] == 0 && !counts_sequences(p, d);  // each of those has a part of its own
+    place.n += take_coordinate(p.batch_size[d], shared, slice, sharer) * step;
     step *= p.batch_size[d];
   }
   return place;

@@ -26,16 +26,20 @@ constexpr int64_t kScoreTile = 64;
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
 
+// What the rows of an operand are, where sequences are packed: with which of them each one begins. A byte, as CUDA passes
+// few to a kernel.
+enum class Rows : uint8_t { none, queries, keys };
+
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
 struct Operand {
   void* data = nullptr;
   DType dtype = DType::f32;
+  Rows rows = Rows::none;
   int64_t batch[kMaxBatchDims] = {};
   int64_t head = 0;
   int64_t row = 0;
   int64_t col = 0;
-  const int64_t* starts = nullptr;  // [batch], of packed sequences: the row with which each one begins
-  int64_t page = 0;                 // of keys and values in pages: the distance from one page to the next
+  int64_t page = 0;  // of keys and values in pages: the distance from one page to the next
 };
 
 // Keys and values that lie in pages of a pool: row r of entry n is row r % rows of page table[n * per_entry + r / rows].
@@ -89,9 +93,11 @@ struct Problem {
   bool has_dropout = false;
 
   // Packed sequences lie one behind the other: each is an entry of the batch, the last of its dimensions, along which
-  // operands have no stride but starts. 0: none are packed.
+  // operands have no stride: they begin in that row, [batch], on the device. 0: none are packed.
   int64_t sequences = 0;
-  Paging paging;  // of the forward alone
+  const int64_t* query_starts = nullptr;
+  const int64_t* key_starts = nullptr;  // null where keys lie in pages
+  Paging paging;                        // of the forward alone
   // This may be one entry of a batch: its number there and, of a packed sequence, the rows that a head has with the
   // others (0: only its own).
   int64_t first_entry = 0;

@@ -190,8 +190,9 @@ void run_gradients(Params& call, const Tensor& query) {
     run_tasks(call.mask_tasks(), 2 * product_flops(call), workspace, {},
               [&, &k = kernels_for<kPart>(call)](int64_t task, char* own) { sum_mask(call, k, task, own); });
   else if (call.mask_is_shared)
-    parts.run([](const auto& p) { return p.mask_tasks(); }, [](const auto& p) { return 2 * product_flops(p); },
-              workspace, sum_mask);
+    // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
+    parts.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
+              [](const auto& p) { return 2 * product_flops(p); }, workspace, sum_mask);
   if (call.grad_sinks || call.grad_mask_rows)
     parts.run([](const auto& p) { return p.row_tasks(); },
               [](const auto& p) { return 4.0 * number_of_rows(p) * p.value_dim; }, workspace,

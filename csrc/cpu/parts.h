@@ -35,8 +35,8 @@ Params entry_of(const Params& call, int64_t n) {
   };
   each_operand(p, [&](Operand& x) {
     if (x.data) x.data = static_cast<char*>(x.data) + batch_offset(call, x, n) * size_of(x.dtype);
-    x.starts = nullptr;
   });
+  p.query_starts = p.key_starts = nullptr;
   const int64_t first_row = row_number(call, n, 0, 0);
   each_of_rows(
       p, [&]<class T>(T*& data, int64_t count) { advance(data, count * first_row); },

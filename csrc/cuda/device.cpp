@@ -45,16 +45,18 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   x.col = 1;
   return chunks;
 }
+// The rows of a query: of packed sequences all that lie one behind the other.
+int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.queries; }
 template <class Params>
 [[nodiscard]] std::array<Tensor, 3> put_inputs_in_chunks(Params& p, const Tensor& query) {
-  return {put_in_chunks(p, p.query, p.heads, p.queries, p.head_dim, query),
+  return {put_in_chunks(p, p.query, p.heads, rows_of_head(p), p.head_dim, query),
           put_in_chunks(p, p.key, p.key_heads, p.keys, p.head_dim, query),
           put_in_chunks(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
 
-// Memory for one number a row, [copies, batch, heads, L].
+// Memory for one number a row, [copies, rows].
 Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t copies = 1) {
-  const Tensor rows = at::empty({copies, p.batch, p.heads, p.queries}, compute_options(query));
+  const Tensor rows = at::empty({copies, number_of_rows(p)}, compute_options(query));
   data = rows.mutable_data_ptr();
   return rows;
 }
@@ -70,7 +72,7 @@ void run_forward(ForwardParams& p, const Tensor& query) {
 void run_backward(BackwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_chunks(p, query);
-  const Tensor grad_output = put_in_chunks(p, p.grad_output, p.heads, p.queries, p.value_dim, query);
+  const Tensor grad_output = put_in_chunks(p, p.grad_output, p.heads, rows_of_head(p), p.value_dim, query);
   const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
   check(launch_backward(p, device.stream));
 }

@@ -82,7 +82,8 @@ bool uses_mma(const Problem& p) {
 // Counts the keys that a task's rows see at most, from the first of a tile on, which is where splits begin (Task::set).
 // What only the device knows is not asked for.
 static int64_t keys_to_split(const RowParams& p) {
-  const bool heads_meet = p.group > 1 && p.queries % p.rows_per_task != 0;  // see positions_of_rows()
+  // See positions_of_rows().
+  const bool heads_meet = p.group > 1 && (p.sequences > 0 || p.queries % p.rows_per_task != 0);
   const int64_t rows = heads_meet ? p.queries : smaller(p.rows_per_task, p.queries);
   const int64_t keys = smaller(p.keys, most_keys(p, rows) + kKeysPerTile - 1);
   if (p.visibility.offsets || p.visibility.lengths) return keys;
@@ -100,7 +101,7 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
   // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
-  if (p.tasks() >= wanted || keys < 2 * enough_keys) return;
+  if (p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
   const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);
   p.keys_per_split = round_up(divide_up(keys, splits), kKeysPerTile);
   p.splits = divide_up(keys, p.keys_per_split);

@@ -59,7 +59,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
       write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape).masked_fill(inputs.sinks->isneginf(), 0));
     return grads;
   }
-  const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes, ProblemBuilder::Rows rows) {
+  const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes, Rows rows) {
     if (!grad.defined()) return;
     // The gradient of a broadcast input is written at the broadcast shape, and then summed to the input's: rounded to a
     // half type before the sum, large gradients of opposite signs would be infinities.
@@ -67,7 +67,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
     if (leaves_out) grad.zero_();
     builder.add_result(operand, grad, rows);
   };
-  using enum ProblemBuilder::Rows;
+  using enum Rows;
   add(p.grad_query, written.query, shape.expanded(shape.heads, shape.queries, shape.head_dim), queries);
   add(p.grad_key, written.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim), keys);
   add(p.grad_value, written.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
@@ -109,8 +109,8 @@ void describe_point(Params& p, ProblemBuilder& builder, const Saved& saved) {
 }
 
 void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& direction) {
-  using enum ProblemBuilder::Rows;
-  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent, ProblemBuilder::Rows rows = queries) {
+  using enum Rows;
+  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent, Rows rows = queries) {
     if (tangent && tangent->numel() > 0) builder.add(operand, *tangent, rows);
   };
   add(t.query, direction.query);

@@ -90,21 +90,26 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   problem.keep_scale = options.dropout_p == 1 ? 0 : 1 / (1 - options.dropout_p);
 }
 
-// Each tensor of the sequences' numbers is [*batch, sequences], like those of the options.
+// Each tensor of the sequences' numbers is [*batch, sequences], like those of the options. Where only a device knows
+// them nobody has checked them: clamped, no sequence begins or ends outside of the tokens, and sequence_of() makes a
+// negative length 0.
 void ProblemBuilder::add_sequences(const CallOptions& options) {
   problem_.sequences = batch_size_.back();
   problem_.tokens = problem_.queries;
-  problem_.queries = concrete(options.packing.max_q);
-  problem_.keys = concrete(options.packing.max_k);
-  const auto starts_and_lengths = [&](const at::Tensor& cu_seq) {
-    const at::Tensor all = cu_seq.to(at::kLong), starts = all.narrow(0, 0, problem_.sequences);
+  const auto starts_and_lengths = [&](const at::Tensor& cu_seq, int64_t tokens) {
+    const at::Tensor all = cu_seq.to(at::kLong).clamp(0, tokens), starts = all.narrow(0, 0, problem_.sequences);
     return std::pair(starts, all.narrow(0, 1, problem_.sequences) - starts);
   };
-  const auto [query_starts, queries] = starts_and_lengths(*options.packing.cu_seq_q);
-  const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k);
+  const auto [query_starts, queries] = starts_and_lengths(*options.packing.cu_seq_q, problem_.queries);
+  const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k, problem_.keys);
   const at::Tensor keys = options.key_lengths ? options.key_lengths->minimum(all_keys) : all_keys;
-  query_starts_ = of_entries(query_starts);
-  key_starts_ = of_entries(key_starts);
+  problem_.query_starts = of_entries(query_starts);
+  problem_.key_starts = of_entries(key_starts);
+  const auto longest = [](const c10::SymInt& most, int64_t tokens) {
+    return std::clamp<int64_t>(concrete(most), 0, tokens);
+  };
+  problem_.queries = longest(options.packing.max_q, problem_.queries);
+  problem_.keys = longest(options.packing.max_k, problem_.keys);
   Visibility& v = problem_.visibility;
   v.query_lengths = of_entries(queries);
   v.lengths = of_entries(keys);
@@ -150,7 +155,7 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
   operand.col = stride(1);
   operand.row = stride(2);
   operand.head = stride(3);
-  if (rows != Rows::none) operand.starts = rows == Rows::keys ? key_starts_ : query_starts_;
+  operand.rows = rows;
   Strides strides{&operand, {}};
   const auto batch_dims = static_cast<int64_t>(shape_.batch.size());
   for (int64_t d = 0; d < batch_dims; ++d) strides.batch.push_back(stride(3 + batch_dims - d));

@@ -16,9 +16,7 @@ class ProblemBuilder {
   ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const CallOptions& options,
                  const at::Tensor& rng_state);
 
-  // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0. Packed sequences begin in its rows where
-  // queries do, or keys.
-  enum class Rows { queries, keys, none };
+  // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
   void add(Operand& operand, const at::Tensor& tensor, Rows rows = Rows::queries);         // is read
   void add_result(Operand& operand, const at::Tensor& tensor, Rows rows = Rows::queries);  // is written
 
@@ -45,7 +43,6 @@ class ProblemBuilder {
   Problem& problem_;
   c10::DimVector batch_size_;
   c10::SmallVector<Strides, 8> operands_;
-  const int64_t *query_starts_ = nullptr, *key_starts_ = nullptr;
   c10::SmallVector<at::Tensor, 4> contiguous_;
 };
 

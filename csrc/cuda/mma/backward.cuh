@@ -61,10 +61,11 @@ struct BackwardMma {
     } other[kStages];
     BackwardRows<kRows, kGeneral> rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
-    Task task;          // of a block that owns keys: their batch entry and they themselves
-    int64_t own_head;   // of these keys
-    Range rows_seen;    // the queries that see some of them
-    int64_t first_row;  // of the group of heads, among all rows
+    Task task;           // of a block that owns keys: their batch entry and they themselves
+    int64_t own_head;    // of these keys
+    Range rows_seen;     // the queries that see some of them
+    int64_t first_row;   // of the group of heads, among all rows
+    int64_t group_rows;  // how many it has
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
     bool mask_in_pairs;
@@ -96,6 +97,7 @@ struct BackwardMma {
       shared.mask_in_pairs = mask_in_units(p, 2);
     }
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
+    shared.group_rows = shared.task.rows_of_group(p);
     // What rounding changes in the slope of exponents is changed in the logsumexp too: large scores cancel.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
@@ -120,7 +122,7 @@ struct BackwardMma {
   __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
     if (first.position + count <= shared.task.sequence.queries) return f([&](int i) { return i * x.row; });
     f([&](int i) {
-      const Row row = row_after(p, first, i);
+      const Row row = row_after(shared.task.sequence.queries, first, i);
       return (row.head - first.head) * x.head + (row.position - first.position) * x.row;
     });
   }
@@ -169,14 +171,24 @@ struct BackwardMma {
     return tile;
   }
 
+  // The tile that begins with row `number` of a group's list of rows.
+  struct TileOfRows {
+    int64_t number;
+    Row first;
+  };
   // The row of a tile that this thread reads and stores, if there is one. Read early, as that takes long, and stored
   // when it is there.
   static_assert(kRows <= kMmaThreads);
-  __device__ __forceinline__ BackwardRow read_row(int64_t number, int count) const {
+  __device__ __forceinline__ BackwardRow read_row(const TileOfRows& tile, int count) const {
     BackwardRow row;
     const int i = thread_index();
     if (i >= kRows) return row;
-    const int64_t r = shared.first_row + number + RowTile<kRows>::last_repeated(i, count);
+    const int at = RowTile<kRows>::last_repeated(i, count);
+    int64_t r = shared.first_row + tile.number + at;
+    if (p.sequences > 0) {  // between heads lie the rows of other sequences
+      const Row in_sequence = row_after(shared.task.sequence.queries, tile.first, at);
+      r = row_number(p, shared.task.n, in_sequence.head, in_sequence.position);
+    }
     const auto pair = static_cast<const Pair<float>*>(p.logsumexp)[r];
     row.logsumexp = pair.high;
     row.logsumexp_low = pair.low;
@@ -187,7 +199,7 @@ struct BackwardMma {
   __device__ __forceinline__ void store_row(Rows& rows, Row first, int count, BackwardRow row) const {
     const int i = thread_index();
     if (i >= kRows) return;
-    rows.rows.set(i, row_after(p, first, RowTile<kRows>::last_repeated(i, count)));
+    rows.rows.set(i, shared.task.sequence, first, count);
     if (row.logsumexp == -infinity<float>()) {
       row.logsumexp = infinity<float>();
       row.logsumexp_low = 0;
@@ -223,53 +235,48 @@ struct BackwardMma {
       __syncthreads();  // the last group's tiles have been read
       const int64_t head = shared.own_head * readers + reader;
       TileOfRows tile = first_shown_rows(visible_from({0, {task.n, head, 0}}));
-      if (tile.number >= p.rows()) continue;
+      if (tile.number >= shared.group_rows) continue;
       load_keys(shared.own_score, shared.own_dp, task.first_key);
       load_rows(shared.other[0].score, shared.other[0].dp, tile.first, count_of(tile));
       commit_copies();
-      store_row(shared.rows[0], tile.first, count_of(tile), read_row(tile.number, count_of(tile)));
-      for (int stage = 0; tile.number < p.rows(); stage ^= 1) {
+      store_row(shared.rows[0], tile.first, count_of(tile), read_row(tile, count_of(tile)));
+      for (int stage = 0; tile.number < shared.group_rows; stage ^= 1) {
         const int count = count_of(tile);
         wait_for_copies<0>();
         tile = first_shown_rows(visible_from(after(tile, kOther)));  // these are there, those before have been read
         BackwardRow next;
-        if (tile.number < p.rows()) {
+        if (tile.number < shared.group_rows) {
           load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, tile.first, count_of(tile));
           commit_copies();
-          next = read_row(tile.number, count_of(tile));
+          next = read_row(tile, count_of(tile));
         }
         add_tile(of_ds, of_weights, stage, count, task.first_key);
-        if (tile.number < p.rows()) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
+        if (tile.number < shared.group_rows) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
       }
     }
     if constexpr (kNeedsDs) write_keys(p.grad_key, p.head_dim, of_ds, slope());
     if constexpr (kSumsValue) write_keys(p.grad_value, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
-  // The tile that begins with row `number` of a group's list of rows.
-  struct TileOfRows {
-    int64_t number;
-    Row first;
-  };
   __device__ __forceinline__ int count_of(const TileOfRows& tile) const {
-    return static_cast<int>(smaller(kOther, p.rows() - tile.number));
+    return static_cast<int>(smaller(kOther, shared.group_rows - tile.number));
   }
   __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
-    return {tile.number + rows, row_after(p, tile.first, rows)};
+    return {tile.number + rows, row_after(shared.task.sequence.queries, tile.first, rows)};
   }
   // The tile with the first row, from the first of this tile on, that sees one of the block's keys.
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
     const Range seen = shared.rows_seen;
-    if (seen.empty()) return {p.rows(), tile.first};
-    return after(tile,
-                 rows_until(seen, tile.first.position, shared.task.sequence.queries, p.rows() - tile.number, kOther));
+    if (seen.empty()) return {shared.group_rows, tile.first};
+    return after(tile, rows_until(seen, tile.first.position, shared.task.sequence.queries,
+                                  shared.group_rows - tile.number, kOther));
   }
 
   __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {
     return first_shown(
         tile,
         [&](const TileOfRows& t) {
-          return t.number >= p.rows() || mask_shows_some(t.first, count_of(t), shared.task.first_key);
+          return t.number >= shared.group_rows || mask_shows_some(t.first, count_of(t), shared.task.first_key);
         },
         [&](const TileOfRows& t) { return visible_from(after(t, kOther)); });
   }
@@ -283,8 +290,9 @@ struct BackwardMma {
     }
     __syncthreads();
     const int count = task.rows;
-    const Row first = task.row_at(p);
-    store_row(shared.rows[0], first, count, read_row(task.first_row, count));
+    if (count == 0) return;
+    const Row first = task.row_at();
+    store_row(shared.rows[0], first, count, read_row({task.first_row, first}, count));
     Sums of_ds = {}, none;
     const auto first_shown_key = [&](int64_t key) {
       return first_shown(
@@ -424,16 +432,14 @@ struct BackwardMma {
     });
   }
 
-  // 0 of keys beyond the length, also where a NaN in grad_output met their weights of 0.
+  // Not of keys beyond the length, where gradients are 0 before.
   __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, Sums& sum, float scale) {
     const MmaThread thread;
     const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t key = shared.task.first_key + own(thread, half);
-      if (key >= shared.task.last_key)
-        for (auto& four : sum) four[2 * half] = four[2 * half + 1] = 0;
-      write(to, base + key * to.row, cols, sum, half, scale, key < p.keys);
+      write(to, base + key * to.row, cols, sum, half, scale, key < shared.task.last_key);
     }
   }
 

@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
   const int64_t number = block_number(), tiles = divide_up(p.queries, kDeltaRows<kDim>);
   if (number >= delta_tasks<kDim>(p)) return;
   const Row first{number / tiles / p.heads, number / tiles % p.heads, number % tiles * kDeltaRows<kDim>};
-  const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, p.queries - first.position));
+  const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, sequence_of(p, first.n).queries - first.position));
+  if (rows <= 0) return;
   const int col = threadIdx.x % kLanes * kChunk, own = threadIdx.x / kLanes;
   const int own_rows = col < p.value_dim ? rows : 0;  // with numbers in this thread's columns
 
@@ -62,10 +63,10 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
 #pragma unroll
     for (float& s : sum) s += __shfl_xor_sync(~0u, s, lanes);
   if (col > 0) return;
-  const int64_t r = row_number(p, first.n, first.head, first.position + own);
 #pragma unroll
   for (int k = 0; k < kDeltaSteps; ++k)
-    if (own + k * kRowsAtOnce < rows) write_delta<float>(p, r + k * kRowsAtOnce, sum[k], 0);
+    if (own + k * kRowsAtOnce < rows)
+      write_delta<float>(p, {first.n, first.head, first.position + own + k * kRowsAtOnce}, sum[k], 0);
 }
 
 template <class S>

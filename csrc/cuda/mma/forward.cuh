@@ -91,10 +91,11 @@ struct ForwardMma {
   __device__ __forceinline__ void run(int64_t number) {
     if (threadIdx.x == 0) set(number);
     __syncthreads();
+    if (task.rows == 0) return;
     Output output = {};
     for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.maximum[i] = -infinity<float>();
     for (auto& sums : shared.sum) sums[threadIdx.x] = 0;
-    for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.rows.set(i, p, task.row_at(p), task.rows);
+    for (int i = threadIdx.x; i < kRows; i += kMmaThreads) shared.rows.set(i, task.sequence, task.row_at(), task.rows);
     if constexpr (kGeneral)
       for (int i = threadIdx.x; i < kRows; i += kMmaThreads) {  // the rows that this thread has set
         if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);

@@ -12,7 +12,13 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
   return static_cast<const S*>(x.data) + batch_offset(p, x, n) + head * x.head;
 }
 
-// How many blocks there are if each owns up to `most` rows of a group of heads, or keys of one of `heads` heads.
+// How many blocks there are if each owns up to `most` rows of a group of heads, or keys of one of `heads` heads. Of
+// packed sequences the host knows no lengths: there are as many for each as the longest has. A block that finds
+// nothing of its sequence left ends without reading or writing.
+//
+// A head of a packed sequence has its own number of rows in the list of its group, so that tiles of rows and keys are
+// cut as in a call of it alone. What else its bits depend on is planned from the most queries and keys, the number of
+// sequences and the device: the size of tiles of rows, and splits of the keys.
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
   return p.batch * p.groups() * divide_up(p.rows(), most);
 }
@@ -27,8 +33,8 @@ struct RowTile {
   int64_t position[kRows];
 
   // Sets row i, of `count` rows from `first` on. Called by a thread for each, followed by a barrier.
-  __device__ __forceinline__ void set(int i, const Problem& p, Row first, int count) {
-    set(i, row_after(p, first, last_repeated(i, count)));
+  __device__ __forceinline__ void set(int i, const Sequence& s, Row first, int count) {
+    set(i, row_after(s.queries, first, last_repeated(i, count)));
   }
   __device__ __forceinline__ void set(int i, Row row) {
     head[i] = row.head;
@@ -93,22 +99,23 @@ struct Task {
   int64_t first_head;  // of the group
   int64_t key_head, value_head;
   int64_t first_row;  // of the group's list
-  int rows;
+  int rows;           // 0: there is nothing to do, and nothing else is set but the batch entry
   int64_t split;
   int64_t first_key, last_key;  // no row of the tile sees others
   Range positions;              // holds those of its rows
   Range seen_by_all;            // the keys that every row sees
 
-  // Rows of the list that begins with `head`. Called by one thread, followed by a barrier.
-  __device__ void set_rows(const Problem& p, int64_t batch_entry, int64_t head, int64_t first, int64_t count) {
+  // Up to `most` rows of the list that begins with `head`. Called by one thread, followed by a barrier.
+  __device__ void set_rows(const Problem& p, int64_t batch_entry, int64_t head, int64_t first, int64_t most) {
     n = batch_entry;
     sequence = sequence_of(p, n);
     first_head = head;
     key_head = key_head_of(p, head);
     value_head = value_head_of(p, head);
     first_row = first;
-    rows = static_cast<int>(count);
-    positions = positions_of_rows(sequence, row_at(p), count);
+    rows = static_cast<int>(larger(0, smaller(most, rows_of_group(p) - first)));
+    if (rows == 0) return;
+    positions = positions_of_rows(sequence, row_at(), rows);
     seen_by_all = common(visible_keys(sequence, {positions.first, positions.first + 1}),
                          visible_keys(sequence, {positions.last - 1, positions.last}));
   }
@@ -116,8 +123,10 @@ struct Task {
   __device__ __forceinline__ bool all_visible(int64_t key, int count) const {
     return seen_by_all.first <= key && key + count <= seen_by_all.last;
   }
+  // The rows of the list of a group of heads, of this batch entry.
+  __device__ __forceinline__ int64_t rows_of_group(const Problem& p) const { return p.group * sequence.queries; }
   // The first of the rows.
-  __device__ __forceinline__ Row row_at(const Problem& p) const { return row_after(p, {n, first_head, 0}, first_row); }
+  __device__ __forceinline__ Row row_at() const { return row_after(sequence.queries, {n, first_head, 0}, first_row); }
 
   // Sets all of it, for block `number` of a kernel whose blocks own up to `most` rows and pass over the keys that these
   // see, or over a split of them, in tiles of `tile`. Called by one thread, followed by a barrier.
@@ -130,7 +139,9 @@ struct Task {
       split = number % p.splits;
       number /= p.splits;
     }
-    set_rows(p, number / p.groups(), number % p.groups() * p.group, row, smaller(most, p.rows() - row));
+    set_rows(p, number / p.groups(), number % p.groups() * p.group, row, most);
+    first_key = last_key = 0;
+    if (rows == 0) return;
     Range keys = in_tiles(visible_keys(sequence, positions), tile);
     if constexpr (requires { p.splits; }) {
       const int64_t first = keys.first + split * p.keys_per_split;

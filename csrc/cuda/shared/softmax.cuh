@@ -43,10 +43,13 @@ struct SavedRow {
   }
 };
 
-// The sink of row r; -inf if there is none.
+// The number of a row's head: that of its terms.
+__device__ __forceinline__ int64_t head_number(const Problem& p, const Row& row) { return row.n * p.heads + row.head; }
+
+// The sink of a row; -inf if there is none.
 template <class T>
-__device__ __forceinline__ T sink_of(const Problem& p, int64_t r) {
-  return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[r / p.queries] : -infinity<T>();
+__device__ __forceinline__ T sink_of(const Problem& p, const Row& row) {
+  return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[head_number(p, row)] : -infinity<T>();
 }
 
 // What exp() is shifted by: a row without any key so far has weights exp(-inf - 0) = 0.
@@ -55,12 +58,12 @@ __device__ __forceinline__ T shift_of(T maximum) {
   return maximum == -infinity<T>() ? static_cast<T>(0) : maximum;
 }
 
-// Adds the sink of row r to the logsumexp of its keys. Returns what the keys keep of their weight, which is 1 without a
+// Adds the sink of a row to the logsumexp of its keys. Returns what the keys keep of their weight, which is 1 without a
 // sink: exp(logsumexp before - logsumexp now). Times 0 it is the output of a row without keys: NaN if the sink is.
 template <class T>
-__device__ inline T add_sink(const Problem& p, int64_t r, Pair<T>& logsumexp) {
+__device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
   if (!p.terms.sinks) return 1;
-  const Pair<T> keys = logsumexp, sink = {sink_of<T>(p, r), 0}, largest = sink.high > keys.high ? sink : keys;
+  const Pair<T> keys = logsumexp, sink = {sink_of<T>(p, row), 0}, largest = sink.high > keys.high ? sink : keys;
   const T shift = shift_of(largest.high);
   const auto weight = [&](Pair<T> x) { return exp((x.high - shift) + (x.low - largest.low)); };
   const T of_keys = weight(keys), sum = of_keys + weight(sink);
@@ -68,13 +71,14 @@ __device__ inline T add_sink(const Problem& p, int64_t r, Pair<T>& logsumexp) {
   return sum == 0 ? 0 : of_keys / sum;
 }
 
-// Writes what is wanted of row r, whose splits are together; the logsumexp has the sink in it.
+// Writes what is wanted of a row, whose splits are together; the logsumexp has the sink in it.
 template <class T>
-__device__ inline void write_statistics(const ForwardParams& p, int64_t r, Pair<T> logsumexp, T max_score) {
+__device__ inline void write_statistics(const ForwardParams& p, const Row& row, Pair<T> logsumexp, T max_score) {
+  const int64_t r = row_number(p, row.n, row.head, row.position);
   if (p.logsumexp) static_cast<Pair<T>*>(p.logsumexp)[r] = logsumexp;
   if (p.max_score) static_cast<T*>(p.max_score)[r] = max_score;
   if (!p.row_logsumexp) return;
-  const T largest = max_or_nan(max_score, sink_of<T>(p, r));  // of +inf the pair, like the weights, is NaN
+  const T largest = max_or_nan(max_score, sink_of<T>(p, row));  // of +inf the pair, like the weights, is NaN
   static_cast<T*>(p.row_logsumexp)[r] = largest == infinity<T>() ? largest : logsumexp.high + logsumexp.low;
 }
 
@@ -128,12 +132,13 @@ struct Dropout {
 template <class T>
 struct OutputRow {
   const ForwardParams& p;
+  Row row;
   int64_t number;  // of the row, among those of all splits
   int64_t output_at, residual_at;
 
   // The batch entry of the output begins at `output_base`, and that of the residual at `residual_base`.
   __device__ OutputRow(const ForwardParams& p, int64_t output_base, int64_t residual_base, Row row, int64_t split)
-      : p(p) {
+      : p(p), row(row) {
     number = split * number_of_rows(p) + row_number(p, row.n, row.head, row.position);
     output_at = output_base + row.head * p.output.head + row.position * p.output.row;
     residual_at = residual_base + row.head * p.residual.head + row.position * p.residual.row;
@@ -146,22 +151,23 @@ struct OutputRow {
   }
   // As the function of this name. Splits leave the sink to who puts them together.
   __device__ __forceinline__ T add_sink(Pair<T>& logsumexp) const {
-    return p.splits > 1 ? 1 : cuda::add_sink(p, number, logsumexp);
+    return p.splits > 1 ? 1 : cuda::add_sink(p, row, logsumexp);
   }
   __device__ void write_statistics(Pair<T> logsumexp, T max_score) const {
-    if (p.splits == 1) return cuda::write_statistics(p, number, logsumexp, max_score);
+    if (p.splits == 1) return cuda::write_statistics(p, row, logsumexp, max_score);
     static_cast<Pair<T>*>(p.partial_logsumexp)[number] = logsumexp;
     if (p.partial_max) static_cast<T*>(p.partial_max)[number] = max_score;
   }
 };
 
-// Writes delta of row r, <G, O> - g with the gradient g of its logsumexp, in two numbers: of Z dP - delta nothing but g
+// Writes delta of a row, <G, O> - g with the gradient g of its logsumexp, in two numbers: of Z dP - delta nothing but g
 // is left where there is one key. And the gradients that follow from it: of the sink, dsink = -Psink delta, and of a
 // number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams also tdelta = <G, tO>, and those
 // gradients are their derivatives, with tPsink = Psink (tsink - c).
 template <class T, class Params>
-__device__ inline void write_delta(const Params& p, int64_t r, T of_output, T of_tangent) {
+__device__ inline void write_delta(const Params& p, const Row& at, T of_output, T of_tangent) {
   constexpr bool kSecond = requires { p.tangent_delta; };
+  const int64_t r = row_number(p, at.n, at.head, at.position);
   const auto number = [&](const void* rows) { return rows ? static_cast<const T*>(rows)[r] : 0; };
   const T g = number(p.grad_logsumexp), delta = of_output - g;
   static_cast<T*>(p.delta)[r] = delta;
@@ -169,11 +175,11 @@ __device__ inline void write_delta(const Params& p, int64_t r, T of_output, T of
   if constexpr (kSecond) static_cast<T*>(p.tangent_delta)[r] = of_tangent;
   if (!p.grad_sinks && !p.grad_mask_rows) return;
   const auto row = SavedRow<T>::read(p.logsumexp, r);
-  const T weight = row.weight(sink_of<T>(p, r));
+  const T weight = row.weight(sink_of<T>(p, at));
   T of_sink = -weight * delta, sum = g - of_sink;
   if constexpr (kSecond) {
     const auto c = static_cast<const Pair<T>*>(p.tangent_logsumexp)[r];
-    const T t = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[r / p.queries] : 0;
+    const T t = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[head_number(p, at)] : 0;
     of_sink = -weight * (((t - c.high) - c.low) * delta + of_tangent);
     sum = -of_sink;
   }

@@ -82,11 +82,11 @@ struct DeltaSimt {
       shared.grad_output_base = batch_offset(p, p.grad_output, shared.task.n);
     }
     __syncthreads();
-    if (i < kSimtTile) shared.rows.set(i, p, shared.task.row_at(p), shared.task.rows);
+    if (i < shared.task.rows) shared.rows.set(i, shared.task.sequence, shared.task.row_at(), shared.task.rows);
     const T of_output = dot(p.output, p.residual);
     T of_tangent = 0;
     if constexpr (std::is_same_v<Params, SecondParams>) of_tangent = dot(p.tangent_output, p.tangent_residual);
-    if (i < shared.task.rows) write_delta(p, shared.rows.number(p, shared.task.n, i), of_output, of_tangent);
+    if (i < shared.task.rows) write_delta(p, shared.rows.at(shared.task.n, i), of_output, of_tangent);
   }
 };
 
@@ -174,7 +174,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       const Range keys{task.first_key, smaller(task.first_key + kSimtTile, s.keys)};
       const Range seen = keys.empty() ? Range{0, 0} : visible_rows(s, keys);
       if (seen.empty()) continue;
-      loop.row += rows_until(seen, loop.row % p.queries, p.queries, loop.last_row - loop.row, kSimtTile);
+      loop.row += rows_until(seen, loop.row % s.queries, s.queries, loop.last_row - loop.row, kSimtTile);
       if (loop.row < loop.last_row) return;
     }
   }
@@ -338,7 +338,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.own_head = shared.task.set_own_keys(p, number, heads, kSimtTile);
       const int64_t readers = p.heads / heads;
       shared.first_head = shared.own_head * readers;
-      begin_rows(readers / p.group, 0, p.rows());
+      begin_rows(readers / p.group, 0, task.rows_of_group(p));
     }
     __syncthreads();
     Sums sum = {};
@@ -353,9 +353,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const T scale = kOf == Gradient::key ? ScoreFunction<T>::of(p).slope() : 1;
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
-      if (key + thread.row(i) >= p.keys) break;
-      if (key + thread.row(i) >= task.last_key)  // beyond the length, where a NaN in grad_output met weights of 0
-        for (T& s : sum[i]) s = 0;
+      if (key + thread.row(i) >= task.last_key) break;  // beyond the length, where gradients are 0 before
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
   }
@@ -376,7 +374,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       number /= p.mask_key_tasks;
       shared.slice = number / p.mask_row_tasks;
       const int64_t first_row = number % p.mask_row_tasks * kSimtTile;
-      const int64_t last_row = one_row ? p.queries : smaller(first_row + kSimtTile, p.queries);
+      // Entries that share a mask have equally many queries: each packed sequence has a part of its own.
+      const int64_t queries = sequence_of(p, sharer_of_mask(p, p.grad_mask, shared.slice, 0).n).queries;
+      const int64_t last_row = one_row ? queries : smaller(first_row + kSimtTile, queries);
       begin_rows(p.batch * p.heads / p.mask_slices, first_row, last_row);
     }
     __syncthreads();
@@ -397,7 +397,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const Row at = sharer_of_mask(p, p.grad_mask, shared.slice, 0);
     const int64_t base = batch_offset(p, p.grad_mask, at.n) + at.head * p.grad_mask.head + key * p.grad_mask.col;
     const auto store = [&](int row, int col, T x) {
-      if (first_row + row < p.queries && key + col < p.keys)
+      if (first_row + row < shared.loop.last_row && key + col < p.keys)
         store_rounded(p.grad_mask, base + (first_row + row) * p.grad_mask.row + col * p.grad_mask.col, x);
     };
     if (!one_row) {

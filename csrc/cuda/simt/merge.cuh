@@ -1,4 +1,4 @@
-// Puts the splits of the keys together, a warp a row, which reads each partial output once and, for every 32 columns,
+// Puts the splits of the keys together, a warp a row (of packed sequences as many for each as the longest has), which reads each partial output once and, for every 32 columns,
 // computes the weights of all splits anew: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
 #pragma once
 
@@ -14,9 +14,11 @@ constexpr int kMergeRows = kMergeThreads / 32;  // of a block, a warp each
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
   const int64_t all_rows = number_of_rows(p);
-  const int64_t r = block_number() * kMergeRows + threadIdx.x / 32;
+  const int64_t number = block_number() * kMergeRows + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  if (r >= all_rows) return;
+  const Row row = row_of_number(p, number);
+  if (row.n >= p.batch || row.position >= sequence_of(p, row.n).queries) return;
+  const int64_t r = row_number(p, row.n, row.head, row.position);
   const auto part = [&](int64_t s) { return static_cast<const Pair<T>*>(p.partial_logsumexp)[s * all_rows + r]; };
   Pair<T> best = part(0);
   for (int64_t s = 1; s < p.splits; ++s) {
@@ -28,9 +30,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   T sum = 0;
   for (int64_t s = 0; s < p.splits; ++s) sum += weight(s);
   Pair<T> logsumexp = logsumexp_of(shift, best.low, sum);
-  const T left = add_sink(p, r, logsumexp);
+  const T left = add_sink(p, row, logsumexp);
 
-  const Row row = row_of_number(p, r);
   const auto offset_in = [&](const Operand& x) {
     return batch_offset(p, x, row.n) + row.head * x.head + row.position * x.row;
   };
@@ -49,12 +50,13 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   if (p.partial_max)
     for (int64_t s = 0; s < p.splits; ++s)
       max_score = max_or_nan(static_cast<const T*>(p.partial_max)[s * all_rows + r], max_score);
-  write_statistics(p, r, logsumexp, max_score);
+  write_statistics(p, row, logsumexp, max_score);
 }
 
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream) {
-  return launch<Nothing>(merge_splits<T>, p, divide_up(number_of_rows(p), kMergeRows), kMergeThreads, stream);
+  return launch<Nothing>(merge_splits<T>, p, divide_up(p.batch * p.heads * p.queries, kMergeRows), kMergeThreads,
+                         stream);
 }
 
 }  // namespace attn::cuda

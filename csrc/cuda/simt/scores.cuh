@@ -75,8 +75,8 @@ struct ScoresSimt {
       if constexpr (requires { p.grad_output; }) shared.grad_output_base = batch_offset(p, p.grad_output, task.n);
     }
     __syncthreads();
-    if (i >= kSimtTile) return;
-    shared.rows.set(i, p, task.row_at(p), task.rows);
+    if (i >= kSimtTile || task.rows == 0) return;
+    shared.rows.set(i, task.sequence, task.row_at(), task.rows);
     if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
     set_row(i, shared.rows.number(p, task.n, i));
   }

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_co
   const auto* partial = static_cast<const RowStatistics<T>*>(p.partial);
   RowStatistics<T> row = partial[r];
   for (int64_t s = 1; s < p.splits; ++s) row = together(row, partial[s * rows + r]);
-  const T largest = row.largest, sink = sink_of<T>(p, r);  // -inf: none
+  const T largest = row.largest, sink = sink_of<T>(p, row_of_number(p, r));  // -inf: none
   double sink_weight = 0;
   if (sink != -infinity<T>() && !has_nan(row)) {
     const T reference = sink > largest ? sink : largest, exponent = exponent_of(largest, reference, kLog2E<T>);
