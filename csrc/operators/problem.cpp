@@ -82,6 +82,12 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   add(problem.query, query);
   add(problem.key, key, Rows::keys);
   add(problem.value, value, Rows::keys);
+  if (const auto& table = options.packing.block_table) {
+    const int64_t* const pages = static_cast<const int64_t*>(contiguous(table->to(at::kLong)));
+    problem.paging = {pages, table->size(1), key.size(-2), key.size(0)};
+    problem.key.page = key.stride(0);
+    problem.value.page = value.stride(0);
+  }
   if (attn_mask) add(problem.mask, *attn_mask);
   if (options.dropout_p == 0) return;
   problem.has_dropout = true;
@@ -101,10 +107,13 @@ void ProblemBuilder::add_sequences(const CallOptions& options) {
     return std::pair(starts, all.narrow(0, 1, problem_.sequences) - starts);
   };
   const auto [query_starts, queries] = starts_and_lengths(*options.packing.cu_seq_q);
-  const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k);
-  const at::Tensor keys = options.key_lengths ? options.key_lengths->minimum(all_keys) : all_keys;
   query_starts_ = of_entries(query_starts);
-  key_starts_ = of_entries(key_starts);
+  at::Tensor keys = options.key_lengths.value_or(at::Tensor());
+  if (!options.packing.block_table) {
+    const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k);
+    key_starts_ = of_entries(key_starts);
+    keys = keys.defined() ? keys.minimum(all_keys) : all_keys;
+  }
   Visibility& v = problem_.visibility;
   v.query_lengths = of_entries(queries);
   v.lengths = of_entries(keys);
