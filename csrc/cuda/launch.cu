@@ -70,13 +70,15 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }  // namespace
 
 // A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
-// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too.
+// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too. Those in
+// pages are left to the other kernels as long as no GPU is at hand to measure what tensor cores gain there.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
+  const bool is_paged = p.paging.table;
   const bool reads_in_place = in_chunks(p, p.key, p.head_dim) && in_chunks(p, p.value, p.value_dim);
-  return is_16_bits && !exact_weights && !has_score_terms(p) && (!p.visibility.lengths || reads_in_place) &&
-         larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
+  return is_16_bits && !exact_weights && !is_paged && !has_score_terms(p) &&
+         (!p.visibility.lengths || reads_in_place) && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
 // Counts the keys that a task's rows see at most, from the first of a tile on, which is where splits begin (Task::set).

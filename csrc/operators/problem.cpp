@@ -75,13 +75,19 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   problem.softcap = softcap_for(query, options.softcap);
   problem.visibility = {options.window[0], options.is_causal ? 0 : options.window[1], of_entries(options.query_offset),
                         of_entries(options.key_lengths)};
-  if (options.packed()) add_sequences(options);
+  if (options.packed()) add_sequences(options, key.size(0));
   problem.terms = {of_heads(alibi_slopes), of_heads(sinks)};
   problem.has_mask = attn_mask.has_value();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
   add(problem.key, key, Rows::keys);
   add(problem.value, value, Rows::keys);
+  if (const auto& table = options.packing.block_table) {
+    const int64_t* const pages = static_cast<const int64_t*>(contiguous(table->to(at::kLong)));
+    problem.paging = {pages, table->size(1), key.size(-2), key.size(0)};
+    problem.key.page = key.stride(0);
+    problem.value.page = value.stride(0);
+  }
   if (attn_mask) add(problem.mask, *attn_mask);
   if (options.dropout_p == 0) return;
   problem.has_dropout = true;
@@ -93,23 +99,29 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
 // Each tensor of the sequences' numbers is [*batch, sequences], like those of the options. Where only a device knows
 // them nobody has checked them: clamped, no sequence begins or ends outside of the tokens, and sequence_of() makes a
 // negative length 0.
-void ProblemBuilder::add_sequences(const CallOptions& options) {
+void ProblemBuilder::add_sequences(const CallOptions& options, int64_t pages) {
   problem_.sequences = batch_size_.back();
   problem_.tokens = problem_.queries;
   const auto starts_and_lengths = [&](const at::Tensor& cu_seq, int64_t tokens) {
     const at::Tensor all = cu_seq.to(at::kLong).clamp(0, tokens), starts = all.narrow(0, 0, problem_.sequences);
     return std::pair(starts, all.narrow(0, 1, problem_.sequences) - starts);
   };
-  const auto [query_starts, queries] = starts_and_lengths(*options.packing.cu_seq_q, problem_.queries);
-  const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k, problem_.keys);
-  const at::Tensor keys = options.key_lengths ? options.key_lengths->minimum(all_keys) : all_keys;
-  problem_.query_starts = of_entries(query_starts);
-  problem_.key_starts = of_entries(key_starts);
   const auto longest = [](const c10::SymInt& most, int64_t tokens) {
     return std::clamp<int64_t>(concrete(most), 0, tokens);
   };
-  problem_.queries = longest(options.packing.max_q, problem_.queries);
-  problem_.keys = longest(options.packing.max_k, problem_.keys);
+  const auto [query_starts, queries] = starts_and_lengths(*options.packing.cu_seq_q, problem_.tokens);
+  problem_.query_starts = of_entries(query_starts);
+  problem_.queries = longest(options.packing.max_q, problem_.tokens);
+  at::Tensor keys = options.key_lengths.value_or(at::Tensor());
+  int64_t room = problem_.keys;  // for the keys of a sequence
+  if (const auto& table = options.packing.block_table) {
+    room = pages > 0 ? table->size(1) * problem_.keys : 0;
+  } else {
+    const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k, problem_.keys);
+    problem_.key_starts = of_entries(key_starts);
+    keys = keys.defined() ? keys.minimum(all_keys) : all_keys;
+  }
+  problem_.keys = longest(options.packing.max_k, room);
   Visibility& v = problem_.visibility;
   v.query_lengths = of_entries(queries);
   v.lengths = of_entries(keys);

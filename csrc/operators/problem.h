@@ -30,7 +30,7 @@ class ProblemBuilder {
 
  private:
   void add(Operand& operand, const at::Tensor& tensor, void* data, Rows rows);
-  void add_sequences(const CallOptions& options);
+  void add_sequences(const CallOptions& options, int64_t pages);  // of key and value, beside a block_table
 
   struct Strides {
     Operand* operand;

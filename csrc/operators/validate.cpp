@@ -205,14 +205,38 @@ void check_starts(const Shape& shape, const char* name, const Tensor& t, const T
 
 // Fills in shape.sequences.
 void check_packing(Shape& shape, const Packing& packing, const Tensor& query) {
-  const auto& [cu_seq_q, cu_seq_k, max_q, max_k] = packing;
+  const auto& [cu_seq_q, cu_seq_k, max_q, max_k, block_table] = packing;
   TORCH_CHECK(shape.dims >= 3, shape.op, ": packed sequences need a dimension of heads");
-  TORCH_CHECK(cu_seq_k, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
   check_starts(shape, "cu_seq_q", *cu_seq_q, query, "T_q", shape.queries, "max_q", max_q);
+  shape.sequences = cu_seq_q->sym_numel() - 1;
+  if (block_table) return;
+  TORCH_CHECK(cu_seq_k, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
   check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", shape.keys, "max_k", max_k);
   TORCH_CHECK(must_equal(cu_seq_q->sym_numel(), cu_seq_k->sym_numel()), shape.op, ": cu_seq_k has ",
               cu_seq_k->sym_numel(), " entries but cu_seq_q has ", cu_seq_q->sym_numel(), "; they must be as many");
-  shape.sequences = cu_seq_q->sym_numel() - 1;
+}
+
+// After check_packing(), and once seqused_k is known to be integers [N].
+void check_pages(const Shape& shape, const Packing& packing, const Tensor& query, const Tensor& key,
+                 const std::optional<Tensor>& seqused_k) {
+  const Tensor& table = *packing.block_table;
+  check_is_integer(shape, "block_table", table);
+  TORCH_CHECK(table.dim() == 2 && must_equal(table.sym_size(0), *shape.sequences) && table.device() == query.device(),
+              shape.op, ": block_table has shape ", table.sym_sizes(), " on ", table.device(),
+              "; it must be [N, most pages of a sequence] = [", *shape.sequences, ", ...] on ", query.device());
+  TORCH_CHECK(seqused_k, shape.op, ": seqused_k is None; beside a block_table it says how many keys there are");
+  if (!is_readable(table) || !is_readable(*seqused_k)) return;
+  const int64_t pages = key.size(0), rows = key.size(2), per_sequence = table.size(1);
+  for (int64_t n = 0; n < table.size(0); ++n) {
+    const int64_t keys = number(*seqused_k, n), used = keys == 0 ? 0 : divide_up(keys, std::max<int64_t>(rows, 1));
+    TORCH_CHECK(used <= per_sequence && (rows > 0 || keys == 0), shape.op, ": seqused_k is ", keys, " at entry ", n,
+                ", but block_table has room for ", per_sequence, " pages of ", rows, " keys");
+    for (int64_t i = 0; i < used; ++i) {
+      const int64_t page = number(table, n * per_sequence + i);
+      TORCH_CHECK(0 <= page && page < pages, shape.op, ": block_table is ", page, " at [", n, ", ", i,
+                  "], which is in use; it must be between 0 and ", pages - 1, ", the pages of key and value");
+    }
+  }
 }
 
 }  // namespace
@@ -264,9 +288,13 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
               " but key has ", extent(key, 2), " (value: ", value.sym_sizes(), ", key: ", key.sym_sizes(),
               "); they must be equal");
 
+  const bool paged = options.packing.block_table.has_value();
+  TORCH_CHECK(!paged || (options.packed() && key.dim() == 4 && value.dim() == 4 &&
+                         must_equal(key.sym_size(0), value.sym_size(0))),
+              op, ": beside a block_table, key and value must be pools of as many pages, [pages, page_size, heads, head_dim]");
   Shape shape;
   shape.op = op;
-  shape.dims = std::max({query.dim(), key.dim(), value.dim()});
+  shape.dims = paged ? query.dim() : std::max({query.dim(), key.dim(), value.dim()});
   shape.queries = extent(query, 2);
   shape.keys = extent(key, 2);
   shape.head_dim = extent(query, 1);
@@ -289,11 +317,13 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
   check_integers(shape, "query_offset", options.query_offset, query, -kMostOffset,
                  [](int64_t) { return kMostOffset; });
   const auto& cu_seq_k = options.packing.cu_seq_k;
-  check_integers(shape, cu_seq_k ? "seqused_k" : "key_lengths", options.key_lengths, query, 0, [&](int64_t i) {
+  check_integers(shape, options.packed() ? "seqused_k" : "key_lengths", options.key_lengths, query, 0, [&](int64_t i) {
+    if (paged) return options.packing.max_k.guard_int(__FILE__, __LINE__);
     if (!cu_seq_k || !is_readable(*cu_seq_k)) return shape.keys.guard_int(__FILE__, __LINE__);
     const int64_t n = i % (cu_seq_k->numel() - 1);
     return number(*cu_seq_k, n + 1) - number(*cu_seq_k, n);
   });
+  if (paged) check_pages(shape, options.packing, query, key, options.key_lengths);
   return shape;
 }
 

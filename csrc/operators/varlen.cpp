@@ -12,18 +12,19 @@ using at::Tensor;
 
 // What attention would say of the shapes in its own order of dimensions.
 void check_shapes(const VarlenCall& c) {
-  const auto check = [](const char* name, const Tensor& t) {
-    TORCH_CHECK(t.dim() == 3, VarlenOp::name, ": ", name, " has shape ", t.sym_sizes(),
-                "; it must have 3 dimensions: [tokens, heads, head_dim]");
+  const auto check = [](const char* name, const Tensor& t, int64_t dims) {
+    TORCH_CHECK(t.dim() == dims, VarlenOp::name, ": ", name, " has shape ", t.sym_sizes(), "; it must have ", dims,
+                " dimensions: ",
+                dims == 3 ? "[tokens, heads, head_dim]" : "[pages, page_size, heads, head_dim], beside a block_table");
   };
-  check("query", c.query);
-  check("key", c.key);
-  check("value", c.value);
+  check("query", c.query, 3);
+  check("key", c.key, c.block_table ? 4 : 3);
+  check("value", c.value, c.block_table ? 4 : 3);
 }
 
 OutputAndRows varlen_attention(const VarlenCall& c) {
   check_shapes(c);
-  const auto heads_first = [](const Tensor& t) { return t.transpose(0, 1); };
+  const auto heads_first = [](const Tensor& t) { return t.transpose(-3, -2); };
   CallOptions options{.dropout_p = c.dropout_p,
                       .scale = c.scale,
                       .enable_gqa = c.enable_gqa,
@@ -31,7 +32,7 @@ OutputAndRows varlen_attention(const VarlenCall& c) {
                       .window = c.window,
                       .query_offset = c.query_offset,
                       .key_lengths = c.seqused_k,
-                      .packing = {c.cu_seq_q, c.cu_seq_k, c.max_q, c.max_k}};
+                      .packing = {c.cu_seq_q, c.cu_seq_k, c.max_q, c.max_k, c.block_table}};
   OutputAndRows results =
       AttentionOp::call({{heads_first(c.query), heads_first(c.key), heads_first(c.value), c.attn_mask, {}, {}}}, options,
                         {c.alibi_slopes, c.sinks});

@@ -46,6 +46,7 @@ struct Forward {
     T* weights;  // [slots of kKeyTile][kRowTile], in x if the format can have them there
     T* bias;     // as x
     T* factor;   // as x
+    char *key_copy, *value_copy;  // of key_block()
     int64_t ld_key, ld_value, ld_output;
     bool few_rows;
     int64_t size;
@@ -64,6 +65,8 @@ struct Forward {
       weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      key_copy = arena.take<char>(bytes_of_copy(p, p.head_dim));
+      value_copy = arena.take<char>(bytes_of_copy(p, p.value_dim));
       query_t = arena.take<T>(blocks * slots_of<F>(p.head_dim) * kRowTile);
       output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : blocks * p.value_dim * kRowTile);
       reference = arena.take<T>(blocks * kRowTile);
@@ -270,8 +273,8 @@ struct Forward {
     Tile from;
     const auto load = [&](Range keys) {
       const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
-      from.key = block_of(p, p.key, own.n, key_head, keys.first);
-      from.value = block_of(p, p.value, own.n, value_head, keys.first);
+      from.key = key_block(p, p.key, own.n, key_head, keys.first, keys.size(), p.head_dim, b.key_copy);
+      from.value = key_block(p, p.value, own.n, value_head, keys.first, keys.size(), p.value_dim, b.value_copy);
       if (p.packed) {
         from.key_rows = Packed<F>::keys(p, own.n, key_head, keys.first);
         from.value_rows = Packed<F>::values(p, own.n, value_head, keys.first);

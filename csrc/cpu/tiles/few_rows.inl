@@ -24,6 +24,7 @@ struct FewRows {
   T* key;    // [kKeyTile][E], for rows that cannot be read as they lie
   T* bias;   // [kMost][kKeyTile]
   T* sums;   // [kAtOnce][W][W]
+  char* copy;  // of key_block()
   int64_t ld_key;
 
   void take(const Problem& p, Arena& arena) {
@@ -32,6 +33,7 @@ struct FewRows {
     key = arena.take<T>(kKeyTile * ld_key);
     bias = arena.take<T>(p.has_mask ? kMost * kKeyTile : 0);
     sums = arena.take<T>(kAtOnce * W * W);
+    copy = arena.take<char>(bytes_of_copy(p, p.head_dim));
   }
 
   void set(const Problem& p, const RowTask& own) {
@@ -52,7 +54,7 @@ struct FewRows {
     const bool as_products = leaves_products<T>(p) || has_score_terms(p);
     const auto score = as_products ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
     const bool lie = in_place(p.key, p.head_dim);
-    const Block block = block_of(p, p.key, rows.n, key_head_of(p, rows.head[0]), first);
+    const Block block = key_block(p, p.key, rows.n, key_head_of(p, rows.head[0]), first, keys, p.head_dim, copy);
     with_rows(block, keys, p.head_dim, p.head_dim, key, ld_key, lie, [&]<class S>(const WholeVectors<S>& key_rows) {
       with_vectors<S>(p.head_dim, [&](auto vectors) {
         for (int64_t j = 0; j < keys; j += W)

@@ -47,6 +47,30 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
   return {static_cast<char*>(x.data) + offset * size_of(x.dtype), x.dtype, x.row, x.col};
 }
 
+// What key_block() copies rows to, of up to `cols` numbers; none where it need not.
+ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
+  return p.paging.table && p.paging.rows % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
+}
+// Neighbouring rows of keys or values, at most a tile of them: where they lie or, from several pages, as a copy.
+inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count,
+                       int64_t cols, char* copy) {
+  const int64_t size = size_of(x.dtype);
+  const auto row_at = [&](int64_t row) {
+    return static_cast<char*>(x.data) + (key_row_offset(p, x, n, row) + h * x.head) * size;
+  };
+  if (bytes_of_copy(p, cols) == 0) return {row_at(first), x.dtype, x.row, x.col};
+  for (int64_t i = 0; i < count; ++i) {
+    const char* const row = row_at(first + i);
+    char* const to = copy + i * cols * size;
+    if (x.col == 1)
+      __builtin_memcpy(to, row, static_cast<size_t>(cols * size));
+    else
+      for (int64_t d = 0; d < cols; ++d)
+        __builtin_memcpy(to + d * size, row + d * x.col * size, static_cast<size_t>(size));
+  }
+  return {copy, x.dtype, cols, 1};
+}
+
 // Where rows are transposed, the rows behind them are prefetched: processors do not foresee reads that jump from row to
 // row.
 //

@@ -64,8 +64,9 @@ struct BackwardMma {
     Task task;           // of a block that owns keys: their batch entry and they themselves
     int64_t own_head;    // of these keys
     Range rows_seen;     // the queries that see some of them
-    int64_t first_row;   // of the group of heads, among all rows
-    int64_t group_rows;  // how many it has
+    int64_t first_head;  // of the group of heads
+    int64_t first_row;   // of these, among all rows
+    int64_t group_rows;  // of their list
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
     bool mask_in_pairs;
@@ -104,6 +105,7 @@ struct BackwardMma {
   // Sets what belongs to the group of heads that begins with `head`. Called by one thread, followed by a barrier.
   __device__ void set_heads(int64_t head) {
     const int64_t n = shared.task.n;
+    shared.first_head = head;
     shared.first_row = row_number(p, n, head, 0);
     shared.key_data = head_of<S>(p, p.key, n, key_head_of(p, head));
     shared.value_data = head_of<S>(p, p.value, n, value_head_of(p, head));
@@ -185,9 +187,9 @@ struct BackwardMma {
     if (i >= kRows) return row;
     const int at = RowTile<kRows>::last_repeated(i, count);
     int64_t r = shared.first_row + tile.number + at;
-    if (p.sequences > 0) {  // between heads lie the rows of other sequences
-      const Row in_sequence = row_after(shared.task.sequence.queries, tile.first, at);
-      r = row_number(p, shared.task.n, in_sequence.head, in_sequence.position);
+    if (p.sequences > 0) {  // between the heads of one lie the rows of others
+      const int64_t queries = shared.task.sequence.queries;
+      r += (row_after(queries, tile.first, at).head - shared.first_head) * (p.tokens - queries);
     }
     const auto pair = static_cast<const Pair<float>*>(p.logsumexp)[r];
     row.logsumexp = pair.high;

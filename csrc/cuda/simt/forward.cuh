@@ -8,10 +8,10 @@
 
 namespace attn::cuda {
 
-// T: the type it computes in. kValueCols: the columns of the output that a block computes.
-template <class T, int kValueCols>
-struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
-  using Base = ScoresSimt<T, ForwardParams, false, kValueCols>;
+// T: the type it computes in. kValueCols: the columns of the output that a block computes. kPaged: see ScoresSimt.
+template <class T, int kValueCols, bool kPaged>
+struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
+  using Base = ScoresSimt<T, ForwardParams, false, kValueCols, kPaged>;
   using Base::kN;
   using Base::p;
   using Base::task;
@@ -100,7 +100,10 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols> {
 
 template <class T>
 Error launch_forward_simt(const ForwardParams& p, Stream stream) {
-  return with_cols<T>(p.value_dim, [&]<int kCols>() { return launch_blocks<ForwardSimt<T, kCols>>(p, stream); });
+  return with_cols<T>(p.value_dim, [&]<int kCols>() {
+    return p.paging.table ? launch_blocks<ForwardSimt<T, kCols, true>>(p, stream)
+                          : launch_blocks<ForwardSimt<T, kCols, false>>(p, stream);
+  });
 }
 
 }  // namespace attn::cuda

@@ -23,8 +23,14 @@ struct Bases {
   }
 };
 
-// T: the type it computes in. kCols: the columns that a block computes of its result.
-template <class T, class Params, bool kOwnsKeys, int kCols>
+// Where the rows of a tile of keys and of its values lie that are in pages, behind their heads.
+struct RowsInPages {
+  int64_t key[kSimtTile], value[kSimtTile];
+};
+
+// T: the type it computes in. kCols: the columns that a block computes of its result. kPaged: whether keys and values
+// lie in pages, which some of those that pass over keys can read.
+template <class T, class Params, bool kOwnsKeys, int kCols, bool kPaged = false>
 struct ScoresSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
   static constexpr int kN = kCols / kSimtTile * kSimtCols;  // columns of a thread
@@ -52,6 +58,7 @@ struct ScoresSimt {
     int64_t grad_output_base;  // for those that have it
     RowTile<kSimtTile> rows;
     uint32_t head_number[kSimtTile];  // of dropout's counters
+    [[no_unique_address]] std::conditional_t<kPaged, RowsInPages, Nothing> in_pages;
   };
 
   const Params& p;
@@ -87,7 +94,22 @@ struct ScoresSimt {
     set_rows([&](Task& task) { task.set(p, number, kSimtTile, kSimtTile); }, set_row);
     __syncthreads();
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile)
-      if (shows_some(key)) add(key);
+      if (shows_some(key)) {
+        if constexpr (kPaged) find_in_pages(key);
+        add(key);
+      }
+  }
+  // Looks rows up once for a tile, of which a page may hold a part. The last ones have been read: there was a barrier
+  // before the products of the last values. Followed by one, that of add_dots().
+  __device__ __forceinline__ void find_in_pages(int64_t key) {
+    static_assert(kSimtThreads == 2 * kSimtTile);
+    const int i = threadIdx.x % kSimtTile;
+    if (key + i >= task.last_key) return;
+    const auto offset = [&](const Operand& x) { return key_row_offset(p, x, task.n, key + i); };
+    if (threadIdx.x < kSimtTile)
+      shared_scores.in_pages.key[i] = offset(p.key);
+    else
+      shared_scores.in_pages.value[i] = offset(p.value);
   }
   // Does so for the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
   template <class SetRow>
@@ -129,13 +151,19 @@ struct ScoresSimt {
                                            int64_t keys_base, int64_t key, int64_t cols) {
     const SimtThread thread;
     Shared& shared = shared_scores;
+    if constexpr (!kPaged) keys_base += key * of_keys.row;
     int64_t d = 0;
     do {                // also for no columns at all: the barriers are needed
       __syncthreads();  // what is in shared memory has been read
       load_transposed(kOwnsKeys ? shared.other : shared.own, of_rows, rows_base, task.rows, cols, d,
                       [&](int i) { return shared.rows.offset(of_rows, i); });
-      load_transposed(kOwnsKeys ? shared.own : shared.other, of_keys, keys_base + key * of_keys.row,
-                      task.last_key - key, cols, d, [&](int j) { return j * of_keys.row; });
+      load_transposed(kOwnsKeys ? shared.own : shared.other, of_keys, keys_base, task.last_key - key, cols, d,
+                      [&](int j) {
+                        if constexpr (kPaged)
+                          return shared.in_pages.key[j];
+                        else
+                          return j * of_keys.row;
+                      });
       __syncthreads();
       add_products(x, thread, shared.own, kStride, shared.other, kStride);
       d += kSimtDepth<T>;
@@ -300,12 +328,14 @@ struct ScoresSimt {
     const SimtThread thread;
     Shared& shared = shared_scores;
     const int64_t count = kOwnsKeys ? task.rows : task.last_key - key;
-    if constexpr (!kOwnsKeys) base += key * x.row;
+    if constexpr (!kOwnsKeys && !kPaged) base += key * x.row;
     for (int first = 0; first < kSimtTile && first < count; first += kSimtDepth<T>) {
       __syncthreads();
       load_rows<kCols, kFactor>(shared.factor, x, base, count - first, cols, first_col, [&](int i) {
         if constexpr (kOwnsKeys)
           return shared.rows.offset(x, first + i);
+        else if constexpr (kPaged)
+          return shared.in_pages.value[first + i];
         else
           return (first + i) * x.row;
       });
