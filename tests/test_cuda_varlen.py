@@ -1,0 +1,314 @@
+"""Packed sequences by the CUDA kernels, over tests/stand_in, against those of the CPU."""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_attn.varlen
+from _variants import build_stand_in, run_python
+from helpers import LAYOUTS, SEED, largest, ulp
+from test_cuda_stand_in import environment
+
+pytestmark = [
+    pytest.mark.slow,  # compiles a library
+    pytest.mark.skipif(
+        platform.machine() != "x86_64", reason="not run: the stand-in is written for x86_64"
+    ),
+]
+
+QUERIES, KEYS = [5, 0, 70, 1, 130, 3], [9, 3, 70, 0, 150, 3]
+# What differs from a plain call: sizes, names of inputs beside query, key and value, and options.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"window_size": (-1, 0)},
+    "groups of heads": {"heads": (6, 3, 2), "window_size": (-1, 0)},
+    "one group": {"heads": (4, 1, 1), "window_size": (3, 1)},
+    "no chunks": {"dims": (20, 33)},
+    "large heads": {"dims": (72, 136)},
+    "query in no chunks": {"query_stride": 65, "heads": (4, 2, 2)},
+    "tokens of no sequence": {"beyond": 7, "window_size": (-1, 0)},
+    "mask": {"inputs": ("attn_mask",)},
+    "mask that heads share": {"inputs": ("attn_mask",), "mask_heads": 1, "window_size": (9, 2)},
+    "boolean mask": {"inputs": ("attn_mask",), "boolean": True, "heads": (6, 3, 2)},
+    "slopes and sinks": {"inputs": ("alibi_slopes", "sinks"), "softcap": 3.0},
+    "sinks": {"inputs": ("sinks",), "heads": (4, 2, 1), "window_size": (-1, 0)},
+    "dropout": {"dropout_p": 0.3, "heads": (4, 2, 2)},
+    "keys in use": {"seqused_k": [4, 0, 70, 0, 129, 2], "heads": (4, 2, 2)},
+    "query offset": {"query_offset": [3, 0, -5, 2, 60, 0], "window_size": (-1, 0)},
+    "longest": {"more": 50, "heads": (4, 2, 2), "window_size": (-1, 0)},
+    "splits of the keys": {
+        "lengths": ([1, 2, 0, 1], [1500, 700, 3, 0]),
+        "heads": (2, 1, 1),
+        "inputs": ("sinks",),
+    },
+    "one sequence": {"lengths": ([7], [70]), "inputs": ("attn_mask",), "mask_heads": 1},
+    "one token": {"lengths": ([0, 1, 0], [0, 70, 3]), "inputs": ("attn_mask",), "mask_heads": 1},
+    "no keys": {"lengths": ([3, 0], [0, 0]), "inputs": ("sinks",)},
+}
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+
+
+def cu_seq(lengths: list[int]) -> Tensor:
+    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def solve(case: str, dtype: torch.dtype, compute: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Output, logsumexp, their gradients, the derivatives of those and those along a direction.
+
+    Of inputs rounded to the dtype, in another one if asked.
+    """
+    options = dict(CASES[case])
+    queries, keys = options.pop("lengths", (QUERIES, KEYS))
+    heads, (dim, value_dim) = options.pop("heads", (2, 2, 2)), options.pop("dims", (64, 64))
+    beyond, more = options.pop("beyond", 0), options.pop("more", 0)
+    max_q, max_k = max(queries) + more, max(keys) + more
+    tokens_q, tokens_k = sum(queries) + beyond, sum(keys) + beyond
+    names, boolean = options.pop("inputs", ()), options.pop("boolean", False)
+    mask_heads, stride = options.pop("mask_heads", heads[0]), options.pop("query_stride", dim)
+    for name in ("seqused_k", "query_offset"):
+        if name in options:
+            options[name] = torch.tensor(options[name])
+    generator = torch.Generator().manual_seed(SEED)
+
+    def draw(*sizes: int) -> Tensor:
+        drawn = torch.randn(*sizes, generator=generator, dtype=torch.float64)
+        return drawn.to(dtype).to(compute or dtype)
+
+    inputs = {
+        "query": draw(tokens_q, heads[0], stride)[..., :dim],
+        "key": draw(tokens_k, heads[1], dim),
+        "value": draw(tokens_k, heads[2], value_dim),
+    }
+    if "attn_mask" in names and not boolean:
+        inputs["attn_mask"] = draw(mask_heads, tokens_q, max_k)
+        hidden = torch.rand(inputs["attn_mask"].shape, generator=generator) < 0.2
+        inputs["attn_mask"].masked_fill_(hidden, -torch.inf)
+    elif boolean:
+        options["attn_mask"] = draw(mask_heads, tokens_q, max_k) > 0
+    inputs |= {name: draw(heads[0]) for name in ("alibi_slopes", "sinks") if name in names}
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(SEED)
+        named = dict(zip(inputs, tensors, strict=True))
+        query, key, value = (named.pop(name) for name in ("query", "key", "value"))
+        output, lse = torch_attn.varlen_attn(
+            *(query, key, value, cu_seq(queries), cu_seq(keys), max_q, max_k),
+            return_aux=torch_attn.varlen.AuxRequest(lse=True),
+            enable_gqa=True,
+            **named,
+            **options,
+        )
+        return output, lse
+
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    output, lse = call(*leaves)
+    found = {"output": output, "lse": lse}
+    finite = torch.where(lse.isinf(), 0, lse)
+    directions = [draw(*t.shape) for t in leaves]
+    of_output, of_lse = draw(*output.shape).requires_grad_(), draw(*lse.shape).to(lse.dtype)
+    grads = torch.autograd.grad(
+        [output, finite], leaves, [of_output, of_lse], create_graph=True, allow_unused=True
+    )
+    found |= {f"grad {name}": g for name, g in zip(inputs, grads, strict=True)}
+    along = sum((g * t).double().sum() for g, t in zip(grads, directions, strict=True))
+    second = torch.autograd.grad(along, [of_output, *leaves])
+    names_of_second = ["grad_output", *inputs]
+    found |= {f"second {name}": g for name, g in zip(names_of_second, second, strict=True)}
+    tangents = torch.func.jvp(call, tuple(t.detach() for t in leaves), tuple(directions))[1]
+    found |= {"tangent output": tangents[0], "tangent lse": tangents[1]}
+    return {name: t.detach().nan_to_num(neginf=-1e4, nan=1e9) for name, t in found.items()}
+
+
+# --- bits, on the stand-in ------------------------------------------------------------------------
+
+
+def differing_alone(dtype: torch.dtype, heads: tuple[int, int, int], **options: Any) -> list[str]:
+    """The sequences whose output or gradients are not those of a call of it alone, to the bit."""
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = [(sum(QUERIES), heads[0]), (sum(KEYS), heads[1]), (sum(KEYS), heads[2])]
+    inputs = [torch.randn(*s, 64, generator=generator).to(dtype).requires_grad_() for s in sizes]
+    grad_output = torch.randn(sum(QUERIES), heads[0], 64, generator=generator).to(dtype)
+    starts = cu_seq(QUERIES), cu_seq(KEYS)
+    packed = torch_attn.varlen_attn(
+        *inputs, *starts, max(QUERIES), max(KEYS), enable_gqa=True, **options
+    )
+    expected = [packed, *torch.autograd.grad(packed, inputs, grad_output)]
+    differing = []
+    for n, (length, keys) in enumerate(zip(QUERIES, KEYS, strict=True)):
+        of_queries = slice(starts[0][n], starts[0][n] + length)
+        of_keys = slice(starts[1][n], starts[1][n] + keys)
+        parts = [of_queries, of_keys, of_keys]
+        own = [t[part].transpose(0, 1) for t, part in zip(inputs, parts, strict=True)]
+        alone = torch_attn.sdpa(*own, enable_gqa=True, query_offset=keys - length, **options)
+        grads = torch.autograd.grad(alone, inputs, grad_output[of_queries].transpose(0, 1))
+        found = [alone.transpose(0, 1), *(g[p] for g, p in zip(grads, parts, strict=True))]
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            if not torch.equal(a, b[[of_queries, *parts][i]]):
+                differing.append(f"{dtype}, {heads}, {options}: sequence {n}, result {i}")
+    return differing
+
+
+def differing_in_pages(dtype: torch.dtype, page: int, **options: Any) -> list[str]:
+    """Whether output or logsumexp depend on where keys and values lie: in pages, or in a row.
+
+    Whatever of the pool is not in use is NaN.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    used, lengths = torch.tensor([70, 0, 129, 2, 300]), [5, 2, 130, 0, 1]
+    sizes = [(sum(lengths), 4, 72), (int(used.sum()), 2, 72), (int(used.sum()), 1, 136)]
+    query, *in_a_row = (torch.randn(*s, generator=generator).to(dtype) for s in sizes)
+    pages_of = (used + page - 1) // page
+    order = torch.randperm(int(pages_of.sum()) + 3, generator=generator)
+    table = torch.full((len(used), int(pages_of.max()) + 1), -1, dtype=torch.int32)
+    pools = [torch.full((len(order), page, *t.shape[1:]), torch.nan, dtype=dtype) for t in in_a_row]
+    for n, of_sequence in enumerate(order[: int(pages_of.sum())].split(pages_of.tolist())):
+        table[n, : pages_of[n]] = of_sequence
+        rows = torch.arange(int(used[n]))
+        for pool, t in zip(pools, in_a_row, strict=True):
+            pool[of_sequence[rows // page], rows % page] = t[used[:n].sum() + rows]
+    common = {"return_aux": torch_attn.varlen.AuxRequest(lse=True), "enable_gqa": True, **options}
+    starts, most = cu_seq(lengths), (max(lengths), int(used.max()))
+    torch.manual_seed(SEED)
+    paged = torch_attn.varlen_attn(
+        query, *pools, starts, None, *most, seqused_k=used, block_table=table, **common
+    )
+    torch.manual_seed(SEED)
+    expected = torch_attn.varlen_attn(
+        query, *in_a_row, starts, cu_seq(used.tolist()), *most, **common
+    )
+    names = [f"{dtype}, pages of {page}, {options}: {name}" for name in ("output", "lse")]
+    return [name for name, a, b in zip(names, paged, expected, strict=True) if not a.equal(b)]
+
+
+# --- numbers that nobody has checked --------------------------------------------------------------
+
+
+class Unread(Tensor):
+    """Integers that the checks of a call do not look at, as they do not on a GPU."""
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return operator(*args, **(kwargs or {}))
+
+
+def run_unchecked(calls: int) -> None:
+    """Calls with any numbers of sequences end, and no result is made of what is around an input.
+
+    Numbers far outside end the process if they are believed.
+    """
+    draw = random.Random(SEED)
+    far = [s * n for n in (2**31, 2**40, 2**62) for s in (1, -1)]
+    pool = [0, 1, 3, 7, 64, 100, 130, 131, -1, -5, *far, 2**63 - 1, -(2**63)]
+
+    def unread(*sizes: int) -> Tensor:
+        numbers = torch.tensor(draw.choices(pool, k=math.prod(sizes)), dtype=torch.int64)
+        return Tensor._make_subclass(Unread, numbers.view(sizes))
+
+    for _ in range(calls):
+        dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])
+        paged, sequences = draw.random() < 0.5, draw.choice([1, 2, 5])
+
+        def values(*sizes: int, dtype: torch.dtype = dtype, paged: bool = paged) -> Tensor:
+            return LAYOUTS["NaN before and after"](torch.randn(sizes).to(dtype)).requires_grad_(
+                not paged
+            )
+
+        most, options = (draw.choice([70, 130, 200]), draw.choice([5, 90, 500])), {}
+        keys: tuple[int, ...] = (100,)
+        starts = [unread(sequences + 1), unread(sequences + 1)]
+        if paged:
+            keys = draw.choice([0, 1, 4]), draw.choice([1, 16, 48, 64])
+            starts[1:] = [None]
+            options["block_table"] = unread(sequences, draw.choice([0, 1, 3]))
+        if paged or draw.random() < 0.5:
+            options["seqused_k"] = unread(sequences)
+        if draw.random() < 0.5:
+            options["query_offset"] = unread(sequences)
+        inputs = [values(130, 4, 64), values(*keys, 2, 64), values(*keys, 2, 64)]
+        if draw.random() < 0.5:
+            options["attn_mask"] = values(draw.choice([1, 4]), 130, most[1])
+        output = torch_attn.varlen_attn(*inputs, *starts, *most, enable_gqa=True, **options)
+        results = [output]
+        if not paged:
+            inputs += [options["attn_mask"]] if "attn_mask" in options else []
+            along = torch.randn_like(output).requires_grad_()
+            grads = torch.autograd.grad(output, inputs, along, create_graph=True)
+            results += grads
+            total = sum((g * torch.randn_like(g)).sum() for g in grads)
+            results += torch.autograd.grad(total, [along, *inputs])
+        assert all(t.isfinite().all() for t in results), options
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+SAVE = """
+import sys, torch, test_cuda_varlen as tests
+assert torch.ops.attn._cpu_capability() == "cuda"
+torch.save({(case, dtype): tests.solve(case, getattr(torch, dtype))
+            for case in tests.CASES for dtype in tests.DTYPES}, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def variables() -> dict[str, str]:
+    return environment(build_stand_in("cuda"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def of_cuda(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("cuda") / "results"
+    run_python("-c", SAVE, str(file), **variables)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_of_the_cpu(case: str, dtype: str, of_cuda: Any) -> None:
+    """To eight times the CPU's error, whose sums are more exact than those of the built-in.
+
+    In float64 that is the error in float32, as much smaller as the numbers' spacing is.
+    """
+    given = getattr(torch, dtype)
+    exact = solve(case, given, torch.float64)
+    of_cpu = solve(case, given, torch.float32 if given == torch.float64 else given)
+    finer = 2**-29 if given == torch.float64 else 1
+    assert of_cuda[case, dtype].keys() == exact.keys()
+    for name, actual in of_cuda[case, dtype].items():
+        off, size = largest(actual - exact[name]), largest(exact[name])
+        error = finer * largest(of_cpu[name] - exact[name])
+        assert off <= 8 * error + ulp(size, given), f"{name}: {off:.3g}, CPU {error:.3g}"
+
+
+def run_over_stand_in(command: str, variables: dict[str, str]) -> str:
+    return run_python("-c", f"from test_cuda_varlen import *; {command}", **variables)
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 2), (6, 3, 2), (4, 1, 1)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 70)])
+def test_bits_are_those_of_a_sequence_alone(
+    heads: tuple[int, int, int], window: tuple[int, int], variables: dict[str, str]
+) -> None:
+    """As long as no keys are split, whose splits are planned for the longest sequence."""
+    call = f"differing_alone(getattr(torch, d), {heads}, window_size={window})"
+    assert run_over_stand_in(f"print(sum([{call} for d in DTYPES], []))", variables) == "[]\n"
+
+
+@pytest.mark.parametrize("page", [1, 16, 48, 64, 256])
+def test_bits_do_not_depend_on_pages(page: int, variables: dict[str, str]) -> None:
+    """In float32 and float64: in 16 bits tensor cores compute what is not in pages."""
+    options = "{}, {'window_size': (-1, 0), 'dropout_p': 0.3}, {'softcap': 2.0}"
+    call = f"differing_in_pages(d, {page}, **o)"
+    loops = f"for d in (torch.float64, torch.float32) for o in ({options})"
+    assert run_over_stand_in(f"print(sum([{call} {loops}], []))", variables) == "[]\n"
+
+
+def test_numbers_that_nobody_has_checked(variables: dict[str, str]) -> None:
+    run_over_stand_in("run_unchecked(200)", variables)
