@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._inspection import Inspection, Layer
+from torch_attn._invariance import invariant
 from torch_attn.functional import (
     Stats,
     sdpa,
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "convert",
     "inspect",
+    "invariant",
     "nn",
     "replace_sdpa",
     "replacing_sdpa",
