@@ -193,15 +193,17 @@ struct BackwardParams : Problem {
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;
   int64_t rows_per_pass = 0;
-  // Keys are cut in chunks by the shape alone. Each chunk is one task of each span. Several of them add their shares of
-  // grad_query in order, to a sum of the type computed in, which may be grad_query itself: each to the rows of a pass
-  // when turns[number of the pass] says that those before it have.
+  // Keys are cut in chunks by the shape alone, and the shares of grad_query that they give are added in order. Either
+  // one task of each span has all chunks; or each chunk is a task, which adds its share to a sum of the type computed in
+  // (grad_query itself may be it) when turns[number of the pass] says that those before it have.
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
+  bool all_chunks_at_once = false;
   Operand grad_query_sum;
-  int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null with one chunk
+  int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null if a task has all
 
-  ATTN_INLINE constexpr int64_t tasks() const { return spans() * chunks; }
+  ATTN_INLINE constexpr int64_t tasks() const { return spans() * (all_chunks_at_once ? 1 : chunks); }
+  ATTN_INLINE constexpr int64_t keys_per_task() const { return all_chunks_at_once ? keys : keys_per_chunk; }
   ATTN_INLINE constexpr int64_t spans() const { return batch * (heads / span); }
   ATTN_INLINE constexpr int64_t passes() const { return (rows() + rows_per_pass - 1) / rows_per_pass; }
   // Of what belongs to whole rows: kScoreTile of them, of a group of heads.

@@ -148,15 +148,17 @@ void run_forward(ForwardParams& call, const Tensor& query) {
 // ---------------------------------------------------------------------------------------------------------------
 // Gradients, and their derivative along a direction: the same plan and passes
 
-void plan(BackwardParams& p) {
+void plan(BackwardParams& p, double share) {
   p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
   // What a pass keeps of its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));
-  // By what one entry has to do: the order in which gradients are summed depends on the chunks.
+  // By what one entry has to do: the order in which gradients are summed depends on the chunks. No bit depends on whether
+  // one task has all of them, which is as fast as if there were one, where the call has tasks enough beside this `share`.
   p.keys_per_chunk = part_of(p.keys, p.heads / p.span, kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
   p.chunks = p.keys > 0 ? divide_up(p.keys, p.keys_per_chunk) : 0;
+  p.all_chunks_at_once = p.chunks < 2 || p.spans() >= kEnoughChunks * share;
 }
 
 template <auto kPart, class Params>
@@ -165,10 +167,12 @@ void run_gradients(Params& call, const Tensor& query) {
   c10::SmallVector<Tensor, 2> memory;
   const bool has_rows = call.grad_query.data || call.grad_slopes;
   Take take = Take::neighbours;
+  double all_pairs = 0;
+  for (const auto& [p, _] : parts) all_pairs += pairs(*p);
   for (const auto& [p, _] : parts) {
-    plan(*p);
+    plan(*p, pairs(*p) / std::max(all_pairs, 1.0));
     if (call.sequences > 0) plan_mask(*p);
-    if (p->chunks < 2 || !has_rows) continue;
+    if (p->all_chunks_at_once || !has_rows) continue;
     take = Take::one;
     memory.push_back(at::zeros({p->batch, p->groups(), p->passes()}, query.options().dtype(at::kInt)));
     p->turns = memory.back().template mutable_data_ptr<int32_t>();
@@ -181,7 +185,7 @@ void run_gradients(Params& call, const Tensor& query) {
   const int64_t workspace = parts.workspace();
   const bool direct_mask = call.grad_mask.data && !call.mask_is_shared;
   if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask)
-    parts.run([](const auto& p) { return p.rows() > 0 ? p.tasks() : 0; },
+    parts.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
               [](const auto& p) { return 5 * product_flops(p); }, workspace,
               [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
   // Entries of a batch may share a mask, and are summed in one task; packed sequences do not.

@@ -47,6 +47,7 @@ struct Backward {
     T* grad_output_t;  // [slots of Ev][kRowTile]
     T* grad_output;    // [slots of kRowTile][Ev]
     T* grad_query_t;   // [E][kRowTile]
+    T* sum_t;          // as that, of several chunks: the sum of their shares
     Logsumexp<T>* logsumexp;
     T* delta;           // [kRowTile]
     T* grad_logsumexp;  // [kRowTile]
@@ -115,6 +116,7 @@ struct Backward {
         state.grad_output_t = arena.take<T>(slots_of<F>(p.value_dim) * kRowTile);
         state.grad_output = arena.take<T>(slots_of<F>(kRowTile) * ld_value);
         state.grad_query_t = arena.take<T>(p.head_dim * kRowTile);
+        state.sum_t = arena.take<T>(p.all_chunks_at_once && p.chunks > 1 ? p.head_dim * kRowTile : 0);
         state.logsumexp = arena.take<Logsumexp<T>>(1);
         state.delta = arena.take<T>(kRowTile);
         state.grad_logsumexp = arena.take<T>(kRowTile);
@@ -333,13 +335,12 @@ struct Backward {
   }
 
   static void run(const Params& p, int64_t task, char* workspace) {
-    const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_chunk);
-    const int64_t chunk = task / p.spans(), spans = p.heads / p.span;
+    const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_task());
+    const int64_t first_key = task / p.spans() * p.keys_per_task(), spans = p.heads / p.span;
     task %= p.spans();
     const int64_t n = task / spans;
     const int64_t first_head = task % spans * p.span;
-    const int64_t first_key = chunk * p.keys_per_chunk;
-    const int64_t keys = smaller(p.keys_per_chunk, p.keys - first_key);  // gradients of 0 beyond the sequence's own
+    const int64_t keys = smaller(p.keys_per_task(), p.keys - first_key);  // gradients of 0 beyond the sequence's own
     const int64_t rows = p.rows();
     const int64_t per_key_head = p.heads / p.key_heads;
     const int64_t per_value_head = p.heads / p.value_heads;
@@ -365,11 +366,11 @@ struct Backward {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared, has_rows = p.grad_query.data || p.grad_slopes;
     const bool want_dx = has_rows || p.grad_key.data || direct_mask;
     const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
-    if (!chunks.contains(own.keys.first / p.keys_per_chunk)) return;  // no row of the pass sees a key of the task
+    const Range own_chunks = common(chunks, {own.keys.first / p.keys_per_chunk,
+                                             divide_up(own.keys.last, p.keys_per_chunk)});
+    if (own_chunks.empty()) return;  // no row of the pass sees a key of the task
     const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
       if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
-      if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
-      if (p.grad_slopes) fill_zero(state.grad_slopes, kRowTile);
     });
     Keys k;
     const auto load = [&](Range keys) { k = load_keys(p, b, own.n, own.first_head, keys); };
@@ -405,8 +406,16 @@ struct Backward {
         if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, k.tangent_key_finite);
       }
     };
-    each_visible_tile(p, row_tiles, own.keys_seen(p, row_tiles.positions), b.bias, load, visit);
-    if (has_rows) add_to_rows(p, b, own, row_tiles, chunks);
+    for (int64_t chunk = own_chunks.first; chunk < own_chunks.last; ++chunk) {
+      for (RowState& state : row_tiles) {
+        if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
+        if (p.grad_slopes) fill_zero(state.grad_slopes, kRowTile);
+      }
+      const Range keys = common(own.keys, {chunk * p.keys_per_chunk, (chunk + 1) * p.keys_per_chunk});
+      const RowTask part(own.n, own.first_head, own.rows, keys);
+      each_visible_tile(p, row_tiles, part.keys_seen(p, row_tiles.positions), b.bias, load, visit);
+      if (has_rows) add_to_rows(p, b, own, row_tiles, chunks, chunk);
+    }
   }
 
   // The chunks of keys that queries at these positions see; the first one for those that see none.
@@ -416,10 +425,9 @@ struct Backward {
     return {keys.first / p.keys_per_chunk, (keys.last - 1) / p.keys_per_chunk + 1};
   }
 
-  // Writes grad_query and grad_slopes, or adds what this chunk of the keys gives to them.
+  // Writes grad_query and grad_slopes, or adds what a chunk of the keys gives to them. `chunks`: all that the rows see.
   static void add_to_rows(const Params& p, const Buffers& b, const RowTask& own, const RowTiles<RowState>& row_tiles,
-                          Range chunks) {
-    const int64_t chunk = own.keys.first / p.keys_per_chunk;
+                          Range chunks, int64_t chunk) {
     const bool is_first = chunk == chunks.first, is_last = chunk + 1 == chunks.last;
     const int64_t pass =
         (own.n * p.groups() + own.first_head / p.group) * p.passes() + own.rows.first / p.rows_per_pass;
@@ -431,6 +439,19 @@ struct Backward {
       }
       if (!p.grad_query.data) continue;
       scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
+      if (p.all_chunks_at_once) {
+        if (!is_first)
+          each_vector(state.grad_query_t, p.head_dim, state.rows.template lanes<T>(),
+                      [&](Vec<T> x, int64_t j, int64_t i) { return load<T>(state.sum_t + j * kRowTile + i) + x; });
+        if (is_last) {
+          state.rows.unpack_transposed(p, p.grad_query, p.head_dim, state.grad_query_t);
+        } else {
+          T* const sum = state.grad_query_t;
+          state.grad_query_t = state.sum_t;
+          state.sum_t = sum;
+        }
+        continue;
+      }
       for (int64_t d = 0; d < p.head_dim && !is_first; d += kKeyTile) {
         const int64_t depth = smaller(kKeyTile, p.head_dim - d);
         T* const share = state.grad_query_t + d * kRowTile;
@@ -520,7 +541,7 @@ struct Backward {
   // The workspace of run() and of mask().
   static int64_t workspace(const Params& p) {
     constexpr int64_t kSize = sizeof(T);
-    const int64_t run_size = Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_chunk).size;
+    const int64_t run_size = Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_task()).size;
     const int64_t mask_size = Buffers(p, nullptr, 1, 0).size + kKeyTile * kRowTile * kSize;
     return larger(run_size, mask_size);
   }
