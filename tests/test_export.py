@@ -233,7 +233,9 @@ def test_torchscript_of_the_function(name: str) -> None:
     # What a function makes tensors and a list of.
     python = {"query_offset": "Union[Tensor, int, NoneType]", "window_size": "Tuple[int, int]"}
     python["key_lengths"] = python["query_offset"]
-    of_operator = torch.ops.attn.attention.default._schema.arguments
+    packing = {"cu_seq_q", "cu_seq_k", "max_q", "max_k", "block_table"}  # see varlen_attn
+    arguments = torch.ops.attn.attention.default._schema.arguments
+    of_operator = [argument for argument in arguments if argument.name not in packing]
     for argument, other in zip(scripted.schema.arguments, of_operator, strict=True):
         assert argument.name == other.name
         assert str(argument.type) == python.get(other.name, str(other.type))
@@ -245,7 +247,10 @@ def test_torchscript_of_the_function(name: str) -> None:
 
 # --- docs/promises.md -----------------------------------------------------------------------------
 
-PUBLIC = {"attn::sdpa", "attn::attention", "attn::sdpa_with_weights", "attn::sdpa_stats"}
+PUBLIC = {
+    *("attn::sdpa", "attn::attention", "attn::varlen_attention"),
+    *("attn::sdpa_with_weights", "attn::sdpa_stats"),
+}
 
 
 def of_attn(program: ExportedProgram) -> set[str]:
@@ -273,6 +278,7 @@ class Step(nn.Module):
         self.project = nn.Linear(8, 24)
         self.bias = nn.Parameter(torch.randn(1, 6))
         self.sink = nn.Parameter(torch.zeros(2))
+        self.register_buffer("cu_seq", torch.tensor([0, 1, 2]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value = self.project(x).chunk(3, -1)
@@ -281,6 +287,7 @@ class Step(nn.Module):
             query, key, output, is_causal=True, window_size=(3, -1), sinks=self.sink
         )
         output = rows[0] + rows[1].square().mean()  # a z-loss
+        output = output + torch_attn.varlen_attn(query, key, value, self.cu_seq, self.cu_seq, 1, 1)
         _, weights, _ = torch_attn.sdpa_with_weights(query, key, value)
         stats = torch_attn.sdpa_stats(query.detach(), key.detach())
         return (output - x).square().mean() + weights.square().mean(), stats.entropy

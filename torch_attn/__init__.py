@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._inspection import Inspection, Layer
+from torch_attn._invariance import invariant
 from torch_attn.functional import (
     Stats,
     sdpa,
@@ -29,6 +30,7 @@ from torch_attn.varlen import varlen_attn, varlen_attn_out
 
 if TYPE_CHECKING:
     from torch_attn import integrations as integrations
+    from torch_attn import onnx as onnx
     from torch_attn import plots as plots
     from torch_attn import reference as reference
     from torch_attn._inspect import inspect
@@ -42,6 +44,7 @@ __all__ = [
     "__version__",
     "convert",
     "inspect",
+    "invariant",
     "nn",
     "replace_sdpa",
     "replacing_sdpa",
@@ -57,7 +60,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-_MODULES = ["distributed", "flops", "integrations", "plots", "reference"]
+_MODULES = ["distributed", "flops", "integrations", "onnx", "plots", "reference"]
 
 
 def __dir__() -> list[str]:

@@ -37,7 +37,7 @@ def convert(model: nn.Module) -> Converted:
 
     Convert before you compile, parametrize or shard a model, and before its state is saved whole
     (``torch.save(model)``): such a file needs torch_attn to be loaded. A state_dict does not.
-    :func:`unconvert` is the way back, such as for TorchScript or ONNX.
+    :func:`unconvert` is the way back, such as for TorchScript.
 
     Args:
         model: changed in place.

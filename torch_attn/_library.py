@@ -27,7 +27,8 @@ def load() -> None:
     Raises:
         ImportError: the library is not there, was built for another torch, does not load, or
             another copy of it has registered the operators.
-        RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine does not have.
+        RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine does not have,
+            or ATTN_INVARIANT is neither 0 nor 1.
     """
     if not LIBRARY.exists():
         raise ImportError(f"torch_attn: {LIBRARY} is not there. {_BUILD}")
@@ -54,7 +55,8 @@ def load() -> None:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(f"torch_attn: {LIBRARY} does not load: {error}. {_BUILD}") from error
-    torch.ops.attn._cpu_capability()  # now, not at the first call: ATTN_CPU_CAPABILITY may be wrong
+    # Now, not at the first call: ATTN_CPU_CAPABILITY or ATTN_INVARIANT may be wrong.
+    torch.ops.attn._cpu_capability(), torch.ops.attn._invariant(0)
 
 
 def _is_in_this_process() -> bool:

@@ -111,6 +111,21 @@ struct StatsOptions {
   std::optional<at::Tensor> sinks = std::nullopt;
 };
 
+// Batch invariance holds always: the bits of a row do not depend on the other entries of the batch, nor on how sequences
+// are packed. While a result of this lives, in any thread, they do not depend either on how many queries the call has,
+// nor on whether gradients are recorded: a text as a whole, in chunks, and token by token from a cache give the same
+// bits. Decoding takes longer then. The environment variable ATTN_INVARIANT=1 has it on from the start.
+//
+//   const auto on = attn::invariant();
+class ATTN_API Invariance {
+ public:
+  Invariance();
+  ~Invariance();
+  Invariance(const Invariance&) = delete;
+  Invariance& operator=(const Invariance&) = delete;
+};
+[[nodiscard]] inline Invariance invariant() { return {}; }
+
 // Statistics of the scores and weights of every head, float32 (float64 for float64). Of a query that may attend to no
 // key, and has no sink: -inf, 0 and -inf.
 struct Stats {

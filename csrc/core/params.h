@@ -113,6 +113,9 @@ struct Problem {
   uint64_t keep_below = 0;
   double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
 
+  // Whether the bits of a row may depend on nothing but its query and the keys that it sees (attn::invariant()).
+  bool invariant = false;
+
   // The bits that the factors of products may be rounded to: 53, 24, 16 or, as bfloat16, 8.
   int factor_bits = 53;
 

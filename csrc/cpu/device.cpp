@@ -102,7 +102,7 @@ void plan_rows(RowParams& p) {
   const int64_t tasks = p.groups() * divide_up(p.rows(), kRowTile);
   const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, kRowTile);
   const int64_t keys = std::min(p.keys, most_keys(p, positions) + kKeyTile);  // from the first of a tile on
-  p.keys_per_split = part_of(keys, tasks, kEnoughTasks, keys / kLeastPart);
+  p.keys_per_split = p.invariant ? keys : part_of(keys, tasks, kEnoughTasks, keys / kLeastPart);
   if (keys > 0) p.splits = divide_up(keys, p.keys_per_split);
   p.rows_per_task = p.splits > 1 ? kRowTile : 4 * kRowTile;  // splits begin with the first key that a task sees
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;

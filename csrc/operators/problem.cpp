@@ -1,5 +1,7 @@
 #include "operators/problem.h"
 
+#include "operators/invariance.h"
+
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -78,6 +80,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   if (options.packed()) add_sequences(options);
   problem.terms = {of_heads(alibi_slopes), of_heads(sinks)};
   problem.has_mask = attn_mask.has_value();
+  problem.invariant = is_invariant();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
   add(problem.key, key, Rows::keys);

@@ -87,6 +87,10 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
+  // Results have bits that depend on nothing else (attn::invariant()) while the sum of all changes is positive: it is
+  // returned.
+  m.def("_invariant(int change) -> int");
+
   // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive, and returns that sum.
   m.def("_replace_sdpa(int change) -> int");
   // How many calls of it sdpa has answered, and how many it has left to the built-in while switched on.

@@ -30,7 +30,7 @@ void count(const RowParams& p, Counts& visits, Counts& loads) {
 // By the definition of the options, pair by pair; `rows`: of a tile.
 Counts expected(const RowParams& p, int64_t rows) {
   Counts tiles;
-  const auto [left, right, offset, length] = p.visibility;
+  const auto [left, right, offset, length, _] = p.visibility;
   for (int64_t i = 0; i < p.queries; ++i)
     for (int64_t j = 0; j < *length; ++j) {
       const int64_t at = i + *offset;
@@ -46,7 +46,7 @@ bool check(std::mt19937& random) {
   p.queries = from(1, 300);
   p.keys = from(1, 700);
   const int64_t offset = from(-200, 600), length = from(0, p.keys);
-  p.visibility = {from(0, 2) ? from(0, 200) : -1, from(0, 2) ? from(0, 100) : -1, &offset, &length};
+  p.visibility = {from(0, 2) ? from(0, 200) : -1, from(0, 2) ? from(0, 100) : -1, &offset, &length, nullptr};
   p.rows_per_task = kRowTile * from(1, 3);
   p.keys_per_split = kKeyTile * from(1, 4);
   const int64_t most = most_keys(p, smaller(p.rows_per_task, p.queries)) + kKeyTile;  // begun within a tile

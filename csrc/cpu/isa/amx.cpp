@@ -15,7 +15,8 @@ namespace attn::amx {
 struct Formats {  // see kernels.inl
   static constexpr OnThread kOnThread = {configure_tiles, release_tiles};
   static bool takes(const Problem& p) {
-    return p.factor_bits <= 8 || (p.factor_bits <= 16 && p.queries >= kLongInTwoParts && p.keys >= kLongInTwoParts);
+    const bool is_long = p.queries >= kLongInTwoParts && p.keys >= kLongInTwoParts && !p.invariant;
+    return p.factor_bits <= 8 || (p.factor_bits <= 16 && is_long);
   }
   template <class Function>
   static ATTN_INLINE auto with(const Problem& p, Function f) {

@@ -18,7 +18,7 @@ struct Decode {
   // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
   // the forward (a row with one key) is then exactly 1 again.
   static bool takes(const ForwardParams& p, bool beside_pairs) {
-    return !p.logsumexp && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
+    return !p.logsumexp && !p.invariant && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
   }
 
   // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once. An

@@ -107,6 +107,7 @@ struct ScoreTile {
   const RowTile* rows;
   Range keys;
   Mask mask;
+  bool invariant;  // Problem::invariant
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
 
   // Sets rows and keys, and reads the mask, before all else of the tile. Returns whether some row sees some key:
@@ -115,6 +116,7 @@ struct ScoreTile {
     rows = &its_rows;
     keys = its_keys;
     mask = Mask::nothing;
+    invariant = p.invariant;
     if (!any_visible(rows->sequence, rows->positions, keys)) return false;
     if (!p.has_mask) return true;
     const bool is_known = p.mask_tiles.data;

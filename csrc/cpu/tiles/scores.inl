@@ -90,8 +90,9 @@ ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, 
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
       positions = hull(positions, {tile.rows->position[i], tile.rows->position[i] + 1});
     const Range seen = tile.keys_seen(positions);
-    // whole slots of keys; tiles of the processor hold many
-    const int64_t first = F::kTiles ? 0 : (seen.first - tile.keys.first) / F::kNumbers * F::kNumbers;
+    // Whole slots of keys; tiles of the processor hold many. From the first key on, sums are cut in parts at the same
+    // keys for every row.
+    const int64_t first = F::kTiles || tile.invariant ? 0 : (seen.first - tile.keys.first) / F::kNumbers * F::kNumbers;
     f(lane, smaller(kPanel<F>, lanes - lane), Range{first, larger(first, seen.last - tile.keys.first)});
   }
 }

@@ -1,0 +1,235 @@
+"""Export to ONNX: the operators as ``Attention``, which ONNX has from opset 23 on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["translations"]
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What :func:`torch.onnx.export` takes as `custom_translation_table`; needs onnxscript.
+
+    :func:`torch_attn.sdpa`, :func:`torch_attn.sdpa_with_logsumexp`, as long as nothing reads its
+    second and third result, and :func:`torch_attn.sdpa_with_weights` become ONNX's ``Attention`` of
+    the opset that is exported to, 23, 24 or 25. It can express:
+
+    ===========================  ===================================================================
+    query, key, value            ``[B, H, L, E]``, of the same B; key and value of the same number
+                                 of heads, which divides the query's
+    attn_mask                    boolean or of query's dtype; one that is the same for all queries
+                                 or keys, as padding is, is written out as L x S
+    dropout_p                    0
+    is_causal, enable_gqa        any
+    scale                        more than 0; it and softcap are rounded to float32
+    softcap                      any
+    window_size                  any, from opset 25 on
+    query_offset                 from opset 24 on, with is_causal or a window (left, 0). A runtime
+                                 may refuse one that is less than -L or more than S - L
+    key_lengths                  from opset 24 on. With is_causal or a window they need
+                                 ``query_offset=key_lengths - L``, computed like this in the model
+    alibi_slopes, sinks          None
+    ===========================  ===================================================================
+
+    The meaning is that of onnx 1.23, which is ours. Earlier releases, and runtimes that follow
+    them, have the same opsets with another: before 1.22 the cap came after the mask, and before
+    1.23 `key_lengths` did not move causality, and a query that sees no key gave NaN.
+
+    The softmax of half types is in float32, as ours is; the rest of the precision is the runtime's.
+    Of the scores that :func:`torch_attn.sdpa_with_weights` returns, onnxruntime 1.32 gives hidden
+    ones as the lowest number, not -inf.
+
+    Raises:
+        torch.onnx.ConversionError: by the export, of what cannot be expressed. The message names
+            the argument, what it was and what is allowed.
+        ModuleNotFoundError: onnxscript is not installed.
+
+    Example:
+        >>> class Attention(torch.nn.Module):
+        ...     def forward(self, query, key, value):
+        ...         return torch_attn.sdpa(query, key, value, is_causal=True)
+        >>> program = torch.onnx.export(
+        ...     Attention().eval(),
+        ...     tuple(torch.randn(3, 2, 8, 100, 64)),
+        ...     dynamo=True,
+        ...     opset_version=23,
+        ...     custom_translation_table=torch_attn.onnx.translations(),
+        ...     verbose=False,
+        ... )
+        >>> [node.op_type for node in program.model.graph]
+        ['Attention']
+    """
+    import onnxscript  # noqa: F401
+
+    ops = torch.ops.attn
+    return {
+        ops.sdpa.default: _sdpa,
+        ops.attention.default: _sdpa_with_logsumexp,
+        ops.sdpa_with_weights.default: _sdpa_with_weights,
+    }
+
+
+def _sdpa(*args: Any, **kwargs: Any) -> Any:
+    return _attention(None, *args, **kwargs)[0]
+
+
+def _sdpa_with_logsumexp(*args: Any, **kwargs: Any) -> _OutputAlone:
+    return _OutputAlone([_sdpa(*args, **kwargs)])
+
+
+def _sdpa_with_weights(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """One node gives either matrix; the exporter removes the second if nothing reads its result."""
+    output, _, _, weights = _attention(_AFTER_SOFTMAX, *args, **kwargs)
+    return output, weights, _attention(_BEFORE_SOFTMAX, *args, **kwargs)[3]
+
+
+# qk_matmul_output_mode, of onnx from 1.22 on.
+_BEFORE_SOFTMAX, _AFTER_SOFTMAX = 2, 3
+
+
+class _OutputAlone(list[Any]):
+    """The results of attn::attention: a program that reads one which ONNX has not is refused."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index != 0:
+            name = ("logsumexp", "max_score")[index - 1]
+            raise ValueError(f"attn::attention: {name} is read; ONNX's Attention does not give it")
+        return super().__getitem__(index)
+
+
+def _refuse(name: str, given: Any, allowed: str) -> NoReturn:
+    raise ValueError(f"attn: {name} is {given}; for ONNX's Attention it must be {allowed}")
+
+
+def _attention(
+    matrix: int | None,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Any = None,
+    key_lengths: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+) -> Any:
+    """The node, after everything that it cannot mean was refused: its four results."""
+    from onnxscript import evaluator, ir, values
+
+    recorder: Any = evaluator.default()
+    opset: int = recorder.opset.version
+    if opset not in (23, 24, 25):
+        _refuse("opset_version", opset, "23, 24 or 25")
+    if dropout_p != 0:
+        _refuse("dropout_p", dropout_p, "0")
+    if scale is not None and scale <= 0:
+        _refuse("scale", scale, "more than 0")  # query and key are multiplied by its root
+    for name, given in {"alibi_slopes": alibi_slopes, "sinks": sinks}.items():
+        if given is not None:
+            _refuse(name, "given", "None")
+    _check_shapes(query, key, value, attn_mask)
+    half = query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    left, right = window_size
+    attributes = {
+        "is_causal": int(is_causal) or None,
+        "scale": scale,
+        "softcap": softcap or None,
+        "softmax_precision": int(ir.DataType.FLOAT) if half else None,
+        "qk_matmul_output_mode": matrix,
+    }
+    if max(left, right) >= 0:
+        if opset < 25:
+            _refuse("window_size", (left, right), "(-1, -1), or opset_version 25 or more")
+        attributes |= {"left_window_size": left, "right_window_size": right}
+
+    op = values.Opset("", opset)
+    inputs = [query, key, value, _written_out(op, attn_mask, query, key)]
+    in_use = _keys_in_use(op, query, query_offset, key_lengths, is_causal, left, right)
+    if in_use is not None:
+        inputs += [None, None, in_use]
+    return op.Attention(*inputs, **attributes)
+
+
+def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
+    """Of two sizes that differ one is 1, which broadcasts, or heads are grouped: see validate.h."""
+    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            _refuse(f"{name}'s shape", list(shape), "[B, H, L, E]")
+        if (shape[0] == 1) != (query.shape[0] == 1):
+            _refuse(f"{name}'s batch size", shape[0], f"query's, {query.shape[0]}")
+    if value.shape[1] != key.shape[1]:
+        _refuse("value's number of heads", value.shape[1], f"key's, {key.shape[1]}")
+    if query.shape[1] == 1 != key.shape[1]:
+        _refuse("query's number of heads", 1, f"a multiple of key's, {key.shape[1]}")
+    if attn_mask is not None and attn_mask.dtype.name not in ("BOOL", query.dtype.name):
+        _refuse("attn_mask's dtype", attn_mask.dtype.name, f"BOOL or query's, {query.dtype.name}")
+
+
+def _written_out(op: Any, attn_mask: Any, query: Any, key: Any) -> Any:
+    """The mask for all queries and keys, also if it is the same for all of them.
+
+    ONNX takes the keys that a shorter mask lacks for hidden, and onnxruntime 1.32 wants L queries.
+    """
+    if attn_mask is None:
+        return None
+    rows, columns = attn_mask.shape[-2:]
+    if (rows == 1) == (query.shape[2] == 1) and (columns == 1) == (key.shape[2] == 1):
+        return attn_mask
+    sizes = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)
+    return op.Expand(attn_mask, sizes)
+
+
+def _keys_in_use(
+    op: Any,
+    query: Any,
+    query_offset: Any,
+    key_lengths: Any,
+    is_causal: bool,
+    left: int,
+    right: int,
+) -> Any:
+    """``nonpad_kv_seqlen``, int64 [B], or None.
+
+    In ONNX the last query stands at the last key in use. So an offset is expressed by
+    ``query_offset + L`` keys in use, if no query sees a key behind the last query anyway.
+    """
+    from onnxscript import ir
+
+    counted = is_causal or left >= 0 or right >= 0
+    in_use, name = key_lengths, "key_lengths"
+    if counted and key_lengths is not None:
+        if not _is_difference(query_offset, key_lengths, query.shape[2]):
+            given = "None" if query_offset is None else "something else"
+            _refuse("query_offset beside key_lengths", given, "key_lengths - L")
+    elif counted and query_offset is not None:
+        if not is_causal and right != 0:
+            _refuse("query_offset", "given", "None, or is_causal True, or window_size (left, 0)")
+        in_use, name = query_offset, "query_offset"
+    if in_use is None:
+        return None
+    if op.version < 24:
+        _refuse(name, "given", "None, or opset_version 24 or more")
+    in_use = op.Cast(in_use, to=ir.DataType.INT64)
+    if name == "query_offset":
+        in_use = op.Add(in_use, op.Shape(query, start=2, end=3))
+    return op.Expand(in_use, op.Shape(query, start=0, end=1))
+
+
+def _is_difference(query_offset: Any, key_lengths: Any, L: Any) -> bool:
+    """Whether the program computes one as the other - L."""
+    producer = None if query_offset is None else query_offset.producer()
+    node = None if producer is None else producer.meta.get("node")
+    if node is None or node.target != torch.ops.aten.sub.Tensor:
+        return False
+    minuend, subtrahend = node.args
+    subtrahend = getattr(subtrahend, "meta", {}).get("val", subtrahend)
+    return bool(minuend.name == key_lengths.name and str(subtrahend) == str(L) and not node.kwargs)
