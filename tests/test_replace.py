@@ -628,10 +628,10 @@ def test_import_alone_changes_nothing() -> None:
     run_python(
         """
 import sys, torch
-name = "aten::scaled_dot_product_attention"
-before = torch._C._dispatch_dump(name)
+names = ["aten::scaled_dot_product_attention", "aten::_flash_attention_forward"]
+before = [torch._C._dispatch_dump(name) for name in names]
 import torch_attn
-assert torch._C._dispatch_dump(name) == before
+assert [torch._C._dispatch_dump(name) for name in names] == before
 x = torch.randn(2, 5, 8)
 expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
 torch_attn.replace_sdpa().remove()

@@ -2,8 +2,9 @@
 
 While it is on, every ``F.scaled_dot_product_attention`` of the process is computed by
 ``torch.ops.attn.sdpa``, whoever calls it: the switch is in PyTorch's dispatcher
-(csrc/operators/replace.cpp), through which all callers go. What is left to do here is what PyTorch
-remembers by itself: the code that ``torch.compile`` has made of a function, in memory and on disk.
+(csrc/operators/replace.cpp and replace_varlen.cpp), through which all callers go. What is left to
+do here is what PyTorch remembers by itself: the code that ``torch.compile`` has made of a function,
+in memory and on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Replacement:
     def calls(self) -> int:
         """How many calls of the built-in `attn` has answered since, up to :meth:`remove`.
 
-        Of the whole process. A compiled function counts when it is compiled, not when it runs.
+        Of the whole process. A compiled function counts when it is compiled, not when it runs;
+        ``torch.nn.attention.varlen`` counts when it runs.
         """
         return self._since()[0]
 
@@ -78,6 +80,7 @@ def replace_sdpa() -> Replacement:
     For the whole process: all threads, and processes that are forked from now on. Also for names
     that were imported before, for ``nn.MultiheadAttention`` and libraries, TorchScript, exported
     programs, and callers in C++. `docs/any-pytorch-code.md` lists what is caught and what is not.
+    ``torch.nn.attention.varlen``, which torch has for GPUs only, then runs on the CPU, too.
 
     Tensors of the CPU, and of CUDA if the kernels for it were compiled, are served: dense ones of
     float64, float32, bfloat16 and float16. All others go to the built-in, as if nothing were there.

@@ -12,6 +12,7 @@
 #include <atomic>
 
 #include "operators/ops.h"
+#include "operators/replace.h"
 
 namespace attn {
 namespace {
@@ -24,6 +25,13 @@ using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(BuiltinI
 std::atomic<int64_t> switched_on = 0;  // times switched on minus times switched off
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
 std::atomic<int64_t> passed_on = 0;    // answered by the built-in while switched on
+
+}  // namespace
+
+bool is_switched_on() { return switched_on.load(std::memory_order_relaxed) > 0; }
+void count_replaced_call() { calls.fetch_add(1, std::memory_order_relaxed); }
+
+namespace {
 
 // On the CPU, or on CUDA if the library has kernels for it. Tensors without data say which device they stand for.
 bool has_kernels(const Tensor& t) {
@@ -42,9 +50,9 @@ bool serves(const BuiltinInputs& x) {
 }
 
 Tensor sdpa_or_builtin(const BuiltinInputs& inputs, const BuiltinOptions& options) {
-  if (switched_on.load(std::memory_order_relaxed) > 0) {
+  if (is_switched_on()) {
     if (serves(inputs)) {
-      calls.fetch_add(1, std::memory_order_relaxed);
+      count_replaced_call();
       BuiltinInputs x = inputs;
       if (x.attn_mask && x.attn_mask->dim() < 2) x.attn_mask = at::atleast_2d(*x.attn_mask);  // the built-in takes [S]
       return SdpaOp::call(x, options);
@@ -62,14 +70,15 @@ torch::Library put_in_place(DispatchKey key) {
 
 // PyTorch warns of the first kernel in a process that takes another's place; this one does so because it was told to.
 // With warnings always on, that first time is not used up.
-std::array<torch::Library, 2> put_in_place() {
+std::array<torch::Library, 3> put_in_place() {
   struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
   const c10::WarningUtils::WarnAlways always;
   // Under vmap, PyTorch registers the same function once more.
-  return {put_in_place(DispatchKey::CompositeImplicitAutograd), put_in_place(DispatchKey::FuncTorchVmapMode)};
+  return {put_in_place(DispatchKey::CompositeImplicitAutograd), put_in_place(DispatchKey::FuncTorchVmapMode),
+          put_flash_attention_in_place()};
 }
 
 int64_t replace_sdpa(int64_t change) {
