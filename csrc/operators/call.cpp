@@ -4,6 +4,7 @@
 #include <ATen/ExpandUtils.h>
 
 #include <limits>
+#include <numeric>
 
 namespace attn {
 
@@ -11,8 +12,24 @@ namespace {
 
 using at::Tensor;
 
-// Rows of no packed sequence, and keys beyond the length of one, are in no task: their results are 0.
-bool leaves_some_out(const CallOptions& options) { return options.packed() || options.key_lengths; }
+// Rows of no packed sequence, and keys beyond the length of one, are in no task: their results are 0. Nor are the rows,
+// or the keys, of a sequence that has none of the others, where it is gradients that are written.
+bool leaves_rows_out(const Problem& p, const Tensor& query) {
+  if (p.sequences == 0 || !query.is_cpu()) return p.tokens > 0;
+  const int64_t* const lengths = p.visibility.query_lengths;
+  return std::accumulate(lengths, lengths + p.batch, int64_t{0}) != p.batch / p.sequences * p.tokens;
+}
+bool leaves_some_out(const Problem& p, const Tensor& query, const Shape& shape) {
+  const auto [left, right, offsets, lengths, query_lengths] = p.visibility;
+  if (!lengths) return leaves_rows_out(p, query);
+  if (!query.is_cpu() || leaves_rows_out(p, query)) return true;
+  int64_t all_keys = 0;
+  for (int64_t n = 0; n < p.batch; ++n) {
+    if (lengths[n] == 0 || (query_lengths && query_lengths[n] == 0)) return true;
+    all_keys += lengths[n];
+  }
+  return shape.keys * (p.batch / std::max<int64_t>(p.sequences, 1)) != all_keys;
+}
 template <Struct T>
 void zero(const T& results) {
   map_tensors(results, [](const Tensor& t) { return t.defined() ? t.zero_() : t; });
@@ -46,7 +63,7 @@ template <class Params>
 Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
                     const Inputs& inputs, const CallOptions& options, const Gradients& grads) {
   const Tensor& query = inputs.query;
-  const bool leaves_out = leaves_some_out(options);
+  const bool leaves_out = leaves_some_out(p, query, shape);
   if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
   Gradients written = grads;
   const auto write = [](size_t, const Tensor& grad, const Tensor& found) {
@@ -141,12 +158,12 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   }
   if (with_rows) rows = {empty_rows(check.shape, query), empty_rows(check.shape, query)};
   if (!device.forward) return all;
-  if (options.packed()) {
+  ForwardParams p;
+  ProblemBuilder builder(p, check.shape, inputs, options, results.rng_state);
+  if (leaves_rows_out(p, query)) {
     zero(Saved{results.output, results.logsumexp, {}, results.residual});
     zero(rows);
   }
-  ForwardParams p;
-  ProblemBuilder builder(p, check.shape, inputs, options, results.rng_state);
   if (draws) device.draw_rng_state(results.rng_state, std::max<int64_t>(1, p.batch * p.heads));
   builder.add_result(p.output, results.output);
   if (for_derivatives) {
@@ -211,11 +228,11 @@ TangentResults compute_tangent(const Device& device, const Inputs& inputs, const
   results.logsumexp = empty_logsumexp(check.shape, inputs.query);
   results.residual = empty_residual(results.output, inputs, options);
   if (!device.tangent) return results;
-  if (options.packed()) zero(results);
   TangentParams p;
   ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
   describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
+  if (leaves_rows_out(p, inputs.query)) zero(results);
   builder.add_result(p.tangent_output, results.output);
   if (results.residual.dim() > 1) builder.add_result(p.tangent_residual, results.residual);
   p.tangent_logsumexp = results.logsumexp.mutable_data_ptr();
