@@ -70,8 +70,8 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }  // namespace
 
 // A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
-// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too. Those in
-// pages are left to the other kernels as long as no GPU is at hand to measure what tensor cores gain there.
+// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too. Those
+// in pages are left to the other kernels as long as no GPU is at hand to measure what tensor cores gain there.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
