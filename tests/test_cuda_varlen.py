@@ -155,6 +155,22 @@ def differing_alone(dtype: torch.dtype, heads: tuple[int, int, int], **options: 
     return differing
 
 
+def differing_by_token(dtype: torch.dtype) -> list[int]:
+    """The tokens whose output a whole text and a cache of it do not agree about, to the bit."""
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = [(1, heads, 800, 64) for heads in (4, 2, 2)]
+    query, key, value = (torch.randn(*s, generator=generator).to(dtype) for s in sizes)
+    options = {"is_causal": True, "enable_gqa": True}
+    whole = torch_attn.sdpa(query, key, value, **options)
+
+    def of_token(i: int) -> Tensor:
+        cache = key[:, :, : i + 1], value[:, :, : i + 1]
+        return torch_attn.sdpa(query[:, :, i : i + 1], *cache, query_offset=i, **options)
+
+    tokens = (0, 1, 63, 64, 513, 799)
+    return [i for i in tokens if not of_token(i).equal(whole[:, :, i : i + 1])]
+
+
 def differing_in_pages(dtype: torch.dtype, page: int, **options: Any) -> list[str]:
     """Whether output or logsumexp depend on where keys and values lie: in pages, or in a row.
 
@@ -212,6 +228,12 @@ def run_unchecked(calls: int) -> None:
         numbers = torch.tensor(draw.choices(pool, k=math.prod(sizes)), dtype=torch.int64)
         return Tensor._make_subclass(Unread, numbers.view(sizes))
 
+    def unread_starts(sequences: int) -> Tensor:
+        """Some tokens are left over: else the stand-in, on a CPU, believes that none are."""
+        starts = unread(sequences + 1)
+        starts[-1] = 129
+        return starts
+
     for _ in range(calls):
         dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])
         paged, sequences = draw.random() < 0.5, draw.choice([1, 2, 5])
@@ -223,7 +245,7 @@ def run_unchecked(calls: int) -> None:
 
         most, options = (draw.choice([70, 130, 200]), draw.choice([5, 90, 500])), {}
         keys: tuple[int, ...] = (100,)
-        starts = [unread(sequences + 1), unread(sequences + 1)]
+        starts = [unread_starts(sequences), unread(sequences + 1)]
         if paged:
             keys = draw.choice([0, 1, 4]), draw.choice([1, 16, 48, 64])
             starts[1:] = [None]
@@ -244,7 +266,7 @@ def run_unchecked(calls: int) -> None:
             results += grads
             total = sum((g * torch.randn_like(g)).sum() for g in grads)
             results += torch.autograd.grad(total, [along, *inputs])
-        assert all(t.isfinite().all() for t in results), options
+        assert all(t.isfinite().all() for t in results), sorted(options)
 
 
 # --- the tests ------------------------------------------------------------------------------------
@@ -299,6 +321,14 @@ def test_bits_are_those_of_a_sequence_alone(
     """As long as no keys are split, whose splits are planned for the longest sequence."""
     call = f"differing_alone(getattr(torch, d), {heads}, window_size={window})"
     assert run_over_stand_in(f"print(sum([{call} for d in DTYPES], []))", variables) == "[]\n"
+
+
+def test_bits_of_a_token_are_those_of_the_text(variables: dict[str, str]) -> None:
+    """Where that is promised: else keys of few queries are split."""
+    command = "print([differing_by_token(getattr(torch, d)) for d in DTYPES])"
+    assert "799" in run_over_stand_in(command, variables)
+    promised = variables | {"ATTN_INVARIANT": "1"}
+    assert run_over_stand_in(command, promised) == "[[], [], [], []]\n"
 
 
 @pytest.mark.parametrize("page", [1, 16, 48, 64, 256])

@@ -15,11 +15,12 @@ def invariant() -> Iterator[None]:
     """Makes a text as a whole, in chunks, and token by token give the same bits.
 
     The bits of a row never depend on the other entries of a batch, nor on how sequences are packed,
-    nor on threads. In a ``with`` block of this, or in a function that it decorates, they do not
-    depend either on how many queries a call has, nor on whether gradients are recorded: so a model
-    that is trained on whole texts gives, of the same keys, the same numbers while it generates. For
-    the whole process, threads included; nested blocks count. ``ATTN_INVARIANT=1`` in the
-    environment has it on from the start.
+    nor on threads; on a GPU only within this, as the keys of few entries are otherwise cut in parts
+    by how many entries there are. In a ``with`` block of this, or in a function that it decorates,
+    they do not depend either on how many queries a call has, nor on whether gradients are recorded:
+    so a model that is trained on whole texts gives, of the same keys, the same numbers while it
+    generates. For the whole process, threads included; nested blocks count. ``ATTN_INVARIANT=1`` in
+    the environment has it on from the start.
 
     It costs decoding, which then takes the kernel of long calls and does not share the keys of one
     sequence among threads; docs/performance.md has the figures. Other layers of a model have to

@@ -90,12 +90,13 @@ def varlen_attn(
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, and on a CPU numbers of sequences
             that do not: the message names the argument, what it was and what is allowed. Nothing
-            is read or written. On a GPU such numbers are not looked at, which would wait for it.
+            is read or written. On a GPU nobody looks at such numbers, which would wait for it: they
+            are clamped, so that nothing outside of the tensors is read or written.
         TypeError, ValueError: as of :func:`torch_attn.sdpa`, and a negative `num_splits`.
 
     Derivatives, memory, precision and determinism are those of :func:`torch_attn.sdpa`. Without
     dropout the bits of a sequence are those of a call of it alone, ``sdpa(..., query_offset=S -
-    L)``, in output and gradients.
+    L)``, in output and gradients; on a GPU within :func:`torch_attn.invariant`.
 
     Example:
         >>> lengths = torch.tensor([5, 0, 12, 7])

@@ -26,8 +26,8 @@ constexpr int64_t kScoreTile = 64;
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
 
-// What the rows of an operand are, where sequences are packed: with which of them each one begins. A byte, as CUDA passes
-// few to a kernel.
+// What the rows of an operand are, where sequences are packed: with which of them each one begins. A byte, as CUDA
+// passes few to a kernel.
 enum class Rows : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.

@@ -70,8 +70,8 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }  // namespace
 
 // A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
-// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too. Those in
-// pages are left to the other kernels as long as no GPU is at hand to measure what tensor cores gain there.
+// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too. Those
+// in pages are left to the other kernels as long as no GPU is at hand to measure what tensor cores gain there.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
@@ -101,9 +101,11 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   const int64_t keys = keys_to_split(p);
   p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
   // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
-  // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way.
+  // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way. So the
+  // bits of a row depend on what else is in the batch, unless that is forbidden (Problem::invariant): then nothing that
+  // is planned here, or chosen above, changes them.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
-  if (p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
+  if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
   const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);
   p.keys_per_split = round_up(divide_up(keys, splits), kKeysPerTile);
   p.splits = divide_up(keys, p.keys_per_split);

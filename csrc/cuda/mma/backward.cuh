@@ -242,18 +242,20 @@ struct BackwardMma {
       load_rows(shared.other[0].score, shared.other[0].dp, tile.first, count_of(tile));
       commit_copies();
       store_row(shared.rows[0], tile.first, count_of(tile), read_row(tile, count_of(tile)));
-      for (int stage = 0; tile.number < shared.group_rows; stage ^= 1) {
+      bool more = true;
+      for (int stage = 0; more; stage ^= 1) {
         const int count = count_of(tile);
         wait_for_copies<0>();
         tile = first_shown_rows(visible_from(after(tile, kOther)));  // these are there, those before have been read
+        more = tile.number < shared.group_rows;
         BackwardRow next;
-        if (tile.number < shared.group_rows) {
+        if (more) {
           load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, tile.first, count_of(tile));
           commit_copies();
           next = read_row(tile, count_of(tile));
         }
         add_tile(of_ds, of_weights, stage, count, task.first_key);
-        if (tile.number < shared.group_rows) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
+        if (more) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
       }
     }
     if constexpr (kNeedsDs) write_keys(p.grad_key, p.head_dim, of_ds, slope());

@@ -1,5 +1,6 @@
-// Puts the splits of the keys together, a warp a row (of packed sequences as many for each as the longest has), which reads each partial output once and, for every 32 columns,
-// computes the weights of all splits anew: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
+// Puts the splits of the keys together, a warp a row (of packed sequences as many for each as the longest has), which
+// reads each partial output once and, for every 32 columns, computes the weights of all splits anew:
+// O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
 #pragma once
 
 #include "cuda/kernels.h"
