@@ -384,7 +384,7 @@ def nested(layout: torch.layout) -> Tensor:
 OF_OTHER_KINDS: dict[str, Callable[[], Tensor]] = {
     "meta": lambda: torch.randn(2, 3, 5, 8, device="meta"),
     "nested, strided": lambda: nested(torch.strided).contiguous(),
-    "nested, jagged": lambda: nested(torch.jagged),
+    "nested, jagged, integers": lambda: nested(torch.jagged).long(),
     "sparse": lambda: inputs()[0].to_sparse(),
     "compressed sparse": lambda: inputs(batch=(), heads=1)[0][0].to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(inputs()[0], 0.1, 0, torch.qint8),
@@ -415,9 +415,7 @@ def test_passed_on(kind: str) -> None:
     before = run()
     with replacing_sdpa() as handle:
         during = run()
-    assert handle.calls == 0
-    if kind != "nested, jagged":  # which asks for a kernel before any operator is called
-        assert handle.passed_on == 1
+    assert (handle.calls, handle.passed_on) == (0, 1)
     if isinstance(before, tuple):
         assert during == before
     else:

@@ -344,6 +344,160 @@ def test_subclasses_that_do_not(sdpa: Callable[..., Any]) -> None:
         sdpa(*inputs[:3], block_mask)
 
 
+# --- nested tensors -------------------------------------------------------------------------------
+
+QUERIES, KEYS = (4, 1, 0, 67), (3, 70, 2, 64)
+# Keyword arguments of attention, of a batch or of one sequence of it.
+JAGGED: dict[str, Callable[[slice | int], dict[str, Any]]] = {
+    "plain": lambda i: {},
+    "causal": lambda i: {"is_causal": True},
+    "scores": lambda i: {"softcap": 1.5, "scale": 0.4, "window_size": (5, 2)},
+    "heads": lambda i: {"sinks": torch.arange(4.0) - 1, "alibi_slopes": torch.arange(4.0) / 9},
+    "sequences": lambda i: {
+        "query_offset": torch.tensor([0, 60, 5, 3])[i],
+        "key_lengths": torch.tensor([3, 65, 0, 61])[i],
+        "is_causal": True,
+    },
+}
+
+
+def jagged(lengths: tuple[int, ...], *sizes: int, gaps: bool = False) -> Tensor:
+    """[B, H, j, E] as a view of [B, j, H, E], or [B, j, E]; between sequences there may be NaNs."""
+    offsets = torch.nn.functional.pad(torch.tensor(lengths) + gaps, (1, 0)).cumsum(0)
+    values = torch.randn(int(offsets[-1]) + gaps, *sizes)
+    if gaps:
+        offsets = offsets + 1
+        values[offsets - 1] = math.nan
+    nested = torch.nested.nested_tensor_from_jagged(
+        values, offsets, torch.tensor(lengths) if gaps else None
+    )
+    nested = nested.detach().requires_grad_()
+    return nested.transpose(1, 2) if len(sizes) == 2 else nested
+
+
+def dense(nested: Tensor, i: int) -> Tensor:
+    """Sequence i as a leaf of its own, laid out as within the others."""
+    start, r = int(nested.offsets()[i]), nested._ragged_idx - 1
+    length = (nested.offsets().diff() if nested.lengths() is None else nested.lengths())[i]
+    return nested._values.narrow(r, start, int(length)).detach().clone().requires_grad_()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("gaps", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("options", JAGGED)
+def test_jagged_tensors_are_sequences_by_themselves(options: str, gaps: tuple[bool, bool]) -> None:
+    """Bit by bit, in all results and gradients; tokens between sequences are not read."""
+    query = jagged(QUERIES, 4, 8, gaps=gaps[0])
+    key, value = (jagged(KEYS, 2, n, gaps=gaps[1]) for n in (8, 6))
+    call = {"enable_gqa": True, **JAGGED[options](slice(None))}
+    results = torch_attn.sdpa_with_logsumexp(query, key, value, **call)
+    assert (
+        torch_attn.sdpa(query, key, value, **call)
+        .values()
+        .nan_to_num()
+        .equal(results[0].values().nan_to_num())
+    )
+    assert results[0].shape == (*query.shape[:-1], 6)
+    assert results[1].shape == results[2].shape == query.shape[:-1]
+    leaves = query, key, value
+    loss = (results[0] * results[0]).values().sum() + results[1].values().nan_to_num(0, 0, 0).sum()
+    gradients = torch.autograd.grad(loss, leaves)
+    for i in range(len(QUERIES)):
+        alone = [dense(tensor, i) for tensor in leaves]
+        one = {"enable_gqa": True, **JAGGED[options](i)}
+        expected = torch_attn.sdpa_with_logsumexp(*alone, **one)
+        for tensor, other in zip(results, expected, strict=True):
+            assert dense(tensor, i).equal(other)
+        loss = expected[0].square().sum() + expected[1].nan_to_num(0, 0, 0).sum()
+        for tensor, other in zip(gradients, torch.autograd.grad(loss, alone), strict=True):
+            assert dense(tensor, i).equal(other)
+
+
+@pytest.mark.usefixtures("device")
+def test_jagged_tensors_as_the_builtin_takes_them() -> None:
+    query, key, value = (jagged(n, 2, 8) for n in (QUERIES, KEYS, KEYS))
+    key, value = (  # those of one tensor, as projections of it have them
+        torch.nested.nested_tensor_from_jagged(torch.randn(sum(KEYS), 2, 8), key.offsets())
+        .requires_grad_()
+        .transpose(1, 2)
+        for _ in range(2)
+    )
+    results = []
+    for sdpa in (torch_attn.sdpa, F.scaled_dot_product_attention):
+        output = sdpa(query, key, value)
+        gradients = torch.autograd.grad(output.values().sin().sum(), (query, key, value))
+        results.append([tensor.values() for tensor in (output, *gradients)])
+    torch.testing.assert_close(*results)
+
+
+def test_jagged_tensors_without_heads() -> None:
+    query, key, value = (jagged(n, 8) for n in (QUERIES, KEYS, KEYS))
+    output, logsumexp, _ = torch_attn.sdpa_with_logsumexp(query, key, value, is_causal=True)
+    assert output.shape == query.shape
+    assert logsumexp.shape == query.shape[:-1]
+    for i in range(len(QUERIES)):
+        alone = (dense(tensor, i) for tensor in (query, key, value))
+        assert dense(output, i).equal(torch_attn.sdpa(*alone, is_causal=True))
+
+
+@pytest.mark.usefixtures("device")
+def test_memory_of_jagged_tensors() -> None:
+    """Neither padding nor scores."""
+    query, key, value = (jagged((1500, 1, 1, 1), 1, 8) for _ in range(3))
+    with LargestAllocation() as largest:
+        torch_attn.sdpa(query, key, value, is_causal=True).values().sum().backward()
+    assert 0 < largest.elements < 4 * 1500 * 8
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_jagged_tensors_while_the_builtin_is_replaced() -> None:
+    query = jagged(QUERIES, 2, 8)
+    expected = torch_attn.sdpa(query, query, query, is_causal=True)
+    with torch_attn.replacing_sdpa() as handle:
+        output = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+        with pytest.raises(ValueError, match="Masks are not yet supported"):  # the built-in's
+            F.scaled_dot_product_attention(query, query, query, torch.ones(4, 4) > 0)
+    assert output.values().equal(expected.values())
+    assert (handle.calls, handle.passed_on) == (1, 1)
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def test_jagged_tensors_compiled() -> None:
+    torch.compiler.reset()
+    query = jagged(QUERIES, 2, 8)
+    compiled = torch.compile(
+        lambda x: torch_attn.sdpa(x, x, x, is_causal=True), fullgraph=True, backend="aot_eager"
+    )
+    results = []
+    for sdpa in (compiled, lambda x: torch_attn.sdpa(x, x, x, is_causal=True)):
+        output = sdpa(query)
+        (gradient,) = torch.autograd.grad(output.values().sin().sum(), query)
+        results.append((output.values(), gradient.values()))
+    assert all(map(torch.equal, *results))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("call", ["torch_attn.sdpa", "torch.ops.attn.attention"])
+def test_jagged_tensors_that_do_not_fit(call: str) -> None:
+    query, key, value = (jagged(n, 2, 8) for n in (QUERIES, KEYS, KEYS))
+    sdpa = ALL[call]
+    with pytest.raises(RuntimeError, match=r"attn::\w+: query is a nested tensor; query, key and"):
+        sdpa(query, key, torch.randn(4, 2, 9, 8))
+    with pytest.raises(RuntimeError, match=r"attn_mask is given beside .* torch_attn\.varlen_attn"):
+        sdpa(query, key, value, torch.randn(9, 9))
+    with pytest.raises(RuntimeError, match=r"attn_mask is given beside"):
+        sdpa(query, key, value, causal_upper_left(9, 9))
+    with pytest.raises(RuntimeError, match=r"query is .* \[4, j\d+, 2, 8\].*transpose"):
+        sdpa(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    with pytest.raises(RuntimeError, match=r"value is a nested tensor \[4, j\d+, 8\]"):
+        sdpa(query, key, jagged(KEYS, 8))
+    with pytest.raises(RuntimeError, match="key and value are nested tensors of different lengths"):
+        sdpa(query, key, query)
+    with pytest.raises(RuntimeError, match="cu_seq"):
+        sdpa(query, *(jagged(KEYS[:2], 2, 8),) * 2)
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("sdpa", ALL.values(), ids=ALL)
 def test_nested_tensors(sdpa: Callable[..., Any], mode: Any) -> None:

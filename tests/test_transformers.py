@@ -445,7 +445,9 @@ def test_sinks_of_another_type(
     assert sinks.grad.any()
 
 
-@pytest.mark.parametrize("argument", ["block_indices", "cache", "head_mask", "indices", "sinks"])
+@pytest.mark.parametrize(
+    "argument", ["block_indices", "block_table", "head_mask", "indices", "sinks"]
+)
 def test_what_attn_does_not_do_is_an_error(
     qkv: tuple[Tensor, Tensor, Tensor], argument: str
 ) -> None:
@@ -561,8 +563,12 @@ def made_by_transformers(kind: str) -> Tensor:
         arguments["and_mask_function"] = first
     elif kind == "blocks":
         arguments["block_sequence_ids"] = torch.tensor([[-1] * 5 + [0] * 4] * 2)
-    elif kind == "packed":
+    elif kind == "packed blocks":
         arguments["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+        arguments["block_sequence_ids"] = torch.tensor([[-1] * 5 + [0] * 4] * 2)
+    elif kind == "packed, shared layers":
+        arguments["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+        arguments["config"].num_kv_shared_layers = 1
     elif kind == "bidirectional":
         arguments["config"].is_causal = False
     elif kind == "chunked":
@@ -587,8 +593,9 @@ def made_by_transformers(kind: str) -> Tensor:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("or", "and", "blocks", "packed", "bidirectional", "chunked", "asked for"),
-        *("layers of another kind", "shared layers", "another model", "four dimensions"),
+        *("or", "and", "blocks", "bidirectional", "chunked", "asked for", "shared layers"),
+        *("layers of another kind", "another model", "four dimensions"),
+        *("packed blocks", "packed, shared layers"),
     ],
 )
 def test_other_patterns_keep_their_mask(kind: str) -> None:

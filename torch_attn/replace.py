@@ -170,14 +170,32 @@ os.register_at_fork(
 )
 
 
+_times_on = 0
+_jagged_calls = {True: 0, False: 0}  # answered, and left to the built-in
+
+
+def is_on() -> bool:
+    return _times_on > 0
+
+
+def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
+    """Counts a call with jagged tensors, which take it before the dispatcher does."""
+    with_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("attn::sdpa", "CUDA")
+    has_kernels = query.is_cpu or (with_cuda and query.is_cuda)
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    answered = fits and has_kernels and query.dtype in floats
+    _jagged_calls[answered] += 1
+    return answered
+
+
 def _counts() -> tuple[int, int]:
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
             "would stay what they are now; read them around it"
         )
-    counts: tuple[int, int] = torch.ops.attn._replaced_calls()
-    return counts
+    calls, passed_on = torch.ops.attn._replaced_calls()
+    return calls + _jagged_calls[True], passed_on + _jagged_calls[False]
 
 
 def _switch(change: int, removed: Replacement | None = None) -> None:
@@ -187,12 +205,14 @@ def _switch(change: int, removed: Replacement | None = None) -> None:
             "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
             "function; call them around it"
         )
+    global _times_on
     with _lock:
         if removed is not None:
             if removed._at_end is not None:
                 return
             removed._at_end = _counts()
-        turns = torch.ops.attn._replace_sdpa(change) == max(change, 0)
+        _times_on = torch.ops.attn._replace_sdpa(change)
+        turns = _times_on == max(change, 0)
         if turns:
             _mark_caches(change > 0)
     if turns and "torch._dynamo" in sys.modules:

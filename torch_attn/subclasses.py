@@ -6,8 +6,9 @@ An operator sees a subclass either as the plain tensor inside of it or, if the s
 - :class:`torch.nn.attention.bias.CausalBias`, the mask of ``causal_upper_left`` and
   ``causal_lower_right``: inside is memory that nobody has written, for the mask is in its
   attributes. Its ``__torch_function__`` knows the built-in attention, and here learns ours;
-- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``, which says of our operators
-  only that it has no implementation of them. Here it learns an error that says what to do.
+- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``: tokens of different sequences
+  in a row, which is what packed sequences are. It knows the built-in attention, on a CPU neither
+  causal nor with options, and here learns ours.
 
 Where PyTorch takes the subclass away before an operator is called, a CausalBias is read as that
 memory, by the built-in as by ours: as an argument of a function that is scripted or transformed by
@@ -21,8 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from torch_attn import replace
 from torch_attn._when_imported import when_imported
 
 __all__ = ["register_when_imported"]
@@ -101,19 +104,154 @@ def _name(op: Any) -> str:
 
 
 def _register_nested() -> None:
+    from torch.nested._internal import ops as nested_ops
     from torch.nested._internal.nested_tensor import NestedTensor
 
+    own: Any = nested_ops.jagged_torch_function
+    ops = torch.ops.attn
+    operators: dict[Any, Any] = {F.scaled_dot_product_attention: ops.sdpa}
+    for packet in (ops.sdpa, ops.attention):
+        operators |= {packet: packet, packet.default: packet}
+
+    # NestedTensor.__torch_function__ asks it first: above autograd.
+    def jagged_torch_function(func: Any, *args: Any, **kwargs: Any) -> Any:
+        is_builtin = func is F.scaled_dot_product_attention
+        if func not in operators or (is_builtin and not replace.is_on()):
+            return own(func, *args, **kwargs)
+        op = operators[func]
+        names = [argument.name for argument in op.default._schema.arguments]
+        call = dict(zip(names, args, strict=False)) | kwargs
+        why_not = _why_not_jagged(**call)
+        if is_builtin and not replace.answers_jagged(call["query"], why_not is None):
+            return own(func, *args, **kwargs)
+        if why_not is not None:
+            raise RuntimeError(f"{_name(op)}: {why_not}")
+        results = _attend_jagged(**call)
+        return results if op is ops.attention else results[0]
+
+    nested_ops.jagged_torch_function = jagged_torch_function
+
+    # The others, and what does not come by there.
     def refuse(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> None:
         names = [argument.name for argument in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         operator = _name(op).replace("_sdpa_forward", "sdpa")  # what users call
         nested = next(name for name in given if isinstance(given[name], NestedTensor))
         raise RuntimeError(
-            f"{operator}: {nested} is a nested tensor; it must be a dense one. Pad it, "
-            f"{nested}.to_padded_tensor(0.0), and hide the padding with attn_mask, or call attn "
-            f"for each of {nested}.unbind()"
+            f"{operator}: {nested} is a nested tensor; it must be a dense one. {_instead(nested)}"
         )
 
     public = ("sdpa", "attention", "sdpa_with_weights", "sdpa_stats")
     for name in (*public, "_sdpa_and_weights", "_sdpa_forward"):
         torch.library.register_torch_dispatch(f"attn::{name}", NestedTensor, refuse)
+
+
+def _instead(nested: str) -> str:
+    return (
+        f"Pad it, {nested}.to_padded_tensor(0.0), and hide the padding with attn_mask, or call "
+        f"attn for each of {nested}.unbind()"
+    )
+
+
+def _why_not_jagged(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, **others: Any
+) -> str | None:
+    """Why attention of these, of which one is a jagged tensor, is not that of packed sequences."""
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    inputs = {"query": query, "key": key, "value": value}
+    given = inputs | {"attn_mask": attn_mask}
+    nested = [name for name, tensor in given.items() if isinstance(tensor, NestedTensor)]
+    if nested != list(inputs):
+        either = "query, key and value must be nested, and attn_mask not, or all dense"
+        return f"{nested[0]} is a nested tensor; {either}. {_instead(nested[0])}"
+    if attn_mask is not None:
+        return (
+            "attn_mask is given beside nested tensors, whose scores have no common shape; "
+            "torch_attn.varlen_attn takes one with their values() and offsets()"
+        )
+    for name, tensor in inputs.items():
+        if not tensor.dim() - 2 == tensor._ragged_idx == query.dim() - 2:
+            return (
+                f"{name} is a nested tensor {list(tensor.shape)}; query, key and value must be "
+                "[B, H, j, E], as x.transpose(1, 2) is of [B, j, H, E], or [B, j, E], with the "
+                "dimension j that is ragged"
+            )
+    if not _same_places(key, value):
+        return "key and value are nested tensors of different lengths; they must be equal"
+    return None
+
+
+def _same_places(key: Any, value: Any) -> bool:
+    """Whether the sequences of both begin and end in the same places."""
+    if key.lengths() is None and value.lengths() is None and key.shape[-2] == value.shape[-2]:
+        return True  # as their offsets are one tensor, which is all that a graph knows of them
+    places = [torch.cat(_with_gaps(tensor)) for tensor in (key, value)]
+    return torch.equal(*places)
+
+
+def _attend_jagged(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    query_offset: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`torch_attn.sdpa_with_logsumexp` of each sequence; all results are jagged."""
+    from torch.nested._internal import nested_tensor
+
+    view: Any = nested_tensor.nested_view_from_values_offsets_lengths
+    N = query.size(0)
+    cu_seq_q, cu_seq_k = query.offsets(), key.offsets()
+    offset = cu_seq_q.new_zeros(()) if query_offset is None else query_offset
+    offset = offset.expand(N)
+    longest = [t._maybe_max_seqlen or t.values().size(t._ragged_idx - 1) for t in (query, key)]
+    if query.lengths() is not None or key.lengths() is not None:
+        # The tokens between two sequences are one more sequence, without keys.
+        (cu_seq_q, _), (cu_seq_k, used) = _with_gaps(query), _with_gaps(key)
+        if key_lengths is not None:
+            used = used.minimum(key_lengths.expand(N))
+        key_lengths = torch.stack([torch.zeros_like(used), used], 1).flatten()
+        offset = offset.repeat_interleave(2)
+        longest = [t.values().size(t._ragged_idx - 1) for t in (query, key)]
+    elif key_lengths is not None:
+        key_lengths = key_lengths.expand(N)
+    with_heads = query.dim() > 3
+    results = torch.ops.attn.attention(
+        *(t.values() if with_heads else t.values()[None] for t in (query, key, value)),
+        None,
+        dropout_p,
+        is_causal,
+        query_offset=offset,
+        key_lengths=key_lengths,
+        cu_seq_q=cu_seq_q,
+        cu_seq_k=cu_seq_k,
+        max_q=longest[0],
+        max_k=longest[1],
+        **options,
+    )
+
+    extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
+    output, logsumexp, max_score = (
+        view(
+            values if with_heads else values[0],
+            query.offsets(),
+            query.lengths(),
+            query._ragged_idx,
+            *extremes,
+        )
+        for values in results
+    )
+    return output, logsumexp, max_score
+
+
+def _with_gaps(tensor: Any) -> tuple[Tensor, Tensor]:
+    """Where sequences and the gaps before them begin and end, and the lengths of the sequences."""
+    starts = tensor.offsets()
+    lengths = starts.diff() if tensor.lengths() is None else tensor.lengths()
+    starts = starts[:-1]
+    return F.pad(torch.stack([starts, starts + lengths], 1).flatten(), (1, 0)), lengths

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ __all__ = ["attention_forward", "calls", "register"]
 # What a model may ask of its attention that the operator does not do: saying so beats being wrong.
 _UNSUPPORTED = {
     "block_indices": "keys that an indexer chooses (block_indices)",
-    "cache": "a paged cache",
+    "block_table": "keys in the pages of a cache (block_table)",
     "head_mask": "head_mask",
     "indices": "keys that an indexer chooses (indices)",
     "sinks": "an attention sink for every query (sinks)",
@@ -53,6 +54,10 @@ def register(name: str = "attn") -> str:
     AttentionInterface (`_supports_attention_backend`) and whose layers are of full or sliding
     attention. Every other mask is prepared as for transformers' own "sdpa", boolean, or for models
     that do not support that as for "eager", which their own attention understands, too.
+
+    Packed texts have no mask either: neither in training, as `DataCollatorWithFlattening` packs
+    them, nor in continuous batching (`generate_batch`). That looks at the names of implementations
+    and takes those of transformers; this changes its `ContinuousBatchingManager` to take `name`.
 
     Args:
         name: what to write in `attn_implementation=`. With "sdpa" it replaces the implementation
@@ -90,6 +95,23 @@ def _register(name: str, function: Callable[..., tuple[Tensor, Tensor | None]]) 
     attention, masks = _interfaces()
     attention.register(name, function)
     masks.register(name, _mask_function())
+    _let_through_continuous_batching()
+
+
+@functools.cache
+def _let_through_continuous_batching() -> None:
+    module: Any = importlib.import_module("transformers.generation")
+    manager = getattr(module, "ContinuousBatchingManager", None)
+    own: Any = getattr(manager, "switch_to_cb_friendly_attn", None)
+    if own is None:
+        return
+
+    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        name = model.config._attn_implementation
+        if _interfaces()[0]().get(name) is not attention_forward:
+            own(self, model, *args, **kwargs)
+
+    setattr(manager, own.__name__, switch_to_cb_friendly_attn)
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -128,6 +150,8 @@ def attention_forward(
     output_attentions: bool = False,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls in place of its own attention functions.
@@ -139,8 +163,8 @@ def attention_forward(
         key: `[B, H / num_key_value_groups, S, E]`, neither repeated nor expanded for its group.
         value: `[B, H / num_key_value_groups, S, Ev]`.
         attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). Or
-            a window, an offset and the mask of padding, as the mask function of this name hands
-            them on; `is_causal` does not count then.
+            a window, an offset, the mask of padding and where packed texts begin, as the mask
+            function of this name hands them on; `is_causal` does not count then.
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
         is_causal: overrides `module.is_causal`, which a decoder that supports "sdpa" need not have.
@@ -152,14 +176,18 @@ def attention_forward(
             no weights with any implementation but "eager".
         softcap: bounds the scaled scores, before a mask is added (Gemma 2).
         s_aux: `[H]`, of each head one more logit in the softmax, without a value (gpt-oss).
-        kwargs: everything else that models pass along, such as `position_ids`.
+        sliding_window: how many keys a query sees, its own among them. Counts for packed texts
+            without a mask only: masks hold the window.
+        cache: of continuous batching, which adds the key and value to those that it has.
+        kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which say where
+            packed texts begin, and everything else that models pass along, such as `position_ids`.
 
     Returns:
         Output `[B, L, H, Ev]`, contiguous, and the weights or None.
 
     Raises:
         ValueError: the model asks for keys that an indexer chooses, a sink for every query, a head
-            mask or a paged cache; or attends with other queries or keys than its mask was to be
+            mask or a block table; or attends with other queries or keys than its mask was to be
             for.
     """
     meaning = _unsupported(kwargs)
@@ -170,7 +198,13 @@ def attention_forward(
         )
 
     _calls.count("transformers")
+    if cache is not None:  # from transformers 5.24 on the model has done it
+        key, value = cache.update(key, value, module.layer_idx, kwargs)
+        if is_causal:  # as if there were no other keys, a mask was made
+            attention_mask = None
+    texts = _Texts.of_call(kwargs)
     if isinstance(attention_mask, _Pattern):
+        texts = texts or attention_mask.texts
         options = attention_mask.options(module, query, key)
     else:
         if is_causal is None:
@@ -180,9 +214,12 @@ def attention_forward(
             # causal there has a mask.
             config = getattr(module, "config", None)
             is_causal = config is None or _supports_sdpa(type(config))
-        is_causal = bool(is_causal) and attention_mask is None and bool(query.size(2) > 1)
+        is_causal = bool(is_causal) and attention_mask is None
         options = {"attn_mask": attention_mask, "is_causal": is_causal}
-    options["attn_mask"] = _with_bias(options["attn_mask"], position_bias)
+        if texts is None:
+            options["is_causal"] = is_causal and bool(query.size(2) > 1)
+        elif attention_mask is None and sliding_window:
+            options["window_size"] = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
     options["dropout_p"] = dropout if module.training else 0.0
     options["scale"] = scaling
     options["enable_gqa"] = getattr(module, "num_key_value_groups", 1) > 1
@@ -193,6 +230,12 @@ def attention_forward(
         fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
         options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
 
+    if texts is not None:
+        dense = output_attentions or position_bias is not None or _watching > 0
+        if options["attn_mask"] is None and not dense:
+            return texts.attend(query, key, value, **options), None
+        options["attn_mask"] = texts.mask(query, key, options["attn_mask"])
+    options["attn_mask"] = _with_bias(options["attn_mask"], position_bias)
     weights = None
     if output_attentions:
         output, weights, _ = torch_attn.sdpa_with_weights(query, key, value, **options)
@@ -211,6 +254,9 @@ def _unsupported(arguments: dict[str, Any]) -> str | None:
     return None
 
 
+_watching = 0  # how many want calls of sdpa
+
+
 @contextlib.contextmanager
 def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
     """For a while, models within `model` call the built-in attention or an operator of attn.
@@ -218,11 +264,13 @@ def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator
     Those that do already stay as they are; the others get our implementation, under a name that no
     other program has. Does nothing where transformers was not imported.
     """
+    global _watching
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     pretrained = () if modeling is None else (modeling.PreTrainedModel,)
     models: list[Any] = [m for m in model.modules() if isinstance(m, pretrained)]
     configs = {id(config): config for m in models for config in _configs(m.config)}.values()
     before = [(config, config._attn_implementation) for config in configs]
+    _watching += 1
     try:
         for part in models:  # from the outside to the inside: the first may switch the others
             now = part.config._attn_implementation
@@ -231,6 +279,7 @@ def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator
                 part.set_attn_implementation(name)
         yield
     finally:
+        _watching -= 1
         for config, implementation in before:
             # The public attribute would set that of the configurations inside, too.
             config._attn_implementation_internal = implementation
@@ -268,6 +317,15 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
         # would count the rest from the first key on.
         if getattr(config, "num_kv_shared_layers", 0):
             kwargs["allow_is_causal_skip"] = False
+        packed = _packed(masking, config, kwargs.get("mask_function"))
+        if packed is not None:
+            function, texts = packed
+            alone = {**kwargs, "mask_function": function, "allow_is_causal_skip": True}
+            left = _window(masking, config, **alone)
+            if left is not None:
+                pattern = _pattern(masking, left, **alone)
+                assert isinstance(pattern, _Pattern)  # of several tokens
+                return replace(pattern, texts=texts)
         left = _window(masking, config, **kwargs)
         if left is not None:
             return _pattern(masking, left, **kwargs)
@@ -297,6 +355,7 @@ class _Pattern:
     offset: Tensor | None  # 0-d, int64: the position of query 0 among the keys; None is 0
     padding: Tensor | None  # [B, 1, 1, S], boolean, True attends
     shape: tuple[int, int, int, int]  # [B, 1, L, S], of the mask that it stands for
+    texts: _Texts | None = None  # packed ones, which do not see each other
     ndim: ClassVar[int] = 4
 
     def options(self, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
@@ -318,7 +377,8 @@ class _Pattern:
         """As accelerate moves what a layer on another device is given."""
         offset = None if self.offset is None else self.offset.to(*args, **kwargs)
         padding = None if self.padding is None else self.padding.to(*args, **kwargs)
-        return replace(self, offset=offset, padding=padding)
+        texts = None if self.texts is None else self.texts.to(*args, **kwargs)
+        return replace(self, offset=offset, padding=padding, texts=texts)
 
     def contiguous(self) -> _Pattern:
         """As `generate` calls it, of whatever mask it has made."""
@@ -400,6 +460,107 @@ def _pattern(
     return _Pattern(left, start, padding, (batch_size, 1, q_length, kv_length))
 
 
+# --- packed texts ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Texts:
+    """Texts in a row, of which none sees another: as `[B, T]` tokens are laid out in memory.
+
+    Where there are more keys than queries, the last query of a text stands at its last key.
+    """
+
+    cu_seq_q: Tensor  # [N + 1], integers
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+    @classmethod
+    def of_call(cls, kwargs: dict[str, Any]) -> _Texts | None:
+        """As transformers tells its flash attention, if it does."""
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        said: list[Any] = [kwargs.get(name) for name in names]
+        if any(x is None for x in said):
+            return None
+        cu_seq_q, cu_seq_k, *most = said
+        max_q, max_k = (int(n) if isinstance(n, Tensor) else n for n in most)
+        return cls(cu_seq_q, cu_seq_k, max_q, max_k)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: None,
+        is_causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+        query_offset: Tensor | None = None,  # `cu_seq_k` says it for each text
+        **options: Any,
+    ) -> Tensor:
+        """Output `[B, L, H, Ev]`."""
+        if is_causal:
+            window_size = (window_size[0], 0)
+        B, _, L, _ = query.shape
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        places = self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k
+        output: Any = torch_attn.varlen_attn(
+            query, key, value, *places, window_size=window_size, **options
+        )
+        return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
+
+    def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """`[B, 1, L, S]`: also hides the other texts; for what needs L x S anyway."""
+        of_query, of_key = (
+            torch.searchsorted(cu_seq, torch.arange(B * n, device=cu_seq.device), right=True)
+            .view(B, 1, n)
+            .to(query.device)
+            for cu_seq, (B, _, n, _) in ((self.cu_seq_q, query.shape), (self.cu_seq_k, key.shape))
+        )
+        same = of_query[..., None] == of_key[..., None, :]
+        if mask is None or mask.dtype == torch.bool:
+            return same if mask is None else mask & same
+        return torch.where(same, mask, -math.inf)
+
+    def to(self, *args: Any, **kwargs: Any) -> _Texts:
+        q, k = (t.to(*args, **kwargs) for t in (self.cu_seq_q, self.cu_seq_k))
+        return replace(self, cu_seq_q=q, cu_seq_k=k)
+
+
+def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | None:
+    """The mask function of one text, and where texts begin, of one for several in a row."""
+    if torch.compiler.is_dynamo_compiling() or not isinstance(function, FunctionType):
+        return None
+    parts = _around(function).get("mask_functions", ())
+    around = {name: x for part in parts for name, x in _around(part).items()}
+    if set(around) != {"packed_sequence_mask", "mask_function", "position_ids"}:
+        return None
+    number, alone = around["packed_sequence_mask"], around["mask_function"]
+    own = (
+        masking.packed_sequence_mask_function(number),
+        masking.remap_positions_for_packed_sequence(alone, around["position_ids"]),
+    )
+    if function.__code__ is not masking.and_masks(*own).__code__ or len(parts) != 2:
+        return None
+    if {f.__code__ for f in parts} != {f.__code__ for f in own} or masking.is_tracing(number):
+        return None
+    kind: type = type(config)
+    if getattr(config, "num_kv_shared_layers", 0) or _computes_with_masks(kind):
+        return None
+    begins = torch.cat([torch.ones_like(number[:, :1]), number.diff()], 1).flatten()
+    cu_seq = nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel())
+    longest = int(cu_seq.diff().max())
+    return alone, _Texts(cu_seq, cu_seq, longest, longest)
+
+
+def _around(function: FunctionType) -> dict[str, Any]:
+    """What a function has around it, by name."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
 def _hands_on(config: Any) -> bool:
     """Whether models with this configuration give every mask to `attention_forward`, unchanged."""
     # Of layers of other kinds some change it, and some want one of their own.
@@ -420,15 +581,30 @@ def _interfaced(config: type) -> bool:
 
 
 @functools.cache
+def _computes_with_masks(config: type) -> bool:
+    """Whether models always want a mask; that is not seen from what they ask for packed texts."""
+    modules = {model.__module__ for model in _models(config)}
+    try:
+        sources = [inspect.getsource(sys.modules[name]) for name in modules]
+    except (OSError, TypeError):  # such as one that was typed in
+        return True
+    return any("allow_is_causal_skip" in source for source in sources)
+
+
+@functools.cache
 def _all_models(config: type, attribute: str) -> bool:
     """What the models with such a configuration, as far as they are imported, say of themselves."""
-    found, classes = [], [importlib.import_module("transformers").PreTrainedModel]
+    found = [bool(getattr(model, attribute, False)) for model in _models(config)]
+    return bool(found) and all(found)
+
+
+def _models(config: type) -> Iterator[Any]:
+    classes = [importlib.import_module("transformers").PreTrainedModel]
     while classes:
         model = classes.pop()
         classes += model.__subclasses__()
         if model.config_class is config:
-            found.append(bool(getattr(model, attribute, False)))
-    return bool(found) and all(found)
+            yield model
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
