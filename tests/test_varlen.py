@@ -1,0 +1,556 @@
+"""Packed sequences: each has the bits of a call with it alone, and every derivative."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+from torch.nn.attention import varlen as of_torch
+
+import torch_attn
+from _memory import GuardedMemory, largest_block
+from helpers import DTYPES, INF, NAN, largest, ulp
+from torch_attn.varlen import AuxRequest
+
+LENGTHS = ([5, 0, 70, 1, 130, 3], [9, 3, 70, 0, 150, 3])
+# What differs from a plain call: lengths, heads (Hq, Hk, Hv), sizes (E, Ev), and options.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal, in groups": {"heads": (6, 3, 2), "window_size": (-1, 0)},
+    "window": {"window_size": (20, 3), "sizes": (33, 20)},
+    "decoding": {"lengths": ([1, 1, 1, 2], [3000, 64, 1, 700]), "heads": (4, 1, 1)},
+    "keys in chunks": {"lengths": ([700, 3], [1500, 900]), "heads": (2, 1, 1)},
+    "tokens of no sequence": {"beyond": 7, "window_size": (-1, 0)},
+    "mask": {"mask": 4},
+    "mask that heads share": {"mask": 1, "window_size": (9, 2)},
+    "boolean mask": {"mask": 4, "kind": "bool"},
+    "slopes, sinks and a cap": {"terms": ("alibi_slopes", "sinks"), "softcap": 3.0},
+    "keys in use": {"seqused_k": [4, 0, 70, 0, 129, 2]},
+    "offset": {"query_offset": [3, 0, -5, 2, 60, 0], "window_size": (-1, 0)},
+    "longest": {"more": 50},
+    "no sequence": {"lengths": ([], []), "beyond": 3},
+}
+
+
+def cu_seq(lengths: list[int]) -> Tensor:
+    return F.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0))
+
+
+class Call:
+    """A case: its tensors, the call of all sequences, and that of each one alone."""
+
+    def __init__(self, case: str, dtype: torch.dtype) -> None:
+        options = dict(CASES[case])
+        self.queries, self.keys = options.pop("lengths", LENGTHS)
+        heads, (E, Ev) = options.pop("heads", (4, 4, 4)), options.pop("sizes", (32, 24))
+        beyond, more = options.pop("beyond", 0), options.pop("more", 0)
+        T, S = sum(self.queries) + beyond, sum(self.keys) + beyond
+        self.most = (max(self.queries, default=0) + more, max(self.keys, default=0) + more)
+        shapes = {"query": (T, heads[0], E), "key": (S, heads[1], E), "value": (S, heads[2], Ev)}
+        self.tensors = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+        for name in options.pop("terms", ()):
+            self.tensors[name] = torch.rand(heads[0], dtype=dtype)
+        mask, kind = options.pop("mask", 0), options.pop("kind", "float")
+        if mask:
+            numbers = torch.randn(mask, T, self.most[1], dtype=dtype)
+            hidden = torch.rand(numbers.shape) < 0.2
+            numbers = numbers.masked_fill(hidden, -INF)
+            self.tensors["attn_mask"] = hidden if kind == "bool" else numbers
+        self.integers = {n: options.pop(n) for n in ("seqused_k", "query_offset") if n in options}
+        self.options = options
+        if beyond:
+            for name in shapes:
+                self.tensors[name][-beyond:] = NAN
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {n: t.requires_grad_() for n, t in self.tensors.items() if t.is_floating_point()}
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        options = {n: torch.tensor(t, dtype=torch.int64) for n, t in self.integers.items()}
+        named = {**self.tensors, **options, **self.options}
+        cu_seqs = (cu_seq(self.queries), cu_seq(self.keys).int())
+        named |= dict(zip(("cu_seq_q", "cu_seq_k"), cu_seqs, strict=True))
+        named |= dict(zip(("max_q", "max_k"), self.most, strict=True))
+        return torch_attn.varlen_attn(**named, return_aux=AuxRequest(lse=True), enable_gqa=True)
+
+    def each(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each sequence [L, Hq, Ev] and [Hq, L], by the dense operator."""
+        results = []
+        q, k = 0, 0
+        for n, (L, S) in enumerate(zip(self.queries, self.keys, strict=True)):
+            used = self.integers.get("seqused_k", self.keys)[n]
+            named = dict(self.tensors)
+            query, key, value = (
+                named.pop(name)[a:b].transpose(0, 1)
+                for name, a, b in (
+                    ("query", q, q + L),
+                    ("key", k, k + used),
+                    ("value", k, k + used),
+                )
+            )
+            if "attn_mask" in named:
+                named["attn_mask"] = named["attn_mask"][:, q : q + L, :used]
+            offset = self.integers.get("query_offset", [used - L] * (n + 1))[n]
+            output, lse, _ = torch_attn.sdpa_with_logsumexp(
+                *(query, key, value), enable_gqa=True, query_offset=offset, **named, **self.options
+            )
+            results.append((output.transpose(0, 1), lse))
+            q, k = q + L, k + S
+        return results
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_each_sequence(case: str, dtype: torch.dtype) -> None:
+    """Outputs, logsumexps and gradients, whether gradients are recorded or not."""
+    call = Call(case, dtype)
+    tokens = sum(call.queries)
+    with torch.no_grad():
+        output, lse = call.packed()
+        each = call.each()
+        if each:
+            assert_equal(output[:tokens], torch.cat([o for o, _ in each]))
+            assert_equal(lse[:, :tokens], torch.cat([r for _, r in each], -1))
+        assert not output[tokens:].any()
+        assert not lse[:, tokens:].any()
+    leaves = call.leaves()
+    output, lse = call.packed()
+    of_output, of_lse = torch.randn_like(output), torch.randn_like(lse)
+    actual = torch.autograd.grad([output, lse], leaves.values(), [of_output, of_lse])
+    each = call.each()
+    if not each:
+        assert not any(g.any() for g in actual)
+        return
+    outputs = [torch.cat([o for o, _ in each]), torch.cat([r for _, r in each], -1)]
+    grads = [of_output[:tokens], of_lse[:, :tokens]]
+    expected = torch.autograd.grad(outputs, leaves.values(), grads)
+    for name, one, other in zip(leaves, actual, expected, strict=True):
+        if name in ("alibi_slopes", "sinks"):  # sums over all rows, in another order
+            assert largest(one - other) <= tokens * ulp(largest(other), dtype), name
+        else:
+            assert_equal(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_bits_do_not_depend_on_threads(threads: int) -> None:
+    call = Call("mask", torch.float32)
+    leaves = call.leaves()
+
+    def solve() -> tuple[Tensor, ...]:
+        output, lse = call.packed()
+        finite = torch.where(lse.isinf(), 0, lse)
+        return (output, *torch.autograd.grad(output.sum() + finite.sum(), leaves.values()))
+
+    before = torch.get_num_threads()
+    expected = solve()
+    torch.set_num_threads(threads)
+    actual = solve()
+    torch.set_num_threads(before)
+    for one, other in zip(actual, expected, strict=True):
+        assert_equal(one, other)
+
+
+def packed_and_formula() -> tuple[Any, Any, list[Tensor]]:
+    """A function of all inputs, the same one composed of PyTorch's operators, and inputs."""
+    lengths, keys, used = [5, 0, 7, 1], [4, 3, 20, 0], [3, 0, 17, 0]
+    beyond, heads, E, Ev = 2, 4, 3, 2
+    starts_q, starts_k = cu_seq(lengths).tolist(), cu_seq(keys).tolist()
+    T, S, most = sum(lengths) + beyond, sum(keys) + beyond, max(keys)
+
+    def packed(query, key, value, mask, slopes, sinks):
+        output, lse, _ = torch.ops.attn.varlen_attention(
+            *(query, key, value, cu_seq(lengths), cu_seq(keys), max(lengths), most),
+            enable_gqa=True,
+            attn_mask=mask,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            softcap=2.0,
+            window_size=(12, 1),
+            seqused_k=torch.tensor(used),
+        )
+        return output, lse
+
+    def formula(query, key, value, mask, slopes, sinks):
+        outputs, lses = [], []
+        for n, (L, S) in enumerate(zip(lengths, used, strict=True)):
+            q = query[starts_q[n] :][:L].movedim(1, 0)
+            k, v = (t[starts_k[n] :][:S].movedim(1, 0) for t in (key, value))
+            k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+            scores = 2 * torch.tanh(q @ k.transpose(1, 2) / E**0.5 / 2)
+            ahead = torch.arange(S) - (torch.arange(L)[:, None] + S - L)
+            scores = scores - slopes[:, None, None] * ahead.abs()
+            scores = scores + mask[:, starts_q[n] :][:, :L, :S]
+            scores = scores.masked_fill((ahead > 1) | (ahead < -12), -INF)
+            sink = sinks[:, None, None].expand(heads, L, 1)
+            lse = torch.logsumexp(torch.cat([scores, sink], -1), -1)
+            outputs.append(((scores - lse[..., None]).exp() @ v).movedim(0, 1))
+            lses.append(lse)
+        zeros = query.new_zeros
+        outputs, lses = [*outputs, zeros(beyond, heads, Ev)], [*lses, zeros(heads, beyond)]
+        return torch.cat(outputs), torch.cat(lses, -1)
+
+    shapes = [(T, heads, E), (S, 2, E), (S, 2, Ev), (heads, T, most), (heads,), (heads,)]
+    return packed, formula, [torch.rand(shape, dtype=torch.float64) for shape in shapes]
+
+
+def test_derivatives_up_to_the_third() -> None:
+    packed, formula, inputs = packed_and_formula()
+    leaves = [t.requires_grad_() for t in inputs]
+    directions = [torch.randn_like(t) for t in leaves]
+    upstream = [torch.randn_like(t) for t in formula(*leaves)]
+
+    def derivatives(function: Any) -> list[Tensor]:
+        results = list(function(*leaves))
+        found = list(results)
+        of = upstream
+        for _ in range(3):
+            results = list(torch.autograd.grad(results, leaves, of, create_graph=True))
+            found += results
+            of = directions
+        tangents = jvp(function, tuple(t.detach() for t in leaves), tuple(directions))[1]
+        return [*found, *tangents]
+
+    for actual, expected in zip(derivatives(packed), derivatives(formula), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_gradcheck() -> None:
+    packed, _, inputs = packed_and_formula()
+    leaves = tuple(t.requires_grad_() for t in inputs)
+    rows = slice(0, 5)  # of a small part: the other sequences' rows are covered above
+
+    def some(*tensors: Tensor) -> Tensor:
+        output, lse = packed(*tensors)
+        return torch.cat([output[rows].flatten(), lse[:, rows].flatten()])
+
+    assert torch.autograd.gradcheck(some, leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(some, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("mapped", range(6))
+def test_vmap(mapped: int) -> None:
+    """Of one input at a time, with a gradient of all that are not mapped, too."""
+    packed, _, inputs = packed_and_formula()
+    several = torch.stack([inputs[mapped], 2 * inputs[mapped], inputs[mapped].flip(0)])
+
+    def loss(*tensors: Tensor) -> Tensor:
+        output, lse = packed(*tensors)
+        return output.square().sum() + lse.sum()
+
+    of_all = grad(loss, tuple(range(6)))
+    in_dims = tuple(0 if i == mapped else None for i in range(6))
+    given = [several if i == mapped else t for i, t in enumerate(inputs)]
+    actual = vmap(of_all, in_dims)(*given)
+    for n in range(3):
+        expected = of_all(*[t[n] if i == mapped else t for i, t in enumerate(given)])
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one[n], other)
+    # the mapped call inside of a gradient
+    leaves = [t.clone().requires_grad_() for t in given]
+    total = vmap(loss, in_dims)(*leaves).sum()
+    for i, found in enumerate(torch.autograd.grad(total, leaves)):
+        torch.testing.assert_close(found, actual[i] if i == mapped else actual[i].sum(0))
+
+
+def test_signature_is_that_of_torch() -> None:
+    """The same names, kinds and defaults, in the same order; more follow by name only."""
+    for name in ("varlen_attn", "varlen_attn_out"):
+        ours = inspect.signature(getattr(torch_attn, name)).parameters.values()
+        theirs = inspect.signature(getattr(of_torch, name)).parameters.values()
+        for own, other in zip(ours, theirs, strict=False):
+            assert (own.name, own.kind, own.default) == (other.name, other.kind, other.default)
+        assert len(ours) > len(theirs)
+    assert AuxRequest._fields == of_torch.AuxRequest._fields
+    assert AuxRequest() == of_torch.AuxRequest()
+
+
+def test_results_asked_for() -> None:
+    call = Call("causal, in groups", torch.float32)
+    del call.options["window_size"]
+    query, key, value = (call.tensors[n] for n in ("query", "key", "value"))
+    given = (query, key, value, cu_seq(call.queries), cu_seq(call.keys), *call.most)
+    options = {"enable_gqa": True, "window_size": (-1, 0)}
+    output = torch_attn.varlen_attn(*given, **options)
+    both = torch_attn.varlen_attn(
+        *given, **options, return_aux=of_torch.AuxRequest(lse=True), num_splits=1
+    )
+    assert_equal(both[0], output)
+    out = torch.full((output.shape[0], 2, *output.shape[1:]), NAN)[:, 1]
+    for requests, expected in ((None, out), (AuxRequest(lse=True), (out, both[1]))):
+        found = torch_attn.varlen_attn_out(out, *given, return_aux=requests, **options)
+        assert_equal(out, output)
+        if requests is None:
+            assert found is out
+        else:
+            assert found[0] is out
+            assert_equal(found[1], expected[1])
+    query.requires_grad_()
+    assert not torch_attn.varlen_attn_out(out.clone(), *given, **options).requires_grad
+    with pytest.raises(RuntimeError, match=r"out is torch.float32 of shape \[3\]"):
+        torch_attn.varlen_attn_out(torch.empty(3), *given, **options)
+
+
+def arguments() -> dict[str, Any]:
+    """Of a call that is right."""
+    return {
+        "query": torch.randn(8, 4, 16),
+        "key": torch.randn(9, 2, 16),
+        "value": torch.randn(9, 2, 16),
+        "cu_seq_q": torch.tensor([0, 3, 8]),
+        "cu_seq_k": torch.tensor([0, 5, 9]),
+        "max_q": 5,
+        "max_k": 5,
+        "enable_gqa": True,
+    }
+
+
+def pages() -> dict[str, Any]:
+    """The same with keys in pages."""
+    return arguments() | {
+        "key": torch.randn(5, 4, 2, 16),
+        "value": torch.randn(5, 4, 2, 16),
+        "cu_seq_k": None,
+        "seqused_k": torch.tensor([5, 4]),
+        "block_table": torch.tensor([[1, 0], [3, -1]], dtype=torch.int32),
+    }
+
+
+ERRORS = [
+    ({"query": torch.randn(2, 8, 4, 16)}, r"query has shape \[2, 8, 4, 16\].*3 dimensions"),
+    ({"key": torch.randn(9, 3, 16)}, "key has 3 heads but query has 4"),
+    ({"cu_seq_q": torch.tensor([0, 3, 9])}, "cu_seq_q is 9 at entry 2.*not pass T_q = 8"),
+    ({"cu_seq_q": torch.tensor([0, 5, 3])}, "cu_seq_q is 3 at entry 2, after 5"),
+    ({"cu_seq_q": torch.tensor([1, 3, 8])}, "cu_seq_q begins with 1; it must begin with 0"),
+    ({"cu_seq_q": torch.tensor([0.0, 3.0, 8.0])}, "cu_seq_q has dtype Float"),
+    ({"cu_seq_q": torch.tensor([[0, 3, 8]])}, r"cu_seq_q has shape \[1, 3\].*\[N \+ 1\]"),
+    ({"cu_seq_q": torch.tensor([], dtype=torch.int64)}, r"cu_seq_q has shape \[0\]"),
+    ({"cu_seq_k": torch.tensor([0, 5])}, "cu_seq_k has 2 entries but cu_seq_q has 3"),
+    ({"cu_seq_k": None}, "cu_seq_k is None"),
+    ({"max_q": 4}, "max_q is 4, but sequence 1 of cu_seq_q has length 5"),
+    ({"max_k": 3}, "max_k is 3, but sequence 0 of cu_seq_k has length 5"),
+    ({"seqused_k": torch.tensor([6, 0])}, "seqused_k is 6 at entry 0.*between 0 and 5"),
+    ({"seqused_k": torch.tensor(4)}, r"seqused_k has shape \[\].*one number a sequence"),
+    ({"query_offset": torch.tensor([1, 2, 3])}, r"query_offset has shape \[3\]"),
+    ({"attn_mask": torch.randn(4, 8, 9)}, r"attn_mask has shape \[4, 8, 9\].*\[4, 8, 5\]"),
+    ({"attn_mask": torch.randn(8, 5)}, r"attn_mask has shape \[8, 5\]"),
+    ({"sinks": torch.randn(2)}, "sinks has shape"),
+    ({"window_size": (-2, 0)}, "window_size is"),
+    ({"dropout_p": 2.0}, "dropout_p is 2"),
+    ({"block_table": torch.tensor([[0], [1]])}, r"key has shape.*beside a block_table"),
+]
+PAGE_ERRORS = [
+    ({"seqused_k": None}, "seqused_k is None"),
+    ({"seqused_k": torch.tensor([5, 9])}, "seqused_k is 9 at entry 1.*between 0 and 5"),
+    ({"seqused_k": torch.tensor([5, 5])}, r"block_table is -1 at \[1, 1\].*between 0 and 4"),
+    ({"max_k": 20, "seqused_k": torch.tensor([9, 4])}, "room for 2 pages of 4 keys"),
+    ({"block_table": torch.tensor([[1, 5], [3, -1]])}, r"block_table is 5 at \[0, 1\]"),
+    ({"block_table": torch.tensor([[1, 2]])}, r"block_table has shape \[1, 2\]"),
+    ({"block_table": torch.zeros(2, 2)}, "block_table has dtype Float"),
+    ({"value": torch.randn(4, 4, 2, 16)}, "pools of as many pages"),
+    ({"key": torch.randn(20, 2, 16)}, r"key has shape \[20, 2, 16\]; it must have 4"),
+    ({"value": torch.randn(5, 3, 2, 16)}, "value has length 3 but key has 4"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[m for _, m in ERRORS])
+def test_errors(changes: dict[str, Any], message: str) -> None:
+    torch_attn.varlen_attn(**arguments())
+    with pytest.raises(RuntimeError, match=f"attn::varlen_attention: .*{message}"):
+        torch_attn.varlen_attn(**arguments() | changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), PAGE_ERRORS, ids=[m for _, m in PAGE_ERRORS])
+def test_errors_of_pages(changes: dict[str, Any], message: str) -> None:
+    torch_attn.varlen_attn(**pages())
+    with pytest.raises(RuntimeError, match=f"attn::varlen_attention: .*{message}"):
+        torch_attn.varlen_attn(**pages() | changes)
+
+
+def test_errors_in_python() -> None:
+    with pytest.raises(ValueError, match="num_splits is -1"):
+        torch_attn.varlen_attn(**arguments(), num_splits=-1)
+    with pytest.raises(TypeError, match="query is a builtins.list"):
+        torch_attn.varlen_attn(**arguments() | {"query": [1]})
+    with pytest.raises(RuntimeError, match="a derivative is asked for, but block_table is given"):
+        torch_attn.varlen_attn(**pages() | {"query": torch.randn(8, 4, 16, requires_grad=True)})
+
+
+def in_pages(
+    key: Tensor, value: Tensor, keys: list[int], page: int, *, shared: int = 0
+) -> dict[str, Any]:
+    """Pools of shuffled pages, NaN where no sequence has keys; all share their first `shared`."""
+    owned = [-(-length // page) for length in keys]
+    numbers = torch.randperm(sum(owned) + 3).tolist()
+    table = torch.full((len(keys), max(owned) + 1), -1, dtype=torch.int32)
+    pools = [
+        torch.full((sum(owned) + 3, page, *t.shape[1:]), NAN, dtype=t.dtype) for t in (key, value)
+    ]
+    start = 0
+    for n, length in enumerate(keys):
+        for i in range(owned[n]):
+            again = n > 0 and (i + 1) * page <= shared
+            table[n, i] = table[0, i] if again else numbers.pop()
+            count = min(page, length - i * page)
+            for pool, tensor in zip(pools, (key, value), strict=True):
+                pool[table[n, i], :count] = tensor[start + i * page :][:count]
+        start += length
+    used = torch.tensor(keys, dtype=torch.int32)
+    named = {"key": pools[0], "value": pools[1], "cu_seq_k": None}
+    return {**named, "seqused_k": used, "block_table": table}
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page", [1, 16, 50, 64, 128])
+def test_pages_have_the_bits_of_keys_in_a_row(page: int, dtype: torch.dtype) -> None:
+    """Decoding, a chunk of a prompt and a prompt in one call; also with options, and views."""
+    for lengths, keys, sizes, options in (
+        ([1, 1, 70, 5, 0], [300, 65, 70, 128, 3], (64, 64), {"window_size": (-1, 0)}),
+        ([1, 2], [1300, 700], (40, 24), {"softcap": 2.0, "window_size": (100, 0)}),
+        ([3, 200], [3, 0], (33, 20), {}),
+    ):
+        query = torch.randn(sum(lengths), 4, sizes[0], dtype=dtype)
+        key, value = (torch.randn(sum(keys), 2, size, dtype=dtype) for size in sizes)
+        given = {"query": query, "cu_seq_q": cu_seq(lengths), "max_q": max(lengths)}
+        given |= {"max_k": max(keys), "enable_gqa": True, **options}
+        in_a_row = torch_attn.varlen_attn(
+            **given, key=key, value=value, cu_seq_k=cu_seq(keys), return_aux=AuxRequest(True)
+        )
+        paged = in_pages(key, value, keys, page)
+        apart = paged["key"].movedim(2, 0).contiguous().movedim(0, 2)  # heads outermost
+        columns = paged["value"].transpose(-1, -2).contiguous().transpose(-1, -2)
+        for pools in ({}, {"key": apart, "value": columns}):
+            found = torch_attn.varlen_attn(**given, **paged | pools, return_aux=AuxRequest(True))
+            for one, other in zip(found, in_a_row, strict=True):
+                assert_equal(one, other)
+
+
+def test_shared_pages() -> None:
+    keys = [100, 130, 70]
+    prefix = torch.randn(64, 2, 2, 32)
+    key, value = (
+        torch.cat([torch.cat([prefix[:, i], torch.randn(n - 64, 2, 32)]) for n in keys])
+        for i in range(2)
+    )
+    given = {"query": torch.randn(6, 2, 32), "cu_seq_q": torch.tensor([0, 1, 3, 6])}
+    given |= {"max_q": 3, "max_k": 130, "window_size": (-1, 0)}
+    paged = in_pages(key, value, keys, 16, shared=64)
+    assert paged["block_table"][0, :4].tolist() == paged["block_table"][2, :4].tolist()
+    expected = torch_attn.varlen_attn(**given, key=key, value=value, cu_seq_k=cu_seq(keys))
+    assert_equal(torch_attn.varlen_attn(**given, **paged), expected)
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_nothing_outside_is_read(at_end: bool) -> None:
+    """Every tensor ends, or begins, at a page of memory that nobody may read."""
+
+    def guarded(tensor: Tensor) -> Tensor:
+        memory = GuardedMemory(tensor.numel() * tensor.element_size(), at_end)
+        return memory.tensor(tensor)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        call = Call("mask", dtype)
+        for name, tensor in call.tensors.items():
+            call.tensors[name] = guarded(tensor)
+        leaves = call.leaves()
+        output, lse = call.packed()
+        torch.autograd.grad(output.sum() + lse.sum(), leaves.values())
+        keys = [33, 64, 1]
+        key, value = torch.randn(2, sum(keys), 2, 40, dtype=dtype)
+        for page in (16, 64):
+            paged = in_pages(key, value, keys, page)
+            last = paged["block_table"].max()
+            for name in ("key", "value"):
+                paged[name] = guarded(paged[name][: last + 1])
+            query = guarded(torch.randn(5, 2, 40, dtype=dtype))
+            torch_attn.varlen_attn(query, cu_seq_q=cu_seq([1, 3, 1]), max_q=3, max_k=64, **paged)
+
+
+def test_memory_is_linear() -> None:
+    T, heads, E = 8192, 1, 32
+    query, key, value = torch.randn(3, T, heads, E, requires_grad=True)
+    starts = torch.tensor([0, 100, T - 1, T])
+
+    def step() -> None:
+        output = torch_attn.varlen_attn(query, key, value, starts, starts, T, T)
+        (first,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+        torch.autograd.grad(first.sum(), key)
+
+    assert largest_block(step) < T * T / 8
+
+
+def test_compiled_for_lengths_that_change() -> None:
+    """After torch's own second compile, which makes sizes dynamic, there is no other."""
+    compiles = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph
+
+    def step(query: Tensor, cu: Tensor, most: int) -> Tensor:
+        return torch_attn.varlen_attn(query, query, query, cu, cu, most, most, window_size=(-1, 0))
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for lengths in ([3, 4, 5], [10, 2, 7], [1, 30, 1], [5, 5, 5], [9, 0, 70]):
+        query = torch.randn(sum(lengths), 2, 16, requires_grad=True)
+        given = (query, cu_seq(lengths), max(lengths))
+        output, expected = compiled(*given), step(*given)
+        assert_equal(output, expected)
+        pair = [torch.autograd.grad(o.sum(), query)[0] for o in (output, expected)]
+        assert_equal(*pair)
+    assert len(compiles) <= 2
+
+
+def test_opcheck() -> None:
+    given = arguments()
+    for name in ("query", "key", "value"):
+        given[name].requires_grad_()
+    torch.library.opcheck(torch.ops.attn.varlen_attention.default, (), given)
+    given = pages()
+    torch.library.opcheck(torch.ops.attn.varlen_attention.default, (), given)
+    q, k, v = (arguments()[n].transpose(0, 1).requires_grad_() for n in ("query", "key", "value"))
+    packing = {n: arguments()[n] for n in ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "enable_gqa")}
+    torch.library.opcheck(torch.ops.attn.attention.default, (q, k, v), packing)
+
+
+def test_autocast() -> None:
+    given = arguments() | {"sinks": torch.randn(4)}
+    with torch.autocast("cpu", torch.bfloat16):
+        output = torch_attn.varlen_attn(**given)
+    assert output.dtype == torch.bfloat16
+    half = {n: t.bfloat16() if n in ("query", "key", "value") else t for n, t in given.items()}
+    assert_equal(output, torch_attn.varlen_attn(**half))
+
+
+def test_dropout() -> None:
+    """Drawn from the default generator; other numbers in every sequence; gradients of the same."""
+    heads, T, N = 2, 64, 3
+    query = torch.zeros(N * T, heads, 8)
+    value = torch.eye(T)[:, None].expand(T, heads, T).repeat(N, 1, 1).requires_grad_()
+    cu = torch.arange(N + 1) * T
+
+    def draw(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return torch_attn.varlen_attn(query, query, value, cu, cu, T, T, dropout_p=0.25)
+
+    weights = draw(0)
+    assert_equal(draw(0), weights)
+    kept = (weights != 0).view(N, T, heads, T)
+    assert 0.72 < kept.double().mean() < 0.78
+    torch.testing.assert_close(weights[weights != 0], torch.tensor(1 / T / 0.75).expand(kept.sum()))
+    assert not torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[:, :, 0], kept[:, :, 1])
+    (found,) = torch.autograd.grad(weights.sum(), value)
+    expected = weights.view(N, T, heads, T).sum(1).transpose(1, 2).reshape(N * T, heads, 1)
+    torch.testing.assert_close(found, expected.expand_as(found))
