@@ -380,7 +380,7 @@ def test_errors_of_pages(changes: dict[str, Any], message: str) -> None:
 def test_errors_in_python() -> None:
     with pytest.raises(ValueError, match="num_splits is -1"):
         torch_attn.varlen_attn(**arguments(), num_splits=-1)
-    with pytest.raises(TypeError, match="query is a builtins.list"):
+    with pytest.raises(TypeError, match=r"query is a builtins\.list"):
         torch_attn.varlen_attn(**arguments() | {"query": [1]})
     with pytest.raises(RuntimeError, match="a derivative is asked for, but block_table is given"):
         torch_attn.varlen_attn(**pages() | {"query": torch.randn(8, 4, 16, requires_grad=True)})

@@ -82,8 +82,8 @@ class Parts {
   void run(const auto& tasks, const auto& flops, int64_t workspace, const auto& f, Take take = Take::neighbours) const {
     if (parts_.size() == 1) {
       const auto [p, k] = parts_[0];
-      return run_tasks(tasks(*p), flops(*p), workspace, k->on_thread,
-                       [&](int64_t task, char* own) { f(*p, *k, task, own); }, take);
+      return run_tasks(
+          tasks(*p), flops(*p), workspace, k->on_thread, [&](int64_t task, char* own) { f(*p, *k, task, own); }, take);
     }
     // Of small parts many tasks at once: taking one takes time, too. The largest tasks come first, so that none is left
     // to wait for at the end.
@@ -107,13 +107,14 @@ class Parts {
       if (part.kernels->on_thread.begin) on_thread = part.kernels->on_thread;
     }
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.flops > b.flops; });
-    run_tasks(static_cast<int64_t>(items.size()), all_flops, workspace, on_thread,
-              [&](int64_t i, char* own) {
-                const Item& item = items[i];
-                for (int64_t task = item.first; task < item.last; ++task)
-                  f(*item.part->params, *item.part->kernels, task, own);
-              },
-              Take::one);
+    run_tasks(
+        static_cast<int64_t>(items.size()), all_flops, workspace, on_thread,
+        [&](int64_t i, char* own) {
+          const Item& item = items[i];
+          for (int64_t task = item.first; task < item.last; ++task)
+            f(*item.part->params, *item.part->kernels, task, own);
+        },
+        Take::one);
   }
 
  private:

@@ -143,9 +143,10 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
                                const CallOptions& options, const std::optional<Tensor>& given_state, bool with_rows) {
   const Tensor& query = inputs.query;
   const Checker check{inputs, options};
-  TORCH_CHECK(!for_derivatives || !options.packing.block_table, check.shape.op,
-              ": a derivative is asked for, but block_table is given; keys and values in pages have none: call it under "
-              "torch.no_grad(), or give them one after the other, with cu_seq_k");
+  TORCH_CHECK(
+      !for_derivatives || !options.packing.block_table, check.shape.op,
+      ": a derivative is asked for, but block_table is given; keys and values in pages have none: call it under "
+      "torch.no_grad(), or give them one after the other, with cu_seq_k");
   if (given_state) check.rng_state(*given_state);
   const bool draws = options.dropout_p > 0 && !given_state;
   ForwardResults all;

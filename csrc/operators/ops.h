@@ -117,10 +117,10 @@ struct OutputAndRows {
 
 // The arguments of varlen_attention, in the order of torch.nn.attention.varlen.varlen_attn.
 struct VarlenCall {
-  at::Tensor query;                  // [T_q, Hq, E]
-  at::Tensor key;                    // [T_k, Hk, E]
-  at::Tensor value;                  // [T_k, Hv, Ev]
-  at::Tensor cu_seq_q;               // [N + 1]
+  at::Tensor query;     // [T_q, Hq, E]
+  at::Tensor key;       // [T_k, Hk, E]
+  at::Tensor value;     // [T_k, Hv, Ev]
+  at::Tensor cu_seq_q;  // [N + 1]
   std::optional<at::Tensor> cu_seq_k;
   c10::SymInt max_q, max_k;
   std::optional<double> scale;

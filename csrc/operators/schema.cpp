@@ -3,7 +3,8 @@
 
 #define SCALE "float? scale=None, bool enable_gqa=False"
 #define MORE ", float softcap=0.0, int[2] window_size=[-1, -1], Tensor? query_offset=None, Tensor? key_lengths=None"
-#define PACKED ", Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, Tensor? block_table=None"
+#define PACKED \
+  ", Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, Tensor? block_table=None"
 #define OF_HEADS "Tensor? alibi_slopes=None, Tensor? sinks=None"
 #define CALL                                                                                                    \
   "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, " \

@@ -107,8 +107,9 @@ void check_mask(const Tensor& mask, const Shape& shape, const Packing& packing) 
     fits = (is_one(own) && (d > 2 || !packed)) || must_equal(own, allowed[allowed.size() - d]);
   }
   if (fits) return;
-  TORCH_CHECK(!packed, shape.op, ": attn_mask has shape ", mask.sym_sizes(), "; it must be [Hq or 1, T_q, max_k] = ",
-              c10::SymIntArrayRef(allowed), ": a row for each query, over the keys of its own sequence");
+  TORCH_CHECK(!packed, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
+              "; it must be [Hq or 1, T_q, max_k] = ", c10::SymIntArrayRef(allowed),
+              ": a row for each query, over the keys of its own sequence");
   // One row of keys a sample, as tokenizers give it, or one matrix, lacks the dimensions between.
   const bool of_samples = shape.dims >= 3 && mask.sym_sizes()[0] == allowed[0] && extent(mask, 1) == shape.keys;
   const char* hint = "";
@@ -289,9 +290,10 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
               "); they must be equal");
 
   const bool paged = options.packing.block_table.has_value();
-  TORCH_CHECK(!paged || (options.packed() && key.dim() == 4 && value.dim() == 4 &&
-                         must_equal(key.sym_size(0), value.sym_size(0))),
-              op, ": beside a block_table, key and value must be pools of as many pages, [pages, page_size, heads, head_dim]");
+  TORCH_CHECK(
+      !paged ||
+          (options.packed() && key.dim() == 4 && value.dim() == 4 && must_equal(key.sym_size(0), value.sym_size(0))),
+      op, ": beside a block_table, key and value must be pools of as many pages, [pages, page_size, heads, head_dim]");
   Shape shape;
   shape.op = op;
   shape.dims = paged ? query.dim() : std::max({query.dim(), key.dim(), value.dim()});
@@ -314,8 +316,7 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
   check_head_numbers(shape, "alibi_slopes", alibi_slopes, query);
   check_head_numbers(shape, "sinks", sinks, query);
   constexpr int64_t kMostOffset = 2 * kFar - 1;
-  check_integers(shape, "query_offset", options.query_offset, query, -kMostOffset,
-                 [](int64_t) { return kMostOffset; });
+  check_integers(shape, "query_offset", options.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
   const auto& cu_seq_k = options.packing.cu_seq_k;
   check_integers(shape, options.packed() ? "seqused_k" : "key_lengths", options.key_lengths, query, 0, [&](int64_t i) {
     if (paged) return options.packing.max_k.guard_int(__FILE__, __LINE__);

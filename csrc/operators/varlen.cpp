@@ -34,15 +34,17 @@ OutputAndRows varlen_attention(const VarlenCall& c) {
                       .key_lengths = c.seqused_k,
                       .packing = {c.cu_seq_q, c.cu_seq_k, c.max_q, c.max_k, c.block_table}};
   OutputAndRows results =
-      AttentionOp::call({{heads_first(c.query), heads_first(c.key), heads_first(c.value), c.attn_mask, {}, {}}}, options,
-                        {c.alibi_slopes, c.sinks});
+      AttentionOp::call({{heads_first(c.query), heads_first(c.key), heads_first(c.value), c.attn_mask, {}, {}}},
+                        options, {c.alibi_slopes, c.sinks});
   results.output = heads_first(results.output);
   return results;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>); }
+TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) {
+  m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
+}
 
 // See formulas.cpp.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) {

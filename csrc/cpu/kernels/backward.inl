@@ -366,8 +366,8 @@ struct Backward {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared, has_rows = p.grad_query.data || p.grad_slopes;
     const bool want_dx = has_rows || p.grad_key.data || direct_mask;
     const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
-    const Range own_chunks = common(chunks, {own.keys.first / p.keys_per_chunk,
-                                             divide_up(own.keys.last, p.keys_per_chunk)});
+    const Range own_chunks =
+        common(chunks, {own.keys.first / p.keys_per_chunk, divide_up(own.keys.last, p.keys_per_chunk)});
     if (own_chunks.empty()) return;  // no row of the pass sees a key of the task
     const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
       if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);

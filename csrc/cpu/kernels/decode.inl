@@ -27,10 +27,10 @@ struct Decode {
 
   struct Buffers {
     Few* few;
-    T* output;  // [kRows][Ev]
-    T* value;   // [kKeyTile][Ev], for rows that cannot be read as they lie
-    T* x;       // [kRows][kKeyTile]: scores, then weights
-    T* factor;  // [kKeyTile][kRowTile]
+    T* output;   // [kRows][Ev]
+    T* value;    // [kKeyTile][Ev], for rows that cannot be read as they lie
+    T* x;        // [kRows][kKeyTile]: scores, then weights
+    T* factor;   // [kKeyTile][kRowTile]
     char* copy;  // of key_block()
     int64_t ld_value;
     int64_t size;

@@ -43,9 +43,9 @@ struct Forward {
     T* key;                                             // [kKeyTile][slots of E]
     T* value;                                           // [slots of kKeyTile][Ev]
     T* x;                                               // [kKeyTile][kRowTile]: scores
-    T* weights;  // [slots of kKeyTile][kRowTile], in x if the format can have them there
-    T* bias;     // as x
-    T* factor;   // as x
+    T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can have them there
+    T* bias;                      // as x
+    T* factor;                    // as x
     char *key_copy, *value_copy;  // of key_block()
     int64_t ld_key, ld_value, ld_output;
     bool few_rows;
@@ -250,8 +250,8 @@ struct Forward {
     rows.unpack_rounded(p, to.output, to.residual, p.value_dim, state.output_t, scratch);
     if (!to.logsumexp && !to.max_score) return;
     for (int64_t i = 0; i < rows.count; ++i)
-      write_numbers<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.started && state.sum[i] != 0, state.reference[i], sums[i],
-                       largest(i), to);
+      write_numbers<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.started && state.sum[i] != 0,
+                       state.reference[i], sums[i], largest(i), to);
   }
 
   static void run(const ForwardParams& p, int64_t task, char* workspace) {

@@ -13,7 +13,8 @@ struct Packed {
 
   // Whether it pays: several tasks read them, and they take no more memory than queries and outputs, about.
   static bool pays(const ForwardParams& p) {
-    return F::kTiles && !p.paging.table && p.row_tasks() > 1 && p.keys * (p.key_heads + p.value_heads) <= 2 * p.queries * p.heads;
+    return F::kTiles && !p.paging.table && p.row_tasks() > 1 &&
+           p.keys * (p.key_heads + p.value_heads) <= 2 * p.queries * p.heads;
   }
   static int64_t size(const ForwardParams& p) {
     const int64_t numbers = p.key_heads * key_size(p) + p.value_heads * value_size(p);

@@ -95,8 +95,7 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum
     for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
     unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
   }
-  if (to.logsumexp || to.max_score)
-    write_numbers<T>(p, at, has_keys, reference, sum, largest, to);
+  if (to.logsumexp || to.max_score) write_numbers<T>(p, at, has_keys, reference, sum, largest, to);
 }
 
 // Merges the splits of the rows numbered [first, last):

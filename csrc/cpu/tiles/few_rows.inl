@@ -20,10 +20,10 @@ struct FewRows {
 
   RowTile rows;
   Block masks[kMost];
-  T* query;  // [kMost][E]
-  T* key;    // [kKeyTile][E], for rows that cannot be read as they lie
-  T* bias;   // [kMost][kKeyTile]
-  T* sums;   // [kAtOnce][W][W]
+  T* query;    // [kMost][E]
+  T* key;      // [kKeyTile][E], for rows that cannot be read as they lie
+  T* bias;     // [kMost][kKeyTile]
+  T* sums;     // [kAtOnce][W][W]
   char* copy;  // of key_block()
   int64_t ld_key;
 

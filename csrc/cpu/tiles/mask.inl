@@ -107,7 +107,7 @@ struct ScoreTile {
   const RowTile* rows;
   Range keys;
   Mask mask;
-  bool invariant;  // Problem::invariant
+  bool invariant;           // Problem::invariant
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
 
   // Sets rows and keys, and reads the mask, before all else of the tile. Returns whether some row sees some key:
