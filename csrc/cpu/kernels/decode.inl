@@ -27,11 +27,10 @@ struct Decode {
 
   struct Buffers {
     Few* few;
-    T* output;   // [kRows][Ev]
-    T* value;    // [kKeyTile][Ev], for rows that cannot be read as they lie
-    T* x;        // [kRows][kKeyTile]: scores, then weights
-    T* factor;   // [kKeyTile][kRowTile]
-    char* copy;  // of key_block()
+    T* output;  // [kRows][Ev]
+    T* value;   // [kKeyTile][Ev], for rows that cannot be read as they lie
+    T* x;       // [kRows][kKeyTile]: scores, then weights
+    T* factor;  // [kKeyTile][kRowTile]
     int64_t ld_value;
     int64_t size;
 
@@ -44,7 +43,6 @@ struct Decode {
       value = arena.take<T>(kKeyTile * ld_value);
       x = arena.take<T>(kRows * kKeyTile);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      copy = arena.take<char>(bytes_of_copy(p, p.value_dim));
       size = arena.used();
     }
   };
@@ -100,7 +98,7 @@ struct Decode {
       if (keys == 0) continue;
       if (p.has_dropout) dropout_factors<T>(p, rows, {key, key + keys}, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
-      const Block block = key_block(p, p.value, own.n, value_head, key, keys, p.value_dim, b.copy);
+      const Block block = key_block(p, p.value, own.n, value_head, key, keys, p.value_dim, few.copy);
       Few::with_rows(block, keys, p.value_dim, b.ld_value, b.value, b.ld_value, in_place, [&](const auto& value_rows) {
         Few::template each_group<Few::kAtOnce>(rows.count, [&](auto r, int64_t row) {
           Few::template each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {

@@ -24,7 +24,7 @@ struct FewRows {
   T* key;      // [kKeyTile][E], for rows that cannot be read as they lie
   T* bias;     // [kMost][kKeyTile]
   T* sums;     // [kAtOnce][W][W]
-  char* copy;  // of key_block()
+  char* copy;  // of key_block(), for keys and then for values
   int64_t ld_key;
 
   void take(const Problem& p, Arena& arena) {
@@ -33,7 +33,7 @@ struct FewRows {
     key = arena.take<T>(kKeyTile * ld_key);
     bias = arena.take<T>(p.has_mask ? kMost * kKeyTile : 0);
     sums = arena.take<T>(kAtOnce * W * W);
-    copy = arena.take<char>(bytes_of_copy(p, p.head_dim));
+    copy = arena.take<char>(bytes_of_copy(p, larger(p.head_dim, p.value_dim)));
   }
 
   void set(const Problem& p, const RowTask& own) {
@@ -88,13 +88,15 @@ struct FewRows {
     int64_t ld;
     int64_t copied;  // the number of the row that was copied; -1 if none was
     const S* copy;
+    const S* behind;  // where row 0 would lie beside the rows of the next tile
 
     ATTN_INLINE const S* row(int64_t j) const { return j == copied ? copy : data + j * ld; }
 
     // Asks for the columns [col, col + count) of a row that is read later, while row j is.
     ATTN_INLINE void prefetch(int64_t j, int64_t col, int64_t count) const {
       constexpr int64_t kLine = 64 / sizeof(S);
-      for (int64_t d = 0; d < count; d += kLine) __builtin_prefetch(data + (j + kAhead) * ld + col + d, 0, 2);
+      const S* const row = (j + kAhead < kKeyTile ? data : behind) + (j + kAhead) * ld + col;
+      for (int64_t d = 0; d < count; d += kLine) __builtin_prefetch(row + d, 0, 2);
     }
   };
 
@@ -161,10 +163,11 @@ struct FewRows {
     const auto as_they_lie = [&](auto storage) {
       using S = decltype(storage);
       const S* data = reinterpret_cast<const S*>(block.data);
-      if (!ends_within) return f(WholeVectors<S>{data, block.row, -1, nullptr});
+      const S* behind = block.next ? reinterpret_cast<const S*>(block.next) - kKeyTile * block.row : data;
+      if (!ends_within) return f(WholeVectors<S>{data, block.row, -1, nullptr, behind});
       S* const copy = reinterpret_cast<S*>(tile);
       __builtin_memcpy(copy, data + (rows - 1) * block.row, static_cast<size_t>(cols) * sizeof(S));
-      f(WholeVectors<S>{data, block.row, rows - 1, copy});
+      f(WholeVectors<S>{data, block.row, rows - 1, copy, behind});
     };
     if (in_place) {
       if constexpr (sizeof(T) == 8) {
@@ -177,7 +180,7 @@ struct FewRows {
     }
     pack_rows<T>(tile, ld, block, rows, cols);
     for (int64_t j = 0; j < rows && takes_turns(block.dtype); ++j) apart(tile + j * ld, paired);
-    f(WholeVectors<T>{tile, ld, -1, nullptr});
+    f(WholeVectors<T>{tile, ld, -1, nullptr, tile});
   }
 
  private:

@@ -125,7 +125,7 @@ class RowsAhead {
     const int64_t size = size_of(block.dtype);
     const int64_t numbers = p.batch * p.keys * (p.key_heads * p.head_dim + p.value_heads * p.value_dim);
     if (p.rows() > kRowTile || block.col != 1 || cols == 0 || numbers * size <= kInCache) return;
-    row_ = block.data + keys.size() * block.row * size;
+    row_ = block.next ? block.next : block.data + keys.size() * block.row * size;
     step_ = block.row * size;
     bytes_ = cols * size;
     rows_ = smaller(kKeyTile, p.keys - keys.last);

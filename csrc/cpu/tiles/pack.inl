@@ -36,6 +36,7 @@ struct Block {
   DType dtype;
   int64_t row;
   int64_t col;
+  const char* next = nullptr;  // the rows behind a tile of kKeyTile, where they lie elsewhere
 };
 
 template <class T>  // float or double
@@ -51,24 +52,45 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
 ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
   return p.paging.table && p.paging.rows % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
 }
-// Neighbouring rows of keys or values, at most a tile of them: where they lie or, from several pages, as a copy.
+// A tile of keys or values, at most kKeyTile rows from row `first` on: where they lie or, from several pages, as a copy.
 inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count,
                        int64_t cols, char* copy) {
-  const int64_t size = size_of(x.dtype);
-  const auto row_at = [&](int64_t row) {
-    return static_cast<char*>(x.data) + (key_row_offset(p, x, n, row) + h * x.head) * size;
+  const int64_t size = size_of(x.dtype), bytes = cols * size;
+  char* const head = static_cast<char*>(x.data) + h * x.head * size;
+  const auto row_at = [&](int64_t row) __attribute__((always_inline)) {
+    return head + key_row_offset(p, x, n, row) * size;
   };
-  if (bytes_of_copy(p, cols) == 0) return {row_at(first), x.dtype, x.row, x.col};
-  for (int64_t i = 0; i < count; ++i) {
-    const char* const row = row_at(first + i);
-    char* const to = copy + i * cols * size;
-    if (x.col == 1)
-      __builtin_memcpy(to, row, static_cast<size_t>(cols * size));
-    else
-      for (int64_t d = 0; d < cols; ++d)
-        __builtin_memcpy(to + d * size, row + d * x.col * size, static_cast<size_t>(size));
+  Block block{row_at(first), x.dtype, x.row, x.col};
+  if (!p.paging.table) return block;
+  const int64_t last = p.keys, behind = first + kKeyTile;
+  if (bytes_of_copy(p, cols) == 0) {
+    block.next = row_at(behind < last ? behind : first);
+    return block;
   }
-  return {copy, x.dtype, cols, 1};
+  // A part of a page at a time. The rows of the tile behind are asked for: processors do not foresee where they lie.
+  for (int64_t i = 0; i < count;) {
+    const int64_t in_page = smaller(p.paging.rows - (first + i) % p.paging.rows, count - i);
+    const char* const from = row_at(first + i);
+    for (int64_t r = 0; r < in_page; ++r) {
+      const char* const row = from + r * x.row * size;
+      char* const to = copy + (i + r) * bytes;
+      if (x.col == 1) {
+        int64_t b = 0;
+        for (; b + kVectorBytes <= bytes; b += kVectorBytes) __builtin_memcpy(to + b, row + b, kVectorBytes);
+        for (; b < bytes; b += size) __builtin_memcpy(to + b, row + b, static_cast<size_t>(size));
+      } else {
+        for (int64_t d = 0; d < cols; ++d)
+          __builtin_memcpy(to + d * size, row + d * x.col * size, static_cast<size_t>(size));
+      }
+    }
+    if (x.col == 1 && behind + i < last) {
+      const char* const ahead = row_at(behind + i);
+      for (int64_t r = 0; r < in_page; ++r)
+        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(ahead + r * x.row * size + b, 0, 2);
+    }
+    i += in_page;
+  }
+  return {copy, x.dtype, cols, 1, copy};
 }
 
 // Where rows are transposed, the rows behind them are prefetched: processors do not foresee reads that jump from row to
