@@ -4,9 +4,9 @@
 
 Molecules of different sizes lie one behind the other, without padding: packed. The loss holds a
 gradient, so training differentiates twice, also with respect to the bias of the scores, which is
-learned from distances. Molecules of one size would do with the built-in attention. Without such a
-bias it raises "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not
-implemented", and with it stores the L x S scores.
+learned from distances. The built-in attention takes molecules that are padded; without a bias it
+raises "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not
+implemented", and with one stores the L x S scores.
 """
 
 from collections.abc import Callable
