@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_attn
-from torch_attn import _convert, functional, nn, onnx, replace
+from torch_attn import _convert, _invariance, functional, nn, onnx, replace, varlen
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -28,7 +28,7 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("module", [functional, nn, onnx, replace, _convert])
+@pytest.mark.parametrize("module", [functional, nn, onnx, replace, varlen, _convert, _invariance])
 def test_docstrings(module: types.ModuleType) -> None:
     names = {"torch": torch, "torch_attn": torch_attn}
     result = doctest.testmod(module, extraglobs=names)
@@ -177,7 +177,7 @@ def test_examples_in_python() -> None:
         assert run.returncode == 0, run.stderr
         return [line for line in run.stdout.splitlines() if not line.startswith("step ")]
 
-    assert said("with", "meanflow", "force_field", "gradient_penalty") == []
+    assert said("with", "meanflow", "force_field", "gradient_penalty", "private_texts") == []
     raised = said("without", "meanflow", "gradient_penalty")
     assert len(raised) == 2
     for line in raised:
