@@ -3,6 +3,7 @@
 Importing the package registers the operators ``torch.ops.attn.sdpa``, ``attention``,
 ``sdpa_with_weights`` and ``sdpa_stats``, of which :func:`sdpa`, :func:`sdpa_with_logsumexp`,
 :func:`sdpa_with_weights` and :func:`sdpa_stats` are the documented Python side.
+:func:`varlen_attn` does so for packed sequences, whose keys may lie in pages: :class:`PagedCache`.
 :mod:`torch_attn.reference` is the textbook version. In models that exist, :func:`replacing_sdpa`
 puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
 :class:`torch_attn.nn.MultiheadAttention` in that of torch's module (:func:`unconvert`: the way
@@ -18,6 +19,7 @@ from torch_attn import _library, distributed, flops, nn, replace, subclasses
 from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._inspection import Inspection, Layer
 from torch_attn._invariance import invariant
+from torch_attn._paged import PagedCache
 from torch_attn.functional import (
     Stats,
     sdpa,
@@ -39,6 +41,7 @@ __all__ = [
     "Converted",
     "Inspection",
     "Layer",
+    "PagedCache",
     "Replacement",
     "Stats",
     "__version__",

@@ -1,0 +1,351 @@
+"""Keys and values of many growing sequences in pages of one pool, as `varlen_attn` reads them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_attn.varlen import varlen_attn
+
+__all__ = ["PagedCache"]
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Sequence(NamedTuple):
+    pages: list[int]  # in order; of all layers, as many as the longest of them needs
+    lengths: list[int]  # of each layer
+
+
+class PagedCache:
+    """The keys and values of sequences that grow while a model generates, in pages of one pool.
+
+    A sequence has as many pages as it needs, anywhere in the pool, and sequences with a common
+    beginning share its pages: :meth:`fork` copies none. Who then writes into a page that others
+    use, too, gets a copy of it first. A page is free again when the last sequence that uses it is
+    freed. There is no scheduler here: who may grow, and who has to go, is the caller's business.
+
+    The layers of a model share one table of pages: page p of a sequence is page p in each layer's
+    pool. Each layer appends its own keys and values, when it has them, and has its own length until
+    the others have come as far. Pages are taken by the first layer to need them.
+
+    Keys and values are copied into the pool as numbers: no derivative goes through a cache, so that
+    :meth:`attend` refuses a query that asks for one. Generate under :func:`torch.no_grad`. The
+    bookkeeping is in Python, on the CPU, and not for several threads at a time.
+
+    Args:
+        pages: how many there are, for all sequences together.
+        page_size: how many keys of a sequence lie in one page.
+        key_heads, head_dim: Hk and E, the heads of the keys and the size of each.
+        value_heads, value_dim: Hv and Ev; None is as for the keys.
+        layers: of the model.
+        dtype: float64, float32, bfloat16 or float16; None is torch's default.
+        device: of the pool; None is torch's default.
+
+    Attributes:
+        key: the pool, ``[layers, pages, page_size, Hk, E]``: that of a layer is what
+            :func:`varlen_attn` takes. What is behind the end of a sequence means nothing.
+        value: ``[layers, pages, page_size, Hv, Ev]``.
+
+    Raises:
+        ValueError: a size that is not a positive integer, or another dtype. In the methods: shapes,
+            dtypes or devices that do not fit, a handle that is unknown or has been freed. The
+            message names the argument, what it was and what is allowed. Nothing has changed then.
+        TypeError: in the methods, keys or values that are no tensors.
+        RuntimeError: :meth:`append` needs more pages than are free.
+
+    Example:
+        Two questions about one document, which is there once.
+
+        >>> cache = torch_attn.PagedCache(8, page_size=16, key_heads=2, head_dim=64)
+        >>> first = cache.add()
+        >>> cache.append([first], *torch.randn(2, 40, 2, 64), torch.tensor([0, 40]))
+        >>> second = cache.fork(first)
+        >>> texts, cu_seq = [first, second], torch.tensor([0, 5, 12])  # 5 and 7 tokens more
+        >>> query = torch.randn(12, 8, 64)
+        >>> cache.append(texts, *torch.randn(2, 12, 2, 64), cu_seq)
+        >>> cache.attend(query, texts, cu_seq).shape
+        torch.Size([12, 8, 64])
+        >>> cache.lengths(texts), cache.free_pages
+        ([45, 47], 4)
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        *,
+        page_size: int = 64,
+        key_heads: int,
+        head_dim: int,
+        value_heads: int | None = None,
+        value_dim: int | None = None,
+        layers: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        value_heads = key_heads if value_heads is None else value_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"pages": pages, "page_size": page_size, "layers": layers, "key_heads": key_heads}
+        sizes |= {"head_dim": head_dim, "value_heads": value_heads, "value_dim": value_dim}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise _error(f"{name} is {size!r}; it must be an int of 1 or more")
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in _DTYPES:
+            raise _error(f"dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
+        self._page_size = page_size
+        pool = layers, pages, page_size
+        self.key = torch.empty(*pool, key_heads, head_dim, dtype=dtype, device=device)
+        self.value = torch.empty(*pool, value_heads, value_dim, dtype=dtype, device=device)
+        self._uses = [0] * pages  # how many sequences have the page in their table
+        self._free = list(reversed(range(pages)))  # those with no use; the last is taken next
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0  # handles are never given twice: one that was freed stays unknown
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages no sequence uses."""
+        return len(self._free)
+
+    def add(self) -> int:
+        """The handle of a new sequence, which is empty and needs no page yet."""
+        return self._new(_Sequence([], [0] * self.key.shape[0]))
+
+    def fork(self, handle: int, length: int | None = None) -> int:
+        """The handle of a new sequence that begins as another one does, and shares its pages.
+
+        Takes no page. To take back tokens of a sequence, fork what is to remain and free it.
+
+        Args:
+            handle: of the other sequence, which stays as it is.
+            length: how many tokens to share; None is all.
+        """
+        pages, lengths = self._sequence("handle", handle)
+        length = max(lengths) if length is None else length
+        if not isinstance(length, int) or not 0 <= length <= max(lengths):
+            raise _error(
+                f"length is {length!r}; it must be an int from 0 to {max(lengths)}, the length of "
+                f"sequence {handle}"
+            )
+        shared = pages[: -(-length // self._page_size)]
+        for page in shared:
+            self._uses[page] += 1
+        return self._new(_Sequence(shared, [min(length, own) for own in lengths]))
+
+    def free(self, handle: int) -> None:
+        """Ends a sequence. Pages that no other one uses are free for all."""
+        pages = self._sequence("handle", handle).pages
+        del self._sequences[handle]
+        self._release(pages)
+
+    def append(
+        self, handles: Sequence[int], key: Tensor, value: Tensor, cu_seq: Tensor, *, layer: int = 0
+    ) -> None:
+        """Writes new keys and values behind those of each sequence, for a whole batch.
+
+        All or nothing: where pages do not suffice, or anything is wrong, all is as before.
+
+        Args:
+            handles: of the N sequences, each once.
+            key: ``[T, Hk, E]``, of the cache's dtype and device: those of the sequences one behind
+                the other.
+            value: ``[T, Hv, Ev]``.
+            cu_seq: int32 or int64 ``[N + 1]``: 0, then where each sequence ends, as
+                :func:`varlen_attn` takes it. A sequence may get none. What T is larger by than the
+                last of them is not stored. The numbers are read: on a GPU that waits for it.
+            layer: whose keys and values these are.
+        """
+        sequences = [self._sequence("handles", handle) for handle in handles]
+        if len(set(handles)) < len(sequences):
+            raise _error(f"handles is {list(handles)}; each must be in it once")
+        self._check_layer(layer)
+        tokens = self._check_tokens(key, value)
+        starts = self._check_starts(cu_seq, len(sequences), tokens)
+
+        # What is to become of each table, until nothing can fail any more: `_free` from its end on
+        # has the new pages, `left` is how often a shared page is out of use by copies of it.
+        left, copies, tables, needed = Counter[int](), {}, [], 0
+        first_rows, rows = [], []  # of each page that is written to: its first new row, how many
+        for n, (pages, lengths) in enumerate(sequences):
+            begin, end, table = lengths[layer], lengths[layer] + starts[n + 1] - starts[n], [*pages]
+            while begin < end:
+                index, offset = divmod(begin, self._page_size)
+                is_new = index == len(table)
+                if is_new or self._uses[table[index]] - left[table[index]] > 1:
+                    needed += 1
+                    page = self._free[-needed] if needed <= len(self._free) else -1
+                    if is_new:
+                        table.append(page)
+                    else:
+                        left[table[index]] += 1
+                        copies[page], table[index] = table[index], page
+                first_rows.append(table[index] * self._page_size + offset)
+                rows.append(min(self._page_size - offset, end - begin))
+                begin += rows[-1]
+            tables.append(table)
+        if needed > len(self._free):
+            raise RuntimeError(
+                f"torch_attn.PagedCache: {needed} pages are needed and {len(self._free)} are free; "
+                "free sequences, append to fewer, or make a cache of more pages"
+            )
+
+        self._write(key, value, layer, copies, first_rows, rows)
+        taken = self._free[len(self._free) - needed :]
+        del self._free[len(self._free) - needed :]
+        for page in taken:
+            self._uses[page] = 1
+        self._release(left.elements())
+        for n, (pages, lengths) in enumerate(sequences):
+            pages[:] = tables[n]
+            lengths[layer] += starts[n + 1] - starts[n]
+
+    def lengths(self, handles: Sequence[int], *, layer: int = 0) -> list[int]:
+        """How many keys each of the sequences has in a layer."""
+        self._check_layer(layer)
+        return [self._sequence("handles", handle).lengths[layer] for handle in handles]
+
+    def block_table(self, handles: Sequence[int], *, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Where the sequences lie, as :func:`varlen_attn` takes it beside the pool of a layer.
+
+        Good until the next call that changes one of the sequences.
+
+        Returns:
+            `block_table`, int32 ``[N, most pages]``, -1 behind the last page of a sequence, and
+            `seqused_k`, int32 ``[N]``, both on the cache's device.
+        """
+        lengths = self.lengths(handles, layer=layer)
+        tables = [self._sequences[handle].pages for handle in handles]
+        most = max(map(len, tables), default=0)
+        padded = [table + [-1] * (most - len(table)) for table in tables]
+        block_table = torch.tensor(padded, dtype=torch.int32, device=self.key.device)
+        used = torch.tensor(lengths, dtype=torch.int32, device=self.key.device)
+        return block_table.view(len(tables), most), used
+
+    def attend(
+        self,
+        query: Tensor,
+        handles: Sequence[int],
+        cu_seq_q: Tensor,
+        *,
+        layer: int = 0,
+        max_q: int | None = None,
+        **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of new queries over all keys of their sequences: :func:`varlen_attn`.
+
+        The last query of a sequence stands at its last key, and it is causal unless `window_size`
+        says otherwise. Whole prompts, chunks of them, single tokens and forks go together in one
+        call: a sequence has as many queries as `cu_seq_q` says.
+
+        Args:
+            query: ``[T, Hq, E]``; Hk and Hv divide Hq.
+            handles: of the N sequences.
+            cu_seq_q: int32 or int64 ``[N + 1]``: 0, then where each sequence's queries end.
+            layer: whose keys and values are read.
+            max_q: the queries of the longest sequence, or more. None looks, which on a GPU waits
+                for it.
+            options: those of :func:`varlen_attn`.
+
+        Returns:
+            ``[T, Hq, Ev]``, or with `return_aux` the pair that :func:`varlen_attn` returns.
+
+        Raises:
+            RuntimeError: as of :func:`varlen_attn`.
+        """
+        block_table, used = self.block_table(handles, layer=layer)
+        if max_q is None:
+            max_q = int(cu_seq_q.diff().max()) if cu_seq_q.numel() > 1 else 0
+        return varlen_attn(
+            query,
+            self.key[layer],
+            self.value[layer],
+            cu_seq_q,
+            None,
+            max_q,
+            max(self.lengths(handles, layer=layer), default=0),
+            seqused_k=used,
+            block_table=block_table,
+            **{"window_size": (-1, 0), "enable_gqa": True, **options},
+        )
+
+    def _new(self, sequence: _Sequence) -> int:
+        self._sequences[self._next] = sequence
+        self._next += 1
+        return self._next - 1
+
+    def _release(self, pages: Any) -> None:
+        for page in pages:
+            self._uses[page] -= 1
+            if self._uses[page] == 0:
+                self._free.append(page)
+
+    def _write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        copies: dict[int, int],
+        first_rows: list[int],
+        rows: list[int],
+    ) -> None:
+        """Changes only pages that are free so far, and rows behind the end of a sequence."""
+        device = self.key.device
+        to, source = (torch.tensor(list(x), device=device) for x in (copies, copies.values()))
+        first, count = (torch.tensor(x, device=device) for x in (first_rows, rows))
+        for pool, new in ((self.key, key), (self.value, value)):
+            if copies:
+                pool[:, to] = pool[:, source]
+            if rows:
+                before = count.cumsum(0) - count
+                slots = (first - before).repeat_interleave(count, output_size=sum(rows))
+                slots += torch.arange(sum(rows), device=device)
+                pool[layer].flatten(0, 1)[slots] = new.detach()[: sum(rows)]
+
+    def _sequence(self, name: str, handle: int) -> _Sequence:
+        if not isinstance(handle, int) or not 0 <= handle < self._next:
+            raise _error(f"{name}: {handle!r} is no handle; it must be what add or fork returned")
+        if handle not in self._sequences:
+            raise _error(f"{name}: {handle} has been freed; it must be a sequence that is not")
+        return self._sequences[handle]
+
+    def _check_layer(self, layer: int) -> None:
+        layers = self.key.shape[0]
+        if not isinstance(layer, int) or not 0 <= layer < layers:
+            raise _error(f"layer is {layer!r}; it must be an int from 0 to {layers - 1}")
+
+    def _check_tokens(self, key: Tensor, value: Tensor) -> int:
+        for name, new, pool in (("key", key, self.key), ("value", value, self.value)):
+            if not isinstance(new, Tensor):
+                raise TypeError(
+                    f"torch_attn.PagedCache: {name} is a {type(new).__name__}; it must be a tensor"
+                )
+            expected = (*key.shape[:1], *pool.shape[3:])
+            if (new.shape, new.dtype, new.device) != (expected, pool.dtype, pool.device):
+                tokens = "T" if name == "key" else f"T = {key.shape[0]}"
+                raise _error(
+                    f"{name} is {new.dtype} of shape {list(new.shape)} on {new.device}; it must be "
+                    f"{pool.dtype} of shape [{tokens}, {pool.shape[3]}, {pool.shape[4]}] on "
+                    f"{pool.device}"
+                )
+        return key.shape[0]
+
+    def _check_starts(self, cu_seq: Tensor, sequences: int, tokens: int) -> list[int]:
+        if not isinstance(cu_seq, Tensor) or cu_seq.dtype not in (torch.int32, torch.int64):
+            was = cu_seq.dtype if isinstance(cu_seq, Tensor) else f"a {type(cu_seq).__name__}"
+            raise _error(f"cu_seq is {was}; it must be a tensor of int32 or int64")
+        starts: list[int] = cu_seq.tolist()
+        fits = cu_seq.shape == (sequences + 1,) and starts[0] == 0
+        if not fits or [*starts, tokens] != sorted([*starts, tokens]):
+            raise _error(
+                f"cu_seq is {starts}; it must be {sequences + 1} numbers, one more than handles: "
+                f"from 0, none less than the one before, the last at most {tokens}, the T of key"
+            )
+        return starts
+
+
+def _error(message: str) -> ValueError:
+    return ValueError(f"torch_attn.PagedCache: {message}")
