@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import check as check_module
 from .check import Failure, apply_settings
 from .drawing import EDGES, MODES
 from .options import length, offset, softcap, weighted, window
@@ -82,13 +83,19 @@ def check_alone(solve, x, more):
     terms = {n: [] for n in sums}
     for n in range(len(queries)):
         own = [{name: part(name, a, n) for name, a in tensors.items()} for tensors in (x, *more)]
-        alone = solve(
-            torch_attn.sdpa_with_logsumexp, *own, **options, query_offset=offsets[n])
+        of_n = {"query_offset": offsets[n]}
+        if x["attn_mask"] is not None and used[n] == 1 < max_k:
+            # The gradient of a mask of one column is computed otherwise: there is a second one.
+            dims, of_n["key_lengths"] = {"key": -2, "value": -2, "attn_mask": -1}, 1
+            own = [{name: torch.cat([a, a], dims[name]) if name in dims else a
+                    for name, a in tensors.items()} for tensors in own]
+        alone = solve(torch_attn.sdpa_with_logsumexp, *own, **options, **of_n)
         for name in actual:
             if name in sums:
                 terms[name].append(alone[name].double())
             else:
-                part(name, expected[name], n).copy_(alone[name])
+                place = part(name, expected[name], n)
+                place.copy_(alone[name][tuple(map(slice, place.shape))])
     for name in actual:
         if name not in sums:
             assert_same(name, actual[name], expected[name])
@@ -406,6 +413,11 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
 
 
 BOOLEAN = ("bool", "rare")  # kinds of masks
+
+
+def shrunk(failure: Failure, seconds: float = 30) -> Failure:
+    """As simple a problem as is found that fails, too, on the same instruction set."""
+    return check_module.shrunk(failure, seconds, check, smaller)
 
 
 def length_of(rng: random.Random) -> int:
