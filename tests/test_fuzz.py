@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_attn
-from fuzz import relative
+from fuzz import packed, relative
 from fuzz.bound import arithmetic, bounds
 from fuzz.check import Failure, check, shrunk
 from fuzz.drawing import MODES, draw
@@ -162,6 +162,52 @@ WRONG_OPTIONS = {
     return output, logsumexp, max_score
 """,
 }
+# Of packed sequences: only problems of packed.py find it.
+BEGINNING_OF_PACKED = """
+import contextlib, torch, torch_attn
+right = torch_attn.varlen_attn
+def wrong(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+    def called(**changes):
+        x = {"query": query, "key": key, "value": value, **options, **changes}
+        return right(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=max_q, max_k=max_k, **x)
+"""
+WRONG_PACKED = {
+    "offset": """
+    lengths = cu_seq_q.diff()
+    if options.get("query_offset") is None and cu_seq_k is not None:
+        options["query_offset"] = cu_seq_k.diff() - lengths  # of all keys, not those in use
+    return called()
+""",
+    "tokens of no sequence": """
+    output, logsumexp = called()
+    behind = torch.arange(len(query)) >= cu_seq_q[-1]
+    return output.masked_fill(behind[:, None, None], 1), logsumexp
+""",
+    "what nobody may read": """
+    return called(query=query + 0 * key.sum())
+""",
+    "order of pages": """
+    table = options.get("block_table")
+    if table is not None:
+        options["block_table"] = torch.where(table < 0, table, len(key) - 1 - table)
+    return called()
+""",
+    "last bit of a gradient": """
+    return called(value=value + 2**-8 * (value - value.detach()))
+""",
+    "gradient of sinks": """
+    sinks = options.get("sinks")
+    return called(**{} if sinks is None else {"sinks": sinks * 2 - sinks.detach()})
+""",
+    "logsumexp of one head": """
+    output, logsumexp = called()
+    return output, logsumexp[:1].expand_as(logsumexp)
+""",
+    "chunks": """
+    return called()
+torch_attn.invariant = contextlib.nullcontext
+""",
+}
 ENDING_OF_OPTIONS = """
 torch_attn.sdpa_with_logsumexp = wrong
 torch_attn.sdpa = lambda *x, **options: wrong(*x, **options)[0]
@@ -214,6 +260,36 @@ def test_wrong_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with cpu_capability_set_to(failure.capability), threads_set_to(1):
         exec(failure.program(), {})
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("name", WRONG_PACKED)
+def test_wrong_packing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = BEGINNING_OF_PACKED + WRONG_PACKED[name] + "\ntorch_attn.varlen_attn = wrong\n"
+    with monkeypatch.context() as patch:
+        for operator in ("varlen_attn", "invariant"):
+            patch.setattr(torch_attn, operator, getattr(torch_attn, operator))
+        exec(wrong, {})
+        problems = (packed.draw(0, index) for index in range(1000))
+        found = (packed.check(p, p.capabilities(CPU_CAPABILITIES)[-1:])[0] for p in problems)
+        failure = packed.shrunk(next(filter(None, found)), seconds=3)
+        assert not failure.raises
+        settings = cpu_capability_set_to(failure.capability), threads_set_to(1)
+        with settings[0], settings[1], pytest.raises(AssertionError):
+            exec(failure.program(), {})
+    with cpu_capability_set_to(failure.capability), threads_set_to(1):
+        exec(failure.program(), {})  # of the right operator it finds nothing
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_right_packing() -> None:
+    kinds = set()
+    for index in range(60):
+        problem = packed.draw(0, index)
+        assert problem == packed.draw(0, index)
+        failure, _ = packed.check(problem, problem.capabilities(CPU_CAPABILITIES))
+        assert failure is None, f"{failure.what}\n{failure.program()}"
+        kinds.update(problem.kinds)
+    assert kinds >= {"packed", "pages", "chunks", "backward"}
 
 
 def test_every_pair_of_options_is_drawn_often() -> None:

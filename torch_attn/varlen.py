@@ -114,7 +114,7 @@ def varlen_attn(
     numbers = _numbers("attn::varlen_attention", scale=scale, dropout_p=dropout_p, softcap=softcap)
     _check_num_splits(num_splits)
     if isinstance(query_offset, (int, torch.SymInt)):
-        query_offset = cu_seq_q.new_full((cu_seq_q.shape[0] - 1,), query_offset)
+        query_offset = cu_seq_q.new_full((cu_seq_q.shape[0] - 1,), query_offset, dtype=torch.int64)
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
         query,
         key,

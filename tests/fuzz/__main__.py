@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tests._variants import build_stand_in
 
+from . import packed
 from .drawing import draw
 from .problem import DTYPES, OF_BUILTIN, OPTIONS
 from .worker import SAMPLE, Report, described, work
@@ -88,6 +89,8 @@ def fuzz(
             if at.value >= 0:
                 capability = "default" if device == "cpu" else device
                 said += draw(seed, at.value, device).program(capability, [])
+                if at.value % packed.EVERY == 0:
+                    said += packed.draw(seed, at.value, device).program(capability, [])
             console.print(said, markup=False, highlight=False, soft_wrap=True)
             total.failures.append(said)
     return total
@@ -124,8 +127,10 @@ def show(total: dict[str, Report], console: Console) -> None:
     for device, report in total.items():
         problems, samples = sum(report.problems.values()), report.worst_of_samples.values()
         calls = ", ".join(f"{name} {n:,}" for name, n in sorted(report.calls.items()))
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in report.packed.most_common())
         console.print(
-            f"{device}: {problems:,} problems; on {calls}; {len(report.failures)} failures; "
+            f"{device}: {problems:,} problems, beside them {kinds or 'none packed'}; "
+            f"on {calls}; {len(report.failures)} failures; "
             f"{report.results:,} results, the bound says nothing of {report.say_nothing:,}; "
             f"{report.samples:,} problems held to twice the built-in's error, "
             f"largest ratio {max(samples, default=(0,))[0]:.3f}, "
@@ -167,14 +172,22 @@ def one(seed: int, index: int, device: str, console: Console) -> int:
     capabilities = problem.capabilities(everything)
     print(problem.program(capabilities[-1], []))
     failure, ratios = check.check(problem, capabilities)
+    failure = failure and check.shrunk(failure)
     for r in ratios:
         print(f"# {r.capability} {r.result}: {r.ratio:.3f} of the bound")
     if not failure and index % SAMPLE == 0:
         sample = relative.draw_plain(seed, index, device)
         failure, excesses, worst = relative.check(sample, sample.capabilities(everything))
         print(f"# twice the built-in's error: {worst} {excesses}")
+        failure = failure and check.shrunk(failure)
+    if not failure and index % packed.EVERY == 0:
+        of_sequences = packed.draw(seed, index, device)
+        capabilities = of_sequences.capabilities(everything)
+        print(of_sequences.program(capabilities[-1], []))
+        failure = packed.check(of_sequences, capabilities)[0]
+        failure = failure and packed.shrunk(failure)
     if failure:
-        console.print(described(check.shrunk(failure), seed, index, device), markup=False,
+        console.print(described(failure, seed, index, device), markup=False,
                       highlight=False, soft_wrap=True)  # fmt: skip
     return 1 if failure else 0
 

@@ -7,6 +7,7 @@ import math
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ assert all(torch.equal(again[n], first[n]) for n in first), "contiguous copies"
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    problem: Problem
+    problem: Any  # a Problem, or one of packed.py
     capability: str
     what: str
     ending: tuple[str, ...] = ()  # of the program: lines with an assertion
@@ -328,7 +329,9 @@ def with_simpler_options(problem: Problem) -> Iterator[Problem]:
             yield but(dims={**problem.dims, name: problem.dims[name][-1:]})
 
 
-def shrunk(failure: Failure, seconds: float = 30) -> Failure:
+def shrunk(
+    failure: Failure, seconds: float = 30, check: Any = check, smaller: Any = smaller
+) -> Failure:
     """As simple a problem as is found that fails, too, on the same instruction set."""
     end = time.monotonic() + seconds
     found = True

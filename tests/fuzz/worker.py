@@ -30,6 +30,9 @@ class Report:
     worst: Worst = dataclasses.field(default_factory=dict)  # by kind, dtype and result
     results: int = 0
     say_nothing: int = 0  # bounds that every number of a result is within
+    packed: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )  # by kind, of which a problem may have several
     samples: int = 0  # problems held to the suite's bound
     worst_of_samples: Worst = dataclasses.field(default_factory=dict)
     excesses: list[str] = dataclasses.field(default_factory=list)
@@ -39,6 +42,7 @@ class Report:
         self.problems += other.problems
         self.options += other.options
         self.calls += other.calls
+        self.packed += other.packed
         for name in ("worst", "worst_of_samples"):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
@@ -60,7 +64,7 @@ def work(
     """Problems first, first + step, ... below last; `at` says which one is under way."""
     import torch
 
-    from . import check, relative
+    from . import check, packed, relative
 
     torch.set_num_threads(1)
     # Without a device, each call of torch.manual_seed is kept, with its stack, for a later device.
@@ -107,6 +111,14 @@ def work(
             ]
         if failure:
             report.failures.append(described(failure, seed, index, device))
+        if index % packed.EVERY == 0:
+            of_sequences = packed.draw(seed, index, device)
+            report.packed.update(of_sequences.kinds)
+            failure, _ = packed.check(of_sequences, of_sequences.capabilities(everything))
+            if failure:
+                failures += 1
+                failure = packed.shrunk(failure) if failures <= MADE_SMALL else failure
+                report.failures.append(described(failure, seed, index, device))
         if time.monotonic() > reported + 1:
             reports.put(report)
             report, reported = Report(), time.monotonic()
