@@ -17,7 +17,7 @@ from _cmake import PREFIX_PATH, build, build_example, configure, run, succeed
 from _variants import BUILD, ROOT, newest_clang
 
 PAGE = ROOT / "docs" / "cpp.md"
-HEADERS = {"sdpa.h", "multihead_attention.h"}
+HEADERS = {"sdpa.h", "varlen.h", "multihead_attention.h"}
 TORCH_RELEASE = ".".join(torch.__version__.split(".")[:2])
 
 

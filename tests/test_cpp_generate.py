@@ -1,4 +1,4 @@
-"""examples/cpp/generate: a GPT with a key-value cache in C++ writes what Python writes."""
+"""examples/cpp/generate: a GPT with a cache in pages writes in C++ what Python writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,21 @@ def test_text_is_that_of_python(program: Path, model: Path) -> None:
     written, _, rates = succeed(program, model).partition("\n\nprefill: ")
     assert written == expected
     assert "the text equals Python's" in rates
+    check_many(rates)
     assert all(float(rate) > 0 for rate in re.findall(r" (\d+) a second", rates))
+
+
+def check_many(rates: str) -> None:
+    """What the program says of many prompts: it writes the same at once, and faster."""
+    found = re.search(
+        r"32 prompts: (\d+) tokens written\n"
+        r"at once: (\d+) a second\none by one: (\d+) a second\nthe texts are the same\n$",
+        rates,
+    )
+    assert found, rates
+    written, at_once, one_by_one = map(int, found.groups())
+    assert written == sum(192 - (1 + n * 192 // 64) for n in range(32))
+    assert at_once > one_by_one
 
 
 def test_another_text_is_an_error(program: Path, model: Path, tmp_path: Path) -> None:
@@ -50,6 +64,7 @@ def test_own_prompt_fills_the_context(program: Path, model: Path) -> None:
     assert len(written) == 192
     assert rates.startswith("12 tokens")
     assert "decode: 179 tokens" in rates  # what follows the last character is never asked for
+    check_many(rates)
 
 
 @pytest.mark.parametrize(

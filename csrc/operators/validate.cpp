@@ -187,8 +187,9 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
 // Where sequences begin: `tokens` lie in a row, and none is longer than `most`.
 void check_starts(const Shape& shape, const char* name, const Tensor& t, const Tensor& query, const char* tokens_name,
                   const SymInt& tokens, const char* most_name, const SymInt& most) {
-  TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested() && t.device() == query.device() &&
-                  t.dim() == 1 && TORCH_GUARD_OR_TRUE(t.sym_numel().sym_ge(1)),
+  TORCH_CHECK(t.defined(), shape.op, ": ", name, " is undefined; a tensor is needed");
+  TORCH_CHECK(t.layout() == at::kStrided && !t.is_nested() && t.device() == query.device() && t.dim() == 1 &&
+                  TORCH_GUARD_OR_TRUE(t.sym_numel().sym_ge(1)),
               shape.op, ": ", name, " has shape ", t.sym_sizes(), " on ", t.device(),
               "; it must be [N + 1], where each of N sequences begins and the last one ends, on ", query.device());
   check_is_integer(shape, name, t);

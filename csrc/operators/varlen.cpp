@@ -13,6 +13,7 @@ using at::Tensor;
 // What attention would say of the shapes in its own order of dimensions.
 void check_shapes(const VarlenCall& c) {
   const auto check = [](const char* name, const Tensor& t, int64_t dims) {
+    TORCH_CHECK(t.defined(), VarlenOp::name, ": ", name, " is undefined; a tensor is needed");
     TORCH_CHECK(t.dim() == dims, VarlenOp::name, ": ", name, " has shape ", t.sym_sizes(), "; it must have ", dims,
                 " dimensions: ",
                 dims == 3 ? "[tokens, heads, head_dim]" : "[pages, page_size, heads, head_dim], beside a block_table");

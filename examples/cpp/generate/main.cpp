@@ -1,9 +1,9 @@
-// A small GPT that writes text, character by character, with a key-value cache: the model of examples/demo/gpt.py,
-// whose weights Python has trained. Without a prompt of your own the text is checked against Python's. Commands:
-// ../README.md.
+// A small GPT that goes on with texts, character by character, from a cache of keys and values in pages: the model of
+// examples/demo/gpt.py, whose weights Python has trained. First with one prompt, whose text is checked against Python's
+// if the prompt is not your own; then with many at once, and with the same one by one. Commands: ../README.md.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <attn/sdpa.h>
+#include <attn/varlen.h>
 #include <torch/serialize.h>
 
 #include <algorithm>
@@ -25,10 +25,50 @@ c10::IValue load(const std::string& path) {
   return torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
 }
 
-// Keys and values of the tokens so far, allocated once for as many as the model can read.
-struct Cache {
-  std::vector<at::Tensor> keys, values;  // of each layer: [1, H, context, D]
-  int64_t length = 0;                    // tokens that are there
+using Tokens = std::vector<int64_t>;
+
+// A text: its prompt and what has been written.
+struct Sequence {
+  Tokens tokens;
+  int64_t cached = 0;               // how many of the tokens have their keys and values in the cache,
+  std::vector<int64_t> pages = {};  // on these pages
+};
+
+// Keys and values of many texts, in pages that are handed out as the texts grow. A server has fewer pages than all texts
+// would fill at full length, and lets prompts wait while none is free.
+struct PageCache {
+  static constexpr int64_t kPageSize = 16;  // tokens
+
+  std::vector<at::Tensor> keys, values;  // of each layer: [pages, page_size, H, D]
+  std::vector<int64_t> free;             // pages that no text has
+
+  PageCache(int64_t layers, int64_t pages, int64_t heads, int64_t head_dim) {
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      keys.push_back(at::empty({pages, kPageSize, heads, head_dim}));
+      values.push_back(at::empty({pages, kPageSize, heads, head_dim}));
+    }
+    for (int64_t page = pages; page-- > 0;) {
+      free.push_back(page);
+    }
+  }
+
+  static int64_t pages_for(int64_t tokens) { return (tokens + kPageSize - 1) / kPageSize; }
+
+  // Gives a text the pages that all of its tokens need.
+  void reserve(Sequence& sequence) {
+    while (std::ssize(sequence.pages) < pages_for(sequence.tokens.size())) {
+      TORCH_CHECK(!free.empty(), "all ", keys[0].size(0), " pages are in use");
+      sequence.pages.push_back(free.back());
+      free.pop_back();
+    }
+  }
+
+  // Takes them back from a text that has ended.
+  void release(Sequence& sequence) {
+    free.insert(free.end(), sequence.pages.begin(), sequence.pages.end());
+    sequence.pages.clear();
+    sequence.cached = 0;
+  }
 };
 
 class Gpt {
@@ -44,40 +84,55 @@ class Gpt {
 
   int64_t context() const { return weight("position.weight").size(0); }
 
-  Cache empty_cache() const {
-    const int64_t head_dim = weight("token.weight").size(1) / heads_;
-    Cache cache;
-    for (int64_t layer = 0; layer < layers_; ++layer) {
-      cache.keys.push_back(at::empty({1, heads_, context(), head_dim}));
-      cache.values.push_back(at::empty({1, heads_, context(), head_dim}));
-    }
-    return cache;
+  // Room for so many texts of any length.
+  PageCache cache_for(int64_t texts) const {
+    return {layers_, texts * PageCache::pages_for(context()), heads_, weight("token.weight").size(1) / heads_};
   }
 
-  // Logits of the character after `tokens`, int64 [1, L], which follow those in the cache and are added to it: all of a
-  // prompt at once (prefill), then one by one (decode). Returns [1, alphabet].
-  at::Tensor next(const at::Tensor& tokens, Cache& cache) const {
-    const int64_t start = cache.length, end = start + tokens.size(1);
-    TORCH_CHECK(end <= context(), "the model reads at most ", context(), " characters, not ", end);
-    // is_causal counts queries and keys from the first on: right for a prompt, and superfluous for the newest token.
-    TORCH_CHECK(start == 0 || tokens.size(1) == 1, "tokens after a prompt come one by one, not ", tokens.size(1));
+  // Logits of the token after each text, [texts, alphabet]. What is not in the cache yet is read and added to it: of one
+  // text its whole prompt (prefill), of another its newest token (decode), all in one call.
+  at::Tensor next(const std::vector<Sequence*>& batch, PageCache& cache) const {
+    // The new tokens, one text behind the other: T in all.
+    Tokens tokens, positions, rows;  // rows: where in the pools their keys and values go
+    std::vector<int64_t> starts = {0}, lengths, pages;
+    const int64_t most_pages = PageCache::pages_for(context());
+    int64_t longest = 0;
+    for (Sequence* text : batch) {
+      const int64_t length = text->tokens.size();
+      TORCH_CHECK(length <= context(), "the model reads at most ", context(), " characters, not ", length);
+      cache.reserve(*text);
+      longest = std::max(longest, length - text->cached);
+      for (int64_t i = text->cached; i < length; ++i) {
+        tokens.push_back(text->tokens[i]);
+        positions.push_back(i);
+        rows.push_back(text->pages[i / PageCache::kPageSize] * PageCache::kPageSize + i % PageCache::kPageSize);
+      }
+      text->cached = length;
+      starts.push_back(tokens.size());
+      lengths.push_back(length);
+      pages.insert(pages.end(), text->pages.begin(), text->pages.end());
+      pages.resize(lengths.size() * most_pages, -1);  // the rest of this text's row in the table
+    }
+    const at::Tensor row = at::tensor(rows), cu_seq = at::tensor(starts), seqused = at::tensor(lengths);
+    const at::Tensor table = at::tensor(pages).view({-1, most_pages});
 
-    at::Tensor x = at::embedding(weight("token.weight"), tokens) + weight("position.weight").slice(0, start, end);
+    at::Tensor x = at::embedding(weight("token.weight"), at::tensor(tokens)) +
+                   at::embedding(weight("position.weight"), at::tensor(positions));  // [T, width]
     for (int64_t layer = 0; layer < layers_; ++layer) {
       const std::string block = "blocks." + std::to_string(layer) + ".";
-      // [1, L, 3 * width] -> query, key and value: three views [1, H, L, D]
-      const at::Tensor qkv =
-          linear(block + "qkv", norm(block + "norms.0", x)).unflatten(-1, {3, heads_, -1}).permute({2, 0, 3, 1, 4});
-      cache.keys[layer].slice(2, start, end).copy_(qkv[1]);
-      cache.values[layer].slice(2, start, end).copy_(qkv[2]);
-      // The part of the cache that is filled is read where it lies.
-      const at::Tensor attended = attn::sdpa(qkv[0], cache.keys[layer].slice(2, 0, end),
-                                             cache.values[layer].slice(2, 0, end), {.is_causal = start == 0});
-      x = x + linear(block + "out", attended.transpose(1, 2).flatten(-2));
+      // [T, 3 * width] -> query, key and value: three views [T, H, D]
+      const auto qkv = linear(block + "qkv", norm(block + "norms.0", x)).unflatten(-1, {3, heads_, -1}).unbind(1);
+      cache.keys[layer].flatten(0, 1).index_copy_(0, row, qkv[1]);
+      cache.values[layer].flatten(0, 1).index_copy_(0, row, qkv[2]);
+      // Every query sees the keys of its own text up to itself, which are read where they lie: the last query of a text
+      // stands at its last key.
+      const at::Tensor attended =
+          attn::varlen(qkv[0], cache.keys[layer], cache.values[layer], cu_seq, std::nullopt, longest, context(),
+                       {.window_size = {-1, 0}, .seqused_k = seqused, .block_table = table});
+      x = x + linear(block + "out", attended.flatten(-2));
       x = x + linear(block + "mlp.2", at::gelu(linear(block + "mlp.0", norm(block + "norms.1", x))));
     }
-    cache.length = end;
-    return at::linear(norm("norm", x.select(1, -1)), weight("head.weight"));
+    return at::linear(norm("norm", x.index_select(0, cu_seq.slice(0, 1) - 1)), weight("head.weight"));
   }
 
  private:
@@ -110,20 +165,113 @@ std::vector<std::string> characters(const std::string& text) {
   return found;
 }
 
-// The tokens of a text, int64 [1, L].
-at::Tensor encode(const std::string& text, const std::vector<std::string>& alphabet) {
-  std::vector<int64_t> tokens;
+std::string decode(const Tokens& tokens, const std::vector<std::string>& alphabet) {
+  std::string text;
+  for (const int64_t token : tokens) {
+    text += alphabet.at(token);
+  }
+  return text;
+}
+
+Tokens encode(const std::string& text, const std::vector<std::string>& alphabet) {
+  Tokens tokens;
   for (const std::string& character : characters(text)) {
     const auto found = std::find(alphabet.begin(), alphabet.end(), character);
     TORCH_CHECK(found != alphabet.end(), "the model does not know the character '", character, "' of the prompt");
     tokens.push_back(found - alphabet.begin());
   }
   TORCH_CHECK(!tokens.empty(), "the prompt is empty: it has to have at least one character");
-  return at::tensor(tokens).unsqueeze(0);
+  return tokens;
 }
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Goes on with one text and prints what comes, with the tokens a second.
+Tokens write_one(const Gpt& gpt, const Tokens& prompt, const std::vector<std::string>& alphabet) {
+  PageCache cache = gpt.cache_for(1);
+  // The first call, which is slower, before the clock runs.
+  Sequence text = {.tokens = prompt};
+  gpt.next({&text}, cache);
+
+  text.cached = 0;
+  auto start = std::chrono::steady_clock::now();
+  at::Tensor logits = gpt.next({&text}, cache);
+  const double prefill = seconds_since(start);
+
+  std::printf("%s", decode(prompt, alphabet).c_str());
+  start = std::chrono::steady_clock::now();
+  int64_t decoded = 0;
+  for (;; ++decoded) {
+    text.tokens.push_back(logits.argmax().item<int64_t>());  // the likeliest
+    std::printf("%s", alphabet.at(text.tokens.back()).c_str());
+    std::fflush(stdout);
+    if (std::ssize(text.tokens) >= gpt.context()) {
+      break;
+    }
+    logits = gpt.next({&text}, cache);
+  }
+  const double decode = seconds_since(start);
+  std::printf("\n\nprefill: %zu tokens, %.0f a second\ndecode: %ld tokens, %.0f a second\nthreads: %d\n", prompt.size(),
+              prompt.size() / prefill, decoded, decoded / decode, at::get_num_threads());
+  return text.tokens;
+}
+
+// Goes on with all prompts in one batch, until the texts are as long as the model reads. One that ends leaves the batch,
+// and others may have its pages.
+std::vector<Tokens> write_all(const Gpt& gpt, const std::vector<Tokens>& prompts, PageCache& cache) {
+  std::vector<Sequence> texts;
+  for (const Tokens& prompt : prompts) {
+    texts.push_back({.tokens = prompt});
+  }
+  std::vector<Sequence*> batch;
+  for (Sequence& text : texts) {
+    batch.push_back(&text);
+  }
+  while (!batch.empty()) {
+    const at::Tensor likeliest = gpt.next(batch, cache).argmax(-1);
+    const int64_t* token = likeliest.const_data_ptr<int64_t>();
+    for (Sequence* text : batch) {
+      text->tokens.push_back(*token++);
+    }
+    std::erase_if(batch, [&](Sequence* text) {
+      const bool ended = std::ssize(text->tokens) >= gpt.context();
+      if (ended) {
+        cache.release(*text);
+      }
+      return ended;
+    });
+  }
+  std::vector<Tokens> written;
+  for (Sequence& text : texts) {
+    written.push_back(std::move(text.tokens));
+  }
+  return written;
+}
+
+// Prints how fast many texts are written at once and one by one; whether both are the same texts.
+bool compare(const Gpt& gpt, const std::vector<Tokens>& prompts) {
+  PageCache cache = gpt.cache_for(prompts.size());
+  auto start = std::chrono::steady_clock::now();
+  const std::vector<Tokens> together = write_all(gpt, prompts, cache);
+  const double at_once = seconds_since(start);
+
+  start = std::chrono::steady_clock::now();
+  std::vector<Tokens> alone;
+  for (const Tokens& prompt : prompts) {
+    alone.push_back(write_all(gpt, {prompt}, cache)[0]);
+  }
+  const double one_by_one = seconds_since(start);
+
+  int64_t written = 0;
+  for (size_t n = 0; n < prompts.size(); ++n) {
+    written += together[n].size() - prompts[n].size();
+  }
+  std::printf("\n%zu prompts: %ld tokens written\nat once: %.0f a second\none by one: %.0f a second\n", prompts.size(),
+              written, written / at_once, written / one_by_one);
+  std::printf("the texts %s\n", together == alone ? "are the same" : "differ");
+  return together == alone;
 }
 
 int run(const std::string& path, const char* own_prompt) {
@@ -137,45 +285,24 @@ int run(const std::string& path, const char* own_prompt) {
   for (const c10::IValue& character : file.at("alphabet").toListRef()) {
     alphabet.push_back(character.toStringRef());
   }
-  std::string text = own_prompt ? own_prompt : file.at("prompt").toStringRef();
+  const std::string prompt = own_prompt ? own_prompt : file.at("prompt").toStringRef();
 
-  // Allocates the cache, and makes the first call, which is slower, before the clock runs.
-  const at::Tensor prompt = encode(text, alphabet);
-  Cache cache = gpt.empty_cache();
-  gpt.next(prompt, cache);
-
-  cache.length = 0;
-  auto start = std::chrono::steady_clock::now();
-  at::Tensor logits = gpt.next(prompt, cache);
-  const double prefill = seconds_since(start);
-
-  start = std::chrono::steady_clock::now();
-  int64_t decoded = 0;
-  std::printf("%s", text.c_str());
-  for (;; ++decoded) {
-    const int64_t token = logits.argmax().item<int64_t>();  // the likeliest
-    text += alphabet.at(token);
-    std::printf("%s", alphabet[token].c_str());
-    std::fflush(stdout);
-    if (cache.length + 1 >= gpt.context()) {
-      break;
-    }
-    logits = gpt.next(at::full({1, 1}, token, at::kLong), cache);
+  const Tokens text = write_one(gpt, encode(prompt, alphabet), alphabet);
+  bool right = true;
+  if (!own_prompt) {
+    const std::string& expected = file.at("text").toStringRef();
+    right = decode(text, alphabet) == expected;
+    std::printf("%s\n", right ? "the text equals Python's" : ("the text differs from Python's:\n" + expected).c_str());
   }
-  const double decode = seconds_since(start);
 
-  std::printf("\n\nprefill: %ld tokens, %.0f a second\ndecode: %ld tokens, %.0f a second\nthreads: %d\n",
-              prompt.size(1), prompt.size(1) / prefill, decoded, decoded / decode, at::get_num_threads());
-  if (own_prompt) {
-    return 0;
+  // Pieces of that text are the prompts of many, the longest half as long as what the model reads.
+  constexpr int64_t kPrompts = 32;
+  std::vector<Tokens> prompts;
+  for (int64_t n = 0; n < kPrompts; ++n) {
+    const int64_t part = n * gpt.context() / (2 * kPrompts);
+    prompts.emplace_back(text.begin() + part, text.begin() + 2 * part + 1);
   }
-  const std::string& expected = file.at("text").toStringRef();
-  if (text != expected) {
-    std::printf("the text differs from Python's:\n%s\n", expected.c_str());
-    return 1;
-  }
-  std::printf("the text equals Python's\n");
-  return 0;
+  return compare(gpt, prompts) && right ? 0 : 1;
 }
 
 }  // namespace

@@ -1,0 +1,68 @@
+// Attention over packed sequences, of different lengths and one behind the other, and over a cache in pages.
+//
+//   // Sequence n has the tokens cu_seq[n] ... cu_seq[n + 1] - 1 of the T, and sees no others.
+//   at::Tensor output = attn::varlen(query, key, value, cu_seq, cu_seq, longest, longest, {.window_size = {-1, 0}});
+//
+// It is torch_attn.varlen_attn of Python, and takes the arguments of torch.nn.attention.varlen.varlen_attn.
+#pragma once
+
+#include <attn/sdpa.h>
+
+#include <array>
+#include <optional>
+
+namespace attn {
+
+// What a call takes beside tensors and sequences, by name; those of sdpa mean here what they mean there.
+struct VarlenOptions {
+  // Factor of query key^T. Absent: 1 / sqrt(E).
+  std::optional<double> scale = std::nullopt;
+  // (left, right): how many keys beside its position a query sees; -1: all. {-1, 0} is causality.
+  std::array<int64_t, 2> window_size = {-1, -1};
+  // Allows Hk and Hv that divide Hq.
+  bool enable_gqa = false;
+  // Integers [N]: how many of its keys a sequence has so far. The others are not read.
+  std::optional<at::Tensor> seqused_k = std::nullopt;
+  // Integers [N, most pages]: key and value are pools of pages, and row r of sequence n is row r % page_size of page
+  // block_table[n][r / page_size]. Sequences may share pages. Needs seqused_k; entries behind the last page in use are
+  // not read. No derivatives.
+  std::optional<at::Tensor> block_table = std::nullopt;
+  // c > 0 makes c tanh(x / c) of scaled scores x, before a mask is added; 0: none.
+  double softcap = 0.0;
+  // [Hq], as in Options; both get a gradient.
+  std::optional<at::Tensor> alibi_slopes = std::nullopt;
+  std::optional<at::Tensor> sinks = std::nullopt;
+  // The position of a sequence's first query among its keys: one number for all, or integers [N]. Absent: keys in use
+  // less queries, so that the last query stands at the last key (sdpa's default is 0).
+  std::optional<Integers> query_offset = std::nullopt;
+  // Probability in [0, 1] that a weight is zeroed.
+  double dropout_p = 0.0;
+  // [Hq or 1, T_q, max_k], boolean or floating: for each query a row over the keys of its own sequence. It gets a
+  // gradient if it is floating.
+  std::optional<at::Tensor> attn_mask = std::nullopt;
+};
+
+//   query     [T_q, Hq, E]    float64, float32, bfloat16 or float16, one type for all three
+//   key       [T_k, Hk, E]    beside a block_table [pages, page_size, Hk, E], of any strides
+//   value     [T_k, Hv, Ev]   likewise
+//   cu_seq_q  int32 or int64 [N + 1]: 0, then where each of the N sequences ends; an empty one is allowed. Of tokens
+//             behind the last one the output is 0.
+//   cu_seq_k  the same for keys; std::nullopt beside a block_table only
+//   max_q     the queries of the longest sequence, or more; max_k likewise of keys. They change no result.
+//
+// Returns [T_q, Hq, Ev] in query's type. A query that sees no key gives 0. Without dropout the bits of a sequence, and
+// of its gradients, are those of sdpa of it alone with query_offset = S - L; on a GPU while a result of invariant() lives.
+// Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed. On a
+// GPU the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not looked at, which would wait for it: they are
+// clamped, so that nothing outside of the tensors is read or written.
+ATTN_API at::Tensor varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,
+                           int64_t max_k, const VarlenOptions& options = {});
+
+// Beside the output logsumexp and max_score, [Hq, T_q]; as sdpa_with_logsumexp.
+ATTN_API OutputAndLogsumexp varlen_with_logsumexp(const at::Tensor& query, const at::Tensor& key,
+                                                  const at::Tensor& value, const at::Tensor& cu_seq_q,
+                                                  const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,
+                                                  int64_t max_k, const VarlenOptions& options = {});
+
+}  // namespace attn
