@@ -106,9 +106,9 @@ def test_train_has_the_gradients_of_python(train: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(dict(torch.load(gradients)), expected, rtol=1e-10, atol=1e-12)
 
 
-def block(language: str) -> str:
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return str(text)
+def block(language: str, number: int = 0) -> str:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return str(blocks[number])
 
 
 def check_page(directory: Path, prefix_path: str, *options: str) -> None:
@@ -279,6 +279,14 @@ def found_by(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.mark.slow
 def test_page(found_by: tuple[str, str], tmp_path: Path) -> None:
     check_page(tmp_path, *found_by)
+
+
+@pytest.mark.slow
+def test_page_on_packed_sequences(tmp_path: Path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(block("cmake"))
+    (tmp_path / "main.cpp").write_text(block("cpp", 1))
+    build(tmp_path, tmp_path / "build")
+    assert re.findall(": (.*)", succeed(tmp_path / "build" / "program")) == ["1", "1", "1"]
 
 
 class Attend(nn.Module):
