@@ -57,9 +57,8 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
                        int64_t cols, char* copy) {
   const int64_t size = size_of(x.dtype), bytes = cols * size;
   char* const head = static_cast<char*>(x.data) + h * x.head * size;
-  const auto row_at = [&](int64_t row) __attribute__((always_inline)) {
-    return head + key_row_offset(p, x, n, row) * size;
-  };
+  const auto row_at = [&](int64_t row)
+                          __attribute__((always_inline)) { return head + key_row_offset(p, x, n, row) * size; };
   Block block{row_at(first), x.dtype, x.row, x.col};
   if (!p.paging.table) return block;
   const int64_t last = p.keys, behind = first + kKeyTile;
