@@ -194,8 +194,8 @@ struct BackwardParams : Problem {
   int64_t span = 1;
   int64_t rows_per_pass = 0;
   // Keys are cut in chunks by the shape alone, and the shares of grad_query that they give are added in order. Either
-  // one task of each span has all chunks; or each chunk is a task, which adds its share to a sum of the type computed in
-  // (grad_query itself may be it) when turns[number of the pass] says that those before it have.
+  // one task of each span has all chunks; or each chunk is a task, which adds its share to a sum of the type computed
+  // in (grad_query itself may be it) when turns[number of the pass] says that those before it have.
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;

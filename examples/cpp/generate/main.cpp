@@ -34,8 +34,8 @@ struct Sequence {
   std::vector<int64_t> pages = {};  // on these pages
 };
 
-// Keys and values of many texts, in pages that are handed out as the texts grow. A server has fewer pages than all texts
-// would fill at full length, and lets prompts wait while none is free.
+// Keys and values of many texts, in pages that are handed out as the texts grow. A server has fewer pages than all
+// texts would fill at full length, and lets prompts wait while none is free.
 struct PageCache {
   static constexpr int64_t kPageSize = 16;  // tokens
 
@@ -89,8 +89,8 @@ class Gpt {
     return {layers_, texts * PageCache::pages_for(context()), heads_, weight("token.weight").size(1) / heads_};
   }
 
-  // Logits of the token after each text, [texts, alphabet]. What is not in the cache yet is read and added to it: of one
-  // text its whole prompt (prefill), of another its newest token (decode), all in one call.
+  // Logits of the token after each text, [texts, alphabet]. What is not in the cache yet is read and added to it: of
+  // one text its whole prompt (prefill), of another its newest token (decode), all in one call.
   at::Tensor next(const std::vector<Sequence*>& batch, PageCache& cache) const {
     // The new tokens, one text behind the other: T in all.
     Tokens tokens, positions, rows;  // rows: where in the pools their keys and values go
@@ -218,8 +218,8 @@ Tokens write_one(const Gpt& gpt, const Tokens& prompt, const std::vector<std::st
   return text.tokens;
 }
 
-// Goes on with all prompts in one batch, until the texts are as long as the model reads. One that ends leaves the batch,
-// and others may have its pages.
+// Goes on with all prompts in one batch, until the texts are as long as the model reads. One that ends leaves the
+// batch, and others may have its pages.
 std::vector<Tokens> write_all(const Gpt& gpt, const std::vector<Tokens>& prompts, PageCache& cache) {
   std::vector<Sequence> texts;
   for (const Tokens& prompt : prompts) {
