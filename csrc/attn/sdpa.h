@@ -111,10 +111,10 @@ struct StatsOptions {
   std::optional<at::Tensor> sinks = std::nullopt;
 };
 
-// Batch invariance holds always: the bits of a row do not depend on the other entries of the batch, nor on how sequences
-// are packed. While a result of this lives, in any thread, they do not depend either on how many queries the call has,
-// nor on whether gradients are recorded: a text as a whole, in chunks, and token by token from a cache give the same
-// bits. Decoding takes longer then. The environment variable ATTN_INVARIANT=1 has it on from the start.
+// Batch invariance holds always: the bits of a row do not depend on the other entries of the batch, nor on how
+// sequences are packed. While a result of this lives, in any thread, they do not depend either on how many queries the
+// call has, nor on whether gradients are recorded: a text as a whole, in chunks, and token by token from a cache give
+// the same bits. Decoding takes longer then. The environment variable ATTN_INVARIANT=1 has it on from the start.
 //
 //   const auto on = attn::invariant();
 class ATTN_API Invariance {

@@ -51,10 +51,10 @@ struct VarlenOptions {
 //   max_q     the queries of the longest sequence, or more; max_k likewise of keys. They change no result.
 //
 // Returns [T_q, Hq, Ev] in query's type. A query that sees no key gives 0. Without dropout the bits of a sequence, and
-// of its gradients, are those of sdpa of it alone with query_offset = S - L; on a GPU while a result of invariant() lives.
-// Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed. On a
-// GPU the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not looked at, which would wait for it: they are
-// clamped, so that nothing outside of the tensors is read or written.
+// of its gradients, are those of sdpa of it alone with query_offset = S - L; on a GPU while a result of invariant()
+// lives. Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed.
+// On a GPU the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not looked at, which would wait for it:
+// they are clamped, so that nothing outside of the tensors is read or written.
 ATTN_API at::Tensor varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,
                            int64_t max_k, const VarlenOptions& options = {});

@@ -154,8 +154,9 @@ void plan(BackwardParams& p, double share) {
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));
-  // By what one entry has to do: the order in which gradients are summed depends on the chunks. No bit depends on whether
-  // one task has all of them, which is as fast as if there were one, where the call has tasks enough beside this `share`.
+  // By what one entry has to do: the order in which gradients are summed depends on the chunks. No bit depends on
+  // whether one task has all of them, which is as fast as if there were one, where the call has tasks enough beside
+  // this `share`.
   p.keys_per_chunk = part_of(p.keys, p.heads / p.span, kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
   p.chunks = p.keys > 0 ? divide_up(p.keys, p.keys_per_chunk) : 0;
   p.all_chunks_at_once = p.chunks < 2 || p.spans() >= kEnoughChunks * share;

@@ -1,6 +1,6 @@
 // A call as the parts that are planned and run each by itself: all of it at once where its entries are alike, else
-// every entry of the batch. A packed sequence is an entry like any other, and no kernel knows of those beside it: so its
-// bits are those of a call with it alone.
+// every entry of the batch. A packed sequence is an entry like any other, and no kernel knows of those beside it: so
+// its bits are those of a call with it alone.
 #pragma once
 
 #include <algorithm>

@@ -39,8 +39,8 @@ struct HeadInputs {
 struct Packing {
   std::optional<at::Tensor> cu_seq_q, cu_seq_k;  // integers [N + 1], from 0, not decreasing; absent: nothing is packed
   c10::SymInt max_q = 0, max_k = 0;              // no sequence has more queries, or keys
-  // Integers [N, most pages] in place of cu_seq_k: key and value are pools [pages, heads, page_size, E or Ev], and row r
-  // of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
+  // Integers [N, most pages] in place of cu_seq_k: key and value are pools [pages, heads, page_size, E or Ev], and row
+  // r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
   std::optional<at::Tensor> block_table;
 
   static auto fields(auto& p) { return std::tie(p.cu_seq_q, p.cu_seq_k, p.max_q, p.max_k, p.block_table); }

@@ -28,8 +28,8 @@ TORCH_LIBRARY(attn, m) {
   // What users call. sdpa has exactly the schema of the built-in; attention has more options (functional.py), and
   // returns with the output the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
   m.def("sdpa(" CALL ") -> Tensor", random);
-  // With cu_seq_q, sequences of different lengths lie one behind the other (Packing in ops.h), as varlen_attention takes
-  // them: [T, heads, E], with the arguments of torch.nn.attention.varlen.varlen_attn, and more.
+  // With cu_seq_q, sequences of different lengths lie one behind the other (Packing in ops.h), as varlen_attention
+  // takes them: [T, heads, E], with the arguments of torch.nn.attention.varlen.varlen_attn, and more.
   m.def("attention(" CALL MORE PACKED ", " OF_HEADS ") -> (Tensor output, Tensor logsumexp, Tensor max_score)", random);
   m.def(
       "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "

@@ -52,7 +52,8 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
 ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
   return p.paging.table && p.paging.rows % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
 }
-// A tile of keys or values, at most kKeyTile rows from row `first` on: where they lie or, from several pages, as a copy.
+// A tile of keys or values, at most kKeyTile rows from row `first` on: where they lie or, from several pages, as a
+// copy.
 inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count,
                        int64_t cols, char* copy) {
   const int64_t size = size_of(x.dtype), bytes = cols * size;
