@@ -75,7 +75,7 @@ def varlen_attn(
         block_table: int32 or int64 ``[N, most pages]``: where the keys and values of a sequence
             lie in the pool, page by page. Pages may be shared, and in any order. Needs `seqused_k`,
             and has no derivatives. Entries behind the last page in use are not read.
-        num_splits: changes nothing: the bits of a sequence never depend on those beside it.
+        num_splits: changes nothing: no bits of a sequence depend on those beside it (see below).
         softcap, alibi_slopes, sinks, dropout_p: as of :func:`torch_attn.sdpa`; slopes and sinks
             are ``[Hq]``.
         query_offset: the position of the first query of each sequence among its keys: integers
@@ -96,7 +96,8 @@ def varlen_attn(
 
     Derivatives, memory, precision and determinism are those of :func:`torch_attn.sdpa`. Without
     dropout the bits of a sequence are those of a call of it alone, ``sdpa(..., query_offset=S -
-    L)``, in output and gradients; on a GPU within :func:`torch_attn.invariant`.
+    L)``, in output and gradients; on a GPU within :func:`torch_attn.invariant`, and in half types
+    where the heads of both calls are multiples of 16 bytes.
 
     Example:
         >>> lengths = torch.tensor([5, 0, 12, 7])

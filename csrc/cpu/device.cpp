@@ -190,14 +190,16 @@ void run_gradients(Params& call, const Tensor& query) {
               [](const auto& p) { return 5 * product_flops(p); }, workspace,
               [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
   // Entries of a batch may share a mask, and are summed in one task; packed sequences do not.
-  const auto sum_mask = [](const auto& p, const auto& k, int64_t task, char* own) { k.mask(p, task, own); };
-  if (call.mask_is_shared && call.sequences == 0)
-    run_tasks(call.mask_tasks(), 2 * product_flops(call), workspace, {},
-              [&, &k = kernels_for<kPart>(call)](int64_t task, char* own) { sum_mask(call, k, task, own); });
-  else if (call.mask_is_shared)
+  if (call.mask_is_shared && call.sequences == 0) {
+    const BackwardKernels<Params>& k = kernels_for<kPart>(call);
+    run_tasks(call.mask_tasks(), 2 * product_flops(call), std::max(workspace, k.workspace(call)), k.on_thread,
+              [&](int64_t task, char* own) { k.mask(call, task, own); });
+  } else if (call.mask_is_shared) {
     // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
     parts.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
-              [](const auto& p) { return 2 * product_flops(p); }, workspace, sum_mask);
+              [](const auto& p) { return 2 * product_flops(p); }, workspace,
+              [](const auto& p, const auto& k, int64_t task, char* own) { k.mask(p, task, own); });
+  }
   if (call.grad_sinks || call.grad_mask_rows)
     parts.run([](const auto& p) { return p.row_tasks(); },
               [](const auto& p) { return 4.0 * number_of_rows(p) * p.value_dim; }, workspace,
