@@ -385,6 +385,21 @@ def test_a_prefix_takes_no_page_until_it_is_written_to() -> None:
     assert cache.free_pages == 4
 
 
+def test_of_all_who_write_into_a_page_the_last_keeps_it() -> None:
+    cache = small(pages=3)
+    texts = [cache.add()]
+    cache.append(texts, *torch.randn(2, 2, 2, 8), starts_of([2]))
+    texts += [cache.fork(texts[0]), cache.fork(texts[0])]
+    new = torch.randn(3, 2, 8)
+    cache.append(texts, new, new, starts_of([1, 1, 1]))
+    table, _ = cache.block_table(texts)
+    assert sorted(table.flatten().tolist()) == [0, 1, 2]
+    assert torch.equal(cache.key[0, table[:, 0], 2], new)
+    for handle in texts:
+        cache.free(handle)
+    assert cache.free_pages == 3
+
+
 def test_attend_takes_the_options_of_the_operator() -> None:
     cache = small()
     handle = cache.add()
