@@ -385,6 +385,14 @@ def test_a_prefix_takes_no_page_until_it_is_written_to() -> None:
     assert cache.free_pages == 4
 
 
+def test_no_handle_is_given_twice() -> None:
+    cache = small()
+    handles = [cache.add(), cache.add()]
+    cache.free(handles[1])
+    assert cache.add() not in handles
+    assert cache.fork(handles[0]) not in handles
+
+
 def test_of_all_who_write_into_a_page_the_last_keeps_it() -> None:
     cache = small(pages=3)
     texts = [cache.add()]
