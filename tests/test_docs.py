@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_attn
-from torch_attn import _convert, _invariance, functional, nn, onnx, replace, varlen
+from torch_attn import _convert, _invariance, _paged, functional, nn, onnx, replace, varlen
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -28,7 +28,9 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("module", [functional, nn, onnx, replace, varlen, _convert, _invariance])
+@pytest.mark.parametrize(
+    "module", [functional, varlen, nn, onnx, replace, _convert, _invariance, _paged]
+)
 def test_docstrings(module: types.ModuleType) -> None:
     names = {"torch": torch, "torch_attn": torch_attn}
     result = doctest.testmod(module, extraglobs=names)
