@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.nn.attention import varlen as of_torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn
 from _memory import GuardedMemory, largest_block
-from helpers import DTYPES, INF, NAN, largest, ulp
+from helpers import DTYPES, INF, NAN, in_fresh_process, largest, ulp
 from torch_attn.varlen import AuxRequest
 
 LENGTHS = ([5, 0, 70, 1, 130, 3], [9, 3, 70, 0, 150, 3])
@@ -554,3 +555,41 @@ def test_dropout() -> None:
     (found,) = torch.autograd.grad(weights.sum(), value)
     expected = weights.view(N, T, heads, T).sum(1).transpose(1, 2).reshape(N * T, heads, 1)
     torch.testing.assert_close(found, expected.expand_as(found))
+
+
+def test_flops() -> None:
+    """Of sequences of the same length those of the dense call; pages are no more heads."""
+    query, key, value = torch.randn(3, 12, 4, 16)
+    starts = torch.arange(4) * 4
+    window = {"window_size": (2, 0)}
+
+    def count(call: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            call()
+        return counter.get_total_flops()
+
+    given = (query, key, value, starts, starts, 4, 4)
+    packed = count(lambda: torch_attn.varlen_attn(*given, **window))
+    dense = [t.view(3, 4, 4, 16).transpose(1, 2) for t in (query, key, value)]
+    assert packed == count(lambda: torch_attn.sdpa(*dense, **window)) > 0
+    paged = count(lambda: torch_attn.varlen_attn(**pages()))
+    assert paged == 2 * 2 * 4 * 5 * 4 * 2 * 16
+
+
+def test_dtensors_are_refused_by_name() -> None:
+    in_fresh_process(call_with_dtensors)
+
+
+def call_with_dtensors() -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = dist.init_device_mesh("cpu", (1,))
+    given = {
+        name: distribute_tensor(t, mesh, [Replicate()]) if isinstance(t, Tensor) else t
+        for name, t in arguments().items()
+    }
+    with pytest.raises(RuntimeError, match="attn::varlen_attention: query, key and value are DT"):
+        torch_attn.varlen_attn(**given)
+    dist.destroy_process_group()

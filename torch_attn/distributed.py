@@ -121,6 +121,11 @@ class _Shardings:
                 f"attn::sdpa: dropout_p is {dropout_p}, but query, key and value are DTensors, "
                 "which take no dropout; set it to 0"
             )
+        if call.get("cu_seq_q") is not None:
+            raise RuntimeError(
+                "attn::varlen_attention: query, key and value are DTensors, of which packed "
+                "sequences cannot be made yet; call it with their to_local()"
+            )
         given = [name for name in self.arguments if hasattr(call.get(name), "placements")]
         replicated = [Replicate()] * len(self.results), [Replicate()] * len(given)
         sharded = [

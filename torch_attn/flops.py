@@ -8,7 +8,8 @@ for: the gradient of a key that wants none, a direction that is zero.
 A window is taken off: with `window_size` the pairs of a query and a key are those that it, together
 with `is_causal`, lets see each other. The numbers of `query_offset` and `key_lengths` are not known
 here, only shapes: the first query stands at the first key or, where an offset is given, the last
-query at the last key, and there are as many keys as there is room for.
+query at the last key, and there are as many keys as there is room for. Packed sequences are counted
+as if all had the same length, those in pages as if each had `max_k` keys.
 
 With E the size of a query and a key, Ev that of a value, and per pair of a query and a key:
 
@@ -67,6 +68,9 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
     """As many products over E and over Ev, of every query with every key that a window leaves."""
+    if call.get("block_table") is not None:  # shapes of pools
+        pools = {name: call[name] for name in ("key", "value")}
+        call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}
     query, key, value = call["query"], call["key"], call["value"]
     leading = zip_longest(*(shape[-3::-1] for shape in (query, key, value)), fillvalue=1)
     # The sizes are equal or 1 and one more; of grouped heads, the query has most.
@@ -78,6 +82,11 @@ def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
 def _pairs(call: Call) -> int:
     """Of one head, the queries times the keys that each sees."""
     L, S = call["query"][-2], call["key"][-2]
+    if call.get("cu_seq_q") is not None:
+        N = max(call["cu_seq_q"][0] - 1, 1)
+        S = S if call.get("block_table") is not None else S // N
+        one = {"query": (L // N, 0), "key": (S, 0), "query_offset": ()}  # aligned at the end
+        return int(N) * _pairs({**one, "window_size": call.get("window_size", (-1, -1))})
     window = call.get("window_size", (-1, -1))
     if max(window) < 0:
         return int(L * S)
