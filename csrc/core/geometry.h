@@ -78,15 +78,15 @@ struct Sequence {
 };
 // Farther than a query ever is from a key. Distances stop here, so that their sums do not overflow.
 constexpr int64_t kFar = int64_t{1} << 61;
+ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64_t most) {
+  return lengths ? larger(0, smaller(lengths[n], most)) : most;
+}
 // The one function that says how long a sequence is and how its queries and keys are aligned. Numbers that only the
 // device knows were checked by nobody: whatever they are, no key outside is read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
   const auto [left, right, offsets, lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
-  const auto length = [&](const int64_t* of_entries, int64_t most) {
-    return of_entries ? larger(0, smaller(of_entries[n], most)) : most;
-  };
-  return {length(query_lengths, p.queries), length(lengths, p.keys), offset,
+  return {length_of(query_lengths, n, p.queries), length_of(lengths, n, p.keys), offset,
           left < 0 || left > offset + kFar ? -kFar : offset - left,
           right < 0 || right >= kFar - offset ? kFar : offset + right + 1};
 }
