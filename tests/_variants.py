@@ -82,4 +82,6 @@ def run_tests(*arguments: str, at_least: int, **environment: str) -> None:
 def run_fuzz(device: str, problems: int) -> None:
     """`make fuzz` finds nothing in the first problems of the device."""
     command = f"-m tests.fuzz --only {device} --seed 1 --problems {problems}"
-    assert f"{problems} problems; on {device} {problems}" in run_python(*command.split())
+    said = " ".join(run_python(*command.split()).split())
+    assert f"{device}: {problems} problems, beside them" in said
+    assert f"on {device} {problems}" in said
