@@ -254,9 +254,30 @@ struct Forward {
                        state.reference[i], sums[i], largest(i), to);
   }
 
+  // Asks for what this task writes and the next one reads, where all lies in memory and a head has few rows: each begins
+  // in another page, so that processors do not foresee them.
+  static ATTN_INLINE void prefetch_few_rows(const ForwardParams& p, const RowTask& own) {
+    const int64_t numbers = larger(p.batch * p.queries, p.tokens) * p.heads * (p.head_dim + p.value_dim);
+    if (p.rows() > kRowTile || p.keys > kKeyTile || p.paging.table || numbers * size_of(p.query.dtype) <= kInCache)
+      return;
+    const int64_t next = own.first_head + p.group;
+    const auto ask = [&](const Operand& x, int64_t head, int64_t rows, int64_t cols) __attribute__((always_inline)) {
+      const int64_t size = size_of(x.dtype);
+      const char* const data = block_of(p, x, own.n, head, 0).data;
+      for (int64_t r = 0; r < rows && x.col == 1; ++r)
+        for (int64_t at = 0; at < cols * size; at += 64) __builtin_prefetch(data + r * x.row * size + at);
+    };
+    for (int64_t h = own.first_head; h < next; ++h) ask(p.output, h, p.queries, p.value_dim);
+    if (next == p.heads) return;
+    for (int64_t h = next; h < next + p.group; ++h) ask(p.query, h, p.queries, p.head_dim);
+    ask(p.key, key_head_of(p, next), p.keys, p.head_dim);
+    ask(p.value, value_head_of(p, next), p.keys, p.value_dim);
+  }
+
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     const RowTask own(p, task);
+    prefetch_few_rows(p, own);
     const RowTiles<RowState> rows(
         p, own, b.states,
         [&](RowState& state) {

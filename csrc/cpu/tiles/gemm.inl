@@ -115,13 +115,15 @@ struct Extents {
 enum class Store { set, add };
 constexpr auto kNothingBetween = [] {};
 
+// In a call of so many bytes, asking for what it reads costs more than it saves (measured).
+constexpr int64_t kInCache = int64_t{4} << 20;
+
 // Asks for the keys or values that follow those of a tile, some lines after each register tile of a product: processors
 // do not foresee far enough what is read from memory. Not where several tiles of rows read them.
 class RowsAhead {
  public:
   // For a product of `rows` rows with keys of `cols` numbers. `block`: those of the tile.
   RowsAhead(const Problem& p, const Block& block, Range keys, int64_t cols, int64_t rows) {
-    constexpr int64_t kInCache = int64_t{4} << 20;  // what asking costs is more than it saves (measured)
     const int64_t size = size_of(block.dtype);
     const int64_t numbers = p.batch * p.keys * (p.key_heads * p.head_dim + p.value_heads * p.value_dim);
     if (p.rows() > kRowTile || block.col != 1 || cols == 0 || numbers * size <= kInCache) return;
