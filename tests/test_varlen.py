@@ -264,6 +264,39 @@ def test_vmap(mapped: int) -> None:
         torch.testing.assert_close(found, actual[i] if i == mapped else actual[i].sum(0))
 
 
+def test_what_vmap_cannot_map_is_refused_by_name() -> None:
+    starts, tokens = torch.tensor([0, 2]), torch.randn(2, 2, 1, 8)
+    pool, table = torch.randn(2, 4, 1, 8), torch.tensor([[1]])
+
+    def packed(query: Tensor, cu_seq: Tensor) -> Tensor:
+        return torch_attn.varlen_attn(query, query, query, cu_seq, cu_seq, 2, 2)
+
+    def paged(query: Tensor, keys: Tensor) -> Tensor:
+        more = {"seqused_k": torch.tensor([3]), "block_table": table}
+        return torch_attn.varlen_attn(query, keys, keys, starts, None, 2, 4, **more)
+
+    with pytest.raises(RuntimeError, match="cu_seq_q, cu_seq_k or block_table is mapped by vmap"):
+        vmap(packed, (None, 0))(tokens[0], starts.expand(3, 2))
+    for dims, call in (
+        ((0, None), (tokens, pool)),
+        ((None, 0), (tokens[0], pool.expand(3, -1, 4, 1, 8))),
+    ):
+        with pytest.raises(RuntimeError, match="nothing may have leading dimensions, which vmap"):
+            vmap(paged, dims)(*call)
+    with pytest.raises(RuntimeError, match="nothing may have leading dimensions, which vmap"):
+        heads_first = tokens.transpose(1, 2), *(pool.transpose(1, 2),) * 2
+        torch.ops.attn.attention(
+            *heads_first,
+            cu_seq_q=starts,
+            max_q=2,
+            max_k=4,
+            key_lengths=torch.tensor([3]),
+            block_table=table,
+        )
+    with pytest.raises(RuntimeError, match="cu_seq_q is None but cu_seq_k is given"):
+        torch.ops.attn.attention(tokens, tokens, tokens, cu_seq_k=starts, max_k=2)
+
+
 def test_signature_is_that_of_torch() -> None:
     """The same names, kinds and defaults, in the same order; more follow by name only."""
     for name in ("varlen_attn", "varlen_attn_out"):

@@ -291,10 +291,13 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
               "); they must be equal");
 
   const bool paged = options.packing.block_table.has_value();
-  TORCH_CHECK(
-      !paged ||
-          (options.packed() && key.dim() == 4 && value.dim() == 4 && must_equal(key.sym_size(0), value.sym_size(0))),
-      op, ": beside a block_table, key and value must be pools of as many pages, [pages, page_size, heads, head_dim]");
+  TORCH_CHECK(options.packed() || !(paged || options.packing.cu_seq_k), op, ": cu_seq_q is None but ",
+              paged ? "block_table" : "cu_seq_k", " is given; packed sequences need both");
+  TORCH_CHECK(!paged || (query.dim() <= 3 && key.dim() == 4 && value.dim() == 4 &&
+                         must_equal(key.sym_size(0), value.sym_size(0))),
+              op, ": query has ", query.dim(), " dimensions, key ", key.sym_sizes(), " and value ", value.sym_sizes(),
+              "; beside a block_table, key and value must be pools of as many pages, [pages, page_size, heads, "
+              "head_dim], and nothing may have leading dimensions, which vmap adds");
   Shape shape;
   shape.op = op;
   shape.dims = paged ? query.dim() : std::max({query.dim(), key.dim(), value.dim()});

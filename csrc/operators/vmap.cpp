@@ -24,7 +24,12 @@ class Batch {
   Batch(const char* op, const Inputs& inputs, const CallOptions& options)
       : sample(validate(op, inputs, options)),
         layer_(*at::functorch::maybeCurrentDynamicLayer()),
-        guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {}
+        guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {
+    const auto& [cu_seq_q, cu_seq_k, max_q, max_k, block_table] = options.packing;
+    TORCH_CHECK(!is_mapped(cu_seq_q) && !is_mapped(cu_seq_k) && !is_mapped(block_table), op,
+                ": cu_seq_q, cu_seq_k or block_table is mapped by vmap; all samples must have the same, as they are "
+                "computed at once");
+  }
 
   RandomnessType randomness() const { return layer_.randomness(); }
   c10::SymInt size() const { return layer_.batchSize(); }

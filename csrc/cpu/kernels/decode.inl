@@ -55,9 +55,9 @@ struct Decode {
                       int64_t ld_output) {
     constexpr int kChains = R * N <= 2 ? 4 : 1;  // sums side by side: one has to wait for its last step
     Vec<T> sum[kChains][R][N] = {};
-    const auto add = [&](int64_t j, int chain) {
-      const auto* const value = rows.row(j) + col;
-      if constexpr (kPrefetch && Few::template kPrefetches<R, typename Values::Storage>) rows.prefetch(j, col, N * W);
+    const auto add = [&](const auto& piece, int64_t j, const T* weights, int chain) {
+      const auto* const value = piece.row(j) + col;
+      if constexpr (kPrefetch) piece.prefetch(j, col, N * W);
       Vec<T> v[N];
 #pragma GCC unroll 8
       for (int n = 0; n + 1 < N; n += 2) load_two<T>(value + n * W, v[n], v[n + 1]);
@@ -65,13 +65,17 @@ struct Decode {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) sum[chain][r][n] += x[r * kKeyTile + j] * v[n];
+        for (int n = 0; n < N; ++n) sum[chain][r][n] += weights[r * kKeyTile + j] * v[n];
     };
-    int64_t j = 0;
-    for (; j + kChains <= keys; j += kChains)
+    for (int64_t first = 0; first < keys; first += kPiece) {
+      const auto piece = rows.piece(first / kPiece);
+      const int64_t count = smaller(kPiece, keys - first);
+      int64_t j = 0;
+      for (; j + kChains <= count; j += kChains)
 #pragma GCC unroll 4
-      for (int chain = 0; chain < kChains; ++chain) add(j + chain, chain);
-    for (; j < keys; ++j) add(j, 0);
+        for (int chain = 0; chain < kChains; ++chain) add(piece, j + chain, x + first, chain);
+      for (; j < count; ++j) add(piece, j, x + first, 0);
+    }
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) {
         for (int chain = 1; chain < kChains; ++chain) sum[0][r][n] += sum[chain][r][n];
@@ -98,11 +102,12 @@ struct Decode {
       if (keys == 0) continue;
       if (p.has_dropout) dropout_factors<T>(p, rows, {key, key + keys}, static_cast<T>(p.keep_scale), b.factor);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
-      const Block block = key_block(p, p.value, own.n, value_head, key, keys, p.value_dim, few.copy);
-      Few::with_rows(block, keys, p.value_dim, b.ld_value, b.value, b.ld_value, in_place, [&](const auto& value_rows) {
+      const Pieces tile = key_pieces<T>(p, p.value, own.n, value_head, key, keys, p.value_dim, in_place, few.copy);
+      Few::with_rows(tile, keys, p.value_dim, b.ld_value, b.value, b.ld_value, in_place, [&](const auto& value_rows) {
         Few::template each_group<Few::kAtOnce>(rows.count, [&](auto r, int64_t row) {
+          const bool asks = in_place && row == 0 && Few::asks_ahead(r, value_rows, p, key, all_keys.last);
           Few::template each_group<vectors_for(r())>(b.ld_value / W, [&](auto vectors, int64_t first) {
-            Few::with_prefetch(in_place && row == 0 && Few::goes_on(key, all_keys.last), [&](auto prefetch) {
+            Few::with_prefetch(asks, [&](auto prefetch) {
               average<r(), vectors(), prefetch()>(value_rows, first * W, keys, b.x + row * kKeyTile, correction + row,
                                                   b.output + row * b.ld_value + first * W, b.ld_value);
             });

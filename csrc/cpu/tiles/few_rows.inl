@@ -54,14 +54,15 @@ struct FewRows {
     const bool as_products = leaves_products<T>(p) || has_score_terms(p);
     const auto score = as_products ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
     const bool lie = in_place(p.key, p.head_dim);
-    const Block block = key_block(p, p.key, rows.n, key_head_of(p, rows.head[0]), first, keys, p.head_dim, copy);
-    with_rows(block, keys, p.head_dim, p.head_dim, key, ld_key, lie, [&]<class S>(const WholeVectors<S>& key_rows) {
+    const Pieces tile =
+        key_pieces<T>(p, p.key, rows.n, key_head_of(p, rows.head[0]), first, keys, p.head_dim, lie, copy);
+    with_rows(tile, keys, p.head_dim, p.head_dim, key, ld_key, lie, [&]<class S>(const WholeVectors<S>& key_rows) {
       with_vectors<S>(p.head_dim, [&](auto vectors) {
         for (int64_t j = 0; j < keys; j += W)
           each_group<kAtOnce>(rows.count, [&](auto r, int64_t row) {
-            with_prefetch(lie && row == 0 && goes_on(first, last), [&](auto prefetch) {
-              dot<r(), vectors(), prefetch()>(key_rows, j, smaller(W, keys - j), p.head_dim, query + row * ld_key,
-                                              ld_key, sums, score, x + row * ld + j, ld);
+            with_prefetch(lie && row == 0 && asks_ahead(r, key_rows, p, first, last), [&](auto prefetch) {
+              dot<r(), vectors(), prefetch()>(key_rows.piece(j / kPiece), j % kPiece, smaller(W, keys - j), p.head_dim,
+                                              query + row * ld_key, ld_key, sums, score, x + row * ld + j, ld);
             });
           });
       });
@@ -77,34 +78,45 @@ struct FewRows {
   static ATTN_INLINE void with_prefetch(bool prefetch, F f) {
     prefetch ? f(std::true_type()) : f(std::false_type());
   }
-  static bool goes_on(int64_t first, int64_t last) { return last - first >= kKeyTile + kAhead; }
-
   // Rows that are read in whole vectors, past their end where they end within one: there follows the next row, and
   // the last one is a copy.
   template <class S>
-  struct WholeVectors {
-    using Storage = S;
+  struct Piece {
     const S* data;
+    const S* ahead;  // the piece that is read kAhead rows later
     int64_t ld;
-    int64_t copied;  // the number of the row that was copied; -1 if none was
+    int64_t copied;  // the number of the row that was copied; not one of its rows if none was
     const S* copy;
-    const S* behind;  // where row 0 would lie beside the rows of the next tile
 
     ATTN_INLINE const S* row(int64_t j) const { return j == copied ? copy : data + j * ld; }
 
     // Asks for the columns [col, col + count) of a row that is read later, while row j is.
     ATTN_INLINE void prefetch(int64_t j, int64_t col, int64_t count) const {
       constexpr int64_t kLine = 64 / sizeof(S);
-      const S* const row = (j + kAhead < kKeyTile ? data : behind) + (j + kAhead) * ld + col;
+      const S* const row = ahead + j * ld + col;
       for (int64_t d = 0; d < count; d += kLine) __builtin_prefetch(row + d, 0, 2);
     }
   };
+  template <class S>
+  struct WholeVectors {
+    const Pieces& pieces;
+    int64_t ld, copied;
+    const S* copy;
 
-  // How many rows before they are read the rows of K and V are prefetched.
-  static constexpr int64_t kAhead = 32;
-  // Not where one query reads numbers that need no conversion: there the processor itself reads far enough ahead.
+    ATTN_INLINE Piece<S> piece(int64_t i) const {
+      const auto at = [&](int64_t n) { return reinterpret_cast<const S*>(pieces.at[n]); };
+      return {at(i), at(i + kAhead / kPiece), ld, copied - i * kPiece, copy};
+    }
+  };
+  static_assert(kPiece % W == 0);
+
+  // Whether R queries ask for what follows a tile. Not where one reads numbers in a row that need no conversion: there
+  // the processor itself reads far enough ahead.
   template <int R, class S>
-  static constexpr bool kPrefetches = R > 1 || sizeof(S) < sizeof(T);
+  static bool asks_ahead(std::integral_constant<int, R>, const WholeVectors<S>&, const Problem& p, int64_t first,
+                         int64_t last) {
+    return last - first >= kKeyTile + kAhead && (R > 1 || sizeof(S) < sizeof(T) || p.paging.table);
+  }
 
   // Calls f(std::integral_constant<int, N>, first) for groups of N = kGroup of `count`, and for the rest of them.
   template <int kGroup, class F>
@@ -157,17 +169,18 @@ struct FewRows {
   // Calls f(WholeVectors) with the rows of a block as they lie, or packed if they cannot be read so. Of the first
   // `paired` columns load_two takes all.
   template <class F>
-  static ATTN_INLINE void with_rows(const Block& block, int64_t rows, int64_t cols, int64_t paired, T* tile, int64_t ld,
-                                    bool in_place, F f) {
+  static ATTN_INLINE void with_rows(const Pieces& pieces, int64_t rows, int64_t cols, int64_t paired, T* tile,
+                                    int64_t ld, bool in_place, F f) {
     const bool ends_within = cols % W != 0;
+    const Block& block = pieces.block;
     const auto as_they_lie = [&](auto storage) {
       using S = decltype(storage);
-      const S* data = reinterpret_cast<const S*>(block.data);
-      const S* behind = block.next ? reinterpret_cast<const S*>(block.next) - kKeyTile * block.row : data;
-      if (!ends_within) return f(WholeVectors<S>{data, block.row, -1, nullptr, behind});
+      if (!ends_within) return f(WholeVectors<S>{pieces, block.row, -1, nullptr});
+      const int64_t last = rows - 1;
+      const S* const end = reinterpret_cast<const S*>(pieces.at[last / kPiece]) + last % kPiece * block.row;
       S* const copy = reinterpret_cast<S*>(tile);
-      __builtin_memcpy(copy, data + (rows - 1) * block.row, static_cast<size_t>(cols) * sizeof(S));
-      f(WholeVectors<S>{data, block.row, rows - 1, copy, behind});
+      __builtin_memcpy(copy, end, static_cast<size_t>(cols) * sizeof(S));
+      f(WholeVectors<S>{pieces, block.row, last, copy});
     };
     if (in_place) {
       if constexpr (sizeof(T) == 8) {
@@ -180,20 +193,22 @@ struct FewRows {
     }
     pack_rows<T>(tile, ld, block, rows, cols);
     for (int64_t j = 0; j < rows && takes_turns(block.dtype); ++j) apart(tile + j * ld, paired);
-    f(WholeVectors<T>{tile, ld, -1, nullptr, tile});
+    Pieces packed;
+    for (int64_t i = 0; const char*& at : packed.at) at = reinterpret_cast<const char*>(tile + i++ * kPiece * ld);
+    f(WholeVectors<T>{packed, ld, -1, nullptr});
   }
 
  private:
   // sums[(r * W + i) * W ...]: a vector whose elements add up to <q_r, k_i>, for R queries and the keys number
   // first + i, i < kKeys, which share the loads of the queries. V: the vectors of a row, or 0 for any number of them.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
-  static ATTN_INLINE void multiply(const WholeVectors<S>& rows, int64_t first, int64_t cols, const T* query,
-                                   int64_t ld_query, T* sums) {
+  static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t cols, const T* query, int64_t ld_query,
+                                   T* sums) {
     const S* key[kKeys];
 #pragma GCC unroll 2
     for (int i = 0; i < kKeys; ++i) {
       key[i] = rows.row(first + i);
-      if constexpr (kPrefetch && kPrefetches<R, S>) rows.prefetch(first + i, 0, V == 0 ? cols : V * W);
+      if constexpr (kPrefetch) rows.prefetch(first + i, 0, V == 0 ? cols : V * W);
     }
     Vec<T> sum[kKeys][R] = {};
     const auto add = [&](int64_t d, const Vec<T>(&k)[kKeys]) {
@@ -242,8 +257,8 @@ struct FewRows {
 
   // x[r * ld + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
   template <int R, int V, bool kPrefetch, class S>
-  static void dot(const WholeVectors<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query,
-                  int64_t ld_query, T* sums, ScoreFunction<T> score, T* x, int64_t ld) {
+  static void dot(const Piece<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query, int64_t ld_query,
+                  T* sums, ScoreFunction<T> score, T* x, int64_t ld) {
     int64_t j = 0;
     constexpr int kTogether = V > 0 ? 2 : 1;  // two long rows at once are read from memory more slowly
     for (; j + kTogether <= keys; j += kTogether)

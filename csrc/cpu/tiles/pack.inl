@@ -93,6 +93,37 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
   return {copy, x.dtype, cols, 1, copy};
 }
 
+// A tile of keys or values as pieces of kPiece rows that lie one after the other, as they do in pages of many sizes.
+// Behind its own pieces are those of the next tile that are read kAhead rows later: asked for, never read.
+constexpr int64_t kPiece = 16, kAhead = 32;
+struct Pieces {
+  Block block;
+  const char* at[(kKeyTile + kAhead) / kPiece];
+};
+// As key_block(), but without a copy if rows can be read as they lie. Behind the end of a page, where a last vector that
+// is not full would end, lie other numbers than those of the next row, or none.
+template <class T>
+Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
+                  bool in_place, char* copy) {
+  const int64_t size = size_of(x.dtype), page = p.paging.rows;
+  const bool in_pages = p.paging.table && in_place && page % (cols % kLanes<T> == 0 ? kPiece : kKeyTile) == 0;
+  Pieces found{in_pages ? Block{nullptr, x.dtype, x.row, x.col} : key_block(p, x, n, h, first, count, cols, copy), {}};
+  const char* next = found.block.data;
+  int64_t row = 0, in_page = 0;
+  for (const char*& at : found.at) {
+    if (in_pages && in_page == 0) {
+      const int64_t from = first + row < p.keys ? first + row : first;
+      next = static_cast<const char*>(x.data) + (h * x.head + key_row_offset(p, x, n, from)) * size;
+      in_page = page - from % page;
+    }
+    at = next;
+    next += kPiece * found.block.row * size;
+    in_page -= kPiece;
+    row += kPiece;
+  }
+  return found;
+}
+
 // Where rows are transposed, the rows behind them are prefetched: processors do not foresee reads that jump from row to
 // row.
 //
