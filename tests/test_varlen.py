@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import resource
 from typing import Any
 
 import pytest
@@ -283,15 +284,11 @@ def test_what_vmap_cannot_map_is_refused_by_name() -> None:
     ):
         with pytest.raises(RuntimeError, match="nothing may have leading dimensions, which vmap"):
             vmap(paged, dims)(*call)
+    pools = (pool.transpose(1, 2),) * 2
+    packing = {"cu_seq_q": starts, "max_q": 2, "max_k": 4, "block_table": table}
     with pytest.raises(RuntimeError, match="nothing may have leading dimensions, which vmap"):
-        heads_first = tokens.transpose(1, 2), *(pool.transpose(1, 2),) * 2
         torch.ops.attn.attention(
-            *heads_first,
-            cu_seq_q=starts,
-            max_q=2,
-            max_k=4,
-            key_lengths=torch.tensor([3]),
-            block_table=table,
+            tokens.transpose(1, 2), *pools, key_lengths=torch.tensor([3]), **packing
         )
     with pytest.raises(RuntimeError, match="cu_seq_q is None but cu_seq_k is given"):
         torch.ops.attn.attention(tokens, tokens, tokens, cu_seq_k=starts, max_k=2)
@@ -522,6 +519,34 @@ def test_memory_is_linear() -> None:
         torch.autograd.grad(first.sum(), key)
 
     assert largest_block(step) < T * T / 8
+
+
+def test_many_sequences() -> None:
+    """More than are planned at a time: the same bits as alone, and little memory for each."""
+    in_fresh_process(call_with_many_sequences)
+
+
+def call_with_many_sequences() -> None:
+    lengths = [n % 4 for n in range(200_000)]
+    starts, T = cu_seq(lengths), sum(lengths)
+    inputs = [torch.randn(T, 1, 8, requires_grad=True) for _ in range(3)]
+    before = peak_memory()
+    output = torch_attn.varlen_attn(*inputs, starts, starts, 3, 3)
+    gradients = torch.autograd.grad(output.square().sum(), inputs)
+    tensors = 20 * output.nbytes
+    assert peak_memory() - before < tensors + 100 * len(lengths)
+    for n in (1023, 1025, 2050, 199_999):
+        rows = slice(starts[n], starts[n + 1])
+        alone = [t.detach()[rows].transpose(0, 1).requires_grad_() for t in inputs]
+        expected = torch_attn.sdpa(*alone)
+        assert_equal(output[rows].transpose(0, 1), expected)
+        of_alone = torch.autograd.grad(expected.square().sum(), alone)
+        for whole, own in zip(gradients, of_alone, strict=True):
+            assert_equal(whole[rows].transpose(0, 1), own)
+
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_compiled_for_lengths_that_change() -> None:

@@ -42,10 +42,11 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   values[2] = heads;
 }
 
-// Looks once at a mask that several heads share. p.mask_tiles points into the result.
+// Looks once at a mask that several heads share. p.mask_tiles points into the result. Each packed sequence has a mask of
+// its own.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
   constexpr int64_t kFewQueries = 16;  // read little of the mask, as they go
-  if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries) return {};
+  if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);
   Operand& tiles = p.mask_tiles;
@@ -68,22 +69,24 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   return bytes;
 }
 
-// The parts of a call, with what is known of its mask. Each packed sequence has a mask of its own.
+// The parts of some entries of a call, with what is known of their masks.
 template <auto kPart, class Params>
 class CallInParts : public Parts<kPart, Params> {
  public:
-  CallInParts(Params& call, const Tensor& query) : CallInParts(call, query, call.sequences > 0) {}
-
- private:
-  CallInParts(Params& call, const Tensor& query, bool packed)
-      : CallInParts(packed ? Tensor() : look_at_mask(call, query), call) {
-    if (packed && call.has_mask)
+  CallInParts(Params& call, Range entries, const Tensor& query) : Parts<kPart, Params>(call, entries) {
+    if (call.sequences > 0 && call.has_mask)
       for (const auto& [p, _] : *this) mask_tiles_.push_back(look_at_mask(*p, query));
   }
-  CallInParts(Tensor mask_tiles, Params& call) : Parts<kPart, Params>(call), mask_tiles_{std::move(mask_tiles)} {}
 
+ private:
   c10::SmallVector<Tensor, 1> mask_tiles_;
 };
+
+// Calls f(parts) for the parts of a call, some entries at a time.
+template <auto kPart, class Params>
+void each_group_of_parts(Params& call, const Tensor& query, const auto& f) {
+  each_group_of_entries(call, [&](Range entries) { f(CallInParts<kPart, Params>(call, entries, query)); });
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
@@ -108,8 +111,7 @@ void plan_rows(RowParams& p) {
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
 }
 
-void run_forward(ForwardParams& call, const Tensor& query) {
-  const CallInParts<&Kernels::forward, ForwardParams> parts(call, query);
+void forward(const auto& parts, const Tensor& query) {
   c10::SmallVector<Tensor, 4> memory;
   bool split = false, packed = false;
   for (const auto& [p, k] : parts) {
@@ -145,6 +147,11 @@ void run_forward(ForwardParams& call, const Tensor& query) {
         });
 }
 
+void run_forward(ForwardParams& call, const Tensor& query) {
+  const Tensor mask_tiles = look_at_mask(call, query);
+  each_group_of_parts<&Kernels::forward>(call, query, [&](const auto& parts) { forward(parts, query); });
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Gradients, and their derivative along a direction: the same plan and passes
 
@@ -162,9 +169,9 @@ void plan(BackwardParams& p, double share) {
   p.all_chunks_at_once = p.chunks < 2 || p.spans() >= kEnoughChunks * share;
 }
 
-template <auto kPart, class Params>
-void run_gradients(Params& call, const Tensor& query) {
-  const CallInParts<kPart, Params> parts(call, query);
+// Returns the size of the workspace.
+template <class Params>
+int64_t gradients(const Params& call, const auto& parts, const Tensor& query) {
   c10::SmallVector<Tensor, 2> memory;
   const bool has_rows = call.grad_query.data || call.grad_slopes;
   Take take = Take::neighbours;
@@ -189,21 +196,29 @@ void run_gradients(Params& call, const Tensor& query) {
     parts.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
               [](const auto& p) { return 5 * product_flops(p); }, workspace,
               [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
-  // Entries of a batch may share a mask, and are summed in one task; packed sequences do not.
-  if (call.mask_is_shared && call.sequences == 0) {
-    const BackwardKernels<Params>& k = kernels_for<kPart>(call);
-    run_tasks(call.mask_tasks(), 2 * product_flops(call), std::max(workspace, k.workspace(call)), k.on_thread,
-              [&](int64_t task, char* own) { k.mask(call, task, own); });
-  } else if (call.mask_is_shared) {
-    // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
+  // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
+  if (call.mask_is_shared && call.sequences > 0)
     parts.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
               [](const auto& p) { return 2 * product_flops(p); }, workspace,
               [](const auto& p, const auto& k, int64_t task, char* own) { k.mask(p, task, own); });
-  }
   if (call.grad_sinks || call.grad_mask_rows)
     parts.run([](const auto& p) { return p.row_tasks(); },
               [](const auto& p) { return 4.0 * number_of_rows(p) * p.value_dim; }, workspace,
               [](const auto& p, const auto& k, int64_t task, char* own) { k.rows(p, task, own); });
+  return workspace;
+}
+
+template <auto kPart, class Params>
+void run_gradients(Params& call, const Tensor& query) {
+  const Tensor mask_tiles = look_at_mask(call, query);
+  int64_t workspace = 0;
+  each_group_of_parts<kPart>(
+      call, query, [&](const auto& parts) { workspace = std::max(workspace, gradients(call, parts, query)); });
+  // Entries of a batch may share a mask, and are summed in one task; packed sequences do not.
+  if (!call.mask_is_shared || call.sequences > 0) return;
+  const BackwardKernels<Params>& k = kernels_for<kPart>(call);
+  run_tasks(call.mask_tasks(), 2 * product_flops(call), std::max(workspace, k.workspace(call)), k.on_thread,
+            [&](int64_t task, char* own) { k.mask(call, task, own); });
 }
 
 void run_backward(BackwardParams& p, const Tensor& query) { run_gradients<&Kernels::backward>(p, query); }
@@ -213,10 +228,12 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 // Tangent
 
 void run_tangent(TangentParams& call, const Tensor& query) {
-  const CallInParts<&Kernels::tangent, TangentParams> parts(call, query);
-  for (const auto& [p, _] : parts) p->rows_per_task = kRowTile;
-  parts.run([](const auto& p) { return p.tasks(); }, [](const auto& p) { return 4 * product_flops(p); },
-            parts.workspace(), [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
+  const Tensor mask_tiles = look_at_mask(call, query);
+  each_group_of_parts<&Kernels::tangent>(call, query, [&](const auto& parts) {
+    for (const auto& [p, _] : parts) p->rows_per_task = kRowTile;
+    parts.run([](const auto& p) { return p.tasks(); }, [](const auto& p) { return 4 * product_flops(p); },
+              parts.workspace(), [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // A call as the parts that are planned and run each by itself: all of it at once where its entries are alike, else
 // every entry of the batch. A packed sequence is an entry like any other, and no kernel knows of those beside it: so
-// its bits are those of a call with it alone.
+// its bits are those of a call with it alone. Some thousands of entries are planned and run at a time: what is known of
+// each takes 2 KB.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 #include <c10/util/SmallVector.h>
 
-#include "core/geometry.h"
+#include "core/score.h"
 #include "cpu/capability.h"
 #include "cpu/parallel.h"
 
@@ -48,6 +49,15 @@ Params entry_of(const Params& call, int64_t n) {
   return p;
 }
 
+// Calls f(entries) for the entries that are planned at a time.
+template <class Params>
+void each_group_of_entries(const Params& call, const auto& f) {
+  constexpr int64_t kAtOnce = 1024;
+  const Visibility& v = call.visibility;
+  const int64_t step = v.lengths || v.query_lengths ? kAtOnce : std::max<int64_t>(call.batch, 1);
+  for (int64_t n = 0; n < call.batch; n += step) f(Range{n, std::min(n + step, call.batch)});
+}
+
 template <auto kPart, class Params>
 class Parts {
  public:
@@ -57,11 +67,11 @@ class Parts {
     const Kernels* kernels;
   };
 
-  explicit Parts(Params& call) {
+  Parts(Params& call, Range entries) {
     const Visibility& v = call.visibility;
     if (v.lengths || v.query_lengths) {
-      entries_.reserve(call.batch);
-      for (int64_t n = 0; n < call.batch; ++n) entries_.push_back(entry_of(call, n));
+      entries_.reserve(entries.size());
+      for (int64_t n = entries.first; n < entries.last; ++n) entries_.push_back(entry_of(call, n));
     }
     for (Params& p : entries_.empty() ? std::span(&call, 1) : std::span(entries_)) {
       parts_.push_back({&p, &kernels_for<kPart>(p)});
