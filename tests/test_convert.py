@@ -511,10 +511,14 @@ def test_result_of_the_way_back() -> None:
     model.grouped = MultiheadAttention(E, H, num_kv_heads=2, softcap=50.0)
     model.window = MultiheadAttention(E, H, window_size=(3, 0))
     model.derived = Derived(E, H)
-    model.patched, model.adapted, model.called = (MultiheadAttention(E, H) for _ in range(3))
+    model.patched, model.adapted, model.called, model.watched, model.watched_before = (
+        MultiheadAttention(E, H) for _ in range(5)
+    )
     model.patched.forward = nothing
     model.adapted.out_proj = Adapted(E, E)
     model.called.out_proj.forward = nothing
+    model.watched.out_proj.register_forward_hook(nothing)
+    model.watched_before.out_proj.register_full_backward_pre_hook(nothing)
     before = pickle.dumps([model.grouped, model.window])
     result = unconvert(model)
     assert result.swapped == ("first", "layer.self_attn", "layer.multihead_attn")
@@ -525,7 +529,10 @@ def test_result_of_the_way_back() -> None:
         "patched": "its forward was replaced",
         "adapted": "torch's module does not call its out_proj, a "
         "test_result_of_the_way_back.<locals>.Adapted",
-        "called": "torch's module does not call its out_proj, a NonDynamicallyQuantizableLinear",
+        **dict.fromkeys(
+            ("called", "watched", "watched_before"),
+            "torch's module does not call its out_proj, a NonDynamicallyQuantizableLinear",
+        ),
     }
     assert type(model.first) is type(model.layer.self_attn) is nn.MultiheadAttention
     assert pickle.dumps([model.grouped, model.window]) == before

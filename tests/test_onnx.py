@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.onnx import OnnxExporterError
 
 import torch_attn
-from torch_attn import sdpa, sdpa_with_logsumexp, sdpa_with_weights
+from torch_attn import sdpa, sdpa_stats, sdpa_with_logsumexp, sdpa_with_weights
 
 B, L, S = 2, 5, 9
 Function = Callable[..., Any]
@@ -106,6 +106,8 @@ EXPRESSED: dict[str, tuple[int, Function, tuple[Tensor, ...]]] = {
     "lower right": (24, call(attn_mask=LOWER_RIGHT), ()),
     "offset that nothing reads": (23, call(query_offset=3), ()),
     "cache": (24, cached(lambda n: n - L, is_causal=True), (LENGTHS,)),
+    "cache, int32": (24, cached(lambda n: n - L, is_causal=True), (LENGTHS.int(),)),
+    "cache, added to": (24, cached(lambda n: -L + n, is_causal=True), (LENGTHS,)),
     "window": (25, call(window_size=(2, 1)), ()),
     "window, open": (25, call(window_size=(-1, 1)), ()),
     "window, offset": (25, call(window_size=(2, 0), query_offset=S - L), ()),
@@ -143,9 +145,14 @@ def test_opset_that_does_not_know_it_yet(name: str) -> None:
 def test_any_lengths() -> None:
     """Also the offset over a cache, and that of lower right alignment, follow the sizes."""
 
-    def model(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    def model(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> list[Tensor]:
         lower_right = call(is_causal=True, query_offset=k.size(2) - q.size(2))
-        return lower_right(q, k, v), cached(lambda n: n - q.size(2), is_causal=True)(q, k, v, n)
+        before = cached(lambda n: n - q.size(2), is_causal=True)
+        added = cached(lambda n: -q.size(2) + n, is_causal=True)
+        return [
+            lower_right(q, k, v),
+            *(f(q, k, v, x) for f in (before, added) for x in (n, n.int())),
+        ]
 
     batch, length, keys = Dim("batch"), Dim("length"), Dim("keys")
     sizes = [{0: batch, 2: length}, {0: batch, 2: keys}, {0: batch, 2: keys}, {0: batch}]
@@ -181,6 +188,7 @@ def test_converted_module(need_weights: bool) -> None:
 
 QUERY, KEY, VALUE = QKV = make()
 ONES = torch.ones(4)
+CU_SEQ = torch.tensor([0, 1, 4])
 # All but n - L.
 OTHER_OFFSETS: list[Callable[[Tensor], Tensor]] = [
     lambda n: n - L + 1,
@@ -188,6 +196,9 @@ OTHER_OFFSETS: list[Callable[[Tensor], Tensor]] = [
     lambda n: n + L,
     lambda n: n.flip(0) - L,
     lambda n: torch.sub(n, L, alpha=2),
+    lambda n: n + -(L + 1),
+    lambda n: n - n,
+    lambda n: n.int() - (L - 1),
 ]
 # What the message says, the call, and its inputs.
 REFUSED: list[tuple[str, Function, tuple[Tensor, ...]]] = [
@@ -223,6 +234,14 @@ REFUSED: list[tuple[str, Function, tuple[Tensor, ...]]] = [
         lambda *qkv: sdpa_with_logsumexp(*qkv, enable_gqa=True)[1],
         QKV,
     ),
+    (
+        "cu_seq_q is given; .* must be None",
+        lambda q, k, v: torch_attn.varlen_attn(
+            *(x[0].transpose(0, 1) for x in (q, k, v)), CU_SEQ, CU_SEQ, L, S, enable_gqa=True
+        ),
+        QKV,
+    ),
+    ("sdpa_stats: ONNX has no", lambda q, k, _: sdpa_stats(q, k, enable_gqa=True)[1], QKV),
     (
         "attention: max_score is read",
         lambda *qkv: sdpa_with_logsumexp(*qkv, enable_gqa=True)[::2],

@@ -210,8 +210,8 @@ TestAnyCalls.settings = RUNS
 
 
 class ForgetsToCopy(PagedCache):
-    def _write(self, key: Tensor, value: Tensor, layer: int, _: Any, *rows: Any) -> None:
-        super()._write(key, value, layer, {}, *rows)
+    def _write(self, key: Tensor, value: Tensor, layer: int, _: Any, slots: list[int]) -> None:
+        super()._write(key, value, layer, {}, slots)
 
 
 class WritesIntoSharedPages(PagedCache):
@@ -481,6 +481,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
     "block_table, layer": ("block_table", ([0],), {"layer": -1}, "layer is -1; it must be an int"),
     "attend, freed": ("attend", (KEY, [0, 2], STARTS), {}, "handles: 2 has been freed"),
     "attend, layer": ("attend", (KEY, [0, 1], STARTS), {"layer": 0.5}, "layer is 0.5; it must"),
+    "attend, fewer": ("attend", (KEY, [0], STARTS), {}, r"cu_seq_q has shape \[3\]; .* handles"),
+    "attend, list": ("attend", (KEY, [0], [0, 5]), {}, "cu_seq_q is a list; it must be a tensor"),
     **{
         f"append, {name}": ("append", arguments, options, message)
         for name, arguments, options, message in [
@@ -499,7 +501,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
             ("value", ([0, 1], KEY, KEY[:4], STARTS), {}, r"value is .*\[4, 2, 8\].*\[T = 5, 2"),
             ("dtype", ([0, 1], KEY.half(), KEY, STARTS), {}, "key is torch.float16 .*float32"),
             ("device", ([0, 1], KEY, KEY.to("meta"), STARTS), {}, "value is .* on meta; .* on cpu"),
-            ("fewer", ([0], KEY, KEY, STARTS), {}, r"cu_seq is \[0, 2, 5\]; it must be 2 numbers"),
+            ("layout", ([0, 1], KEY, KEY.to_sparse(), STARTS), {}, "value has layout torch.sparse"),
+            ("fewer", ([0], KEY, KEY, STARTS), {}, r"cu_seq has shape .*must be \[2\], one"),
             ("start", ([0, 1], KEY, KEY, STARTS + 1), {}, r"cu_seq is \[1, 3, 6\]; .* from 0"),
             ("descends", ([0, 1], KEY, KEY, starts_of([3, -1])), {}, r"cu_seq is \[0, 3, 2\]"),
             (
@@ -508,7 +511,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
                 {},
                 r"cu_seq is \[0, 3, 6\]; .* at most 5",
             ),
-            ("scalar", ([0, 1], KEY, KEY, STARTS[0]), {}, "cu_seq is 0; it must be 3 numbers"),
+            ("scalar", ([0, 1], KEY, KEY, STARTS[0]), {}, r"cu_seq has shape .* must be \[3\]"),
             ("list", ([0, 1], KEY, KEY, [0, 2, 5]), {}, "cu_seq is a list; it must be a tensor of"),
             ("floats", ([0, 1], KEY, KEY, STARTS.float()), {}, "cu_seq is torch.float32; it must"),
         ]
@@ -547,17 +550,42 @@ def test_says_how_many_pages_are_needed() -> None:
 
 
 def test_a_write_that_fails_changes_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that finds no memory: pages are taken afterwards."""
+    """Such as one that is interrupted at its end: pages are taken afterwards.
 
-    def fails(*_: Any) -> None:
-        raise MemoryError
+    Of two that write into a shared page, the shorter one would write over tokens of the other.
+    """
+
+    def fails(*arguments: Any) -> None:
+        PagedCache._write(cache, *arguments)
+        raise KeyboardInterrupt
 
     cache = small()
     first = cache.add()
-    cache.append([first], *torch.randn(2, 6, 2, 8), starts_of([6]))
-    second, before = cache.fork(first), None
-    before = pages_of(cache)
+    cache.append([first], *torch.randn(2, 7, 2, 8), starts_of([7]))
+    second, before = cache.fork(first, 5), None
+    before = pages_of(cache), cache.key[0].flatten(0, 1)[:7].clone()
     monkeypatch.setattr(cache, "_write", fails)
-    with pytest.raises(MemoryError):
+    with pytest.raises(KeyboardInterrupt):
         cache.append([first, second], *torch.randn(2, 6, 2, 8), starts_of([1, 5]))
-    assert pages_of(cache) == before
+    assert pages_of(cache) == before[0]
+    assert torch.equal(cache.key[0].flatten(0, 1)[:7], before[1])
+
+
+def test_appends_tokens_that_are_in_the_cache() -> None:
+    cache = small()
+    first, second = cache.add(), cache.add()
+    cache.append([first], *torch.randn(2, 3, 2, 8), starts_of([3]))
+    key, value = cache.key[0, 0, :3], cache.value[0, 0, :3]
+    cache.append([second], key, value, starts_of([3]))
+    assert torch.equal(cache.key[0, 1, :3], key)
+    assert torch.equal(cache.value[0, 1, :3], value)
+
+
+def test_handles_may_be_given_once() -> None:
+    """Such as by an iterator, which is empty afterwards."""
+    cache = small()
+    handle, starts = cache.add(), starts_of([3])
+    cache.append(iter([handle]), *torch.randn(2, 3, 2, 8), starts)  # type: ignore[arg-type]
+    output = cache.attend(torch.randn(3, 2, 8), iter([handle]), starts)  # type: ignore[arg-type]
+    assert isinstance(output, Tensor)
+    assert output.isfinite().all()

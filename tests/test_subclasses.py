@@ -494,7 +494,11 @@ def test_jagged_tensors_that_do_not_fit(call: str) -> None:
         sdpa(query, key, jagged(KEYS, 8))
     with pytest.raises(RuntimeError, match="key and value are nested tensors of different lengths"):
         sdpa(query, key, query)
-    with pytest.raises(RuntimeError, match="cu_seq"):
+    for name, shape in (("query_offset", (4, 1)), ("key_lengths", (3,))):
+        message = rf"{name} has shape .* beside nested tensors; it must be \[\] or \[B\], 4 numbers"
+        with pytest.raises(RuntimeError, match=message):
+            sdpa(query, key, value, **{name: torch.ones(shape, dtype=torch.int64)})
+    with pytest.raises(RuntimeError, match="key is a nested tensor of 2 sequences; it must be of"):
         sdpa(query, *(jagged(KEYS[:2], 2, 8),) * 2)
 
 

@@ -6,6 +6,7 @@ Small models with random weights. Each text is to be what it is alone.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from typing import Any
 
@@ -22,6 +23,7 @@ from _memory import largest_block
 from _models import Calls, InFloat64, assert_close_in_float64
 from torch_attn import reference
 from torch_attn.integrations.transformers import (
+    _packed,
     _Pattern,
     _Texts,
     attention_forward,
@@ -211,6 +213,31 @@ def test_packed_texts_without_a_mask(is_causal: bool, window: int | None) -> Non
         sizes = (left, 0 if is_causal else left)
         expected = torch_attn.sdpa(q, k, v, window_size=sizes)
         assert output[row : row + 1, start:end].transpose(1, 2).equal(expected)
+
+
+def test_rows_behind_the_last_text_see_nothing() -> None:
+    """As where no weights are asked for, and there is no mask."""
+    query, key, value = torch.randn(3, 1, 2, 10, 4)
+    cu_seq = torch.tensor([0, 3, 8], dtype=torch.int32)
+    said = {"cu_seq_lens_q": cu_seq, "cu_seq_lens_k": cu_seq, "max_length_q": 5, "max_length_k": 5}
+    call = functools.partial(attention_forward, nn.Module(), query, key, value, None, **said)
+    expected, _ = call(is_causal=True)
+    output, weights = call(is_causal=True, output_attentions=True)
+    torch.testing.assert_close(output, expected)
+    assert weights is not None
+    assert weights[:, :, 8:].eq(0).all()
+
+
+def test_texts_told_of_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another release of transformers, say: a mask, which is right, and a warning."""
+    masking = transformers.masking_utils
+    number = torch.zeros(1, 2)
+    told = masking.packed_sequence_compatibility_function(
+        masking.causal_mask_function, number, number
+    )
+    monkeypatch.setattr(masking, "packed_sequence_mask_function", lambda number: lambda *_: number)
+    with pytest.warns(UserWarning, match="not known here; they get a mask of L x S"):
+        assert _packed(masking, build("Llama", torch.float32).config, told) is None
 
 
 # --- continuous batching --------------------------------------------------------------------------

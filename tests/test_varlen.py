@@ -328,8 +328,27 @@ def test_results_asked_for() -> None:
             assert_equal(found[1], expected[1])
     query.requires_grad_()
     assert not torch_attn.varlen_attn_out(out.clone(), *given, **options).requires_grad
+    _, tangent = torch.func.jvp(
+        lambda q: torch_attn.varlen_attn_out(out.clone(), q, *given[1:], **options),
+        (query.detach(),),
+        (torch.ones_like(query),),
+    )
+    assert tangent.eq(0).all()
     with pytest.raises(RuntimeError, match=r"out is torch.float32 of shape \[3\]"):
         torch_attn.varlen_attn_out(torch.empty(3), *given, **options)
+
+
+def test_out_is_as_the_result() -> None:
+    """Also where that is not of query's heads or dtype."""
+    query, key = torch.randn(5, 1, 8), torch.randn(5, 2, 8)
+    given = (query, key, key, cu_seq([5]), cu_seq([5]), 5, 5)
+    out = torch.empty(5, 2, 8)
+    assert torch_attn.varlen_attn_out(out, *given).equal(torch_attn.varlen_attn(*given))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match=r"out is torch.float32 .* must be torch.bfloat16"):
+            torch_attn.varlen_attn_out(out, *given)
+        out = out.bfloat16()
+        assert torch_attn.varlen_attn_out(out, *given).equal(torch_attn.varlen_attn(*given))
 
 
 def arguments() -> dict[str, Any]:
@@ -366,6 +385,7 @@ ERRORS = [
     ({"cu_seq_q": torch.tensor([0.0, 3.0, 8.0])}, "cu_seq_q has dtype Float"),
     ({"cu_seq_q": torch.tensor([[0, 3, 8]])}, r"cu_seq_q has shape \[1, 3\].*\[N \+ 1\]"),
     ({"cu_seq_q": torch.tensor([], dtype=torch.int64)}, r"cu_seq_q has shape \[0\]"),
+    ({"cu_seq_q": torch.tensor(8)}, r"cu_seq_q has shape \[\]"),
     ({"cu_seq_k": torch.tensor([0, 5])}, "cu_seq_k has 2 entries but cu_seq_q has 3"),
     ({"cu_seq_k": None}, "cu_seq_k is None"),
     ({"max_q": 4}, "max_q is 4, but sequence 1 of cu_seq_q has length 5"),
@@ -397,8 +417,9 @@ PAGE_ERRORS = [
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[m for _, m in ERRORS])
 def test_errors(changes: dict[str, Any], message: str) -> None:
     torch_attn.varlen_attn(**arguments())
-    with pytest.raises(RuntimeError, match=f"attn::varlen_attention: .*{message}"):
-        torch_attn.varlen_attn(**arguments() | changes)
+    for offset in ({}, {"query_offset": 1}):
+        with pytest.raises(RuntimeError, match=f"attn::varlen_attention: .*{message}"):
+            torch_attn.varlen_attn(**arguments() | offset | changes)
 
 
 @pytest.mark.parametrize(("changes", "message"), PAGE_ERRORS, ids=[m for _, m in PAGE_ERRORS])
@@ -413,6 +434,12 @@ def test_errors_in_python() -> None:
         torch_attn.varlen_attn(**arguments(), num_splits=-1)
     with pytest.raises(TypeError, match=r"query is a builtins\.list"):
         torch_attn.varlen_attn(**arguments() | {"query": [1]})
+    with pytest.raises(TypeError, match=r"cu_seq_q is a builtins\.list"):
+        torch_attn.varlen_attn(**arguments() | {"cu_seq_q": [0, 3, 8]}, query_offset=1)
+    with pytest.raises(TypeError, match="return_aux is True; it must be None or an AuxRequest"):
+        torch_attn.varlen_attn(**arguments(), return_aux=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"out is a builtins\.list"):
+        torch_attn.varlen_attn_out([1], **arguments())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a derivative is asked for, but block_table is given"):
         torch_attn.varlen_attn(**pages() | {"query": torch.randn(8, 4, 16, requires_grad=True)})
 

@@ -149,6 +149,11 @@ def _beyond_torch(module: MultiheadAttention) -> str:
     if more := [f"{name}={value}" for name, value in options.items() if value != defaults[name]]:
         return f"torch's module has no {', '.join(more)}"
     out_proj = module.out_proj
-    if type(out_proj).forward is not nn.Linear.forward or "forward" in vars(out_proj):
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if (
+        type(out_proj).forward is not nn.Linear.forward
+        or "forward" in vars(out_proj)
+        or any(getattr(out_proj, name) for name in hooks)
+    ):
         return f"torch's module does not call its out_proj, a {type(out_proj).__qualname__}"
     return ""

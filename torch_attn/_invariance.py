@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = ["invariant"]
 
 
-@contextlib.contextmanager
-def invariant() -> Iterator[None]:
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# A graph has to end there.
+_outside = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    reason="enter torch_attn.invariant around a compiled function"
+)
+
+
+class invariant(contextlib.ContextDecorator):  # noqa: N801, as torch.no_grad
     """Makes a text as a whole, in chunks, and token by token give the same bits.
 
     The bits of a row never depend on the other entries of a batch, nor on how sequences are packed,
@@ -27,7 +35,10 @@ def invariant() -> Iterator[None]:
     keep their bits themselves: a matrix product of PyTorch has others for other numbers of rows.
 
     Raises:
-        RuntimeError: in a function that :func:`torch.compile` compiles; enter it around the call.
+        RuntimeError: in a function that :func:`torch.compile` compiles with ``fullgraph=True``,
+            whose graph would have to end there; enter it around the call.
+        TypeError: it decorates a generator function or a coroutine, which runs after its call has
+            returned, when this is off again; enter it inside, where nothing is yielded or awaited.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 100, 64)
@@ -37,12 +48,20 @@ def invariant() -> Iterator[None]:
         >>> torch.equal(whole[:, :, 99:], last)
         True
     """
-    if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(
-            "torch_attn: invariant cannot be part of a compiled function; enter it around the call"
-        )
-    torch.ops.attn._invariant(+1)
-    try:
-        yield
-    finally:
+
+    def __call__(self, function: _Function) -> _Function:
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(is_kind(function) for is_kind in kinds):
+            raise TypeError(
+                f"torch_attn: invariant decorates {function.__qualname__}, which runs after its "
+                "call has returned; enter it inside, where nothing is yielded or awaited"
+            )
+        return super().__call__(function)
+
+    @_outside  # type: ignore[untyped-decorator]
+    def __enter__(self) -> None:
+        torch.ops.attn._invariant(+1)
+
+    @_outside  # type: ignore[untyped-decorator]
+    def __exit__(self, *_: object) -> None:
         torch.ops.attn._invariant(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -159,19 +160,29 @@ class PagedCache:
                 last of them is not stored. The numbers are read: on a GPU that waits for it.
             layer: whose keys and values these are.
         """
+        handles = list(handles)
         sequences = [self._sequence("handles", handle) for handle in handles]
         if len(set(handles)) < len(sequences):
-            raise _error(f"handles is {list(handles)}; each must be in it once")
+            raise _error(f"handles is {handles}; each must be in it once")
         self._check_layer(layer)
         tokens = self._check_tokens(key, value)
-        starts = self._check_starts(cu_seq, len(sequences), tokens)
+        _check_starts("cu_seq", cu_seq, len(sequences))
+        starts: list[int] = cu_seq.tolist()
+        if starts[0] != 0 or [*starts, tokens] != sorted([*starts, tokens]):
+            raise _error(
+                f"cu_seq is {starts}; it must be from 0, none less than the one before, the last "
+                f"at most {tokens}, the T of key"
+            )
 
         # What is to become of each table, until nothing can fail any more: `_free` from its end on
-        # has the new pages, `left` is how often a shared page is out of use by copies of it.
-        left, copies, tables, needed = Counter[int](), {}, [], 0
-        first_rows, rows = [], []  # of each page that is written to: its first new row, how many
-        for n, (pages, lengths) in enumerate(sequences):
-            begin, end, table = lengths[layer], lengths[layer] + starts[n + 1] - starts[n], [*pages]
+        # has the new pages, `left` is how often a shared page is out of use by copies of it. The
+        # longest comes last: who writes into a shared page itself then writes behind all others.
+        left, copies, needed = Counter[int](), {}, 0
+        tables = [[*pages] for pages, _ in sequences]
+        slots: list[list[int]] = [[] for _ in sequences]  # of each token, a row of the pool
+        for n in sorted(range(len(sequences)), key=lambda n: sequences[n].lengths[layer]):
+            begin, table = sequences[n].lengths[layer], tables[n]
+            end = begin + starts[n + 1] - starts[n]
             while begin < end:
                 index, offset = divmod(begin, self._page_size)
                 is_new = index == len(table)
@@ -183,17 +194,17 @@ class PagedCache:
                     else:
                         left[table[index]] += 1
                         copies[page], table[index] = table[index], page
-                first_rows.append(table[index] * self._page_size + offset)
-                rows.append(min(self._page_size - offset, end - begin))
-                begin += rows[-1]
-            tables.append(table)
+                first = table[index] * self._page_size + offset
+                count = min(self._page_size - offset, end - begin)
+                slots[n] += range(first, first + count)
+                begin += count
         if needed > len(self._free):
             raise RuntimeError(
                 f"torch_attn.PagedCache: {needed} pages are needed and {len(self._free)} are free; "
                 "free sequences, append to fewer, or make a cache of more pages"
             )
 
-        self._write(key, value, layer, copies, first_rows, rows)
+        self._write(key, value, layer, copies, list(chain.from_iterable(slots)))
         taken = self._free[len(self._free) - needed :]
         del self._free[len(self._free) - needed :]
         for page in taken:
@@ -217,6 +228,7 @@ class PagedCache:
             `block_table`, int32 ``[N, most pages]``, -1 behind the last page of a sequence, and
             `seqused_k`, int32 ``[N]``, both on the cache's device.
         """
+        handles = list(handles)
         lengths = self.lengths(handles, layer=layer)
         tables = [self._sequences[handle].pages for handle in handles]
         most = max(map(len, tables), default=0)
@@ -256,7 +268,9 @@ class PagedCache:
         Raises:
             RuntimeError: as of :func:`varlen_attn`.
         """
+        handles = list(handles)
         block_table, used = self.block_table(handles, layer=layer)
+        _check_starts("cu_seq_q", cu_seq_q, len(handles))
         if max_q is None:
             max_q = int(cu_seq_q.diff().max()) if cu_seq_q.numel() > 1 else 0
         return varlen_attn(
@@ -284,26 +298,19 @@ class PagedCache:
                 self._free.append(page)
 
     def _write(
-        self,
-        key: Tensor,
-        value: Tensor,
-        layer: int,
-        copies: dict[int, int],
-        first_rows: list[int],
-        rows: list[int],
+        self, key: Tensor, value: Tensor, layer: int, copies: dict[int, int], slots: list[int]
     ) -> None:
-        """Changes only pages that are free so far, and rows behind the end of a sequence."""
+        """Changes only pages that are free so far, and rows that no sequence reads."""
         device = self.key.device
-        to, source = (torch.tensor(list(x), device=device) for x in (copies, copies.values()))
-        first, count = (torch.tensor(x, device=device) for x in (first_rows, rows))
+        to, source = torch.tensor([[*copies], [*copies.values()]], dtype=torch.int64, device=device)
+        rows = torch.tensor(slots, dtype=torch.int64, device=device)
         for pool, new in ((self.key, key), (self.value, value)):
+            new = new.detach()[: len(slots)]
+            if new.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
+                new = new.clone()  # tokens that are in the cache already
             if copies:
                 pool[:, to] = pool[:, source]
-            if rows:
-                before = count.cumsum(0) - count
-                slots = (first - before).repeat_interleave(count, output_size=sum(rows))
-                slots += torch.arange(sum(rows), device=device)
-                pool[layer].flatten(0, 1)[slots] = new.detach()[: sum(rows)]
+            pool[layer].flatten(0, 1)[rows] = new
 
     def _sequence(self, name: str, handle: int) -> _Sequence:
         if not isinstance(handle, int) or not 0 <= handle < self._next:
@@ -323,6 +330,8 @@ class PagedCache:
                 raise TypeError(
                     f"torch_attn.PagedCache: {name} is a {type(new).__name__}; it must be a tensor"
                 )
+            if new.layout != torch.strided:
+                raise _error(f"{name} has layout {new.layout}; it must be a dense (strided) tensor")
             expected = (*key.shape[:1], *pool.shape[3:])
             if (new.shape, new.dtype, new.device) != (expected, pool.dtype, pool.device):
                 tokens = "T" if name == "key" else f"T = {key.shape[0]}"
@@ -333,18 +342,16 @@ class PagedCache:
                 )
         return key.shape[0]
 
-    def _check_starts(self, cu_seq: Tensor, sequences: int, tokens: int) -> list[int]:
-        if not isinstance(cu_seq, Tensor) or cu_seq.dtype not in (torch.int32, torch.int64):
-            was = cu_seq.dtype if isinstance(cu_seq, Tensor) else f"a {type(cu_seq).__name__}"
-            raise _error(f"cu_seq is {was}; it must be a tensor of int32 or int64")
-        starts: list[int] = cu_seq.tolist()
-        fits = cu_seq.shape == (sequences + 1,) and starts[0] == 0
-        if not fits or [*starts, tokens] != sorted([*starts, tokens]):
-            raise _error(
-                f"cu_seq is {starts}; it must be {sequences + 1} numbers, one more than handles: "
-                f"from 0, none less than the one before, the last at most {tokens}, the T of key"
-            )
-        return starts
+
+def _check_starts(name: str, cu_seq: Tensor, sequences: int) -> None:
+    if not isinstance(cu_seq, Tensor) or cu_seq.dtype not in (torch.int32, torch.int64):
+        was = cu_seq.dtype if isinstance(cu_seq, Tensor) else f"a {type(cu_seq).__name__}"
+        raise _error(f"{name} is {was}; it must be a tensor of int32 or int64")
+    if cu_seq.shape != (sequences + 1,):
+        raise _error(
+            f"{name} has shape {list(cu_seq.shape)}; it must be [{sequences + 1}], one number more "
+            "than handles"
+        )
 
 
 def _error(message: str) -> ValueError:

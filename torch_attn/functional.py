@@ -431,7 +431,7 @@ def sdpa_stats(
 
 
 def _pair(window_size: tuple[int, int]) -> list[int]:
-    if len(window_size) != 2:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size}; it must be a pair (left, right) of ints")
     return [window_size[0], window_size[1]]
 
@@ -443,10 +443,11 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
     if isinstance(numbers, Tensor):
         return numbers
     if not isinstance(numbers, (int, torch.SymInt)):
-        raise TypeError(
-            f"attn::sdpa: {name} is {numbers}; it must be an int or a tensor of integers"
-        )
-    return torch.full([], numbers, dtype=torch.int64, device=query.device)
+        raise TypeError(f"{name} is {numbers}; it must be an int or a tensor of integers")
+    try:
+        return torch.full([], numbers, dtype=torch.int64, device=query.device)
+    except OverflowError as error:
+        raise ValueError(f"{name} is {numbers}; it must fit into int64") from error
 
 
 def _refuse_others(operator: str, **tensors: Any) -> None:

@@ -32,6 +32,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     key_lengths                  from opset 24 on. With is_causal or a window they need
                                  ``query_offset=key_lengths - L``, computed like this in the model
     alibi_slopes, sinks          None
+    cu_seq_q                     None: not :func:`torch_attn.varlen_attn`
     ===========================  ===================================================================
 
     The meaning is that of onnx 1.23, which is ours. Earlier releases, and runtimes that follow
@@ -69,6 +70,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         ops.sdpa.default: _sdpa,
         ops.attention.default: _sdpa_with_logsumexp,
         ops.sdpa_with_weights.default: _sdpa_with_weights,
+        ops.sdpa_stats.default: _sdpa_stats,
     }
 
 
@@ -84,6 +86,10 @@ def _sdpa_with_weights(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
     """One node gives either matrix; the exporter removes the second if nothing reads its result."""
     output, _, _, weights = _attention(_AFTER_SOFTMAX, *args, **kwargs)
     return output, weights, _attention(_BEFORE_SOFTMAX, *args, **kwargs)[3]
+
+
+def _sdpa_stats(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError("attn::sdpa_stats: ONNX has no operator that gives statistics of attention")
 
 
 # qk_matmul_output_mode, of onnx from 1.22 on.
@@ -120,6 +126,8 @@ def _attention(
     key_lengths: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    cu_seq_q: Any = None,
+    **_: Any,  # beside cu_seq_q only
 ) -> Any:
     """The node, after everything that it cannot mean was refused: its four results."""
     from onnxscript import evaluator, ir, values
@@ -132,7 +140,8 @@ def _attention(
         _refuse("dropout_p", dropout_p, "0")
     if scale is not None and scale <= 0:
         _refuse("scale", scale, "more than 0")  # query and key are multiplied by its root
-    for name, given in {"alibi_slopes": alibi_slopes, "sinks": sinks}.items():
+    others = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seq_q": cu_seq_q}
+    for name, given in others.items():
         if given is not None:
             _refuse(name, "given", "None")
     _check_shapes(query, key, value, attn_mask)
@@ -228,8 +237,13 @@ def _is_difference(query_offset: Any, key_lengths: Any, L: Any) -> bool:
     """Whether the program computes one as the other - L."""
     producer = None if query_offset is None else query_offset.producer()
     node = None if producer is None else producer.meta.get("node")
-    if node is None or node.target != torch.ops.aten.sub.Tensor:
+    add, sub = torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor  # n - L, or -L + n
+    if node is None or node.target not in (add, sub) or node.kwargs:
         return False
-    minuend, subtrahend = node.args
-    subtrahend = getattr(subtrahend, "meta", {}).get("val", subtrahend)
-    return bool(minuend.name == key_lengths.name and str(subtrahend) == str(L) and not node.kwargs)
+    lengths, other = node.args
+    if getattr(other, "target", None) == torch.ops.aten.scalar_tensor.default:  # beside int32
+        other = other.args[0]
+    other = getattr(other, "meta", {}).get("val", other)
+    if lengths.name != key_lengths.name or not isinstance(other, (int, torch.SymInt)):
+        return False
+    return str(other if node.target == sub else -other) == str(L)

@@ -177,6 +177,16 @@ def _why_not_jagged(
                 "[B, H, j, E], as x.transpose(1, 2) is of [B, j, H, E], or [B, j, E], with the "
                 "dimension j that is ragged"
             )
+    N = query.size(0)
+    if key.size(0) != N:
+        return f"key is a nested tensor of {key.size(0)} sequences; it must be of query's {N}"
+    for name in ("query_offset", "key_lengths"):
+        numbers = others.get(name)
+        if numbers is not None and numbers.shape not in ((), (1,), (N,)):
+            return (
+                f"{name} has shape {list(numbers.shape)} beside nested tensors; it must be [] or "
+                f"[B], {N} numbers"
+            )
     if not _same_places(key, value):
         return "key and value are nested tensors of different lengths; they must be equal"
     return None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_attn.functional import _numbers, _pair, _refuse_others
+from torch_attn.functional import _integers, _numbers, _pair, _refuse_others
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -79,7 +79,7 @@ def varlen_attn(
         softcap, alibi_slopes, sinks, dropout_p: as of :func:`torch_attn.sdpa`; slopes and sinks
             are ``[Hq]``.
         query_offset: the position of the first query of each sequence among its keys: integers
-            ``[N]``, or one for all. None: keys in use less queries.
+            ``[N]``, or an int for all. None: keys in use less queries.
         attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: for each query a row over the
             keys of its own sequence. Differentiable.
 
@@ -110,12 +110,20 @@ def varlen_attn(
         >>> output.shape
         torch.Size([24, 8, 64])
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::varlen_attention", query=query, key=key, value=value)
+    if not all(isinstance(t, Tensor) for t in (query, key, value, cu_seq_q)):
+        tensors = {"query": query, "key": key, "value": value, "cu_seq_q": cu_seq_q}
+        _refuse_others("attn::varlen_attention", **tensors)
     numbers = _numbers("attn::varlen_attention", scale=scale, dropout_p=dropout_p, softcap=softcap)
     _check_num_splits(num_splits)
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise TypeError(
+            f"attn::varlen_attention: return_aux is {return_aux!r}; it must be None or an "
+            "AuxRequest"
+        )
     if isinstance(query_offset, (int, torch.SymInt)):
-        query_offset = cu_seq_q.new_full((cu_seq_q.shape[0] - 1,), query_offset, dtype=torch.int64)
+        number: Any = _integers("query_offset", query_offset, query)
+        # [N]; of a cu_seq_q that is not [N + 1] the operator says so.
+        query_offset = number.expand(cu_seq_q.flatten()[1:].shape)
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
         query,
         key,
@@ -161,7 +169,7 @@ def varlen_attn_out(
     """:func:`varlen_attn` that writes its output into a given tensor, without derivatives.
 
     Args:
-        out: ``[T_q, Hq, Ev]``, of query's dtype and device, of any strides; overwritten.
+        out: as :func:`varlen_attn` returns it, of any strides; overwritten.
         options: the other options of :func:`varlen_attn`.
 
     Returns:
@@ -176,12 +184,8 @@ def varlen_attn_out(
         >>> torch_attn.varlen_attn_out(out, query, key, value, cu_seq, cu_seq, 6, 6) is out
         True
     """
-    expected = (*query.shape[:2], value.shape[-1])
-    if (tuple(out.shape), out.dtype, out.device) != (expected, query.dtype, query.device):
-        raise RuntimeError(
-            f"attn::varlen_attention: out is {out.dtype} of shape {list(out.shape)} on "
-            f"{out.device}; it must be {query.dtype} of shape {list(expected)} on {query.device}"
-        )
+    if not isinstance(out, Tensor):
+        _refuse_others("attn::varlen_attention", out=out)
     with torch.no_grad():
         output, logsumexp = varlen_attn(
             query,
@@ -200,6 +204,14 @@ def varlen_attn_out(
             num_splits=num_splits,
             **options,
         )
+        # Forward mode goes on under no_grad.
+        output, logsumexp = output.detach(), logsumexp.detach()
+        if (out.shape, out.dtype, out.device) != (output.shape, output.dtype, output.device):
+            raise RuntimeError(
+                f"attn::varlen_attention: out is {out.dtype} of shape {list(out.shape)} on "
+                f"{out.device}; it must be {output.dtype} of shape {list(output.shape)} on "
+                f"{output.device}, as the result is"
+            )
         out.copy_(output)
     return (out, logsumexp) if return_aux is not None and return_aux.lse else out
 

@@ -21,6 +21,7 @@ import importlib
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -509,13 +510,17 @@ class _Texts:
         return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
 
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """`[B, 1, L, S]`: also hides the other texts; for what needs L x S anyway."""
+        """`[B, 1, L, S]`: also hides the other texts; for what needs L x S anyway.
+
+        What is behind the last text sees nothing, as in :meth:`attend`.
+        """
         of_query, of_key = (
             torch.searchsorted(cu_seq, torch.arange(B * n, device=cu_seq.device), right=True)
             .view(B, 1, n)
             .to(query.device)
             for cu_seq, (B, _, n, _) in ((self.cu_seq_q, query.shape), (self.cu_seq_k, key.shape))
         )
+        of_query = of_query.masked_fill(of_query == self.cu_seq_q.numel(), -1)
         same = of_query[..., None] == of_key[..., None, :]
         if mask is None or mask.dtype == torch.bool:
             return same if mask is None else mask & same
@@ -532,16 +537,25 @@ def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | No
         return None
     parts = _around(function).get("mask_functions", ())
     around = {name: x for part in parts for name, x in _around(part).items()}
-    if set(around) != {"packed_sequence_mask", "mask_function", "position_ids"}:
+    if "packed_sequence_mask" not in around:
         return None
-    number, alone = around["packed_sequence_mask"], around["mask_function"]
-    own = (
-        masking.packed_sequence_mask_function(number),
-        masking.remap_positions_for_packed_sequence(alone, around["position_ids"]),
-    )
-    if function.__code__ is not masking.and_masks(*own).__code__ or len(parts) != 2:
+    number, alone = around["packed_sequence_mask"], around.get("mask_function")
+    names = {"packed_sequence_mask", "mask_function", "position_ids"}
+    if is_known := set(around) == names and len(parts) == 2:
+        own = (
+            masking.packed_sequence_mask_function(number),
+            masking.remap_positions_for_packed_sequence(alone, around["position_ids"]),
+        )
+        known = masking.and_masks(*own), *own
+        is_known = {f.__code__ for f in (function, *parts)} == {f.__code__ for f in known}
+    if not is_known:
+        warnings.warn(
+            "attn: this release of transformers tells of packed texts in a way that is not known "
+            "here; they get a mask of L x S",
+            stacklevel=2,
+        )
         return None
-    if {f.__code__ for f in parts} != {f.__code__ for f in own} or masking.is_tracing(number):
+    if masking.is_tracing(number):
         return None
     kind: type = type(config)
     if getattr(config, "num_kv_shared_layers", 0) or _computes_with_masks(kind):
