@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -159,21 +159,6 @@ def test_where_a_graph_may_break() -> None:
     for function in (torch_attn.invariant()(on), lambda: blocks(torch.ones(1))[1]):
         assert torch.compile(function, backend="eager")() == before + 1
         assert on() == before
-
-
-def test_decorates_only_what_ends_with_its_call() -> None:
-    def generator() -> Iterator[None]:
-        yield
-
-    async def coroutine() -> None: ...
-
-    async def both() -> AsyncIterator[None]:
-        yield
-
-    for function in (generator, coroutine, both):
-        name = function.__qualname__
-        with pytest.raises(TypeError, match=f"invariant decorates {name}, which runs after"):
-            torch_attn.invariant()(function)
 
 
 @pytest.mark.parametrize(

@@ -396,8 +396,6 @@ def test_integers_are_integers(name: str, numbers: Any) -> None:
     x = torch.randn(2, 4, 5, 8)
     with pytest.raises(TypeError, match=rf"{name} is .*; it must be an int or a tensor"):
         torch_attn.sdpa(x, x, x, **{name: numbers})
-    with pytest.raises(ValueError, match=rf"{name} is {2**70}; it must fit into int64"):
-        torch_attn.sdpa(x, x, x, **{name: 2**70})
 
 
 def test_lengths_changed_in_place_are_seen() -> None:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 import torch
 
 __all__ = ["invariant"]
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-# A graph has to end there.
-_outside = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    reason="enter torch_attn.invariant around a compiled function"
-)
-
-
-class invariant(contextlib.ContextDecorator):  # noqa: N801, as torch.no_grad
+@contextlib.contextmanager
+def invariant() -> Iterator[None]:
     """Makes a text as a whole, in chunks, and token by token give the same bits.
 
     The bits of a row never depend on the other entries of a batch, nor on how sequences are packed,
@@ -36,9 +28,10 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801, as torch.no_grad
 
     Raises:
         RuntimeError: in a function that :func:`torch.compile` compiles with ``fullgraph=True``,
-            whose graph would have to end there; enter it around the call.
-        TypeError: it decorates a generator function or a coroutine, which runs after its call has
-            returned, when this is off again; enter it inside, where nothing is yielded or awaited.
+            whose graph has to end there; enter it around the call.
+
+    A generator function or a coroutine runs after its call has returned, when what decorates it is
+    off again: enter it inside, where nothing is yielded or awaited.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 100, 64)
@@ -48,20 +41,12 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801, as torch.no_grad
         >>> torch.equal(whole[:, :, 99:], last)
         True
     """
-
-    def __call__(self, function: _Function) -> _Function:
-        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-        if any(is_kind(function) for is_kind in kinds):
-            raise TypeError(
-                f"torch_attn: invariant decorates {function.__qualname__}, which runs after its "
-                "call has returned; enter it inside, where nothing is yielded or awaited"
-            )
-        return super().__call__(function)
-
-    @_outside  # type: ignore[untyped-decorator]
-    def __enter__(self) -> None:
-        torch.ops.attn._invariant(+1)
-
-    @_outside  # type: ignore[untyped-decorator]
-    def __exit__(self, *_: object) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "torch_attn: invariant cannot be part of a compiled function; enter it around the call"
+        )
+    torch.ops.attn._invariant(+1)
+    try:
+        yield
+    finally:
         torch.ops.attn._invariant(-1)

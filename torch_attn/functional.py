@@ -444,10 +444,7 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
         return numbers
     if not isinstance(numbers, (int, torch.SymInt)):
         raise TypeError(f"{name} is {numbers}; it must be an int or a tensor of integers")
-    try:
-        return torch.full([], numbers, dtype=torch.int64, device=query.device)
-    except OverflowError as error:
-        raise ValueError(f"{name} is {numbers}; it must fit into int64") from error
+    return torch.full([], numbers, dtype=torch.int64, device=query.device)
 
 
 def _refuse_others(operator: str, **tensors: Any) -> None:

@@ -42,8 +42,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   values[2] = heads;
 }
 
-// Looks once at a mask that several heads share. p.mask_tiles points into the result. Each packed sequence has a mask of
-// its own.
+// Looks once at a mask that several heads share, as packed sequences do not. p.mask_tiles points into the result.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
   constexpr int64_t kFewQueries = 16;  // read little of the mask, as they go
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};

@@ -254,8 +254,8 @@ struct Forward {
                        state.reference[i], sums[i], largest(i), to);
   }
 
-  // Asks for what this task writes and the next one reads, where all lies in memory and a head has few rows: each begins
-  // in another page, so that processors do not foresee them.
+  // Asks for what this task writes and the next one reads, where all lies in memory and a head has few rows: processors
+  // do not foresee them.
   static ATTN_INLINE void prefetch_few_rows(const ForwardParams& p, const RowTask& own) {
     const int64_t numbers = larger(p.batch * p.queries, p.tokens) * p.heads * (p.head_dim + p.value_dim);
     if (p.rows() > kRowTile || p.keys > kKeyTile || p.paging.table || numbers * size_of(p.query.dtype) <= kInCache)

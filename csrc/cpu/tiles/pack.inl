@@ -100,8 +100,8 @@ struct Pieces {
   Block block;
   const char* at[(kKeyTile + kAhead) / kPiece];
 };
-// As key_block(), but without a copy if rows can be read as they lie. Behind the end of a page, where a last vector that
-// is not full would end, lie other numbers than those of the next row, or none.
+// As key_block(), but without a copy if rows can be read as they lie. A last vector that is not full would end behind
+// the page, where there may be nothing.
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {
