@@ -10,6 +10,7 @@ import torch
 
 import torch_attn
 from helpers import CPU_CAPABILITIES
+from torch_attn._library import built_with
 
 
 def report(**environment: str) -> dict[str, str]:
@@ -34,7 +35,7 @@ def test_says_what_a_bug_report_needs() -> None:
     assert rows["CPU"]
     assert re.fullmatch(r"torch 2\.\d+\.\S+, \S.*\d+\.\d+.*", rows["built with"])
     # A library without CUDA kernels says so also where torch has CUDA.
-    assert rows["CUDA"].startswith("no (")
+    assert rows["CUDA"].startswith("yes (" if built_with()["cuda"] else "no (")
 
 
 def test_says_which_instruction_set_runs() -> None:

@@ -232,8 +232,9 @@ def test_texts_told_of_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another release of transformers, say: a mask, which is right, and a warning."""
     masking = transformers.masking_utils
     number = torch.zeros(1, 2)
-    told = masking.packed_sequence_compatibility_function(
-        masking.causal_mask_function, number, number
+    told = masking.and_masks(
+        masking.packed_sequence_mask_function(number),
+        masking.remap_positions_for_packed_sequence(masking.causal_mask_function, number),
     )
     monkeypatch.setattr(masking, "packed_sequence_mask_function", lambda number: lambda *_: number)
     with pytest.warns(UserWarning, match="not known here; they get a mask of L x S"):

@@ -81,7 +81,7 @@ def check_registers() -> int:
     assert set(architectures) == {"sm_80", "sm_90"}, architectures
     kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
     for name, *numbers in kernels:
-        allowed = 256 if "SimtId" in name else 0  # bytes
+        allowed = 256 if re.search("SimtId|merge_splitsId", name) else 0  # bytes
         assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"
     return len(kernels)
 
@@ -89,7 +89,9 @@ def check_registers() -> int:
 def main() -> None:
     assert torch.version.cuda, "this torch is a build without CUDA"
     assert built_with()["cuda"], "the library was built without CUDA"
-    kernels = [name for name in OPERATORS if has_kernel(name, "CPU")]
+    # Where there is no kernel of weights, formulas compute them.
+    on_cpu_only = {"attn::_sdpa_weights"}
+    kernels = [n for n in OPERATORS if has_kernel(n, "CPU") and n not in on_cpu_only]
     assert {"attn::sdpa", "attn::_sdpa_forward", "attn::_sdpa_backward"} <= set(kernels), kernels
     missing = [name for name in kernels if not has_kernel(name, "CUDA")]
     assert not missing, f"no kernel for CUDA: {missing}"
