@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,34 +18,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torch_attn
+from _processes import Processes
 from helpers import in_fresh_process, make_inputs
 
 WORLD = 2
-Run = Callable[..., list[Any]]
-
-
-def join(rank: int, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=WORLD)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Calls a function in every process at once and returns all results."""
-    rendezvous = str(tmp_path_factory.mktemp("gloo") / "store")
-    spawn = multiprocessing.get_context("spawn")
-    processes = [
-        concurrent.futures.ProcessPoolExecutor(1, spawn, join, (rank, rendezvous))
-        for rank in range(WORLD)
-    ]
-
-    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        futures = [process.submit(function, *args) for process in processes]
-        return [future.result(timeout=120) for future in futures]
-
-    yield run
-    for process in processes:
-        process.shutdown()
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(WORLD, tmp_path_factory.mktemp("gloo"))
+    yield processes
+    processes.end()
 
 
 R, Batch, Head, Rows, Columns = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
@@ -141,13 +122,13 @@ def compare(case: Case) -> tuple[tuple[Any, ...], int]:
 
 
 @pytest.mark.parametrize("case", LOCAL)
-def test_without_communication(run: Run, case: str) -> None:
+def test_without_communication(run: Processes, case: str) -> None:
     expected = LOCAL[case][-1]
     assert run(compare, LOCAL[case]) == [((expected,), 0)] * WORLD
 
 
 @pytest.mark.parametrize("case", REDISTRIBUTED)
-def test_redistributed(run: Run, case: str) -> None:
+def test_redistributed(run: Processes, case: str) -> None:
     for (placement,), communications in run(compare, REDISTRIBUTED[case]):
         assert placement == (REDISTRIBUTED[case][-1] or placement)
         assert communications > 0
@@ -169,13 +150,13 @@ def compare_statistics(case: Case) -> list[tuple[tuple[Any, ...], int]]:
 
 
 @pytest.mark.parametrize("case", [name for name in LOCAL if "value" not in name])
-def test_statistics_without_communication(run: Run, case: str) -> None:
+def test_statistics_without_communication(run: Processes, case: str) -> None:
     expected = LOCAL[case][-1]
     assert run(compare_statistics, LOCAL[case]) == [[((expected,), 0)] * 4] * WORLD
 
 
 @pytest.mark.parametrize("case", ["queries", "head_dim", "sum to be done", "two ways"])
-def test_statistics_redistributed(run: Run, case: str) -> None:
+def test_statistics_redistributed(run: Processes, case: str) -> None:
     for results in run(compare_statistics, REDISTRIBUTED[case]):
         assert all(communications > 0 for _, communications in results)
 
@@ -263,7 +244,7 @@ def compare_options(case: str) -> tuple[Any, int]:
 
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1")
 @pytest.mark.parametrize("case", WITH_OPTIONS)
-def test_options(run: Run, case: str) -> None:
+def test_options(run: Processes, case: str) -> None:
     _, of_inputs, of_output = WITH_OPTIONS[case]
     for placements, communications in run(compare_options, case):
         assert placements == (of_output,)
@@ -290,7 +271,7 @@ def what_the_forward_keeps() -> None:
             torch.testing.assert_close(one.full_tensor(), other)
 
 
-def test_what_the_forward_keeps(run: Run) -> None:
+def test_what_the_forward_keeps(run: Processes) -> None:
     run(what_the_forward_keeps)
 
 
@@ -318,7 +299,7 @@ def options_after_options() -> None:
             torch.testing.assert_close(output, expected)
 
 
-def test_options_after_options(run: Run) -> None:
+def test_options_after_options(run: Processes) -> None:
     run(options_after_options)
 
 
@@ -333,7 +314,7 @@ def options_that_fit_nowhere() -> None:
         torch_attn.sdpa(*inputs, key_lengths=torch.tensor([3, 6]))
 
 
-def test_options_that_fit_nowhere(run: Run) -> None:
+def test_options_that_fit_nowhere(run: Processes) -> None:
     run(options_that_fit_nowhere)
 
 
@@ -360,7 +341,7 @@ def call_after_call() -> None:
         torch_attn.sdpa(sharded[0], *inputs[1:])
 
 
-def test_call_after_call(run: Run) -> None:
+def test_call_after_call(run: Processes) -> None:
     run(call_after_call)
 
 
@@ -397,7 +378,7 @@ def tensor_parallel() -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], msg=name)
 
 
-def test_tensor_parallel(run: Run) -> None:
+def test_tensor_parallel(run: Processes) -> None:
     run(tensor_parallel)
 
 
@@ -447,7 +428,7 @@ def causal_biases() -> None:
         torch.testing.assert_close(output.full_tensor(), expected)
 
 
-def test_causal_biases(run: Run) -> None:
+def test_causal_biases(run: Processes) -> None:
     run(causal_biases)
 
 
@@ -480,6 +461,6 @@ def forward_mode() -> None:
         torch.func.jvp(lambda x: torch_attn.sdpa(x, x, x), (x,), (x,))
 
 
-def test_forward_mode_raises(run: Run) -> None:
+def test_forward_mode_raises(run: Processes) -> None:
     """PyTorch itself makes no dual tensor of a DTensor."""
     run(forward_mode)

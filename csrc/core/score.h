@@ -75,6 +75,14 @@ struct SoftCap {
 };
 // Whether a score is more than a multiple of its product, apart from the mask and what is hidden.
 ATTN_INLINE constexpr bool has_score_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
+// Whether the CPU leaves products in a tile instead of scores: that saves a pass over it. It may if the largest
+// product is the largest score and no number of a mask is to be added.
+template <class T>
+ATTN_INLINE constexpr bool leaves_products(const Problem& p) {
+  const bool adds = has_score_terms(p) || (p.has_mask && p.mask.dtype != DType::boolean);
+  const bool divides = !p.terms.sinks || p.scale > 1e-20;  // sinks are made products
+  return !adds && divides && ScoreFunction<T>::of(p).keeps_order();
+}
 
 // Which keys a query sees, apart from the mask (Sequence). Queries and keys are counted within their sequence; a range
 // of queries stands for all that are in it.

@@ -75,6 +75,12 @@ TORCH_LIBRARY(attn, m) {
         ", bool[6] grad_input_mask) -> " GRADIENTS,
         plain);
 
+  // What merges calls over some of the keys each: of the forward's pair logsumexp the value, float64 [*, H, L], and the
+  // way back. The other arguments, those of the call, say what the pair means.
+#define OF_PAIR "Tensor query, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, *, float? scale, float softcap"
+  m.def("_logsumexp_of_pair(Tensor pair, " OF_PAIR ") -> Tensor", plain);
+  m.def("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " OF_PAIR ") -> Tensor", plain);
+
   // sdpa_with_weights for those who do not read scores: weights, or their mean over the heads, [*, L, S].
   m.def("_sdpa_and_weights(" CALL MORE ", " OF_HEADS ", bool mean=False) -> (Tensor output, Tensor weights)", random);
   // The kernel of both, for the devices that have one, without dropout. What is not wanted is empty. The output has no

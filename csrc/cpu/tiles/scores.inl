@@ -6,14 +6,6 @@
 
 namespace attn::ATTN_ISA {
 
-// Whether scores() leaves products in the tile instead of scores: that saves a pass over it. It may if the largest
-// product is the largest score and no number of a mask is to be added.
-template <class T>
-ATTN_INLINE bool leaves_products(const Problem& p) {
-  const bool adds = has_score_terms(p) || (p.has_mask && p.mask.dtype != DType::boolean);
-  const bool divides = !p.terms.sinks || p.scale > 1e-20;  // sinks are made products
-  return !adds && divides && ScoreFunction<T>::of(p).keeps_order();
-}
 // The readers of the tile: of numbers x and y in it, be they scores or products, exp(score_x - score_y) is
 // 2^((x - y) * log2_slope). The difference comes first: it is exact where it is small, and 0 for the largest score.
 template <class T>

@@ -1,0 +1,66 @@
+// What merges calls over some of the keys each, which lie on different processes: the logsumexp of rows in float64, and
+// from it the pair that the derivatives of every part take (params.h).
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "core/score.h"
+#include "operators/validate.h"
+
+namespace attn {
+namespace {
+
+using at::Tensor;
+
+constexpr double kLog2E = 1.4426950408889634;
+
+// What a number of the CPU's pair has to be multiplied by to be a score, as rounded as the kernels have it.
+double unit_of_pair(const QueryAndKey& tensors, const CallOptions& options, const HeadInputs& of_heads) {
+  const auto& mask = tensors.attn_mask;
+  Problem p;
+  p.scale = scale_or_default(options.scale, tensors.query.size(-1));
+  p.softcap = softcap_for(tensors.query, options.softcap);
+  p.has_mask = mask.has_value();
+  p.mask.dtype = mask && mask->scalar_type() == at::kBool ? DType::boolean : DType::f32;
+  p.terms.alibi_slopes = of_heads.alibi_slopes ? of_heads.alibi_slopes->const_data_ptr() : nullptr;
+  p.terms.sinks = of_heads.sinks ? of_heads.sinks->const_data_ptr() : nullptr;
+  const bool is_double = compute_dtype(tensors.query) == at::kDouble;
+  const double slope = kLog2E * ((is_double ? leaves_products<double>(p) : leaves_products<float>(p)) ? p.scale : 1);
+  return (is_double ? slope : static_cast<float>(slope)) / kLog2E;
+}
+
+// [..., L, 2] -> float64 [..., L]
+Tensor logsumexp_of_pair(const Tensor& pair, const Tensor& query, const std::optional<Tensor>& mask,
+                         const std::optional<Tensor>& slopes, const std::optional<Tensor>& sinks,
+                         std::optional<double> scale, double softcap) {
+  const Tensor first = pair.select(-1, 0).to(at::kDouble), second = pair.select(-1, 1).to(at::kDouble);
+  if (!query.is_cpu()) return first + second;
+  const double unit = unit_of_pair({query, query, mask}, {.scale = scale, .softcap = softcap}, {slopes, sinks});
+  return first * unit + second / kLog2E;
+}
+// The way back. `reference`: the first numbers of the parts' pairs, the largest of them; differences from it are small.
+Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const Tensor& query,
+                         const std::optional<Tensor>& mask, const std::optional<Tensor>& slopes,
+                         const std::optional<Tensor>& sinks, std::optional<double> scale, double softcap) {
+  const auto dtype = compute_dtype(query);
+  const bool is_cpu = query.is_cpu();
+  const double unit =
+      is_cpu ? unit_of_pair({query, query, mask}, {.scale = scale, .softcap = softcap}, {slopes, sinks}) : 1;
+  constexpr double kFarAbove = 64;  // a sink may be
+  const Tensor value = logsumexp / unit;
+  const Tensor near = is_cpu ? at::where((value - reference) * unit < kFarAbove, reference, value) : value;
+  const Tensor first = near.masked_fill(logsumexp.isinf(), -std::numeric_limits<double>::infinity()).to(dtype);
+  const Tensor rest = (logsumexp - first.to(at::kDouble) * unit) * (is_cpu ? kLog2E : 1);
+  const Tensor second = rest.masked_fill(logsumexp.isinf(), 0).to(dtype);
+  return at::stack({first, second}, -1);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn, CompositeExplicitAutograd, m) {
+  m.impl("_logsumexp_of_pair", logsumexp_of_pair);
+  m.impl("_pair_of_logsumexp", pair_of_logsumexp);
+}
+
+}  // namespace attn
