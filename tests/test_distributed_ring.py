@@ -166,6 +166,24 @@ def test_precision_is_that_of_one_process(run: Processes, dtype: torch.dtype) ->
     run(check_precision, dtype)
 
 
+def check_odd_sinks() -> None:
+    """One of -inf is none, beside rows without keys too; one of NaN makes its head NaN."""
+    query, key, value = torch.randn(3, 1, 3, 4, 8)
+    sinks = torch.tensor([0.5, -torch.inf, torch.nan], requires_grad=True)
+    used = torch.tensor([2])
+    output = torch_attn.distributed.sdpa(
+        query, key, value, is_causal=True, query_offset=-2, key_lengths=used, sinks=sinks
+    )
+    (gradient,) = torch.autograd.grad(output.sum(), sinks)
+    assert output.isnan().all((0, 2, 3)).tolist() == [False, False, True]
+    assert gradient.isnan().tolist() == [False, False, True]
+    assert gradient[1] == 0
+
+
+def test_odd_sinks(run: Processes) -> None:
+    run(check_odd_sinks)
+
+
 def check_bits() -> None:
     for case in ("plain", "all"):
         first, second = (results(case, torch.float32) for _ in range(2))

@@ -299,7 +299,8 @@ def _gradients(
     exchange.finish(own)
     of_sinks = None
     if sinks is not None:
-        weights = (sinks.double()[..., None] - rows.logsumexp).exp().nan_to_num(0)
+        weights = (sinks.double()[..., None] - rows.logsumexp).exp()
+        weights = weights.masked_fill(sinks.isneginf()[..., None], 0)
         of_rows = weights * (grad_output * rows.output).sum(-1, dtype=torch.float64)
         of_sinks = -of_rows.sum(-1).sum_to_size(sinks.shape)
         if of_mask is not None and not of_keys:  # the same for all keys, which takes from the sink
