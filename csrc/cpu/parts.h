@@ -1,7 +1,7 @@
 // A call as the parts that are planned and run each by itself: all of it at once where its entries are alike, else
 // every entry of the batch. A packed sequence is an entry like any other, and no kernel knows of those beside it: so
-// its bits are those of a call with it alone. Some thousands of entries are planned and run at a time: what is known of
-// each takes 2 KB.
+// its bits are those of a call with it alone. A thousand entries are planned and run at a time: what is known of each
+// takes 2 KB.
 #pragma once
 
 #include <algorithm>

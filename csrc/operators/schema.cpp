@@ -77,7 +77,7 @@ TORCH_LIBRARY(attn, m) {
 
   // What merges calls over some of the keys each: of the forward's pair logsumexp the value, float64 [*, H, L], and the
   // way back. The other arguments, those of the call, say what the pair means.
-#define OF_PAIR "Tensor query, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, *, float? scale, float softcap"
+#define OF_PAIR "Tensor query, Tensor? attn_mask, Tensor? alibi_slopes, *, float? scale, float softcap"
   m.def("_logsumexp_of_pair(Tensor pair, " OF_PAIR ") -> Tensor", plain);
   m.def("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " OF_PAIR ") -> Tensor", plain);
 

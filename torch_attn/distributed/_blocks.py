@@ -67,15 +67,11 @@ class Exchange:
     def _start(
         self, there: int, sent: list[Tensor], back: int, received: list[Tensor], tag: int
     ) -> list[dist.Work]:
-        place = dist.get_global_rank
+        both = (dist.isend, there, sent), (dist.irecv, back, received)
         ops = [
-            dist.P2POp(dist.isend, t, place(self.group, there), self.group, tag)
-            for t in sent
-            if t.numel()
-        ]
-        ops += [
-            dist.P2POp(dist.irecv, t, place(self.group, back), self.group, tag)
-            for t in received
+            dist.P2POp(f, t, dist.get_global_rank(self.group, who), self.group, tag)
+            for f, who, tensors in both
+            for t in tensors
             if t.numel()
         ]
         return dist.batch_isend_irecv(ops) if ops else []

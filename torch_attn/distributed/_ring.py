@@ -209,7 +209,7 @@ class _Attention(torch.autograd.Function):
             # Where no block is seen, the own one without its keys.
             k, v = tensors or (t[..., :0, :] for t in (key, value))
             options = call.of_part(block) | ({} if tensors else {"key_lengths": None})
-            more = call.columns(mask, block) if tensors else None, of_heads, None
+            more = call.columns(mask, block) if tensors else None, of_heads
             output, pair, *_ = ops._sdpa_forward(wide, _wide(k), _wide(v), *more, **options)
             logsumexp = ops._logsumexp_of_pair(pair, wide, *more, **unit)
             part = Rows(output.double(), logsumexp, pair[..., 0].double())
@@ -255,7 +255,7 @@ def _gradients(
     ops, wide = torch.ops.attn, _wide(query)
     of_heads = None if slopes is None else _wide(slopes)
     unit = {name: call.options[name] for name in ("scale", "softcap")}
-    pair = ops._pair_of_logsumexp(*rows[1:], wide, mask, of_heads, None, **unit)
+    pair = ops._pair_of_logsumexp(*rows[1:], wide, mask, of_heads, **unit)
     saved = rows.output, pair, pair.new_empty(0, dtype=torch.int64), wide.new_empty(0)
     of_query, of_mask, of_slopes = (
         torch.zeros_like(_wide(t)) if t is not None and w else None
