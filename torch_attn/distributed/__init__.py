@@ -1,10 +1,13 @@
 """Attention over several processes.
 
-- :class:`torch.distributed.tensor.DTensor`, sharded over batch and heads: no communication.
-- :func:`sdpa`, of a sequence that is cut into blocks, one on each process.
+- :class:`torch.distributed.tensor.DTensor`, sharded over batch, heads and sequences: the operators
+  take them.
+- :func:`sdpa`, of a sequence that is cut into blocks, plain tensors, one on each process.
+- :func:`method`: how they communicate.
 """
 
-from torch_attn.distributed._placements import register, register_when_imported
-from torch_attn.distributed._ring import sdpa
+from torch_attn.distributed._dtensor import register, register_when_imported
+from torch_attn.distributed._methods import method
+from torch_attn.distributed._sdpa import sdpa
 
-__all__ = ["register", "register_when_imported", "sdpa"]
+__all__ = ["method", "register", "register_when_imported", "sdpa"]

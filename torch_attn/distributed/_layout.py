@@ -1,0 +1,158 @@
+"""Which part of a sequence lies on which process, and what a call over some of the keys is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Call", "Layout", "Part", "Piece"]
+
+Piece = tuple[int, int]  # rows of the whole sequence, from one up to another
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The pieces of the queries and of the keys that each process has, one behind the other."""
+
+    rank: int
+    queries: list[list[Piece]]
+    keys: list[list[Piece]]
+
+    @property
+    def world(self) -> int:
+        return len(self.keys)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of all queries, and of all keys."""
+        L, S = (max(p[1] for pieces in own for p in pieces) for own in (self.queries, self.keys))
+        return L, S
+
+    @staticmethod
+    def chunks(length: int, world: int) -> list[list[Piece]]:
+        """Those of :func:`torch.chunk`, one for each process; the last ones may be empty."""
+        size = -(-length // world) if world else 0
+        return [[(min(r * size, length), min((r + 1) * size, length))] for r in range(world)]
+
+    @staticmethod
+    def head_and_tail(length: int, world: int) -> list[list[Piece]]:
+        """The first and the last piece, the second and the last but one ...: of a causal call, each
+        process then has as much to compute."""
+        pieces = [pieces[0] for pieces in Layout.chunks(length, 2 * world)]
+        return [[pieces[r], pieces[-1 - r]] for r in range(world)]
+
+    @staticmethod
+    def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
+        """Pieces of any lengths, of queries and of keys, which the processes tell each other."""
+        own = torch.tensor([L, S], device=device)
+        all_of_them = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(all_of_them, own, group=group)
+        starts = torch.stack([torch.zeros_like(own), *all_of_them]).cumsum(0).T.tolist()
+        return [[[piece] for piece in zip(ends[:-1], ends[1:], strict=True)] for ends in starts]
+
+    @staticmethod
+    def places(pieces: list[Piece]) -> list[slice]:
+        """Where the pieces of a process lie in its tensors."""
+        ends = [0]
+        for first, last in pieces:
+            ends.append(ends[-1] + last - first)
+        return [slice(*place) for place in zip(ends[:-1], ends[1:], strict=True)]
+
+    @staticmethod
+    def length(pieces: list[Piece]) -> int:
+        return sum(last - first for first, last in pieces)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of the own queries with some keys of a block."""
+
+    rows: slice  # of the own tensors
+    keys: slice  # of the block's
+    columns: slice  # of a mask, which has all keys
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is the same for all parts, of dense sequences or of packed ones (:func:`varlen_attn`)."""
+
+    layout: Layout
+    group: dist.ProcessGroup
+    options: dict[str, Any]  # of the operators, but for what depends on the part
+    query_offset: Tensor
+    key_lengths: Tensor | None
+    cu_seq_q: Tensor | None = None
+    cu_seq_k: Tensor | None = None
+    whole_queries: bool = False  # each process has all of them, and its own keys
+
+    @property
+    def unit(self) -> dict[str, Any]:
+        """What the operators of a logsumexp's pair want to know."""
+        return {name: self.options[name] for name in ("scale", "softcap")}
+
+    def options_of(self, rows: Piece, keys: Piece) -> dict[str, Any]:
+        """The options of a call over these: it counts from their first ones."""
+        q, k = self.cu_seq_q, self.cu_seq_k
+        (a, _), (c, m) = _entries(q, rows), _entries(k, keys)
+        options = {**self.options, "query_offset": self.query_offset + (a - c)}
+        if self.key_lengths is not None:
+            options["key_lengths"] = (self.key_lengths - c).clamp(min=0).clamp(max=m)
+        if q is not None and k is not None:
+            options |= {"cu_seq_q": q.clamp(*rows) - rows[0], "cu_seq_k": k.clamp(*keys) - keys[0]}
+        return options
+
+    @functools.cached_property
+    def _numbers(self) -> set[tuple[int, ...]]:
+        """Of each entry: its first query and key, those behind them, the offset, the length."""
+        L, S = self.layout.lengths
+        used = torch.tensor(S) if self.key_lengths is None else self.key_lengths
+        q = torch.tensor([0, L]) if self.cu_seq_q is None else self.cu_seq_q
+        k = torch.tensor([0, S]) if self.cu_seq_k is None else self.cu_seq_k
+        given = (t.cpu() for cu in (q, k) for t in (cu[:-1], cu[1:]))
+        entries = torch.broadcast_tensors(*given, self.query_offset.cpu(), used.cpu())
+        return set(zip(*(t.flatten().tolist() for t in entries), strict=True))
+
+    def sees(self, rows: Piece, keys: Piece) -> bool:
+        """Whether one of the queries may see one of the keys."""
+        left, right = self.options["window_size"]
+        right = 0 if self.options["is_causal"] and right != 0 else right
+        for q, end_q, k, end_k, offset, used in self._numbers:
+            a, b = max(q, rows[0]), min(end_q, rows[1])
+            c, d = max(k, keys[0]), min(end_k, keys[1], k + used)
+            move = offset - q + k  # from the place of a query to that of the key that it stands at
+            is_before = right < 0 or c <= b - 1 + move + right
+            if a < b and c < d and is_before and (left < 0 or d > a + move - left):
+                return True
+        return False
+
+    def needed(self, process: int, block: int) -> bool:
+        """Whether a query of a process may see a key of a block."""
+        return any(
+            self.sees(rows, keys)
+            for rows in self.layout.queries[process]
+            for keys in self.layout.keys[block]
+        )
+
+    def parts(self, block: int) -> Iterator[Part]:
+        """Those of the own queries that see something of a block."""
+        queries, blocks = self.layout.queries[self.layout.rank], self.layout.keys[block]
+        for rows, place in zip(queries, Layout.places(queries), strict=True):
+            for keys, there in zip(blocks, Layout.places(blocks), strict=True):
+                if self.sees(rows, keys):
+                    yield Part(place, there, slice(*keys), self.options_of(rows, keys))
+
+
+def _entries(cu_seq: Tensor | None, piece: Piece) -> tuple[Any, Any]:
+    """Of each entry of a batch: the first of its rows in a piece, counted from its own first one,
+    and how many there are."""
+    if cu_seq is None:
+        return piece[0], piece[1] - piece[0]
+    there = cu_seq.clamp(*piece)
+    return there[:-1] - cu_seq[:-1], there.diff()

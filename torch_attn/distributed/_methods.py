@@ -1,0 +1,100 @@
+"""How the processes talk to each other, and what each way sends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch_attn.distributed._layout import Call
+
+__all__ = ["choose", "heads_fit", "method", "sent"]
+
+METHODS = ("gather", "ring", "all_to_all")
+_forced: str | None = None
+
+
+@contextlib.contextmanager
+def method(name: str) -> Iterator[None]:
+    """Says how attention over several processes is to communicate; in the whole process.
+
+    By default it is the way that :func:`sent` finds to send the fewest bytes. All processes say the
+    same. A backward through a DTensor goes by what holds when it runs.
+
+    Args:
+        name: "ring": blocks of keys and values go round while the processes compute; first
+            derivatives. "gather": every process gets all keys and values. "all_to_all": every
+            process gets all rows of some of the heads, whose numbers must be multiples of that of
+            the processes.
+
+    Raises:
+        ValueError: another name. In a call that cannot be made so: RuntimeError.
+
+    Example:
+        >>> with torch_attn.distributed.method("gather"):
+        ...     pass
+    """
+    global _forced
+    if name not in METHODS:
+        allowed = '"gather", "ring" or "all_to_all"'
+        raise ValueError(f"torch_attn.distributed.method: name is {name!r}; it must be {allowed}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def heads_fit(world: int, query: Any, key: Any, value: Any) -> bool:
+    """Whether each process can have as many heads of each."""
+    return all(t.ndim > 2 and t.shape[-3] % world == 0 for t in (query, key, value))
+
+
+def sent(call: Call, query: Any, key: Any, value: Any) -> dict[str, float]:
+    """How many bytes a process sends in a forward, on the average, in each way that is possible.
+
+    With P processes, b the bytes of all keys and values and a those of all queries and outputs: in a
+    ring, of each pair of processes of which one needs the keys of the other, b / P; for a gather
+    ``b (P - 1) / P``, of float32; for all_to_all ``(a + b) (P - 1) / P^2``. A gather is possible by
+    default only where all keys are no more than a process has of queries: b <= a / P.
+    """
+    layout, (L, S) = call.layout, call.layout.lengths
+    world = layout.world
+    batch = max(math.prod(t.shape[:-3]) for t in (query, key, value)) * query.dtype.itemsize
+    heads, of_key, of_value = (math.prod(t.shape[-3:-2]) for t in (query, key, value))
+    E, Ev = key.shape[-1], value.shape[-1]
+    rows, keys = batch * L * heads * (E + Ev), batch * S * (of_key * E + of_value * Ev)
+    pairs = [(r, b) for r in range(world) for b in range(world) if r != b and call.needed(r, b)]
+    ways = {"ring": keys * len(pairs) / world**2}
+    if keys * world <= rows:
+        ways["gather"] = keys * (world - 1) / world * max(1, 4 / query.dtype.itemsize)
+    if heads_fit(world, query, key, value):
+        ways["all_to_all"] = (rows + keys) * (world - 1) / world**2
+    return ways
+
+
+def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None = None) -> str:
+    """The way that is forced, or that sends the fewest bytes; of tensors, or what has their shapes."""
+    world = call.layout.world
+    error = "torch_attn.distributed: "
+    if _forced == "all_to_all" and not heads_fit(world, query, key, value):
+        shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
+        raise RuntimeError(
+            f"{error}all_to_all over {world} processes needs numbers of heads that are multiples of "
+            f"{world}, but query, key and value are {shapes}; take another method"
+        )
+    if _forced == "ring" and why_no_ring:
+        raise RuntimeError(f"{error}{why_no_ring}, which a ring has not; take another method")
+    if _forced or (call.whole_queries and not why_no_ring):
+        return _forced or "ring"
+    ways = sent(call, query, key, value)
+    if why_no_ring:
+        del ways["ring"]
+        if not ways:
+            raise RuntimeError(
+                f"{error}{why_no_ring}, which a ring has not, and the numbers of heads are no "
+                f"multiples of {world}, for all_to_all; a gather of all keys is to be asked for: "
+                'with torch_attn.distributed.method("gather")'
+            )
+    return min(ways, key=lambda way: ways[way])

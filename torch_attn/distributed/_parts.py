@@ -1,0 +1,250 @@
+"""Attention over blocks of keys that lie on different processes: parts that are merged.
+
+With O_b the output of part b and l_b its logsumexp, that of all parts is l = log sum_b exp(l_b), and
+the output sum_b exp(l_b - l) O_b. Gradients and tangents of a part are those of a call over its keys
+whose rows have the output and the logsumexp of all; both add up over the parts. A sink is a part of
+its own. Half types are computed in float32, so that nothing is rounded before it is added, and l is
+float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_attn.distributed._exchange import Ring
+from torch_attn.distributed._layout import Call, Layout, Part
+
+__all__ = ["Inputs", "Saved", "forward", "gradients", "tangents", "wide"]
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    slopes: Tensor | None
+    sinks: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What derivatives need of the rows, when all their keys were seen."""
+
+    output: Tensor  # [..., L, Ev], wide
+    logsumexp: Tensor  # [..., L, 2]: the pair that the operators keep (params.h)
+
+
+def wide(tensor: Any) -> Any:
+    """Half types as float32; others, and boolean masks, as they are."""
+    half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if half else tensor
+
+
+class _Rows(NamedTuple):
+    """What is known of rows after some parts, in float64."""
+
+    output: Tensor  # [..., L, Ev]
+    logsumexp: Tensor  # [..., L]
+    reference: Tensor  # [..., L]: what the pair of the logsumexp is to begin with
+    max_score: Tensor  # [..., L]
+
+    def merged_with(self, other: _Rows) -> _Rows:
+        logsumexp = torch.logaddexp(self.logsumexp, other.logsumexp)
+        greater = (torch.maximum(a, b) for a, b in zip(self[2:], other[2:], strict=True))
+        return _Rows(self.weighed(logsumexp) + other.weighed(logsumexp), logsumexp, *greater)
+
+    def weighed(self, logsumexp: Tensor) -> Tensor:
+        return self.output * _weights(self.logsumexp, logsumexp)[..., None]
+
+    def merged_over(self, group: dist.ProcessGroup) -> _Rows:
+        """With those of the same rows on the other processes."""
+        most = torch.stack([self.logsumexp, *self[2:]])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        weights = _weights(self.logsumexp, most[0])[..., None]
+        sums = torch.cat([self.output * weights, weights], -1)
+        dist.all_reduce(sums, group=group)
+        weights = sums[..., -1:]
+        output = (sums[..., :-1] / weights).masked_fill(weights == 0, 0)
+        return _Rows(output, most[0] + weights[..., 0].log(), *most[1:])
+
+
+def _weights(part: Tensor, logsumexp: Tensor) -> Tensor:
+    return (part - logsumexp).exp().masked_fill(part.isneginf(), 0)
+
+
+def _of(part: Part, tensors: Any) -> list[Tensor]:
+    """Of tensors like the query, the rows of a part."""
+    return [t[..., part.rows, :] for t in tensors]
+
+
+def _mask(part: Part, mask: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    own = mask if mask.shape[-2] == 1 else mask[..., part.rows, :]
+    return own if own.shape[-1] == 1 else own[..., part.columns]
+
+
+def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
+    """Also each row's logsumexp and greatest score, ``[..., L]``, float64."""
+    query, key, value, mask, *of_heads = map(wide, inputs)
+    slopes, sinks = of_heads
+    pieces = Layout.places(call.layout.queries[call.layout.rank])
+    found: dict[int, _Rows] = {}
+
+    def compute(part: Part, k: Tensor, v: Tensor, columns: Tensor | None) -> None:
+        given = query[..., part.rows, :], wide(k), wide(v), columns, slopes
+        output, pair, *_, greatest = ops._sdpa_forward(*given, **part.options, with_rows=True)
+        logsumexp = ops._logsumexp_of_pair(pair, query, columns, slopes, **call.unit)
+        more = (t.double() for t in (pair[..., 0], greatest))
+        rows = _Rows(output.double(), logsumexp, *more)
+        place = pieces.index(part.rows)
+        found[place] = found[place].merged_with(rows) if place in found else rows
+
+    ops = torch.ops.attn
+    for block, tensors in Ring(call, [inputs.key, inputs.value]):
+        for part in call.parts(block) if tensors else ():
+            compute(part, *(t[..., part.keys, :] for t in tensors), _mask(part, mask))
+    for place, piece in enumerate(call.layout.queries[call.layout.rank]):
+        if place not in found:  # nothing is seen
+            nothing = slice(0, 0)
+            options = call.options_of(piece, (0, 0))
+            compute(
+                Part(pieces[place], nothing, nothing, options),
+                key[..., :0, :],
+                value[..., :0, :],
+                None,
+            )
+    parts = zip(*(found[place] for place in sorted(found)), strict=True)
+    rows = _Rows(*(torch.cat(tensors, n - 2 if n == 0 else -1) for n, tensors in enumerate(parts)))
+    if call.whole_queries:
+        rows = rows.merged_over(call.group)
+    greatest = rows.max_score
+    if sinks is not None:
+        of_rows = sinks.double()[..., None].expand_as(rows.logsumexp)
+        nothing_seen = torch.full_like(of_rows, -torch.inf)
+        sink = _Rows(torch.zeros_like(rows.output), of_rows, *[nothing_seen] * 2)
+        rows = rows.merged_with(sink)
+    pair = ops._pair_of_logsumexp(*rows[1:3], query, mask, slopes, **call.unit)
+    return Saved(rows.output.to(query.dtype), pair), rows.logsumexp, greatest
+
+
+def _logsumexp(call: Call, inputs: Inputs, pair: Tensor) -> Tensor:
+    given = pair, wide(inputs.query), inputs.mask, wide(inputs.slopes)
+    logsumexp: Tensor = torch.ops.attn._logsumexp_of_pair(*given, **call.unit)
+    return logsumexp
+
+
+def _by_name(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that derivatives take by name."""
+    return {name: x for name, x in options.items() if name not in ("dropout_p", "is_causal")}
+
+
+def gradients(
+    call: Call,
+    inputs: Inputs,
+    saved: Saved,
+    grad_output: Tensor,
+    grad_logsumexp: Tensor | None,
+    wanted: Any,
+) -> list[Tensor | None]:
+    """Of the inputs, wide; those of slopes and sinks are this process's share."""
+    query, key, value, mask, slopes, sinks = map(wide, inputs)
+    grad_output = wide(grad_output)
+    of_query, of_mask, of_slopes = (
+        torch.zeros_like(t) if t is not None and w else None
+        for t, w in zip((query, mask, slopes), (wanted[0], wanted[3], wanted[4]), strict=True)
+    )
+    own = [torch.zeros_like(t) for t in (key, value)]
+    of_keys = of_mask is not None and mask.shape[-1] > 1
+    ring = Ring(call, [inputs.key, inputs.value])
+    for block, tensors in ring:
+        of_block = [torch.zeros_like(wide(t)) for t in tensors]
+        for part in call.parts(block) if tensors else ():
+            k, v = (wide(t[..., part.keys, :]) for t in tensors)
+            columns, options = _mask(part, mask), part.options
+            count = k.shape[-2]
+            if of_keys and columns is not None and columns.shape[-1] == 1:
+                # To an operator it would be the same for all keys: one that nobody sees is added.
+                k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+                columns = F.pad(columns, (0, 1))
+                options = {"key_lengths": torch.ones_like(call.query_offset), **options}
+            q, u, output, pair = _of(part, (query, grad_output, *saved[:2]))
+            of_rows = None if grad_logsumexp is None else grad_logsumexp[..., part.rows]
+            found = torch.ops.attn._sdpa_backward(
+                *(u, of_rows, q, k, v, columns, slopes, None),
+                *(output, pair, pair.new_empty(0, dtype=torch.int64), output.new_empty(0)),
+                *(0.0, options["is_causal"]),
+                **_by_name(options),
+                grad_input_mask=[wanted[0], True, True, of_keys, wanted[4], False],
+            )
+            if of_query is not None:
+                of_query[..., part.rows, :] += found[0]
+            for gradient, more in zip(of_block, found[1:3], strict=True):
+                gradient[..., part.keys, :] += more[..., :count, :]
+            if of_keys:
+                to = (_mask(part, of_mask), found[3][..., :count])
+                assert to[0] is not None
+                to[0].add_(to[1])
+            if of_slopes is not None:
+                of_slopes += found[4]
+        if block != call.layout.rank:
+            ring.bring_back(of_block, block, own)
+        else:
+            own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
+    ring.finish(own)
+    # What a number added to all scores of a row takes from its sink, on one of those that have the row.
+    given = 0 if grad_logsumexp is None else grad_logsumexp
+    from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)
+    once = not call.whole_queries or call.layout.rank == 0
+    of_sinks = None
+    if sinks is not None:
+        of_all = _logsumexp(call, inputs, saved.logsumexp)
+        weights = _weights(sinks.double()[..., None].expand_as(of_all), of_all) * once
+        from_sink = weights * ((grad_output * saved.output).sum(-1, dtype=torch.float64) - given)
+        of_sinks = -from_sink.sum(-1).sum_to_size(sinks.shape)
+    if of_mask is not None and not of_keys:  # the same for all keys
+        of_mask = (from_sink + given * once)[..., None].sum_to_size(of_mask.shape)
+    return [of_query, *own, of_mask, of_slopes, of_sinks]
+
+
+def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tuple[Tensor, Tensor]:
+    """Of output and logsumexp, in float64, where the inputs move in some directions.
+
+    From the parts' own: ``dl = sum_b w_b dl_b`` and ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``, with
+    ``w_b = exp(l_b - l)``.
+    """
+    query, key, value, mask, slopes, sinks = map(wide, inputs)
+    of_query, of_key, of_value, of_mask, of_slopes, of_sinks = map(wide, directions)
+    moving = [t for t in (of_key, of_value) if t is not None]
+    of_all = _logsumexp(call, inputs, saved.logsumexp)
+    output, logsumexp = saved.output.double() * 0, torch.zeros_like(of_all)
+    ops = torch.ops.attn
+    for block, tensors in Ring(call, [inputs.key, inputs.value, *moving]):
+        for part in call.parts(block) if tensors else ():
+            k, v, *more = (wide(t[..., part.keys, :]) for t in tensors)
+            own = query[..., part.rows, :], k, v, _mask(part, mask), slopes
+            found = ops._sdpa_forward(*own, **part.options)
+            moved, of_pair, _ = ops._sdpa_tangent(
+                *(*own, None, *found[:4]),
+                None if of_query is None else of_query[..., part.rows, :],
+                *(None if t is None else more.pop(0) for t in (of_key, of_value)),
+                *(_mask(part, of_mask), of_slopes, None),
+                *(0.0, part.options["is_causal"]),
+                **_by_name(part.options),
+            )
+            part_of_all = ops._logsumexp_of_pair(found[1], query, own[3], slopes, **call.unit)
+            weights = _weights(part_of_all, of_all[..., part.rows])
+            change = weights * of_pair.sum(-1, dtype=torch.float64)
+            logsumexp[..., part.rows] += change
+            output[..., part.rows, :] += moved * weights[..., None] + found[0] * change[..., None]
+    if call.whole_queries:
+        for tensor in (output, logsumexp):
+            dist.all_reduce(tensor, group=call.group)
+    if sinks is not None and of_sinks is not None:
+        weights = _weights(sinks.double()[..., None].expand_as(of_all), of_all)
+        logsumexp += weights * of_sinks.double()[..., None]
+    return output - saved.output * logsumexp[..., None], logsumexp

@@ -1,0 +1,239 @@
+"""Attention of blocks of a sequence, plain tensors on the processes of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_attn.distributed import _parts
+from torch_attn.distributed._exchange import exchanged
+from torch_attn.distributed._layout import Call, Layout, Piece
+from torch_attn.distributed._methods import choose
+from torch_attn.distributed._parts import Inputs, Saved, wide
+from torch_attn.functional import _integers, _numbers, _pair
+
+__all__ = ["attend", "sdpa"]
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+    lengths: tuple[int, int] | None = None,
+    **options: Any,
+) -> Tensor:
+    """:func:`torch_attn.sdpa` over a sequence whose blocks lie on the processes of a group.
+
+    Process r gives block r of the queries and block r of the keys and values, and gets block r of
+    the output: that of :func:`torch_attn.sdpa` of the whole. Blocks may have any lengths, 0 too. All
+    call it together, with the same options.
+
+    Args:
+        query: ``[..., Hq, L_r, E]``, a block of ``L`` queries.
+        key: ``[..., Hk, S_r, E]``, a block of ``S`` keys, query's dtype and device.
+        value: ``[..., Hv, S_r, Ev]``.
+        attn_mask: broadcasts to ``[..., Hq, L_r, S]``: the rows of the own queries over all keys.
+        is_causal: whether a query sees no key behind its position, counted from the whole's start.
+        group: the processes; None means all.
+        lengths: ``(L, S)`` of the whole, where the blocks are those of :func:`torch.chunk`. None:
+            the processes tell each other how long their blocks are, in each call.
+        options: scale, enable_gqa, window_size, softcap, query_offset, key_lengths, alibi_slopes and
+            sinks, as of :func:`torch_attn.sdpa`, for the whole: the same on all processes.
+
+    Returns:
+        ``[..., Hq, L_r, Ev]``, query's dtype. First derivatives of query, key, value, mask, slopes
+        and sinks, and forward mode; second derivatives if the keys do not go round in a ring
+        (:func:`method`). Gradients of slopes and sinks are this process's share, whose sum over the
+        group is the gradient. The same bits on every run with as many processes. In a ring, no
+        process ever holds more than three blocks of keys and values.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit, as of :func:`torch_attn.sdpa`;
+            lengths that are not those of the blocks; a second derivative of a ring; a process that
+            has ended or is later than the group's timeout.
+        TypeError: an option that there is not; dropout_p is none of these.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> query, key, value = torch.randn(3, 1, 8, 100, 64)
+        >>> torch_attn.distributed.sdpa(query, key, value, is_causal=True).shape
+        torch.Size([1, 8, 100, 64])
+        >>> dist.destroy_process_group()
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    L, S = query.shape[-2], key.shape[-2]
+    if lengths is None:
+        queries, keys = Layout.told(L, S, query.device, group)
+    else:
+        queries, keys = (Layout.chunks(n, group.size()) for n in lengths)
+    layout = Layout(group.rank(), queries, keys)
+    return attend(layout, group, query, key, value, attn_mask, is_causal, **options)
+
+
+def attend(
+    layout: Layout,
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same of pieces that lie on the processes in any way."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it outside, "
+            "or give torch_attn.sdpa DTensors, with torch_attn.distributed.method not a ring"
+        )
+    scale, softcap = _numbers("torch_attn.distributed.sdpa", scale=scale, softcap=softcap)
+    own = tuple(Layout.length(x[layout.rank]) for x in (layout.queries, layout.keys))
+    if own != (query.shape[-2], key.shape[-2]):
+        raise RuntimeError(
+            f"torch_attn.distributed.sdpa: lengths is {layout.lengths}, of which process "
+            f"{layout.rank} of {layout.world} has {own[0]} queries and {own[1]} keys, but query has "
+            f"{query.shape[-2]} and key {key.shape[-2]}"
+        )
+    offset = _integers("query_offset", query_offset, query)
+    options = {
+        "dropout_p": 0.0,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "softcap": softcap,
+        "window_size": _pair(window_size),
+    }
+    call = Call(
+        *(layout, group, options),
+        query.new_zeros((), dtype=torch.int64) if offset is None else offset,
+        _integers("key_lengths", key_lengths, query),
+    )
+    inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sinks)
+    way = {"ring": _ring, "gather": _gathered, "all_to_all": _by_heads}
+    return way[choose(call, query, key, value)](call, inputs)
+
+
+def _ring(call: Call, inputs: Inputs) -> Tensor:
+    output: Tensor = _Ring.apply(call, *inputs)[0]  # type: ignore[no-untyped-call]
+    return output
+
+
+def _gathered(call: Call, inputs: Inputs) -> Tensor:
+    """Each process with all keys; in float32, so that no part of a gradient is rounded."""
+    layout, (_, S) = call.layout, call.layout.lengths
+    key, value = (_all_rows(call, layout.keys, [wide(t)] * layout.world) for t in inputs[1:3])
+    own, mask = layout.queries[layout.rank], inputs.mask
+    outputs = []
+    for piece, rows in zip(own, Layout.places(own), strict=True):
+        columns = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+        given = wide(inputs.query)[..., rows, :], key, value, wide(columns)
+        of_heads = {"alibi_slopes": wide(inputs.slopes), "sinks": wide(inputs.sinks)}
+        options = call.options_of(piece, (0, S))
+        outputs.append(torch.ops.attn.attention(*given, **options, **of_heads)[0])
+    return torch.cat(outputs, -2).to(inputs.query.dtype)
+
+
+def _by_heads(call: Call, inputs: Inputs) -> Tensor:
+    """Each process with all rows of its heads."""
+    layout, (L, S) = call.layout, call.layout.lengths
+    rank, world, queries = layout.rank, layout.world, layout.queries
+    query, key, value = (
+        _all_rows(call, of_all, t.tensor_split(world, -3))
+        for of_all, t in zip((queries, layout.keys, layout.keys), inputs[:3], strict=True)
+    )
+    mask = inputs.mask
+    if mask is not None:
+        has_heads = mask.ndim > 2 and mask.shape[-3] > 1
+        parts = mask.tensor_split(world, -3) if has_heads else [mask] * world
+        mask = parts[rank] if mask.shape[-2] == 1 else _all_rows(call, queries, parts)
+    of_heads = (None if t is None else t.tensor_split(world, -1)[rank] for t in inputs[4:])
+    options = call.options_of((0, L), (0, S)) | dict(
+        zip(("alibi_slopes", "sinks"), of_heads, strict=True)
+    )
+    output = torch.ops.attn.attention(query, key, value, mask, **options)[0]
+    back = [
+        torch.cat([output[..., slice(*piece), :] for piece in pieces], -2) for pieces in queries
+    ]
+    shapes = [back[rank].shape] * world
+    return torch.cat(exchanged(call.group, shapes, back), -3)
+
+
+def _all_rows(call: Call, of_all: list[list[Piece]], parts: Any) -> Tensor:
+    """The rows that all have of a tensor, in order, where each sends process r ``parts[r]``."""
+    shape = parts[call.layout.rank].shape
+    shapes = [(*shape[:-2], Layout.length(pieces), shape[-1]) for pieces in of_all]
+    blocks = exchanged(call.group, shapes, parts)
+    pieces = [
+        (piece, block[..., place, :])
+        for own, block in zip(of_all, blocks, strict=True)
+        for piece, place in zip(own, Layout.places(own), strict=True)
+    ]
+    return torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])], -2)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(call: Call, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        saved, *_ = _parts.forward(call, Inputs(*inputs))
+        return saved.output.to(inputs[0].dtype, copy=True), *saved
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_forward(*tensors, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        *tensors, output, pair = ctx.saved_tensors
+        inputs, wanted = Inputs(*tensors), ctx.needs_input_grad[1:]
+        with torch.no_grad():
+            saved = Saved(output, pair)
+            found = _parts.gradients(ctx.call, inputs, saved, grad_output, None, wanted)
+        results = [
+            g.to(t.dtype) if t is not None and g is not None and w else None
+            for t, g, w in zip(inputs, found, wanted, strict=True)
+        ]
+        return None, *_Once.apply(results, *inputs, grad_output)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *directions: Tensor | None) -> tuple[Tensor, None, None]:
+        *tensors, output, pair = ctx.saved_tensors
+        found, _ = _parts.tangents(
+            ctx.call, Inputs(*tensors), Saved(output, pair), Inputs(*directions)
+        )
+        return found.to(tensors[0].dtype), None, None
+
+
+class _Once(torch.autograd.Function):
+    """Hands gradients on; a derivative of them is an error, for all that they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *_: Tensor | None) -> Any:
+        return tuple(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise RuntimeError(
+            "torch_attn.distributed.sdpa: a second derivative is asked for, which a ring has not; "
+            'call it within torch_attn.distributed.method("gather") or method("all_to_all")'
+        )
