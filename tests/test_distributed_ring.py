@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 import torch_attn
 from _accuracy import hold
 from _processes import Processes
+from _sequences import CASES, results
 from helpers import largest, ulp
 from torch_attn import reference
 
@@ -28,128 +31,46 @@ def run(
     processes.end()
 
 
-# Queries, keys, heads of the query and of the keys, and options; numbers stand for tensors.
-CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
-    "plain": (12, 12, 2, 2, {}),
-    "uneven": (7, 9, 2, 2, {"is_causal": True}),
-    "empty blocks": (1, 2, 2, 2, {}),
-    "more queries than keys": (9, 1, 2, 2, {"is_causal": True}),
-    "causal, grouped heads": (12, 12, 4, 2, {"is_causal": True}),
-    "window": (12, 12, 2, 2, {"window_size": (2, 1)}),
-    "window to the left": (12, 12, 2, 2, {"window_size": (3, 0), "is_causal": True}),
-    "offsets": (5, 9, 2, 2, {"is_causal": True, "query_offset": torch.tensor([4, -2])}),
-    "far offset": (5, 9, 2, 2, {"is_causal": True, "query_offset": -5}),
-    "lengths": (6, 9, 2, 1, {"key_lengths": torch.tensor([7, 0])}),
-    "soft cap": (8, 8, 2, 2, {"softcap": 2.0}),
-    "slopes": (7, 9, 2, 2, {"alibi_slopes": (2,), "is_causal": True}),
-    "sinks": (6, 9, 2, 2, {"sinks": (2, 2), "key_lengths": torch.tensor([7, 0])}),
-    "mask": (7, 9, 2, 2, {"attn_mask": (2, 7, 9)}),
-    "mask of keys": (5, 3, 2, 2, {"attn_mask": (5, 3), "softcap": 3.0}),
-    "mask of rows": (7, 7, 2, 2, {"attn_mask": (7, 1), "sinks": (2,)}),
-    "boolean mask": (7, 9, 2, 2, {"attn_mask": "bool"}),
-    "all": (
-        9,
-        11,
-        4,
-        2,
-        {
-            "attn_mask": (4, 9, 11),
-            "window_size": (6, 2),
-            "query_offset": torch.tensor([1, 3]),
-            "key_lengths": torch.tensor([8, 11]),
-            "softcap": 3.0,
-            "alibi_slopes": (4,),
-            "sinks": (4,),
-        },
-    ),
-}
-LEARNED = ("attn_mask", "alibi_slopes", "sinks")
+@contextlib.contextmanager
+def over_processes(case: str, method: str, told: bool = True) -> Iterator[Callable[..., Tensor]]:
+    """The function of this process."""
+    lengths = CASES[case][:2] if told else None
+    with torch_attn.distributed.method(method):
+        yield functools.partial(torch_attn.distributed.sdpa, lengths=lengths)
 
 
-def made(
-    case: str, dtype: torch.dtype, computed: torch.dtype
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """Query, key, value, the upstream gradient, and the options: numbers of a dtype, in another."""
-    torch.manual_seed(0)
-    L, S, heads, key_heads, given = CASES[case]
-    shapes = (heads, L, 8), (key_heads, S, 8), (key_heads, S, 5), (heads, L, 5)
-    options: dict[str, Any] = {"enable_gqa": True}
-    for name, value in given.items():
-        if value == "bool":
-            options[name] = torch.rand(L, S) < 0.6
-        elif name in LEARNED:
-            options[name] = torch.randn(value, dtype=dtype).to(computed)
-        else:
-            options[name] = value
-    return [torch.randn(2, *shape, dtype=dtype).to(computed) for shape in shapes], options
-
-
-def own_part(whole: Tensor, dim: int = -2) -> Tensor:
-    """The block of this process, as torch.chunk cuts."""
-    world, length = dist.get_world_size(), whole.shape[dim]
-    size = -(-length // world)
-    return whole.tensor_split([min(r * size, length) for r in range(1, world)], dim)[
-        dist.get_rank()
-    ]
-
-
-def results(
-    case: str,
-    dtype: torch.dtype,
-    alone: Callable[..., Tensor] | None = None,
-    *,
-    told: bool = True,
-    method: str = "ring",
-    computed: torch.dtype | None = None,
-) -> dict[str, Tensor]:
-    """Output and gradients of this process, or of a function alone the part that belongs here."""
-    (query, key, value, upstream), options = made(case, dtype, computed or dtype)
-    L, S = query.shape[-2], key.shape[-2]
-    tensors = {"query": query, "key": key, "value": value}
-    learned = {n: options.pop(n) for n in LEARNED if n in options}
-    if not alone:
-        tensors = {n: own_part(t, -2) for n, t in tensors.items()}
-        upstream = own_part(upstream, -2)
-        if "attn_mask" in learned:
-            learned["attn_mask"] = own_part(learned["attn_mask"], -2)
-        options["lengths"] = (L, S) if told else None
-    leaves = {n: t.clone() for n, t in (tensors | learned).items()}
-    wanted = {n: t.requires_grad_() for n, t in leaves.items() if t.is_floating_point()}
-    if alone:
-        output = alone(**leaves, **options)
-    else:
-        with torch_attn.distributed.method(method):
-            output = torch_attn.distributed.sdpa(**leaves, **options)
-    gradients = torch.autograd.grad(output, wanted.values(), upstream)
-    found = {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
-    for name in found:
-        if alone and name in ("output", "query", "key", "value", "attn_mask"):
-            found[name] = own_part(found[name], -2)
-        elif not alone and name in ("alibi_slopes", "sinks"):
-            dist.all_reduce(found[name])
-    return found
-
-
-def check_case(case: str) -> None:
-    expected = results(case, torch.float64, reference.sdpa)
+def check_case(case: str, method: str) -> None:
+    """Of all methods; second derivatives of those that have them."""
+    second = method != "ring"
+    expected = results(case, torch.float64, reference.sdpa, alone=True, second=second)
+    heads = CASES[case][2:4]
+    possible = method != "all_to_all" or all(n % dist.get_world_size() == 0 for n in heads)
     for told in (True, False):
-        actual = results(case, torch.float64, told=told)
-        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
+        with over_processes(case, method, told) as attend:
+            if not possible:
+                with pytest.raises(RuntimeError, match=r"all_to_all over \d processes needs"):
+                    results(case, torch.float64, attend)
+                continue
+            actual = results(case, torch.float64, attend, second=second)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_those_of_one_process(run: Processes, case: str) -> None:
-    run(check_case, case)
+def test_results_are_those_of_one_process(run: Processes, case: str, method: str) -> None:
+    run(check_case, case, method)
 
 
-def check_precision(dtype: torch.dtype) -> None:
+def check_precision(dtype: torch.dtype, method: str) -> None:
     """The bound of one process, or what one process holds itself where its numbers are few."""
     computed = torch.promote_types(dtype, torch.float32)
     for case in CASES:
-        exact = results(case, dtype, reference.sdpa, computed=torch.float64)
-        formula = results(case, dtype, reference.sdpa, computed=computed)
-        alone = results(case, dtype, of_one_process)
-        for name, actual in results(case, dtype).items():
+        exact = results(case, dtype, reference.sdpa, alone=True, computed=torch.float64)
+        formula = results(case, dtype, reference.sdpa, alone=True, computed=computed)
+        alone = results(case, dtype, of_one_process, alone=True)
+        with over_processes(case, method) as attend:
+            found = results(case, dtype, attend)
+        for name, actual in found.items():
             error = largest(formula[name].to(dtype).double() - exact[name])
             own = largest(alone[name].double() - exact[name])
             # Each process rounds its part of a gradient once more.
@@ -163,9 +84,10 @@ def of_one_process(**arguments: Any) -> Tensor:
     return torch_attn.sdpa_with_logsumexp(**arguments)[0]
 
 
+@pytest.mark.parametrize("method", ["ring", "gather"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_precision_is_that_of_one_process(run: Processes, dtype: torch.dtype) -> None:
-    run(check_precision, dtype)
+def test_precision_is_that_of_one_process(run: Processes, dtype: torch.dtype, method: str) -> None:
+    run(check_precision, dtype, method)
 
 
 def check_odd_sinks() -> None:
@@ -188,7 +110,8 @@ def test_odd_sinks(run: Processes) -> None:
 
 def check_bits() -> None:
     for case in ("plain", "all"):
-        first, second = (results(case, torch.float32) for _ in range(2))
+        with over_processes(case, "ring") as attend:
+            first, second = (results(case, torch.float32, attend) for _ in range(2))
         torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
@@ -228,7 +151,7 @@ def check_what_is_sent() -> None:
         "lengths": ({"key_lengths": 16}, to_all if rank == 0 else set()),
     }
     for name, (options, expected) in reached.items():
-        with Counted() as counted:
+        with Counted() as counted, torch_attn.distributed.method("ring"):
             torch_attn.distributed.sdpa(
                 query, key, value, lengths=(16 * world, 16 * world), **options
             )
@@ -259,7 +182,7 @@ def check_memory() -> None:
             return result
 
     inputs = [torch.randn(1, 1, rows, 32, requires_grad=True) for _ in range(3)]
-    with Largest() as mode:
+    with Largest() as mode, torch_attn.distributed.method("ring"):
         output = torch_attn.distributed.sdpa(*inputs, lengths=(rows * world,) * 2)
         torch.autograd.grad(output.sum(), inputs)
     assert 0 < mode.most <= rows * 32
@@ -275,9 +198,12 @@ def check_errors() -> None:
     message = rf"lengths is \(9, 4\), of which process {rank} of {world} has .* queries"
     with pytest.raises(RuntimeError, match=message):
         torch_attn.distributed.sdpa(query, key, value, lengths=(9, 4))
-    output = torch_attn.distributed.sdpa(query, key, value)
+    with torch_attn.distributed.method("ring"):
+        output = torch_attn.distributed.sdpa(query, key, value)
     (first,) = torch.autograd.grad(output.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="a second derivative is asked for, which a ring has not"):
+    with pytest.raises(
+        RuntimeError, match="a second derivative is asked for, which a ring has not"
+    ):
         torch.autograd.grad(first.sum(), query)
 
 

@@ -128,14 +128,19 @@ class _Sharded:
         """The dimension of an argument or a result that is cut with one of the output."""
         kind = name.removeprefix("tangent_").removeprefix("grad_")
         kind = _INPUTS.get(kind, kind)
+        tensor, own = self.tensors.get(name), dim + _LACKING.get(kind, 0)
         if kind in _AS_THE_OUTPUT:
+            if tensor is not None and tensor.ndim == 1:  # empty
+                return None
             return None if dim == ROWS and kind == "received_weight" else self.rank + dim
-        tensor, own = self.tensors.get(kind), dim + _LACKING.get(kind, 0)
+        tensor = self.tensors.get(kind)
         if tensor is None or kind.startswith("cu_seq") or not -tensor.ndim <= own < 0:
             return None
-        if tensor.shape[own] == 1 or (dim == ROWS and kind in ("key", "value")):
+        if dim == ROWS and kind in ("key", "value"):
             return None
-        return int(tensor.ndim + own)
+        if tensor.shape[own] == self._size(dim) or tensor.shape[own] != 1:
+            return int(tensor.ndim + own)
+        return None
 
     def _size(self, dim: int) -> int:
         tensors = self.inputs[:1] if dim == ROWS else self.inputs
@@ -145,7 +150,8 @@ class _Sharded:
         others = [self.mesh.size(i) for i, d in enumerate(self.dims) if d == dim and i != m]
         devices = math.prod(others) * self.mesh.size(m)
         sizes = [int(t.shape[dim]) for t in self.inputs if -dim <= t.ndim]
-        return all(size % devices == 0 for size in sizes if 1 < size < max(sizes))
+        grouped = [size for size in sizes if 1 < size < max(sizes)]
+        return max(sizes) > 1 and all(size % devices == 0 for size in grouped)
 
     def _dim(self, m: int) -> int | None:
         """The dimension of the output that one of the mesh cuts, by the first tensor that says it."""
@@ -234,8 +240,8 @@ class _Sharded:
     def results(self) -> Any:
         x = self.call | {name: self._local(name) for name in self.tensors}
         op = self.op._schema.name.removeprefix("attn::")
-        names = _GRADIENTS if self.op._schema.returns[0].name is None else None
-        names = names or [r.name for r in self.op._schema.returns]
+        names = [r.name for r in self.op._schema.returns]
+        names = names if names[0] else _GRADIENTS
         if self.way == "ring":
             found = _ring(op, self._layout(), x)
         else:
@@ -292,13 +298,8 @@ class _Sharded:
             m = self.sequence
             if source is not None and source.placements[m].is_shard():
                 placements[m] = source.placements[m]
-            elif (
-                is_rows
-                and self.cut == "both"
-                and self.way == "all_to_all"
-                and name != "received_weight"
-            ):
-                placements[m] = Shard(self.rank + ROWS)
+            elif is_rows and self.way == "all_to_all" and name != "received_weight":
+                placements[m] = Shard(self.rank + ROWS) if self.cut == "both" else Replicate()
             result = result.redistribute(placements=placements)
         return result if source is None else result.to(source.dtype)
 
