@@ -67,7 +67,6 @@ LOCAL: dict[str, Case] = {
 }
 REDISTRIBUTED: dict[str, Case] = {
     "two ways": ({}, {}, (Batch, Head, Head, R), None),
-    "queries": ({}, {"is_causal": True}, (Rows, R, R, R), None),
     "keys": ({}, {}, (R, Rows, Rows, R), None),
     "queries and keys": ({"mask": (2, 4, 5, 7)}, {}, (Rows, Rows, Rows, Columns), None),
     "head_dim": ({}, {}, (Columns, Columns, R, R), None),
@@ -155,7 +154,7 @@ def test_statistics_without_communication(run: Processes, case: str) -> None:
     assert run(compare_statistics, LOCAL[case]) == [[((expected,), 0)] * 4] * WORLD
 
 
-@pytest.mark.parametrize("case", ["queries", "head_dim", "sum to be done", "two ways"])
+@pytest.mark.parametrize("case", ["keys", "head_dim", "sum to be done", "two ways"])
 def test_statistics_redistributed(run: Processes, case: str) -> None:
     for results in run(compare_statistics, REDISTRIBUTED[case]):
         assert all(communications > 0 for _, communications in results)
@@ -184,10 +183,9 @@ WITH_OPTIONS: dict[str, tuple[dict[str, tuple[tuple[int, ...], Any]], Any, Any]]
         },
         *(Head, Head),
     ),
-    # What is given by name stays as it is, and the others follow.
-    "of entries, not sharded": ({"key_lengths": ((2,), R)}, Batch, R),
+    "of entries, not sharded": ({"key_lengths": ((2,), R)}, Batch, Batch),
     "of entries, sharded alone": ({"key_lengths": ((2,), Batch)}, R, Batch),
-    "of entries, sharded otherwise": ({"key_lengths": ((2,), Batch)}, Head, Batch),
+    "of entries, sharded otherwise": ({"key_lengths": ((2,), Batch)}, Head, Head),
 }
 
 
@@ -245,10 +243,10 @@ def compare_options(case: str) -> tuple[Any, int]:
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1")
 @pytest.mark.parametrize("case", WITH_OPTIONS)
 def test_options(run: Processes, case: str) -> None:
-    _, of_inputs, of_output = WITH_OPTIONS[case]
+    *_, of_output = WITH_OPTIONS[case]
     for placements, communications in run(compare_options, case):
         assert placements == (of_output,)
-        assert (communications > 0) == (of_inputs not in (R, of_output))  # of a whole, each takes
+        assert (communications > 0) == (case == "of entries, sharded otherwise")
 
 
 def what_the_forward_keeps() -> None:
@@ -303,19 +301,27 @@ def test_options_after_options(run: Processes) -> None:
     run(options_after_options)
 
 
-def options_that_fit_nowhere() -> None:
+def options_placed_otherwise() -> None:
+    """They follow query, key and value; integers may be plain tensors."""
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (WORLD,))
-    inputs = [shard(t, mesh, Batch) for t in make_inputs(5, 7, 6, heads=4)[:3]]
-    options = {"sinks": shard(torch.zeros(4), mesh, Shard(0))}
-    options["key_lengths"] = shard(torch.tensor([3, 6]), mesh, Batch)  # one by heads, one by batch
-    with pytest.raises(RuntimeError, match=r"key_lengths is .* fits no way to shard the call"):
-        torch_attn.sdpa(*inputs, **options)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        torch_attn.sdpa(*inputs, key_lengths=torch.tensor([3, 6]))
+    inputs = make_inputs(5, 7, 6, heads=4)[:3]
+    sinks, lengths = torch.randn(4), torch.tensor([3, 6])
+    expected = torch_attn.sdpa(*inputs, sinks=sinks, key_lengths=lengths)
+    for of_inputs in (Batch, Head, R):
+        for given in (lengths, shard(lengths, mesh, Batch)):
+            output = torch_attn.sdpa(
+                *(shard(t, mesh, of_inputs) for t in inputs),
+                sinks=shard(sinks, mesh, Shard(0)),
+                key_lengths=given,
+            )
+            torch.testing.assert_close(output.full_tensor(), expected)
+    with pytest.raises(RuntimeError, match="sinks is a plain tensor, mixed with DTensors"):
+        torch_attn.sdpa(*(shard(t, mesh, Head) for t in inputs), sinks=sinks)
 
 
-def test_options_that_fit_nowhere(run: Processes) -> None:
-    run(options_that_fit_nowhere)
+def test_options_placed_otherwise(run: Processes) -> None:
+    run(options_placed_otherwise)
 
 
 def call_after_call() -> None:
@@ -337,7 +343,7 @@ def call_after_call() -> None:
     for tensors in (sharded, [t.detach() for t in sharded]):
         with pytest.raises(RuntimeError, match=r"dropout_p is 0\.5, but .* DTensors"):
             torch_attn.sdpa(*tensors, dropout_p=0.5)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match="key is a plain tensor, mixed with DTensors"):
         torch_attn.sdpa(sharded[0], *inputs[1:])
 
 
@@ -398,11 +404,6 @@ def placements_on_a_square() -> list[tuple[Any, ...]]:
         query, key, value, _ = make_inputs(5, 7, heads=heads)
         tensors = [distribute_tensor(t, mesh, [both, Head]) for t in (query, key, value)]
         placements.append(torch_attn.sdpa(*tensors, enable_gqa=True).placements)
-    # Tensors sharded over batch and heads follow the lengths, which stay as they are.
-    for of_lengths in ([Batch, R], [R, Batch], [R, R]):
-        given = distribute_tensor(torch.tensor([3, 7]), mesh, of_lengths)
-        output = torch_attn.sdpa(*tensors, enable_gqa=True, key_lengths=given)
-        assert [p == Batch for p in output.placements] == [p == Batch for p in of_lengths]
     return placements
 
 
@@ -411,7 +412,7 @@ def test_heads_over_two_dimensions() -> None:
     assert in_fresh_process(placements_on_a_square) == [
         (Head, Head),
         (Head, Head),
-        (R, R),
+        (Head, R),
         (Batch, Head),
     ]
 
@@ -438,8 +439,8 @@ def test_registered_in_either_order(first: str) -> None:
 import sys, {first}, torch_attn, torch
 assert ("torch.distributed.tensor" in sys.modules) == ({first!r} != "torch_attn")
 import torch.distributed.tensor
-known = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-assert torch.ops.attn.sdpa.default in known and torch.ops.attn._sdpa_second.default in known
+known = torch._library.simple_registry.singleton.find("attn::_sdpa_second").torch_dispatch_rules
+assert known.find(torch.distributed.tensor.DTensor) is not None
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
 
@@ -449,8 +450,8 @@ def test_registered_where_somebody_has_looked_for_it_first() -> None:
 import importlib.util, torch, torch_attn
 assert importlib.util.find_spec("torch.distributed.tensor") is not None
 import torch.distributed.tensor
-known = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-assert torch.ops.attn.sdpa.default in known and torch.ops.attn._sdpa_second.default in known
+known = torch._library.simple_registry.singleton.find("attn::_sdpa_second").torch_dispatch_rules
+assert known.find(torch.distributed.tensor.DTensor) is not None
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
 

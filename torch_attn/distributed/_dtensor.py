@@ -175,7 +175,7 @@ class _Sharded:
         assert self.sequence is not None
         why = _WHOLE.get(self.op._schema.name.removeprefix("attn::"))
         if self.call.get("cu_seq_q") is not None and self.call.get("attn_mask") is not None:
-            why = "packed sequences have an attn_mask"
+            why = "packed sequences with an attn_mask are asked for"
         shapes = []
         for name, tensor in zip(
             ("query", "key", "value"), [*self.inputs, self.inputs[-1]], strict=False

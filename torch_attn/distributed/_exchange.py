@@ -89,7 +89,7 @@ class Ring:
         layout = self.call.layout
         other = (2 * layout.rank - source) % layout.world
         needed = self.call.needed(other, layout.rank)
-        received = [torch.empty_like(t) for t in own] if needed else []
+        received = [t.new_empty(t.shape) for t in own] if needed else []
         sent = [g.contiguous() for g in gradients]
         works = _start(self.call.group, {source: sent}, {other: received})
         self.finish(own)
