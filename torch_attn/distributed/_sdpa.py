@@ -15,7 +15,7 @@ from torch_attn.distributed._methods import choose
 from torch_attn.distributed._parts import Inputs, Saved, wide
 from torch_attn.functional import _integers, _numbers, _pair
 
-__all__ = ["attend", "sdpa"]
+__all__ = ["all_rows", "attend", "sdpa"]
 
 
 def sdpa(
@@ -138,7 +138,10 @@ def _ring(call: Call, inputs: Inputs) -> Tensor:
 def _gathered(call: Call, inputs: Inputs) -> Tensor:
     """Each process with all keys; in float32, so that no part of a gradient is rounded."""
     layout, (_, S) = call.layout, call.layout.lengths
-    key, value = (_all_rows(call, layout.keys, [wide(t)] * layout.world) for t in inputs[1:3])
+    key, value = (
+        all_rows(call.group, layout.keys, layout.rank, [wide(t)] * layout.world)
+        for t in inputs[1:3]
+    )
     own, mask = layout.queries[layout.rank], inputs.mask
     outputs = []
     for piece, rows in zip(own, Layout.places(own), strict=True):
@@ -155,14 +158,14 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     layout, (L, S) = call.layout, call.layout.lengths
     rank, world, queries = layout.rank, layout.world, layout.queries
     query, key, value = (
-        _all_rows(call, of_all, t.tensor_split(world, -3))
+        all_rows(call.group, of_all, rank, t.tensor_split(world, -3))
         for of_all, t in zip((queries, layout.keys, layout.keys), inputs[:3], strict=True)
     )
     mask = inputs.mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
         parts = mask.tensor_split(world, -3) if has_heads else [mask] * world
-        mask = parts[rank] if mask.shape[-2] == 1 else _all_rows(call, queries, parts)
+        mask = parts[rank] if mask.shape[-2] == 1 else all_rows(call.group, queries, rank, parts)
     of_heads = (None if t is None else t.tensor_split(world, -1)[rank] for t in inputs[4:])
     options = call.options_of((0, L), (0, S)) | dict(
         zip(("alibi_slopes", "sinks"), of_heads, strict=True)
@@ -175,11 +178,11 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     return torch.cat(exchanged(call.group, shapes, back), -3)
 
 
-def _all_rows(call: Call, of_all: list[list[Piece]], parts: Any) -> Tensor:
+def all_rows(group: Any, of_all: list[list[Piece]], rank: int, parts: Any) -> Tensor:
     """The rows that all have of a tensor, in order, where each sends process r ``parts[r]``."""
-    shape = parts[call.layout.rank].shape
+    shape = parts[rank].shape
     shapes = [(*shape[:-2], Layout.length(pieces), shape[-1]) for pieces in of_all]
-    blocks = exchanged(call.group, shapes, parts)
+    blocks = exchanged(group, shapes, parts)
     pieces = [
         (piece, block[..., place, :])
         for own, block in zip(of_all, blocks, strict=True)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import torch_attn
 from torch_attn._import import import_of, install
+from torch_attn.distributed import _context as context
 from torch_attn.integrations import _calls
 
 __all__ = ["attention_forward", "calls", "register"]
@@ -326,7 +327,8 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
             if left is not None:
                 pattern = _pattern(masking, left, **alone)
                 assert isinstance(pattern, _Pattern)  # of several tokens
-                return replace(pattern, texts=texts)
+                # Over several processes what looks like two texts is two pieces of one.
+                return replace(pattern, texts=None if context.is_on() else texts)
         left = _window(masking, config, **kwargs)
         if left is not None:
             return _pattern(masking, left, **kwargs)
@@ -453,6 +455,8 @@ def _pattern(
     if isinstance(offset, Tensor):
         start: Tensor | None = offset
     else:
+        if context.is_on():  # the first key, and the last, may be on another process
+            return _Pattern(left, None, padding, (batch_size, 1, q_length, kv_length))
         if offset + q_length <= left + 1:  # the window reaches to the first key
             left = -1
         if left < 0 and q_length == 1 and offset + 1 == kv_length:  # the newest token sees all

@@ -1,0 +1,173 @@
+"""The switch that spreads the sequences of a whole model over processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torch_attn.distributed._layout import Layout, Piece
+from torch_attn.distributed._sdpa import all_rows, attend
+
+__all__ = ["Batch", "context_parallel", "is_on"]
+
+
+class Batch(dict[str, Tensor]):
+    """What :func:`context_parallel` gives: the own part of each tensor, by name."""
+
+    def __init__(self, group: dist.ProcessGroup, length: int) -> None:
+        super().__init__()
+        pieces = Layout.head_and_tail(length, group.size())
+        self.group, self.layout = group, Layout(group.rank(), pieces, pieces)
+
+    @property
+    def own(self) -> list[Piece]:
+        """The pieces of the sequence that this process has."""
+        return self.layout.queries[self.layout.rank]
+
+    def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """The own part of a tensor that has all of the sequence in a dimension."""
+        return torch.cat([tensor.narrow(dim, a, b - a) for a, b in self.own], dim)
+
+    def join(self, tensor: Tensor) -> Tensor:
+        """``[..., L, X]``, on all processes and in order, of ``[..., L_r, X]``; differentiable."""
+        parts = [tensor] * self.layout.world
+        return all_rows(self.group, self.layout.queries, self.layout.rank, parts)
+
+
+@contextlib.contextmanager
+def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
+    """Runs a model over sequences that are spread over processes, each with its part of the tokens.
+
+    Within, each attention of the model, by ``F.scaled_dot_product_attention``, by
+    :mod:`torch_attn` or by transformers with :func:`torch_attn.integrations.transformers.register`,
+    is one over the tokens of all processes; all else in a model works on tokens one by one. A
+    process has one piece near the head of the sequence and one near its tail, so that under
+    causality all have as much to compute. Every process gives the same, whole tensors, calls the
+    model as often as the others, and gets its part.
+
+    Args:
+        mesh: a :class:`~torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process
+            group; None means all processes.
+        tensors: ``[B, L, ...]`` each, of which the part of this process is taken along dimension 1.
+            `labels`, as transformers takes them, bring `shift_labels`, the next token of each, and
+            `num_items_in_batch`, of all.
+
+    Yields:
+        A dictionary of the parts, to be given to the model, and `position_ids`, ``[1, L_r]``, in
+        the whole. Its ``cut(tensor, dim)`` takes the own part of more tensors, and ``join(tensor)``
+        makes ``[B, L, X]`` of parts again. Loss and gradients are this process's share: their sum
+        over the processes is that of the whole.
+
+    Raises:
+        ValueError: tensors of different lengths, or position_ids or attention_mask among them.
+        RuntimeError: within, an attention with a mask, an offset, lengths, dropout, weights or
+            statistics, or over other tokens than these, as with a cache.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> x = torch.randn(1, 10, 8)
+        >>> with torch_attn.distributed.context_parallel(x=x) as batch:
+        ...     heads = batch["x"].unflatten(-1, (2, 4)).transpose(1, 2)
+        ...     output = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        >>> output.shape, batch["position_ids"].shape
+        (torch.Size([1, 2, 10, 4]), torch.Size([1, 10]))
+        >>> dist.destroy_process_group()
+    """
+    name = "torch_attn.distributed.context_parallel"
+    lengths = {n: t.shape[1] if t.ndim > 1 else None for n, t in tensors.items()}
+    if len({*lengths.values()}) != 1 or None in lengths.values():
+        given = ", ".join(f"{n} is {list(t.shape)}" for n, t in tensors.items()) or "no tensor"
+        raise ValueError(f"{name}: {given}; give tensors of shape [B, L, ...] with one L")
+    for refused in {"position_ids", "attention_mask"} & tensors.keys():
+        raise ValueError(
+            f"{name}: {refused} is given; positions are those in the sequence, padding goes to its "
+            "end, where causality hides it, and packed texts are not supported"
+        )
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh or dist.group.WORLD
+    length = next(iter(tensors.values())).shape[1]
+    batch = Batch(group, length)
+    labels = tensors.get("labels")
+    if labels is not None:  # transformers asks for them beside
+        tensors["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=-100)
+        batch["num_items_in_batch"] = (tensors["shift_labels"] != -100).sum()
+    device = next(iter(tensors.values())).device
+    tensors["position_ids"] = torch.arange(length, device=device)[None]
+    batch.update({n: batch.cut(t) for n, t in tensors.items()})
+    with _Mode(batch):
+        yield batch
+
+
+def is_on() -> bool:
+    """Whether this thread is within :func:`context_parallel`."""
+    return _within > 0
+
+
+_within = 0
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, batch: Batch) -> None:
+        super().__init__()
+        self.batch = batch
+        ops = torch.ops.attn
+        self.attentions = {F.scaled_dot_product_attention, *_both(ops.sdpa), *_both(ops.attention)}
+        others = (ops.sdpa_with_weights, ops.sdpa_stats, ops.varlen_attention)
+        self.refused = {op for packet in others for op in _both(packet)}
+        self.refused |= {torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
+
+    def __enter__(self) -> Any:
+        global _within
+        _within += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        global _within
+        _within -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.refused:
+            raise RuntimeError(
+                f"torch_attn.distributed.context_parallel: {func.__name__} is called, which has no "
+                "way to be spread over processes; call it outside, with the whole sequences"
+            )
+        if func not in self.attentions:
+            return func(*args, **(kwargs or {}))
+        call = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
+        output = self._attend(**call)
+        return (output, None, None) if func in _both(torch.ops.attn.attention) else output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        for name in ("attn_mask", "dropout_p", "query_offset", "key_lengths", "cu_seq_q"):
+            given = options.pop(name, None)
+            if given is not None and (name != "dropout_p" or given):
+                raise RuntimeError(
+                    f"torch_attn.distributed.context_parallel: an attention of the model has {name}, "
+                    "but its tokens are those of all processes, of which only causality, a window, "
+                    "a soft cap, slopes and sinks can be said"
+                )
+        lengths = Layout.length(self.batch.own)
+        if {query.shape[-2], key.shape[-2]} != {lengths}:
+            raise RuntimeError(
+                f"torch_attn.distributed.context_parallel: process {self.batch.layout.rank} has "
+                f"{lengths} tokens, but query is {list(query.shape)} and key {list(key.shape)}"
+            )
+        options = {
+            n: x
+            for n, x in options.items()
+            if n not in ("cu_seq_k", "max_q", "max_k", "block_table")
+        }
+        return attend(self.batch.layout, self.batch.group, query, key, value, **options)
+
+
+def _both(packet: Any) -> tuple[Any, Any]:
+    return packet, getattr(packet, "default", packet)
