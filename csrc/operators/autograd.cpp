@@ -25,6 +25,7 @@
 
 #include "operators/compat.h"
 #include "operators/formulas.h"
+#include "operators/over_processes.h"
 
 namespace attn {
 namespace {
@@ -318,12 +319,14 @@ auto below_autograd(c10::DispatchKeySet keys, const Arguments&... arguments) {
 }
 
 Tensor sdpa_autograd(c10::DispatchKeySet keys, const BuiltinInputs& x, const BuiltinOptions& options) {
+  if (is_over_processes()) return OverProcessesOp::call(x, options, {}).output;
   if (requires_grad(x) || is_dual(x)) return ForwardOp::call(x, options, std::nullopt, false).saved.output;
   return below_autograd<SdpaOp>(keys, x, options);
 }
 
 OutputAndRows attention_autograd(c10::DispatchKeySet keys, const BuiltinInputs& x, const CallOptions& options,
                                  const HeadInputs& of_heads) {
+  if (is_over_processes()) return OverProcessesOp::call(x, options, of_heads);
   const Inputs inputs = all_inputs(x, of_heads);
   if (!requires_grad(inputs) && !is_dual(inputs)) return below_autograd<AttentionOp>(keys, x, options, of_heads);
   const auto [saved, rows] = ForwardOp::call(inputs, options, std::nullopt, /*with_rows=*/true);
@@ -421,6 +424,7 @@ WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, con
 
 Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const ScoreOptions& options,
                           const HeadInputs& of_heads) {
+  refuse_over_processes(StatsOp::name);
   TORCH_CHECK(!is_dual(x) && !is_dual(of_heads), kNoDerivative);
   Statistics results = below_autograd<StatsOp>(keys, x, options, of_heads);
   if (requires_grad(x, of_heads)) {

@@ -4,6 +4,7 @@
 
 #include <torch/library.h>
 
+#include "operators/over_processes.h"
 #include "operators/problem.h"
 
 namespace attn {
@@ -58,10 +59,13 @@ WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
-  constexpr auto sdpa = [](const auto&... a) {
-    return compute_forward(device, false, a..., std::nullopt, /*with_rows=*/false).saved.output;
+  // Without autograd, as in inference mode, nobody has asked before whether these are over several processes.
+  constexpr auto sdpa = [](const BuiltinInputs& x, const BuiltinOptions& options) {
+    if (is_over_processes()) return OverProcessesOp::call(x, options, {}).output;
+    return compute_forward(device, false, x, options, std::nullopt, /*with_rows=*/false).saved.output;
   };
   constexpr auto attention = [](const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
+    if (is_over_processes()) return OverProcessesOp::call(x, options, of_heads);
     const auto [saved, rows] = compute_forward(device, false, all_inputs(x, of_heads), options, std::nullopt, true);
     return OutputAndRows{saved.output, rows};
   };

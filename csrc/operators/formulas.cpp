@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "operators/over_processes.h"
 #include "operators/validate.h"
 
 namespace attn {
@@ -326,11 +327,13 @@ WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const DenseOpt
 }
 
 OutputAndWeights sdpa_with_weights(const BuiltinInputs& x, const DenseOptions& options, const HeadInputs& of_heads) {
+  refuse_over_processes(WeightsOp::name);
   const auto [weights, scores, output] = weights_and_output(x, options, of_heads, {});
   return {output, weights, scores};
 }
 OutputAndMean sdpa_and_weights(const BuiltinInputs& x, const DenseOptions& options, const HeadInputs& of_heads,
                                bool mean) {
+  refuse_over_processes(WeightsOp::name);
   const WeightsAndScores results = weights_and_output(x, options, of_heads, {mean, /*scores=*/false});
   return {results.output, results.weights};
 }

@@ -94,6 +94,13 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
+  // What answers sdpa and attention while they are parts of calls over several processes (over_processes.h); Python
+  // implements it, and returns the output alone.
+  m.def("_attend_over_processes(" CALL MORE PACKED ", " OF_HEADS
+        ") -> (Tensor output, Tensor logsumexp, Tensor max_score)");
+  // They are while the sum of all changes is positive: it is returned. `all`: other operators are refused.
+  m.def("_over_processes(int change, bool all) -> int");
+
   // Results have bits that depend on nothing else (attn::invariant()) while the sum of all changes is positive: it is
   // returned.
   m.def("_invariant(int change) -> int");

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from torch_attn.distributed._layout import Layout, Piece
 from torch_attn.distributed._sdpa import all_rows, attend
+from torch_attn.replace import replace_sdpa
 
-__all__ = ["Batch", "context_parallel", "is_on"]
+__all__ = ["Batch", "answering", "context_parallel", "is_on"]
 
 
 class Batch(dict[str, Tensor]):
@@ -39,6 +39,35 @@ class Batch(dict[str, Tensor]):
         """``[..., L, X]``, on all processes and in order, of ``[..., L_r, X]``; differentiable."""
         parts = [tensor] * self.layout.world
         return all_rows(self.group, self.layout.queries, self.layout.rank, parts)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """What an attention of the model is, with the tokens of all processes."""
+        name = "torch_attn.distributed.context_parallel"
+        for refused in ("attn_mask", "dropout_p", "query_offset", "key_lengths", "cu_seq_q"):
+            given = options.pop(refused)
+            if given is not None and (refused != "dropout_p" or given):
+                raise RuntimeError(
+                    f"{name}: an attention of the model has {refused}, but its tokens are those of "
+                    "all processes, of which only causality, a window, a soft cap, slopes and sinks "
+                    "can be said"
+                )
+        length = Layout.length(self.own)
+        if (query.shape[-2], key.shape[-2]) != (length, length):
+            raise RuntimeError(
+                f"{name}: process {self.layout.rank} has {length} tokens, but query is "
+                f"{list(query.shape)} and key {list(key.shape)}"
+            )
+        given = (
+            "is_causal",
+            "scale",
+            "enable_gqa",
+            "window_size",
+            "softcap",
+            "alibi_slopes",
+            "sinks",
+        )
+        more = {n: options[n] for n in given}
+        return attend(self.layout, self.group, query, key, value, None, **more)
 
 
 @contextlib.contextmanager
@@ -101,73 +130,47 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     device = next(iter(tensors.values())).device
     tensors["position_ids"] = torch.arange(length, device=device)[None]
     batch.update({n: batch.cut(t) for n, t in tensors.items()})
-    with _Mode(batch):
-        yield batch
+    fast = torch.backends.mha.get_fastpath_enabled()
+    handle = replace_sdpa()
+    torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which has its own
+    try:
+        with answering(batch, all_operators=True):
+            yield batch
+    finally:
+        handle.remove()
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def is_on() -> bool:
-    """Whether this thread is within :func:`context_parallel`."""
-    return _within > 0
+    """Whether some thread of this process is within :func:`context_parallel`."""
+    return any(isinstance(part, Batch) for part in _answering)
 
 
-_within = 0
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+class Answers(Protocol):
+    def attend(self, **call: Any) -> Tensor: ...
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, batch: Batch) -> None:
-        super().__init__()
-        self.batch = batch
-        ops = torch.ops.attn
-        self.attentions = {F.scaled_dot_product_attention, *_both(ops.sdpa), *_both(ops.attention)}
-        others = (ops.sdpa_with_weights, ops.sdpa_stats, ops.varlen_attention)
-        self.refused = {op for packet in others for op in _both(packet)}
-        self.refused |= {torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
-
-    def __enter__(self) -> Any:
-        global _within
-        _within += 1
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        global _within
-        _within -= 1
-        super().__exit__(*error)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.refused:
-            raise RuntimeError(
-                f"torch_attn.distributed.context_parallel: {func.__name__} is called, which has no "
-                "way to be spread over processes; call it outside, with the whole sequences"
-            )
-        if func not in self.attentions:
-            return func(*args, **(kwargs or {}))
-        call = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
-        output = self._attend(**call)
-        return (output, None, None) if func in _both(torch.ops.attn.attention) else output
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        for name in ("attn_mask", "dropout_p", "query_offset", "key_lengths", "cu_seq_q"):
-            given = options.pop(name, None)
-            if given is not None and (name != "dropout_p" or given):
-                raise RuntimeError(
-                    f"torch_attn.distributed.context_parallel: an attention of the model has {name}, "
-                    "but its tokens are those of all processes, of which only causality, a window, "
-                    "a soft cap, slopes and sinks can be said"
-                )
-        lengths = Layout.length(self.batch.own)
-        if {query.shape[-2], key.shape[-2]} != {lengths}:
-            raise RuntimeError(
-                f"torch_attn.distributed.context_parallel: process {self.batch.layout.rank} has "
-                f"{lengths} tokens, but query is {list(query.shape)} and key {list(key.shape)}"
-            )
-        options = {
-            n: x
-            for n, x in options.items()
-            if n not in ("cu_seq_k", "max_q", "max_k", "block_table")
-        }
-        return attend(self.batch.layout, self.batch.group, query, key, value, **options)
+_answering: list[Answers] = []
 
 
-def _both(packet: Any) -> tuple[Any, Any]:
-    return packet, getattr(packet, "default", packet)
+@contextlib.contextmanager
+def answering(calls: Answers, *, all_operators: bool) -> Iterator[None]:
+    """Within, calls of attn::sdpa and attn::attention in this process are answered by another."""
+    torch.ops.attn._over_processes(1, all_operators)
+    _answering.append(calls)
+    try:
+        yield
+    finally:
+        _answering.remove(calls)
+        torch.ops.attn._over_processes(-1, all_operators)
+
+
+def _attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
+    arguments = torch.ops.attn._attend_over_processes.default._schema.arguments
+    call = {a.name: a.default_value for a in arguments}
+    call |= dict(zip(call, args, strict=False)) | kwargs
+    return _answering[-1].attend(**call), None, None
+
+
+_library = torch.library.Library("attn", "IMPL")
+_library.impl("_attend_over_processes", _attend, "CompositeImplicitAutograd")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from torch_attn._when_imported import when_imported
-from torch_attn.distributed import _parts
+from torch_attn.distributed import _parts, _torchs_context
 from torch_attn.distributed._layout import Call, Layout
 from torch_attn.distributed._methods import choose
 from torch_attn.distributed._parts import Inputs, Saved, wide
@@ -44,6 +44,7 @@ def register_when_imported() -> None:
     That module takes half as long to import as torch itself, and most programs do without.
     """
     when_imported("torch.distributed.tensor", register)
+    _torchs_context.register_when_imported()
 
 
 def register() -> None:
@@ -60,8 +61,12 @@ def register() -> None:
 def _attend(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | (kwargs or {})
     with torch.no_grad():
-        if op is torch.ops.attn.sdpa.default:
-            return _Sharded(torch.ops.attn.attention.default, given).results()[0]
+        if op in (torch.ops.attn.sdpa.default, torch.ops.attn.attention.default):
+            given["with_rows"] = op is torch.ops.attn.attention.default
+            output, *_, row_logsumexp, max_score = _Sharded(
+                torch.ops.attn._sdpa_forward.default, given
+            ).results()
+            return (output, row_logsumexp, max_score) if given["with_rows"] else output
         return _Sharded(op, given).results()
 
 
@@ -106,6 +111,7 @@ class _Sharded:
         self.tensors = {n: self.tensors[n] for n in names} | self.tensors
         self.inputs = [self.tensors[name] for name in names]
         self.rank = max(t.ndim for t in self.inputs)
+        _torchs_context.check(self.call)
         if dropout_p := self.call.get("dropout_p"):
             raise RuntimeError(
                 f"attn::sdpa: dropout_p is {dropout_p}, but query, key and value are DTensors, "
@@ -329,16 +335,14 @@ def _ring(op: str, call: Call, x: dict[str, Any]) -> Any:
     names = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
     inputs = Inputs(*(x[name] for name in names))
     dtype = inputs.query.dtype
-    if op in ("_sdpa_forward", "attention"):
+    if op == "_sdpa_forward":
         saved, *of_rows = _parts.forward(call, inputs)
         logsumexp, greatest = (t.to(saved.output.dtype) for t in of_rows)
         output = saved.output.to(dtype)
-        if op == "attention":
-            return output, logsumexp, greatest
         learned = any(t is not None and t.is_floating_point() for t in inputs[3:])
         kept = output.new_empty(0)
         if learned and output.dtype != saved.output.dtype:
-            kept = (saved.output - output.to(saved.output.dtype)).to(dtype)
+            kept = saved.output - output
         rows = (logsumexp, greatest) if x["with_rows"] else (None, None)
         return (
             output,
@@ -360,5 +364,5 @@ def _ring(op: str, call: Call, x: dict[str, Any]) -> Any:
     first = change.to(saved.output.dtype)
     rest = (change - first).to(first.dtype)
     output = moved.to(dtype)
-    kept = (moved - output).to(dtype) if x["residual"].ndim > 1 else output.new_empty(0)
+    kept = (moved - output).to(first.dtype) if x["residual"].ndim > 1 else output.new_empty(0)
     return output, torch.stack([first, rest], -1), kept

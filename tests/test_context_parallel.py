@@ -1,0 +1,184 @@
+"""Whole models over sequences on several processes, and torch's own way of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_attn
+from _processes import Processes
+from torch_attn.distributed import context_parallel
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Processes]:
+    processes = Processes(request.param, tmp_path_factory.mktemp("gloo"))
+    yield processes
+    processes.end()
+
+
+def language_model(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from torch_attn.integrations import transformers as integration
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    window = {"sliding_window": 9} if kind == "Mistral" else {}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **window)
+    config._attn_implementation = integration.register()
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def train(kind: str, length: int) -> None:
+    """20 steps; the losses and parameters are those of one process."""
+    ours, alone = language_model(kind), language_model(kind)
+    steps = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (ours, alone)]
+    for step in range(20):
+        ids = torch.randint(0, 40, (2, length), generator=torch.Generator().manual_seed(step))
+        labels = ids.masked_fill(torch.arange(length) < 3, -100)
+        expected = alone(input_ids=ids, labels=labels).loss
+        expected.backward()
+        with context_parallel(input_ids=ids, labels=labels) as batch:
+            loss = ours(**batch).loss
+            loss.backward()
+        for p in ours.parameters():
+            dist.all_reduce(p.grad)
+        dist.all_reduce(loss.data)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [24, 29, 5])  # divides by twice the processes; not; empty pieces
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_training(run: Processes, kind: str, length: int) -> None:
+    run(train, kind, length)
+
+
+class Encoder(nn.Module):
+    """Tokens in, tokens out, with PyTorch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+        self.positions = nn.Embedding(40, 16, dtype=torch.float64)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        x = x + self.positions(position_ids)
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return x + out
+
+
+def encode() -> None:
+    """Without causality; the parts are joined again."""
+    torch.manual_seed(0)
+    model, x = Encoder(), torch.randn(2, 13, 16, dtype=torch.float64)
+    expected = model(x, torch.arange(13)[None])
+    with context_parallel(x=x) as batch:
+        output = batch.join(model(**batch))
+        assert batch.cut(x).shape == batch["x"].shape
+    torch.testing.assert_close(output, expected)
+
+
+def test_an_encoder(run: Processes) -> None:
+    run(encode)
+
+
+def check_errors() -> None:
+    x = torch.randn(1, 2, 12, 8)
+    mine = x[:, :, : 12 // dist.get_world_size()]
+    name = "context_parallel: "
+    with pytest.raises(ValueError, match=rf"{name}a is \[1, 2, 12, 8\], b is \[3\]; give tensors"):
+        context_parallel(a=x, b=torch.zeros(3)).__enter__()
+    with pytest.raises(ValueError, match=rf"{name}attention_mask is given"):
+        context_parallel(attention_mask=torch.ones(1, 12)).__enter__()
+    with context_parallel(x=x.transpose(1, 2)):
+        for options in ({"attn_mask": torch.ones(1, 1).bool()}, {"dropout_p": 0.1}):
+            with pytest.raises(
+                RuntimeError, match=f"{name}an attention of the model has {[*options][0]}"
+            ):
+                F.scaled_dot_product_attention(mine, mine, mine, **options)
+        with pytest.raises(RuntimeError, match=rf"{name}process \d has .* tokens, but query is"):
+            torch_attn.sdpa(x, x, x)
+        with pytest.raises(RuntimeError, match="sdpa_with_weights: it is called within torch_attn"):
+            torch_attn.sdpa_with_weights(mine, mine, mine)
+        with pytest.raises(RuntimeError, match="sdpa_stats: it is called within torch_attn"):
+            torch_attn.sdpa_stats(mine, mine)
+        torch_attn.sdpa(mine, mine, mine, window_size=(3, 0))
+
+
+def test_errors(run: Processes) -> None:
+    run(check_errors)
+
+
+def recompute() -> None:
+    """A checkpoint that is computed again outside would attend to the own tokens alone."""
+    x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    (expected,) = torch.autograd.grad(attend(x).sum(), x)
+    with context_parallel(x=x) as batch:
+        output = checkpoint(attend, batch["x"], use_reentrant=False)
+        (gradient,) = torch.autograd.grad(output.sum(), x)
+    dist.all_reduce(gradient)
+    torch.testing.assert_close(gradient, expected)
+    with context_parallel(x=x) as batch:
+        output = checkpoint(attend, batch["x"], use_reentrant=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        output.sum().backward()
+
+
+def test_checkpoints(run: Processes) -> None:
+    run(recompute)
+
+
+def within_torchs(length: int, causal: bool) -> str:
+    """Right, or an error that names ours."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import experimental
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    query, key, value = torch.randn(3, 1, 2, length, 8)
+    expected = torch_attn.sdpa(query, key, value, is_causal=causal)
+    buffers = [torch.stack([query, key, value, expected])]
+    with experimental.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[3]):
+        own = buffers[0]
+        for attend in (torch_attn.sdpa, torch.ops.attn.attention, torch.ops.attn.sdpa.default):
+            with pytest.raises(RuntimeError, match="within torch's context_parallel a plain"):
+                attend(*own[:3])
+        with torch_attn.replacing_sdpa():
+            try:
+                output = F.scaled_dot_product_attention(*own[:3], is_causal=causal)
+            except RuntimeError as error:
+                assert "torch_attn.distributed.context_parallel is right there" in str(error)
+                return "error"
+        torch.testing.assert_close(output, own[3])
+    torch_attn.sdpa(query, key, value)
+    return "right"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pieces", [4, 3, 2.5])  # how many a process has of 2 tokens
+def test_torchs_own(run: Processes, pieces: float, causal: bool) -> None:
+    world = len(run.processes)
+    length = int(2 * pieces * world) if pieces != 2.5 else 4 * world + 1
+    in_order = length % (2 * world) != 0
+    expected = "error" if length % world or (causal and not in_order) else "right"
+    assert run(within_torchs, length, causal) == [expected] * world
