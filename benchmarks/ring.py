@@ -1,13 +1,14 @@
 """Attention of one sequence over several processes: ``python benchmarks/ring.py``.
 
 Measured, with gloo, over two processes of one thread each: the time of a step in each of the ways
-of ``torch_attn.distributed.method``, the bytes that a process sends beside those of the formula, and
-which part of the communication is hidden behind computation. With w the time of computing alone, c
-that of sending the same messages alone and t that of the step, it is (w + c - t) / c, held to [0, 1].
-A slow link is imitated too: every message is held back for as long as the link would take.
+of ``torch_attn.distributed.method``, the bytes that a process sends beside those of the formula,
+and which part of the communication is hidden behind computation. With w the time of computing
+alone, c that of sending the same messages alone and t that of the step, it is (w + c - t) / c, held
+to [0, 1]. A slow link is imitated too: messages are held back for as long as it would take.
 
 Computed, from the rates that were measured or from ``--tflops``: how a ring scales over up to 64
-machines, and from which length on it hides its communication. ``--chart`` draws the first.
+machines, and from which length on it hides its communication. ``--chart`` draws the scaling. For
+GPUs: ``python benchmarks/ring.py --tflops 300 --dtype bf16 --chart out/ring-gpu.png``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import concurrent.futures
 import datetime
 import functools
+import itertools
 import math
 import multiprocessing
 import statistics
@@ -39,17 +41,20 @@ from torch_attn.distributed._sdpa import attend
 
 WORLD = 2
 WAYS = ("ring", "gather", "all_to_all")
-# Which pairs of queries and keys count, and which rows a process has.
-ALL, IN_ORDER, BALANCED = "all pairs", "causal, in order", "causal, head and tail"
-PASSES = ("forward", "training")
+# Which pairs of queries and keys count, and which rows a process has: a block of them in a row or,
+# balanced, the first piece and the last, the second and the last but one ...
+ALL, IN_ORDER, BALANCED = "all pairs", "causal", "causal, balanced"
+PASSES = ("forward", "training")  # the second is a forward and a backward
 MACHINES = (1, 2, 4, 8, 16, 32, 64)
-STRONG, WEAK = (2**14, 2**17, 2**20), (2**8, 2**11, 2**14)  # tokens in all; of a machine
-NO_NETWORK = (
-    "These two processes share the memory and the two cores of one machine: this is no network. What "
-    "one sends the\nother is copied by the cores that compute, so that hiding it saves the waiting but "
-    "not the copying. A slow link\nis imitated, by a clock: what arrives is held back, and nobody works "
-    "while it waits."
-)
+MOST = 2**20  # tokens in all
+UNCLEAR = 0.25  # an error above which a hidden part is not printed
+NOTES = """\
+These two processes share the memory and the two cores of one machine: this is no network. What one
+sends is copied by the cores that compute: to hide it saves the waiting, not the copying. The slow
+link is a clock: what arrives is held back, and no core works for it. Times are medians of
+alternating runs, "compute" and "send" those of the same work and of the same messages alone; ± is
+the error of a median. Balanced: a process has the first and the last piece of the sequence, or the
+second and the last but one, and so on. The formula has the rates of one process."""
 
 # ---------------------------------------------------------------------------------------------
 # The formula
@@ -59,8 +64,8 @@ NO_NETWORK = (
 class Job:
     """Attention of as many queries as keys, and what a machine computes in a second.
 
-    A causal call has half of the pairs; each machine has as many of them as another in every step,
-    because it has the first and the last piece of the sequence, the second and the last but one ...
+    Of a causal call half of the pairs count. It is balanced, so that in every step each machine has
+    as many of them as the others.
     """
 
     forward: float  # FLOP/s of a machine
@@ -83,7 +88,7 @@ def flops(job: Job, length: float) -> float:
 
 
 def bytes_of(job: Job, length: float) -> tuple[float, float]:
-    """Of keys and values; and of their gradients, which travel in float32 if keys are of half types."""
+    """Of keys and values; and of their gradients, which travel in float32 for half types too."""
     numbers = 2 * job.kv_heads * job.head_dim * length
     return numbers * job.itemsize, numbers * max(4, job.itemsize)
 
@@ -91,8 +96,8 @@ def bytes_of(job: Job, length: float) -> tuple[float, float]:
 def bytes_sent(way: str, job: Job, length: int, world: int, in_order: bool) -> tuple[float, float]:
     """What a process sends in a forward and in a backward, on the average.
 
-    With P processes, b the bytes of all keys and values, g those of their gradients (of float32, for
-    half types) and a those of all queries and outputs: in a ring b (P - 1) / P, and back
+    With P processes, b the bytes of all keys and values, g those of their gradients (of float32,
+    for half types) and a those of all queries and outputs: in a ring b (P - 1) / P, and back
     (b + g) (P - 1) / P, of which a causal call over blocks in order needs half; for a gather
     g (P - 1) / P, and for all_to_all (a + b) (P - 1) / P², both as much again in the backward.
     """
@@ -110,10 +115,10 @@ def bytes_sent(way: str, job: Job, length: int, world: int, in_order: bool) -> t
 def step_times(job: Job, length: float, machines: int, gbits: float) -> tuple[float, float]:
     """Seconds of a forward and of a backward of a ring whose links carry so much each way at once.
 
-    In step s of P a machine computes with one block and sends its own for step s + 1: the step takes
-    as long as the longer of the two. In the backward the gradients of the block of step s - 1 go home
-    at the same time; those of the last block go when all is computed, and nothing hides them. The
-    time that a message takes beside its bytes is left out.
+    In step s of P a machine computes with one block and sends its own for step s + 1: the step
+    takes as long as the longer of the two. In the backward the gradients of the block of step s - 1
+    go home at the same time; those of the last block go when all is computed, and nothing hides
+    them. The time that a message takes beside its bytes is left out.
     """
     block = length / machines
     keys, gradients = (8 * size / (gbits * 1e9) for size in bytes_of(job, block))
@@ -136,9 +141,10 @@ def efficiency(job: Job, length: float, machines: int, gbits: float) -> float:
 def hiding_lengths(job: Job, gbits: float) -> tuple[float, float]:
     """The tokens of a machine from which a step hides what it sends, of forward and backward.
 
-    With H heads of queries and h of keys, head_dim D, i bytes in a number and k those of a gradient,
-    a share u of the pairs, rates F and G in FLOP/s and a link of B bytes a second, a block of n
-    tokens is computed in 4 H D u n² / F and sent in 2 h D n i / B: the square outgrows the line at
+    With H heads of queries and h of keys, head_dim D, i bytes in a number and k in one of a
+    gradient, a share u of the pairs, rates F and G in FLOP/s and a link of B bytes a second, a
+    block of n tokens is computed in 4 H D u n² / F and sent in 2 h D n i / B. The square is the
+    larger from
 
         n = i h F / (2 u H B).
 
@@ -146,42 +152,41 @@ def hiding_lengths(job: Job, gbits: float) -> tuple[float, float]:
 
         n = (i + k) h G / (5 u H B).
 
-    D has gone. Not counted are the gradients of the last block, which nothing hides.
+    on. D has gone. Not counted are the gradients of the last block, which nothing hides.
     """
     keys, gradients = job.itemsize, max(4, job.itemsize)
     rate = job.share * job.heads / job.kv_heads * gbits * 1e9 / 8
     return keys * job.forward / (2 * rate), (keys + gradients) * job.backward / (5 * rate)
 
 
-def scaling(jobs: list[Job], gbits: list[float]) -> list[dict[str, Any]]:
-    """Efficiencies over machines, of whole lengths (strong) and of lengths of a machine (weak)."""
-    cases = [("strong", n, m) for n in STRONG for m in MACHINES]
-    cases += [("weak", n, m) for n in WEAK for m in MACHINES]
-    rows = []
-    for kind, tokens, machines in cases:
-        length = tokens * (machines if kind == "weak" else 1)
-        for job in jobs:
-            for rate in gbits:
-                forward, backward = step_times(job, length, machines, rate)
-                row = {"scaling": kind, "tokens": tokens, "machines": machines}
-                row |= {"causal": job.is_causal, "gbits": rate}
-                row |= {"forward_s": forward, "backward_s": backward}
-                rows.append(row | {"efficiency": efficiency(job, length, machines, rate)})
-    return rows
-
-
 def telling_lengths(job: Job, gbits: list[float]) -> tuple[int, int]:
-    """For a chart: tokens in all, and of a machine, between which the bandwidths differ.
+    """Tokens in all, and of a machine, at which the bandwidths differ; powers of two.
 
-    Powers of two, up to a million tokens on the most machines: 64 blocks that the fastest link just
-    hides, and one that the link in the middle does.
+    As many blocks as machines that the fastest link just hides, and one that the link in the middle
+    does; up to a million tokens on the most machines.
     """
     fastest, middle = (
-        2 ** round(math.log2(max(hiding_lengths(job, rate))))
+        2 ** round(math.log2(max(1, *hiding_lengths(job, rate))))
         for rate in (max(gbits), statistics.median_high(gbits))
     )
-    most = MACHINES[-1]
-    return min(most * fastest, 2**20), min(middle, 2**20 // most)
+    return min(MACHINES[-1] * fastest, MOST), min(middle, MOST // MACHINES[-1])
+
+
+def scaling(jobs: list[Job], gbits: list[float]) -> list[dict[str, Any]]:
+    """Over machines, with as many tokens in all (strong) or as many of each machine (weak)."""
+    whole, each = telling_lengths(jobs[-1], gbits)
+    cases = [("strong", n) for n in sorted({whole, MOST // 8, MOST})]
+    cases += [("weak", n) for n in sorted({each, MOST // 8 // MACHINES[-1], MOST // MACHINES[-1]})]
+    rows = []
+    for (kind, tokens), machines, job in itertools.product(cases, MACHINES, jobs):
+        length = tokens * machines if kind == "weak" else tokens
+        for rate in gbits:
+            forward, backward = step_times(job, length, machines, rate)
+            row: dict[str, Any] = {"scaling": kind, "tokens": tokens, "machines": machines}
+            row |= {"causal": job.is_causal, "gbits": rate}
+            row |= {"forward_s": forward, "backward_s": backward}
+            rows.append(row | {"efficiency": efficiency(job, length, machines, rate)})
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------
@@ -219,7 +224,7 @@ class Wire:
 
     def __enter__(self) -> Wire:
         self.start = dist.batch_isend_irecv
-        dist.batch_isend_irecv = self.pass_on
+        dist.batch_isend_irecv = self.pass_on  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -235,7 +240,8 @@ class Wire:
         if self.is_cut:
             for op in ops:
                 if op.op is dist.irecv:
-                    op.tensor.set_(ready(tuple(op.tensor.shape), op.tensor.dtype))
+                    there = ready(tuple(op.tensor.shape), op.tensor.dtype)
+                    op.tensor.set_(there.untyped_storage(), 0, there.shape, there.stride())
             return []
         works: list[Any] = self.start(ops)
         if math.isinf(self.gbits):
@@ -279,25 +285,26 @@ def step_of(setting: Setting, is_alone: bool = False) -> Callable[[], None]:
         torch.randn(1, heads, rows, setting.head_dim, dtype=DTYPES[setting.dtype])
         for heads in (setting.heads, setting.kv_heads, setting.kv_heads)
     ]
-    gradient = torch.randn_like(tensors[0])
+    query, key, value = tensors
+    gradient = torch.randn_like(query)
     for tensor in tensors:
         tensor.requires_grad_(setting.training)
     options: dict[str, Any] = {
         "is_causal": setting.order != ALL,
         "enable_gqa": setting.heads != setting.kv_heads,
     }
-    group = dist.group.WORLD
+    layout, group = Layout(rank, pieces, pieces), dist.group.WORLD
     assert group is not None
 
     def run() -> None:
         with torch_attn.distributed.method(setting.way):
             if is_alone:
-                output = torch_attn.sdpa(*tensors, **options)
+                output = torch_attn.sdpa(query, key, value, **options)
             elif setting.order == BALANCED:
-                output = attend(Layout(rank, pieces, pieces), group, *tensors, **options)
+                output = attend(layout, group, query, key, value, **options)
             else:
-                lengths = (setting.length, setting.length)
-                output = torch_attn.distributed.sdpa(*tensors, lengths=lengths, **options)
+                lengths = setting.length, setting.length
+                output = torch_attn.distributed.sdpa(query, key, value, lengths=lengths, **options)
         if setting.training:
             torch.autograd.grad(output, tensors, gradient)
 
@@ -330,16 +337,19 @@ def send(batches: list[list[Message]]) -> None:
             work.wait()
 
 
-def timed(setting: Setting, kind: str, gbits: float = math.inf) -> float:
-    """Seconds of a "step", or of "computing" or "sending" alone, which all processes begin at once."""
+def timed(setting: Setting, kind: str, gbits: float = math.inf) -> tuple[float, float]:
+    """Seconds of a "step", or of "computing" or "sending" alone, which all begin at once.
+
+    And those for which a processor worked for this process meanwhile.
+    """
     run = step_of(setting)
     if kind == "sending":
         run = functools.partial(send, messages_of(setting))
     with Wire(gbits, is_cut=kind == "computing"):
         dist.barrier()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         run()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - worked
 
 
 def timed_alone(setting: Setting) -> float:
@@ -366,6 +376,7 @@ class Processes:
             concurrent.futures.ProcessPoolExecutor(1, spawn, join, (rank, world, store))
             for rank in range(world)
         ]
+        self.busy: list[float] = []  # which parts of the time they had a core while they computed
 
     def __enter__(self) -> Processes:
         self(dist.get_rank)  # all have to be there before one can be asked alone
@@ -386,8 +397,12 @@ class Processes:
             future.result()  # an error: the others may wait for who had it
         return [future.result() for future in futures]
 
-    def longest(self, *arguments: Any) -> float:
-        return max(self(timed, *arguments))
+    def longest(self, setting: Setting, kind: str, gbits: float) -> float:
+        found = self(timed, setting, kind, gbits)
+        if kind == "computing":
+            self.busy.append(min(worked / passed for passed, worked in found))
+        seconds: float = max(passed for passed, _ in found)
+        return seconds
 
     def alone(self, setting: Setting) -> float:
         seconds: float = self.pools[0].submit(timed_alone, setting).result()
@@ -409,29 +424,35 @@ def measure(
     """A row of each way, and more of a ring over links of so many Gbit/s."""
     ways = [(replace(setting, way=way), math.inf) for way in WAYS]
     ways += [(replace(setting, way="ring"), gbits) for gbits in links]
-    functions = [functools.partial(processes.alone, setting)]
+    functions: list[Callable[[], float]] = [functools.partial(processes.alone, setting)]
     for way, gbits in ways:
         for kind, link in (("step", gbits), ("computing", math.inf), ("sending", gbits)):
             functions.append(functools.partial(processes.longest, way, kind, link))
+    processes.busy.clear()
     alone, *timings = alternate(functions, seconds, clock)
     rows = []
     for place, (way, gbits) in enumerate(ways):
         step, computing, sending = timings[3 * place : 3 * place + 3]
-        t, w, c = step.median, computing.median, sending.median
-        samples = zip(step.samples, computing.samples, sending.samples, strict=True)
-        parts = [(computed + sent - whole) / sent for whole, computed, sent in samples]
-        low, _, high = statistics.quantiles(parts, n=4)
         passes = bytes_sent(way.way, way.job(), way.length, WORLD, way.order == IN_ORDER)
-        row = {"order": way.order, "pass": PASSES[way.training], "method": way.way}
+        row: dict[str, Any] = {"order": way.order, "pass": PASSES[way.training], "method": way.way}
         row |= {"length": way.length, "gbits": None if math.isinf(gbits) else gbits}
-        row |= {"alone_ms": alone.median * 1e3, "ms": t * 1e3}
-        row |= {"efficiency": alone.median / t / WORLD, "rounds": len(parts)}
+        row |= {"alone_ms": alone.median * 1e3, "ms": step.median * 1e3}
+        row |= {"efficiency": alone.median / step.median / WORLD, "spread": step.spread}
         row |= {"sent_bytes": statistics.mean(processes(bytes_counted, way))}
         row |= {"formula_bytes": sum(passes) if way.training else passes[0]}
-        row |= {"computing_ms": w * 1e3, "sending_ms": c * 1e3}
-        row |= {"hidden": min(1.0, max(0.0, (w + c - t) / c)), "hidden_spread": (high - low) / 2}
-        rows.append(row)
+        row |= {"computing_ms": computing.median * 1e3, "sending_ms": sending.median * 1e3}
+        row |= hidden(computing.samples, sending.samples, step.samples)
+        rows.append(row | {"busy": statistics.median(processes.busy)})
     return rows
+
+
+def hidden(computing: list[float], sending: list[float], step: list[float]) -> dict[str, float]:
+    """The median over rounds, and its error: in each, what is measured is a moment apart."""
+    parts = [(w + c - t) / c for w, c, t in zip(computing, sending, step, strict=True)]
+    low, median, high = statistics.quantiles(parts, n=4)
+    # Of a normal distribution: its deviation from the quartiles, and that of a median.
+    error = (high - low) / 1.35 * 1.25 / math.sqrt(len(parts))
+    return {"rounds": len(parts), "hidden": min(1.0, max(0.0, median)), "hidden_error": error}
 
 
 def rates_of(rows: list[dict[str, Any]], setting: Setting) -> tuple[float, float]:
@@ -446,14 +467,18 @@ def rates_of(rows: list[dict[str, Any]], setting: Setting) -> tuple[float, float
 
 
 def predict(rows: list[dict[str, Any]], setting: Setting) -> None:
-    """Adds to the rows of a ring that is in balance what the formula says of their time."""
+    """Adds to the rows of a ring in balance what the formula says of their time, and hides."""
     for r in rows:
         if r["method"] != "ring" or r["order"] == IN_ORDER:
             continue
         given = replace(setting, order=r["order"], length=r["length"])
+        job, passes = given.job(*rates_of(rows, given)), 1 + (r["pass"] == "training")
         gbits = r["gbits"] or 8 * r["sent_bytes"] / r["sending_ms"] / 1e6
-        times = step_times(given.job(*rates_of(rows, given)), r["length"], WORLD, gbits)
-        r["formula_ms"] = 1e3 * (sum(times) if r["pass"] == "training" else times[0])
+        step, computing = (
+            sum(step_times(job, r["length"], WORLD, rate)[:passes]) for rate in (gbits, math.inf)
+        )
+        sending = 8 * r["formula_bytes"] / (gbits * 1e9)
+        r |= {"formula_ms": 1e3 * step, "formula_hidden": (computing + sending - step) / sending}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -463,13 +488,17 @@ def predict(rows: list[dict[str, Any]], setting: Setting) -> None:
 def measured_table(rows: list[dict[str, Any]], setting: Setting) -> Table:
     heads = f"{setting.heads} heads, {setting.kv_heads} of keys, head_dim {setting.head_dim}"
     table = Table(title=f"{WORLD} processes, {rows[0]['length']} tokens, {heads}, {setting.dtype}")
-    for heading in ("pairs, order", "pass", "method", "link"):
+    for heading in ("pairs", "pass", "method", "link"):
         table.add_column(heading)
-    headings = ["one\nms", "two\nms", "effi-\nciency", "sent\nMB", "formula\nMB"]
-    headings += ["compute\nms", "send\nms", "hidden", "formula\nms"]
+    headings = ["one\nms", "two\nms", "effi-\nciency", "sent\nMB", "by the\nformula"]
+    headings += ["compute\nms", "send\nms", "hidden", "by the\nformula", "ms by the\nformula"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for r in rows:
+        is_clear = r["hidden_error"] <= UNCLEAR
+        computed = "", ""
+        if "formula_ms" in r:
+            computed = f"{r['formula_hidden']:.2f}", f"{r['formula_ms']:.1f}"
         table.add_row(
             *(r["order"], r["pass"], r["method"]),
             f"{r['gbits']:g} Gbit/s" if r["gbits"] else "memory",
@@ -480,51 +509,56 @@ def measured_table(rows: list[dict[str, Any]], setting: Setting) -> Table:
             f"{r['formula_bytes'] / 1e6:.2f}",
             f"{r['computing_ms']:.1f}",
             f"{r['sending_ms']:.1f}",
-            f"{r['hidden']:.2f} ± {r['hidden_spread']:.2f}",
-            f"{r['formula_ms']:.1f}" if "formula_ms" in r else "",
+            f"{r['hidden']:.2f} ± {r['hidden_error']:.2f}" if is_clear else "unclear",
+            *computed,
         )
     return table
 
 
 def hiding_table(rows: list[dict[str, Any]], gbits: list[float]) -> Table:
-    table = Table(title="Tokens of a machine from which a step of the ring hides what it sends")
-    for heading in ("pairs", "pass"):
-        table.add_column(heading)
-    for rate in gbits:
-        table.add_column(f"{rate:g} Gbit/s", justify="right")
-    for is_causal in (False, True):
-        for which in ("forward", "backward"):
-            chosen = [r[which] for r in rows if r["causal"] == is_causal]
-            pairs = BALANCED if is_causal else ALL
-            table.add_row(pairs, which, *(f"{math.ceil(tokens):,}" for tokens in chosen))
+    title = "Tokens of a machine from which a step hides what it sends"
+    table = table_of_links(title, ["pairs", "pass"], gbits)
+    for is_causal, which in itertools.product((False, True), ("forward", "backward")):
+        chosen = [f"{math.ceil(r[which]):,}" for r in rows if r["causal"] == is_causal]
+        table.add_row(BALANCED if is_causal else ALL, which, *chosen)
     return table
 
 
 def scaling_table(rows: list[dict[str, Any]], gbits: list[float]) -> Table:
-    table = Table(
-        title="Efficiency of a ring, forward and backward, by the formula: all pairs / causal"
-    )
-    for heading in ("tokens", "machines"):
-        table.add_column(heading, justify="right")
-    for rate in gbits:
-        table.add_column(f"{rate:g} Gbit/s", justify="right")
-    for kind, lengths in (("strong", STRONG), ("weak", WEAK)):
-        for tokens in lengths:
-            for machines in MACHINES[1::2]:
-                found = {
-                    (r["gbits"], r["causal"]): f"{r['efficiency']:.0%}"
-                    for r in rows
-                    if (r["scaling"], r["tokens"], r["machines"]) == (kind, tokens, machines)
-                }
-                cells = [f"{found[rate, False]} / {found[rate, True]}" for rate in gbits]
-                of_each = "of each" if kind == "weak" else "in all"
-                last = machines == MACHINES[1::2][-1]
-                table.add_row(f"{tokens:,} {of_each}", str(machines), *cells, end_section=last)
+    title = "Efficiency of forward and backward, by the formula: all pairs / causal"
+    table = table_of_links(title, ["scaling", "tokens", "machines"], gbits)
+    found: dict[Any, dict[Any, str]] = {}
+    for r in rows:
+        if r["machines"] in MACHINES[2::2]:
+            cells = found.setdefault((r["scaling"], r["tokens"], r["machines"]), {})
+            cells[r["gbits"], r["causal"]] = f"{r['efficiency']:.0%}"
+    for (kind, tokens, machines), cells in found.items():
+        table.add_row(
+            kind,
+            f"{tokens:,} {'in all' if kind == 'strong' else 'each'}",
+            str(machines),
+            *(f"{cells[rate, False]} / {cells[rate, True]}" for rate in gbits),
+            end_section=machines == MACHINES[-1],
+        )
     return table
 
 
-def draw(job: Job, gbits: list[float], about_it: str, path: Path) -> None:
-    """Efficiency over machines: a length in all, and a length of each machine."""
+def table_of_links(title: str, headings: list[str], gbits: list[float]) -> Table:
+    table = Table(title=title, min_width=len(title) + 2)
+    for heading in headings:
+        table.add_column(heading)
+    for rate in gbits:
+        table.add_column(f"{rate:g} Gbit/s", justify="right")
+    return table
+
+
+def rates_in_words(job: Job) -> str:
+    unit, size = ("TFLOP/s", 1e12) if min(job.forward, job.backward) >= 1e12 else ("GFLOP/s", 1e9)
+    return f"forward {job.forward / size:.0f}, backward {job.backward / size:.0f} {unit}"
+
+
+def draw(job: Job, gbits: list[float], title: str, path: Path) -> None:
+    """Efficiency over machines, with as many tokens in all and as many of each machine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -533,11 +567,11 @@ def draw(job: Job, gbits: list[float], about_it: str, path: Path) -> None:
     whole, each = telling_lengths(job, gbits)
     panels = {
         f"strong: {whole:,} tokens in all": [whole] * len(MACHINES),
-        f"weak: {each:,} tokens of each machine": [each * m for m in MACHINES],
+        f"weak: {each:,} tokens a machine": [each * m for m in MACHINES],
     }
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
     styles = list(zip(("#d55e00", "#009e73", "#0072b2", "#cc79a7"), "s^oD", strict=True))
-    for axis, (title, lengths) in zip(axes, panels.items(), strict=True):
+    for axis, (heading, lengths) in zip(axes, panels.items(), strict=True):
         for place, rate in enumerate(gbits):
             color, marker = styles[place % len(styles)]
             values = [
@@ -549,15 +583,14 @@ def draw(job: Job, gbits: list[float], about_it: str, path: Path) -> None:
         axis.set_xticks(MACHINES, [str(m) for m in MACHINES])
         axis.minorticks_off()
         axis.set_ylim(0, 105)
-        axis.set_title(title, loc="left", fontweight="bold")
+        axis.set_title(heading, loc="left", fontweight="bold")
         axis.set_xlabel("number of machines")
         axis.grid(color="0.9")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("efficiency, % of one machine")
+    axes[0].set_ylabel("efficiency (%)")
     lines, names = axes[0].get_legend_handles_labels()
-    where = "outside lower center"
-    figure.legend(lines, names, loc=where, ncols=len(names), frameon=False)
-    figure.suptitle(about_it, fontsize=10)
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -582,72 +615,77 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--chart", type=Path, help="also draw the scaling, a PNG, here")
     arguments = parser.parse_args()
+    kv_heads = arguments.kv_heads or arguments.heads
     if arguments.tflops and len(arguments.tflops) > 2:
         parser.error("--tflops takes the rate of the forward and that of the backward, no more")
+    if arguments.heads % WORLD or kv_heads % WORLD:
+        parser.error(f"all_to_all needs numbers of heads that are multiples of {WORLD}")
     console = Console()
     console = Console(width=max(console.width, 150))
     torch.set_num_threads(1)
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
-    kv_heads = arguments.kv_heads or arguments.heads
     sizes = arguments.dtype, arguments.heads, kv_heads, arguments.head_dim
     setting = Setting("ring", ALL, True, max(arguments.lengths), *sizes)
-    orders = {False: ALL, True: BALANCED}
-
     measured: list[dict[str, Any]] = []
-    if arguments.tflops:
-        given = tuple(1e12 * arguments.tflops[n] for n in (0, -1))
-        rates = dict.fromkeys(orders, given)
-        source = "given"
-    else:
-        todo = [
-            replace(setting, length=length, order=order, training=training)
-            for length in arguments.lengths
-            for order in (ALL, IN_ORDER, BALANCED)
-            for training in (False, True)
-        ]
-        with Processes() as processes:
-            for one in track(todo, description="two processes", console=console):
-                measured += measure(processes, one, [arguments.slow], arguments.seconds)
-        predict(measured, setting)
-        for length in arguments.lengths:
-            chosen = [r for r in measured if r["length"] == length]
-            console.print(measured_table(chosen, setting))
-        console.print(NO_NETWORK)
-        rates = {
-            is_causal: rates_of(measured, replace(setting, order=order))
-            for is_causal, order in orders.items()
-        }
-        source = "measured"
-
-    jobs = [replace(setting, order=o).job(*rates[is_causal]) for is_causal, o in orders.items()]
+    if not arguments.tflops:
+        measured = measure_all(console, setting, arguments)
+    jobs = []
+    for order in (ALL, BALANCED):
+        of_order = replace(setting, order=order)
+        if arguments.tflops:
+            jobs.append(of_order.job(*(1e12 * arguments.tflops[n] for n in (0, -1))))
+        else:
+            jobs.append(of_order.job(*rates_of(measured, of_order)))
+    source = "given" if arguments.tflops else "measured, with one thread"
     for job in jobs:
-        both = " and ".join(f"{rate / 1e12:.3g}" for rate in (job.forward, job.backward))
-        console.print(
-            f"TFLOP/s of a machine, {source}, {orders[job.is_causal]}: "
-            f"forward and backward {both}; {job.itemsize} bytes in a number of keys and values"
-        )
+        pairs = BALANCED if job.is_causal else ALL
+        console.print(f"rates of a machine, {source}, {pairs}: {rates_in_words(job)}")
     hiding = []
-    for job in jobs:
-        for rate in arguments.gbits:
-            forward, backward = hiding_lengths(job, rate)
-            row = {"causal": job.is_causal, "gbits": rate}
-            hiding.append(row | {"forward": forward, "backward": backward})
+    for job, rate in itertools.product(jobs, arguments.gbits):
+        forward, backward = hiding_lengths(job, rate)
+        row = {"causal": job.is_causal, "gbits": rate, "forward": forward, "backward": backward}
+        hiding.append(row)
     console.print(hiding_table(hiding, arguments.gbits))
     rows = scaling(jobs, arguments.gbits)
     console.print(scaling_table(rows, arguments.gbits))
     if arguments.json:
-        of_machines = [{"causal": j.is_causal, **vars(j)} for j in jobs]
-        result = {"machine": about_it, "measured": measured, "jobs": of_machines}
+        result = {"machine": about_it, "measured": measured, "jobs": [vars(job) for job in jobs]}
         write({**result, "hiding": hiding, "scaling": rows}, arguments.json)
         console.print(f"written: {arguments.json}")
     if arguments.chart:
-        causal = jobs[-1]
-        both = " and ".join(f"{rate / 1e12:.3g}" for rate in (causal.forward, causal.backward))
-        title = f"A ring by the formula, causal, forward and backward, {arguments.dtype}\n"
-        title += f"rates {source}: {both} TFLOP/s of a machine"
-        draw(causal, arguments.gbits, title, arguments.chart)
+        title = f"Ring, causal, forward and backward, {arguments.dtype}, by the formula\n"
+        title += f"rates of a machine, {source}: {rates_in_words(jobs[-1])}"
+        draw(jobs[-1], arguments.gbits, title, arguments.chart)
         console.print(f"written: {arguments.chart}")
+
+
+def measure_all(
+    console: Console, setting: Setting, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Every length, order and pass, printed."""
+    todo = [
+        replace(setting, length=length, order=order, training=training)
+        for length in arguments.lengths
+        for order in (ALL, IN_ORDER, BALANCED)
+        for training in (False, True)
+    ]
+    rows: list[dict[str, Any]] = []
+    with Processes() as processes:
+        for one in track(todo, description=f"{WORLD} processes", console=console):
+            rows += measure(processes, one, [arguments.slow], arguments.seconds)
+    predict(rows, setting)
+    for length in arguments.lengths:
+        chosen = [r for r in rows if r["length"] == length]
+        console.print(measured_table(chosen, setting))
+    console.print(NOTES)
+    least = min(r["busy"] for r in rows)
+    if least < 0.95:
+        console.print(
+            f"[red]While they computed, the processes had a core for {least:.0%} of the time only: "
+            "others use the machine, and these times are not to be trusted.[/]"
+        )
+    return rows
 
 
 if __name__ == "__main__":

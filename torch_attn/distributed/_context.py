@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,7 @@ class Batch(dict[str, Tensor]):
             if given is not None and (refused != "dropout_p" or given):
                 raise RuntimeError(
                     f"{name}: an attention of the model has {refused}, but its tokens are those of "
-                    "all processes, of which only causality, a window, a soft cap, slopes and sinks "
-                    "can be said"
+                    "all processes, which take causality, a window, a soft cap, slopes and sinks"
                 )
         length = Layout.length(self.own)
         if (query.shape[-2], key.shape[-2]) != (length, length):
@@ -120,7 +119,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
             f"{name}: {refused} is given; positions are those in the sequence, padding goes to its "
             "end, where causality hides it, and packed texts are not supported"
         )
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh or dist.group.WORLD
+    group: Any = mesh.get_group() if hasattr(mesh, "get_group") else mesh or dist.group.WORLD
     length = next(iter(tensors.values())).shape[1]
     batch = Batch(group, length)
     labels = tensors.get("labels")
@@ -146,16 +145,12 @@ def is_on() -> bool:
     return any(isinstance(part, Batch) for part in _answering)
 
 
-class Answers(Protocol):
-    def attend(self, **call: Any) -> Tensor: ...
-
-
-_answering: list[Answers] = []
+_answering: list[Any] = []
 
 
 @contextlib.contextmanager
-def answering(calls: Answers, *, all_operators: bool) -> Iterator[None]:
-    """Within, calls of attn::sdpa and attn::attention in this process are answered by another."""
+def answering(calls: Any, *, all_operators: bool) -> Iterator[None]:
+    """Within, ``calls.attend`` answers attn::sdpa and attn::attention, whoever calls them."""
     torch.ops.attn._over_processes(1, all_operators)
     _answering.append(calls)
     try:
@@ -172,5 +167,7 @@ def _attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
     return _answering[-1].attend(**call), None, None
 
 
-_library = torch.library.Library("attn", "IMPL")
-_library.impl("_attend_over_processes", _attend, "CompositeImplicitAutograd")
+_library: Any = torch.library.Library("attn", "IMPL")  # type: ignore[no-untyped-call]
+_library.impl(  # there may be one of an earlier import of the package
+    "_attend_over_processes", _attend, "CompositeImplicitAutograd", allow_override=True
+)

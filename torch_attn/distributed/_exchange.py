@@ -103,7 +103,7 @@ class Ring:
 
 
 class _Exchange(torch.autograd.Function):
-    """``parts[r]`` to process r for that of its parts that is for this one; the way back is the same."""
+    """``parts[r]`` to process r, for that of its parts that is for this one; so the way back."""
 
     @staticmethod
     def forward(group: dist.ProcessGroup, shapes: list[Any], *parts: Tensor) -> tuple[Tensor, ...]:

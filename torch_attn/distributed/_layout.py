@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class Layout:
         all_of_them = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(all_of_them, own, group=group)
         starts = torch.stack([torch.zeros_like(own), *all_of_them]).cumsum(0).T.tolist()
-        return [[[piece] for piece in zip(ends[:-1], ends[1:], strict=True)] for ends in starts]
+        return [[[piece] for piece in itertools.pairwise(ends)] for ends in starts]
 
     @staticmethod
     def places(pieces: list[Piece]) -> list[slice]:
@@ -62,7 +63,7 @@ class Layout:
         ends = [0]
         for first, last in pieces:
             ends.append(ends[-1] + last - first)
-        return [slice(*place) for place in zip(ends[:-1], ends[1:], strict=True)]
+        return [slice(*place) for place in itertools.pairwise(ends)]
 
     @staticmethod
     def length(pieces: list[Piece]) -> int:
@@ -81,7 +82,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Call:
-    """What is the same for all parts, of dense sequences or of packed ones (:func:`varlen_attn`)."""
+    """What is the same for all parts; `cu_seq_q` and `cu_seq_k` are of packed sequences."""
 
     layout: Layout
     group: dist.ProcessGroup
@@ -116,7 +117,7 @@ class Call:
         q = torch.tensor([0, L]) if self.cu_seq_q is None else self.cu_seq_q
         k = torch.tensor([0, S]) if self.cu_seq_k is None else self.cu_seq_k
         given = (t.cpu() for cu in (q, k) for t in (cu[:-1], cu[1:]))
-        entries = torch.broadcast_tensors(*given, self.query_offset.cpu(), used.cpu())
+        entries: Any = torch.broadcast_tensors(*given, self.query_offset.cpu(), used.cpu())  # type: ignore[no-untyped-call]
         return set(zip(*(t.flatten().tolist() for t in entries), strict=True))
 
     def sees(self, rows: Piece, keys: Piece) -> bool:

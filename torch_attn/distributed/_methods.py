@@ -54,10 +54,10 @@ def heads_fit(world: int, query: Any, key: Any, value: Any) -> bool:
 def sent(call: Call, query: Any, key: Any, value: Any) -> dict[str, float]:
     """How many bytes a process sends in a forward, on the average, in each way that is possible.
 
-    With P processes, b the bytes of all keys and values and a those of all queries and outputs: in a
-    ring, of each pair of processes of which one needs the keys of the other, b / P; for a gather
-    ``b (P - 1) / P``, of float32; for all_to_all ``(a + b) (P - 1) / P^2``. A gather is possible by
-    default only where all keys are no more than a process has of queries: b <= a / P.
+    With P processes, b the bytes of all keys and values and a those of all queries and outputs: in
+    a ring ``b / P^2`` for each pair of processes of which one needs the keys of the other; for a
+    gather ``b (P - 1) / P``, of float32; for all_to_all ``(a + b) (P - 1) / P^2``. A gather is
+    among them where all keys are no more than a process has of queries: b <= a / P.
     """
     layout, (L, S) = call.layout, call.layout.lengths
     world = layout.world
@@ -75,14 +75,14 @@ def sent(call: Call, query: Any, key: Any, value: Any) -> dict[str, float]:
 
 
 def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None = None) -> str:
-    """The way that is forced, or that sends the fewest bytes; of tensors, or what has their shapes."""
+    """The way that is forced, or that sends the fewest bytes, of tensors with these shapes."""
     world = call.layout.world
     error = "torch_attn.distributed: "
     if _forced == "all_to_all" and not heads_fit(world, query, key, value):
         shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
         raise RuntimeError(
-            f"{error}all_to_all over {world} processes needs numbers of heads that are multiples of "
-            f"{world}, but query, key and value are {shapes}; take another method"
+            f"{error}all_to_all over {world} processes needs numbers of heads that are multiples "
+            f"of {world}, but query, key and value are {shapes}; take another method"
         )
     if _forced == "ring" and why_no_ring:
         raise RuntimeError(f"{error}{why_no_ring}, which a ring has not; take another method")

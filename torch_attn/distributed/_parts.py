@@ -1,8 +1,8 @@
 """Attention over blocks of keys that lie on different processes: parts that are merged.
 
-With O_b the output of part b and l_b its logsumexp, that of all parts is l = log sum_b exp(l_b), and
-the output sum_b exp(l_b - l) O_b. Gradients and tangents of a part are those of a call over its keys
-whose rows have the output and the logsumexp of all; both add up over the parts. A sink is a part of
+With O_b the output of part b and l_b its logsumexp, that of all parts is l = log sum_b exp(l_b),
+and the output sum_b exp(l_b - l) O_b. The gradients of a part are those of a call over its keys
+whose rows have the output and the logsumexp of all; they add up over the parts. A sink is a part of
 its own. Half types are computed in float32, so that nothing is rounded before it is added, and l is
 float64.
 """
@@ -92,33 +92,28 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
     """Also each row's logsumexp and greatest score, ``[..., L]``, float64."""
     query, key, value, mask, *of_heads = map(wide, inputs)
     slopes, sinks = of_heads
-    pieces = Layout.places(call.layout.queries[call.layout.rank])
-    found: dict[int, _Rows] = {}
+    own = call.layout.queries[call.layout.rank]
+    places, ops = Layout.places(own), torch.ops.attn
+    found: list[_Rows | None] = [None] * len(own)
 
-    def compute(part: Part, k: Tensor, v: Tensor, columns: Tensor | None) -> None:
+    def add(part: Part, k: Tensor, v: Tensor, columns: Tensor | None) -> None:
         given = query[..., part.rows, :], wide(k), wide(v), columns, slopes
         output, pair, *_, greatest = ops._sdpa_forward(*given, **part.options, with_rows=True)
         logsumexp = ops._logsumexp_of_pair(pair, query, columns, slopes, **call.unit)
-        more = (t.double() for t in (pair[..., 0], greatest))
-        rows = _Rows(output.double(), logsumexp, *more)
-        place = pieces.index(part.rows)
-        found[place] = found[place].merged_with(rows) if place in found else rows
+        rows = _Rows(output.double(), logsumexp, pair[..., 0].double(), greatest.double())
+        place = places.index(part.rows)
+        before = found[place]
+        found[place] = rows if before is None else before.merged_with(rows)
 
-    ops = torch.ops.attn
     for block, tensors in Ring(call, [inputs.key, inputs.value]):
         for part in call.parts(block) if tensors else ():
-            compute(part, *(t[..., part.keys, :] for t in tensors), _mask(part, mask))
-    for place, piece in enumerate(call.layout.queries[call.layout.rank]):
-        if place not in found:  # nothing is seen
-            nothing = slice(0, 0)
-            options = call.options_of(piece, (0, 0))
-            compute(
-                Part(pieces[place], nothing, nothing, options),
-                key[..., :0, :],
-                value[..., :0, :],
-                None,
-            )
-    parts = zip(*(found[place] for place in sorted(found)), strict=True)
+            k, v = (t[..., part.keys, :] for t in tensors)
+            add(part, k, v, _mask(part, mask))
+    for place, piece in zip(places, own, strict=True):
+        if found[places.index(place)] is None:  # nothing is seen
+            part = Part(place, slice(0, 0), slice(0, 0), call.options_of(piece, (0, 0)))
+            add(part, key[..., :0, :], value[..., :0, :], None)
+    parts = zip(*(rows for rows in found if rows is not None), strict=True)
     rows = _Rows(*(torch.cat(tensors, n - 2 if n == 0 else -1) for n, tensors in enumerate(parts)))
     if call.whole_queries:
         rows = rows.merged_over(call.group)
@@ -196,7 +191,7 @@ def gradients(
         else:
             own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
     ring.finish(own)
-    # What a number added to all scores of a row takes from its sink, on one of those that have the row.
+    # What a number added to all scores of a row takes from its sink, once among those who have it.
     given = 0 if grad_logsumexp is None else grad_logsumexp
     from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)
     once = not call.whole_queries or call.layout.rank == 0
@@ -214,10 +209,10 @@ def gradients(
 def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tuple[Tensor, Tensor]:
     """Of output and logsumexp, in float64, where the inputs move in some directions.
 
-    From the parts' own: ``dl = sum_b w_b dl_b`` and ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``, with
-    ``w_b = exp(l_b - l)``.
+    From the parts' own: ``dl = sum_b w_b dl_b`` and ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``,
+    with ``w_b = exp(l_b - l)``.
     """
-    query, key, value, mask, slopes, sinks = map(wide, inputs)
+    query, _, _, mask, slopes, sinks = map(wide, inputs)
     of_query, of_key, of_value, of_mask, of_slopes, of_sinks = map(wide, directions)
     moving = [t for t in (of_key, of_value) if t is not None]
     of_all = _logsumexp(call, inputs, saved.logsumexp)

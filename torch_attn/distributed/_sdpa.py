@@ -32,8 +32,8 @@ def sdpa(
     """:func:`torch_attn.sdpa` over a sequence whose blocks lie on the processes of a group.
 
     Process r gives block r of the queries and block r of the keys and values, and gets block r of
-    the output: that of :func:`torch_attn.sdpa` of the whole. Blocks may have any lengths, 0 too. All
-    call it together, with the same options.
+    the output: that of :func:`torch_attn.sdpa` of the whole. Blocks may have any lengths, 0 too.
+    All call it together, with the same options.
 
     Args:
         query: ``[..., Hq, L_r, E]``, a block of ``L`` queries.
@@ -44,8 +44,8 @@ def sdpa(
         group: the processes; None means all.
         lengths: ``(L, S)`` of the whole, where the blocks are those of :func:`torch.chunk`. None:
             the processes tell each other how long their blocks are, in each call.
-        options: scale, enable_gqa, window_size, softcap, query_offset, key_lengths, alibi_slopes and
-            sinks, as of :func:`torch_attn.sdpa`, for the whole: the same on all processes.
+        options: scale, enable_gqa, window_size, softcap, query_offset, key_lengths, alibi_slopes
+            and sinks, as of :func:`torch_attn.sdpa`, for the whole: the same on all processes.
 
     Returns:
         ``[..., Hq, L_r, Ev]``, query's dtype. First derivatives of query, key, value, mask, slopes
@@ -100,16 +100,16 @@ def attend(
     """The same of pieces that lie on the processes in any way."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it outside, "
-            "or give torch_attn.sdpa DTensors, with torch_attn.distributed.method not a ring"
+            "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it "
+            "outside, or give torch_attn.sdpa DTensors"
         )
     scale, softcap = _numbers("torch_attn.distributed.sdpa", scale=scale, softcap=softcap)
     own = tuple(Layout.length(x[layout.rank]) for x in (layout.queries, layout.keys))
     if own != (query.shape[-2], key.shape[-2]):
         raise RuntimeError(
             f"torch_attn.distributed.sdpa: lengths is {layout.lengths}, of which process "
-            f"{layout.rank} of {layout.world} has {own[0]} queries and {own[1]} keys, but query has "
-            f"{query.shape[-2]} and key {key.shape[-2]}"
+            f"{layout.rank} of {layout.world} has {own[0]} queries and {own[1]} keys, but query "
+            f"has {query.shape[-2]} and key {key.shape[-2]}"
         )
     offset = _integers("query_offset", query_offset, query)
     options = {
@@ -219,12 +219,11 @@ class _Ring(torch.autograd.Function):
         return None, *_Once.apply(results, *inputs, grad_output)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *directions: Tensor | None) -> tuple[Tensor, None, None]:
+    def jvp(ctx: Any, _: None, *directions: Any) -> tuple[Tensor, None, None]:
         *tensors, output, pair = ctx.saved_tensors
-        found, _ = _parts.tangents(
-            ctx.call, Inputs(*tensors), Saved(output, pair), Inputs(*directions)
-        )
-        return found.to(tensors[0].dtype), None, None
+        inputs, saved = Inputs(*tensors), Saved(output, pair)
+        moved = _parts.tangents(ctx.call, inputs, saved, Inputs(*directions))[0]
+        return moved.to(tensors[0].dtype), None, None
 
 
 class _Once(torch.autograd.Function):

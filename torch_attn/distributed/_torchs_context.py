@@ -88,8 +88,8 @@ class _NoPlainTensors:
 
         if not isinstance(query, DTensor):
             raise RuntimeError(
-                "attn::sdpa: within torch's context_parallel a plain tensor is a part of a sequence; "
-                "F.scaled_dot_product_attention under torch_attn.replacing_sdpa() is over all of it"
+                "attn::sdpa: within torch's context_parallel a plain tensor is a part of a "
+                "sequence; F.scaled_dot_product_attention under replacing_sdpa() is over all of it"
                 f"{_OURS}"
             )
         output: Tensor = torch.ops.attn._sdpa_forward(query, key, value, **options)[0]
