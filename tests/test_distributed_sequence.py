@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import torch_attn
 from _processes import Processes
 from _sequences import CASES, LEARNED, derivatives, made
+from helpers import largest, ulp
 from torch_attn import reference
 
 R, Rows = Replicate(), Shard(2)
@@ -113,9 +114,9 @@ def check_packed(case: str, cut: str, method: str) -> None:
     if method == "all_to_all" and dist.get_world_size() > 2:
         return
     if case == "mask" and method == "ring" and cut != "queries":
-        with torch_attn.distributed.method(method):
-            with pytest.raises(RuntimeError, match="packed sequences with an attn_mask are asked"):
-                derivatives(attend, tensors, {}, distribute)
+        error = pytest.raises(RuntimeError, match="packed sequences with an attn_mask are asked")
+        with torch_attn.distributed.method(method), error:
+            derivatives(attend, tensors, {}, distribute)
         return
     torch.manual_seed(1)
     expected = derivatives(attend, tensors, {}, lambda _, t: t, second=second)
@@ -133,3 +134,83 @@ def check_packed(case: str, cut: str, method: str) -> None:
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_sequences(run: Processes, case: str, cut: str, method: str) -> None:
     run(check_packed, case, cut, method)
+
+
+def check_statistics(cut: str, method: str) -> None:
+    """By a gather or all-to-all; a ring has none."""
+    tensors, options = made("all", torch.float64, torch.float64)
+    del tensors["value"]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = {name: on_mesh(cut, mesh)(name, t) for name, t in tensors.items()}
+    expected = torch_attn.sdpa_stats(**tensors, **options)
+    with torch_attn.distributed.method(method):
+        if method == "ring" and cut != "queries":
+            with pytest.raises(RuntimeError, match="statistics are asked for, which a ring has"):
+                torch_attn.sdpa_stats(**sharded, **options)
+            return
+        actual = torch_attn.sdpa_stats(**sharded, **options)
+    for name, tensor in expected._asdict().items():
+        torch.testing.assert_close(getattr(actual, name).full_tensor(), tensor, msg=name)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_statistics(run: Processes, cut: str, method: str) -> None:
+    if method == "all_to_all" and len(run.processes) > 2:
+        return  # of two key heads
+    run(check_statistics, cut, method)
+
+
+def check_default() -> None:
+    """Without a method: the fewest bytes, and what a ring has not by another way, or an error."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    for heads, possible in ((2 * world, True), (world + 1, False)):
+        whole = [torch.randn(1, heads, 8, 4, dtype=torch.float64) for _ in range(3)]
+        expected = torch_attn.sdpa(*whole, is_causal=True)
+        leaves = [distribute_tensor(t, mesh, [Rows]).requires_grad_() for t in whole]
+        output = torch_attn.sdpa(*leaves, is_causal=True)
+        torch.testing.assert_close(output.full_tensor(), expected)
+        (first,) = torch.autograd.grad(output.sum(), leaves[0], create_graph=True)
+        if possible:
+            torch.autograd.grad(first.square().sum(), leaves)
+            continue
+        with pytest.raises(RuntimeError, match="a second derivative is asked for, which a ring"):
+            torch.autograd.grad(first.square().sum(), leaves)
+
+
+def test_without_a_method(run: Processes) -> None:
+    run(check_default)
+
+
+def check_dtypes(dtype: torch.dtype) -> None:
+    """The output and the gradients of half types are rounded once."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 2, 24, 16, dtype=dtype) for _ in range(3)]
+    sinks = torch.randn(2, dtype=dtype)
+
+    def results(*tensors: Any) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        output = torch_attn.sdpa(*leaves[:3], is_causal=True, sinks=leaves[3])
+        gradients = torch.autograd.grad(output, leaves, torch.ones_like(output))
+        found = [output, *gradients]
+        return [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
+
+    exact = results(*(t.double() for t in (*whole, sinks)))
+    alone = results(*whole, sinks)
+    sharded = [distribute_tensor(t, mesh, [Rows]) for t in whole]
+    for method in ("ring", "gather", *(["all_to_all"] if world == 2 else [])):
+        with torch_attn.distributed.method(method):
+            found = results(*sharded, distribute_tensor(sinks, mesh, [R]))
+        for n, (a, e, o) in enumerate(zip(found, exact, alone, strict=True)):
+            assert a.dtype == dtype
+            # Sums over devices, of slopes and sinks, are of their dtype, and so rounded again.
+            rounded = (world if n == 4 else 1) * ulp(largest(e), dtype)
+            assert largest(a.double() - e) <= 2 * largest(o.double() - e) + rounded, (method, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_precision(run: Processes, dtype: torch.dtype) -> None:
+    run(check_dtypes, dtype)

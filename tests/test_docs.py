@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_attn
-from torch_attn import _convert, _invariance, _paged, functional, nn, onnx, replace, varlen
+from torch_attn import (
+    _convert,
+    _invariance,
+    _paged,
+    distributed,
+    functional,
+    nn,
+    onnx,
+    replace,
+    varlen,
+)
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -29,7 +39,11 @@ def examples(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "module", [functional, varlen, nn, onnx, replace, _convert, _invariance, _paged]
+    "module",
+    [
+        *(functional, varlen, nn, onnx, replace, _convert, _invariance, _paged),
+        *(distributed._context, distributed._methods, distributed._sdpa),
+    ],
 )
 def test_docstrings(module: types.ModuleType) -> None:
     names = {"torch": torch, "torch_attn": torch_attn}
