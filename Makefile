@@ -34,7 +34,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson docs test test-all test-torch fuzz sanitize mutants bench bench-decode bench-models bench-peers check-cuda sdist wheel lint format
+.PHONY: help demo lesson docs test test-all test-torch fuzz sanitize mutants bench bench-decode bench-models bench-peers bench-ring check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
@@ -84,6 +84,9 @@ bench-models: $(INSTALLED) $(LIBRARY) ## speed of whole models: MiniLM, a GPT an
 
 bench-peers: $(PEERS) $(INSTALLED) $(LIBRARY) ## speed against the other attentions of a CPU
 	@$(BIN)/python benchmarks/peers.py --json out/peers.json
+
+bench-ring: $(INSTALLED) $(LIBRARY) ## attention of one sequence over two processes, and how a ring scales, with a chart
+	@$(BIN)/python benchmarks/ring.py --json out/ring.json --chart out/ring.png
 
 check-cuda: $(CUDA_VENV)/installed ## a build with CUDA, all that needs no GPU checked; needs nvcc
 	@echo "==> Compiling build/cuda/torch_attn/libattn.so"

@@ -162,11 +162,11 @@ def hiding_lengths(job: Job, gbits: float) -> tuple[float, float]:
 def telling_lengths(job: Job, gbits: list[float]) -> tuple[int, int]:
     """Tokens in all, and of a machine, at which the bandwidths differ; powers of two.
 
-    As many blocks as machines that the fastest link just hides, and one that the link in the middle
-    does; up to a million tokens on the most machines.
+    As many blocks as machines, each a little too short for the fastest link to be hidden, and one
+    that is so for the link in the middle; up to a million tokens on the most machines.
     """
     fastest, middle = (
-        2 ** round(math.log2(max(1, *hiding_lengths(job, rate))))
+        2 ** math.floor(math.log2(max(1, *hiding_lengths(job, rate))))
         for rate in (max(gbits), statistics.median_high(gbits))
     )
     return min(MACHINES[-1] * fastest, MOST), min(middle, MOST // MACHINES[-1])
@@ -422,17 +422,20 @@ def measure(
     processes: Processes, setting: Setting, links: list[float], seconds: float
 ) -> list[dict[str, Any]]:
     """A row of each way, and more of a ring over links of so many Gbit/s."""
-    ways = [(replace(setting, way=way), math.inf) for way in WAYS]
-    ways += [(replace(setting, way="ring"), gbits) for gbits in links]
-    functions: list[Callable[[], float]] = [functools.partial(processes.alone, setting)]
-    for way, gbits in ways:
-        for kind, link in (("step", gbits), ("computing", math.inf), ("sending", gbits)):
-            functions.append(functools.partial(processes.longest, way, kind, link))
+    over = [(way, math.inf) for way in WAYS] + [("ring", gbits) for gbits in links]
+    ways = [(replace(setting, way=way), gbits) for way, gbits in over]
+    calls = [(way, "computing", math.inf) for way, _ in ways[: len(WAYS)]]
+    calls += [(way, kind, gbits) for way, gbits in ways for kind in ("step", "sending")]
+    functions = [functools.partial(processes.longest, *call) for call in calls]
     processes.busy.clear()
-    alone, *timings = alternate(functions, seconds, clock)
+    alone, *timings = alternate(
+        [functools.partial(processes.alone, setting), *functions], seconds, clock
+    )
+    found = dict(zip(calls, timings, strict=True))
     rows = []
-    for place, (way, gbits) in enumerate(ways):
-        step, computing, sending = timings[3 * place : 3 * place + 3]
+    for way, gbits in ways:
+        step, sending = (found[way, kind, gbits] for kind in ("step", "sending"))
+        computing = found[way, "computing", math.inf]
         passes = bytes_sent(way.way, way.job(), way.length, WORLD, way.order == IN_ORDER)
         row: dict[str, Any] = {"order": way.order, "pass": PASSES[way.training], "method": way.way}
         row |= {"length": way.length, "gbits": None if math.isinf(gbits) else gbits}
@@ -611,7 +614,7 @@ def main() -> None:
     )
     parser.add_argument("--gbits", type=float, nargs="+", default=[10, 25, 100], help="of links")
     parser.add_argument("--slow", type=float, default=1.0, help="Gbit/s of the link imitated")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each pass, default 2")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each pass, default 5")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--chart", type=Path, help="also draw the scaling, a PNG, here")
     arguments = parser.parse_args()
@@ -621,7 +624,7 @@ def main() -> None:
     if arguments.heads % WORLD or kv_heads % WORLD:
         parser.error(f"all_to_all needs numbers of heads that are multiples of {WORLD}")
     console = Console()
-    console = Console(width=max(console.width, 150))
+    console = Console(width=max(console.width, 160))
     torch.set_num_threads(1)
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))

@@ -120,10 +120,8 @@ def test_closed_form_of_the_length_that_hides(
 def test_weak_scaling_levels_off_and_strong_does_not(ring: Any, job: Any) -> None:
     """At twice the hiding length nearly all is hidden; at a quarter, three quarters are lost."""
     block = max(ring.hiding_lengths(job, 100))
-    weak, strong = (
-        [ring.efficiency(job, n(machines), machines, 100) for machines in (16, 64)]
-        for n in (lambda machines: 2 * block * machines, lambda machines: 16 * block)
-    )
+    weak = [ring.efficiency(job, 2 * block * machines, machines, 100) for machines in (16, 64)]
+    strong = [ring.efficiency(job, 16 * block, machines, 100) for machines in (16, 64)]
     assert min(weak) > 0.95
     assert weak[1] > weak[0]
     assert strong[0] > 0.9

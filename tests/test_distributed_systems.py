@@ -533,7 +533,7 @@ def check_compiled_dtensors(method: str, fullgraph: bool) -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
     blocks = [distribute_tensor(t, line(), [Shard(2)]).requires_grad_() for t in whole]
     with torch_attn.distributed.method(method) if method else contextlib.nullcontext():
-        if fullgraph and method in ("", "ring"):
+        if method == "ring":
             message, _ = failure(lambda: compiled(*blocks))
             assert re.search(r"torch_attn\.distributed(?s:.*)\bring\b", message), message
             return
@@ -550,7 +550,7 @@ def check_compiled_dtensors(method: str, fullgraph: bool) -> None:
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, ""])
 def test_compiled_dtensors(two: Processes, method: str, fullgraph: bool) -> None:
-    """In one graph without a ring; with one outside of graphs, or an error that says it."""
+    """In one graph without a ring; of one, an error that says it."""
     two(check_compiled_dtensors, method, fullgraph)
 
 
@@ -675,7 +675,7 @@ class Added(torch.autograd.Function):
 
 def check_derivatives(second: bool) -> None:
     torch.manual_seed(0)
-    L, S = 3, 4
+    L, S = 5, 3
     shapes = [(2, L, 2), (2, S, 2), (2, S, 1), (L, S), (2,), (2,)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     options = {"is_causal": True, "query_offset": 1, "softcap": 3.0}
@@ -693,6 +693,10 @@ def check_derivatives(second: bool) -> None:
     expected = torch_attn.sdpa(query, key, value, mask, alibi_slopes=slopes, sinks=sinks, **options)
     torch.testing.assert_close(attend(*inputs), expected)
     if second:
+        # gradgradcheck leaves out gradients that have no graph.
+        output = attend(*inputs).square().sum()
+        gradients = torch.autograd.grad(output, inputs, create_graph=True)
+        assert all(g.requires_grad for g in gradients)
         assert torch.autograd.gradgradcheck(attend, inputs)
     else:
         assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
@@ -707,3 +711,110 @@ def test_gradcheck(two: Processes, method: str) -> None:
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
 def test_gradgradcheck(two: Processes, method: str) -> None:
     two(under, method, check_derivatives, True)
+
+
+# What one process cannot see by itself, and what a call of one process would refuse.
+
+
+def check_mask_of_few_rows(L: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, L, 4, dtype=torch.float64)
+    mask = torch.randn(L, L, dtype=torch.float64, requires_grad=True)
+    expected = torch_attn.sdpa(query, key, value, mask)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), mask)
+    blocks = [own(t) for t in (query, key, value, mask)]
+    output = torch_attn.distributed.sdpa(*blocks, lengths=(L, L))
+    torch.testing.assert_close(output, own_part("output", expected), rtol=1e-10, atol=1e-11)
+    (found,) = torch.autograd.grad(output.square().sum(), blocks[3])
+    torch.testing.assert_close(found, own_part("output", gradient), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("L", [2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_mask_of_a_process_with_one_query(
+    tmp_path_factory: pytest.TempPathFactory, method: str, L: int
+) -> None:
+    """Its row is its own, not one that is the same for all queries."""
+    processes = Processes(2, tmp_path_factory.mktemp("gloo"))
+    try:
+        processes(under, method, check_mask_of_few_rows, L)
+    finally:
+        processes.end()
+
+
+class Swallowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def check_output_without_gradient() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(3, 2, 6, 4, dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in whole]
+    expected = torch.autograd.grad(torch_attn.sdpa(*leaves)[..., 3:, :].square().sum(), leaves)
+    blocks = [own(t) for t in whole]
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))  # an error must not reach others
+    output = torch_attn.distributed.sdpa(*blocks, group=group, lengths=(6, 6))
+    output = Swallowed.apply(output) if dist.get_rank() == 0 else output
+    output.square().sum().backward()
+    for block, gradient in zip(blocks, expected, strict=True):
+        found = torch.zeros_like(block) if block.grad is None else block.grad
+        torch.testing.assert_close(found, own_part("query", gradient), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_process_whose_output_gets_no_gradient(two: Processes, method: str) -> None:
+    """It takes part all the same: the others have gradients of its keys."""
+    two(under, method, check_output_without_gradient)
+
+
+def check_autocast() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(3, 2, 6, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch_attn.sdpa(*whole)
+        output = torch_attn.distributed.sdpa(*(own(t) for t in whole), lengths=(6, 6))
+    assert output.dtype == expected.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast(two: Processes, method: str) -> None:
+    two(under, method, check_autocast)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "columns of the mask": ({"attn_mask": (3, 7)}, "attn_mask has shape"),
+    "dimensions of the mask": ({"attn_mask": (6,)}, "attn_mask has shape"),
+    "key_lengths": ({"key_lengths": 7}, "key_lengths is 7; it must be between 0 and 6"),
+    "sinks": ({"sinks": (3,)}, "sinks has shape"),
+    "dtype": ({"key": torch.bfloat16}, "key has dtype BFloat16 but query has Float"),
+    "rows of the mask": ({"attn_mask": (5, 6)}, "attn_mask has shape"),
+}
+
+
+def check_wrong(case: str) -> None:
+    given, message = WRONG[case]
+    arguments: dict[str, Any] = dict(
+        zip(("query", "key", "value"), torch.randn(3, 2, 3, 4), strict=True)
+    )
+    for name, value in given.items():
+        if isinstance(value, torch.dtype):
+            value = arguments[name].to(value)
+        arguments[name] = torch.randn(value) if isinstance(value, tuple) else value
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    found, _ = failure(
+        lambda: torch_attn.distributed.sdpa(**arguments, group=group, lengths=(6, 6))
+    )
+    assert message in found, found
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_wrong_is_an_error(two: Processes, method: str, case: str) -> None:
+    """As of :func:`torch_attn.sdpa`."""
+    two(under, method, check_wrong, case)

@@ -189,6 +189,8 @@ class _Sharded:
         why = _WHY_NO_RING.get(self.name)
         if self.call.get("cu_seq_q") is not None and self.call.get("attn_mask") is not None:
             why = "packed sequences with an attn_mask are asked for"
+        if torch.compiler.is_compiling():
+            why = "a compiled graph is asked for"
         shapes = []
         for name, tensor in zip(_MOVED, [*self.inputs, self.inputs[-1]][:3], strict=False):
             shape = list(tensor.shape)

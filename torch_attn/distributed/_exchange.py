@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,30 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_attn.distributed._layout import Call
+from torch_attn.distributed._layout import Call, Layout
 
-__all__ = ["Ring", "exchanged"]
-
-
-def _start(
-    group: dist.ProcessGroup, sent: dict[int, list[Tensor]], received: dict[int, list[Tensor]]
-) -> list[dist.Work]:
-    """Starts to send tensors to processes, and to receive those of others."""
-    both = (dist.isend, sent), (dist.irecv, received)
-    ops = [
-        dist.P2POp(f, t, dist.get_global_rank(group, who), group)
-        for f, of_processes in both
-        for who, tensors in of_processes.items()
-        for t in tensors
-        if t.numel()
-    ]
-    return dist.batch_isend_irecv(ops) if ops else []
+__all__ = ["Ring", "exchanged", "told", "waiting"]
 
 
-def _wait(works: list[dist.Work], group: dist.ProcessGroup, what: str) -> None:
+@contextlib.contextmanager
+def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Says in an error of the group who waited for what."""
     try:
-        for work in works:
-            work.wait()
+        yield
     except RuntimeError as error:
         raise RuntimeError(
             f"torch_attn.distributed: process {group.rank()} of {group.size()} waited for {what}: "
@@ -40,8 +27,40 @@ def _wait(works: list[dist.Work], group: dist.ProcessGroup, what: str) -> None:
         ) from error
 
 
-# Gradients on their way: received, and sent, which have to live as long.
-Returning = tuple[list[dist.Work], list[Tensor], list[Tensor], str]
+def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
+    """The pieces of queries and of keys, of any lengths, which the processes tell each other."""
+    own = torch.tensor([L, S], device=device)
+    lengths = [torch.empty_like(own) for _ in range(group.size())]
+    with waiting(group, "all to tell their lengths"):
+        dist.all_gather(lengths, own, group=group)
+    return (Layout.in_order(of_all) for of_all in torch.stack(lengths).T.tolist())
+
+
+class _Messages:
+    """Tensors on their way to processes and from them; those that are sent live as long."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sent: dict[int, list[Tensor]],
+        received: dict[int, list[Tensor]],
+        what: str,
+    ) -> None:
+        self.group, self.sent, self.received = group, sent, received
+        self.whom, ops = [], []
+        for f, verb, tensors in ((dist.isend, "take", sent), (dist.irecv, "send", received)):
+            for who, t in ((to, t) for to in tensors for t in tensors[to] if t.numel()):
+                ops.append(dist.P2POp(f, t, dist.get_global_rank(group, who), group))
+                self.whom.append(f"process {who} to {verb} {what}")
+        self.all_of_them = " or ".join(dict.fromkeys(self.whom))
+        with waiting(group, self.all_of_them):
+            self.works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> None:
+        for n, work in enumerate(self.works):  # one for each, or one for all
+            is_each = len(self.works) == len(self.whom)
+            with waiting(self.group, self.whom[n] if is_each else self.all_of_them):
+                work.wait()
 
 
 class Ring:
@@ -55,51 +74,52 @@ class Ring:
 
     def __init__(self, call: Call, own: list[Tensor]) -> None:
         self.call, self.own = call, [t.contiguous() for t in own]
-        self.returning: Returning = [], [], [], ""
+        self.returning: _Messages | None = None
 
-    def _ask(self, step: int) -> tuple[list[dist.Work], list[Tensor], str]:
-        layout = self.call.layout
-        to, source = (layout.rank + step) % layout.world, (layout.rank - step) % layout.world
-        received = []
-        if self.call.needed(layout.rank, source):
-            count = layout.length(layout.keys[source])
-            received = [t.new_empty(*t.shape[:-2], count, t.shape[-1]) for t in self.own]
-        sent = self.own if self.call.needed(to, layout.rank) else []
-        what = f"the keys of process {source}, in step {step} of {layout.world - 1}"
-        return _start(self.call.group, {to: sent}, {source: received}), received, what
+    def _needed(self, process: int, block: int, tensors: list[Any]) -> list[Any]:
+        return tensors if self.call.needed(process, block) else []
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
         """In each step the number of a block and its tensors, none if it is not needed here."""
-        layout = self.call.layout
-        coming: tuple[list[dist.Work], list[Tensor], str] = [], self.own, ""
+        layout, rank = self.call.layout, self.call.layout.rank
         steps = 1 if self.call.whole_queries else layout.world
-        for step in range(steps):
-            works, block, what = coming
-            _wait(works, self.call.group, what)
-            if step + 1 < steps:
-                coming = self._ask(step + 1)
-            source = (layout.rank - step) % layout.world
-            yield source, block if self.call.needed(layout.rank, source) else []
+        block = self._needed(rank, rank, self.own)
+        for step in range(1, steps + 1):
+            to, source = (rank + step) % layout.world, (rank - step) % layout.world
+            messages, coming = None, []
+            if step < steps:
+                count = layout.length(layout.keys[source])
+                shapes = [(*t.shape[:-2], count, t.shape[-1]) for t in self.own]
+                coming = [self.own[0].new_empty(s) for s in self._needed(rank, source, shapes)]
+                sent = self._needed(to, rank, self.own)
+                what = f"keys in step {step} of {steps - 1}"
+                messages = _Messages(self.call.group, {to: sent}, {source: coming}, what)
+            yield (source + 1) % layout.world, block
+            if messages is not None:
+                messages.wait()
+            block = coming
 
     def bring_back(self, gradients: list[Tensor], source: int, own: list[Tensor]) -> None:
         """Sends the gradients of block `source`, and adds those of its own that came a step ago.
 
         All call it in every step but the first, and then :meth:`finish`.
         """
-        layout = self.call.layout
-        other = (2 * layout.rank - source) % layout.world
-        needed = self.call.needed(other, layout.rank)
-        received = [t.new_empty(t.shape) for t in own] if needed else []
+        layout, rank = self.call.layout, self.call.layout.rank
+        other = (2 * rank - source) % layout.world
+        coming = [own[0].new_empty(s) for s in self._needed(other, rank, [t.shape for t in own])]
         sent = [g.contiguous() for g in gradients]
-        works = _start(self.call.group, {source: sent}, {other: received})
+        step = (rank - source) % layout.world
+        what = f"gradients of keys in step {step} of {layout.world - 1}"
+        messages = _Messages(self.call.group, {source: sent}, {other: coming}, what)
         self.finish(own)
-        self.returning = works, received, sent, f"gradients of its keys from process {other}"
+        self.returning = messages
 
     def finish(self, own: list[Tensor]) -> None:
-        works, received, _, what = self.returning
-        _wait(works, self.call.group, what)
-        for gradient, more in zip(own, received, strict=False):
-            gradient += more
+        if self.returning is not None:
+            self.returning.wait()
+            for received in self.returning.received.values():
+                for gradient, more in zip(own, received, strict=False):
+                    gradient += more
 
 
 class _Exchange(torch.autograd.Function):
@@ -107,12 +127,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(group: dist.ProcessGroup, shapes: list[Any], *parts: Tensor) -> tuple[Tensor, ...]:
-        rank, processes = group.rank(), range(group.size())
+        rank, others = group.rank(), [r for r in range(group.size()) if r != group.rank()]
         received = [parts[0].new_empty(shape) for shape in shapes]
         received[rank] = parts[rank].clone()
-        sent = {r: [parts[r].contiguous()] for r in processes if r != rank}
-        works = _start(group, sent, {r: [received[r]] for r in processes if r != rank})
-        _wait(works, group, "parts of the others")
+        sent = {r: [parts[r].contiguous()] for r in others}
+        coming = {r: [received[r]] for r in others}
+        _Messages(group, sent, coming, "parts of the sequence").wait()
         return tuple(received)
 
     @staticmethod

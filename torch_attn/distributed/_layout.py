@@ -36,33 +36,27 @@ class Layout:
         return L, S
 
     @staticmethod
+    def in_order(lengths: list[int]) -> list[list[Piece]]:
+        """One piece of each process, of these lengths."""
+        return [[piece] for piece in itertools.pairwise([0, *itertools.accumulate(lengths)])]
+
+    @staticmethod
     def chunks(length: int, world: int) -> list[list[Piece]]:
-        """Those of :func:`torch.chunk`, one for each process; the last ones may be empty."""
-        size = -(-length // world) if world else 0
+        """The pieces that :func:`torch.chunk` makes; the last ones may be empty."""
+        size = -(-length // world)
         return [[(min(r * size, length), min((r + 1) * size, length))] for r in range(world)]
 
     @staticmethod
     def head_and_tail(length: int, world: int) -> list[list[Piece]]:
         """The first and the last piece, the second and the last but one ...: of a causal call, each
         process then has as much to compute."""
-        pieces = [pieces[0] for pieces in Layout.chunks(length, 2 * world)]
+        pieces = [piece for (piece,) in Layout.chunks(length, 2 * world)]
         return [[pieces[r], pieces[-1 - r]] for r in range(world)]
-
-    @staticmethod
-    def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
-        """Pieces of any lengths, of queries and of keys, which the processes tell each other."""
-        own = torch.tensor([L, S], device=device)
-        all_of_them = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(all_of_them, own, group=group)
-        starts = torch.stack([torch.zeros_like(own), *all_of_them]).cumsum(0).T.tolist()
-        return [[[piece] for piece in itertools.pairwise(ends)] for ends in starts]
 
     @staticmethod
     def places(pieces: list[Piece]) -> list[slice]:
         """Where the pieces of a process lie in its tensors."""
-        ends = [0]
-        for first, last in pieces:
-            ends.append(ends[-1] + last - first)
+        ends = itertools.accumulate((last - first for first, last in pieces), initial=0)
         return [slice(*place) for place in itertools.pairwise(ends)]
 
     @staticmethod

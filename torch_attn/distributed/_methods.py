@@ -51,7 +51,9 @@ def heads_fit(world: int, query: Any, key: Any, value: Any) -> bool:
     return all(t.ndim > 2 and t.shape[-3] % world == 0 for t in (query, key, value))
 
 
-def sent(call: Call, query: Any, key: Any, value: Any) -> dict[str, float]:
+def sent(
+    call: Call, query: Any, key: Any, value: Any, *, with_ring: bool = True
+) -> dict[str, float]:
     """How many bytes a process sends in a forward, on the average, in each way that is possible.
 
     With P processes, b the bytes of all keys and values and a those of all queries and outputs: in
@@ -65,8 +67,10 @@ def sent(call: Call, query: Any, key: Any, value: Any) -> dict[str, float]:
     heads, of_key, of_value = (math.prod(t.shape[-3:-2]) for t in (query, key, value))
     E, Ev = key.shape[-1], value.shape[-1]
     rows, keys = batch * L * heads * (E + Ev), batch * S * (of_key * E + of_value * Ev)
-    pairs = [(r, b) for r in range(world) for b in range(world) if r != b and call.needed(r, b)]
-    ways = {"ring": keys * len(pairs) / world**2}
+    ways = {}
+    if with_ring:
+        pairs = ((r, b) for r in range(world) for b in range(world) if r != b)
+        ways["ring"] = keys * sum(call.needed(r, b) for r, b in pairs) / world**2
     if keys * world <= rows:
         ways["gather"] = keys * (world - 1) / world * max(1, 4 / query.dtype.itemsize)
     if heads_fit(world, query, key, value):
@@ -88,13 +92,11 @@ def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None
         raise RuntimeError(f"{error}{why_no_ring}, which a ring has not; take another method")
     if _forced or (call.whole_queries and not why_no_ring):
         return _forced or "ring"
-    ways = sent(call, query, key, value)
-    if why_no_ring:
-        del ways["ring"]
-        if not ways:
-            raise RuntimeError(
-                f"{error}{why_no_ring}, which a ring has not, and the numbers of heads are no "
-                f"multiples of {world}, for all_to_all; a gather of all keys is to be asked for: "
-                'with torch_attn.distributed.method("gather")'
-            )
+    ways = sent(call, query, key, value, with_ring=not why_no_ring)
+    if not ways:
+        raise RuntimeError(
+            f"{error}{why_no_ring}, which a ring has not, and the numbers of heads are no "
+            f"multiples of {world}, for all_to_all; a gather of all keys is to be asked for: "
+            'with torch_attn.distributed.method("gather")'
+        )
     return min(ways, key=lambda way: ways[way])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_attn.distributed._exchange import Ring
+from torch_attn.distributed._exchange import Ring, waiting
 from torch_attn.distributed._layout import Call, Layout, Part
 
 __all__ = ["Inputs", "Saved", "forward", "gradients", "tangents", "wide"]
@@ -63,10 +63,12 @@ class _Rows(NamedTuple):
     def merged_over(self, group: dist.ProcessGroup) -> _Rows:
         """With those of the same rows on the other processes."""
         most = torch.stack([self.logsumexp, *self[2:]])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        with waiting(group, "all to merge their parts"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
         weights = _weights(self.logsumexp, most[0])[..., None]
         sums = torch.cat([self.output * weights, weights], -1)
-        dist.all_reduce(sums, group=group)
+        with waiting(group, "all to merge their parts"):
+            dist.all_reduce(sums, group=group)
         weights = sums[..., -1:]
         output = (sums[..., :-1] / weights).masked_fill(weights == 0, 0)
         return _Rows(output, most[0] + weights[..., 0].log(), *most[1:])

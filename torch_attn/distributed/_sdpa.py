@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_attn.distributed import _parts
-from torch_attn.distributed._exchange import exchanged
+from torch_attn.distributed._exchange import exchanged, told
 from torch_attn.distributed._layout import Call, Layout, Piece
 from torch_attn.distributed._methods import choose
 from torch_attn.distributed._parts import Inputs, Saved, wide
@@ -72,7 +72,7 @@ def sdpa(
     assert group is not None
     L, S = query.shape[-2], key.shape[-2]
     if lengths is None:
-        queries, keys = Layout.told(L, S, query.device, group)
+        queries, keys = told(L, S, query.device, group)
     else:
         queries, keys = (Layout.chunks(n, group.size()) for n in lengths)
     layout = Layout(group.rank(), queries, keys)
@@ -111,6 +111,8 @@ def attend(
             f"{layout.rank} of {layout.world} has {own[0]} queries and {own[1]} keys, but query "
             f"has {query.shape[-2]} and key {key.shape[-2]}"
         )
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value, attn_mask = map(_cast, (query, key, value, attn_mask))
     offset = _integers("query_offset", query_offset, query)
     options = {
         "dropout_p": 0.0,
@@ -120,14 +122,33 @@ def attend(
         "softcap": softcap,
         "window_size": _pair(window_size),
     }
-    call = Call(
-        *(layout, group, options),
-        query.new_zeros((), dtype=torch.int64) if offset is None else offset,
-        _integers("key_lengths", key_lengths, query),
-    )
+    offset = torch.zeros((), dtype=torch.int64, device=query.device) if offset is None else offset
+    used = _integers("key_lengths", key_lengths, query)
+    call = Call(layout, group, options, offset, used)
     inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sinks)
+    _check(call, inputs)
     way = {"ring": _ring, "gather": _gathered, "all_to_all": _by_heads}
     return way[choose(call, query, key, value)](call, inputs)
+
+
+def _cast(tensor: Any) -> Any:
+    """As autocast has the arguments of the operators."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def _check(call: Call, inputs: Inputs) -> None:
+    """Raises what :func:`torch_attn.sdpa` of the own queries and all keys would, before all."""
+    S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
+    query, *keys = (t.detach() for t in inputs[:3])
+    mask, slopes, sinks = (None if t is None else t.detach() for t in inputs[3:])
+    shapes = [(*t.shape[:-2], S, t.shape[-1]) for t in keys]
+    of_all = [t.new_zeros(()).expand(shape) for t, shape in zip(keys, shapes, strict=True)]
+    tensors = (None if t is None else t.to("meta") for t in (query, *of_all, mask, slopes, sinks))
+    forward(*tensors, **call.options)
+    numbers = {"query_offset": call.query_offset, "key_lengths": call.key_lengths}
+    forward(query[..., :0, :], *of_all, **call.options, **numbers)  # nothing to compute
 
 
 def _ring(call: Call, inputs: Inputs) -> Tensor:
@@ -164,8 +185,13 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     mask = inputs.mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
+        if any(Layout.length(pieces) == 1 for pieces in queries):  # is one row its own, or of all?
+            mask = mask.expand(*mask.shape[:-2], Layout.length(queries[rank]), mask.shape[-1])
+            is_cut = True
+        else:
+            is_cut = mask.shape[-2] > 1
         parts = mask.tensor_split(world, -3) if has_heads else [mask] * world
-        mask = parts[rank] if mask.shape[-2] == 1 else all_rows(call.group, queries, rank, parts)
+        mask = all_rows(call.group, queries, rank, parts) if is_cut else parts[rank]
     of_heads = (None if t is None else t.tensor_split(world, -1)[rank] for t in inputs[4:])
     options = call.options_of((0, L), (0, S)) | dict(
         zip(("alibi_slopes", "sinks"), of_heads, strict=True)
@@ -206,9 +232,11 @@ class _Ring(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Any, *_: Any) -> tuple[Tensor | None, ...]:
         *tensors, output, pair = ctx.saved_tensors
         inputs, wanted = Inputs(*tensors), ctx.needs_input_grad[1:]
+        if grad_output is None:  # the others want their keys' gradients all the same
+            grad_output = torch.zeros_like(output, dtype=tensors[0].dtype)
         with torch.no_grad():
             saved = Saved(output, pair)
             found = _parts.gradients(ctx.call, inputs, saved, grad_output, None, wanted)
