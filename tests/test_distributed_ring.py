@@ -177,8 +177,9 @@ def check_memory() -> None:
         ) -> Any:
             result = func(*args, **(kwargs or {}))
             for t in result if isinstance(result, (tuple, list)) else [result]:
-                if isinstance(t, Tensor):
-                    self.most = max(self.most, t.numel())
+                if isinstance(t, Tensor) and not t.is_meta:
+                    numbers = t.untyped_storage().nbytes() // t.itemsize
+                    self.most = max(self.most, numbers)
             return result
 
     inputs = [torch.randn(1, 1, rows, 32, requires_grad=True) for _ in range(3)]
