@@ -224,8 +224,7 @@ static_assert(kFields<Direction> == kFields<Inputs> && kFields<Gradients> == kFi
 
 using SdpaOp = Operator<"attn::sdpa", at::Tensor(BuiltinInputs, BuiltinOptions)>;
 using AttentionOp = Operator<"attn::attention", OutputAndRows(BuiltinInputs, CallOptions, HeadInputs)>;
-using OverProcessesOp =
-    Operator<"attn::_attend_over_processes", OutputAndRows(BuiltinInputs, CallOptions, HeadInputs)>;
+using OverProcessesOp = Operator<"attn::_attend_over_processes", OutputAndRows(BuiltinInputs, CallOptions, HeadInputs)>;
 using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(VarlenCall)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(BuiltinInputs, DenseOptions, HeadInputs)>;
 using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(BuiltinInputs, DenseOptions, HeadInputs, bool)>;

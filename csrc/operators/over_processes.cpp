@@ -8,7 +8,7 @@ namespace attn {
 namespace {
 
 std::atomic<int64_t> times_on = 0;  // times switched on minus times switched off
-std::atomic<int64_t> refusing = 0;     // of these, by those who want all operators to be part of it
+std::atomic<int64_t> refusing = 0;  // of these, by those who want all operators to be part of it
 
 int64_t over_processes(int64_t change, bool all) {
   if (all) refusing += change;
