@@ -601,7 +601,7 @@ def draw(job: Job, gbits: list[float], title: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096], help="measured")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="measured")
     parser.add_argument("--dtype", choices=DTYPES, default="f32")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, help="of keys and values, default: as many")
@@ -614,7 +614,7 @@ def main() -> None:
     )
     parser.add_argument("--gbits", type=float, nargs="+", default=[10, 25, 100], help="of links")
     parser.add_argument("--slow", type=float, default=1.0, help="Gbit/s of the link imitated")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each pass, default 5")
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each pass, default 8")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--chart", type=Path, help="also draw the scaling, a PNG, here")
     arguments = parser.parse_args()

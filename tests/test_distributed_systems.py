@@ -718,28 +718,25 @@ def test_gradgradcheck(two: Processes, method: str) -> None:
 
 def check_mask_of_few_rows(L: int) -> None:
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, L, 4, dtype=torch.float64)
+    query, key, value = torch.randn(3, dist.get_world_size(), L, 4, dtype=torch.float64)
     mask = torch.randn(L, L, dtype=torch.float64, requires_grad=True)
     expected = torch_attn.sdpa(query, key, value, mask)
     (gradient,) = torch.autograd.grad(expected.square().sum(), mask)
     blocks = [own(t) for t in (query, key, value, mask)]
-    output = torch_attn.distributed.sdpa(*blocks, lengths=(L, L))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))  # an error must not reach others
+    output = torch_attn.distributed.sdpa(*blocks, group=group, lengths=(L, L))
     torch.testing.assert_close(output, own_part("output", expected), rtol=1e-10, atol=1e-11)
     (found,) = torch.autograd.grad(output.square().sum(), blocks[3])
     torch.testing.assert_close(found, own_part("output", gradient), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("L", [2, 3])
+@pytest.mark.parametrize(("world", "L"), [("two", 2), ("two", 3), ("four", 6)])
 @pytest.mark.parametrize("method", METHODS)
-def test_mask_of_a_process_with_one_query(
-    tmp_path_factory: pytest.TempPathFactory, method: str, L: int
+def test_mask_where_a_process_has_one_query_or_none(
+    request: pytest.FixtureRequest, method: str, world: str, L: int
 ) -> None:
-    """Its row is its own, not one that is the same for all queries."""
-    processes = Processes(2, tmp_path_factory.mktemp("gloo"))
-    try:
-        processes(under, method, check_mask_of_few_rows, L)
-    finally:
-        processes.end()
+    """One row is that process's own, not the same for all queries; all exchange rows, or none."""
+    request.getfixturevalue(world)(under, method, check_mask_of_few_rows, L)
 
 
 class Swallowed(torch.autograd.Function):
@@ -758,7 +755,7 @@ def check_output_without_gradient() -> None:
     leaves = [t.clone().requires_grad_() for t in whole]
     expected = torch.autograd.grad(torch_attn.sdpa(*leaves)[..., 3:, :].square().sum(), leaves)
     blocks = [own(t) for t in whole]
-    group = dist.new_group(timeout=datetime.timedelta(seconds=5))  # an error must not reach others
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
     output = torch_attn.distributed.sdpa(*blocks, group=group, lengths=(6, 6))
     output = Swallowed.apply(output) if dist.get_rank() == 0 else output
     output.square().sum().backward()

@@ -189,7 +189,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
             mask = mask.expand(*mask.shape[:-2], Layout.length(queries[rank]), mask.shape[-1])
             is_cut = True
         else:
-            is_cut = mask.shape[-2] > 1
+            is_cut = mask.shape[-2] != 1
         parts = mask.tensor_split(world, -3) if has_heads else [mask] * world
         mask = all_rows(call.group, queries, rank, parts) if is_cut else parts[rank]
     of_heads = (None if t is None else t.tensor_split(world, -1)[rank] for t in inputs[4:])
