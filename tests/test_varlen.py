@@ -659,22 +659,3 @@ def test_flops() -> None:
     assert packed == count(lambda: torch_attn.sdpa(*dense, **window)) > 0
     paged = count(lambda: torch_attn.varlen_attn(**pages()))
     assert paged == 2 * 2 * 4 * 5 * 4 * 2 * 16
-
-
-def test_dtensors_are_refused_by_name() -> None:
-    in_fresh_process(call_with_dtensors)
-
-
-def call_with_dtensors() -> None:
-    import torch.distributed as dist
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    mesh = dist.init_device_mesh("cpu", (1,))
-    given = {
-        name: distribute_tensor(t, mesh, [Replicate()]) if isinstance(t, Tensor) else t
-        for name, t in arguments().items()
-    }
-    with pytest.raises(RuntimeError, match="attn::varlen_attention: query, key and value are DT"):
-        torch_attn.varlen_attn(**given)
-    dist.destroy_process_group()
