@@ -62,7 +62,7 @@ def train(kind: str, length: int) -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("length", [24, 29, 5])  # divides by twice the processes; not; empty pieces
+@pytest.mark.parametrize("length", [24, 29, 7])  # divides by twice the processes; not; few
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 def test_training(run: Processes, kind: str, length: int) -> None:
     run(train, kind, length)
@@ -105,6 +105,18 @@ def check_errors() -> None:
         context_parallel(a=x, b=torch.zeros(3)).__enter__()
     with pytest.raises(ValueError, match=rf"{name}attention_mask is given"):
         context_parallel(attention_mask=torch.ones(1, 12)).__enter__()
+    with pytest.raises(
+        ValueError, match=rf"{name}3 tokens over \d processes; it takes two of each"
+    ):
+        context_parallel(x=torch.ones(1, 3)).__enter__()
+    with pytest.raises(TypeError, match="'some' is no process group"):
+        context_parallel("some", x=torch.ones(1, 12)).__enter__()
+    with (
+        pytest.warns(UserWarning, match=f"{name}no attention was spread"),
+        context_parallel(x=torch.ones(1, 12)) as batch,
+        pytest.raises(ValueError, match=rf"{name}join of \[1, 12\]; process \d has"),
+    ):
+        batch.join(torch.ones(1, 12))
     with context_parallel(x=x.transpose(1, 2)):
         for options in ({"attn_mask": torch.ones(1, 1).bool()}, {"dropout_p": 0.1}):
             with pytest.raises(
@@ -117,11 +129,38 @@ def check_errors() -> None:
             torch_attn.sdpa_with_weights(mine, mine, mine)
         with pytest.raises(RuntimeError, match="sdpa_stats: it is called within torch_attn"):
             torch_attn.sdpa_stats(mine, mine)
+        assert torch_attn.sdpa_with_logsumexp(mine, mine, mine)[1:] == (None, None)
         torch_attn.sdpa(mine, mine, mine, window_size=(3, 0))
+    with context_parallel(x=x.transpose(1, 2)), context_parallel(x=x.transpose(1, 2)):
+        torch_attn.sdpa(mine, mine, mine)
+    torch_attn.sdpa(x, x, x)  # off again
 
 
 def test_errors(run: Processes) -> None:
     run(check_errors)
+
+
+def compiled_before() -> None:
+    """What was compiled for one process is compiled again, and raises."""
+    x = torch.randn(1, 12, 8)
+
+    def attend(x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        output = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return output.transpose(1, 2).view(*x.shape[:2], 8)  # laid out as with the built-in
+
+    compiled = torch.compile(attend, backend="eager", dynamic=True)
+    with torch_attn.replacing_sdpa():
+        expected = compiled(x)
+        compiled(x[:, : 12 // dist.get_world_size()])
+        with context_parallel(x=x) as batch:
+            torch.testing.assert_close(attend(batch["x"]), batch.cut(expected))
+            with pytest.raises(RuntimeError, match="cannot be part of a compiled function"):
+                compiled(batch["x"])
+
+
+def test_compiled_before(run: Processes) -> None:
+    run(compiled_before)
 
 
 def recompute() -> None:

@@ -199,7 +199,12 @@ def check_errors() -> None:
     message = rf"lengths is \(9, 4\), of which process {rank} of {world} has .* queries"
     with pytest.raises(RuntimeError, match=message):
         torch_attn.distributed.sdpa(query, key, value, lengths=(9, 4))
+    with pytest.raises(RuntimeError, match="value has"):
+        torch_attn.distributed.sdpa(query, key, value[..., :2, :], lengths=(4 * world, 4 * world))
+    with pytest.raises(ValueError, match="name is 'star'; it must be"):
+        torch_attn.distributed.method("star").__enter__()
     with torch_attn.distributed.method("ring"):
+        torch.func.grad(lambda q: torch_attn.distributed.sdpa(q, key, value).sum())(query)
         output = torch_attn.distributed.sdpa(query, key, value)
     (first,) = torch.autograd.grad(output.sum(), query, create_graph=True)
     with pytest.raises(

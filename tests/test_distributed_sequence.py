@@ -215,3 +215,44 @@ def check_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_precision(run: Processes, dtype: torch.dtype) -> None:
     run(check_dtypes, dtype)
+
+
+def check_lengths_of_some_entries() -> None:
+    """All processes of a mesh choose the same way, also where they see other lengths."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    query = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 16, 8, dtype=torch.float64)
+    lengths, sinks = torch.tensor([4, 16]), torch.randn(2, dtype=torch.float64)
+    leaf = sinks.clone().requires_grad_()
+    loss = torch_attn.sdpa(query, key, value, key_lengths=lengths, sinks=leaf).square().sum()
+    (expected,) = torch.autograd.grad(loss, leaf)
+    leaf = distribute_tensor(sinks, mesh, [R, R]).requires_grad_()
+    cut = [distribute_tensor(t, mesh, [Shard(0), Rows]) for t in (query, key, value)]
+    lengths = distribute_tensor(lengths, mesh, [Shard(0), R])
+    loss = torch_attn.sdpa(*cut, key_lengths=lengths, sinks=leaf).square().sum()
+    (found,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_lengths_of_some_entries(run: Processes) -> None:
+    if len(run.processes) == 4:
+        run(check_lengths_of_some_entries)
+
+
+def check_wrong(method: str) -> None:
+    """An error before messages: the next call works."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    x = distribute_tensor(torch.randn(1, 12, 12, 8), mesh, [Rows])
+    short = distribute_tensor(torch.randn(1, 12, 8, 8), mesh, [Rows])
+    with torch_attn.distributed.method(method):
+        for wrong in ((x, x.double(), x), (x, x, short), (x, x[..., :4], x)):
+            with pytest.raises(RuntimeError, match="attn::sdpa: "):
+                torch_attn.sdpa(*wrong)
+            torch_attn.sdpa(x, x, x)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
+def test_wrong_arguments(run: Processes, method: str) -> None:
+    run(check_wrong, method)

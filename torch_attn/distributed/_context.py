@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_attn.distributed._layout import Layout, Piece
-from torch_attn.distributed._sdpa import all_rows, attend
+from torch_attn.distributed._sdpa import all_rows, attend, group_of
 from torch_attn.replace import replace_sdpa
 
 __all__ = ["Batch", "answering", "context_parallel", "is_on"]
@@ -23,6 +25,7 @@ class Batch(dict[str, Tensor]):
 
     def __init__(self, group: dist.ProcessGroup, length: int) -> None:
         super().__init__()
+        self.calls = 0
         pieces = Layout.head_and_tail(length, group.size())
         self.group, self.layout = group, Layout(group.rank(), pieces, pieces)
 
@@ -37,11 +40,18 @@ class Batch(dict[str, Tensor]):
 
     def join(self, tensor: Tensor) -> Tensor:
         """``[..., L, X]``, on all processes and in order, of ``[..., L_r, X]``; differentiable."""
+        length = Layout.length(self.own)
+        if tensor.ndim < 3 or tensor.shape[-2] != length:
+            raise ValueError(
+                f"torch_attn.distributed.context_parallel: join of {list(tensor.shape)}; process "
+                f"{self.layout.rank} has {length} tokens, it must be [B, {length}, X]"
+            )
         parts = [tensor] * self.layout.world
         return all_rows(self.group, self.layout.queries, self.layout.rank, parts)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """What an attention of the model is, with the tokens of all processes."""
+        self.calls += 1
         name = "torch_attn.distributed.context_parallel"
         for refused in ("attn_mask", "dropout_p", "query_offset", "key_lengths", "cu_seq_q"):
             given = options.pop(refused)
@@ -91,10 +101,11 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
         A dictionary of the parts, to be given to the model, and `position_ids`, ``[1, L_r]``, in
         the whole. Its ``cut(tensor, dim)`` takes the own part of more tensors, and ``join(tensor)``
         makes ``[B, L, X]`` of parts again. Loss and gradients are this process's share: their sum
-        over the processes is that of the whole.
+        over the processes is that of the whole. Statistics of rows beside an output are None.
 
     Raises:
-        ValueError: tensors of different lengths, or position_ids or attention_mask among them.
+        ValueError: tensors of different lengths, of fewer than two tokens of each process, or
+            position_ids or attention_mask among them.
         RuntimeError: within, an attention with a mask, an offset, lengths, dropout, weights or
             statistics, or over other tokens than these, as with a cache.
 
@@ -119,10 +130,16 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
             f"{name}: {refused} is given; positions are those in the sequence, padding goes to its "
             "end, where causality hides it, and packed texts are not supported"
         )
-    group: Any = mesh.get_group() if hasattr(mesh, "get_group") else mesh or dist.group.WORLD
+    group = group_of(name, mesh.get_group() if hasattr(mesh, "get_group") else mesh)
     length = next(iter(tensors.values())).shape[1]
     batch = Batch(group, length)
+    if length < 2 * group.size():
+        raise ValueError(
+            f"{name}: {length} tokens over {group.size()} processes; it takes two of each or more"
+        )
     labels = tensors.get("labels")
+    if labels is not None and labels.ndim != 2:
+        raise ValueError(f"{name}: labels is {list(labels.shape)}; it must be [B, L]")
     if labels is not None:  # transformers asks for them beside
         tensors["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=-100)
         batch["num_items_in_batch"] = (tensors["shift_labels"] != -100).sum()
@@ -131,13 +148,27 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     batch.update({n: batch.cut(t) for n, t in tensors.items()})
     fast = torch.backends.mha.get_fastpath_enabled()
     handle = replace_sdpa()
+    _forget_compiled()
     torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which has its own
     try:
         with answering(batch, all_operators=True):
             yield batch
+        if batch.calls == 0:
+            warnings.warn(
+                f"{name}: no attention was spread over processes: the block has none or computes "
+                'its own, as nn.MultiheadAttention with need_weights, or models that are "eager"',
+                stacklevel=3,  # of contextlib
+            )
     finally:
         handle.remove()
+        _forget_compiled()
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _forget_compiled() -> None:
+    """What was compiled holds the attention of one process, or of several."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def is_on() -> bool:
@@ -156,8 +187,8 @@ def answering(calls: Any, *, all_operators: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _answering.remove(calls)
         torch.ops.attn._over_processes(-1, all_operators)
+        _answering[:] = [others for others in _answering if others is not calls]
 
 
 def _attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -201,7 +202,15 @@ class _Sharded:
                     shape[own] = -(-shape[own] // self.mesh.size(m))
             shapes.append(torch.empty(shape, dtype=tensor.dtype, device="meta"))
         query, key, value = shapes
-        self.way = choose(self._as_pieces(), query, key, value, why)
+        call, others = self._as_pieces(), [m for m in range(self.mesh.ndim) if m != self.sequence]
+        if any(
+            self._own(n, m) is not None for n in ("query_offset", "key_lengths") for m in others
+        ):
+            # Elsewhere on the mesh they are others, and all processes have to choose the same.
+            zero = torch.zeros((), dtype=torch.int64, device=query.device)
+            options = {**call.options, "is_causal": False, "window_size": (-1, -1)}
+            call = replace(call, options=options, query_offset=zero, key_lengths=None)
+        self.way = choose(call, query, key, value, why)
         if self.way == "all_to_all":
             self.dims[self.sequence] = HEADS
 
@@ -307,6 +316,7 @@ def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
     inputs = Inputs(*(x[_INPUTS.get(n, n)] for n in _MOVED))
     dtype = inputs.query.dtype
     if name == "_sdpa_forward":
+        _parts.check(call, inputs)
         saved, *of_rows = _parts.forward(call, inputs)
         output, rest = _rounded(saved.output, dtype)
         learned = any(t is not None and t.is_floating_point() for t in inputs[3:])

@@ -68,11 +68,11 @@ def sent(
     E, Ev = key.shape[-1], value.shape[-1]
     rows, keys = batch * L * heads * (E + Ev), batch * S * (of_key * E + of_value * Ev)
     ways = {}
+    if keys * world <= rows:
+        ways["gather"] = keys * (world - 1) / world * max(1, 4 / query.dtype.itemsize)
     if with_ring:
         pairs = ((r, b) for r in range(world) for b in range(world) if r != b)
         ways["ring"] = keys * sum(call.needed(r, b) for r, b in pairs) / world**2
-    if keys * world <= rows:
-        ways["gather"] = keys * (world - 1) / world * max(1, 4 / query.dtype.itemsize)
     if heads_fit(world, query, key, value):
         ways["all_to_all"] = (rows + keys) * (world - 1) / world**2
     return ways
@@ -92,6 +92,8 @@ def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None
         raise RuntimeError(f"{error}{why_no_ring}, which a ring has not; take another method")
     if _forced or (call.whole_queries and not why_no_ring):
         return _forced or "ring"
+    if world == 1:
+        return "all_to_all" if heads_fit(world, query, key, value) else "gather"
     ways = sent(call, query, key, value, with_ring=not why_no_ring)
     if not ways:
         raise RuntimeError(

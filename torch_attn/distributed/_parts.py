@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_attn.distributed._exchange import Ring, waiting
 from torch_attn.distributed._layout import Call, Layout, Part
 
-__all__ = ["Inputs", "Saved", "forward", "gradients", "tangents", "wide"]
+__all__ = ["Inputs", "Saved", "check", "forward", "gradients", "tangents", "wide"]
 
 
 class Inputs(NamedTuple):
@@ -42,6 +42,22 @@ def wide(tensor: Any) -> Any:
     """Half types as float32; others, and boolean masks, as they are."""
     half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor.float() if half else tensor
+
+
+def check(call: Call, inputs: Inputs) -> None:
+    """Raises what :func:`torch_attn.sdpa` of the own queries and all keys would, before all."""
+    S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
+    query, *keys = (t.detach() for t in inputs[:3])
+    mask, slopes, sinks = (None if t is None else t.detach() for t in inputs[3:])
+    more = S - keys[0].shape[-2]  # on the other processes
+    shapes = [(*t.shape[:-2], t.shape[-2] + more, t.shape[-1]) for t in keys]
+    of_all = [t.new_zeros(()).expand(shape) for t, shape in zip(keys, shapes, strict=True)]
+    tensors = (None if t is None else t.to("meta") for t in (query, *of_all, mask, slopes, sinks))
+    forward(*tensors, **call.options)
+    if call.cu_seq_q is not None:
+        return  # how many rows there are is for each part to check
+    numbers = {"query_offset": call.query_offset, "key_lengths": call.key_lengths}
+    forward(query[..., :0, :], *of_all, **call.options, **numbers)  # nothing to compute
 
 
 class _Rows(NamedTuple):

@@ -15,7 +15,7 @@ from torch_attn.distributed._methods import choose
 from torch_attn.distributed._parts import Inputs, Saved, wide
 from torch_attn.functional import _integers, _numbers, _pair
 
-__all__ = ["all_rows", "attend", "sdpa"]
+__all__ = ["all_rows", "attend", "group_of", "sdpa"]
 
 
 def sdpa(
@@ -68,8 +68,7 @@ def sdpa(
         torch.Size([1, 8, 100, 64])
         >>> dist.destroy_process_group()
     """
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = group_of("torch_attn.distributed.sdpa", group)
     L, S = query.shape[-2], key.shape[-2]
     if lengths is None:
         queries, keys = told(L, S, query.device, group)
@@ -77,6 +76,20 @@ def sdpa(
         queries, keys = (Layout.chunks(n, group.size()) for n in lengths)
     layout = Layout(group.rank(), queries, keys)
     return attend(layout, group, query, key, value, attn_mask, is_causal, **options)
+
+
+def group_of(name: str, group: Any) -> dist.ProcessGroup:
+    """A group that this process is in; that of all, if there is no other."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{name}: there are no processes yet: call torch.distributed's init_process_group"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{name}: {group!r} is no process group, or one that this process is not in"
+        )
+    return group
 
 
 def attend(
@@ -103,6 +116,11 @@ def attend(
             "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it "
             "outside, or give torch_attn.sdpa DTensors"
         )
+    if any(hasattr(t, "placements") for t in (query, key, value)):
+        raise TypeError(
+            "torch_attn.distributed.sdpa: query, key or value is a DTensor; give these to "
+            "torch_attn.sdpa, which knows where their parts are"
+        )
     scale, softcap = _numbers("torch_attn.distributed.sdpa", scale=scale, softcap=softcap)
     own = tuple(Layout.length(x[layout.rank]) for x in (layout.queries, layout.keys))
     if own != (query.shape[-2], key.shape[-2]):
@@ -126,9 +144,12 @@ def attend(
     used = _integers("key_lengths", key_lengths, query)
     call = Call(layout, group, options, offset, used)
     inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sinks)
-    _check(call, inputs)
+    _parts.check(call, inputs)
     way = {"ring": _ring, "gather": _gathered, "all_to_all": _by_heads}
-    return way[choose(call, query, key, value)](call, inputs)
+    output = way[choose(call, query, key, value)](call, inputs)
+    if query.ndim > 2 and query.transpose(-3, -2).is_contiguous():  # laid out as the query is
+        output = output.transpose(-3, -2).contiguous().transpose(-3, -2)
+    return output
 
 
 def _cast(tensor: Any) -> Any:
@@ -136,19 +157,6 @@ def _cast(tensor: Any) -> Any:
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
-
-def _check(call: Call, inputs: Inputs) -> None:
-    """Raises what :func:`torch_attn.sdpa` of the own queries and all keys would, before all."""
-    S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
-    query, *keys = (t.detach() for t in inputs[:3])
-    mask, slopes, sinks = (None if t is None else t.detach() for t in inputs[3:])
-    shapes = [(*t.shape[:-2], S, t.shape[-1]) for t in keys]
-    of_all = [t.new_zeros(()).expand(shape) for t, shape in zip(keys, shapes, strict=True)]
-    tensors = (None if t is None else t.to("meta") for t in (query, *of_all, mask, slopes, sinks))
-    forward(*tensors, **call.options)
-    numbers = {"query_offset": call.query_offset, "key_lengths": call.key_lengths}
-    forward(query[..., :0, :], *of_all, **call.options, **numbers)  # nothing to compute
 
 
 def _ring(call: Call, inputs: Inputs) -> Tensor:
@@ -244,7 +252,7 @@ class _Ring(torch.autograd.Function):
             g.to(t.dtype) if t is not None and g is not None and w else None
             for t, g, w in zip(inputs, found, wanted, strict=True)
         ]
-        return None, *_Once.apply(results, *inputs, grad_output)  # type: ignore[no-untyped-call]
+        return None, *_Once.apply(*results, *inputs, grad_output)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, _: None, *directions: Any) -> tuple[Tensor, None, None]:
@@ -258,8 +266,13 @@ class _Once(torch.autograd.Function):
     """Hands gradients on; a derivative of them is an error, for all that they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor | None], *_: Tensor | None) -> Any:
-        return tuple(gradients)
+    def forward(*tensors: Tensor | None) -> Any:
+        gradients = tensors[: len(Inputs._fields)]
+        return tuple(None if g is None else g.clone() for g in gradients)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:

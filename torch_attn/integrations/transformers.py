@@ -456,6 +456,8 @@ def _pattern(
         start: Tensor | None = offset
     else:
         if context.is_on():  # the first key, and the last, may be on another process
+            if attention_mask is not None and padding is None:  # nor is padding there seen here
+                padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
             return _Pattern(left, None, padding, (batch_size, 1, q_length, kv_length))
         if offset + q_length <= left + 1:  # the window reaches to the first key
             left = -1
