@@ -207,7 +207,7 @@ class _Sharded:
             self._own(n, m) is not None for n in ("query_offset", "key_lengths") for m in others
         ):
             # Elsewhere on the mesh they are others, and all processes have to choose the same.
-            zero = torch.zeros((), dtype=torch.int64, device=query.device)
+            zero = call.query_offset.new_zeros(())
             options = {**call.options, "is_causal": False, "window_size": (-1, -1)}
             call = replace(call, options=options, query_offset=zero, key_lengths=None)
         self.way = choose(call, query, key, value, why)
