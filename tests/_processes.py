@@ -5,10 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -48,3 +49,17 @@ class Processes:
             for process in (pool._processes or {}).values():
                 process.terminate()
             pool.shutdown()
+
+
+def processes_of(*worlds: int) -> Any:
+    """A fixture: as many processes, for all tests of a file."""
+
+    @pytest.fixture(scope="module", params=worlds)
+    def run(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Processes]:
+        processes = Processes(request.param, tmp_path_factory.mktemp("gloo"))
+        yield processes
+        processes.end()
+
+    return run

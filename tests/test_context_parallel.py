@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_attn
-from _processes import Processes
+from _processes import Processes, processes_of
 from torch_attn.distributed import context_parallel
 
-
-@pytest.fixture(scope="module", params=[2, 3])
-def run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Processes]:
-    processes = Processes(request.param, tmp_path_factory.mktemp("gloo"))
-    yield processes
-    processes.end()
+run = processes_of(2, 3)
 
 
 def language_model(kind: str) -> Any:

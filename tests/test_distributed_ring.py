@@ -14,21 +14,12 @@ from torch import Tensor
 
 import torch_attn
 from _accuracy import hold
-from _processes import Processes
+from _processes import Processes, processes_of
 from _sequences import CASES, results
 from helpers import largest, ulp
 from torch_attn import reference
 
-WORLDS = [2, 3, 4]
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Processes]:
-    processes = Processes(request.param, tmp_path_factory.mktemp("gloo"))
-    yield processes
-    processes.end()
+run = processes_of(2, 3, 4)
 
 
 @contextlib.contextmanager

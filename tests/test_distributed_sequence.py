@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_attn
-from _processes import Processes
+from _processes import Processes, processes_of
 from _sequences import CASES, LEARNED, derivatives, made
 from helpers import largest, ulp
 from torch_attn import reference
@@ -23,13 +22,7 @@ R, Rows = Replicate(), Shard(2)
 CUTS = {"both": (Rows, Rows), "queries": (Rows, R), "keys": (R, Rows)}
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Processes]:
-    processes = Processes(request.param, tmp_path_factory.mktemp("gloo"))
-    yield processes
-    processes.end()
+run = processes_of(2, 3, 4)
 
 
 def on_mesh(cut: str, mesh: Any) -> Any:

@@ -45,7 +45,7 @@ def wide(tensor: Any) -> Any:
 
 
 def check(call: Call, inputs: Inputs) -> None:
-    """Raises what :func:`torch_attn.sdpa` of the own queries and all keys would, before all."""
+    """What :func:`torch_attn.sdpa` of the own queries and all keys raises, before messages."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
     query, *keys = (t.detach() for t in inputs[:3])
     mask, slopes, sinks = (None if t is None else t.detach() for t in inputs[3:])

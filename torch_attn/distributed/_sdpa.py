@@ -51,8 +51,8 @@ def sdpa(
         ``[..., Hq, L_r, Ev]``, query's dtype. First derivatives of query, key, value, mask, slopes
         and sinks, and forward mode; second derivatives if the keys do not go round in a ring
         (:func:`method`). Gradients of slopes and sinks are this process's share, whose sum over the
-        group is the gradient. The same bits on every run with as many processes. In a ring, no
-        process ever holds more than three blocks of keys and values.
+        group is the gradient. The same bits on every run with as many processes. In the forward of
+        a ring, no process ever holds more than three blocks of keys and values.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, as of :func:`torch_attn.sdpa`;
