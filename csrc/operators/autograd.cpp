@@ -424,7 +424,6 @@ WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, con
 
 Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const ScoreOptions& options,
                           const HeadInputs& of_heads) {
-  refuse_over_processes(StatsOp::name);
   TORCH_CHECK(!is_dual(x) && !is_dual(of_heads), kNoDerivative);
   Statistics results = below_autograd<StatsOp>(keys, x, options, of_heads);
   if (requires_grad(x, of_heads)) {

@@ -246,6 +246,7 @@ TangentResults compute_tangent(const Device& device, const Inputs& inputs, const
 
 Statistics compute_stats(const Device& device, const QueryAndKey& x, const ScoreOptions& options,
                          const HeadInputs& of_heads) {
+  refuse_over_processes(StatsOp::name);
   const Inputs inputs = all_inputs(x, of_heads);
   const Shape shape = validate(StatsOp::name, inputs, options);
   const Statistics results = empty_statistics(shape, inputs.query);

@@ -8,21 +8,17 @@ namespace attn {
 namespace {
 
 std::atomic<int64_t> times_on = 0;  // times switched on minus times switched off
-std::atomic<int64_t> refusing = 0;  // of these, by those who want all operators to be part of it
 
-int64_t over_processes(int64_t change, bool all) {
-  if (all) refusing += change;
-  return times_on += change;
-}
+int64_t over_processes(int64_t change) { return times_on += change; }
 
 }  // namespace
 
 bool is_over_processes() { return times_on.load(std::memory_order_relaxed) > 0; }
 
 void refuse_over_processes(const char* op) {
-  TORCH_CHECK(refusing.load(std::memory_order_relaxed) <= 0, op,
-              ": it is called within torch_attn.distributed.context_parallel, which cannot spread it over processes; "
-              "call it outside, with whole sequences");
+  TORCH_CHECK(!is_over_processes(), op,
+              ": it is called within a context_parallel, which cannot spread it over processes; call it outside, with "
+              "whole sequences");
 }
 
 TORCH_LIBRARY_FRAGMENT(attn, m) { m.impl("_over_processes", over_processes); }

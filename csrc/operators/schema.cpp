@@ -98,8 +98,8 @@ TORCH_LIBRARY(attn, m) {
   // implements it, and returns the output alone.
   m.def("_attend_over_processes(" CALL MORE PACKED ", " OF_HEADS
         ") -> (Tensor output, Tensor logsumexp, Tensor max_score)");
-  // They are while the sum of all changes is positive: it is returned. `all`: other operators are refused.
-  m.def("_over_processes(int change, bool all) -> int");
+  // They are while the sum of all changes is positive: it is returned. Other operators are refused then.
+  m.def("_over_processes(int change) -> int");
 
   // Results have bits that depend on nothing else (attn::invariant()) while the sum of all changes is positive: it is
   // returned.

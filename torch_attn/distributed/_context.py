@@ -17,7 +17,7 @@ from torch_attn.distributed._layout import Layout, Piece
 from torch_attn.distributed._sdpa import all_rows, attend, group_of
 from torch_attn.replace import replace_sdpa
 
-__all__ = ["Batch", "answering", "context_parallel", "is_on"]
+__all__ = ["Batch", "answer", "answering", "context_parallel", "is_on"]
 
 
 class Batch(dict[str, Tensor]):
@@ -53,9 +53,17 @@ class Batch(dict[str, Tensor]):
         """What an attention of the model is, with the tokens of all processes."""
         self.calls += 1
         name = "torch_attn.distributed.context_parallel"
-        for refused in ("attn_mask", "dropout_p", "query_offset", "key_lengths", "cu_seq_q"):
-            given = options.pop(refused)
-            if given is not None and (refused != "dropout_p" or given):
+        takes = [
+            "is_causal",
+            "scale",
+            "enable_gqa",
+            "window_size",
+            "softcap",
+            "alibi_slopes",
+            "sinks",
+        ]
+        for refused in (n for n, x in options.items() if n not in takes):
+            if isinstance(options[refused], Tensor) or options[refused]:
                 raise RuntimeError(
                     f"{name}: an attention of the model has {refused}, but its tokens are those of "
                     "all processes, which take causality, a window, a soft cap, slopes and sinks"
@@ -66,17 +74,8 @@ class Batch(dict[str, Tensor]):
                 f"{name}: process {self.layout.rank} has {length} tokens, but query is "
                 f"{list(query.shape)} and key {list(key.shape)}"
             )
-        given = (
-            "is_causal",
-            "scale",
-            "enable_gqa",
-            "window_size",
-            "softcap",
-            "alibi_slopes",
-            "sinks",
-        )
-        more = {n: options[n] for n in given}
-        return attend(self.layout, self.group, query, key, value, None, **more)
+        given = {n: options[n] for n in takes}
+        return attend(self.layout, self.group, query, key, value, **given)
 
 
 @contextlib.contextmanager
@@ -151,7 +150,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     _forget_compiled()
     torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which has its own
     try:
-        with answering(batch, all_operators=True):
+        with answering(batch):
             yield batch
         if batch.calls == 0:
             warnings.warn(
@@ -172,26 +171,28 @@ def _forget_compiled() -> None:
 
 
 def is_on() -> bool:
-    """Whether some thread of this process is within :func:`context_parallel`."""
-    return any(isinstance(part, Batch) for part in _answering)
+    """Whether some thread of this process is within a context_parallel."""
+    return bool(_answering)
 
 
 _answering: list[Any] = []
 
 
 @contextlib.contextmanager
-def answering(calls: Any, *, all_operators: bool) -> Iterator[None]:
-    """Within, ``calls.attend`` answers attn::sdpa and attn::attention, whoever calls them."""
-    torch.ops.attn._over_processes(1, all_operators)
+def answering(calls: Any) -> Iterator[None]:
+    """Within, ``calls.attend`` answers attn::sdpa and attn::attention, whoever calls them; the
+    other operators refuse."""
+    torch.ops.attn._over_processes(1)
     _answering.append(calls)
     try:
         yield
     finally:
-        torch.ops.attn._over_processes(-1, all_operators)
+        torch.ops.attn._over_processes(-1)
         _answering[:] = [others for others in _answering if others is not calls]
 
 
-def _attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
+def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
+    """Of :func:`answering`, in place of the results of attn::attention."""
     arguments = torch.ops.attn._attend_over_processes.default._schema.arguments
     call = {a.name: a.default_value for a in arguments}
     call |= dict(zip(call, args, strict=False)) | kwargs
@@ -200,5 +201,5 @@ def _attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
 
 _library: Any = torch.library.Library("attn", "IMPL")  # type: ignore[no-untyped-call]
 _library.impl(  # there may be one of an earlier import of the package
-    "_attend_over_processes", _attend, "CompositeImplicitAutograd", allow_override=True
+    "_attend_over_processes", answer, "CompositeImplicitAutograd", allow_override=True
 )
