@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# Once, before the processes are forked off: it takes seconds.
+IMPORTED = ["pytest", "torch_attn", "torch.distributed.tensor", "torch.testing"]
+
 
 def join(rank: int, world: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
@@ -25,10 +28,11 @@ def join(rank: int, world: int, rendezvous: str) -> None:
 
 class Processes:
     def __init__(self, world: int, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(IMPORTED)
         self.processes = [
             concurrent.futures.ProcessPoolExecutor(
-                1, spawn, join, (rank, world, str(folder / "store"))
+                1, forks, join, (rank, world, str(folder / "store"))
             )
             for rank in range(world)
         ]

@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import torch_attn
+
+METHODS = ["ring", "gather", "all_to_all"]
+
 # Queries, keys, heads of the query and of the keys, and options; numbers stand for tensors.
 CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "plain": (12, 12, 2, 2, {}),
@@ -45,9 +49,6 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     ),
 }
 LEARNED = ("attn_mask", "alibi_slopes", "sinks")
-
-
-LEARNED = ("attn_mask", "alibi_slopes", "sinks")
 CUT = ("output", "query", "key", "value", "attn_mask")  # the others are shares of a process
 
 
@@ -76,6 +77,11 @@ def own_part(name: str, whole: Tensor) -> Tensor:
     size = -(-length // world)
     starts = [min(r * size, length) for r in range(1, world)]
     return whole.tensor_split(starts, -2)[dist.get_rank()]
+
+
+def own_leaf(whole: Tensor) -> Tensor:
+    """The rows of this process, a leaf."""
+    return own_part("query", whole).detach().clone().requires_grad_()
 
 
 def derivatives(
@@ -124,3 +130,27 @@ def results(
         return found
     found = derivatives(attend, tensors, options, lambda _, t: t, second=second)
     return {n: own_part(n, t) for n, t in found.items()}
+
+
+def under(method: str, function: Callable[..., Any], *args: Any) -> Any:
+    with torch_attn.distributed.method(method):
+        return function(*args)
+
+
+class Counted:
+    """The tensors that this process sends while it is entered."""
+
+    def __enter__(self) -> Counted:
+        self.sent: list[tuple[int, int]] = []  # to whom, and how many bytes
+        self.start = dist.batch_isend_irecv
+
+        def start(ops: list[dist.P2POp]) -> list[dist.Work]:
+            sends = [op for op in ops if op.op is dist.isend]
+            self.sent += [(op.peer, op.tensor.nbytes) for op in sends]
+            return self.start(ops)
+
+        dist.batch_isend_irecv = start
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.batch_isend_irecv = self.start

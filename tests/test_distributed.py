@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,17 +17,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torch_attn
-from _processes import Processes
+from _processes import Processes, processes_of
 from helpers import in_fresh_process, make_inputs
 
 WORLD = 2
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(WORLD, tmp_path_factory.mktemp("gloo"))
-    yield processes
-    processes.end()
+run = processes_of(WORLD)
 
 
 R, Batch, Head, Rows, Columns = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)

@@ -15,9 +15,11 @@ from torch import Tensor
 import torch_attn
 from _accuracy import hold
 from _processes import Processes, processes_of
-from _sequences import CASES, results
+from _sequences import CASES, METHODS, Counted, own_leaf, results
 from helpers import largest, ulp
 from torch_attn import reference
+from torch_attn.distributed._layout import Call, Layout
+from torch_attn.distributed._methods import sent
 
 run = processes_of(2, 3, 4)
 
@@ -46,7 +48,7 @@ def check_case(case: str, method: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_one_process(run: Processes, case: str, method: str) -> None:
     run(check_case, case, method)
@@ -110,25 +112,6 @@ def test_the_same_bits_on_every_run(run: Processes) -> None:
     run(check_bits)
 
 
-class Counted:
-    """The tensors that this process sends while it is entered."""
-
-    def __enter__(self) -> Counted:
-        self.sent: list[tuple[int, int]] = []  # to whom, and how many bytes
-        self.start = dist.batch_isend_irecv
-
-        def start(ops: list[dist.P2POp]) -> list[dist.Work]:
-            sends = [op for op in ops if op.op is dist.isend]
-            self.sent += [(op.peer, op.tensor.nbytes) for op in sends]
-            return self.start(ops)
-
-        dist.batch_isend_irecv = start
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.batch_isend_irecv = self.start
-
-
 def check_what_is_sent() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     query, key, value = torch.randn(3, 1, 2, 16, 8)
@@ -152,6 +135,51 @@ def check_what_is_sent() -> None:
 
 def test_a_block_goes_to_whom_it_is_of_use(run: Processes) -> None:
     run(check_what_is_sent)
+
+
+def check_bytes(method: str, dtype: torch.dtype, causal: bool) -> None:
+    world, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    L, S, heads, key_heads, E, Ev = 8 * world, 8 * world, 4 * world, world, 8, 6
+    shapes = (heads, L, E), (key_heads, S, E), (key_heads, S, Ev)
+    query, key, value = (
+        own_leaf(torch.randn(2, *shape, dtype=torch.float64).to(dtype)) for shape in shapes
+    )
+    layout = Layout(dist.get_rank(), Layout.chunks(L, world), Layout.chunks(S, world))
+    options = {"is_causal": causal, "window_size": (-1, -1)}
+    call = Call(layout, group, options, torch.zeros((), dtype=torch.int64), None)
+    ways = sent(call, query, key, value)
+    chosen = torch_attn.distributed.method(method) if method else contextlib.nullcontext()
+    with chosen:
+        with Counted() as forward:
+            output = torch_attn.distributed.sdpa(
+                query, key, value, is_causal=causal, enable_gqa=True, lengths=(L, S)
+            )
+        with Counted() as backward:
+            output.sum().backward()
+
+    def average(counted: Counted) -> float:
+        total = torch.tensor(sum(size for _, size in counted.sent), dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / world
+
+    way = method or min(ways, key=lambda name: ways[name])
+    assert average(forward) == ways[way]
+    # A ring sends keys and values once more, and their gradients back; the others what the forward
+    # sent, the other way. Gradients of keys are float32 at least.
+    wide = max(4, dtype.itemsize) / dtype.itemsize
+    assert average(backward) == ways[way] * (1 + wide if way == "ring" else 1)
+    if way == "ring":  # the formula itself, of how many processes see whose keys
+        pairs = world * (world - 1) // (2 if causal else 1)
+        of_a_block = 2 * key_heads * (S // world) * (E + Ev) * dtype.itemsize
+        assert ways[way] * world == pairs * of_a_block
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("method", [*METHODS, ""])
+def test_bytes(run: Processes, method: str, dtype: torch.dtype, causal: bool) -> None:
+    run(check_bytes, method, dtype, causal)
 
 
 def check_memory() -> None:
