@@ -220,6 +220,14 @@ def check_errors() -> None:
         torch_attn.distributed.sdpa(query, key, value, lengths=(9, 4))
     with pytest.raises(RuntimeError, match="value has"):
         torch_attn.distributed.sdpa(query, key, value[..., :2, :], lengths=(4 * world, 4 * world))
+    with pytest.raises(ValueError, match=r"lengths is 8; it must be a pair \(L, S\)"):
+        torch_attn.distributed.sdpa(query, key, value, lengths=8)
+    with pytest.raises(RuntimeError, match=r"query is \[8\] and key .*; they must have two"):
+        torch_attn.distributed.sdpa(query[0, 0, 0], key, value)
+    with pytest.raises(TypeError, match=r"torch_attn.distributed.sdpa: key is a builtins.list"):
+        torch_attn.distributed.sdpa(query, key.tolist(), value)
+    with pytest.raises(TypeError, match=r"distributed.sdpa\(\) got an unexpected .* 'dropout_p'"):
+        torch_attn.distributed.sdpa(query, key, value, dropout_p=0.1)
     with pytest.raises(ValueError, match="name is 'star'; it must be"):
         torch_attn.distributed.method("star").__enter__()
     with torch_attn.distributed.method("ring"):

@@ -13,7 +13,7 @@ from torch_attn.distributed._exchange import exchanged, told
 from torch_attn.distributed._layout import Call, Layout, Piece
 from torch_attn.distributed._methods import choose
 from torch_attn.distributed._parts import Inputs, Saved, wide
-from torch_attn.functional import _integers, _numbers, _pair
+from torch_attn.functional import _integers, _numbers, _pair, _refuse_others
 
 __all__ = ["all_rows", "attend", "group_of", "sdpa"]
 
@@ -68,7 +68,14 @@ def sdpa(
         torch.Size([1, 8, 100, 64])
         >>> dist.destroy_process_group()
     """
-    group = group_of("torch_attn.distributed.sdpa", group)
+    name = "torch_attn.distributed.sdpa"
+    _refuse_others(name, query=query, key=key, value=value)
+    if min(query.ndim, key.ndim) < 2:
+        shapes = f"query is {list(query.shape)} and key {list(key.shape)}"
+        raise RuntimeError(f"{name}: {shapes}; they must have two dimensions or more")
+    if lengths is not None and (not isinstance(lengths, (tuple, list)) or len(lengths) != 2):
+        raise ValueError(f"{name}: lengths is {lengths}; it must be a pair (L, S) of ints")
+    group = group_of(name, group)
     L, S = query.shape[-2], key.shape[-2]
     if lengths is None:
         queries, keys = told(L, S, query.device, group)
@@ -150,6 +157,9 @@ def attend(
     if query.ndim > 2 and query.transpose(-3, -2).is_contiguous():  # laid out as the query is
         output = output.transpose(-3, -2).contiguous().transpose(-3, -2)
     return output
+
+
+attend.__qualname__ = "torch_attn.distributed.sdpa"  # in errors, of whoever gave the options
 
 
 def _cast(tensor: Any) -> Any:
