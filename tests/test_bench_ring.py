@@ -37,6 +37,11 @@ def ring() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
+def formula(ring: Any) -> Any:
+    return sys.modules[ring.Job.__module__]
+
+
+@pytest.fixture(scope="module")
 def processes(ring: Any) -> Iterator[Any]:
     with ring.Processes(2) as processes:
         yield processes
@@ -47,23 +52,25 @@ def processes(ring: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(params=[False, True], ids=["all pairs", "causal"])
-def job(ring: Any, request: pytest.FixtureRequest) -> Any:
-    return ring.Job(3e14, 2e14, request.param, heads=32, kv_heads=8, head_dim=128, itemsize=2)
+def job(formula: Any, request: pytest.FixtureRequest) -> Any:
+    return formula.Job(3e14, 2e14, request.param, heads=32, kv_heads=8, head_dim=128, itemsize=2)
 
 
-def test_nothing_is_lost_over_infinite_bandwidth(ring: Any, job: Any) -> None:
+def test_nothing_is_lost_over_infinite_bandwidth(formula: Any, job: Any) -> None:
     for machines in (1, 2, 3, 64):
-        assert ring.efficiency(job, 2**20, machines, math.inf) == pytest.approx(1)
-        assert ring.efficiency(job, 2**20, machines, 1) < 1 or machines == 1
+        assert formula.efficiency(job, 2**20, machines, math.inf) == pytest.approx(1)
+        assert formula.efficiency(job, 2**20, machines, 1) < 1 or machines == 1
 
 
-def test_one_machine_sends_nothing(ring: Any, job: Any) -> None:
-    assert ring.step_times(job, 2**20, 1, 1e-3) == ring.step_times(job, 2**20, 1, math.inf)
-    assert ring.efficiency(job, 2**20, 1, 1e-3) == 1
+def test_one_machine_sends_nothing(formula: Any, job: Any) -> None:
+    assert formula.step_times(job, 2**20, 1, 1e-3) == formula.step_times(job, 2**20, 1, math.inf)
+    assert formula.efficiency(job, 2**20, 1, 1e-3) == 1
 
 
-def test_a_causal_call_has_half_of_the_work(ring: Any, job: Any) -> None:
-    both = (ring.step_times(replace(job, is_causal=c), 2**20, 8, math.inf) for c in (True, False))
+def test_a_causal_call_has_half_of_the_work(formula: Any, job: Any) -> None:
+    both = (
+        formula.step_times(replace(job, is_causal=c), 2**20, 8, math.inf) for c in (True, False)
+    )
     for causal, all_pairs in zip(*both, strict=True):
         assert 2 * causal == pytest.approx(all_pairs)
 
@@ -77,11 +84,11 @@ def test_a_causal_call_has_half_of_the_work(ring: Any, job: Any) -> None:
     ],
 )
 def test_steps_of_four_machines(
-    ring: Any, seconds: float, forward: float, backward: list[float]
+    formula: Any, seconds: float, forward: float, backward: list[float]
 ) -> None:
     """A block of one token, computed in 1 s and backward in 2 s; 8 bytes of keys, 8 back."""
-    job = ring.Job(forward=4, backward=5, heads=1, kv_heads=1, head_dim=1)
-    found = ring.step_times(job, 4, 4, 64 / seconds / 1e9)
+    job = formula.Job(forward=4, backward=5, heads=1, kv_heads=1, head_dim=1)
+    found = formula.step_times(job, 4, 4, 64 / seconds / 1e9)
     assert found == pytest.approx((forward, sum(backward)))
 
 
@@ -99,7 +106,7 @@ def crossing(is_hidden: Callable[[float], bool]) -> float:
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 32])
 def test_closed_form_of_the_length_that_hides(
-    ring: Any, job: Any, kv_heads: int, itemsize: int
+    formula: Any, job: Any, kv_heads: int, itemsize: int
 ) -> None:
     """Against the times of steps, less those of computing alone and of the last gradients."""
     machines, gbits = 8, 25.0
@@ -107,21 +114,21 @@ def test_closed_form_of_the_length_that_hides(
 
     def is_hidden(place: int, block: float) -> bool:
         took, least = (
-            ring.step_times(job, machines * block, machines, rate)[place]
+            formula.step_times(job, machines * block, machines, rate)[place]
             for rate in (gbits, math.inf)
         )
-        last = 8 * ring.bytes_of(job, block)[1] / (gbits * 1e9) if place else 0
+        last = 8 * formula.bytes_of(job, block)[1] / (gbits * 1e9) if place else 0
         return bool(took <= (least + last) * (1 + 1e-12))
 
     found = [crossing(functools.partial(is_hidden, place)) for place in range(2)]
-    assert found == pytest.approx(ring.hiding_lengths(job, gbits), rel=1e-6)
+    assert found == pytest.approx(formula.hiding_lengths(job, gbits), rel=1e-6)
 
 
-def test_weak_scaling_levels_off_and_strong_does_not(ring: Any, job: Any) -> None:
+def test_weak_scaling_levels_off_and_strong_does_not(formula: Any, job: Any) -> None:
     """At twice the hiding length nearly all is hidden; at a quarter, three quarters are lost."""
-    block = max(ring.hiding_lengths(job, 100))
-    weak = [ring.efficiency(job, 2 * block * machines, machines, 100) for machines in (16, 64)]
-    strong = [ring.efficiency(job, 16 * block, machines, 100) for machines in (16, 64)]
+    block = max(formula.hiding_lengths(job, 100))
+    weak = [formula.efficiency(job, 2 * block * machines, machines, 100) for machines in (16, 64)]
+    strong = [formula.efficiency(job, 16 * block, machines, 100) for machines in (16, 64)]
     assert min(weak) > 0.95
     assert weak[1] > weak[0]
     assert strong[0] > 0.9
