@@ -90,6 +90,7 @@ _WHY_NO_RING = {
 }
 
 
+@functools.cache
 def _kind(name: str) -> str:
     """What it is that a gradient or a tangent is of."""
     kind = name.removeprefix("tangent_").removeprefix("grad_")
