@@ -39,6 +39,7 @@ from options import OPTIONS, bench_options, options_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_attn  # noqa: F401  (registers the operators)
 
@@ -75,8 +76,15 @@ THREAD_CASES = [
     Case("threads 8x12x128", 8, 12, 128, dtypes=THREAD_DTYPES),
 ]
 
-# Both through torch.ops: it costs microseconds that a call of one query would count.
-OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention)
+
+def unfused(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The built-in's formula by products of whole matrices; the choice takes microseconds, too."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.ops.aten.scaled_dot_product_attention(*tensors, **options)
+
+
+# Through torch.ops: it costs microseconds that a call of one query would count.
+OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention, unfused)
 
 
 def bench_speed(
@@ -93,7 +101,7 @@ def bench_speed(
     for case, which, name in track(jobs, description="forward and backward", console=console):
         dtype = DTYPES[name]
         functions = [runner(operator, case, dtype, which) for operator in OPERATORS]
-        ours, builtin = alternate(functions, seconds)
+        ours, builtin, plain = alternate(functions, seconds)
         row = {
             "case": case.name,
             "pass": which,
@@ -101,6 +109,7 @@ def bench_speed(
             "length": case.queries,
             "ours_ms": ours.median * 1e3,
             "builtin_ms": builtin.median * 1e3,
+            "unfused_ms": plain.median * 1e3,
             "ratio": builtin.median / ours.median,
             "spread": max(ours.spread, builtin.spread),
             "gflops": case.flops(which) / ours.median / 1e9,
@@ -123,7 +132,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
     for heading in ("shape", "pass", "dtype"):
         table.add_column(heading)
     counted = any("of_peak_cycles" in r for r in rows)
-    headings = ("attn ms", "built-in ms", "ratio", "spread", "GFLOP/s", "of peak")
+    headings = ("attn ms", "built-in ms", "ratio", "unfused ms", "spread", "GFLOP/s", "of peak")
     for heading in (*headings, *(["in cycles"] if counted else [])):
         table.add_column(heading, justify="right")
     for r in rows:
@@ -135,6 +144,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
             f"{r['ours_ms']:.3f}",
             f"{r['builtin_ms']:.3f}",
             f"[{'green' if r['ratio'] >= 1 else 'red'}]{r['ratio']:.2f}[/]",
+            f"{r['unfused_ms']:.3f}",
             f"{r['spread']:.0%}",
             rate,
             f"{r['of_peak']:.0%}",

@@ -52,6 +52,7 @@ def test_bench(tmp_path: Path) -> None:
     ]
     for r in rows:
         assert r["ratio"] == pytest.approx(r["builtin_ms"] / r["ours_ms"])
+        assert r["unfused_ms"] > 0
         flops = 4 * 12 * 64 * 64 * 64 * (2.5 if r["pass"] == "backward" else 1)
         assert r["gflops"] == pytest.approx(flops / r["ours_ms"] / 1e6)
         peak = written["machine"]["peak_gflops"][r["dtype"]]
@@ -103,6 +104,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
             del sys.modules[name]
+
+
+def test_unfused_is_the_same_function(bench: Any) -> None:
+    case = bench.Case("", 2, 4, 7, keys=9, kv_heads=2, value_dim=16, mask="bool")
+    ours, _, unfused = [bench.runner(f, case, torch.float64, "forward")() for f in bench.OPERATORS]
+    torch.testing.assert_close(unfused, ours)
 
 
 def test_many_heads_on_few_key_heads(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +251,7 @@ def test_share_of_the_peak_in_cycles(bench: Any, monkeypatch: pytest.MonkeyPatch
         return torch.ops.attn.sdpa(*tensors, **options)
 
     monkeypatch.setattr(bench, "Counter", lambda: counter)
-    monkeypatch.setattr(bench, "OPERATORS", (sdpa, bench.OPERATORS[1]))
+    monkeypatch.setattr(bench, "OPERATORS", (sdpa, *bench.OPERATORS[1:]))
     cases = [Case("8x8", 1, 8, 64, passes=("forward",), dtypes=("f32",))]
 
     def rows(counted: bool) -> list[dict[str, Any]]:

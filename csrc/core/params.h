@@ -11,6 +11,9 @@
 #define ATTN_INLINE inline __attribute__((always_inline))
 #endif
 
+static_assert(sizeof(void*) == 8 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+              "attn is written for 64-bit processors whose numbers begin with the lowest byte");
+
 namespace attn {
 
 enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
