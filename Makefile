@@ -34,7 +34,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson docs test test-all test-torch fuzz sanitize mutants bench bench-decode bench-models bench-peers bench-ring check-cuda sdist wheel lint format
+.PHONY: help demo lesson docs test test-all test-torch test-arm fuzz sanitize mutants bench bench-decode bench-models bench-peers bench-ring check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
@@ -53,9 +53,11 @@ test: $(INSTALLED) $(LIBRARY) ## the tier "quick" of the tests: minutes on two c
 
 # ONLY: options of pytest that choose some of the tests, such as ONLY="--tiers rest,slow", those that `make test` leaves out.
 SANITIZE = $(BIN)/python -m tests.sanitize
-test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, and sanitize: half an hour
+ARM = $(BIN)/python -m tests.arm $(TORCH_VERSION)
+test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, sanitize and test-arm: three quarters of an hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
+	@$(ARM)
 
 sanitize: $(INSTALLED) $(LIBRARY) ## the core of the tests under AddressSanitizer, UBSan and ThreadSanitizer
 	@$(SANITIZE)
@@ -65,6 +67,9 @@ test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with
 	@.venv-torch-$(TORCH_VERSION)/bin/python setup.py build_ext --build-lib build/test-torch-$(TORCH_VERSION) 2>&1 | $(PROGRESS)
 	@ATTN_LIBRARY=$(CURDIR)/build/test-torch-$(TORCH_VERSION)/torch_attn/libattn.so OMP_WAIT_POLICY=passive \
 	  .venv-torch-$(TORCH_VERSION)/bin/python -m pytest $(XDIST) $(CORE)
+
+test-arm: $(INSTALLED) $(LIBRARY) ## the library for 64-bit ARM, on an emulated processor; needs qemu-user
+	@$(ARM)
 
 SECONDS := 60
 fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz SECONDS=60 SEED=1

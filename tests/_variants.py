@@ -33,14 +33,14 @@ def changed_sources(to: Path, file: str, changes: dict[str, str], *left_out: str
     return csrc
 
 
-def build_library(directory: Path, **environment: str) -> Path:
+def build_library(directory: Path, python: str = sys.executable, **environment: str) -> Path:
     """Compiles what changed of the variant that `environment` chooses (see setup.py).
 
     With little optimization, which takes minutes; `-O1` inlines what intrinsics and templates need.
     """
     directories = ["--build-lib", directory, "--build-temp", directory / "objects"]
     process = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", *directories],
+        [python, "setup.py", "build_ext", *directories],
         cwd=ROOT,
         env={**os.environ, "ATTN_OPTIMIZE": "-O1", **environment},
         stdout=subprocess.PIPE,

@@ -98,3 +98,15 @@ def test_file_alone(file: str) -> None:
     # included, and not compiled as a main file, in which `#pragma once` is a warning
     include = f'#include "{file}"\n'
     subprocess.run([compiler, *flags, "-"], input=include, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "option"), [(ARM, "-mbig-endian"), (ARM, "-mabi=ilp32"), (NATIVE, "-m32")]
+)
+def test_other_processors_are_refused(compiler: str | None, option: str) -> None:
+    if compiler is None:
+        pytest.skip("not run: no compiler")
+    flags = ["-std=c++20", "-ffreestanding", "-fsyntax-only", "-x", "c++", option]
+    params = CSRC / "core" / "params.h"
+    said = subprocess.run([compiler, *flags, params], capture_output=True, text=True, check=False)
+    assert "attn is written for 64-bit processors" in said.stderr

@@ -1,0 +1,91 @@
+"""`make test-arm`: the library on a 64-bit ARM that qemu-user emulates, with torch for ARM.
+
+It is compiled twice, by setup.py and by CMake: the first is for Python, the second for the unit
+tests of C++. What runs over them are tests of the suite, the fuzzer, and last, on a Cortex-A53, the
+oldest there is, a program that ends with an error where NEON is not what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from tests._variants import ROOT, build_library
+
+from . import machine
+from .machine import HERE, PYTHON, SITE
+
+NEEDED = {
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
+    "qemu-aarch64": "qemu-user",
+    "apt-get": "apt",
+}
+# Inductor has C++ to compile, and would take the compiler of this machine's own processor.
+TESTS = ["--tiers=quick", "-k=not [default and not inductor"]
+TESTS += [
+    f"tests/test_{name}.py"
+    for name in (
+        "library",
+        "forward",
+        "backward",
+        "derivatives",
+        "autograd",
+        "func",
+        "options",
+        "compile",
+        "replace",
+    )
+]
+PROBLEMS = 500
+# The processor of Graviton 2 and Altra; and one that has no instruction of a later architecture.
+NEOVERSE, OLDEST = "neoverse-n1", "cortex-a53"
+
+
+def run(*command: str | Path, **environment: str) -> None:
+    print("$", *(str(part).replace(f"{ROOT}/", "") for part in command), flush=True)
+    start = time.monotonic()
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
+    print(f"{time.monotonic() - start:.0f} s", flush=True)
+
+
+def test_cpp() -> None:
+    def cmake(source: str | Path, to: Path, *prefixes: Path) -> None:
+        options = [f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/cmake/aarch64-linux-gnu.cmake"]
+        options += [f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefixes))}"]
+        options += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+        run("cmake", "--log-level=WARNING", "-G", "Ninja", "-S", source, "-B", to, *options)
+        run("cmake", "--build", to)
+
+    torch = SITE / "torch" / "share" / "cmake"
+    cmake(ROOT, HERE / "cmake", torch)
+    run("cmake", "--install", HERE / "cmake", "--prefix", HERE / "installed")
+    cmake("tests/cpp", HERE / "cpp", HERE / "installed", torch, machine.ROOT / "usr")
+    run("ctest", "--test-dir", HERE / "cpp", "--output-on-failure", "--no-tests=error")
+
+
+def test_python() -> None:
+    compilers = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
+    library = build_library(HERE / "package", str(PYTHON), ATTN_CUDA="0", **compilers)
+    os.environ["ATTN_LIBRARY"] = str(library)
+    run(PYTHON, "tests/old_processor.py", "neon", QEMU_CPU=OLDEST)
+    run(PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=auto", *TESTS)
+    fuzz = ["--only", "cpu", "--seed", "1", "--seconds", "3600", "--problems", str(PROBLEMS)]
+    run(PYTHON, "-m", "tests.fuzz", *fuzz)
+
+
+if __name__ == "__main__":
+    missing = [package for tool, package in NEEDED.items() if not shutil.which(tool)]
+    if missing:
+        print(f"64-bit ARM: not run, for want of {', '.join(missing)}")
+        sys.exit()
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    os.environ.update(PATH=path, QEMU_CPU=NEOVERSE, QEMU_LD_PREFIX=str(machine.ROOT))
+    os.environ.update(OMP_WAIT_POLICY="passive")
+    machine.make(sys.argv[1])
+    test_python()
+    test_cpp()
