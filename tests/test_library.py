@@ -107,3 +107,23 @@ def test_dir_is_what_is_public() -> None:
     assert not [name for name in there if not hasattr(torch_attn, name)]
     program = "import torch_attn; torch_attn.reference.sdpa; torch_attn.integrations.__name__"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+ONE_TEAM = """
+import os, re, torch, torch_attn
+x = torch.randn(2, 8, 256, 64, requires_grad=True)
+for threads in 1, 2, 4:
+    torch.set_num_threads(threads)
+    x.exp().sum().backward()
+    before = len(os.listdir("/proc/self/task"))
+    torch_attn.sdpa(x, x, x).sum().backward()
+    assert len(os.listdir("/proc/self/task")) == before, threads
+print(*set(re.findall(r"/lib[gi]?omp[^/]*[.]so", open("/proc/self/maps").read())))
+"""
+
+
+def test_threads_are_torchs() -> None:
+    """A second OpenMP in the process would have a team of its own, on the same cores."""
+    command = [sys.executable, "-W", "ignore", "-c", ONE_TEAM]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert len(said.split()) == 1, said

@@ -20,10 +20,12 @@ from tests._variants import ROOT, build_library
 from . import machine
 from .machine import HERE, PYTHON, SITE
 
+# What must be there, and Debian's package of it.
 NEEDED = {
     "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
     "qemu-aarch64": "qemu-user",
     "apt-get": "apt",
+    machine.KEYRING: "debian-archive-keyring",
 }
 # Inductor has C++ to compile, and would take the compiler of this machine's own processor.
 TESTS = ["--tiers=quick", "-k=not [default and not inductor"]
@@ -79,7 +81,7 @@ def test_python() -> None:
 
 
 if __name__ == "__main__":
-    missing = [package for tool, package in NEEDED.items() if not shutil.which(tool)]
+    missing = [NEEDED[name] for name in NEEDED if not (shutil.which(name) or Path(name).exists())]
     if missing:
         print(f"64-bit ARM: not run, for want of {', '.join(missing)}")
         sys.exit()
