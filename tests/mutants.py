@@ -115,7 +115,7 @@ def put_in(mutant: Mutant) -> bool:
     lines[mutant.line - 1] = mutant.new
     when, aside = path.stat().st_mtime_ns, [path]
     if not mutant.file.endswith(".py"):
-        aside.append(BUILT[cuda] / "torch_attn" / "libattn.so")
+        aside += BUILT[cuda].glob("torch_attn/*/libattn.so")
         deps = check_output(["ninja", "-t", "deps"], cwd=OBJECTS[cuda], text=True)
         blocks = [block for block in deps.split("\n\n") if f"/{mutant.file}\n" in f"{block}\n"]
         compiled = [Path(block.partition(":")[0]) for block in blocks]
@@ -164,7 +164,7 @@ def suites(file: str) -> list[tuple[list[str], str]]:
     likely = [name for name in files if name[11:].startswith(words)]
     rest = [name for name in files if name not in likely]
     cpu = [(["--tiers", "quick", *NO_OWN_ERRORS, *names], "") for names in (likely, rest)]
-    library = str(BUILT[True] / "torch_attn" / "libattn.so")
+    library = str(*BUILT[True].glob("torch_attn/*/libattn.so"))
     stand_in = (["--tiers", "quick", "-k", "not long_sequence and not beyond", *STAND_IN], library)
     cuda = [stand_in, (["tests/test_cuda_programs.py", *NO_OWN_ERRORS], "")]
     return cuda if "/cuda/" in file else cpu if file else cpu + cuda

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torch_attn
 from _cmake import PREFIX_PATH, build, build_example, configure, run, succeed
 from _variants import BUILD, ROOT, newest_clang
+from torch_attn._library import IN_PACKAGE
 
 PAGE = ROOT / "docs" / "cpp.md"
 HEADERS = {"sdpa.h", "varlen.h", "multihead_attention.h"}
@@ -186,7 +187,7 @@ def files_below(directory: Path) -> set[str]:
 
 
 def test_only_our_headers_are_included() -> None:
-    include = Path(PREFIX_PATH.split(";")[0]) / "include"
+    include = Path(PREFIX_PATH.split(";")[0]).parent / "include"
     assert files_below(include) == {f"attn/{name}" for name in HEADERS}
 
 
@@ -211,8 +212,10 @@ def test_the_same_is_installed(installed: Path) -> None:
     files = {"lib/cmake/attn/attnConfig.cmake", "lib/cmake/attn/attnConfigVersion.cmake"}
     headers = {f"include/attn/{name}" for name in HEADERS}
     assert files_below(installed) == {"lib/libattn.so"} | files | headers
-    for name in headers | {"lib/cmake/attn/attnConfigVersion.cmake"}:
-        assert (installed / name).read_text() == (package / name).read_text()
+    for name in headers:
+        assert (installed / name).read_text() == (package.parent / name).read_text()
+    version = "lib/cmake/attn/attnConfigVersion.cmake"
+    assert (installed / version).read_text() == (package / version).read_text()
 
 
 @pytest.mark.slow
@@ -237,7 +240,7 @@ def test_only_our_headers_are_included_by_who_builds_it_with_himself(tmp_path: P
 def test_no_python_in_the_library(installed: Path) -> None:
     for library in (
         installed / "lib" / "libattn.so",
-        Path(torch_attn.__file__).with_name("libattn.so"),
+        Path(torch_attn.__file__).parent / IN_PACKAGE,
     ):
         dynamic = succeed("readelf", "--dynamic", library)
         needed = re.findall(r"\(NEEDED\) .*\[(.*)\]", dynamic)
@@ -250,7 +253,7 @@ def test_no_python_in_the_library(installed: Path) -> None:
 @pytest.mark.slow
 def test_libraries_are_looked_for_beside_it_and_in_torch(installed: Path) -> None:
     """Of the package's library nothing is looked for: Python has loaded torch before it."""
-    assert searched(Path(torch_attn.__file__).with_name("libattn.so")) == []
+    assert searched(Path(torch_attn.__file__).parent / IN_PACKAGE) == []
     torch_lib = str(Path(torch.__file__).parent / "lib")
     directories = searched(installed / "lib" / "libattn.so")
     assert directories[:2] == ["$ORIGIN", torch_lib]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from torch_attn import _library
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a first import will look: a file that is not a library, built for this torch."""
-    path = tmp_path / "libattn.so"
+    path = tmp_path / _library.IN_PACKAGE
+    path.parent.mkdir()
     path.write_text("not a library")
     pretend_built_for(torch.__version__, path)
     monkeypatch.setattr(_library, "LIBRARY", path)
@@ -33,7 +35,18 @@ def pretend_built_for(version: str, library: Path) -> None:
 
 def test_not_built(library: Path) -> None:
     library.unlink()
-    with pytest.raises(ImportError, match=r"libattn\.so is not there.*pip install"):
+    with pytest.raises(ImportError, match=r"libattn\.so is not there.*fits none\..*pip install"):
+        _library.load()
+
+
+def test_built_for_other_releases(library: Path) -> None:
+    """As a wheel may be."""
+    for release in ("torch_2_97", "torch_2_98"):
+        (library.parents[1] / release).mkdir()
+        shutil.copy(library, library.parents[1] / release)
+    library.unlink()
+    message = f"This is torch {torch.__version__}, and what has been built fits torch 2.97, 2.98."
+    with pytest.raises(ImportError, match=re.escape(message) + ".*pip install"):
         _library.load()
 
 

@@ -1,4 +1,4 @@
-"""Loads libattn.so, the library with the operators, if it fits the running torch."""
+"""Loads libattn.so, the library with the operators, that fits the running torch."""
 
 import ctypes
 import json
@@ -8,9 +8,11 @@ from typing import TypedDict
 
 import torch
 
+# torch keeps its C++ ABI within a minor release: the package has a library for each.
+IN_PACKAGE = Path("torch_" + "_".join(torch.__version__.split(".")[:2]), "libattn.so")
 # ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build. Empty is not set.
-LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or Path(__file__).parent / "libattn.so")
-_BUILD = "Build it for this environment: pip install --no-build-isolation -e ."
+LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or Path(__file__).parent / IN_PACKAGE)
+_BUILD = "Build it for this environment, in a checkout: pip install --no-build-isolation -e ."
 
 
 class BuiltWith(TypedDict):
@@ -31,7 +33,12 @@ def load() -> None:
             or ATTN_INVARIANT is neither 0 nor 1.
     """
     if not LIBRARY.exists():
-        raise ImportError(f"torch_attn: {LIBRARY} is not there. {_BUILD}")
+        built = sorted(path.parent.name for path in LIBRARY.parents[1].glob("torch_*/libattn.so"))
+        fits = ", ".join(name.removeprefix("torch_").replace("_", ".") for name in built)
+        raise ImportError(
+            f"torch_attn: {LIBRARY} is not there. This is torch {torch.__version__}, and what has "
+            f"been built fits {f'torch {fits}' if fits else 'none'}. {_BUILD}"
+        )
     try:
         built_for = built_with()["torch"]
     except (OSError, ValueError, KeyError) as error:
@@ -39,7 +46,6 @@ def load() -> None:
             f"torch_attn: {LIBRARY} is no library that setup.py has built: what it was built with "
             f"does not stand beside it, in {LIBRARY.with_suffix('.json').name} ({error}). {_BUILD}"
         ) from error
-    # torch keeps its C++ ABI within a minor release.
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
             f"torch_attn: {LIBRARY} was built for torch {built_for}, "

@@ -1,6 +1,6 @@
 """Whether two builds of the library compute the same bits: for changes that must not change any.
 
-    python -m tests.fuzz.same_bits before/libattn.so torch_attn/libattn.so --problems 5000
+    python -m tests.fuzz.same_bits before/libattn.so after/libattn.so --problems 5000
 
 Both run the same random problems of `make fuzz`, forward and derivatives, on every instruction set:
 without the options that the built-in has not, if one of the two has no operator for them.
