@@ -26,8 +26,8 @@ XDIST := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reo
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(XDIST)
 CXX_FILES := $(shell find csrc examples tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu')
 
-# Of what ninja prints, the names of the files.
-PROGRESS := sed -uE '/^(running build_ext|building .torch_attn|copying build|ninja: no work)/d; s!^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) -o .*!\1 \2!; s!^.* -shared .*!linking!'
+# Of what ninja prints, the names of the files; nothing of what MANIFEST.in leaves out.
+PROGRESS := sed -uE '/^(running build_ext|building .torch_attn|copying build|creating|ninja: no work)|no previously-included/d; s!^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) -o .*!\1 \2!; s!^.* -shared .*!linking!'
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -100,7 +100,7 @@ check-cuda: $(CUDA_VENV)/installed ## a build with CUDA, all that needs no GPU c
 
 sdist: $(HAS_TORCH) ## the source distribution, into dist/
 	@echo "==> Packing the sources into dist/"
-	@$(BIN)/python setup.py -q sdist 2>&1 | sed '/no previously-included/d' # what MANIFEST.in leaves out
+	@$(BIN)/python setup.py -q sdist 2>&1 | $(PROGRESS)
 
 wheel: $(TORCH:%=.venv-torch-%/installed) ## one wheel for all releases of torch in TORCH, tried with each, into dist/
 	@rm -rf build/wheel
@@ -109,8 +109,8 @@ wheel: $(TORCH:%=.venv-torch-%/installed) ## one wheel for all releases of torch
 	  .venv-torch-$$release/bin/python setup.py build_ext --build-lib build/wheel/lib 2>&1 | $(PROGRESS); \
 	done
 	@echo "==> Making the wheel"
-	@ATTN_RELEASES="$(TORCH)" .venv-torch-$(lastword $(TORCH))/bin/python setup.py -q build --build-lib build/wheel/lib \
-	  bdist_wheel --plat-name manylinux_2_28_$$(uname -m) --dist-dir build/wheel 2>&1 | $(PROGRESS)
+	@ATTN_RELEASES="$(TORCH)" .venv-torch-$(lastword $(TORCH))/bin/python -W ignore setup.py -q build --build-lib build/wheel/lib \
+	  bdist_wheel --skip-build --plat-name manylinux_2_28_$$(uname -m) --dist-dir build/wheel 2>&1 | $(PROGRESS)
 	@.venv-torch-$(lastword $(TORCH))/bin/python -m twine check --strict build/wheel/*.whl
 	@for release in $(TORCH); do .venv-torch-$$release/bin/python tests/check_wheel.py build/wheel/*.whl; done
 	@mkdir -p dist

@@ -47,7 +47,15 @@ def audit(wheel: str) -> None:
         options = ["--plat", tag, "--only-plat", "--wheel-dir", repaired]
         options += [f"--exclude={name}" for name in OF_TORCH]
         command = [sys.executable, "-m", "auditwheel", "repair", *options, wheel]
-        subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    if done.returncode:
+        sys.exit(done.stdout)
 
 
 def fresh_environment(directory: Path) -> Path:
