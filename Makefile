@@ -18,7 +18,8 @@ CUDA_BIN := $(CUDA_VENV)/bin
 # What depends on torch most, with one of the instruction sets: a release of torch is supported if this passes.
 CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%.py,library main forward backward derivatives autograd func \
   subsystems compile export validate meta autocast weights dropout nn convert replace replace_compiled replace_varlen \
-  stats stats_hidden stats_subsystems)
+  stats stats_hidden stats_subsystems distributed distributed_derivatives distributed_ring distributed_sequence \
+  distributed_training context_parallel)
 LIBRARY := torch_attn/torch_$(subst .,_,$(basename $(TORCH_VERSION)))/libattn.so
 # One process a core, each file of tests in one of them, in the order of their names: those with the fewest tests, which
 # xdist would take last, are the ones that compile for minutes. Idle threads sleep, so that they take no core from others.

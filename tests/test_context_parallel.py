@@ -21,7 +21,8 @@ run = processes_of(2, 3)
 
 
 def language_model(kind: str) -> Any:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     from torch_attn.integrations import transformers as integration
 
     torch.manual_seed(0)
@@ -59,6 +60,7 @@ def train(kind: str, length: int) -> None:
 @pytest.mark.parametrize("length", [24, 29, 7])  # divides by twice the processes; not; few
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 def test_training(run: Processes, kind: str, length: int) -> None:
+    pytest.importorskip("transformers")
     run(train, kind, length)
 
 
