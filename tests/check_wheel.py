@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import venv
+from importlib.metadata import version
 from pathlib import Path
 
 # Run in the fresh environment, far from the checkout.
@@ -89,7 +90,9 @@ def main() -> None:
         audit(wheel)
         with tempfile.TemporaryDirectory() as directory:
             python = fresh_environment(Path(directory))
+            # With this torch, named so that pip brings no other one that fits, too.
             install = ["-m", "pip", "install", "--quiet", "--no-index", wheel]
+            install.append(f"torch=={version('torch')}")
             subprocess.run([python, *install], check=True)
             print(f"{Path(wheel).name}: {compute(python)}", end="")
 
