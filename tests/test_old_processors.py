@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,10 @@ QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
 # The processor, and the instruction set that is to be chosen on it; qemu knows none with AVX-512.
 PROCESSORS = {"Nehalem": "default", "Haswell": "avx2"}
 
-pytestmark = pytest.mark.skipif(QEMU is None, reason="no qemu-x86_64 (Debian: qemu-user)")
+pytestmark = pytest.mark.skipif(
+    QEMU is None or platform.machine() != "x86_64",
+    reason="not run: no qemu-x86_64 (Debian: qemu-user), or another processor's Python",
+)
 
 
 def run_on(processor: str, *arguments: str) -> str:
