@@ -1,8 +1,8 @@
 """`make test-arm`: the library on a 64-bit ARM that qemu-user emulates, with torch for ARM.
 
 It is compiled twice, by setup.py and by CMake: the first is for Python, the second for the unit
-tests of C++. What runs over them are tests of the suite, the fuzzer, and on a Cortex-A53, the oldest
-there is, a program that ends with an error where NEON is not what runs.
+tests of C++. What runs over them are tests of the suite, the fuzzer, and on a Cortex-A53, which has
+ARMv8.0 alone, a program that ends with an error where NEON is not what runs.
 """
 
 from __future__ import annotations
