@@ -32,7 +32,7 @@ NEEDED = {
 EVERY = 5
 SUITE = ["forward", "backward", "derivatives", "autograd", "func", "options", "compile", "replace"]
 TESTS = [f"tests/test_{name}.py" for name in SUITE]
-SAMPLE = ["--tiers=quick", "-k=not [default and not inductor", "-p=tests.sanitize.sample", *TESTS]
+SAMPLE = ["--tiers=quick", "-k=not [default and not inductor", "-p", "tests.sanitize.sample"]
 PROBLEMS = 500
 # The processor of Graviton 2 and Altra; and one that has no instruction of a later architecture.
 NEOVERSE, OLDEST = "neoverse-n1", "cortex-a53"
@@ -68,7 +68,7 @@ def test_python() -> None:
     run(PYTHON, "tests/old_processor.py", "neon", QEMU_CPU=OLDEST, OMP_NUM_THREADS="1")
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run(PYTHON, *pytest, "tests/test_library.py::test_threads_are_torchs")
-    run(PYTHON, *pytest, "--numprocesses=auto", *SAMPLE, ATTN_EVERY=str(EVERY))
+    run(PYTHON, *pytest, "--numprocesses=auto", *SAMPLE, *TESTS, ATTN_EVERY=str(EVERY))
     fuzz = ["--only", "cpu", "--seed", "1", "--seconds", "3600", "--problems", str(PROBLEMS)]
     run(PYTHON, "-m", "tests.fuzz", *fuzz)
 
