@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_attn._when_imported import when_imported
 from torch_attn.distributed import _context, _parts, _torchs_context
 from torch_attn.distributed._layout import Call, Layout
-from torch_attn.distributed._methods import choose
+from torch_attn.distributed._methods import choose, is_traced
 from torch_attn.distributed._parts import Inputs, Saved, wide
 
 __all__ = ["register", "register_when_imported"]
@@ -90,7 +90,6 @@ _WHY_NO_RING = {
 }
 
 
-@functools.cache
 def _kind(name: str) -> str:
     """What it is that a gradient or a tangent is of."""
     kind = name.removeprefix("tangent_").removeprefix("grad_")
@@ -194,7 +193,7 @@ class _Sharded:
         why = _WHY_NO_RING.get(self.name)
         if self.call.get("cu_seq_q") is not None and self.call.get("attn_mask") is not None:
             why = "packed sequences with an attn_mask are asked for"
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_traced(self.inputs[0]._local_tensor):
             why = "a compiled graph is asked for"
         shapes = []
         for name, tensor in zip(_MOVED, [*self.inputs, self.inputs[-1]][:3], strict=False):
@@ -246,7 +245,7 @@ class _Sharded:
         placements = [Replicate() if own is None else Shard(own) for own in cut]
         tensor = self.tensors[name]
         if list(tensor.placements) != placements:
-            tensor = tensor.redistribute(placements=placements)
+            tensor = tensor.detach().redistribute(placements=placements)
         return tensor._local_tensor  # to_local() of tensors that need no gradient
 
     def results(self, wanted: tuple[str, ...] | None = None) -> Any:

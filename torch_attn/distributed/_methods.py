@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_attn.distributed._layout import Call
 
-__all__ = ["choose", "heads_fit", "method", "sent"]
+__all__ = ["choose", "heads_fit", "is_traced", "method", "sent"]
 
 METHODS = ("gather", "ring", "all_to_all")
 _forced: str | None = None
@@ -44,6 +44,11 @@ def method(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def is_traced(tensor: Any) -> bool:
+    """Whether it stands for those of a compiled call: torch before 2.13 does not say so itself."""
+    return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def heads_fit(world: int, query: Any, key: Any, value: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_attn.distributed import _parts
 from torch_attn.distributed._exchange import exchanged, told
 from torch_attn.distributed._layout import Call, Layout, Piece
-from torch_attn.distributed._methods import choose
+from torch_attn.distributed._methods import choose, is_traced
 from torch_attn.distributed._parts import Inputs, Saved, wide
 from torch_attn.functional import _integers, _numbers, _pair, _refuse_others
 
@@ -118,7 +118,7 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The same of pieces that lie on the processes in any way."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced(query):
         raise RuntimeError(
             "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it "
             "outside, or give torch_attn.sdpa DTensors"
