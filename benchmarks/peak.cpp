@@ -29,7 +29,7 @@ typedef float Vec __attribute__((vector_size(kBytes)));
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// Twelve independent chains: more than any processor needs to hide the latency of one.
+// Twelve independent chains: more than any x86-64 processor needs to hide the latency of one.
 template <class Step>
 Vec chains(long rounds, Step step) {
   // of different values, else the compiler makes one of them
