@@ -1,6 +1,6 @@
-// The library runs with glibc 2.28, the oldest that torch's wheels run with, whatever glibc it is linked on. Of what has a
-// newer version since then, it takes the first one, which computes the same: by functions of the same names that are
-// hidden, for this library alone.
+// The library runs with glibc 2.28, the oldest that torch's wheels run with, whatever glibc it is linked on. Of what
+// has a newer version since then, it takes the first one, which computes the same: by functions of the same names
+// that are hidden, for this library alone.
 #if defined(__x86_64__)
 #define ATTN_FIRST "GLIBC_2.2.5"
 #elif defined(__aarch64__)
