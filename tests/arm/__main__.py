@@ -15,6 +15,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+from tests import check_wheel
 from tests._variants import ROOT, build_library
 
 from . import machine
@@ -34,6 +35,7 @@ SUITE = ["forward", "backward", "derivatives", "autograd", "func", "options", "c
 TESTS = [f"tests/test_{name}.py" for name in SUITE]
 SAMPLE = ["--tiers=quick", "-k=not [default and not inductor", "-p", "tests.sanitize.sample"]
 PROBLEMS = 500
+COMPILERS = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
 # The processor of Graviton 2 and Altra; and one that has no instruction of a later architecture.
 NEOVERSE, OLDEST = "neoverse-n1", "cortex-a53"
 
@@ -61,8 +63,7 @@ def test_cpp() -> None:
 
 
 def test_python() -> None:
-    compilers = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
-    library = build_library(HERE / "package", str(PYTHON), ATTN_CUDA="0", **compilers)
+    library = build_library(HERE / "package", str(PYTHON), ATTN_CUDA="0", **COMPILERS)
     os.environ["ATTN_LIBRARY"] = str(library)
     # On one thread: on several, the BLAS in torch's wheel has instructions of ARMv8.1.
     run(PYTHON, "tests/old_processor.py", "neon", QEMU_CPU=OLDEST, OMP_NUM_THREADS="1")
@@ -71,6 +72,22 @@ def test_python() -> None:
     run(PYTHON, *pytest, "--numprocesses=auto", *SAMPLE, *TESTS, ATTN_EVERY=str(EVERY))
     fuzz = ["--only", "cpu", "--seed", "1", "--seconds", "3600", "--problems", str(PROBLEMS)]
     run(PYTHON, "-m", "tests.fuzz", *fuzz)
+
+
+def test_wheel() -> None:
+    """Of what was compiled, far from the checkout: -P leaves the current directory out."""
+    built, wheels, installed = HERE / "package", HERE / "wheel", HERE / "wheel" / "installed"
+    shutil.rmtree(wheels, ignore_errors=True)
+    tag = "manylinux_2_28_aarch64"
+    build = ["build", "--build-lib", built, "build_ext", "--build-temp", built / "objects"]
+    pack = ["bdist_wheel", "--skip-build", "--plat-name", tag, "--dist-dir", wheels]
+    compilers = {"ATTN_CUDA": "0", "ATTN_OPTIMIZE": "-O1", **COMPILERS}
+    run(PYTHON, "-W", "ignore", "setup.py", "-q", *build, *pack, **compilers)
+    (wheel,) = wheels.iterdir()
+    check_wheel.audit(str(wheel))
+    pip = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--only-binary=:all:"]
+    run(*pip, "--platform", tag, "--target", installed, wheel)
+    run(PYTHON, "-P", "-c", check_wheel.PROGRAM, ATTN_LIBRARY="", PYTHONPATH=str(installed))
 
 
 if __name__ == "__main__":
@@ -83,4 +100,5 @@ if __name__ == "__main__":
     os.environ.update(OMP_WAIT_POLICY="passive")
     machine.make(sys.argv[1])
     test_python()
+    test_wheel()
     test_cpp()
