@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 # The releases of torch that are supported: `make wheel` builds for each.
-TORCH ?= 2.11 2.12 2.13 2.14 2.15
+TORCH := 2.11 2.12 2.13 2.14 2.15
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +20,8 @@ CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%
   subsystems compile export validate meta autocast weights dropout nn convert replace replace_compiled replace_varlen \
   stats stats_hidden stats_subsystems distributed distributed_derivatives distributed_ring distributed_sequence \
   distributed_training context_parallel)
-LIBRARY := torch_attn/torch_$(subst .,_,$(basename $(TORCH_VERSION)))/libattn.so
+RELEASE := $(wordlist 1,2,$(subst ., ,$(TORCH_VERSION)))
+LIBRARY := torch_attn/torch_$(firstword $(RELEASE))_$(lastword $(RELEASE))/libattn.so
 # One process a core, each file of tests in one of them, in the order of their names: those with the fewest tests, which
 # xdist would take last, are the ones that compile for minutes. Idle threads sleep, so that they take no core from others.
 XDIST := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -131,6 +132,7 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 
 $(HAS_TORCH):
 	@echo "==> Making $(VENV)"
+	@rm -f $(VENV)/torch-* $(INSTALLED)
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> Installing torch $(TORCH_VERSION) (downloads 200 MB, up to 5 GB with CUDA)"
 	@$(PIP) torch==$(TORCH_VERSION) numpy 'setuptools>=77' ninja

@@ -4,6 +4,7 @@ Everything else about the package is in pyproject.toml. The library contains no 
 loads it with ``torch.ops.load_library``.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -70,13 +71,14 @@ from torch.utils.cpp_extension import (  # noqa: E402
     get_cxx_compiler,
 )
 
-# The tests were run with 2.11, 2.13 and 2.15.
 SUPPORTED = "torch>=2.11,<2.16"
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 # torch keeps its C++ ABI within a minor release. A package has a directory with a library for each
 # of these, and depends on their range: `make wheel` builds one after the other.
-RELEASES = os.environ.get("ATTN_RELEASES", RELEASE).split()
+RELEASES = (os.environ.get("ATTN_RELEASES") or RELEASE).split()
 MINORS = [int(release.removeprefix("2.")) for release in RELEASES]
+if sorted(MINORS) != [*range(min(MINORS), max(MINORS) + 1)]:
+    raise SystemExit(f"ATTN_RELEASES is {' '.join(RELEASES)}: a release among them is left out")
 REQUIRED = f"torch>=2.{min(MINORS)},<2.{max(MINORS) + 1}"
 
 # BuildExtension looks for ninja on the PATH only, and a virtual environment need not be activated.
@@ -148,14 +150,19 @@ class BuildLibrary(BuildExtension):
         self.force = True
 
     def run(self):
-        libraries = [Path(self.get_ext_fullpath(extension.name)) for extension in self.extensions]
-        for library in libraries:
-            library.parent.mkdir(parents=True, exist_ok=True)
-        super().run()
+        library = Path(self.get_ext_fullpath(self.extensions[0].name))
+        if self.inplace:  # those of other releases would be of older sources
+            for other in library.parents[1].glob("torch_*"):
+                shutil.rmtree(other)
+        objects = Path(self.build_temp)
+        for directory in (library.parent, objects):
+            directory.mkdir(parents=True, exist_ok=True)
+        with open(objects / "lock", "w") as lock:  # one build after another
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
         built_with = {"torch": torch.__version__, "compiler": compiler_version(), "cuda": CUDA}
-        for library in libraries:
-            library.with_suffix(".json").write_text(json.dumps(built_with) + "\n")
-            self.write_cmake_package(library)
+        library.with_suffix(".json").write_text(json.dumps(built_with) + "\n")
+        self.write_cmake_package(library)
 
     def write_cmake_package(self, library: Path) -> None:
         headers = library.parents[1] / "include" / "attn"

@@ -1,4 +1,4 @@
-"""Ours against the built-in, in one process, alternating: ``python benchmarks/bench.py``.
+"""Ours, the built-in and the formula, in one process, alternating: ``python benchmarks/bench.py``.
 
 On a GPU, if there is one and the library has kernels for it, gpu.py does it. On the CPU:
 
@@ -39,7 +39,6 @@ from options import OPTIONS, bench_options, options_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_attn  # noqa: F401  (registers the operators)
 
@@ -77,14 +76,14 @@ THREAD_CASES = [
 ]
 
 
-def unfused(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The built-in's formula by products of whole matrices; the choice takes microseconds, too."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.ops.aten.scaled_dot_product_attention(*tensors, **options)
-
-
 # Through torch.ops: it costs microseconds that a call of one query would count.
-OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention, unfused)
+OPERATORS = (torch.ops.attn.sdpa, torch.ops.aten.scaled_dot_product_attention)
+
+
+def unfused(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The formula by products of whole matrices, of half types in float32."""
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(*tensors, **options)[0]
+    return output
 
 
 def bench_speed(
@@ -100,7 +99,7 @@ def bench_speed(
     rows = []
     for case, which, name in track(jobs, description="forward and backward", console=console):
         dtype = DTYPES[name]
-        functions = [runner(operator, case, dtype, which) for operator in OPERATORS]
+        functions = [runner(f, case, dtype, which) for f in (*OPERATORS, unfused)]
         ours, builtin, plain = alternate(functions, seconds)
         row = {
             "case": case.name,

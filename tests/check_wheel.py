@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import venv
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,6 +42,8 @@ OF_TORCH = ("libtorch*", "libc10*", "libcudart*", "libgomp*")
 
 def audit(wheel: str) -> None:
     """Fails if it needs newer symbols, or other libraries, than manylinux_2_28 and torch have."""
+    with zipfile.ZipFile(wheel) as archive:
+        assert all(re.match("torch_attn[-/]", name) for name in archive.namelist()), wheel
     (machine,) = re.findall(r"linux_(?:2_28_)?(\w+)\.whl$", wheel)
     # auditwheel knows the libraries of the processor that it runs on.
     program = f"import platform; platform.machine = lambda: {machine!r}\n"

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from subprocess import PIPE, STDOUT, check_call, check_output
 
+from torch_attn._library import IN_PACKAGE
+
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"
 TREE, BUILD_LOG = WORK / "tree", WORK / "build.log"
@@ -115,7 +117,7 @@ def put_in(mutant: Mutant) -> bool:
     lines[mutant.line - 1] = mutant.new
     when, aside = path.stat().st_mtime_ns, [path]
     if not mutant.file.endswith(".py"):
-        aside += BUILT[cuda].glob("torch_attn/*/libattn.so")
+        aside.append(BUILT[cuda] / "torch_attn" / IN_PACKAGE)
         deps = check_output(["ninja", "-t", "deps"], cwd=OBJECTS[cuda], text=True)
         blocks = [block for block in deps.split("\n\n") if f"/{mutant.file}\n" in f"{block}\n"]
         compiled = [Path(block.partition(":")[0]) for block in blocks]
@@ -164,7 +166,7 @@ def suites(file: str) -> list[tuple[list[str], str]]:
     likely = [name for name in files if name[11:].startswith(words)]
     rest = [name for name in files if name not in likely]
     cpu = [(["--tiers", "quick", *NO_OWN_ERRORS, *names], "") for names in (likely, rest)]
-    library = str(*BUILT[True].glob("torch_attn/*/libattn.so"))
+    library = str(BUILT[True] / "torch_attn" / IN_PACKAGE)
     stand_in = (["--tiers", "quick", "-k", "not long_sequence and not beyond", *STAND_IN], library)
     cuda = [stand_in, (["tests/test_cuda_programs.py", *NO_OWN_ERRORS], "")]
     return cuda if "/cuda/" in file else cpu if file else cpu + cuda

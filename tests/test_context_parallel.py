@@ -187,6 +187,8 @@ def within_torchs() -> None:
     """An error that names ours, for plain tensors and for what torch makes DTensors of."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.randn(1, 2, 12, 8)
+    compiled = torch.compile(torch_attn.sdpa, backend="aot_eager")
+    compiled(*[whole.clone().requires_grad_()] * 3)
     operators = torch_attn.sdpa, torch.ops.attn.attention, torch.ops.attn.sdpa.default
     for mode in (torch.enable_grad(), torch.inference_mode()):
         buffer = whole.clone()
@@ -194,6 +196,8 @@ def within_torchs() -> None:
             for attend in operators:
                 with pytest.raises(RuntimeError, match="within torch's context_parallel"):
                     attend(buffer, buffer, buffer)
+            with pytest.raises(RuntimeError, match="within torch's context_parallel"):
+                compiled(*[whole.clone().requires_grad_()] * 3)
             with (
                 torch_attn.replacing_sdpa(),
                 pytest.raises(RuntimeError, match="context_parallel is right"),

@@ -14,7 +14,7 @@ import torch_attn
 from _processes import Processes, processes_of
 from _sequences import METHODS, own_leaf, own_part, under
 
-run, two = processes_of(2, 4), processes_of(2)
+run = processes_of(2, 4)
 
 
 # The derivatives, as PyTorch checks them. A tensor is either the same on all processes, or local to
@@ -136,14 +136,16 @@ def check_derivatives(second: bool) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_gradcheck(two: Processes, method: str) -> None:
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_gradcheck(run: Processes, method: str) -> None:
     """In forward and reverse mode; every process moves the same numbers in the same order."""
-    two(under, method, check_derivatives, False)
+    run(under, method, check_derivatives, False)
 
 
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
-def test_gradgradcheck(two: Processes, method: str) -> None:
-    two(under, method, check_derivatives, True)
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_gradgradcheck(run: Processes, method: str) -> None:
+    run(under, method, check_derivatives, True)
 
 
 # What one process cannot see by itself, and what a call of one process would refuse.
@@ -196,9 +198,10 @@ def check_output_without_gradient() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_process_whose_output_gets_no_gradient(two: Processes, method: str) -> None:
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_a_process_whose_output_gets_no_gradient(run: Processes, method: str) -> None:
     """It takes part all the same: the others have gradients of its keys."""
-    two(under, method, check_output_without_gradient)
+    run(under, method, check_output_without_gradient)
 
 
 def check_autocast() -> None:
@@ -211,5 +214,6 @@ def check_autocast() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_autocast(two: Processes, method: str) -> None:
-    two(under, method, check_autocast)
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_autocast(run: Processes, method: str) -> None:
+    run(under, method, check_autocast)

@@ -20,7 +20,7 @@ import torch_attn
 from _processes import Processes, processes_of
 from _sequences import METHODS, under
 
-run, two, four = processes_of(2, 4), processes_of(2), processes_of(4)
+run, four = processes_of(2, 4), processes_of(4)
 
 
 # Delay.
@@ -308,6 +308,7 @@ def check_wrong(case: str) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_wrong_is_an_error(two: Processes, method: str, case: str) -> None:
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_what_is_wrong_is_an_error(run: Processes, method: str, case: str) -> None:
     """As of :func:`torch_attn.sdpa`."""
-    two(under, method, check_wrong, case)
+    run(under, method, check_wrong, case)

@@ -21,7 +21,7 @@ import torch_attn
 from _processes import Processes, processes_of
 from _sequences import METHODS, Counted, own_leaf, own_part, under
 
-run, two, four = processes_of(2, 4), processes_of(2), processes_of(4)
+run = processes_of(2, 4)
 
 
 # A model's branches, and checkpoints.
@@ -95,8 +95,9 @@ def check_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_checkpoints(two: Processes, method: str) -> None:
-    two(under, method, check_checkpoint)
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_checkpoints(run: Processes, method: str) -> None:
+    run(under, method, check_checkpoint)
 
 
 # Beside FSDP.
@@ -161,9 +162,10 @@ def check_fsdp(sharding: str) -> None:
 
 @pytest.mark.parametrize("sharding", ["data", "hybrid"])
 @pytest.mark.parametrize("method", METHODS)
-def test_training_with_fsdp(four: Processes, method: str, sharding: str) -> None:
+@pytest.mark.parametrize("run", [4], indirect=True)
+def test_training_with_fsdp(run: Processes, method: str, sharding: str) -> None:
     """The same parameters as of one process that has the whole batch and the whole sequence."""
-    four(under, method, check_fsdp, sharding)
+    run(under, method, check_fsdp, sharding)
 
 
 # torch.compile.
@@ -207,9 +209,10 @@ def check_compiled_dtensors(method: str, fullgraph: bool) -> None:
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, ""])
-def test_compiled_dtensors(two: Processes, method: str, fullgraph: bool) -> None:
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_compiled_dtensors(run: Processes, method: str, fullgraph: bool) -> None:
     """In one graph without a ring; of one, an error that says it."""
-    two(check_compiled_dtensors, method, fullgraph)
+    run(check_compiled_dtensors, method, fullgraph)
 
 
 def check_compiled_blocks(told: bool) -> None:
@@ -237,6 +240,7 @@ def check_compiled_blocks(told: bool) -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_compiled_blocks(two: Processes, method: str, told: bool) -> None:
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_compiled_blocks(run: Processes, method: str, told: bool) -> None:
     """A graph ends before the call, and the next begins behind it."""
-    two(under, method, check_compiled_blocks, told)
+    run(under, method, check_compiled_blocks, told)

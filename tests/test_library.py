@@ -24,6 +24,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("not a library")
     pretend_built_for(torch.__version__, path)
     monkeypatch.setattr(_library, "LIBRARY", path)
+    monkeypatch.setattr(_library, "PACKAGE", tmp_path)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel", lambda name: False)
     return path
 
@@ -45,7 +46,7 @@ def test_built_for_other_releases(library: Path) -> None:
         (library.parents[1] / release).mkdir()
         shutil.copy(library, library.parents[1] / release)
     library.unlink()
-    message = f"This is torch {torch.__version__}, and what has been built fits torch 2.97, 2.98."
+    message = f"This is torch {torch.__version__}, and what the package has fits torch 2.97, 2.98."
     with pytest.raises(ImportError, match=re.escape(message) + ".*pip install"):
         _library.load()
 
@@ -131,7 +132,7 @@ for threads in 1, 2, 4:
     before = len(os.listdir("/proc/self/task"))
     torch_attn.sdpa(x, x, x).sum().backward()
     assert len(os.listdir("/proc/self/task")) == before, threads
-print(*set(re.findall(r"/lib[gi]?omp[^/]*[.]so", open("/proc/self/maps").read())))
+print(*set(re.findall(r"\\S+/lib[gi]?omp[^/\\s]*[.]so", open("/proc/self/maps").read())))
 """
 
 

@@ -716,9 +716,6 @@ def attend_to_shards(rendezvous: str) -> None:
     torch.testing.assert_close(output.full_tensor(), torch_attn.sdpa(*inputs()))
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="not run: DTensor of torch 2.11 takes no list of booleans"
-)
 def test_dtensor(tmp_path: Any) -> None:
     in_fresh_process(attend_to_shards, str(tmp_path / "store"))
 

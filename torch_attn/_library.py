@@ -11,7 +11,8 @@ import torch
 # torch keeps its C++ ABI within a minor release: the package has a library for each.
 IN_PACKAGE = Path("torch_" + "_".join(torch.__version__.split(".")[:2]), "libattn.so")
 # ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build. Empty is not set.
-LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or Path(__file__).parent / IN_PACKAGE)
+PACKAGE = Path(__file__).parent
+LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or PACKAGE / IN_PACKAGE)
 _BUILD = "Build it for this environment, in a checkout: pip install --no-build-isolation -e ."
 
 
@@ -33,11 +34,11 @@ def load() -> None:
             or ATTN_INVARIANT is neither 0 nor 1.
     """
     if not LIBRARY.exists():
-        built = sorted(path.parent.name for path in LIBRARY.parents[1].glob("torch_*/libattn.so"))
+        built = sorted(path.parent.name for path in PACKAGE.glob("torch_*/libattn.so"))
         fits = ", ".join(name.removeprefix("torch_").replace("_", ".") for name in built)
         raise ImportError(
-            f"torch_attn: {LIBRARY} is not there. This is torch {torch.__version__}, and what has "
-            f"been built fits {f'torch {fits}' if fits else 'none'}. {_BUILD}"
+            f"torch_attn: {LIBRARY} is not there. This is torch {torch.__version__}, and what the "
+            f"package has fits {f'torch {fits}' if fits else 'none'}. {_BUILD}"
         )
     try:
         built_for = built_with()["torch"]

@@ -1,8 +1,8 @@
 """`make test-arm`: the library on a 64-bit ARM that qemu-user emulates, with torch for ARM.
 
-It is compiled twice, by setup.py and by CMake: the first is for Python, the second for the unit
-tests of C++. What runs over them are tests of the suite, the fuzzer, and on a Cortex-A53, which has
-ARMv8.0 alone, a program that ends with an error where NEON is not what runs.
+It is compiled twice, by setup.py and by CMake: the first is for Python and a wheel, the second for
+the unit tests of C++. What runs over them are tests of the suite, the fuzzer, and on a Cortex-A53,
+which has ARMv8.0 alone, a program that ends with an error where NEON is not what runs.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ SUITE = ["forward", "backward", "derivatives", "autograd", "func", "options", "c
 TESTS = [f"tests/test_{name}.py" for name in SUITE]
 SAMPLE = ["--tiers=quick", "-k=not [default and not inductor", "-p", "tests.sanitize.sample"]
 PROBLEMS = 500
+OBJECTS = HERE / "package" / "objects"
 COMPILERS = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
 # The processor of Graviton 2 and Altra; and one that has no instruction of a later architecture.
 NEOVERSE, OLDEST = "neoverse-n1", "cortex-a53"
@@ -76,14 +77,13 @@ def test_python() -> None:
 
 def test_wheel() -> None:
     """Of what was compiled, far from the checkout: -P leaves the current directory out."""
-    built, wheels, installed = HERE / "package", HERE / "wheel", HERE / "wheel" / "installed"
-    shutil.rmtree(wheels, ignore_errors=True)
-    tag = "manylinux_2_28_aarch64"
-    build = ["build", "--build-lib", built, "build_ext", "--build-temp", built / "objects"]
-    pack = ["bdist_wheel", "--skip-build", "--plat-name", tag, "--dist-dir", wheels]
+    there, installed, tag = HERE / "wheel", HERE / "wheel" / "installed", "manylinux_2_28_aarch64"
+    shutil.rmtree(there, ignore_errors=True)
+    build = ["build", "--build-lib", there / "lib", "build_ext", "--build-temp", OBJECTS]
+    pack = ["bdist_wheel", "--skip-build", "--plat-name", tag, "--dist-dir", there / "dist"]
     compilers = {"ATTN_CUDA": "0", "ATTN_OPTIMIZE": "-O1", **COMPILERS}
     run(PYTHON, "-W", "ignore", "setup.py", "-q", *build, *pack, **compilers)
-    (wheel,) = wheels.iterdir()
+    (wheel,) = (there / "dist").iterdir()
     check_wheel.audit(str(wheel))
     pip = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--only-binary=:all:"]
     run(*pip, "--platform", tag, "--target", installed, wheel)

@@ -133,9 +133,9 @@ def stand_in_for_cuda() -> None:
 
 
 def make(torch: str) -> None:
-    """Anew where it is for another release of torch, or was interrupted."""
-    made = HERE / "made"
-    if made.exists() and made.read_text() == torch:
+    """Anew where it is for another release of torch, made otherwise, or was interrupted."""
+    made, wanted = HERE / "made", torch + Path(__file__).read_text()
+    if made.exists() and made.read_text() == wanted:
         return
     print(f"==> Making {HERE} (downloads 500 MB)", flush=True)
     shutil.rmtree(HERE, ignore_errors=True)
@@ -143,4 +143,4 @@ def make(torch: str) -> None:
     install_debian()
     install_packages(torch)
     stand_in_for_cuda()
-    made.write_text(torch)
+    made.write_text(wanted)

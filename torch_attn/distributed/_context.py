@@ -19,6 +19,8 @@ from torch_attn.replace import replace_sdpa
 
 __all__ = ["Batch", "answer", "answering", "context_parallel", "is_on"]
 
+_TAKES = ["is_causal", "scale", "enable_gqa", "window_size", "softcap", "alibi_slopes", "sinks"]
+
 
 class Batch(dict[str, Tensor]):
     """What :func:`context_parallel` gives: the own part of each tensor, by name."""
@@ -53,17 +55,8 @@ class Batch(dict[str, Tensor]):
         """What an attention of the model is, with the tokens of all processes."""
         self.calls += 1
         name = "torch_attn.distributed.context_parallel"
-        takes = [
-            "is_causal",
-            "scale",
-            "enable_gqa",
-            "window_size",
-            "softcap",
-            "alibi_slopes",
-            "sinks",
-        ]
-        for refused in (n for n, x in options.items() if n not in takes):
-            if isinstance(options[refused], Tensor) or options[refused]:
+        for refused, given in options.items():
+            if refused not in _TAKES and (isinstance(given, Tensor) or given):
                 raise RuntimeError(
                     f"{name}: an attention of the model has {refused}, but its tokens are those of "
                     "all processes, which take causality, a window, a soft cap, slopes and sinks"
@@ -74,8 +67,8 @@ class Batch(dict[str, Tensor]):
                 f"{name}: process {self.layout.rank} has {length} tokens, but query is "
                 f"{list(query.shape)} and key {list(key.shape)}"
             )
-        given = {n: options[n] for n in takes}
-        return attend(self.layout, self.group, query, key, value, **given)
+        taken = {n: options[n] for n in _TAKES}
+        return attend(self.layout, self.group, query, key, value, **taken)
 
 
 @contextlib.contextmanager
@@ -147,7 +140,6 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     batch.update({n: batch.cut(t) for n, t in tensors.items()})
     fast = torch.backends.mha.get_fastpath_enabled()
     handle = replace_sdpa()
-    _forget_compiled()
     torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which has its own
     try:
         with answering(batch):
@@ -160,7 +152,6 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
             )
     finally:
         handle.remove()
-        _forget_compiled()
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
@@ -182,6 +173,7 @@ _answering: list[Any] = []
 def answering(calls: Any) -> Iterator[None]:
     """Within, ``calls.attend`` answers attn::sdpa and attn::attention, whoever calls them; the
     other operators refuse."""
+    _forget_compiled()
     torch.ops.attn._over_processes(1)
     _answering.append(calls)
     try:
@@ -189,6 +181,7 @@ def answering(calls: Any) -> Iterator[None]:
     finally:
         torch.ops.attn._over_processes(-1)
         _answering[:] = [others for others in _answering if others is not calls]
+        _forget_compiled()
 
 
 def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
