@@ -104,6 +104,8 @@ sdist: $(HAS_TORCH) ## the source distribution, into dist/
 	@echo "==> Packing the sources into dist/"
 	@$(BIN)/python setup.py -q sdist 2>&1 | $(PROGRESS)
 
+# For a CPU, unless ATTN_CUDA=1 asks for the kernels of CUDA, too.
+wheel: export ATTN_CUDA := $(or $(ATTN_CUDA),0)
 wheel: $(TORCH:%=.venv-torch-%/installed) ## one wheel for all releases of torch in TORCH, tried with each, into dist/
 	@rm -rf build/wheel
 	@for release in $(TORCH); do \
