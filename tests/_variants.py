@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch_attn._library import IN_PACKAGE
-
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 # What ATTN_STAND_IN replaces by software, so that its kernels run on a machine without it.
@@ -52,7 +50,8 @@ def build_library(directory: Path, python: str = sys.executable, **environment: 
     )
     if process.returncode != 0:
         raise RuntimeError(f"{directory} could not be built:\n{process.stdout[-8000:]}")
-    return directory / "torch_attn" / IN_PACKAGE
+    built = directory.glob("torch_attn/torch_*/libattn.so")
+    return max(built, key=lambda library: library.stat().st_mtime)
 
 
 def build_stand_in(name: str) -> Path:
