@@ -45,11 +45,12 @@ struct Operand {
   int64_t page = 0;  // of keys and values in pages: the distance from one page to the next
 };
 
-// Keys and values that lie in pages of a pool: row r of entry n is row r % rows of page table[n * per_entry + r /
-// rows]. A null table: they lie one after the other.
+// Keys and values in pages of a pool: row r of entry n is row r % rows of the page whose number stands at
+// table[n * per_entry + r / rows * per_page]. A null table: they are stored one after the other.
 struct Paging {
-  const int64_t* table = nullptr;  // on the device
-  int64_t per_entry = 0;
+  const void* table = nullptr;  // int32 or int64, where the caller has it; only entries of pages in use are read
+  bool is_wide = false;         // int64
+  int64_t per_entry = 0, per_page = 0;
   int64_t rows = 0;   // of a page
   int64_t pages = 0;  // of the pool
 };
@@ -159,7 +160,7 @@ struct RowParams : Problem {
 
 struct ForwardParams : RowParams {
   Operand output;
-  Operand residual;           // the exact output minus the rounded one; data may be null
+  Operand residual;           // the exact output minus the rounded one; data may be null. See sums_scores()
   void* logsumexp = nullptr;  // may be null
 
   // For who calls, one number a row, [batch, heads, L], of the type computed in; null where not wanted. The logsumexp
@@ -167,11 +168,16 @@ struct ForwardParams : RowParams {
   void* row_logsumexp = nullptr;
   void* max_score = nullptr;
 
-  void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev]
+  void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if sums_scores()]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], where max_score is wanted
 
   void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
+
+  // Whether derivatives will sum dS over a row with other weights than 1, as those of slopes (a distance) and sinks do.
+  // Then the residual has also what the rounding of weights took from the output: without it delta = <dO, O> is off by
+  // so little that dS is right, but the sum over j of dS_ij is not 0, and is multiplied by how far the keys are.
+  ATTN_INLINE constexpr bool sums_scores() const { return residual.data && (terms.alibi_slopes || terms.sinks); }
 };
 
 struct BackwardParams : Problem {

@@ -54,23 +54,21 @@ struct ScoreFunction {
   ATTN_INLINE constexpr bool keeps_order() const { return scale > 0; }
 };
 
-// The derivatives of the soft cap, from the capped score s = cap(z): cap'(z) = 1 - (s / c)^2 and cap''(z) = -2 s / c^2
-// cap'(z). At a product of +-inf, which has the score +-c, both are 0.
+// The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = -2 y / c cap'(z). Where y is
+// +-1, as at a product of +-inf, both are 0. They are not taken from the score, because c y is rounded once more than y,
+// and near the cap 1 - y^2 is as small as that.
 template <class T>
 struct SoftCap {
-  T cap, inverse;
+  T inverse;
 
-  ATTN_INLINE static constexpr SoftCap of(const Problem& p) {
-    return {static_cast<T>(p.softcap), static_cast<T>(1 / p.softcap)};
+  ATTN_INLINE static constexpr SoftCap of(const Problem& p) { return {static_cast<T>(1 / p.softcap)}; }
+  template <class V>
+  ATTN_INLINE static constexpr V slope(V y) {
+    return (1 - y) * (1 + y);
   }
   template <class V>
-  ATTN_INLINE constexpr V slope(V s) const {
-    const V part = s * inverse;
-    return (1 - part) * (1 + part);
-  }
-  template <class V>
-  ATTN_INLINE constexpr V bend(V s) const {
-    return s * inverse * (-2 * inverse) * slope(s);
+  ATTN_INLINE constexpr V bend(V y) const {
+    return y * (-2 * inverse) * slope(y);
   }
 };
 // Whether a score is more than a multiple of its product, apart from the mask and what is hidden.

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace attn {
@@ -86,8 +87,12 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   add(problem.key, key, Rows::keys);
   add(problem.value, value, Rows::keys);
   if (const auto& table = options.packing.block_table) {
-    const int64_t* const pages = static_cast<const int64_t*>(contiguous(table->to(at::kLong)));
-    problem.paging = {pages, table->size(1), key.size(-2), key.size(0)};
+    problem.paging = {table->const_data_ptr(),
+                      table->scalar_type() == at::kLong,
+                      table->stride(0),
+                      table->stride(1),
+                      key.size(-2),
+                      key.size(0)};
     problem.key.page = key.stride(0);
     problem.value.page = value.stride(0);
   }
@@ -118,7 +123,8 @@ void ProblemBuilder::add_sequences(const CallOptions& options, int64_t pages) {
   at::Tensor keys = options.key_lengths.value_or(at::Tensor());
   int64_t room = problem_.keys;  // for the keys of a sequence
   if (const auto& table = options.packing.block_table) {
-    room = pages > 0 ? table->size(1) * problem_.keys : 0;
+    if (pages == 0 || __builtin_mul_overflow(table->size(1), problem_.keys, &room))
+      room = pages == 0 ? 0 : std::numeric_limits<int64_t>::max();
   } else {
     const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k, problem_.keys);
     problem_.key_starts = of_entries(key_starts);
@@ -204,7 +210,8 @@ std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& qu
   if (p.splits == 1) return {};
   const auto options = compute_options(query);
   const int64_t rows = p.splits * number_of_rows(p);
-  std::array<at::Tensor, 3> partial = {at::empty({rows, p.value_dim}, options), at::empty({rows, 2}, options)};
+  const int64_t columns = p.value_dim * (p.sums_scores() ? 2 : 1);  // the rest of an output stands beside it
+  std::array<at::Tensor, 3> partial = {at::empty({rows, columns}, options), at::empty({rows, 2}, options)};
   p.partial_output = partial[0].mutable_data_ptr();
   p.partial_logsumexp = partial[1].mutable_data_ptr();
   if (p.max_score) {

@@ -71,7 +71,7 @@ struct Backward {
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
     T* factor;
-    T* capped;      // for a soft cap, as x: the capped scores
+    T* tanhs;       // for a soft cap, as x: see SoftCap
     T* tz;          // for it and kSecond: the derivative of what is capped
     T* grad_key;    // [keys of a task][E]
     T* grad_value;  // [keys of a task][Ev]
@@ -100,7 +100,7 @@ struct Backward {
       dx = arena.take<T>(tile);
       bias = arena.take<T>(p.has_mask ? tile : 0);
       factor = arena.take<T>(p.has_dropout ? tile : 0);
-      capped = p.softcap > 0 ? arena.take<T>(tile) : nullptr;
+      tanhs = p.softcap > 0 ? arena.take<T>(tile) : nullptr;
       tz = kSecond && p.softcap > 0 ? arena.take<T>(tile) : nullptr;
       grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
       grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
@@ -253,7 +253,7 @@ struct Backward {
   static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, const ScoreTile<T>& tile,
                       bool want_dx) {
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-    scores<S>(p, tile, state.score_query_t, k.score_key, b.x, b.capped);
+    scores<S>(p, tile, state.score_query_t, k.score_key, b.x, b.tanhs);
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
       each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
@@ -263,8 +263,8 @@ struct Backward {
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
     if constexpr (kSecond) {
-      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.capped,
-                        b.tz, b.tx);
+      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.tanhs, b.tz,
+                        b.tx);
       if (p.t.value.data)
         dot_with_grad_output(k.tangent_value, b.tdx);
       else
@@ -314,17 +314,19 @@ struct Backward {
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {
-      const Vec<T> zero{}, s = load<T>(b.capped + j * kRowTile + i), slope = cap.slope(s);
+      const Vec<T> zero{}, y = load<T>(b.tanhs + j * kRowTile + i), slope = cap.slope(y);
       if constexpr (kSecond) {
         T* const at = b.tdx + j * kRowTile + i;
-        const Vec<T> tds = load<T>(at), bent = ds == zero ? zero : ds * cap.bend(s) * load<T>(b.tz + j * kRowTile + i);
+        const Vec<T> tds = load<T>(at), bent = ds == zero ? zero : ds * cap.bend(y) * load<T>(b.tz + j * kRowTile + i);
         store<T>(at, (tds == zero ? zero : tds * slope) + bent);
       }
       return ds == zero ? zero : ds * slope;
     });
   }
 
-  // Adds -sum_j dS_ij |position - j| of the tile.
+  // Adds -sum_j dS_ij (|position - j| - d) of the tile, d the distance of the nearest key: of rows far from all keys the
+  // distances are nearly equal, and the sum of dS, which is 0 without sinks, would be its rounding error times d. What
+  // is left of the sum, times d, rows() adds.
   static void add_grad_slopes(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile) {
     const Distances<T> distance(p, tile, nullptr);
     for (int64_t lane = 0; lane < tile.lanes(); lane += W) {
@@ -465,8 +467,9 @@ struct Backward {
   }
 
   // What belongs to whole rows: with w = exp(sink - logsumexp), the weight of the sink, its gradient is -w (delta - g),
-  // and sum_j dS_ij, the gradient of a number added to all scores, what that leaves of g. For kSecond the
-  // derivatives of both, with t(w) = w (t(sink) - c). Of a row without keys the logsumexp is the sink.
+  // and sum_j dS_ij, the gradient of a number added to all scores, what that leaves of g. Slopes get their share of it,
+  // see add_grad_slopes(). For kSecond the derivatives of all, with t(w) = w (t(sink) - c). Where a row sees no key, its
+  // logsumexp is the sink.
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];
@@ -488,6 +491,10 @@ struct Backward {
       }
       if (p.grad_sinks) static_cast<T*>(p.grad_sinks)[number] = static_cast<T>(of_sink);
       if (p.grad_mask_rows) static_cast<T*>(p.grad_mask_rows)[number] = static_cast<T>(of_mask);
+      if (!p.grad_slopes || !has_keys) continue;
+      const int64_t to_nearest = position_of(rows, i) - nearest_key(rows, i);
+      T& of_slope = static_cast<T*>(p.grad_slopes)[number];
+      of_slope = static_cast<T>(of_slope - __builtin_fabs(static_cast<double>(to_nearest)) * of_mask);
     }
   }
 

@@ -47,7 +47,9 @@ struct Decode {
     }
   };
 
-  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }
+  static int64_t workspace(const ForwardParams& p) {
+    return larger(Buffers(p, nullptr).size, merge_workspace<T>(p.value_dim));
+  }
 
   // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries and N vectors of columns from `col` on.
   template <int R, int N, bool kPrefetch, class Values>
@@ -116,12 +118,12 @@ struct Decode {
       });
     }
 
-    Results<T> to(p, own.split);
+    Results<T> to(p, own.split, p.value_dim);
     to.residual = {};  // wanted for derivatives alone
     if (Few::takes_turns(p.value.dtype))
       for (int64_t r = 0; r < rows.count; ++r) Few::together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
-      write_row<T>(p, {own.n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, maximum[r], sum[r],
+      write_row<T>(p, {own.n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, nullptr, maximum[r], sum[r],
                    maximum[r], 1, to, nullptr);
   }
 

@@ -27,12 +27,17 @@ struct Forward {
   // twice as many would not stay in the first cache.
   static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
+  // Whether weights are rounded to one part, and what that takes from the output is summed beside it, by a product of
+  // its own: the output has twice the columns, its own first.
+  static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kParts == 1 && p.sums_scores(); }
+  static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
+
   // Per tile of rows, kept while the keys pass.
   struct RowState {
     RowTile rows;
     bool started;  // some keys were seen: reference, sum and output_t hold values
     T* query_t;    // [slots of E][kRowTile]
-    T* output_t;   // [Ev][kRowTile]; of few rows [kFewRows + 1][ld_output], the last one for finish()
+    T* output_t;   // [columns][kRowTile]; of few rows [kFewRows + 1][ld_output], the last one for finish()
     T* reference;  // [kRowTile]
     T* sum;
     T* largest;  // where max_score is wanted, [kRowTile]: the largest of all scores, else null
@@ -44,10 +49,12 @@ struct Forward {
     T* value;                                           // [slots of kKeyTile][Ev]
     T* x;                                               // [kKeyTile][kRowTile]: scores
     T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can have them there
+    T* rest;                      // as weights, what rounding took from them; null without has_rest()
     T* bias;                      // as x
     T* factor;                    // as x
     char *key_copy, *value_copy;  // of key_block()
-    int64_t ld_key, ld_value, ld_output;
+    int64_t ld_key, ld_value;
+    int64_t ld_output, rest_of_row;  // of few rows: the length of one, and where its rest begins
     bool few_rows;
     int64_t size;
 
@@ -58,17 +65,19 @@ struct Forward {
       // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       ld_value = row_of<F>(p.value_dim) + W;
-      ld_output = round_up(p.value_dim, W);
+      rest_of_row = round_up(p.value_dim, W);
+      ld_output = rest_of_row * (has_rest(p) ? 2 : 1);
       key = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(slots_of<F>(kKeyTile) * ld_value);
       x = arena.take<T>(kKeyTile * kRowTile);
       weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
+      rest = has_rest(p) ? arena.take<T>(slots_of<F>(kKeyTile) * kRowTile) : nullptr;
       bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
       key_copy = arena.take<char>(bytes_of_copy(p, p.head_dim));
       value_copy = arena.take<char>(bytes_of_copy(p, p.value_dim));
       query_t = arena.take<T>(blocks * slots_of<F>(p.head_dim) * kRowTile);
-      output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : blocks * p.value_dim * kRowTile);
+      output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : blocks * Forward::columns(p) * kRowTile);
       reference = arena.take<T>(blocks * kRowTile);
       sum = arena.take<T>(blocks * kRowTile);
       largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
@@ -148,7 +157,8 @@ struct Forward {
       for (int v = 0; v < N; ++v) {
         Vec<T> slot[F::kNumbers] = {};
         for (int k = 0; k < kKeys; ++k) slot[k] = weight[k * N + v];
-        F::store_along_keys(weights + v * W, j, slot);
+        F::store_along_keys(weights + v * W, j, slot);  // leaves what its rounding took
+        if (F::kNumbers > 1 && b.rest) F::store_along_keys(b.rest + lane + v * W, j, slot);
       }
     };
     int64_t j = 0;
@@ -173,7 +183,7 @@ struct Forward {
         scale_tile<T>(state.output_t + i * b.ld_output, b.ld_output, correction[(i - lane) / W][(i - lane) % W]);
       return;
     }
-    for (int64_t d = 0; d < p.value_dim; ++d)
+    for (int64_t d = 0; d < columns(p); ++d)
       for (int v = 0; v < N; ++v) {
         T* at = state.output_t + d * kRowTile + lane + v * W;
         store<T>(at, load<T>(at) * correction[v]);
@@ -196,36 +206,41 @@ struct Forward {
     for (; lane + kVectors * W <= lanes; lane += kVectors * W)
       softmax<kVectors>(p, b, state, from.value_rows, keys, lane);
     for (; lane < lanes; lane += W) softmax<1>(p, b, state, from.value_rows, keys, lane);
-    F::end_along_keys(b.weights, keys, lanes);
     // O += P V, or O^T += V^T P^T
     const Store store = state.started ? Store::add : Store::set;
-    each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, Range seen) {
-      const int64_t slot = F::slot(seen.first, 0);
-      const Rows<T> weights = {b.weights + slot * kRowTile + at, kRowTile};
-      const Rows<T> values = rows_from(from.value_rows, slot);
-      const int64_t slots = slots_of<F>(seen.size()), rows = smaller(count, state.rows.count - at);
-      RowsAhead next_values(p, from.value, tile.keys, p.value_dim, rows);
-      if (b.few_rows)
-        multiply_transposed<F>({rows, b.ld_output, slots}, weights, values, state.output_t + at * b.ld_output,
-                               b.ld_output, store, next_values);
-      else
-        multiply_transposed<F>({p.value_dim, count, slots}, values, weights, state.output_t + at, kRowTile, store,
-                               next_values);
-    });
+    const auto add_average = [&](T* of_keys, int64_t rest_of_row, int64_t rest_of_tile) __attribute__((always_inline)) {
+      F::end_along_keys(of_keys, keys, lanes);
+      each_panel_of_lanes<F>(tile, [&](int64_t at, int64_t count, Range seen) {
+        const int64_t slot = F::slot(seen.first, 0);
+        const Rows<T> weights = {of_keys + slot * kRowTile + at, kRowTile};
+        const Rows<T> values = rows_from(from.value_rows, slot);
+        const int64_t slots = slots_of<F>(seen.size()), rows = smaller(count, state.rows.count - at);
+        RowsAhead next_values(p, from.value, tile.keys, p.value_dim, rows);
+        if (b.few_rows)
+          multiply_transposed<F>({rows, b.rest_of_row, slots}, weights, values,
+                                 state.output_t + at * b.ld_output + rest_of_row, b.ld_output, store, next_values);
+        else
+          multiply_transposed<F>({p.value_dim, count, slots}, values, weights,
+                                 state.output_t + rest_of_tile * kRowTile + at, kRowTile, store, next_values);
+      });
+    };
+    add_average(b.weights, 0, 0);
+    if (F::kNumbers > 1 && b.rest) add_average(b.rest, b.rest_of_row, p.value_dim);
     state.started = true;
   }
 
   // Divides by the sum, multiplies by the factor of what dropout kept (a factor that a bfloat16 does not hold), and
   // writes the rows; a row that saw no key is 0, its logsumexp -inf or that of its sink.
-  static void finish(const ForwardParams& p, RowState& state, const Results<T>& to, T* scratch) {
+  static void finish(const ForwardParams& p, const Buffers& b, RowState& state, const Results<T>& to) {
     const RowTile& rows = state.rows;
     const auto largest = [&](int64_t i) { return state.largest ? state.largest[i] : 0; };
-    if (has_few_rows(p)) {
-      const int64_t ld = round_up(p.value_dim, W);
-      for (int64_t i = 0; i < rows.count; ++i)
-        write_row<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.output_t + i * ld, state.reference[i],
-                     state.started ? state.sum[i] : 0, largest(i), static_cast<T>(p.keep_scale), to,
-                     state.output_t + kFewRows * ld);
+    if (b.few_rows) {
+      for (int64_t i = 0; i < rows.count; ++i) {
+        T* const row = state.output_t + i * b.ld_output;
+        write_row<T>(p, {rows.n, rows.head[i], rows.position[i]}, row, b.rest ? row + b.rest_of_row : nullptr,
+                     state.reference[i], state.started ? state.sum[i] : 0, largest(i), static_cast<T>(p.keep_scale), to,
+                     state.output_t + kFewRows * b.ld_output);
+      }
       return;
     }
     const int64_t lanes = rows.template lanes<T>();
@@ -240,14 +255,15 @@ struct Forward {
       if (has_sinks) factor *= add_sinks<T>(p, load<T>(sinks + i), reference, sum);
       const Vec<T> of_empty = sum == sum ? Vec<T>{} : sum;  // but beside a NaN
       const Vec<T> inverse = factor / (sum == Vec<T>{} ? splat<T>(1) : sum);
-      for (int64_t d = 0; d < p.value_dim; ++d) {
+      for (int64_t d = 0; d < columns(p); ++d) {
         T* at = state.output_t + d * kRowTile + i;
         store<T>(at, empty ? of_empty : load<T>(at) * inverse);
       }
       store<T>(sums + i, sum);
       store<T>(state.reference + i, reference);
     }
-    rows.unpack_rounded(p, to.output, to.residual, p.value_dim, state.output_t, scratch);
+    rows.unpack_rounded(p, to.output, to.residual, to.final ? p.value_dim : columns(p), state.output_t, b.x,
+                        b.rest ? state.output_t + p.value_dim * kRowTile : nullptr);
     if (!to.logsumexp && !to.max_score) return;
     for (int64_t i = 0; i < rows.count; ++i)
       write_numbers<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.started && state.sum[i] != 0,
@@ -283,7 +299,7 @@ struct Forward {
         [&](RowState& state) {
           state.started = false;
           state.query_t = b.columns(b.query_t, slots_of<F>(p.head_dim), state);
-          state.output_t = b.columns(b.output_t, p.value_dim, state);
+          state.output_t = b.columns(b.output_t, columns(p), state);
           state.reference = b.columns(b.reference, 1, state);
           state.sum = b.columns(b.sum, 1, state);
           state.largest = p.max_score ? b.columns(b.largest, 1, state) : nullptr;
@@ -307,20 +323,18 @@ struct Forward {
     };
     each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.bias, load,
                       [&](RowState& state, const ScoreTile<T>& tile) { visit(p, b, state, tile, from); });
-    finish_task(p, own, rows, b.x);
-  }
-
-  static void finish_task(const ForwardParams& p, const RowTask& own, const RowTiles<RowState>& rows, T* scratch) {
-    const Results<T> to(p, own.split);
-    for (RowState& state : rows) finish(p, state, to, scratch);
+    const Results<T> to(p, own.split, columns(p));
+    for (RowState& state : rows) finish(p, b, state, to);
   }
 
   static void merge(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
-    merge_splits<T>(p, first, last, workspace);
+    merge_splits<T>(p, columns(p), first, last, workspace);
   }
 
   // The workspace of run() and of merge().
-  static int64_t workspace(const ForwardParams& p) { return larger(Buffers(p, nullptr).size, merge_workspace<T>(p)); }
+  static int64_t workspace(const ForwardParams& p) {
+    return larger(Buffers(p, nullptr).size, merge_workspace<T>(columns(p)));
+  }
 };
 
 }  // namespace attn::ATTN_ISA

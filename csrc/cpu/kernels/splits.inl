@@ -19,11 +19,12 @@ struct Results {
         logsumexp(static_cast<T*>(p.logsumexp)),
         row_logsumexp(static_cast<T*>(p.row_logsumexp)),
         max_score(static_cast<T*>(p.max_score)) {}
-  Results(const ForwardParams& p, int64_t split) : Results(p) {
+  // `columns`: those of a partial output.
+  Results(const ForwardParams& p, int64_t split, int64_t columns) : Results(p) {
     if (p.splits == 1) return;
     const int64_t rows = number_of_rows(p);
-    T* const data = static_cast<T*>(p.partial_output) + split * rows * p.value_dim;
-    output = operand_of_rows(p, data, dtype_of<T>, p.value_dim);
+    T* const data = static_cast<T*>(p.partial_output) + split * rows * columns;
+    output = operand_of_rows(p, data, dtype_of<T>, columns);
     residual = {};
     logsumexp = static_cast<T*>(p.partial_logsumexp) + 2 * split * rows;
     row_logsumexp = nullptr;
@@ -73,10 +74,10 @@ void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T refer
   to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
 
-// Writes the output of one row, factor * row / sum, and its numbers. Overwrites `row`; `scratch` holds as much, for a
-// residual.
+// Writes the output of one row, factor * row / sum, and its numbers. `rest`: what the rounding of weights took from the
+// row, for the residual; null if that is not wanted. Overwrites both; `scratch` holds as much as `row`, for a residual.
 template <class T>
-void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum, T largest, T factor,
+void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest, T factor,
                const Results<T>& to, T* scratch) {
   const bool has_keys = sum != 0;
   if (p.terms.sinks && to.final) {
@@ -88,20 +89,24 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T reference, T sum
   const T inverse = factor / (sum == 0 ? 1 : sum);
   const T of_empty = sum == sum ? 0 : sum;  // NaN beside such a sink
   for (int64_t d = 0; d < p.value_dim; ++d) row[d] = has_keys ? row[d] * inverse : of_empty;
+  for (int64_t d = 0; d < p.value_dim && rest; ++d) rest[d] = has_keys ? rest[d] * inverse : 0;
   const Block block = block_of(p, to.output, at.n, at.head, at.position);
   unpack_rows<T>(block, row, p.value_dim, 1, p.value_dim);
+  if (rest && !to.final)
+    unpack_rows<T>(block_of(p, to.output, at.n, at.head, at.position, p.value_dim), rest, p.value_dim, 1, p.value_dim);
   if (to.residual.data) {
     pack_rows<T>(scratch, p.value_dim, block, 1, p.value_dim);
-    for (int64_t d = 0; d < p.value_dim; ++d) row[d] -= scratch[d];
+    for (int64_t d = 0; d < p.value_dim; ++d) row[d] = row[d] - scratch[d] + (rest ? rest[d] : 0);
     unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
   }
   if (to.logsumexp || to.max_score) write_numbers<T>(p, at, has_keys, reference, sum, largest, to);
 }
 
 // Merges the splits of the rows numbered [first, last):
-// O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them).
+// O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them). `columns`: those of O_s, twice
+// as many as those of O if its rest stands beside it.
 template <class T>
-void merge_splits(const ForwardParams& p, int64_t first, int64_t last, char* workspace) {
+void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_t last, char* workspace) {
   T* row = reinterpret_cast<T*>(workspace);
   const int64_t all_rows = number_of_rows(p);
   const T slope = log2_slope<T>(p);
@@ -118,20 +123,21 @@ void merge_splits(const ForwardParams& p, int64_t first, int64_t last, char* wor
     }
     const T reference = best == -kInfinity<T> ? 0 : best;
     T sum = 0;
-    for (int64_t d = 0; d < p.value_dim; ++d) row[d] = 0;
+    for (int64_t d = 0; d < columns; ++d) row[d] = 0;
     for (int64_t s = 0; s < p.splits; ++s) {
       const T weight = exp2<T>(splat<T>((part(s)[0] - reference) * slope + part(s)[1]))[0];
       sum += weight;
       if (weight == 0) continue;  // its output is 0 where it saw no key
-      const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * p.value_dim;
-      for (int64_t d = 0; d < p.value_dim; ++d) row[d] += weight * o[d];
+      const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * columns;
+      for (int64_t d = 0; d < columns; ++d) row[d] += weight * o[d];
     }
-    write_row<T>(p, row_of_number(p, r), row, reference, sum, largest, 1, to, row + round_up(p.value_dim, kLanes<T>));
+    T* const rest = columns > p.value_dim ? row + p.value_dim : nullptr;
+    write_row<T>(p, row_of_number(p, r), row, rest, reference, sum, largest, 1, to, row + round_up(columns, kLanes<T>));
   }
 }
 template <class T>
-int64_t merge_workspace(const ForwardParams& p) {  // two rows
-  return 2 * round_up(p.value_dim, kLanes<T>) * static_cast<int64_t>(sizeof(T));
+int64_t merge_workspace(int64_t columns) {  // two rows
+  return 2 * round_up(columns, kLanes<T>) * static_cast<int64_t>(sizeof(T));
 }
 
 }  // namespace attn::ATTN_ISA

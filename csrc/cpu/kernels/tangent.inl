@@ -41,7 +41,7 @@ struct Tangent {
     T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
     T *x, *tx;                                     // [kKeyTile][kRowTile]
     T *bias, *factor;
-    T* capped;  // for a soft cap, as x: the capped scores
+    T* tanhs;  // for a soft cap, as x: see SoftCap
     int64_t ld_key, ld_value, ld_score_key;
     int64_t size;
 
@@ -69,7 +69,7 @@ struct Tangent {
       tx = arena.take<T>(kKeyTile * kRowTile);
       bias = arena.take<T>(kKeyTile * kRowTile);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      capped = p.softcap > 0 ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
+      tanhs = p.softcap > 0 ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
       size = arena.used();
     }
   };
@@ -154,12 +154,12 @@ struct Tangent {
       if constexpr (kRoundsScores) {
         const Block block = block_of(p, p.key, rows.n, key_head, keys.first);
         const Rows<T> score_key = F::along_columns(block, keys.size(), p.head_dim, b.score_key, b.ld_score_key);
-        scores<F>(p, tile, b.score_query_t, score_key, b.x, b.capped);
+        scores<F>(p, tile, b.score_query_t, score_key, b.x, b.tanhs);
       } else {
-        scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x, b.capped);
+        scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x, b.tanhs);
       }
       tangent_scores<Singles<T>>(p, p.t, tile, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
-                                 {b.tangent_key, b.ld_key}, b.bias, b.capped, nullptr, b.tx);
+                                 {b.tangent_key, b.ld_key}, b.bias, b.tanhs, nullptr, b.tx);
       weights(p, b, tile);
       const auto add_average = [&](const T* value, const T* weights) {
         multiply_transposed<Singles<T>>({p.value_dim, lanes, keys.size()}, {value, b.ld_value}, {weights, kRowTile},

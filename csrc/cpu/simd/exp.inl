@@ -108,10 +108,11 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   return power[0];
 }
 
-// tanh(y ln(2) / 2) within 3 ulps, also where it is small; y may be infinite or NaN. With e = 1 - 2^-|y| it is
-// e / (2 - e), and of 2^-|y| = 2^n (1 + r p(r)) the 1 is taken away before it can round what remains.
+// most * tanh(y ln(2) / 2), also where it is small; y may be infinite or NaN. With f = 2^-|y| the tangent is
+// (1 - f) / (1 + f), where it is small: of f = 2^n (1 + r p(r)) the 1 is taken away before it can round what remains.
+// Near 1 it is 1 - 2 f / (1 + f), so that the subtraction from `most` alone rounds it.
 template <class T>
-ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y) {
+ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y, T most) {
   using F = Exp2Constants<T>;
   const Vec<T> one = splat<T>(1), x = with_sign<T>(y, splat<T>(-1));
   Vec<T> r, two_to_n;
@@ -128,8 +129,10 @@ ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y) {
   Vec<T> p = splat<T>(F::poly[0]);
 #pragma GCC unroll 16
   for (size_t i = 1; i < sizeof(F::poly) / sizeof(T); ++i) p = p * r + F::poly[i];
-  const Vec<T> fall = (one - two_to_n) - p * r * two_to_n;
-  return with_sign<T>(fall / (static_cast<T>(2) - fall), y);
+  const Vec<T> rest = p * r * two_to_n, f = two_to_n + rest;
+  const auto is_near_1 = x < -2;
+  const Vec<T> quotient = (is_near_1 ? f + f : (one - two_to_n) - rest) / (one + f);
+  return with_sign<T>(is_near_1 ? most - most * quotient : most * quotient, y);
 }
 
 }  // namespace attn::ATTN_ISA

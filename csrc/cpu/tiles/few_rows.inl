@@ -305,7 +305,7 @@ struct FewRows {
       for (int64_t j = 0; j < keys; j += W) {
         T* const at = x + r * ld + j;
         Vec<T> y = load<T>(at);
-        y = p.softcap > 0 ? cap * tanh_of_exponent<T>(y * exponent) : score(y);
+        y = p.softcap > 0 ? tanh_of_exponent<T>(y * exponent, cap) : score(y);
         if (p.terms.alibi_slopes) y -= slope * absolute<T>(ahead - static_cast<T>(j) - lanes);
         store<T>(at, y);
       }

@@ -91,11 +91,11 @@ struct RowTile {
     });
   }
 
-  // The same, and what rounding took away to `residual`, unless its data is null. The rows' columns of `tile` are
-  // overwritten; `scratch` has room for kKeyTile * kRowTile numbers.
+  // The same, and what rounding took away to `residual`, unless its data is null, with `rest`, a tile too, added to it,
+  // unless that is null. The rows' columns of `tile` are overwritten; `scratch` has room for kKeyTile * kRowTile numbers.
   template <class T>
-  void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile,
-                      T* scratch) const {
+  void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
+                      const T* rest = nullptr) const {
     unpack_transposed(p, x, cols, tile);
     if (!residual.data) return;
     for (int64_t d = 0; d < cols; d += kKeyTile) {
@@ -103,8 +103,10 @@ struct RowTile {
       T* exact = tile + d * kRowTile;
       pack_transposed(p, x, depth, scratch, d);
       for (int64_t j = 0; j < depth * kRowTile; j += kRowTile)
-        for (int64_t i = j; i < j + lanes<T>(); i += kLanes<T>)
-          store<T>(exact + i, load<T>(exact + i) - load<T>(scratch + i));
+        for (int64_t i = j; i < j + lanes<T>(); i += kLanes<T>) {
+          const Vec<T> rounded_off = load<T>(exact + i) - load<T>(scratch + i);
+          store<T>(exact + i, rest ? rounded_off + load<T>(rest + d * kRowTile + i) : rounded_off);
+        }
       unpack_transposed(p, residual, depth, exact, d);
     }
   }

@@ -107,19 +107,27 @@ ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, F
   }
 }
 
+// The position of a row, and that of the nearest key that it sees by its position (its own, if it sees none).
+ATTN_INLINE int64_t position_of(const RowTile& rows, int64_t row) { return rows.position[row] + rows.sequence.offset; }
+ATTN_INLINE int64_t nearest_key(const RowTile& rows, int64_t row) {
+  const int64_t position = position_of(rows, row);
+  const Range seen = visible_keys(rows.sequence, {rows.position[row], rows.position[row] + 1});
+  return seen.empty() ? position : larger(seen.first, smaller(position, seen.last - 1));
+}
+
 // What ALiBi adds to the scores of a tile, or to what they are differentiated along, is -slope times a distance.
 template <class T>
 struct Distances {
   T slope[kRowTile];
   T ahead[kRowTile];  // of the tile's first key
 
-  // `slopes`: of the heads (HeadTerms); null: 1.
+  // `slopes`: of the heads (HeadTerms). Null: 1, and distances are from the nearest key, by as much less for all keys.
   Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
     const RowTile& rows = *tile.rows;
     for (int64_t i = 0; i < tile.lanes(); ++i) {
       const int64_t row = smaller(i, rows.count - 1);
       slope[i] = slopes ? static_cast<const T*>(slopes)[rows.n * p.heads + rows.head[row]] : 1;
-      ahead[i] = static_cast<T>(rows.position[row] + rows.sequence.offset - tile.keys.first);
+      ahead[i] = static_cast<T>((slopes ? position_of(rows, row) : nearest_key(rows, row)) - tile.keys.first);
     }
   }
   ATTN_INLINE Vec<T> operator()(int64_t j, int64_t lane) const {
@@ -135,18 +143,19 @@ ATTN_INLINE T exponent_of_cap(const Problem& p) {
   return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
 }
 
-// Turns products into scores as far as the cap and ALiBi go (has_score_terms). `capped`: gets the scores in between, if
-// it is not null.
+// Turns products into scores as far as the cap and ALiBi go (has_score_terms). `tanhs`: gets what SoftCap takes, if it
+// is not null.
 template <class T>
-void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* capped) {
+void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* tanhs) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   auto score = ScoreFunction<T>::of(p);
   if (p.softcap > 0) {
     const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
-    each_vector(x, keys, lanes,
-                [&](Vec<T> product, int64_t, int64_t) { return cap * tanh_of_exponent<T>(product * exponent); });
+    each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) __attribute__((always_inline)) {
+      if (tanhs) store<T>(tanhs + j * kRowTile + i, tanh_of_exponent<T>(product * exponent, 1));
+      return tanh_of_exponent<T>(product * exponent, cap);
+    });
     score = ScoreFunction<T>::identity();
-    if (capped) __builtin_memcpy(capped, x, static_cast<size_t>(keys * kRowTile) * sizeof(T));
   }
   if (!p.terms.alibi_slopes) return;
   const Distances<T> penalty(p, tile, p.terms.alibi_slopes);
@@ -155,10 +164,10 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* capped
 
 // Turns the products of a tile into scores, but leaves them where leaves_products(); -inf where a key is hidden.
 template <class T>
-void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* capped) {
+void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* tanhs) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   const bool is_scaled = has_score_terms(p);
-  if (is_scaled) add_score_terms<T>(p, tile, x, capped);
+  if (is_scaled) add_score_terms<T>(p, tile, x, tanhs);
   const bool is_done = is_scaled || leaves_products<T>(p);
   const auto score = is_done ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
@@ -179,23 +188,23 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* cap
 }
 
 // x[j * kRowTile + lane], see score.h; products instead of scores where leaves_products(). `query_t`: the tile of
-// queries, transposed. `capped`: see add_score_terms().
+// queries, transposed. `tanhs`: see add_score_terms().
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
-            typename F::Number* capped = nullptr, Between& between = kNothingBetween) {
+            typename F::Number* tanhs = nullptr, Between& between = kNothingBetween) {
   each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
     multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
                 {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, between);
   });
-  products_to_scores<T>(p, tile, x, capped);
+  products_to_scores<T>(p, tile, x, tanhs);
 }
 
 // tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with tz = slope * (tQ K^T + Q tK^T).
-// Meaningless where a key is hidden. Beside a cap, `capped` are the capped scores, and `tz` gets its tile if not null.
+// Meaningless where a key is hidden. Beside a cap, `tanhs` are those of scores(), and `tz` gets its tile if not null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,
-                    const typename F::Number* capped, typename F::Number* tz, T* tx) {
+                    const typename F::Number* tanhs, typename F::Number* tz, T* tx) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   Store store = Store::set;
   const auto put = [&](const Rows<T>& keys_of, const T* queries) {
@@ -207,10 +216,9 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
   if (store == Store::set) fill_zero(tx, keys * kRowTile);
   scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
   if (p.softcap > 0) {
-    const auto cap = SoftCap<T>::of(p);
     each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) {
       if (tz) ATTN_ISA::store<T>(tz + j * kRowTile + i, x);
-      return x * cap.slope(load<T>(capped + j * kRowTile + i));
+      return x * SoftCap<T>::slope(load<T>(tanhs + j * kRowTile + i));
     });
   }
   if (t.terms.alibi_slopes) {

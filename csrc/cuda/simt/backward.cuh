@@ -208,7 +208,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   // Computes dZ = P u (Z dP - delta) into x, with u = cap', or 1 behind the cap: that is dS.
   __device__ __forceinline__ void compute_first_ds(Scores& x, int64_t key) {
     const bool capped = !kBehindCap && p.softcap > 0;
-    this->scores(x, key, [&](T s, int row, int k) { this->weight(row, k) = SoftCap<T>::of(p).slope(s); });
+    this->scores(x, key, [&](T y, int row, int k) { this->weight(row, k) = SoftCap<T>::slope(y); });
     const uint32_t attended = make_weights(x), kept = this->kept(key);
     if (capped) this->each(x, [&](T& weight, int row, int k, int) { weight *= this->weight(row, k); });
     this->store_weights(x);
@@ -234,7 +234,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       if (!kBehindCap && p.softcap > 0) tile = slope * tile + bend * tz;
     };
     const auto cap = SoftCap<T>::of(p);
-    this->scores(x, key, [&](T s, int row, int k) { differentiate(row, k, cap.slope(s), cap.bend(s)); });
+    this->scores(x, key, [&](T y, int row, int k) { differentiate(row, k, cap.slope(y), cap.bend(y)); });
     const uint32_t attended = make_weights(x), kept = this->kept(key);
     this->each(x, [&](T& weight, int row, int k, int) {
       if (p.softcap == 0) differentiate(row, k, 1, 0);

@@ -181,9 +181,9 @@ struct ScoresSimt {
   }
 
   // The scores (score.h) of the keys from `key` on; -inf also where there is no row or no key. If there is a cap, calls
-  // on_capped(score that was just capped, row, key), row and key being those of the tile.
+  // on_cap(what SoftCap takes, row, key), row and key being those of the tile.
   template <class F>
-  __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_capped) {
+  __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_cap) {
     Shared& shared = shared_scores;
     clear(x);
     add_dots(x, p.query, shared.base.query, p.key, shared.base.key, key, p.head_dim);
@@ -192,7 +192,11 @@ struct ScoresSimt {
       const T cap = static_cast<T>(p.softcap);
       each(x, [&](T& score, int row, int k, int) {
         score *= slope;
-        if (p.softcap > 0) on_capped(score = cap * tanh(score / cap), row, k);
+        if (p.softcap > 0) {
+          const T y = tanh(score / cap);
+          on_cap(y, row, k);
+          score = cap * y;
+        }
         if (p.terms.alibi_slopes) score = fma(-of_head(p.terms.alibi_slopes, row), distance(row, key + k), score);
       });
       slope = 1;
@@ -260,7 +264,7 @@ struct ScoresSimt {
     __syncthreads();  // the rows are there, and the last weights have been read
     tangent_products(x, key);
     store_weights(x);
-    scores(x, key, [&](T s, int row, int k) { weight(row, k) *= SoftCap<T>::of(p).slope(s); });
+    scores(x, key, [&](T y, int row, int k) { weight(row, k) *= SoftCap<T>::slope(y); });
     each(x, [&](T&, int row, int k, int) { weight(row, k) += tangent_terms(row, key + k); });
   }
 
