@@ -433,6 +433,9 @@ def sdpa_stats(
 def _pair(window_size: tuple[int, int]) -> list[int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size}; it must be a pair (left, right) of ints")
+    if not torch.jit.is_scripting():
+        for number in window_size:
+            _check_whole("window_size", number)
     return [window_size[0], window_size[1]]
 
 
@@ -442,9 +445,17 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
         return None
     if isinstance(numbers, Tensor):
         return numbers
-    if not isinstance(numbers, (int, torch.SymInt)):
-        raise TypeError(f"{name} is {numbers}; it must be an int or a tensor of integers")
+    if not torch.jit.is_scripting():
+        _check_whole(name, numbers, " or a tensor of integers")
     return torch.full([], numbers, dtype=torch.int64, device=query.device)
+
+
+def _check_whole(name: str, number: Any, or_else: str = "") -> None:
+    """An int that 64 bits hold, or what stands for one; True and False are no numbers here."""
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        raise TypeError(f"{name} is {number!r}; it must be an int{or_else}")
+    if not torch.compiler.is_compiling() and not -(2**63) <= number < 2**63:
+        raise RuntimeError(f"{name} is {number}; it must be an int of 64 bits, -2^63 to 2^63 - 1")
 
 
 def _refuse_others(operator: str, **tensors: Any) -> None:

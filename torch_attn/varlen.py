@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_attn.functional import _integers, _numbers, _pair, _refuse_others
+from torch_attn.functional import _check_whole, _integers, _numbers, _pair, _refuse_others
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -120,10 +120,11 @@ def varlen_attn(
             f"attn::varlen_attention: return_aux is {return_aux!r}; it must be None or an "
             "AuxRequest"
         )
-    if isinstance(query_offset, (int, torch.SymInt)):
-        number: Any = _integers("query_offset", query_offset, query)
-        # [N]; of a cu_seq_q that is not [N + 1] the operator says so.
-        query_offset = number.expand(cu_seq_q.flatten()[1:].shape)
+    for name, number in (("max_q", max_q), ("max_k", max_k)):
+        _check_whole(name, number)
+    offset = _integers("query_offset", query_offset, query)
+    if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator says so
+        offset = offset.expand(cu_seq_q.flatten()[1:].shape)  # type: ignore[union-attr]
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
         query,
         key,
@@ -140,7 +141,7 @@ def varlen_attn(
         softcap=numbers[2],
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        query_offset=query_offset,
+        query_offset=offset,
         dropout_p=numbers[1],
         attn_mask=attn_mask,
     )

@@ -38,12 +38,13 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
   return offset;
 }
 
-// Where a row of keys or values begins, of batch entry n. Page numbers that only the device knows were checked by
-// nobody: whatever they are, nothing outside of the pool is read.
+// Where a row of keys or values begins, of batch entry n. On a GPU page numbers are not validated (that would
+// synchronise). They are clamped here, so that nothing outside of the pool is read.
 ATTN_INLINE constexpr int64_t key_row_offset(const Problem& p, const Operand& x, int64_t n, int64_t row) {
-  const auto [table, per_entry, rows, pages] = p.paging;
+  const auto [table, is_wide, per_entry, per_page, rows, pages] = p.paging;
   if (!table) return batch_offset(p, x, n) + row * x.row;
-  const int64_t page = table[n * per_entry + row / rows];
+  const int64_t at = n * per_entry + row / rows * per_page;
+  const int64_t page = is_wide ? static_cast<const int64_t*>(table)[at] : static_cast<const int32_t*>(table)[at];
   return larger(0, smaller(page, pages - 1)) * x.page + row % rows * x.row;
 }
 

@@ -29,7 +29,8 @@ Params entry_of(const Params& call, int64_t n) {
   p.queries = sequence.queries;
   p.keys = sequence.keys;
   p.visibility.lengths = p.visibility.query_lengths = nullptr;
-  if (p.paging.table) p.paging.table += n * p.paging.per_entry;
+  if (p.paging.table)
+    p.paging.table = static_cast<const char*>(p.paging.table) + n * p.paging.per_entry * (p.paging.is_wide ? 8 : 4);
   if (p.visibility.offsets) p.visibility.offsets += n;
   const auto advance = [&]<class T>(T*& data, int64_t numbers) {
     using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;

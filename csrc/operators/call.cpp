@@ -93,7 +93,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
     const auto sizes = shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1));
     if (mask.sym_sizes() != c10::SymIntArrayRef(sizes)) mask = at::empty_symint(sizes, compute_options(mask));
   }
-  const bool mask_of_rows = mask.defined() && mask.size(-1) == 1;
+  const bool mask_of_rows = mask.defined() && (mask.dim() == 0 || mask.size(-1) == 1);
   if (mask.defined()) mask.zero_();  // tiles that positions hide are never written
   if (mask.defined() && !mask_of_rows) builder.add_result(p.grad_mask, mask);
   const auto of_rows = [&](bool wanted, void*& data) {

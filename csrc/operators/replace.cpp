@@ -53,9 +53,7 @@ Tensor sdpa_or_builtin(const BuiltinInputs& inputs, const BuiltinOptions& option
   if (is_switched_on()) {
     if (serves(inputs)) {
       count_replaced_call();
-      BuiltinInputs x = inputs;
-      if (x.attn_mask && x.attn_mask->dim() < 2) x.attn_mask = at::atleast_2d(*x.attn_mask);  // the built-in takes [S]
-      return SdpaOp::call(x, options);
+      return SdpaOp::call(inputs, options);
     }
     passed_on.fetch_add(1, std::memory_order_relaxed);
   }

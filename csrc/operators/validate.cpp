@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string_view>
 
 #include "core/geometry.h"
@@ -29,7 +30,8 @@ bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
 
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
-void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& query,
+// `least_dims` are those of `shape`.
+void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& query, int64_t least_dims = 2,
                   const char* shape = "[..., length, head_dim]") {
   TORCH_CHECK(t.defined(), op, ": ", name, " is undefined; a tensor is needed");
   TORCH_CHECK(!t.is_nested() && t.layout() != at::kJagged, op, ": ", name,
@@ -39,8 +41,8 @@ void check_tensor(const char* op, const char* name, const Tensor& t, const Tenso
               "; it must be a dense (strided) tensor");
   TORCH_CHECK(t.device() == query.device(), op, ": ", name, " is on ", t.device(), " but query is on ", query.device(),
               "; all tensors must be on the same device");
-  TORCH_CHECK(t.dim() >= 2, op, ": ", name, " has shape ", t.sym_sizes(),
-              "; it must have at least 2 dimensions: ", shape);
+  TORCH_CHECK(t.dim() >= least_dims, op, ": ", name, " has shape ", t.sym_sizes(), "; it must have at least ",
+              least_dims, " dimensions: ", shape);
 }
 
 void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -101,7 +103,7 @@ SymInt broadcast(const char* op, const Tensor& query, const Tensor& key, const T
 void check_mask(const Tensor& mask, const Shape& shape, const Packing& packing) {
   const bool packed = shape.sequences.has_value();
   const auto allowed = shape.expanded(shape.heads, shape.queries, packed ? packing.max_k : shape.keys);
-  bool fits = mask.dim() >= (packed ? 3 : 2) && mask.dim() <= shape.dims;
+  bool fits = mask.dim() >= (packed ? 3 : 0) && mask.dim() <= shape.dims;
   for (int64_t d = 1; fits && d <= mask.dim(); ++d) {
     const SymInt own = extent(mask, d);
     fits = (is_one(own) && (d > 2 || !packed)) || must_equal(own, allowed[allowed.size() - d]);
@@ -121,12 +123,11 @@ void check_mask(const Tensor& mask, const Shape& shape, const Packing& packing) 
     hint = "; a padding mask [batch, S] needs dimensions of size 1 between the two";
   } else if (of_samples && mask.dim() == 3 && shape.dims == 4 && extent(mask, 2) == shape.queries) {
     hint = "; a mask [batch, L, S] for all heads is given as mask[:, None]";
-  } else if (std::string_view(shape.op) == "attn::sdpa_stats" && extent(mask, 2) == shape.keys) {
+  } else if (std::string_view(shape.op) == "attn::sdpa_stats" && mask.dim() >= 2 && extent(mask, 2) == shape.keys) {
     hint = "; there is no value: the third argument is attn_mask";
   }
   TORCH_CHECK(false, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
-              "; it must have at least 2 dimensions and broadcast to the scores' shape [..., L, S] = ",
-              c10::SymIntArrayRef(allowed), hint);
+              "; it must broadcast to the scores' shape [..., L, S] = ", c10::SymIntArrayRef(allowed), hint);
 }
 
 // Numbers of batch entries or heads: sizes that broadcast to `allowed`, the last of which are `exact` in number.
@@ -209,11 +210,18 @@ void check_starts(const Shape& shape, const char* name, const Tensor& t, const T
 void check_packing(Shape& shape, const Packing& packing, const Tensor& query) {
   const auto& [cu_seq_q, cu_seq_k, max_q, max_k, block_table] = packing;
   TORCH_CHECK(shape.dims >= 3, shape.op, ": packed sequences need a dimension of heads");
+  for (const auto& [name, most] : {std::pair("max_q", &max_q), std::pair("max_k", &max_k)})
+    TORCH_CHECK(most->sym_ge(0).expect_true(__FILE__, __LINE__), shape.op, ": ", name, " is ", *most,
+                "; it must be the largest length of a sequence, or more");
   check_starts(shape, "cu_seq_q", *cu_seq_q, query, "T_q", shape.queries, "max_q", max_q);
   shape.sequences = cu_seq_q->sym_numel() - 1;
-  if (block_table) return;
-  TORCH_CHECK(cu_seq_k, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
-  check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", shape.keys, "max_k", max_k);
+  if (!cu_seq_k) {
+    TORCH_CHECK(block_table, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
+    return;
+  }
+  // Beside a block_table seqused_k says how many keys there are: then these name no rows, but are starts all the same.
+  const SymInt tokens = block_table ? SymInt(std::numeric_limits<int64_t>::max()) : shape.keys;
+  check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", tokens, "max_k", block_table ? tokens : max_k);
   TORCH_CHECK(must_equal(cu_seq_q->sym_numel(), cu_seq_k->sym_numel()), shape.op, ": cu_seq_k has ",
               cu_seq_k->sym_numel(), " entries but cu_seq_q has ", cu_seq_q->sym_numel(), "; they must be as many");
 }
@@ -223,14 +231,15 @@ void check_pages(const Shape& shape, const Packing& packing, const Tensor& query
                  const std::optional<Tensor>& seqused_k) {
   const Tensor& table = *packing.block_table;
   check_is_integer(shape, "block_table", table);
-  TORCH_CHECK(table.dim() == 2 && must_equal(table.sym_size(0), *shape.sequences) && table.device() == query.device(),
+  TORCH_CHECK(table.layout() == at::kStrided && table.dim() == 2 && must_equal(table.sym_size(0), *shape.sequences) &&
+                  table.device() == query.device(),
               shape.op, ": block_table has shape ", table.sym_sizes(), " on ", table.device(),
-              "; it must be [N, most pages of a sequence] = [", *shape.sequences, ", ...] on ", query.device());
+              "; it must be dense, [N, most pages of a sequence] = [", *shape.sequences, ", ...] on ", query.device());
   TORCH_CHECK(seqused_k, shape.op, ": seqused_k is None; beside a block_table it says how many keys there are");
   if (!is_readable(table) || !is_readable(*seqused_k)) return;
   const int64_t pages = key.size(0), rows = key.size(2), per_sequence = table.size(1);
   for (int64_t n = 0; n < table.size(0); ++n) {
-    const int64_t keys = number(*seqused_k, n), used = keys == 0 ? 0 : divide_up(keys, std::max<int64_t>(rows, 1));
+    const int64_t keys = number(*seqused_k, n), used = keys == 0 ? 0 : (keys - 1) / std::max<int64_t>(rows, 1) + 1;
     TORCH_CHECK(used <= per_sequence && (rows > 0 || keys == 0), shape.op, ": seqused_k is ", keys, " at entry ", n,
                 ", but block_table has room for ", per_sequence, " pages of ", rows, " keys");
     for (int64_t i = 0; i < used; ++i) {
@@ -274,7 +283,7 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
   check_tensor(op, "query", query, query);
   check_tensor(op, "key", key, query);
   check_tensor(op, "value", value, query);
-  if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, "[..., L, S]");
+  if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, /*least_dims=*/0);
   check_dtypes(op, query, key, value, attn_mask);
   TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, op, ": dropout_p is ", options.dropout_p,
               "; it must be a probability between 0 and 1");
@@ -291,6 +300,11 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
               "); they must be equal");
 
   const bool paged = options.packing.block_table.has_value();
+  const auto& [max_q, max_k] = std::tie(options.packing.max_q, options.packing.max_k);
+  TORCH_CHECK(options.packed() ||
+                  (max_q.sym_eq(0).expect_true(__FILE__, __LINE__) && max_k.sym_eq(0).expect_true(__FILE__, __LINE__)),
+              op, ": cu_seq_q is None but max_q is ", max_q, " and max_k ", max_k,
+              "; they belong to packed sequences, and must be 0 without");
   TORCH_CHECK(options.packed() || !(paged || options.packing.cu_seq_k), op, ": cu_seq_q is None but ",
               paged ? "block_table" : "cu_seq_k", " is given; packed sequences need both");
   TORCH_CHECK(!paged || (query.dim() <= 3 && key.dim() == 4 && value.dim() == 4 &&
