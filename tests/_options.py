@@ -27,6 +27,9 @@ class Case:
     slopes: tuple[int, ...] | None = None
     sinks: tuple[int, ...] | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steep: float = 1 / 8  # of the order of the slopes
+    spread: float = 1.0  # about the standard deviation of scaled products
+    of_output: bool = False  # gradients of the output alone: a row of dS sums to 0, but for a sink
 
     def __str__(self) -> str:
         return self.name
@@ -35,14 +38,14 @@ class Case:
         """What may have a gradient, in memory that is otherwise NaN, and a boolean mask."""
         B, Hq, Hk, L, S, E = self.sizes
         tensors = {
-            "query": randn((B, Hq, L, E), dtype),
+            "query": randn((B, Hq, L, E), dtype) * self.spread,
             "key": randn((B, Hk, S, E), dtype),
             "value": randn((B, Hk, S, E + 4), dtype),
         }
         if self.mask is not None:
             tensors["attn_mask"] = make_mask(self.kind, self.mask, dtype)
         if self.slopes is not None:
-            tensors["alibi_slopes"] = randn(self.slopes, dtype).abs() / 8
+            tensors["alibi_slopes"] = randn(self.slopes, dtype).abs() * self.steep
         if self.sinks is not None:
             tensors["sinks"] = 2 * randn(self.sinks, dtype)
         return {name: LAYOUTS["NaN before and after"](t) for name, t in tensors.items()}
@@ -59,6 +62,18 @@ ALL: dict[str, Any] = {
     "key_lengths": torch.tensor([90, 67]),
     "is_causal": True,
 }
+# Queries, keys, an offset and sinks: rows far from all keys, and near to some and far from others.
+FAR: list[tuple[int, int, int, tuple[int] | None]] = [
+    (64, 64, 1000, None),
+    (70, 20, -(10**6), None),
+    (300, 4, 0, None),
+    (16, 1000, 984, None),
+    (1, 1000, 999, None),
+    (64, 64, 100, (4,)),
+    (300, 4, 0, (4,)),
+    (16, 1000, 984, (4,)),
+]
+NEAR_THE_CAP = [(36.0, 50.0), (100.0, 30.0), (900.0, 30.0), (1.0, 1e-5), (900.0, 1e10)]
 CASES = [
     Case("softcap", options={"softcap": 1.5}),
     Case("softcap with a mask", mask=(1, 4, 70, 90), options={"softcap": 1.5}),
@@ -85,6 +100,29 @@ CASES = [
         "few queries, a window",
         (2, 4, 1, 1, 900, 40),
         options={**_window(200, 0), "query_offset": 850},
+    ),
+    *(
+        Case(
+            f"rows at {offset}{', sinks' * bool(sinks)}",
+            (1, 4, 2, L, S, 64),
+            None,
+            "",
+            (4,),
+            sinks,
+            {"query_offset": offset},
+            steep=8 / max(abs(offset), L),
+            of_output=True,
+        )
+        for L, S, offset, sinks in FAR
+    ),
+    *(
+        Case(
+            f"scores of {spread} and a cap of {cap}",
+            (1, 2, 2, 40, 50, 64),
+            options={"softcap": cap},
+            spread=spread,
+        )
+        for spread, cap in NEAR_THE_CAP
     ),
     Case("many keys", (1, 2, 1, 3, 2100, 32), sinks=(2,), options={"key_lengths": 1999}),
     Case(
@@ -180,7 +218,8 @@ def drawn(case: Case, dtype: torch.dtype) -> tuple[Tensors, Tensors, Tensors]:
     x = case.tensors(dtype)
     output, logsumexp, _ = attention(x, **case.options)
     u = {"output": randn(output.shape, dtype), "logsumexp": randn(logsumexp.shape, logsumexp.dtype)}
+    u["logsumexp"] *= not case.of_output
     t = {name: randn(t.shape, t.dtype) for name, t in x.items() if t.is_floating_point()}
     if "alibi_slopes" in t:
-        t["alibi_slopes"] /= 8  # of the order of the slopes: distances make them large
+        t["alibi_slopes"] *= case.steep  # distances make them large
     return x, u, t

@@ -335,8 +335,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Self-attention of texts of different lengths: padded, attended to, taken apart again."""
         lengths = [text.size(0) for text in x.unbind()]
         padded = x.to_padded_tensor(0.0)
-        padding = torch.arange(padded.size(1)) >= torch.tensor(lengths)[:, None]
-        padding = padding.to(x.device)
+        of_texts = torch.tensor(lengths, device=x.device)
+        padding = torch.arange(padded.size(1), device=x.device) >= of_texts[:, None]
         output, weights = self.forward(
             padded, padded, padded, padding, need_weights, None, average_attn_weights, is_causal
         )

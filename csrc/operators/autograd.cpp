@@ -96,12 +96,23 @@ class Kept {
   void save(const T& tensors, size_t outputs = 0) {
     for_each_field([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors);
   }
-  // Takes pointer_to() of the node that keeps it. An absent tensor stays absent.
+  // Takes pointer_to() of the node that keeps it. An absent tensor stays absent. Where the caller has changed one in
+  // place since, torch's error says so: it gets the name of the argument, which torch does not know, and the way out.
   T unpack(const decltype(pointer_to(nullptr))& node) const {
     T tensors;
     const auto unpack = [&](size_t i, auto& field) {
-      Tensor t = variables_[i].unpack(node);
-      if (t.defined()) field = std::move(t);
+      try {
+        Tensor t = variables_[i].unpack(node);
+        if (t.defined()) field = std::move(t);
+      } catch (c10::Error& error) {
+        if constexpr (requires { T::kNames; })
+          if (error.msg().find("modified by an inplace operation") != std::string::npos)
+            error.add_context(c10::str(
+                "attn: backward reads ", T::kNames[i],
+                " again, which was changed in place since the call; pass a copy, or change one: ", T::kNames[i],
+                ".clone()"));
+        throw;
+      }
     };
     for_each_field(unpack, tensors);
     return tensors;
@@ -118,6 +129,7 @@ class Kept {
 struct Positions {
   std::optional<Tensor> query_offset, key_lengths, cu_seq_q, cu_seq_k;
 
+  static constexpr const char* kNames[] = {"query_offset", "key_lengths (seqused_k)", "cu_seq_q", "cu_seq_k"};
   static auto fields(auto& p) { return std::tie(p.query_offset, p.key_lengths, p.cu_seq_q, p.cu_seq_k); }
   static auto of(auto& o) { return std::tie(o.query_offset, o.key_lengths, o.packing.cu_seq_q, o.packing.cu_seq_k); }
 };

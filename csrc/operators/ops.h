@@ -19,6 +19,7 @@ struct Inputs {
   std::optional<at::Tensor> alibi_slopes;  // broadcast to [*batch, heads]
   std::optional<at::Tensor> sinks;         // as they
 
+  static constexpr const char* kNames[] = {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks"};
   static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks); }
 };
 // Those that the built-in takes, too.

@@ -34,9 +34,10 @@ from .textbook import INF, Textbook
 SLACK = 1.02
 # A few operations of one rounding each that the analysis does not list one by one.
 FEW = 8
-# Of the hyperbolic tangent: 3 ulps (csrc/cpu/simd/exp.inl) are 6 unit roundoffs; its argument is a
-# product of two numbers that were rounded.
-TANH = 6 + 3
+# Of the hyperbolic tangent, whose last three operations round (csrc/cpu/simd/exp.inl): where it is
+# small 3 ulps, or 6 unit roundoffs, and its argument is a product of two numbers that were rounded.
+# Near 1 all this is small beside it, and one rounding counts.
+TANH, TANH_NEAR_1 = 6 + 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Arithmetic:
     smallest: float = 0.0  # what a weight below its type's normal numbers is off by
     factor: float = 0.0  # unit roundoff of all other factors of products
     exact: bool = False  # the textbook is no better than the kernel
+    # unit roundoff of weights in the output that derivatives know, if slopes or sinks are there
+    known: float = 0.0
+    from_nearest: bool = True  # whether gradients of slopes count distances from the nearest key
 
 
 BF16, F16 = 2.0**-8, 2.0**-11  # unit roundoffs
@@ -67,10 +71,12 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
         has_terms = 0 < problem.softcap < 2.0**128 or "alibi_slopes" in problem.dims
         of_tensor_cores = not (large or exact_weights or has_terms)
         if problem.dtype == "bfloat16" and of_tensor_cores:
-            return Arithmetic(u, 4 * u, weight=BF16)
+            return Arithmetic(u, 4 * u, weight=BF16, known=BF16, from_nearest=False)
         if problem.dtype == "float16" and of_tensor_cores:
-            return Arithmetic(u, 4 * u, weight=F16, smallest=2.0**-25)
-        return plain
+            return Arithmetic(
+                u, 4 * u, weight=F16, smallest=2.0**-25, known=F16, from_nearest=False
+            )
+        return dataclasses.replace(plain, from_nearest=False)
     if capability not in ("avx512_bf16", "amx"):
         return plain
     # The bits that factors of products may be rounded to, as csrc/operators/problem.cpp has them.
@@ -87,7 +93,9 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
     unit = {8: BF16, 16: 2.0**-16}[bits]
     exp = {8: 3e-6, 16: 1e-7}[bits] + 4 * u
     given = 8 if problem.dtype == "bfloat16" else 11 if problem.dtype == "float16" else 24
-    return Arithmetic(u, exp, weight=unit, factor=unit if given > bits else 0.0)
+    # What rounding takes from a weight is multiplied with the values, too, rounded itself.
+    known = unit**2 if bits == 8 and problem.dtype == "bfloat16" else unit
+    return Arithmetic(u, exp, weight=unit, factor=unit if given > bits else 0.0, known=known)
 
 
 def chain(n: int, a: Arithmetic) -> float:
@@ -217,7 +225,8 @@ class Errors:
         """Of an output as derivatives know it: of half types without what rounding took from it."""
         p = self.textbook.problem
         masked = self.textbook.mask is not None and self.textbook.mask.dtype != torch.bool
-        if p.dtype not in ("bfloat16", "float16") or masked or p.dropout_p:
+        kept = masked or p.dropout_p or "alibi_slopes" in p.dims or "sinks" in p.dims
+        if p.dtype not in ("bfloat16", "float16") or kept:
             return 0.0, 0.0
         return (BF16, 2.0**-134) if p.dtype == "bfloat16" else (F16, 2.0**-25)
 
@@ -254,7 +263,8 @@ class Errors:
         # that the type computed in does not hold, which is as good as none. The score itself, too.
         held = c < torch.finfo(t.problem.dtype_of_rows).max
         tiny = 2 * self.least * (1 + (c if held else 0) * (1 + t.products))
-        return error + t.capped.abs() * ((TANH + 2) * self.u_of_both) + tiny
+        roundings = TANH - (TANH - TANH_NEAR_1) * t.part.square()
+        return error + t.capped.abs() * ((roundings + 2) * self.u_of_both) + tiny
 
     @functools.cached_property
     def e_scores(self) -> Tensor:
@@ -373,22 +383,36 @@ class Errors:
     @functools.cached_property
     def e_factor(self) -> Tensor:
         """Of weights, after dropout, as factors of a product."""
+        return self.e_weight_rounded_by(self.a.weight)
+
+    def e_weight_rounded_by(self, unit: float) -> Tensor:
         a, t = self.a, self.textbook
-        error = self.e_p + t.p * (a.weight + 3 * a.u)
+        error = self.e_p + t.p * (unit + 3 * a.u)
         return t.times_z(error + self.visible * a.smallest if a.smallest else error)
 
     @functools.cached_property
     def e_output(self) -> Tensor:
+        return self.e_output_of(self.e_factor)
+
+    def e_output_of(self, e_weights: Tensor) -> Tensor:
         t = self.textbook
         v = t.x["value"].abs()
-        return (self.e_factor + t.pz * self.product(t.S, self.a.factor)) @ v + self.lost
+        return (e_weights + t.pz * self.product(t.S, self.a.factor)) @ v + self.lost
+
+    @functools.cached_property
+    def e_known_output(self) -> Tensor:
+        """Of the output as derivatives know it, with its residual."""
+        p = self.textbook.problem.dims
+        sums_scores = "alibi_slopes" in p or "sinks" in p
+        unit = self.a.known if sums_scores else self.a.weight
+        error = self.e_output_of(self.e_weight_rounded_by(unit))
+        return self.rounded_output(self.textbook.output, error)
 
     @functools.cached_property
     def e_delta(self) -> Tensor:
         t, u = self.textbook, self.a.u
         relative = self.product(t.Ev, 2 * self.a.factor) + 3 * u
-        e_output = self.rounded_output(t.output, self.e_output)
-        error = t.g.abs() * (e_output * SLACK + t.output.abs() * relative)
+        error = t.g.abs() * (self.e_known_output * SLACK + t.output.abs() * relative)
         return error.sum(-1, keepdim=True) + u * t.delta.abs()
 
     @functools.cached_property
@@ -407,7 +431,7 @@ class Errors:
 
     @functools.cached_property
     def e_part(self) -> Tensor:
-        return self.e_capped / self.textbook.cap + 2 * self.u_of_both * self.textbook.part.abs()
+        return self.e_capped / self.textbook.cap
 
     @functools.cached_property
     def e_cap_slope(self) -> Tensor:
@@ -489,14 +513,28 @@ class Errors:
         return ds.sum(-1, keepdim=True), torch.maximum(error, e_rows)
 
     def slopes(self) -> tuple[Tensor, Tensor]:
-        return self.times_distance(self.textbook.ds, self.e_ds)
+        t = self.textbook
+        ds_sink, e_rows = self.sinks()
+        e_rows = e_rows + 2 * self.a.u * t.g_rows.abs()
+        return self.times_distance(t.ds, self.e_ds, t.g_rows - ds_sink, e_rows)
 
-    def times_distance(self, ds: Tensor, e_ds: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., L, 1], -sum_j dS_ij |p - j|, added up one after the other."""
+    def times_distance(
+        self, ds: Tensor, e_ds: Tensor, rows: Tensor, e_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[..., L, 1], -sum_j dS_ij |p - j|, added up one after the other.
+
+        That is -sum_j dS_ij (|p - j| - d) - d sum_j dS_ij, with d the distance of the nearest key.
+        The last sum is `rows`, known without adding anything up: g - dS_sink, of a row with keys.
+        """
         t = self.textbook
         n = (2 * t.S if self.a.exact else t.S) + FEW
-        error = (e_ds + ds.abs() * (n * self.a.u)) * t.distance
-        return -(ds * t.distance).sum(-1, keepdim=True), error.sum(-1, keepdim=True) + self.lost
+        farther, nearest = t.farther, t.nearest.double()
+        rows = rows.masked_fill(t.hidden.all(-1, keepdim=True), 0)
+        exact = -(ds * farther).sum(-1, keepdim=True) - rows * nearest
+        if not self.a.from_nearest:
+            farther, nearest = t.distance, torch.zeros(())
+        error = ((e_ds + ds.abs() * (n * self.a.u)) * farther).sum(-1, keepdim=True)
+        return exact, error + (e_rows + 4 * self.a.u * rows.abs()) * nearest + self.lost
 
     def sinks(self) -> tuple[Tensor, Tensor]:
         t = self.textbook
@@ -516,7 +554,7 @@ class SecondErrors(Errors):
         super().__init__(textbook, a)
         self.e_scores = forward.e_scores  # of factors that are rounded as the forward's
         self.e_capped = forward.e_capped
-        self.e_output = forward.e_output
+        self.e_known_output = forward.e_known_output
         self.e_logsumexp = forward.e_logsumexp
 
     @functools.cached_property
@@ -593,7 +631,7 @@ class SecondErrors(Errors):
             weights = self.e_p + t.p * (self.product(t.S) + 3 * self.a.u)
             error = error + t.times_z(weights) @ t.t["value"].abs()
         e_moved = self.e_moved
-        e_output = self.rounded_output(t.output, self.e_output)
+        e_output = self.e_known_output
         error = error + e_moved * t.output.abs() + (self.range + e_moved) * e_output
         few = FEW * self.a.u
         return error + few * (self.range * t.output.abs() + t.tangent.abs()) + self.lost
@@ -687,7 +725,8 @@ class SecondErrors(Errors):
         return self.of_mask(self.textbook.tds, self.e_tds, self.second_sinks()[1])
 
     def second_slopes(self) -> tuple[Tensor, Tensor]:
-        return self.times_distance(self.textbook.tds, self.e_tds)
+        tds_sink, e_rows = self.second_sinks()
+        return self.times_distance(self.textbook.tds, self.e_tds, -tds_sink, e_rows)
 
     def second_sinks(self) -> tuple[Tensor, Tensor]:
         t, u = self.textbook, self.a.u

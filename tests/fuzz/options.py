@@ -30,7 +30,10 @@ def with_options(rng: random.Random, problem: Problem) -> Problem:
         changes["window"] = window(rng, problem.sizes["S"])
     # Second derivatives by slopes are squares of distances, which float32 has to hold.
     squares = "alibi_slopes" in chosen and problem.mode not in ("forward", "backward", "jvp")
-    integers = {n: integers_of(rng, n, problem, not squares) for n in INTEGERS if n in chosen}
+    has_slopes = "alibi_slopes" in chosen
+    integers = {
+        n: integers_of(rng, n, problem, not squares, has_slopes) for n in INTEGERS if n in chosen
+    }
     if "query_offset" in chosen and not chosen.intersection(("window_size", "alibi_slopes")):
         changes["causal"] = problem.causal or rng.random() < 0.7  # which an offset moves
     problem = dataclasses.replace(
@@ -74,9 +77,11 @@ def window(rng: random.Random, keys: int) -> tuple[int, int]:
     return pair if pair != (-1, -1) else (rng.randrange(keys + 1), -1)
 
 
-def offset(rng: random.Random, L: int, S: int, any_size: bool) -> int | str:
+def offset(rng: random.Random, L: int, S: int, any_size: bool, far: bool = False) -> int | str:
+    """`far`: a row in four far from all its keys, by which distances are multiplied."""
     kind = weighted(rng, {"lower right": 25, "0": 5, "small": 20, "some": 25, "tile": 10,
-                          "none seen": 7, "far": 4, "farthest": 4 if any_size else 0})  # fmt: skip
+                          "none seen": 30 if far else 7, "far": 4,
+                          "farthest": 4 if any_size else 0})  # fmt: skip
     choices: dict[str, Any] = {
         "lower right": ["S - L"],
         "0": [0],
@@ -102,13 +107,15 @@ def length(rng: random.Random, S: int) -> int | str:
     return rng.choice(choices[kind])
 
 
-def integers_of(rng: random.Random, name: str, problem: Problem, any_size: bool) -> Integers:
+def integers_of(
+    rng: random.Random, name: str, problem: Problem, any_size: bool, far: bool
+) -> Integers:
     """One number, or one for each batch entry, in a shape that broadcasts."""
     dims = broadcast(rng, problem.lead_dims[:-1])
     entries = 1 if not dims else rng.randint(1, 5)
     L, S = problem.sizes["L"], problem.sizes["S"]
     numbers = tuple(
-        offset(rng, L, S, any_size) if name == "query_offset" else length(rng, S)
+        offset(rng, L, S, any_size, far) if name == "query_offset" else length(rng, S)
         for _ in range(entries)
     )
     of_32_bits = all(isinstance(n, str) or abs(n) < 2**31 for n in numbers)

@@ -7,11 +7,12 @@
 //
 // so that one pass over the keys is enough: c and the products are summed together. What is common to all tx of a row
 // cancels in tP. So that it does not cost digits, tx is shifted before anything is summed, by the weighted mean r of tx
-// over the first keys that the row attends to:
+// over the first keys that the row attends to, and over its sink, which may have nearly all of the weight:
 //
 //   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
 //
-// A sink takes part in c as one more score, without a value.
+// A sink takes part in c as one more score, without a value. The weights are divided by their own sum, which the
+// rounding of the logsumexp leaves near 1: all of them are off alike by it, and with them c.
 #pragma once
 
 #include "cpu/tiles/dropout.inl"
@@ -35,7 +36,8 @@ struct Tangent {
     Logsumexp<T>* logsumexp;
     T* shift;                                      // [kRowTile]: r
     T* has_shift;                                  // [kRowTile]: 1 once there is one, else 0
-    T* shifted_sum;                                // [kRowTile]: c - r
+    T *shifted_sum, *total;                        // [kRowTile]: c - r, and the sum of P
+    T *sink_weight, *sink_tangent;                 // [kRowTile]: 0 where there is none
     T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
     T* score_query_t;                              // for kRoundsScores, [slots of E][kRowTile]
     T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
@@ -58,6 +60,9 @@ struct Tangent {
       shift = arena.take<T>(kRowTile);
       has_shift = arena.take<T>(kRowTile);
       shifted_sum = arena.take<T>(kRowTile);
+      total = arena.take<T>(kRowTile);
+      sink_weight = arena.take<T>(kRowTile);
+      sink_tangent = arena.take<T>(kRowTile);
       key = arena.take<T>(kKeyTile * ld_key);
       tangent_key = arena.take<T>(kKeyTile * ld_key);
       value = arena.take<T>(kKeyTile * ld_value);
@@ -95,7 +100,8 @@ struct Tangent {
       }
       const Vec<T> had = load<T>(b.has_shift + lane);
       const auto begins = (had == zero) & (total > zero);
-      const Vec<T> shift = begins ? mean / total : load<T>(b.shift + lane);
+      const Vec<T> sink = load<T>(b.sink_weight + lane), of_sink = sink * load<T>(b.sink_tangent + lane);
+      const Vec<T> shift = begins ? (mean + of_sink) / (total + sink) : load<T>(b.shift + lane);
       store<T>(b.shift + lane, shift);
       store<T>(b.has_shift + lane, begins ? one : had);
 
@@ -111,17 +117,17 @@ struct Tangent {
         store<T>(b.tx + at, product * factor);
       }
       store<T>(b.shifted_sum + lane, load<T>(b.shifted_sum + lane) + shifted_sum);
+      store<T>(b.total + lane, load<T>(b.total + lane) + total);
     }
   }
 
-  // What a sink adds to c - r.
-  static void add_sinks_to_sum(const TangentParams& p, const Buffers& b) {
-    for (int64_t i = 0; i < b.rows->count; ++i) {
+  static void load_sinks(const TangentParams& p, const Buffers& b) {
+    fill_zero(b.sink_weight, kRowTile);
+    fill_zero(b.sink_tangent, kRowTile);
+    for (int64_t i = 0; i < b.rows->count && p.terms.sinks; ++i) {
       const int64_t of_head = b.rows->n * p.heads + b.rows->head[i];
-      const double weight = weight_of_sink(p, sink_of<T>(p, of_head), *b.logsumexp, i);
-      if (weight == 0) continue;
-      const double tangent = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[of_head] : 0;
-      b.shifted_sum[i] += static_cast<T>(weight * (tangent - b.shift[i]));
+      b.sink_weight[i] = static_cast<T>(weight_of_sink(p, sink_of<T>(p, of_head), *b.logsumexp, i));
+      if (p.t.terms.sinks && b.sink_weight[i] != 0) b.sink_tangent[i] = static_cast<const T*>(p.t.terms.sinks)[of_head];
     }
   }
 
@@ -136,9 +142,11 @@ struct Tangent {
     if constexpr (kRoundsScores) rows.template pack_columns<F>(p, p.query, p.head_dim, b.score_query_t);
     if (p.t.query.data) rows.pack_transposed(p, p.t.query, p.head_dim, b.tangent_query_t);
     rows.load_logsumexp(p, p.logsumexp, *b.logsumexp);
+    load_sinks(p, b);
     fill_zero(b.shift, kRowTile);
     fill_zero(b.has_shift, kRowTile);
     fill_zero(b.shifted_sum, kRowTile);
+    fill_zero(b.total, kRowTile);
     fill_zero(b.tangent_output_t, p.value_dim * kRowTile);
 
     const auto visit = [&](Range keys) {
@@ -176,7 +184,16 @@ struct Tangent {
     each_tile_of_keys({first, keys.last}, visit);
     each_tile_of_keys({keys.first, first}, visit);
 
-    if (p.terms.sinks) add_sinks_to_sum(p, b);
+    for (int64_t i = 0; i < lanes; i += W) {
+      const Vec<T> sink = load<T>(b.sink_weight + i), total = load<T>(b.total + i) + sink;
+      const Vec<T> inverse = splat<T>(1) / (total == Vec<T>{} ? splat<T>(1) : total);
+      const Vec<T> of_sink = sink * (load<T>(b.sink_tangent + i) - load<T>(b.shift + i));
+      store<T>(b.shifted_sum + i, (load<T>(b.shifted_sum + i) + of_sink) * inverse);
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        T* at = b.tangent_output_t + d * kRowTile + i;
+        store<T>(at, load<T>(at) * inverse);
+      }
+    }
     const auto subtract = [&](const Operand& output) {  // (c - r) O
       if (!output.data) return;
       rows.pack_transposed(p, output, p.value_dim, b.output_t);

@@ -60,6 +60,15 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     write();
   }
 
+  // The weight of a row's sink, where there are sinks, and its tangent.
+  struct Sink {
+    T weight, tangent;
+  };
+  __device__ __forceinline__ Sink sink(int row) const {
+    const T tangent = p.t.terms.sinks ? this->of_head(p.t.terms.sinks, row) : 0;
+    return {shared.row[row].weight(this->of_head(p.terms.sinks, row)), tangent};
+  }
+
   // tx becomes P (tx - r); adds up c - r. P is in shared memory; by selection, nothing of a masked key comes through.
   __device__ __forceinline__ void differentiate_weights(Scores& tangent) {
     const SimtThread thread;
@@ -77,6 +86,11 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       total = sum_over_x(total);
       mean = sum_over_x(mean);
       const bool begins = !old.has_shift && total > 0;
+      if (begins && p.terms.sinks) {  // which may have nearly all of the weight
+        const auto [weight, tangent] = sink(row);
+        total += weight;
+        mean += weight * tangent;
+      }
       const T shift = begins ? mean / total : old.shift;
       T shifted_sum = 0;
 #pragma unroll
@@ -107,8 +121,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       if (row >= task.rows) break;
       T shifted_sum = shared.row[row].shifted_sum;
       if (p.terms.sinks) {  // c has Psink tsink, too
-        const T t = p.t.terms.sinks ? this->of_head(p.t.terms.sinks, row) : 0;
-        shifted_sum += shared.row[row].weight(this->of_head(p.terms.sinks, row)) * (t - shared.row[row].shift);
+        const auto [weight, tangent] = sink(row);
+        shifted_sum += weight * (tangent - shared.row[row].shift);
       }
       const auto at = [&](const Operand& x, int64_t base, int64_t d) {
         return base + shared.rows.offset(x, row) + d * x.col;
