@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from helpers import (
     make_inputs,
     results,
 )
+from torch_attn import reference
 
 TENSORS = Inputs._fields
 SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TENSORS, n)]
@@ -119,8 +121,30 @@ def test_input_changed_before_backward_is_noticed(tensor: str) -> None:
     output = torch_attn.sdpa(*inputs)
     with torch.no_grad():
         (output if tensor == "output" else getattr(inputs, tensor)).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    message = rf"modified by an inplace operation.* backward reads {tensor} .* {tensor}.clone\(\)"
+    with pytest.raises(RuntimeError, match=message):
         output.backward(torch.ones_like(output))
+
+
+@pytest.mark.regression
+@pytest.mark.usefixtures("device")
+def test_a_boolean_mask_that_layers_share_is_refilled() -> None:
+    """The built-in copies it. Here it is an error that names it and the way out, which is right."""
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    given = torch.randn(1, 2, 6, 8, dtype=torch.float64, requires_grad=True)
+
+    def gradient(attend: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        x: Tensor = given
+        for window in (6, 2, 6, 2):
+            mask.copy_(torch.ones_like(mask).tril().triu(1 - window))
+            x = x + attend(x, mask)
+        return torch.autograd.grad(x.sum(), given)[0]
+
+    with pytest.raises(RuntimeError, match=r"backward reads attn_mask .* attn_mask.clone\(\)"):
+        gradient(lambda x, mask: torch_attn.sdpa(x, x, x, mask))
+    expected = gradient(lambda x, mask: reference.sdpa(x, x, x, mask.clone()))
+    copied = gradient(lambda x, mask: torch_attn.sdpa(x, x, x, mask.clone()))
+    torch.testing.assert_close(copied, expected)
 
 
 @pytest.mark.usefixtures("device")

@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import torch_attn
 from _accuracy import check
 from helpers import DTYPES, INF, LAYOUTS, Inputs, make_inputs, natural_logsumexp, results
+from torch_attn import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -204,3 +207,55 @@ def test_the_residual_is_kept_where_it_counts(dtype: torch.dtype) -> None:
     for options in ({"dropout_p": 0.1}, {"attn_mask": seen.to(dtype)}):
         output, _, _, residual, *_ = torch.ops.attn._sdpa_forward(query, key, value, **options)
         assert residual.shape == output.shape
+
+
+MASKS = {
+    "boolean [S]": torch.tensor([True, False, True, True, False, True, True]),
+    "floating [S]": torch.linspace(-2, 1, 7),
+    "floating [1]": torch.tensor([0.5]),
+    "floating []": torch.tensor(-2.0),
+    "True": torch.tensor(True),
+    "False": torch.tensor(False),
+}
+
+
+@pytest.mark.regression
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_fewer_than_two_dimensions(name: str) -> None:
+    """As the built-in has them, at every door; a gradient has the mask's own shape."""
+    mask, doubles = MASKS[name], torch.float64
+    query, key, value, _ = make_inputs(5, 7, 8, dtype=doubles)
+    whole = mask.expand(5, 7)
+    expected = torch_attn.sdpa(
+        query, key, value, whole.to(doubles) if mask.is_floating_point() else whole
+    )
+    if mask.is_floating_point():
+        mask, whole = mask.to(doubles).requires_grad_(), whole.to(doubles)
+    stats = torch_attn.sdpa_stats(query, key, mask.detach())
+    with torch_attn.replacing_sdpa():
+        switched = F.scaled_dot_product_attention(query, key, value, mask)
+    many = [t.expand(2, *t.shape) for t in (query, key, value, mask)]
+    for output in (
+        torch_attn.sdpa(query, key, value, mask),
+        torch_attn.sdpa_with_logsumexp(query, key, value, mask, key_lengths=7)[0],
+        torch_attn.sdpa_with_weights(query, key, value, mask)[0],
+        torch_attn.sdpa_with_weights(query, key, value, mask)[1] @ value,
+        torch.ops.attn.sdpa(query, key, value, mask),
+        reference.sdpa(query, key, value, mask),
+        torch.vmap(torch_attn.sdpa)(*many)[1],
+        switched,
+    ):
+        torch.testing.assert_close(output, expected)
+    for found, of_whole in zip(stats, torch_attn.sdpa_stats(query, key, whole), strict=True):
+        torch.testing.assert_close(found, of_whole)
+    if not mask.is_floating_point():
+        return
+
+    def function(mask: Tensor) -> tuple[Tensor, ...]:
+        sinks = torch.zeros(query.shape[-3], dtype=doubles)
+        return torch_attn.sdpa_with_logsumexp(query, key, value, mask, sinks=sinks)[:2]
+
+    assert torch.autograd.grad(function(mask)[0].sum(), mask)[0].shape == mask.shape
+    assert torch.autograd.gradcheck(function, mask, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, mask, check_fwd_over_rev=True)

@@ -509,6 +509,16 @@ def test_nested(average: bool) -> None:
     torch.testing.assert_close(weights, expected_weights)
 
 
+@pytest.mark.regression
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_beside_another_default_device() -> None:
+    module, x = ours(batch_first=True).eval(), nested()
+    expected = module(x, x, x)[0].unbind()
+    with torch.device("meta"):
+        output = module(x, x, x)[0].unbind()
+    assert all(map(torch.equal, output, expected))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_in_training() -> None:
     """Texts one by one give the same outputs and gradients."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections import Counter
 from typing import Any
 
@@ -589,3 +591,70 @@ def test_handles_may_be_given_once() -> None:
     output = cache.attend(torch.randn(3, 2, 8), iter([handle]), starts)  # type: ignore[arg-type]
     assert isinstance(output, Tensor)
     assert output.isfinite().all()
+
+
+# --- block tables of any kind ---------------------------------------------------------------------
+
+
+def unmapped_behind(numbers: list[int], dtype: torch.dtype) -> Tensor:
+    """[1, 2 n]: a table of n numbers, and behind them n whose memory cannot be read."""
+    size = mmap.PAGESIZE
+    area = mmap.mmap(-1, 2 * size)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    behind = ctypes.c_void_p(start + size)
+    assert ctypes.CDLL(None, use_errno=True).mprotect(behind, size, 0) == 0
+    bytes_of_both = (ctypes.c_char * (2 * size)).from_address(start)
+    table = torch.frombuffer(bytes_of_both, dtype=dtype)
+    table = table.as_strided((1, 2 * len(numbers)), (1, 1), size // dtype.itemsize - len(numbers))
+    table[0, : len(numbers)] = torch.tensor(numbers, dtype=dtype)
+    MAPPED.append(area)
+    return table
+
+
+MAPPED: list[mmap.mmap] = []  # as long as tensors point into it
+
+
+@pytest.mark.regression
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("page", [2, 16, 64])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_only_entries_in_use_are_read(dtype: torch.dtype, page: int, queries: int) -> None:
+    """In their own dtype, with any strides, and without a copy of a table of any width."""
+    pool, query = torch.randn(9, page, 2, 8), torch.randn(queries, 2, 8)
+    starts, used = torch.tensor([0, queries]), torch.tensor([2 * page + 1])
+
+    def attend(table: Tensor) -> Tensor:
+        output = torch_attn.varlen_attn(
+            query,
+            pool,
+            pool,
+            starts,
+            None,
+            queries,
+            2 * page + 1,
+            seqused_k=used,
+            block_table=table,
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    expected = attend(torch.tensor([[3, 8, 5]]))
+    assert torch.equal(attend(unmapped_behind([3, 8, 5], dtype)), expected)
+    strided = torch.full((1, 6), 10**9, dtype=dtype)
+    strided[:, ::2] = torch.tensor([3, 8, 5])
+    assert torch.equal(attend(strided[:, ::2]), expected)
+    wide = torch.tensor([[3]], dtype=dtype).expand(1, 2**40)
+    assert torch.equal(attend(wide), attend(torch.tensor([[3, 3, 3]])))
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("used", [2**63 - 1, 2**63 - 15, 2**63 - 16, 17, -1])
+def test_lengths_beyond_the_table_are_refused(used: int) -> None:
+    """Also those whose number of pages overflows when it is rounded up."""
+    query, pool = torch.randn(1, 1, 8), torch.randn(2, 16, 1, 8)
+    with pytest.raises(RuntimeError, match=f"attn::varlen_attention: seqused_k is {used}"):
+        torch_attn.varlen_attn(
+            query, pool, pool, torch.tensor([0, 1]), None, 1, 2**63 - 1,
+            seqused_k=torch.tensor([used]), block_table=torch.tensor([[-1]]),
+        )  # fmt: skip

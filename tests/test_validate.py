@@ -98,7 +98,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         {"attn_mask": floats(5, 7, dtype=torch.float64)},
         (r"attn_mask", r"[Dd]ouble", r"bool.*float32"),
     ),
-    "1-D mask": ({"attn_mask": floats(7)}, (r"attn_mask", r"\[7\]", r"at least 2 dim")),
+    "1-D mask": ({"attn_mask": floats(5)}, (r"attn_mask", r"\[5\]", r"broadcast.*\[2, 4, 5, 7\]")),
     "mask of other lengths": (
         {"attn_mask": floats(7, 5)},
         (r"attn_mask", r"\[7, 5\]", r"broadcast.*\[2, 4, 5, 7\]"),

@@ -659,3 +659,58 @@ def test_flops() -> None:
     assert packed == count(lambda: torch_attn.sdpa(*dense, **window)) > 0
     paged = count(lambda: torch_attn.varlen_attn(**pages()))
     assert paged == 2 * 2 * 4 * 5 * 4 * 2 * 16
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query_offset": 1.5}, TypeError, "query_offset is 1.5; it must be an int or a tensor"),
+        ({"query_offset": "a"}, TypeError, "query_offset is 'a'; it must be an int or a tensor"),
+        ({"query_offset": [1]}, TypeError, r"query_offset is \[1\]; it must be an int or a tensor"),
+        ({"query_offset": True}, TypeError, "query_offset is True; it must be an int or a tensor"),
+        ({"query_offset": 2**63}, RuntimeError, "query_offset is 9223372036854775808; it must be"),
+        ({"query_offset": -(2**62)}, RuntimeError, "query_offset is -4611686018427387904.*between"),
+        ({"window_size": (2**63, 0)}, RuntimeError, "window_size is 9223372036854775808; it must"),
+        ({"window_size": (True, 0)}, TypeError, "window_size is True; it must be an int"),
+        ({"window_size": (0.5, 0)}, TypeError, "window_size is 0.5; it must be an int"),
+        ({"max_q": 2**63}, RuntimeError, "max_q is 9223372036854775808; it must be"),
+        ({"max_k": 1.0}, TypeError, "max_k is 1.0; it must be an int"),
+        ({"max_q": -1, "cu_seq_q": torch.tensor([0])}, RuntimeError, "max_q is -1; it must be the"),
+        ({"max_k": -1, "cu_seq_k": torch.tensor([0])}, RuntimeError, "max_k is -1; it must be the"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
+def test_whole_numbers_are_named(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Whatever is no number, or one that nothing holds."""
+    with pytest.raises(error, match=message):
+        torch_attn.varlen_attn(**arguments() | changes)
+
+
+@pytest.mark.regression
+def test_starts_beside_a_block_table_are_starts() -> None:
+    """They name no rows there, and are checked all the same."""
+    given = pages()
+    expected = torch_attn.varlen_attn(**given)
+    starts = given["cu_seq_q"]
+    assert_equal(torch_attn.varlen_attn(**given | {"cu_seq_k": starts}), expected)
+    for wrong, message in (
+        (starts.float(), "cu_seq_k has dtype Float"),
+        (starts[:-1], "cu_seq_k has .* entries but cu_seq_q"),
+        (starts.flip(0), "cu_seq_k begins with"),
+    ):
+        with pytest.raises(RuntimeError, match=f"attn::varlen_attention: {message}"):
+            torch_attn.varlen_attn(**given | {"cu_seq_k": wrong})
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("name", ["query", "value", "cu_seq_q", "cu_seq_k", "attn_mask"])
+def test_sparse_tensors_are_named(name: str) -> None:
+    given = arguments() | {"attn_mask": torch.zeros(1, arguments()["query"].shape[0], 99)}
+    given[name] = given[name].to_sparse()
+    with pytest.raises(RuntimeError, match=f"attn::varlen_attention: {name} has layout Sparse"):
+        torch_attn.varlen_attn(**given)
+    with pytest.raises(RuntimeError, match="attn::varlen_attention: block_table has layout Sparse"):
+        torch_attn.varlen_attn(**pages() | {"block_table": pages()["block_table"].to_sparse()})

@@ -51,7 +51,7 @@ def sdpa(
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
         key: ``[B..., Hk, S, E]``, query's dtype and device.
         value: ``[B..., Hv, S, Ev]``, query's dtype and device.
-        attn_mask: at least 2-D, broadcasts to ``[B..., Hq, L, S]`` without enlarging it. Boolean:
+        attn_mask: broadcasts to ``[B..., Hq, L, S]`` without enlarging it. Boolean:
             True = the query may attend to the key. Floating, of query's dtype or float32: added to
             the scaled scores; ``-inf`` masks the key. A floating mask may require a gradient, which
             has the mask's own shape. Or ``causal_upper_left(L, S)`` or ``causal_lower_right(L, S)``
@@ -433,7 +433,7 @@ def sdpa_stats(
 def _pair(window_size: tuple[int, int]) -> list[int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size}; it must be a pair (left, right) of ints")
-    if not torch.jit.is_scripting():
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         for number in window_size:
             _check_whole("window_size", number)
     return [window_size[0], window_size[1]]
@@ -445,7 +445,7 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
         return None
     if isinstance(numbers, Tensor):
         return numbers
-    if not torch.jit.is_scripting():
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         _check_whole(name, numbers, " or a tensor of integers")
     return torch.full([], numbers, dtype=torch.int64, device=query.device)
 

@@ -190,8 +190,9 @@ def _written_out(op: Any, attn_mask: Any, query: Any, key: Any) -> Any:
     """
     if attn_mask is None:
         return None
-    rows, columns = attn_mask.shape[-2:]
-    if (rows == 1) == (query.shape[2] == 1) and (columns == 1) == (key.shape[2] == 1):
+    rows, columns = (1, 1, *attn_mask.shape)[-2:]
+    of_all = (rows == 1) == (query.shape[2] == 1) and (columns == 1) == (key.shape[2] == 1)
+    if of_all and len(attn_mask.shape) >= 2:
         return attn_mask
     sizes = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)
     return op.Expand(attn_mask, sizes)

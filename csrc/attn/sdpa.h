@@ -25,7 +25,7 @@ using Integers = std::variant<int64_t, at::Tensor>;
 
 // What a call takes beside query, key and value, by name; what is left out has the operator's default.
 struct Options {
-  // Broadcasts to [B..., Hq, L, S], at least 2 dimensions. Boolean: true = attend. Floating, query's type or float32:
+  // Broadcasts to [B..., Hq, L, S]. Boolean: true = attend. Floating, query's type or float32:
   // added to the scaled scores; it gets a gradient.
   std::optional<at::Tensor> attn_mask = std::nullopt;
   // Probability in [0, 1] that a weight is zeroed; the others are divided by 1 - dropout_p. Drawn from the default

@@ -156,6 +156,7 @@ struct Saved {
   at::Tensor rng_state;  // [3], or [*batch, 1, 1, 3] under vmap; [0] without dropout
   at::Tensor residual;   // [*batch, heads, L, Ev] where there is one (validate.h), else [0]
 
+  static constexpr const char* kNames[] = {"output", "logsumexp", "rng_state", "residual"};
   static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
 };
 

@@ -300,13 +300,13 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
               "); they must be equal");
 
   const bool paged = options.packing.block_table.has_value();
+  TORCH_CHECK(options.packed() || !(paged || options.packing.cu_seq_k), op, ": cu_seq_q is None but ",
+              paged ? "block_table" : "cu_seq_k", " is given; packed sequences need both");
   const auto& [max_q, max_k] = std::tie(options.packing.max_q, options.packing.max_k);
   TORCH_CHECK(options.packed() ||
                   (max_q.sym_eq(0).expect_true(__FILE__, __LINE__) && max_k.sym_eq(0).expect_true(__FILE__, __LINE__)),
               op, ": cu_seq_q is None but max_q is ", max_q, " and max_k ", max_k,
               "; they belong to packed sequences, and must be 0 without");
-  TORCH_CHECK(options.packed() || !(paged || options.packing.cu_seq_k), op, ": cu_seq_q is None but ",
-              paged ? "block_table" : "cu_seq_k", " is given; packed sequences need both");
   TORCH_CHECK(!paged || (query.dim() <= 3 && key.dim() == 4 && value.dim() == 4 &&
                          must_equal(key.sym_size(0), value.sym_size(0))),
               op, ": query has ", query.dim(), " dimensions, key ", key.sym_sizes(), " and value ", value.sym_sizes(),

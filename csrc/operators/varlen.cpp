@@ -10,14 +10,26 @@ namespace {
 
 using at::Tensor;
 
-// What attention would say of the shapes in its own order of dimensions.
+void check_dense(const char* name, const Tensor& t) {
+  TORCH_CHECK(t.layout() == at::kStrided && !t.is_nested(), VarlenOp::name, ": ", name, " has layout ", t.layout(),
+              "; it must be a dense (strided) tensor");
+}
+
+// What attention would say of the shapes in its own order of dimensions, and of layouts in its own name.
 void check_shapes(const VarlenCall& c) {
   const auto check = [](const char* name, const Tensor& t, int64_t dims) {
     TORCH_CHECK(t.defined(), VarlenOp::name, ": ", name, " is undefined; a tensor is needed");
+    check_dense(name, t);
     TORCH_CHECK(t.dim() == dims, VarlenOp::name, ": ", name, " has shape ", t.sym_sizes(), "; it must have ", dims,
                 " dimensions: ",
                 dims == 3 ? "[tokens, heads, head_dim]" : "[pages, page_size, heads, head_dim], beside a block_table");
   };
+  for (const auto& [name, t] : {std::pair("cu_seq_k", &c.cu_seq_k), std::pair("seqused_k", &c.seqused_k),
+                                std::pair("block_table", &c.block_table), std::pair("attn_mask", &c.attn_mask),
+                                std::pair("alibi_slopes", &c.alibi_slopes), std::pair("sinks", &c.sinks),
+                                std::pair("query_offset", &c.query_offset)})
+    if (*t) check_dense(name, **t);
+  check_dense("cu_seq_q", c.cu_seq_q);
   check("query", c.query, 3);
   check("key", c.key, c.block_table ? 4 : 3);
   check("value", c.value, c.block_table ? 4 : 3);
