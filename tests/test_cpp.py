@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torch_attn
 from _cmake import PREFIX_PATH, build, build_example, configure, run, succeed
 from _variants import BUILD, ROOT, newest_clang
+from test_no_option_is_lost import ALL, DENSE, OF_MODULE
 from torch_attn._library import IN_PACKAGE
 
 PAGE = ROOT / "docs" / "cpp.md"
@@ -40,6 +41,18 @@ def test_unit_tests_and_gradcheck(built: Path) -> None:
     if not (built / "unit").exists():
         pytest.skip("not run: no GoogleTest (libgtest-dev) for the unit tests of C++")
     assert re.search(r"unit \.+ +Passed", output), output
+
+
+@pytest.mark.slow  # compiles programs
+def test_no_option_is_lost(built: Path) -> None:
+    """A program has a call for each at each door; what is new in the schema has none."""
+    doors = {
+        **dict.fromkeys(("sdpa", "sdpa_with_logsumexp", "sdpa_with_weights", "sdpa_stats"), DENSE),
+        "varlen": ALL,
+        **dict.fromkeys(("MultiheadAttention", "MultiheadAttention_with_weights"), OF_MODULE),
+    }
+    expected = {f"{door} {argument}" for door, takes in doors.items() for argument in takes}
+    assert set(succeed(built / "options").splitlines()) == expected
 
 
 @pytest.mark.slow  # compiles programs

@@ -233,9 +233,7 @@ def test_torchscript_of_the_function(name: str) -> None:
     # What a function makes tensors and a list of.
     python = {"query_offset": "Union[Tensor, int, NoneType]", "window_size": "Tuple[int, int]"}
     python["key_lengths"] = python["query_offset"]
-    packing = {"cu_seq_q", "cu_seq_k", "max_q", "max_k", "block_table"}  # see varlen_attn
-    arguments = torch.ops.attn.attention.default._schema.arguments
-    of_operator = [argument for argument in arguments if argument.name not in packing]
+    of_operator = torch.ops.attn.sdpa_with_weights.default._schema.arguments  # of none are packed
     for argument, other in zip(scripted.schema.arguments, of_operator, strict=True):
         assert argument.name == other.name
         assert str(argument.type) == python.get(other.name, str(other.type))

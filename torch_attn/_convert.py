@@ -144,9 +144,8 @@ def _changed(module: nn.MultiheadAttention, cls: type) -> str:
 
 def _beyond_torch(module: MultiheadAttention) -> str:
     """What torch's module cannot express."""
-    defaults = {"num_kv_heads": module.num_heads, "window_size": (-1, -1), "softcap": 0.0}
-    options = {name: getattr(module, name) for name in defaults}
-    if more := [f"{name}={value}" for name, value in options.items() if value != defaults[name]]:
+    own = module._own().items()
+    if more := [f"{name}={value}" for name, (value, default) in own if value != default]:
         return f"torch's module has no {', '.join(more)}"
     out_proj = module.out_proj
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

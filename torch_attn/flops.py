@@ -8,8 +8,10 @@ for: the gradient of a key that wants none, a direction that is zero.
 A window is taken off: with `window_size` the pairs of a query and a key are those that it, together
 with `is_causal`, lets see each other. The numbers of `query_offset` and `key_lengths` are not known
 here, only shapes: the first query stands at the first key or, where an offset is given, the last
-query at the last key, and there are as many keys as there is room for. Packed sequences are counted
-as if all had the same length, those in pages as if each had `max_k` keys.
+query at the last key, and there are as many keys as there is room for. Packed sequences, of
+`cu_seq_q` and `cu_seq_k`, are counted as if all had the same length, those in the pages of a
+`block_table` as if each had `max_k` keys. Nothing is added for `softcap`, `alibi_slopes` and
+`sinks`, which are no products of matrices, and `max_q` is not read.
 
 With E the size of a query and a key, Ev that of a value, and per pair of a query and a key:
 

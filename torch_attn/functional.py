@@ -140,34 +140,19 @@ def sdpa(
         _refuse_others("attn::sdpa", query=query, key=key, value=value)
     if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
         scale, dropout_p = _numbers("attn::sdpa", scale=scale, dropout_p=dropout_p)
-    dropout_p = dropout_p if dropout_p else 0.0  # see sdpa_with_logsumexp
-    if (
-        not softcap
-        and window_size == (-1, -1)
-        and query_offset is None
-        and key_lengths is None
-        and alibi_slopes is None
-        and sinks is None
-    ):
+    # see sdpa_with_logsumexp
+    dropout_p, softcap = dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
+    # TorchScript takes no None that might be a number in a tuple.
+    offset = None if query_offset is None else _integers("query_offset", query_offset, query)
+    lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
+    more = (softcap, window_size, offset, lengths, alibi_slopes, sinks)
+    if _is_default(more):
         output: Tensor = torch.ops.attn.sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return output
     return sdpa_with_logsumexp(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        softcap,
-        window_size,
-        query_offset,
-        key_lengths,
-        alibi_slopes,
-        sinks,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, *more
     )[0]
 
 
@@ -427,6 +412,21 @@ def sdpa_stats(
             alibi_slopes=alibi_slopes,
             sinks=sinks,
         )
+    )
+
+
+def _is_default(
+    more: tuple[float, tuple[int, int], Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+) -> bool:
+    """Whether the built-in could have the call. One that is not named here is an error."""
+    softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks = more
+    return (
+        not softcap
+        and window_size == (-1, -1)
+        and query_offset is None
+        and key_lengths is None
+        and alibi_slopes is None
+        and sinks is None
     )
 
 

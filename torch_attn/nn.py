@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -153,9 +154,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.num_kv_heads = num_kv_heads
         self.register_forward_pre_hook(_forward_must_be_called)
 
+    def _own(self) -> dict[str, tuple[Any, Any]]:
+        """What it is made with beside torch's arguments, and what that is by default."""
+        parameters = inspect.signature(MultiheadAttention).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        defaults["num_kv_heads"] = self.num_heads
+        return {name: (getattr(self, name), default) for name, default in defaults.items()}
+
     def _take_down(self) -> None:
         """Leaves nothing that torch's module has not; :func:`torch_attn.unconvert` calls it."""
-        for name in ("num_kv_heads", "window_size", "softcap"):
+        for name in self._own():
             vars(self).pop(name, None)
         for key, hook in list(self._forward_pre_hooks.items()):
             if hook is _forward_must_be_called:
@@ -398,7 +406,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Sizes, and of the other arguments those that are not the default."""
         said = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
         others: dict[str, tuple[Any, Any]] = {
-            "num_kv_heads": (self.num_kv_heads, self.num_heads),
             "kdim": (self.kdim, self.embed_dim),
             "vdim": (self.vdim, self.embed_dim),
             "dropout": (self.dropout, 0.0),
@@ -406,8 +413,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             "add_bias_kv": (self.bias_k is not None, False),
             "add_zero_attn": (self.add_zero_attn, False),
             "batch_first": (self.batch_first, False),
-            "window_size": (self.window_size, (-1, -1)),
-            "softcap": (self.softcap, 0.0),
+            **self._own(),
         }
         more = [
             f", {name}={value}" for name, (value, default) in others.items() if value != default

@@ -32,7 +32,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     key_lengths                  from opset 24 on. With is_causal or a window they need
                                  ``query_offset=key_lengths - L``, computed like this in the model
     alibi_slopes, sinks          None
-    cu_seq_q                     None: not :func:`torch_attn.varlen_attn`
+    cu_seq_q, ..., block_table   not given: not :func:`torch_attn.varlen_attn`
     ===========================  ===================================================================
 
     The meaning is that of onnx 1.23, which is ours. Earlier releases, and runtimes that follow
@@ -124,12 +124,15 @@ def _attention(
     window_size: tuple[int, int] = (-1, -1),
     query_offset: Any = None,
     key_lengths: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    cu_seq_q: Any = None,
-    **_: Any,  # beside cu_seq_q only
+    **others: Any,  # ONNX has none
 ) -> Any:
     """The node, after everything that it cannot mean was refused: its four results."""
+    arguments = torch.ops.attn.attention.default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    for name, given in others.items():
+        if given is not defaults[name] and given != defaults[name]:
+            _refuse(name, given if isinstance(given, int) else "given", str(defaults[name]))
+
     from onnxscript import evaluator, ir, values
 
     recorder: Any = evaluator.default()
@@ -140,10 +143,6 @@ def _attention(
         _refuse("dropout_p", dropout_p, "0")
     if scale is not None and scale <= 0:
         _refuse("scale", scale, "more than 0")  # query and key are multiplied by its root
-    others = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seq_q": cu_seq_q}
-    for name, given in others.items():
-        if given is not None:
-            _refuse(name, "given", "None")
     _check_shapes(query, key, value, attn_mask)
     half = query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     left, right = window_size

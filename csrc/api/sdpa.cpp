@@ -11,10 +11,7 @@ Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const s
 }
 
 Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
-  const bool plain = o.softcap == 0 && o.window_size == Options().window_size && !o.query_offset && !o.key_lengths &&
-                     !o.alibi_slopes && !o.sinks;
-  if (!plain) return sdpa_with_logsumexp(query, key, value, o).output;
-  return sdpa(query, key, value, o.attn_mask, o.dropout_p, o.is_causal, o.scale, o.enable_gqa);
+  return attend({{query, key, value, o.attn_mask, {}, {}}}, call_options(o, query), head_inputs(o));
 }
 
 OutputAndLogsumexp sdpa_with_logsumexp(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {

@@ -295,13 +295,6 @@ bool has_kernel(const Inputs& inputs, const CallOptions& options) {
   return std::apply(all_plain, fields_of(inputs)) && plain(options.query_offset) && plain(options.key_lengths);
 }
 
-// By the plain operator where it can: programs that are exported name it.
-Tensor output_of(const BuiltinInputs& x, const DenseOptions& o, const HeadInputs& of_heads) {
-  const bool plain = o.softcap == 0 && o.window == CallOptions().window && !o.query_offset && !o.key_lengths &&
-                     !of_heads.alibi_slopes && !of_heads.sinks;
-  return plain ? SdpaOp::call(x, {o}) : AttentionOp::call(x, o, of_heads).output;
-}
-
 bool learns(const Inputs& inputs) {
   const auto requires_grad = [](const std::optional<Tensor>& t) { return t && t->requires_grad(); };
   const auto any_requires = [&](const auto&... t) { return (requires_grad(t) || ...); };
@@ -322,7 +315,7 @@ WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const DenseOpt
   } else {
     results = weights_formula(inputs, options, wanted);
   }
-  if (!wanted.output) results.output = output_of(builtin, options, of_heads);
+  if (!wanted.output) results.output = attend(builtin, options, of_heads);
   return results;
 }
 

@@ -239,4 +239,26 @@ using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, 
 using SecondOp = Operator<"attn::_sdpa_second",
                           Gradients(GradResults, Inputs, Saved, Direction, TangentResults, CallOptions, Wanted)>;
 
+// Whether all that the built-in has not is as it is by default. Goes over the fields: none can be forgotten.
+inline bool is_builtin(CallOptions options, const HeadInputs& of_heads) {
+  const CallOptions by_default;
+  BuiltinOptions::fields(options) = BuiltinOptions::fields(by_default);
+  bool all = true;
+  const auto compare = [&]<class T>(size_t, const T& given, const T& usual) {
+    if constexpr (std::is_same_v<T, std::optional<at::Tensor>>)
+      all = all && given.has_value() == usual.has_value();
+    else
+      all = all && given == usual;
+  };
+  for_each_field(compare, options, by_default);
+  const HeadInputs none;
+  for_each_field(compare, of_heads, none);
+  return all;
+}
+
+// The output, by the plain operator where it can: programs that are exported name it.
+inline at::Tensor attend(const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
+  return is_builtin(options, of_heads) ? SdpaOp::call(x, {options}) : AttentionOp::call(x, options, of_heads).output;
+}
+
 }  // namespace attn

@@ -78,12 +78,14 @@ CallOptions options_of(const FlashArguments& a) {
     const Tensor keys = lengths ? *lengths : at::scalar_tensor(a.tensor("key").size(-3), at::dtype(at::kLong));
     offset = keys - a.tensor("query").size(-3);
   }
+  // Torch has them beside dense sequences, too, of which attn says that they are packed.
+  const auto length = [&](const char* name) { return cu_seq_q ? a.get(name).toSymInt() : c10::SymInt(0); };
   return {.scale = a.get("scale").toOptional<double>(),
           .enable_gqa = true,
           .window = window_of(a),
           .query_offset = offset,
           .key_lengths = lengths,
-          .packing = {cu_seq_q, a.tensor_if_any("cum_seq_k"), a.get("max_q").toSymInt(), a.get("max_k").toSymInt(),
+          .packing = {cu_seq_q, a.tensor_if_any("cum_seq_k"), length("max_q"), length("max_k"),
                       a.tensor_if_any("block_table")}};
 }
 

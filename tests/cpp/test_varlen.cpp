@@ -123,22 +123,6 @@ TEST_F(Varlen, GradientsOfHeadNumbersAndMask) {
   EXPECT_TRUE(grads[2].slice(1, 83).eq(0).all().item<bool>());
 }
 
-// Each alone makes the call another one.
-TEST_F(Varlen, EachOptionCounts) {
-  const Tensor plain = call({.enable_gqa = true});
-  for (const attn::VarlenOptions& one :
-       std::vector<attn::VarlenOptions>{{.scale = 0.3, .enable_gqa = true},
-                                        {.window_size = {-1, 0}, .enable_gqa = true},
-                                        {.enable_gqa = true, .seqused_k = at::tensor({9, 3, 41, 7, 130})},
-                                        {.enable_gqa = true, .softcap = 1.5},
-                                        {.enable_gqa = true, .alibi_slopes = at::rand({4}, f64)},
-                                        {.enable_gqa = true, .sinks = at::randn({4}, f64)},
-                                        {.enable_gqa = true, .dropout_p = 0.5},
-                                        {.enable_gqa = true, .attn_mask = at::randn({1, kTokens, kMaxK}, f64)}})
-    EXPECT_FALSE(at::equal(call(one), plain));
-  EXPECT_FALSE(at::equal(call(causal), plain));
-}
-
 TEST_F(Varlen, OneOffsetIsThatOfEverySequence) {
   attn::VarlenOptions moved = causal;
   moved.query_offset = 3;

@@ -84,10 +84,18 @@ _OF_ROWS |= {"largest_score", "entropy", "received_weight"}
 _INPUTS = {"mask": "attn_mask", "slopes": "alibi_slopes"}
 _LACKING = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
 _MOVED = ("query", "key", "value", "mask", "slopes", "sinks")
+_PLACES = {"cu_seq_q", "cu_seq_k"}  # the same on all
 _WHY_NO_RING = {
     "_sdpa_second": "a second derivative is asked for",
     "sdpa_stats": "statistics are asked for",
 }
+
+
+@functools.cache
+def _arguments(of_tensors: bool) -> set[str]:
+    """Those of a call that are tensors, or all the others: what there is, the schema says."""
+    arguments = torch.ops.attn.attention.default._schema.arguments
+    return {a.name for a in arguments if ("Tensor" in str(a.type)) == of_tensors}
 
 
 def _kind(name: str) -> str:
@@ -125,10 +133,11 @@ class _Sharded:
                 f"attn::sdpa: dropout_p is {dropout_p}, but query, key and value are DTensors, "
                 "which take no dropout; set it to 0"
             )
-        if self.call.get("block_table") is not None:
+        known = {*map(_kind, _MOVED), *_LACKING, *_PLACES}
+        for n in self.tensors.keys() & (_arguments(of_tensors=True) - known):
             raise RuntimeError(
-                "attn::varlen_attention: block_table is given, but query is a DTensor, which has "
-                "no pages; call it with to_local() of all"
+                f"attn::attention: {n} is given, but query is a DTensor, of which no part has its "
+                f"own {n}; call it with to_local() of all"
             )
         self.sequence: int | None = None  # the dimension of the mesh that cuts the sequence, and
         self.cut = self.way = ""  # of "rows", "keys" or "both", in one of METHODS or, of rows, none
@@ -152,7 +161,7 @@ class _Sharded:
             is_empty = tensor is not None and tensor.ndim == 1
             return None if is_empty or (dim, kind) == (ROWS, "received_weight") else self.rank + dim
         tensor, own = self.tensors.get(kind), dim + _LACKING.get(kind, 0)
-        if tensor is None or kind.startswith("cu_seq") or not -tensor.ndim <= own < 0:
+        if tensor is None or kind in _PLACES or not -tensor.ndim <= own < 0:
             return None
         if (dim == ROWS and kind in ("key", "value")) or tensor.shape[own] == 1 < self._size(dim):
             return None
@@ -223,17 +232,15 @@ class _Sharded:
         queries = [[(0, query.shape[ROWS])]] * world
         queries = queries if whole else Layout.chunks(query.shape[ROWS], world)
         layout = Layout(self.mesh.get_local_rank(m), queries, Layout.chunks(key.shape[ROWS], world))
-        names = ["is_causal", "scale", "enable_gqa", "softcap", "window_size", "dropout_p"]
         offset, used, q, k = (
             self._local(name) if name in self.tensors else None
             for name in ("query_offset", "key_lengths", "cu_seq_q", "cu_seq_k")
         )
         if q is not None and k is not None:
-            names += ["max_q", "max_k"]
             default = (k.diff() if used is None else used) - q.diff()
         else:
             default = torch.zeros((), dtype=torch.int64, device=query.device)
-        options = {n: self.call[n] for n in names if n in self.call}
+        options = {n: x for n, x in self.call.items() if n in _arguments(of_tensors=False)}
         offset = default if offset is None else offset
         return Call(layout, self.mesh.get_group(m), options, offset, used, q, k, whole)
 

@@ -53,8 +53,10 @@ def check(call: Call, inputs: Inputs) -> None:
     shapes = [(*t.shape[:-2], t.shape[-2] + more, t.shape[-1]) for t in keys]
     of_all = [t.new_zeros(()).expand(shape) for t, shape in zip(keys, shapes, strict=True)]
     tensors = (None if t is None else t.to("meta") for t in (query, *of_all, mask, slopes, sinks))
-    forward(*tensors, **call.options)
-    if call.cu_seq_q is not None:
+    places = {"cu_seq_q": call.cu_seq_q, "cu_seq_k": call.cu_seq_k}
+    given = {name: t.to("meta") for name, t in places.items() if t is not None}
+    forward(*tensors, **call.options, **given)
+    if given:
         return  # how many rows there are is for each part to check
     numbers = {"query_offset": call.query_offset, "key_lengths": call.key_lengths}
     forward(query[..., :0, :], *of_all, **call.options, **numbers)  # nothing to compute

@@ -179,7 +179,7 @@ def attention_forward(
         softcap: bounds the scaled scores, before a mask is added (Gemma 2).
         s_aux: `[H]`, of each head one more logit in the softmax, without a value (gpt-oss).
         sliding_window: how many keys a query sees, its own among them. Counts for packed texts
-            without a mask only: masks hold the window.
+            without a mask only: masks hold the window, and without one it must reach all keys.
         cache: of continuous batching, which adds the key and value to those that it has.
         kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which say where
             packed texts begin, and everything else that models pass along, such as `position_ids`.
@@ -189,8 +189,9 @@ def attention_forward(
 
     Raises:
         ValueError: the model asks for keys that an indexer chooses, a sink for every query, a head
-            mask or a block table; or attends with other queries or keys than its mask was to be
-            for.
+            mask, a block table or an option of the operator that is not an argument here; says of
+            packed texts not all that there is to say; has a window and no mask that hides what is
+            out of it; or attends with other queries or keys than its mask was to be for.
     """
     meaning = _unsupported(kwargs)
     if meaning is not None:
@@ -220,6 +221,12 @@ def attention_forward(
         options = {"attn_mask": attention_mask, "is_causal": is_causal}
         if texts is None:
             options["is_causal"] = is_causal and bool(query.size(2) > 1)
+            if attention_mask is None and sliding_window and sliding_window < key.size(2):
+                raise ValueError(
+                    f"{type(module).__name__}: sliding_window is {sliding_window}, but there are "
+                    f"{key.size(2)} keys and attention_mask is None; a mask must hide the others, "
+                    "as the one that transformers makes for this implementation does"
+                )
         elif attention_mask is None and sliding_window:
             options["window_size"] = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
     options["dropout_p"] = dropout if module.training else 0.0
@@ -248,9 +255,17 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), weights
 
 
+# And the options of the operator that transformers has no name for, or another one.
+_REFUSED = {
+    option.name: option.name
+    for option in torch.ops.attn.attention.default._schema.arguments
+    if option.name not in inspect.signature(attention_forward).parameters
+} | _UNSUPPORTED
+
+
 def _unsupported(arguments: dict[str, Any]) -> str | None:
-    """What the arguments ask for that the operator does not do."""
-    for argument, meaning in _UNSUPPORTED.items():
+    """What the arguments ask for that :func:`attention_forward` does not do."""
+    for argument, meaning in _REFUSED.items():
         if arguments.get(argument) is not None:
             return meaning
     return None
@@ -487,8 +502,14 @@ class _Texts:
         """As transformers tells its flash attention, if it does."""
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         said: list[Any] = [kwargs.get(name) for name in names]
-        if any(x is None for x in said):
+        missing = [name for name, given in zip(names, said, strict=True) if given is None]
+        if len(missing) == len(names):
             return None
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} missing: packed texts are told of by {', '.join(names)}, "
+                "all of them or none"
+            )
         cu_seq_q, cu_seq_k, *most = said
         max_q, max_k = (int(n) if isinstance(n, Tensor) else n for n in most)
         return cls(cu_seq_q, cu_seq_k, max_q, max_k)
