@@ -36,10 +36,10 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson docs test test-all test-torch test-arm fuzz sanitize mutants bench bench-decode bench-models bench-peers bench-ring check-cuda sdist wheel lint format
+.PHONY: help demo lesson docs test test-processors test-all test-torch test-arm fuzz sanitize mutants bench bench-decode bench-models bench-peers bench-ring check-cuda sdist wheel lint format
 
 help: ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1           |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{19}) *\|/\1/'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1                |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{22}) *\|/\1/'
 
 demo: $(INSTALLED) $(LIBRARY) ## a real model, a training run, a parity table and a picture, into out/
 	@$(BIN)/python -m examples.demo
@@ -56,6 +56,17 @@ test: $(INSTALLED) $(LIBRARY) ## the tier "quick" of the tests: minutes on two c
 # ONLY: options of pytest that choose some of the tests, such as ONLY="--tiers rest,slow", those that `make test` leaves out.
 SANITIZE = $(BIN)/python -m tests.sanitize
 ARM = $(BIN)/python -m tests.arm $(TORCH_VERSION)
+# As on processors with fewer instructions than this one: of our kernels, of PyTorch's own and of the libraries it calls.
+# The bounds of the tests compare the two, so a test that passes here may fail there.
+AS_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_CBWR=AVX512
+AS_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2
+AS_default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+PROCESSORS := avx512 avx2 default
+test-processors: $(PROCESSORS:%=test-as-%) ## the tier "quick" as on processors with fewer instructions
+test-as-%: $(INSTALLED) $(LIBRARY)
+	@echo "==> Testing as on a processor with $*"
+	@ATTN_CPU_CAPABILITY=$* $(AS_$*) $(PYTEST) --tiers quick $(or $(TESTS),tests)
+
 test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, sanitize and test-arm: three quarters of an hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
