@@ -65,12 +65,12 @@ ALL: dict[str, Any] = {
 # Queries, keys, an offset and sinks: rows far from all keys, and near to some and far from others.
 FAR: list[tuple[int, int, int, tuple[int] | None]] = [
     (64, 64, 1000, None),
-    (70, 20, -(10**6), None),
+    (70, 20, -(10**4), None),
     (300, 4, 0, None),
     (16, 1000, 984, None),
     (1, 1000, 999, None),
     (64, 64, 100, (4,)),
-    (300, 4, 0, (4,)),
+    (300, 20, 0, (4,)),
     (16, 1000, 984, (4,)),
 ]
 NEAR_THE_CAP = [(36.0, 50.0), (100.0, 30.0), (900.0, 30.0), (1.0, 1e-5), (900.0, 1e10)]

@@ -200,9 +200,7 @@ int64_t gradients(const Params& call, const auto& parts, const Tensor& query) {
     parts.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
               [](const auto& p) { return 2 * product_flops(p); }, workspace,
               [](const auto& p, const auto& k, int64_t task, char* own) { k.mask(p, task, own); });
-  // Without sinks and a gradient of the logsumexp, dS of a row sums to 0.
-  const bool sums_of_rows = call.grad_slopes && (call.terms.sinks || call.grad_logsumexp);
-  if (call.grad_sinks || call.grad_mask_rows || sums_of_rows)
+  if (call.grad_sinks || call.grad_mask_rows)
     parts.run([](const auto& p) { return p.row_tasks(); },
               [](const auto& p) { return 4.0 * number_of_rows(p) * p.value_dim; }, workspace,
               [](const auto& p, const auto& k, int64_t task, char* own) { k.rows(p, task, own); });

@@ -52,7 +52,6 @@ class Arithmetic:
     exact: bool = False  # the textbook is no better than the kernel
     # unit roundoff of weights in the output that derivatives know, if slopes or sinks are there
     known: float = 0.0
-    from_nearest: bool = True  # whether gradients of slopes count distances from the nearest key
 
 
 BF16, F16 = 2.0**-8, 2.0**-11  # unit roundoffs
@@ -71,12 +70,10 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
         has_terms = 0 < problem.softcap < 2.0**128 or "alibi_slopes" in problem.dims
         of_tensor_cores = not (large or exact_weights or has_terms)
         if problem.dtype == "bfloat16" and of_tensor_cores:
-            return Arithmetic(u, 4 * u, weight=BF16, known=BF16, from_nearest=False)
+            return Arithmetic(u, 4 * u, weight=BF16, known=BF16)
         if problem.dtype == "float16" and of_tensor_cores:
-            return Arithmetic(
-                u, 4 * u, weight=F16, smallest=2.0**-25, known=F16, from_nearest=False
-            )
-        return dataclasses.replace(plain, from_nearest=False)
+            return Arithmetic(u, 4 * u, weight=F16, smallest=2.0**-25, known=F16)
+        return plain
     if capability not in ("avx512_bf16", "amx"):
         return plain
     # The bits that factors of products may be rounded to, as csrc/operators/problem.cpp has them.
@@ -513,28 +510,14 @@ class Errors:
         return ds.sum(-1, keepdim=True), torch.maximum(error, e_rows)
 
     def slopes(self) -> tuple[Tensor, Tensor]:
-        t = self.textbook
-        ds_sink, e_rows = self.sinks()
-        e_rows = e_rows + 2 * self.a.u * t.g_rows.abs()
-        return self.times_distance(t.ds, self.e_ds, t.g_rows - ds_sink, e_rows)
+        return self.times_distance(self.textbook.ds, self.e_ds)
 
-    def times_distance(
-        self, ds: Tensor, e_ds: Tensor, rows: Tensor, e_rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """[..., L, 1], -sum_j dS_ij |p - j|, added up one after the other.
-
-        That is -sum_j dS_ij (|p - j| - d) - d sum_j dS_ij, with d the distance of the nearest key.
-        The last sum is `rows`, known without adding anything up: g - dS_sink, of a row with keys.
-        """
+    def times_distance(self, ds: Tensor, e_ds: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., L, 1], -sum_j dS_ij |p - j|, added up one after the other."""
         t = self.textbook
         n = (2 * t.S if self.a.exact else t.S) + FEW
-        farther, nearest = t.farther, t.nearest.double()
-        rows = rows.masked_fill(t.hidden.all(-1, keepdim=True), 0)
-        exact = -(ds * farther).sum(-1, keepdim=True) - rows * nearest
-        if not self.a.from_nearest:
-            farther, nearest = t.distance, torch.zeros(())
-        error = ((e_ds + ds.abs() * (n * self.a.u)) * farther).sum(-1, keepdim=True)
-        return exact, error + (e_rows + 4 * self.a.u * rows.abs()) * nearest + self.lost
+        error = (e_ds + ds.abs() * (n * self.a.u)) * t.distance
+        return -(ds * t.distance).sum(-1, keepdim=True), error.sum(-1, keepdim=True) + self.lost
 
     def sinks(self) -> tuple[Tensor, Tensor]:
         t = self.textbook
@@ -725,8 +708,7 @@ class SecondErrors(Errors):
         return self.of_mask(self.textbook.tds, self.e_tds, self.second_sinks()[1])
 
     def second_slopes(self) -> tuple[Tensor, Tensor]:
-        tds_sink, e_rows = self.second_sinks()
-        return self.times_distance(self.textbook.tds, self.e_tds, -tds_sink, e_rows)
+        return self.times_distance(self.textbook.tds, self.e_tds)
 
     def second_sinks(self) -> tuple[Tensor, Tensor]:
         t, u = self.textbook, self.a.u

@@ -87,8 +87,8 @@ class Textbook:
         return None if lengths is None else torch.arange(self.S)[None] >= lengths
 
     @functools.cached_property
-    def out_of_sight(self) -> Tensor:
-        """[..., L, S], True where a query may not attend to a key because of their positions."""
+    def hidden(self) -> Tensor:
+        """[..., L, S], True where a query may not attend to a key."""
         hidden = torch.zeros(*self.lead, self.L, self.S, dtype=torch.bool)
         left, right = self.problem.window
         if left >= 0:
@@ -99,30 +99,10 @@ class Textbook:
             hidden = hidden | (self.ahead > 0)
         if self.beyond is not None:
             hidden = hidden | self.beyond
+        if self.mask is not None:
+            of_mask = ~self.mask if self.mask.dtype == torch.bool else self.mask == -INF
+            hidden = hidden | of_mask
         return hidden
-
-    @functools.cached_property
-    def hidden(self) -> Tensor:
-        """[..., L, S], True where a query may not attend to a key."""
-        if self.mask is None:
-            return self.out_of_sight
-        of_mask = ~self.mask if self.mask.dtype == torch.bool else self.mask == -INF
-        return self.out_of_sight | of_mask
-
-    @functools.cached_property
-    def nearest(self) -> Tensor:
-        """[..., L, 1], the distance of the nearest key in sight (int64); 0 where none is."""
-        if not self.S:
-            return torch.zeros(self.L, 1, dtype=torch.int64)
-        none = torch.iinfo(torch.int64).max
-        distance = self.ahead.abs().expand(self.out_of_sight.shape)
-        nearest = distance.masked_fill(self.out_of_sight, none).amin(-1, keepdim=True)
-        return nearest.masked_fill(nearest == none, 0)
-
-    @functools.cached_property
-    def farther(self) -> Tensor:
-        """How much farther than that a key is, if it is in sight: exact, however far all are."""
-        return (self.ahead.abs() - self.nearest).masked_fill(self.out_of_sight, 0).double()
 
     @functools.cached_property
     def scaled(self) -> Tensor:

@@ -324,9 +324,7 @@ struct Backward {
     });
   }
 
-  // Adds -sum_j dS_ij (|position - j| - d) of the tile, d the distance of the nearest key: of rows far from all keys the
-  // distances are nearly equal, and the sum of dS, which is 0 without sinks, would be its rounding error times d. What
-  // is left of the sum, times d, rows() adds.
+  // Adds -sum_j dS_ij |position - j| of the tile.
   static void add_grad_slopes(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile) {
     const Distances<T> distance(p, tile, nullptr);
     for (int64_t lane = 0; lane < tile.lanes(); lane += W) {
@@ -467,9 +465,8 @@ struct Backward {
   }
 
   // What belongs to whole rows: with w = exp(sink - logsumexp), the weight of the sink, its gradient is -w (delta - g),
-  // and sum_j dS_ij, the gradient of a number added to all scores, what that leaves of g. Slopes get their share of it,
-  // see add_grad_slopes(). For kSecond the derivatives of all, with t(w) = w (t(sink) - c). Where a row sees no key, its
-  // logsumexp is the sink.
+  // and sum_j dS_ij, the gradient of a number added to all scores, what that leaves of g. For kSecond the
+  // derivatives of both, with t(w) = w (t(sink) - c). Of a row without keys the logsumexp is the sink.
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];
@@ -491,10 +488,6 @@ struct Backward {
       }
       if (p.grad_sinks) static_cast<T*>(p.grad_sinks)[number] = static_cast<T>(of_sink);
       if (p.grad_mask_rows) static_cast<T*>(p.grad_mask_rows)[number] = static_cast<T>(of_mask);
-      if (!p.grad_slopes || !has_keys) continue;
-      const int64_t to_nearest = position_of(rows, i) - nearest_key(rows, i);
-      T& of_slope = static_cast<T*>(p.grad_slopes)[number];
-      of_slope = static_cast<T>(of_slope - __builtin_fabs(static_cast<double>(to_nearest)) * of_mask);
     }
   }
 

@@ -107,27 +107,19 @@ ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, F
   }
 }
 
-// The position of a row, and that of the nearest key that it sees by its position (its own, if it sees none).
-ATTN_INLINE int64_t position_of(const RowTile& rows, int64_t row) { return rows.position[row] + rows.sequence.offset; }
-ATTN_INLINE int64_t nearest_key(const RowTile& rows, int64_t row) {
-  const int64_t position = position_of(rows, row);
-  const Range seen = visible_keys(rows.sequence, {rows.position[row], rows.position[row] + 1});
-  return seen.empty() ? position : larger(seen.first, smaller(position, seen.last - 1));
-}
-
 // What ALiBi adds to the scores of a tile, or to what they are differentiated along, is -slope times a distance.
 template <class T>
 struct Distances {
   T slope[kRowTile];
   T ahead[kRowTile];  // of the tile's first key
 
-  // `slopes`: of the heads (HeadTerms). Null: 1, and distances are from the nearest key, by as much less for all keys.
+  // `slopes`: of the heads (HeadTerms); null: 1.
   Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
     const RowTile& rows = *tile.rows;
     for (int64_t i = 0; i < tile.lanes(); ++i) {
       const int64_t row = smaller(i, rows.count - 1);
       slope[i] = slopes ? static_cast<const T*>(slopes)[rows.n * p.heads + rows.head[row]] : 1;
-      ahead[i] = static_cast<T>((slopes ? position_of(rows, row) : nearest_key(rows, row)) - tile.keys.first);
+      ahead[i] = static_cast<T>(rows.position[row] + rows.sequence.offset - tile.keys.first);
     }
   }
   ATTN_INLINE Vec<T> operator()(int64_t j, int64_t lane) const {
