@@ -33,10 +33,18 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   }
   for (size_t d = 0; d + 1 < sizes.size(); ++d)
     if (strides[d] == 0) sizes[d] = 1;  // what is broadcast stays so
-  const Tensor from = at::from_blob(x.data, sizes, strides, query.options());
-  sizes.back() = round_up(larger(1, cols), kChunk);
-  const Tensor chunks = sizes.back() == cols ? at::empty(sizes, query.options()) : at::zeros(sizes, query.options());
-  chunks.narrow(-1, 0, cols).copy_(from);
+  at::DimVector filled_up = sizes;
+  filled_up.back() = round_up(larger(1, cols), kChunk);
+  const bool is_full = filled_up.back() == cols;
+  const Tensor chunks = is_full ? at::empty(filled_up, query.options()) : at::zeros(filled_up, query.options());
+  // Without numbers there may be no memory. Torch would ask the driver on which device it is, unless told.
+  if (heads * rows * cols > 0)
+    chunks.narrow(-1, 0, cols)
+        .copy_(at::for_blob(x.data, sizes)
+                   .strides(strides)
+                   .target_device(query.device())
+                   .options(query.options())
+                   .make_tensor());
   const auto stride_of = [&](int64_t d) { return sizes[static_cast<size_t>(d)] == 1 ? 0 : chunks.stride(d); };
   x.data = chunks.mutable_data_ptr();
   for (int64_t d = 0; d < p.batch_dims; ++d) x.batch[d] = stride_of(d);
