@@ -129,3 +129,41 @@ def test_nothing_is_copied_where_nothing_is(library: Path) -> None:
     """
     output = run_python("-c", COUNT_COPIES, **environment(library, seed=1))
     assert output.split() == ["0", "0", "1", "0"]
+
+
+REPLACE = """
+import torch, torch_attn
+from torch.nn.functional import scaled_dot_product_attention as builtin
+x = torch.randn(3, 2, 3, 5, 8)
+nested = torch.nested.nested_tensor([torch.randn(n, 3, 8) for n in (5, 4)], layout=torch.jagged)
+nested = nested.transpose(1, 2)
+expected = builtin(*x), builtin(nested, nested, nested).values()
+handle = torch_attn.replace_sdpa()
+actual = builtin(*x), builtin(nested, nested, nested).values()
+print(handle, *map(torch.equal, actual, expected))
+try:
+    torch_attn.sdpa(*x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ("80", "<Replacement: on, calls=2, passed_on=0> False False\n"),
+        (
+            "75",
+            "<Replacement: on, calls=0, passed_on=2> True True\n"
+            "attn: query is on cpu, a GPU of compute capability 7.5; it must be 8.0 (Ampere) or "
+            "higher\n",
+        ),
+    ],
+)
+def test_the_switch_leaves_older_gpus_to_the_builtin(
+    library: Path, capability: str, expected: str
+) -> None:
+    """The kernels do not run there. Who calls them by name is told so."""
+    options = {**environment(library, seed=1), "ATTN_STAND_IN_CAPABILITY": capability}
+    assert run_python("-c", REPLACE, **options) == expected

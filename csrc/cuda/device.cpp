@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "operators/call.h"
+#include "operators/replace.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 
@@ -13,6 +14,22 @@ namespace {
 using at::Tensor;
 
 void check(Error error) { TORCH_CHECK(!error, "attn: a CUDA kernel could not be launched: ", error); }
+
+// On GPUs before Ampere the switch leaves calls to the built-in (replace.cpp), and a call of ours is an error. Tensors
+// without data may say that they are on a GPU where there is none.
+bool runs_on(c10::Device device) {
+  const int capability = compute_capability(device);
+  return capability == 0 || capability >= 80;
+}
+
+struct OnDeviceOf : OnDevice {
+  explicit OnDeviceOf(const Tensor& query) : OnDevice(query.device()) {
+    const c10::Device device = query.device();
+    TORCH_CHECK(runs_on(device), "attn: query is on ", device, ", a GPU of compute capability ",
+                compute_capability(device) / 10, ".", compute_capability(device) % 10,
+                "; it must be 8.0 (Ampere) or higher");
+  }
+};
 
 void draw_rng_state(const Tensor& state, int64_t heads) {
   const OnDeviceOf device(state);
@@ -108,6 +125,9 @@ constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, r
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, ATTN_CUDA_KEY, m) { register_kernels<kCuda>(m); }
+TORCH_LIBRARY_IMPL(attn, ATTN_CUDA_KEY, m) {
+  register_kernels<kCuda>(m);
+  replace_on(kDeviceType, runs_on);
+}
 
 }  // namespace attn::cuda
