@@ -30,6 +30,7 @@ def compile_and_run(name: str, csrc: Path, to: Path, seeds: tuple[int, ...]) -> 
     subprocess.run(
         [
             *(COMPILER, "-std=c++20", "-O1", "-Wno-unknown-pragmas"),
+            *("-fsanitize=alignment", "-fno-sanitize-recover=alignment"),  # see setup.py
             *(f"-I{ROOT / 'tests' / 'stand_in'}", f"-I{csrc}", "-x", "c++"),
             ROOT / "tests" / "cuda" / f"{name}.cu",
             ROOT / "tests" / "stand_in" / "fibers.cpp",
