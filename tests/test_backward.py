@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import torch_attn
 from _accuracy import check
 from _cases import CASES, Case
+from _operators import OPERATORS, arguments
 from helpers import (
     DTYPES,
     INF,
     LAYOUTS,
     PLACES,
+    SEED,
     Inputs,
     assert_same_bits,
     make_grad_output,
@@ -110,6 +115,37 @@ def test_tensor_in_several_places(dtype: torch.dtype) -> None:
     apart = results(torch_attn.sdpa, Inputs(x, x, x), torch.ones_like(x))
     total = apart["grad_query"] + apart["grad_key"] + apart["grad_value"]
     torch.testing.assert_close(single.grad, total)
+
+
+def a_number_further(tensor: Any) -> Any:
+    """The same numbers in memory that begins where none is aligned to more than its own size."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_aligned_as_numbers_are(name: str, dtype: torch.dtype) -> None:
+    """A GPU ends the process where it is told to read a pair of numbers at another address."""
+    options: dict[str, Any] = {"dropout_p": 0.3}
+    if name != "sdpa":
+        options["sinks"] = torch.randn(3, dtype=dtype)
+    x = make_inputs(33, 70, 16, mask=(2, 3, 33, 70), dtype=dtype)
+    given, keywords = arguments(name, x, **options)
+    operator = getattr(torch.ops.attn, name)
+    names = [a.name for a in operator.default._schema.arguments]
+    call = dict(zip(names, given, strict=False)) | keywords
+    results = []
+    # Without output and residual aligned, tensor cores take no part in the sums of their products.
+    for moved in ({"output"}, {"residual"}, {*names}):
+        torch.manual_seed(SEED)
+        result = operator(**{n: a_number_further(a) if n in moved else a for n, a in call.items()})
+        results.append((result,) if isinstance(result, Tensor) else result)
+    for one, other, all_of_them in zip(*results, strict=True):
+        assert one is all_of_them is None or torch.equal(one, all_of_them)
+        assert other is all_of_them is None or torch.equal(other, all_of_them)
 
 
 @pytest.mark.regression

@@ -7,8 +7,6 @@ packages triton or nvidia-cuda-nvdisasm).
 from __future__ import annotations
 
 import re
-import shutil
-import site
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,25 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
-import cuda_toolkit
+from tests.cuda.programs import find
 
 ROOT = Path(__file__).parents[1]
-TOOLKIT = cuda_toolkit.find()
-PLACES = [
-    place
-    for pattern in ("nvidia/*/bin", "triton/backends/nvidia/bin")
-    for packages in site.getsitepackages()
-    for place in Path(packages).glob(pattern)
-]
-
-
-def find(tool: str) -> str:
-    """The path of a tool of the toolkit; empty where there is none."""
-    of_toolkit = [TOOLKIT / "bin"] if TOOLKIT else []
-    places = [None, *of_toolkit, *PLACES]  # None: PATH
-    return next((path for place in places if (path := shutil.which(tool, path=place))), "")
-
-
 NVCC, NVDISASM = find("nvcc"), find("nvdisasm")
 pytestmark = [
     pytest.mark.slow,  # compiles kernels

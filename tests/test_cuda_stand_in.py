@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_attn  # noqa: F401, registers the operators
-from _variants import ROOT, build_stand_in, run_fuzz, run_tests
+from _variants import ROOT, build_stand_in, run_fuzz, run_python, run_tests
 
 # The fibers switch stacks with a few instructions of x86.
 pytestmark = [
@@ -106,3 +106,64 @@ def test_dropout_is_that_of_the_cpu(library: Path, dtype: str, keys: int, tmp_pa
     expected = weights_kept(getattr(torch, dtype), keys)
     assert 0.55 < expected.sum() / (2 * 6 * 70 * 71 / 2) < 0.65
     assert torch.equal(torch.load(file), expected)
+
+
+COUNT_COPIES = """
+import torch, torch_attn
+from torch.profiler import profile
+for E, Ev, S in ((0, 8, 7), (8, 0, 7), (9, 8, 0), (8, 9, 0)):
+    shapes = (2, 3, 5, E), (2, 3, S, E), (2, 3, S, Ev)
+    x = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    with profile() as timeline:
+        output = torch_attn.sdpa(*x)
+        output.backward(torch.ones_like(output))
+    print({event.key: event.count for event in timeline.key_averages()}.get("aten::copy_", 0))
+"""
+
+
+@pytest.mark.regression
+def test_nothing_is_copied_where_nothing_is(library: Path) -> None:
+    """Tensors without numbers have no memory, which CUDA would be asked about.
+
+    What tensor cores read is copied where it is not aligned; here at most the query is.
+    """
+    output = run_python("-c", COUNT_COPIES, **environment(library, seed=1))
+    assert output.split() == ["0", "0", "1", "0"]
+
+
+REPLACE = """
+import torch, torch_attn
+from torch.nn.functional import scaled_dot_product_attention as builtin
+x = torch.randn(3, 2, 3, 5, 8)
+nested = torch.nested.nested_tensor([torch.randn(n, 3, 8) for n in (5, 4)], layout=torch.jagged)
+nested = nested.transpose(1, 2)
+expected = builtin(*x), builtin(nested, nested, nested).values()
+handle = torch_attn.replace_sdpa()
+actual = builtin(*x), builtin(nested, nested, nested).values()
+print(handle, *map(torch.equal, actual, expected))
+try:
+    torch_attn.sdpa(*x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ("80", "<Replacement: on, calls=2, passed_on=0> False False\n"),
+        (
+            "75",
+            "<Replacement: on, calls=0, passed_on=2> True True\n"
+            "attn: query is on cpu, a GPU of compute capability 7.5; it must be 8.0 (Ampere) or "
+            "higher\n",
+        ),
+    ],
+)
+def test_the_switch_leaves_older_gpus_to_the_builtin(
+    library: Path, capability: str, expected: str
+) -> None:
+    """The kernels do not run there. Who calls them by name is told so."""
+    options = {**environment(library, seed=1), "ATTN_STAND_IN_CAPABILITY": capability}
+    assert run_python("-c", REPLACE, **options) == expected

@@ -49,7 +49,7 @@ class Replacement:
 
     @property
     def passed_on(self) -> int:
-        """How many calls were left to the built-in, because of the kind of the tensors."""
+        """How many calls were left to the built-in, for the kind of the tensors or their device."""
         return self._since()[1]
 
     def _since(self) -> tuple[int, int]:
@@ -82,8 +82,9 @@ def replace_sdpa() -> Replacement:
     programs, and callers in C++. `docs/any-pytorch-code.md` lists what is caught and what is not.
     ``torch.nn.attention.varlen``, which torch has for GPUs only, then runs on the CPU, too.
 
-    Tensors of the CPU, and of CUDA if the kernels for it were compiled, are served: dense ones of
-    float64, float32, bfloat16 and float16. All others go to the built-in, as if nothing were there.
+    Tensors of the CPU, and of CUDA if the kernels for it were compiled and run on the GPU (compute
+    capability 8.0 or higher), are served: dense ones of float64, float32, bfloat16 and float16. All
+    others go to the built-in, as if nothing were there.
     Wrong shapes, dtypes and devices are errors as before, in the words of :func:`torch_attn.sdpa`.
     ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of the built-in, and changes
     nothing here.
@@ -139,7 +140,8 @@ def replacing_sdpa() -> Iterator[Replacement]:
         handle.remove()
     if handle.calls == 0:
         passed_on = (
-            f"{handle.passed_on} calls were left to the built-in, for the kind of the tensors"
+            f"{handle.passed_on} calls were left to the built-in, for the kind of the tensors or "
+            "their device"
         )
         why = (
             "nothing in the block called F.scaled_dot_product_attention. PyTorch's "
@@ -180,8 +182,7 @@ def is_on() -> bool:
 
 def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
     """Counts a call with jagged tensors, which take it before the dispatcher does."""
-    with_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("attn::sdpa", "CUDA")
-    has_kernels = query.is_cpu or (with_cuda and query.is_cuda)
+    has_kernels = torch.ops.attn._has_kernels(query.device)
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     answered = fits and has_kernels and query.dtype in floats
     _jagged_calls[answered] += 1

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "operators/call.h"
+#include "operators/replace.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 
@@ -13,6 +14,22 @@ namespace {
 using at::Tensor;
 
 void check(Error error) { TORCH_CHECK(!error, "attn: a CUDA kernel could not be launched: ", error); }
+
+// On GPUs before Ampere the switch leaves calls to the built-in (replace.cpp), and a call of ours is an error. Tensors
+// without data may say that they are on a GPU where there is none.
+bool runs_on(c10::Device device) {
+  const int capability = compute_capability(device);
+  return capability == 0 || capability >= 80;
+}
+
+struct OnDeviceOf : OnDevice {
+  explicit OnDeviceOf(const Tensor& query) : OnDevice(query.device()) {
+    const c10::Device device = query.device();
+    TORCH_CHECK(runs_on(device), "attn: query is on ", device, ", a GPU of compute capability ",
+                compute_capability(device) / 10, ".", compute_capability(device) % 10,
+                "; it must be 8.0 (Ampere) or higher");
+  }
+};
 
 void draw_rng_state(const Tensor& state, int64_t heads) {
   const OnDeviceOf device(state);
@@ -33,10 +50,18 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   }
   for (size_t d = 0; d + 1 < sizes.size(); ++d)
     if (strides[d] == 0) sizes[d] = 1;  // what is broadcast stays so
-  const Tensor from = at::from_blob(x.data, sizes, strides, query.options());
-  sizes.back() = round_up(larger(1, cols), kChunk);
-  const Tensor chunks = sizes.back() == cols ? at::empty(sizes, query.options()) : at::zeros(sizes, query.options());
-  chunks.narrow(-1, 0, cols).copy_(from);
+  at::DimVector filled_up = sizes;
+  filled_up.back() = round_up(larger(1, cols), kChunk);
+  const bool is_full = filled_up.back() == cols;
+  const Tensor chunks = is_full ? at::empty(filled_up, query.options()) : at::zeros(filled_up, query.options());
+  // Without numbers there may be no memory. Torch would ask the driver on which device it is, unless told.
+  if (heads * rows * cols > 0)
+    chunks.narrow(-1, 0, cols)
+        .copy_(at::for_blob(x.data, sizes)
+                   .strides(strides)
+                   .target_device(query.device())
+                   .options(query.options())
+                   .make_tensor());
   const auto stride_of = [&](int64_t d) { return sizes[static_cast<size_t>(d)] == 1 ? 0 : chunks.stride(d); };
   x.data = chunks.mutable_data_ptr();
   for (int64_t d = 0; d < p.batch_dims; ++d) x.batch[d] = stride_of(d);
@@ -100,6 +125,9 @@ constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, r
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, ATTN_CUDA_KEY, m) { register_kernels<kCuda>(m); }
+TORCH_LIBRARY_IMPL(attn, ATTN_CUDA_KEY, m) {
+  register_kernels<kCuda>(m);
+  replace_on(kDeviceType, runs_on);
+}
 
 }  // namespace attn::cuda

@@ -7,6 +7,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <array>
+#include <atomic>
 #include <mutex>
 
 #include "cuda/launch.h"
@@ -15,14 +17,32 @@
 
 namespace attn::cuda {
 
-// Makes a tensor's device the current one for as long as it lives; throws where the kernels do not run.
-class OnDeviceOf {
+constexpr auto kDeviceType = c10::kCUDA;
+
+// The compute capability of a device: 75 is 7.5. 0 where there is no such device, as of tensors without data. The
+// driver is asked once for each.
+inline int compute_capability(c10::Device device) {
+  static std::array<std::atomic<int>, C10_COMPILE_TIME_MAX_GPUS> known{};
+  if (!device.has_index()) return 0;
+  std::atomic<int>& capability = known.at(static_cast<size_t>(device.index()));
+  if (capability == 0) {
+    int major = 0, minor = 0;
+    const bool is_there =
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index()) == cudaSuccess &&
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index()) == cudaSuccess;
+    if (!is_there) cudaGetLastError();  // else whoever asks next would take it for an error of theirs
+    capability = is_there ? 10 * major + minor : 0;
+  }
+  return capability;
+}
+
+// Makes a device the current one for as long as it lives.
+class OnDevice {
  public:
-  explicit OnDeviceOf(const at::Tensor& tensor) : guard_(tensor.device()) {
-    const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-    TORCH_CHECK(major >= 8, "attn: query is on ", tensor.device(), ", a GPU of compute capability ", major, ".",
-                attribute(cudaDevAttrComputeCapabilityMinor), "; it must be 8.0 (Ampere) or higher");
-    multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  explicit OnDevice(c10::Device device) : guard_(device) {
+    int value = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, guard_.current_device().index()));
+    multiprocessors = value;
     stream = c10::cuda::getCurrentCUDAStream();
   }
 
@@ -30,12 +50,6 @@ class OnDeviceOf {
   Stream stream;
 
  private:
-  int attribute(cudaDeviceAttr which) const {
-    int value = 0;
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, guard_.current_device().index()));
-    return value;
-  }
-
   c10::cuda::CUDAGuard guard_;
 };
 

@@ -146,7 +146,10 @@ void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Rows
 }
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
-  return contiguous_.emplace_back(tensor.contiguous()).const_data_ptr();
+  at::Tensor& numbers = contiguous_.emplace_back(tensor.contiguous());
+  // A view of float32 may begin where no pair of them may, which CUDA reads at once.
+  if (reinterpret_cast<uintptr_t>(numbers.const_data_ptr()) % (2 * sizeof(float)) != 0) numbers = numbers.clone();
+  return numbers.const_data_ptr();
 }
 
 const void* ProblemBuilder::of_heads(const std::optional<at::Tensor>& tensor) {

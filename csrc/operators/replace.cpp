@@ -26,17 +26,25 @@ std::atomic<int64_t> switched_on = 0;  // times switched on minus times switched
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
 std::atomic<int64_t> passed_on = 0;    // answered by the built-in while switched on
 
+constinit std::array<bool (*)(c10::Device), c10::COMPILE_TIME_MAX_DEVICE_TYPES>
+    runs_on_of_type{};  // set while it is loaded
+
 }  // namespace
+
+void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device)) {
+  runs_on_of_type[static_cast<size_t>(type)] = runs_on;
+}
 
 bool is_switched_on() { return switched_on.load(std::memory_order_relaxed) > 0; }
 void count_replaced_call() { calls.fetch_add(1, std::memory_order_relaxed); }
 
 namespace {
 
-// On the CPU, or on CUDA if the library has kernels for it. Tensors without data say which device they stand for.
-bool has_kernels(const Tensor& t) {
+// The CPU, or CUDA if the library has kernels for it. Tensors without data say which device they stand for.
+bool has_kernels(c10::Device device) {
   static const bool with_cuda = SdpaOp::handle().hasKernelForDispatchKey(DispatchKey::CUDA);
-  return t.is_cpu() || (with_cuda && t.is_cuda());
+  const auto runs_on = runs_on_of_type[static_cast<size_t>(device.type())];
+  return (device.is_cpu() || (with_cuda && device.is_cuda())) && (!runs_on || runs_on(device));
 }
 
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
@@ -44,7 +52,7 @@ bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nest
 // The kinds of tensors that attn::sdpa is for. Of these it refuses only what the built-in refuses as well, or should.
 bool serves(const BuiltinInputs& x) {
   const auto dtype = x.query.scalar_type();
-  return has_kernels(x.query) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
+  return has_kernels(x.query.device()) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
          (!x.attn_mask || is_dense(*x.attn_mask)) &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble);
 }
@@ -88,6 +96,7 @@ int64_t replace_sdpa(int64_t change) {
 
 TORCH_LIBRARY_FRAGMENT(attn, m) {
   m.impl("_replace_sdpa", replace_sdpa);
+  m.impl("_has_kernels", has_kernels);
   m.impl("_replaced_calls", [] { return std::tuple(calls.load(), passed_on.load()); });
 }
 

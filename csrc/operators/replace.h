@@ -5,6 +5,9 @@
 
 namespace attn {
 
+// Of the devices of a type calls are replaced where `runs_on` says so; where no one has said anything, on all of them.
+void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device));
+
 bool is_switched_on();
 void count_replaced_call();
 

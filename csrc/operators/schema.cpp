@@ -107,6 +107,8 @@ TORCH_LIBRARY(attn, m) {
 
   // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive, and returns that sum.
   m.def("_replace_sdpa(int change) -> int");
+  // Whether it does so for tensors of a device.
+  m.def("_has_kernels(Device device) -> bool");
   // How many calls of it sdpa has answered, and how many it has left to the built-in while switched on.
   m.def("_replaced_calls() -> (int, int)");
 }

@@ -1,9 +1,11 @@
 // For programs that check kernels without torch, on a GPU or with the stand-in.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <vector>
 
 #include "cuda/launch.cuh"
 
@@ -15,30 +17,77 @@ inline void require(bool condition, const char* what) {
   std::exit(1);
 }
 
-inline void require_launched(Error error) {
-  if (!error && cudaDeviceSynchronize() == cudaSuccess) return;
-  std::printf("not launched: %s\n", error ? error : "the kernel failed");
+inline void require_done(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  std::printf("not done: %s\n", cudaGetErrorString(error));
   std::exit(1);
 }
 
-// Memory that host and device share.
+// The bytes of an array, on the host and on the device. Before and after them lies a guard, as large as the largest
+// tile, of bytes that are NaN in every format: what is read there makes a result NaN, and nothing may be written there.
+// ATTN_GUARD_BYTES=0 leaves it out for who sees by itself what lies outside of an allocation: compute-sanitizer, and the
+// stand-in.
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : image_(2 * guard() + bytes, 0xff) {
+    std::fill_n(host(), bytes, 0);
+    require_done(cudaMalloc(&device_, image_.size()));
+    all().push_back(this);
+  }
+  Memory(const Memory&) = delete;
+  ~Memory() {
+    std::erase(all(), this);
+    cudaFree(device_);
+  }
+  unsigned char* host() { return image_.data() + guard(); }
+  unsigned char* device() { return device_ + guard(); }
+
+  static std::vector<Memory*>& all() {
+    static std::vector<Memory*> memories;
+    return memories;
+  }
+  void copy_to_device() { require_done(cudaMemcpy(device_, image_.data(), image_.size(), cudaMemcpyHostToDevice)); }
+  void copy_back() {
+    require_done(cudaMemcpy(image_.data(), device_, image_.size(), cudaMemcpyDeviceToHost));
+    const auto is_whole = [](auto first) {
+      return std::all_of(first, first + guard(), [](int x) { return x == 0xff; });
+    };
+    require(is_whole(image_.begin()) && is_whole(image_.end() - guard()), "written outside of an array");
+  }
+
+ private:
+  static std::ptrdiff_t guard() {
+    static const char* const bytes = std::getenv("ATTN_GUARD_BYTES");
+    return bytes ? std::atoi(bytes) : 64 << 10;
+  }
+
+  std::vector<unsigned char> image_;  // with both guards
+  unsigned char* device_ = nullptr;
+};
+
+// Numbers that are read and written here by their index, and by kernels at data(), where they are while one runs.
 template <class T>
 class Array {
  public:
-  explicit Array(int64_t size) : size_(size) {
-    if (cudaMallocManaged(&data_, static_cast<size_t>(size) * sizeof(T)) != cudaSuccess) std::abort();
-    for (int64_t i = 0; i < size; ++i) data_[i] = T{};
-  }
-  Array(const Array&) = delete;
-  ~Array() { cudaFree(data_); }
-  T* data() { return data_; }
+  explicit Array(int64_t size) : memory_(static_cast<size_t>(size) * sizeof(T)), size_(size) {}
+  T* data() { return reinterpret_cast<T*>(memory_.device()); }
   int64_t size() const { return size_; }
-  T& operator[](int64_t i) { return data_[i]; }
+  T& operator[](int64_t i) { return reinterpret_cast<T*>(memory_.host())[i]; }
 
  private:
-  T* data_ = nullptr;
+  Memory memory_;
   int64_t size_;
 };
+
+// Calls `launch`, which launches kernels, with all arrays on the device, and waits for their results.
+template <class Launch>
+void run(Launch launch) {
+  for (Memory* memory : Memory::all()) memory->copy_to_device();
+  const Error error = launch();
+  if (error) std::printf("not launched: %s\n", error), std::exit(1);
+  require_done(cudaDeviceSynchronize());
+  for (Memory* memory : Memory::all()) memory->copy_back();
+}
 
 // Of a number that is not too small to be normal; exact for those that a test draws.
 inline float host_float(uint16_t bits, bool is_half) {

@@ -1,12 +1,12 @@
 // Gradients of a kernel against plain loops in double, without torch.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <vector>
 
 #include "check.h"
-#include "cuda/shared/softmax.cuh"
 
 namespace attn::cuda {
 constexpr int kHeads = 4;
@@ -28,6 +28,20 @@ struct Case {
            (length < 0 || j < length);
   }
 };
+
+using Philox = std::array<uint32_t, 4>;
+
+// Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), apart from that of the kernels.
+inline Philox philox(Philox counter, std::array<uint32_t, 2> key) {
+  const auto high = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
+  const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
+  for (uint32_t round = 0; round < 10; ++round) {
+    const uint64_t first = uint64_t{0xD2511F53} * counter[0], second = uint64_t{0xCD9E8D57} * counter[2];
+    counter = {high(second) ^ counter[1] ^ (key[0] + round * 0x9E3779B9), low(second),
+               high(first) ^ counter[3] ^ (key[1] + round * 0xBB67AE85), low(first)};
+  }
+  return counter;
+}
 
 // Whole numbers / 8 below 2: every dtype holds them.
 inline float draw(std::mt19937& random) { return static_cast<float>(static_cast<int>(random() % 31) - 15) / 8; }
@@ -140,7 +154,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       for (auto* x : {&query, &grad_output}) store_nan(&x->array[x->at(h, row % queries, 0)]);
   Array<float> logsumexp(2 * kHeads * queries), delta(kHeads * queries);
   Array<int64_t> rng(3);
-  rng[0] = 12345678901234, rng[1] = 7, rng[2] = kHeads;
+  rng[0] = 12345678901234, rng[1] = 7, rng[2] = kHeads - 1;
 
   BackwardParams p;
   p.heads = kHeads;
@@ -152,6 +166,12 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.head_dim = c.head_dim;
   p.value_dim = c.value_dim;
   p.scale = 0.125;
+  const auto kept = [&](int h, int i, int j) {  // see Problem::rng
+    const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
+    const auto words =
+        philox({word(j / 4), word(i), word(h % rng[2]), word(rng[1])}, {word(rng[0]), word(rng[0] >> 32)});
+    return words[j % 4] < p.keep_below;
+  };
   Array<int64_t> offset(1), length(1);
   offset[0] = c.offset;
   length[0] = c.length;
@@ -176,9 +196,6 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.mask_key_tasks = divide_up(keys, kScoreTile);
   p.logsumexp = logsumexp.data();
   p.delta = delta.data();
-  Dropout dropout;
-  if (c.dropout) dropout.set(p, 0);
-
   const auto sums_of = [](auto& gradient) { return std::vector<Sum>(static_cast<size_t>(gradient.array.size())); };
   std::vector<Sum> to_query = sums_of(grad_query), to_key = sums_of(grad_key), to_value = sums_of(grad_value),
                    to_mask = sums_of(grad_mask);
@@ -192,7 +209,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
         for (int d = 0; d < c.head_dim; ++d) score += query(h, i, d) * key(kh, j, d);
         weight[j] = !c.sees(i, j) ? 0 : std::exp(score * p.scale + (c.mask ? bias_of(h, i, j) : 0));
         total += weight[j];
-        factor[j] = !c.dropout ? 1 : dropout.kept(j / 4, i, dropout.head(p, 0, h)) >> j % 4 & 1 ? p.keep_scale : 0;
+        factor[j] = !c.dropout || kept(h, i, j) ? p.keep_scale : 0;
         for (int d = 0; d < c.value_dim; ++d) slope[j] += grad_output(h, i, d) * value(vh, j, d) * factor[j];
       }
       for (int j = 0; j < keys; ++j) {
@@ -219,7 +236,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
     }
   }
 
-  require_launched(kernel(p, nullptr));
+  run([&] { return kernel(p, nullptr); });
   const auto compare = [&](const char* what, Array<float>& actual, const std::vector<Sum>& expected) {
     for (size_t i = 0; i < expected.size(); ++i) {
       const double error = std::fabs(actual[static_cast<int64_t>(i)] - expected[i].value);
@@ -238,6 +255,10 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
 // Of head sizes that are padded to kDim.
 template <class S, int kDim>
 void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
+  // Known answers of the authors' library, Random123.
+  require(philox({0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, {0xA4093822, 0x299F31D0}) ==
+              Philox{0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1},
+          "philox");
   constexpr int kOdd = kDim - 11;
   const Case cases[] = {
       {.name = "plain", .queries = 128, .keys = 128, .head_dim = kDim, .value_dim = kDim},

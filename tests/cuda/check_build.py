@@ -2,25 +2,26 @@
 
 The library loads, its kernels are registered for CUDA and for gradients of CUDA tensors, and every
 operator gives results of the right shapes on fake CUDA tensors and, with autograd, meta tensors.
-No kernel keeps in memory what should be in registers.
+No kernel keeps in memory what should be in registers. The programs that check kernels on a GPU are
+compiled, beside the library.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import torch_attn
+from tests.cuda.programs import compile_programs, find
 from torch_attn._library import LIBRARY, built_with
 
+TO = Path("build") / "cuda" / "programs"
 OPERATORS = sorted(
     name.removesuffix(".default")
     for name in torch._C._dispatch_get_all_op_names()
@@ -71,12 +72,8 @@ def check_registers() -> int:
 
     Those of float64, whose numbers take two registers each, may have some in memory.
     """
-    # of the toolkit, or the one that comes with torch's build for CUDA
-    of_triton = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    tool = shutil.which("cuobjdump") or of_triton
-    usage = subprocess.run(
-        [tool, "-res-usage", LIBRARY], capture_output=True, text=True, check=True
-    ).stdout
+    command = [find("cuobjdump"), "-res-usage", LIBRARY]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     architectures = re.findall(r"^arch = (\w+)$", usage, re.MULTILINE)
     assert set(architectures) == {"sm_80", "sm_90"}, architectures
     kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
@@ -110,10 +107,11 @@ def main() -> None:
 
     compiled = check_registers()
     assert compiled >= 2 * 18, f"{compiled} kernels for two architectures"
+    programs = compile_programs(TO)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: kernels not run"
     print(
         f"torch {torch.__version__}: {len(kernels)} operators on CUDA, {compiled} kernels that "
-        f"spill no registers but of float64; GPU: {gpu}"
+        f"spill no registers but of float64; {len(programs)} programs in {TO}; GPU: {gpu}"
     )
 
 

@@ -27,7 +27,7 @@ void check_delta(int queries, int value_dim, bool has_residual, DType dtype) {
   if (has_residual) p.residual = residual.operand(DType::f32);
   for (Operand* x : {&p.grad_output, &p.output, &p.residual}) x->batch[0] = kHeads / 2 * x->head;
   p.delta = delta.data();
-  require_launched(launch_delta_mma<S>(p, nullptr));
+  run([&] { return launch_delta_mma<S>(p, nullptr); });
 
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < queries; ++i) {

@@ -88,7 +88,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   p.mask.row = kMaskStride;
   p.rows_per_task = rows_per_task;
   p.keys_per_split = 192;
-  require_launched(kernel(p, nullptr));
+  run([&] { return kernel(p, nullptr); });
 
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kQueries; ++i) {
@@ -109,7 +109,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   if constexpr (sizeof(S) == 2) {  // the same in 16 bits, which are written in chunks
     Array<S> rounded(output.size());
     p.output = operand(rounded, dtype, kQueries, kDim);
-    require_launched(kernel(p, nullptr));
+    run([&] { return kernel(p, nullptr); });
     for (int64_t i = 0; i < output.size(); ++i)
       require(std::fabs(host_float(rounded[i].bits, false) - output[i]) <= 0x1p-8 * std::fabs(output[i]), name);
   }

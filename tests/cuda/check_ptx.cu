@@ -42,8 +42,10 @@ void check_conversions() {
   }
   floats[0] = 1e30f;
   floats[3] = -INFINITY;
-  require_launched(launch<Nothing>(convert_all<S>, Buffers{floats.data(), numbers.data(), words.data(), results.data()},
-                                   kBlocks, 32, nullptr));
+  run([&] {
+    return launch<Nothing>(convert_all<S>, Buffers{floats.data(), numbers.data(), words.data(), results.data()},
+                           kBlocks, 32, nullptr);
+  });
   for (int i = 0; i < kSize; ++i) {
     uint32_t bits = numbers[i];
     if (i % 3 == 1) bits += bits & 1;  // a tie goes to the even one
@@ -79,8 +81,9 @@ __global__ void load_fragments(const __grid_constant__ Buffers b) {
 
 void check_fragments() {
   Array<uint32_t> words(256);
-  require_launched(
-      launch<uint32_t[128]>(load_fragments, Buffers{nullptr, nullptr, words.data(), nullptr}, 1, 32, nullptr));
+  run([&] {
+    return launch<uint32_t[128]>(load_fragments, Buffers{nullptr, nullptr, words.data(), nullptr}, 1, 32, nullptr);
+  });
   for (uint32_t m = 0; m < 4; ++m)
     for (uint32_t l = 0; l < 32; ++l) {
       const uint32_t i = l / 4, j = 2 * (l % 4);
@@ -120,8 +123,10 @@ void check_products() {
     numbers[i] = static_cast<uint16_t>(!kIsHalf ? bits >> 16 : x == 0 ? 0 : half);
   }
   for (int64_t i = 0; i < floats.size(); ++i) floats[i] = static_cast<float>(random() % 100);
-  require_launched(
-      launch<Nothing>(multiply<S>, Buffers{floats.data(), numbers.data(), nullptr, results.data()}, 1, 32, nullptr));
+  run([&] {
+    return launch<Nothing>(multiply<S>, Buffers{floats.data(), numbers.data(), nullptr, results.data()}, 1, 32,
+                           nullptr);
+  });
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < 8; ++j) {
       float sum = floats[8 * i + j];
@@ -151,10 +156,11 @@ void check_copies() {
   Array<uint16_t> numbers(256);
   Array<uint32_t> words(256);
   for (int i = 0; i < 256; ++i) numbers[i] = static_cast<uint16_t>(257 * i + 3);
-  require_launched(
-      launch<uint32_t[256]>(copy, Buffers{nullptr, numbers.data(), words.data(), nullptr}, 1, 32, nullptr));
-  const auto* from = reinterpret_cast<const unsigned char*>(numbers.data());
-  const auto* to = reinterpret_cast<const unsigned char*>(words.data());
+  run([&] {
+    return launch<uint32_t[256]>(copy, Buffers{nullptr, numbers.data(), words.data(), nullptr}, 1, 32, nullptr);
+  });
+  const auto* from = reinterpret_cast<const unsigned char*>(&numbers[0]);
+  const auto* to = reinterpret_cast<const unsigned char*>(&words[0]);
   for (int i = 0; i < 512; ++i) {
     require(to[i] == (i / 16 % 3 > 0 ? from[i] : 0), "copy_async of what is not there");
     require(to[512 + i] == from[i], "copy_async");

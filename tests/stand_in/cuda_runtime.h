@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
+#include <string.h>
 
 #include <bit>
 #include <functional>
@@ -48,6 +48,10 @@ unsigned char* shared_memory();
 bool is_shared(const void* pointer, size_t bytes);
 
 [[noreturn]] void fail(const char* what);
+
+// Memory as cudaMalloc() gives it. It ends, rounded up to 16 bytes, at a page that cannot be touched.
+void* allocate(size_t bytes);
+void release(void* memory);
 
 void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
 
@@ -138,12 +142,17 @@ inline float __fmul_rn(float a, float b) {
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 template <class T>
-cudaError_t cudaMallocManaged(T** memory, size_t bytes) {
-  *memory = static_cast<T*>(malloc(bytes));
+cudaError_t cudaMalloc(T** memory, size_t bytes) {
+  *memory = static_cast<T*>(stand_in::allocate(bytes));
   return cudaSuccess;
 }
 inline cudaError_t cudaFree(void* memory) {
-  free(memory);
+  stand_in::release(memory);
+  return cudaSuccess;
+}
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  memcpy(to, from, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }

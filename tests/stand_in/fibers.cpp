@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -68,27 +69,37 @@ struct Warp {
   void* of_lane[32] = {};
 };
 
-// Pages for shared memory, the last of which cannot be touched: a block's memory ends right before it.
+size_t round_up_to(size_t multiple, size_t bytes) { return (bytes + multiple - 1) / multiple * multiple; }
+
+// Memory that ends right before a page that cannot be touched.
+class Pages {
+ public:
+  explicit Pages(size_t bytes) : page_(static_cast<size_t>(sysconf(_SC_PAGESIZE))), bytes_(round_up_to(page_, bytes)) {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+    base_ = static_cast<unsigned char*>(mmap(nullptr, bytes_ + page_, PROT_READ | PROT_WRITE, kFlags, -1, 0));
+    if (base_ == MAP_FAILED || mprotect(base_ + bytes_, page_, PROT_NONE) != 0) fail("no memory");
+  }
+  Pages(const Pages&) = delete;
+  ~Pages() { munmap(base_, bytes_ + page_); }
+  unsigned char* last(size_t bytes) const { return base_ + bytes_ - bytes; }
+
+ private:
+  size_t page_, bytes_;
+  unsigned char* base_;
+};
+
 class SharedMemory {
  public:
-  SharedMemory() {
-    page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    capacity_ = (kStandInSharedMemory + page_ - 1) / page_ * page_;
-    base_ = static_cast<unsigned char*>(
-        mmap(nullptr, capacity_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + capacity_, page_, PROT_NONE) != 0) fail("no memory");
-  }
-  ~SharedMemory() { munmap(base_, capacity_ + page_); }
   void poison(size_t bytes) {
-    bytes_ = (bytes + 127) / 128 * 128;
+    bytes_ = round_up_to(128, bytes);
     std::memset(begin(), 0xff, bytes_);  // NaN in every format
   }
-  unsigned char* begin() const { return base_ + capacity_ - bytes_; }
+  unsigned char* begin() const { return pages_.last(bytes_); }
   size_t bytes() const { return bytes_; }
 
  private:
-  size_t page_, capacity_, bytes_ = 0;
-  unsigned char* base_;
+  Pages pages_{kStandInSharedMemory};
+  size_t bytes_ = 0;
 };
 
 struct Block {
@@ -217,6 +228,17 @@ bool is_shared(const void* pointer, size_t bytes) {
   const auto* p = static_cast<const unsigned char*>(pointer);
   return p >= block->shared.begin() && p + bytes <= block->shared.begin() + block->shared.bytes();
 }
+
+static std::map<void*, std::unique_ptr<Pages>> allocated;
+
+void* allocate(size_t bytes) {
+  bytes = round_up_to(16, bytes);
+  auto pages = std::make_unique<Pages>(bytes);
+  void* const memory = pages->last(bytes);
+  allocated[memory] = std::move(pages);
+  return memory;
+}
+void release(void* memory) { allocated.erase(memory); }
 
 void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<void()>& kernel) {
   if (!block) block = std::make_unique<Block>();

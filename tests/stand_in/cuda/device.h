@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
 
+#include <cstdlib>
 #include <mutex>
 
 #include "cuda/launch.h"
@@ -12,8 +13,16 @@
 
 namespace attn::cuda {
 
-struct OnDeviceOf {
-  explicit OnDeviceOf(const at::Tensor&) {}
+constexpr auto kDeviceType = c10::kCPU;
+
+// That of an A100, or another for tests: 75 is 7.5.
+inline int compute_capability(c10::Device) {
+  const char* capability = std::getenv("ATTN_STAND_IN_CAPABILITY");
+  return capability ? std::atoi(capability) : 80;
+}
+
+struct OnDevice {
+  explicit OnDevice(c10::Device) {}
   int64_t multiprocessors = 8;
   Stream stream = nullptr;
 };

@@ -1,0 +1,52 @@
+"""The programs of this directory, which check kernels without torch, compiled for a GPU by nvcc."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import shutil
+import site
+import subprocess
+from pathlib import Path
+
+import cuda_toolkit
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+PROGRAMS = sorted(path.stem for path in HERE.glob("check_*.cu"))
+
+
+def find(tool: str) -> str:
+    """The path of a tool of CUDA: of the toolkit, on the PATH, or of a package that has some.
+
+    Empty where there is none.
+    """
+    toolkit = cuda_toolkit.find()
+    of_packages = [
+        place
+        for pattern in ("nvidia/*/bin", "triton/backends/nvidia/bin")
+        for packages in site.getsitepackages()
+        for place in Path(packages).glob(pattern)
+    ]
+    places = [*([toolkit / "bin"] if toolkit else []), None, *of_packages]  # None: PATH
+    return next((path for place in places if (path := shutil.which(tool, path=place))), "")
+
+
+def compile_program(name: str, to: Path, *options: str) -> Path:
+    """Compiles one for sm_90 and later; with nvcc's words for what it refuses, if it does."""
+    program = to / name
+    command = [find("nvcc"), "-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_90", *options]
+    run = subprocess.run(
+        [*command, f"-I{CSRC}", HERE / f"{name}.cu", "-o", program],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return program
+
+
+def compile_programs(to: Path) -> list[Path]:
+    """All of them, as many at a time as there are cores."""
+    to.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor:
+        return list(executor.map(lambda name: compile_program(name, to), PROGRAMS))
