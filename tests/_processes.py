@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,31 +28,45 @@ def join(rank: int, world: int, rendezvous: str) -> None:
 
 
 class Processes:
+    """After a call that failed they are others: those that ran may wait for each other for ever."""
+
+    PATIENCE = 120.0  # seconds
+
     def __init__(self, world: int, folder: Path) -> None:
+        self.world = world
+        self.stores = (str(folder / f"store {n}") for n in itertools.count())
+        self.start()
+
+    def start(self) -> None:
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(IMPORTED)
+        store = next(self.stores)
         self.processes = [
-            concurrent.futures.ProcessPoolExecutor(
-                1, forks, join, (rank, world, str(folder / "store"))
-            )
-            for rank in range(world)
+            concurrent.futures.ProcessPoolExecutor(1, forks, join, (rank, self.world, store))
+            for rank in range(self.world)
         ]
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a function in every process at once and returns all results."""
-        futures = [process.submit(function, *args) for process in self.processes]
-        done, _ = concurrent.futures.wait(
-            futures, timeout=120, return_when=concurrent.futures.FIRST_EXCEPTION
-        )
-        for future in done:  # first an error: the others may wait for who had it
-            future.result()
-        return [future.result(timeout=120) for future in futures]
+        try:
+            futures = [process.submit(function, *args) for process in self.processes]
+            done, waiting = concurrent.futures.wait(
+                futures, self.PATIENCE, concurrent.futures.FIRST_EXCEPTION
+            )
+            for future in done:  # first an error: the others may wait for who had it
+                future.result()
+            assert not waiting, f"{len(waiting)} of {self.world} took over {self.PATIENCE} seconds"
+        except BaseException:
+            self.end()
+            self.start()
+            raise
+        return [future.result() for future in futures]
 
     def end(self) -> None:
         """Ends them, also those that wait for one that had an error."""
         for pool in self.processes:
             for process in (pool._processes or {}).values():
-                process.terminate()
+                process.kill()
             pool.shutdown()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import torch_attn
 
@@ -24,6 +26,10 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "window to the left": (12, 12, 2, 2, {"window_size": (3, 0), "is_causal": True}),
     "offsets": (5, 9, 2, 2, {"is_causal": True, "query_offset": torch.tensor([4, -2])}),
     "far offset": (5, 9, 2, 2, {"is_causal": True, "query_offset": -5}),
+    "windows from far offsets": (
+        *(5, 9, 2, 2),
+        {"query_offset": torch.tensor([2**61, -(2**61)]), "window_size": (2**61 + 1, 2**61 - 3)},
+    ),
     "lengths": (6, 9, 2, 1, {"key_lengths": torch.tensor([7, 0])}),
     "soft cap": (8, 8, 2, 2, {"softcap": 2.0}),
     "slopes": (7, 9, 2, 2, {"alibi_slopes": (2,), "is_causal": True}),
@@ -48,20 +54,59 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
         },
     ),
 }
+# Each was wrong once.
+FOUND: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
+    "two dimensions": (
+        *(5, 9, 1, 1),
+        {"lead": (), "attn_mask": (5, 9), "alibi_slopes": (1,), "sinks": (1,)},
+    ),
+    "no keys, a mask": (5, 0, 2, 2, {"attn_mask": (2, 5, 0), "sinks": (2, 2)}),
+    "mask of rows that see no keys": (
+        *(7, 7, 2, 2),
+        {"attn_mask": (2, 7, 1), "is_causal": True, "query_offset": -3},
+    ),
+    "extreme offsets": (
+        *(5, 9, 2, 2),
+        {"query_offset": torch.tensor([2**62 - 1, 1 - 2**62]), "is_causal": True, "sinks": (2,)},
+    ),
+    "windows from extreme offsets": (
+        *(5, 9, 2, 2),
+        {
+            "query_offset": torch.tensor([2**62 - 1, 1 - 2**62]),
+            "window_size": (2**62, 2**62 - 4),
+        },
+    ),
+    "windows from offsets of 32 bits": (
+        *(5, 9, 2, 2),
+        {
+            "query_offset": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
+            "window_size": (2**31, 2**31 - 3),
+        },
+    ),
+}
+CASES |= FOUND
 LEARNED = ("attn_mask", "alibi_slopes", "sinks")
-CUT = ("output", "query", "key", "value", "attn_mask")  # the others are shares of a process
+CUT = "output", "tangent", "query", "key", "value", "attn_mask"  # others are shares of a process
+
+
+def cases(*regressions: str) -> list[Any]:
+    return [
+        pytest.param(case, marks=pytest.mark.regression if case in regressions else ())
+        for case in CASES
+    ]
 
 
 def made(case: str, dtype: torch.dtype, computed: torch.dtype) -> tuple[dict[str, Tensor], Any]:
     """The tensors and the other options: numbers of a dtype, in another."""
     torch.manual_seed(0)
     L, S, heads, key_heads, given = CASES[case]
-    shapes = {"query": (2, heads, L, 8), "key": (2, key_heads, S, 8), "value": (2, key_heads, S, 5)}
-    options: dict[str, Any] = {"enable_gqa": True}
+    lead, of_keys = given.get("lead", (2, heads)), given.get("lead", (2, key_heads))
+    shapes = {"query": (*lead, L, 8), "key": (*of_keys, S, 8), "value": (*of_keys, S, 5)}
+    options: dict[str, Any] = {"enable_gqa": heads != key_heads}
     for name, value in given.items():
         if name in LEARNED and value != "bool":
             shapes[name] = value
-        elif value != "bool":
+        elif name != "lead" and value != "bool":
             options[name] = value
     tensors = {name: torch.randn(shape, dtype=dtype).to(computed) for name, shape in shapes.items()}
     if given.get("attn_mask") == "bool":
@@ -85,29 +130,43 @@ def own_leaf(whole: Tensor) -> Tensor:
 
 
 def derivatives(
-    attend: Callable[..., Tensor],
+    attend: Callable[..., Any],
     tensors: dict[str, Tensor],
     options: dict[str, Any],
     cut: Callable[[str, Tensor], Any],
     *,
     second: bool = False,
+    tangent: bool = False,
 ) -> dict[str, Tensor]:
-    """Output, gradients, and the second ones along a direction, of what `cut` makes of each."""
-    Ev = tensors["value"].shape[-1]
-    upstream = torch.randn(*tensors["query"].shape[:-1], Ev).to(tensors["query"].dtype)
-    directions = {n: torch.randn(t.shape).to(upstream.dtype) for n, t in tensors.items()}
+    """Output, logsumexp where `attend` returns it, and gradients, of what `cut` makes of each.
+
+    If asked, the second ones along a direction, and the output's derivative along it.
+    """
+    query, Ev = tensors["query"], tensors["value"].shape[-1]
+    shapes = {"output": (*query.shape[:-1], Ev), "logsumexp": query.shape[:-1]}
+    upstream = {n: cut(n, torch.randn(shape).to(query.dtype)) for n, shape in shapes.items()}
+    directions = {n: cut(n, torch.randn(t.shape).to(query.dtype)) for n, t in tensors.items()}
     leaves = {n: cut(n, t).detach().clone() for n, t in tensors.items()}
     wanted = {n: t.requires_grad_() for n, t in leaves.items() if t.is_floating_point()}
-    output = attend(**leaves, **options)
+    outputs = attend(**leaves, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     given = wanted.values()
-    gradients = torch.autograd.grad(output, given, cut("output", upstream), create_graph=second)
-    found = {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
+    gradients = torch.autograd.grad(
+        outputs, given, [*upstream.values()][: len(outputs)], create_graph=second
+    )
+    found = {
+        **dict(zip(shapes, outputs, strict=False)),
+        **dict(zip(wanted, gradients, strict=True)),
+    }
     if second:
-        along = sum(
-            (g * cut(n, directions[n])).sum() for n, g in zip(wanted, gradients, strict=True)
-        )
+        along = sum((g * directions[n]).sum() for n, g in zip(wanted, gradients, strict=True))
         again = torch.autograd.grad(along, given, materialize_grads=True)
         found |= {f"second, {n}": t for n, t in zip(wanted, again, strict=True)}
+    if tangent:
+        with forward_ad.dual_level():
+            duals = {n: forward_ad.make_dual(t.detach(), directions[n]) for n, t in wanted.items()}
+            output = attend(**{**leaves, **duals}, **options)
+            found["tangent"] = forward_ad.unpack_dual(output).tangent
     return {n: t.detach() for n, t in found.items()}
 
 
@@ -118,17 +177,18 @@ def results(
     *,
     alone: bool = False,
     second: bool = False,
+    tangent: bool = False,
     computed: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Of this process; of a function that computes the whole alone, the part that belongs here."""
     tensors, options = made(case, dtype, computed or dtype)
     if not alone:
-        found = derivatives(attend, tensors, options, own_part, second=second)
+        found = derivatives(attend, tensors, options, own_part, second=second, tangent=tangent)
         for name in found:
             if name.endswith(("alibi_slopes", "sinks")):
                 dist.all_reduce(found[name])
         return found
-    found = derivatives(attend, tensors, options, lambda _, t: t, second=second)
+    found = derivatives(attend, tensors, options, lambda _, t: t, second=second, tangent=tangent)
     return {n: own_part(n, t) for n, t in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_attn
 from _processes import Processes, processes_of
@@ -170,6 +174,50 @@ def check_mask_of_few_rows(L: int) -> None:
 def test_mask_where_a_process_has_one_query_or_none(run: Processes, method: str, L: int) -> None:
     """One row is that process's own, not the same for all queries; all exchange rows, or none."""
     run(under, method, check_mask_of_few_rows, L)
+
+
+def check_change_in_place(name: str, method: str, way: str) -> None:
+    """Of one process, and of DTensors, it is an error; a gather and all_to_all have copies."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3)]
+    leaves = [t.clone().requires_grad_() for t in whole]
+    loss = torch_attn.sdpa(*leaves, is_causal=True, **{name: 4}).square().sum()
+    expected = torch.autograd.grad(loss, leaves)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for changes in (False, True):
+        number = torch.tensor(4)
+        options = {"is_causal": True, name: number}
+        kept = (
+            saved_tensors_hooks(torch.clone, torch.clone)
+            if way == "hooks"
+            else contextlib.nullcontext()
+        )
+        with kept, torch_attn.distributed.method(method):
+            if way == "DTensor":
+                blocks = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole]
+                loss = torch_attn.sdpa(*blocks, **options).square().sum()
+            else:
+                blocks = [own_leaf(t) for t in whole]
+                loss = torch_attn.distributed.sdpa(*blocks, **options).square().sum()
+        if changes:
+            number += 1
+        fails = changes and (way == "DTensor" or (method == "ring" and way != "hooks"))
+        error = pytest.raises(RuntimeError, match="modified by an inplace operation")
+        with error if fails else contextlib.nullcontext():
+            found = torch.autograd.grad(loss, blocks)
+        for gradient, other in zip(found, expected, strict=True):
+            own = gradient.to_local() if way == "DTensor" else gradient
+            torch.testing.assert_close(own, own_part("query", other), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("way", ["plain", "hooks", "DTensor"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["query_offset", "key_lengths"])
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_numbers_that_change_in_place(run: Processes, name: str, method: str, way: str) -> None:
+    """Between forward and backward: an error, or the gradients of the forward."""
+    run(check_change_in_place, name, method, way)
 
 
 class Swallowed(torch.autograd.Function):

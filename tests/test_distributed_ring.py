@@ -15,7 +15,7 @@ from torch import Tensor
 import torch_attn
 from _accuracy import hold
 from _processes import Processes, processes_of
-from _sequences import CASES, METHODS, Counted, own_leaf, results
+from _sequences import CASES, FOUND, METHODS, Counted, cases, own_leaf, results
 from helpers import largest, ulp
 from torch_attn import reference
 from torch_attn.distributed._layout import Call, Layout
@@ -33,9 +33,9 @@ def over_processes(case: str, method: str, told: bool = True) -> Iterator[Callab
 
 
 def check_case(case: str, method: str) -> None:
-    """Of all methods; second derivatives of those that have them."""
-    second = method != "ring"
-    expected = results(case, torch.float64, reference.sdpa, alone=True, second=second)
+    """Of all methods, in forward mode too; second derivatives of those that have them."""
+    asked = {"second": method != "ring", "tangent": True}
+    expected = results(case, torch.float64, reference.sdpa, alone=True, **asked)
     heads = CASES[case][2:4]
     possible = method != "all_to_all" or all(n % dist.get_world_size() == 0 for n in heads)
     for told in (True, False):
@@ -44,12 +44,12 @@ def check_case(case: str, method: str) -> None:
                 with pytest.raises(RuntimeError, match=r"all_to_all over \d processes needs"):
                     results(case, torch.float64, attend)
                 continue
-            actual = results(case, torch.float64, attend, second=second)
+            actual = results(case, torch.float64, attend, **asked)
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(*FOUND))
 def test_results_are_those_of_one_process(run: Processes, case: str, method: str) -> None:
     run(check_case, case, method)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torch_attn
 from _processes import Processes, processes_of
-from _sequences import CASES, LEARNED, derivatives, made
+from _sequences import CASES, LEARNED, cases, derivatives, made
 from helpers import largest, ulp
 from torch_attn import reference
 
@@ -29,17 +29,20 @@ def on_mesh(cut: str, mesh: Any) -> Any:
     of_queries, of_keys = CUTS[cut]
 
     def distribute(name: str, whole: Tensor) -> DTensor:
-        name = name.removeprefix("second, ")
         if name in ("key", "value"):
-            placement = of_keys
-        elif name in ("query", "output"):
-            placement = of_queries
+            is_cut = of_keys == Rows
+        elif name in ("query", "output", "logsumexp"):
+            is_cut = of_queries == Rows
         else:
-            of_rows = name == "attn_mask" and whole.shape[-2] > 1 and cut == "both"
-            placement = Shard(whole.ndim - 2) if of_rows else R
-        return distribute_tensor(whole, mesh, [placement])
+            is_cut = name == "attn_mask" and whole.shape[-2] > 1 and cut == "both"
+        rows = whole.ndim - (1 if name == "logsumexp" else 2)
+        return distribute_tensor(whole, mesh, [Shard(rows) if is_cut else R])
 
     return distribute
+
+
+def with_logsumexp(module: Any) -> Any:
+    return lambda **x: module.sdpa_with_logsumexp(**x)[:2]
 
 
 def check_case(case: str, cut: str, method: str) -> None:
@@ -49,14 +52,18 @@ def check_case(case: str, cut: str, method: str) -> None:
     if method == "all_to_all" and any(n % dist.get_world_size() for n in CASES[case][2:4]):
         return  # tests/test_distributed_ring.py has the error
     torch.manual_seed(1)
-    expected = derivatives(reference.sdpa, tensors, options, lambda _, t: t, second=second)
+    expected = derivatives(
+        with_logsumexp(reference), tensors, options, lambda _, t: t, second=second
+    )
     torch.manual_seed(1)
+    distribute = on_mesh(cut, mesh)
     with torch_attn.distributed.method(method):
-        actual = derivatives(torch_attn.sdpa, tensors, options, on_mesh(cut, mesh), second=second)
-    assert actual["output"].placements == (CUTS[cut][0],)
+        actual = derivatives(
+            with_logsumexp(torch_attn), tensors, options, distribute, second=second
+        )
     for name, tensor in actual.items():
-        if name in ("key", "value"):
-            assert tensor.placements == (CUTS[cut][1],) or cut == "queries"
+        if name in ("output", "logsumexp") or (name in ("key", "value") and cut != "queries"):
+            assert tensor.placements == distribute(name, expected[name]).placements
         torch.testing.assert_close(
             tensor.full_tensor(), expected[name], rtol=1e-10, atol=1e-11, msg=name
         )
@@ -64,7 +71,7 @@ def check_case(case: str, cut: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases("two dimensions", "mask of rows that see no keys"))
 def test_results_are_those_of_one_process(run: Processes, case: str, cut: str, method: str) -> None:
     run(check_case, case, cut, method)
 

@@ -104,6 +104,11 @@ def _kind(name: str) -> str:
     return _INPUTS.get(kind, kind)
 
 
+def _is_empty(kind: str, tensor: Tensor) -> bool:
+    """Whether it has no rows; a number of each row of two-dimensional calls has one dimension."""
+    return kind == "residual" and tensor.ndim == 1
+
+
 class _Sharded:
     """A call with DTensors, and the way that it is made over each dimension of the mesh."""
 
@@ -158,7 +163,7 @@ class _Sharded:
         """The dimension of an argument or a result that goes with one of the output."""
         kind, tensor = _kind(name), self.tensors.get(name)
         if kind in _OF_ROWS:
-            is_empty = tensor is not None and tensor.ndim == 1
+            is_empty = tensor is not None and _is_empty(kind, tensor)
             return None if is_empty or (dim, kind) == (ROWS, "received_weight") else self.rank + dim
         tensor, own = self.tensors.get(kind), dim + _LACKING.get(kind, 0)
         if tensor is None or kind in _PLACES or not -tensor.ndim <= own < 0:
@@ -280,7 +285,7 @@ class _Sharded:
         if local is None:
             return None
         source = self.tensors[_kind(name)] if name.startswith("grad_") else None
-        of_rows = _kind(name) in _OF_ROWS and local.ndim > 1
+        of_rows = _kind(name) in _OF_ROWS and not _is_empty(_kind(name), local)
         is_sum = source is not None or name == "received_weight"
         shape = list(local.shape if source is None else source.shape)
         placements: list[Any] = []

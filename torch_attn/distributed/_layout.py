@@ -96,12 +96,27 @@ class Call:
         """The options of a call over these: it counts from their first ones."""
         q, k = self.cu_seq_q, self.cu_seq_k
         (a, _), (c, m) = _entries(q, rows), _entries(k, keys)
-        options = {**self.options, "query_offset": self.query_offset + (a - c)}
+        offset, window = self._nearer
+        options = {**self.options, "query_offset": offset + (a - c), "window_size": window}
         if self.key_lengths is not None:
             options["key_lengths"] = (self.key_lengths - c).clamp(min=0).clamp(max=m)
         if q is not None and k is not None:
             options |= {"cu_seq_q": q.clamp(*rows) - rows[0], "cu_seq_k": k.clamp(*keys) - keys[0]}
         return options
+
+    @functools.cached_property
+    def _nearer(self) -> tuple[Tensor, list[int]]:
+        """Offset and window of the same call, which leave room for places to be added to an offset.
+
+        A query that stands far before or behind all keys sees those that its window reaches: both
+        are moved by as much. One that no window reaches from sees all keys or none from anywhere.
+        """
+        far, more = 2**60, sum(self.layout.lengths)
+        window = self.options["window_size"]
+        left, right = (far if n >= 2 * far else 3 * far for n in window)
+        offset = self.query_offset.long()
+        offset = offset - more * (offset >= left) + more * (offset <= -right)
+        return offset, [n - more * (n >= 2 * far) for n in window]
 
     @functools.cached_property
     def _numbers(self) -> set[tuple[int, ...]]:

@@ -101,6 +101,12 @@ def _of(part: Part, tensors: Any) -> list[Tensor]:
     return [t[..., part.rows, :] for t in tensors]
 
 
+def _beside(rows: Tensor, sinks: Tensor) -> Tensor:
+    """The number of a head, in float64, for each of its rows, ``[..., Hq, L]`` or ``[L]``."""
+    sinks = sinks.double()[..., None]
+    return (sinks if rows.ndim > 1 else sinks[0]).expand_as(rows)
+
+
 def _mask(part: Part, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
@@ -139,7 +145,7 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
         rows = rows.merged_over(call.group)
     greatest = rows.max_score
     if sinks is not None:
-        of_rows = sinks.double()[..., None].expand_as(rows.logsumexp)
+        of_rows = _beside(rows.logsumexp, sinks)
         nothing_seen = torch.full_like(of_rows, -torch.inf)
         sink = _Rows(torch.zeros_like(rows.output), of_rows, *[nothing_seen] * 2)
         rows = rows.merged_with(sink)
@@ -174,7 +180,7 @@ def gradients(
         for t, w in zip((query, mask, slopes), (wanted[0], wanted[3], wanted[4]), strict=True)
     )
     own = [torch.zeros_like(t) for t in (key, value)]
-    of_keys = of_mask is not None and mask.shape[-1] > 1
+    of_keys = of_mask is not None and mask.shape[-1] != 1
     ring = Ring(call, [inputs.key, inputs.value])
     for block, tensors in ring:
         of_block = [torch.zeros_like(wide(t)) for t in tensors]
@@ -212,15 +218,15 @@ def gradients(
             own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
     ring.finish(own)
     # What a number added to all scores of a row takes from its sink, once among those who have it.
-    given = 0 if grad_logsumexp is None else grad_logsumexp
+    of_all = _logsumexp(call, inputs, saved.logsumexp)
+    given = 0 if grad_logsumexp is None else grad_logsumexp.masked_fill(of_all.isneginf(), 0)
     from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)
     once = not call.whole_queries or call.layout.rank == 0
     of_sinks = None
     if sinks is not None:
-        of_all = _logsumexp(call, inputs, saved.logsumexp)
-        weights = _weights(sinks.double()[..., None].expand_as(of_all), of_all) * once
+        weights = _weights(_beside(of_all, sinks), of_all) * once
         from_sink = weights * ((grad_output * saved.output).sum(-1, dtype=torch.float64) - given)
-        of_sinks = -from_sink.sum(-1).sum_to_size(sinks.shape)
+        of_sinks = -from_sink[None].sum(-1).sum_to_size(sinks.shape)
     if of_mask is not None and not of_keys:  # the same for all keys
         of_mask = (from_sink + given * once)[..., None].sum_to_size(of_mask.shape)
     return [of_query, *own, of_mask, of_slopes, of_sinks]
@@ -260,6 +266,6 @@ def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tu
         for tensor in (output, logsumexp):
             dist.all_reduce(tensor, group=call.group)
     if sinks is not None and of_sinks is not None:
-        weights = _weights(sinks.double()[..., None].expand_as(of_all), of_all)
-        logsumexp += weights * of_sinks.double()[..., None]
+        weights = _weights(_beside(of_all, sinks), of_all)
+        logsumexp += weights * _beside(of_all, of_sinks)
     return output - saved.output * logsumexp[..., None], logsumexp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ def _cast(tensor: Any) -> Any:
 
 
 def _ring(call: Call, inputs: Inputs) -> Tensor:
-    output: Tensor = _Ring.apply(call, *inputs)[0]  # type: ignore[no-untyped-call]
+    numbers = call.query_offset, call.key_lengths
+    output: Tensor = _Ring.apply(call, *numbers, *inputs)[0]  # type: ignore[no-untyped-call]
     return output
 
 
@@ -236,10 +238,15 @@ def all_rows(group: Any, of_all: list[list[Piece]], rank: int, parts: Any) -> Te
 
 
 class _Ring(torch.autograd.Function):
+    """Saves the tensors among the options too: it is an error that they have changed in place."""
+
     @staticmethod
-    def forward(call: Call, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        saved, *_ = _parts.forward(call, Inputs(*inputs))
-        return saved.output.to(inputs[0].dtype, copy=True), *saved
+    def forward(
+        call: Call, offset: Tensor, used: Tensor | None, *tensors: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = replace(call, query_offset=offset, key_lengths=used)
+        saved, *_ = _parts.forward(call, Inputs(*tensors))
+        return saved.output.to(tensors[0].dtype, copy=True), *saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -250,26 +257,31 @@ class _Ring(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    def saved(ctx: Any) -> tuple[Call, Inputs, Saved]:
+        offset, used, *tensors, output, pair = ctx.saved_tensors
+        call = replace(ctx.call, query_offset=offset, key_lengths=used)
+        return call, Inputs(*tensors), Saved(output, pair)
+
+    @staticmethod
     def backward(ctx: Any, grad_output: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        *tensors, output, pair = ctx.saved_tensors
-        inputs, wanted = Inputs(*tensors), ctx.needs_input_grad[1:]
+        call, inputs, saved = _Ring.saved(ctx)
+        wanted = ctx.needs_input_grad[3:]
         if grad_output is None:  # the others want their keys' gradients all the same
-            grad_output = torch.zeros_like(output, dtype=tensors[0].dtype)
+            grad_output = torch.zeros_like(saved.output, dtype=inputs.query.dtype)
         with torch.no_grad():
-            saved = Saved(output, pair)
-            found = _parts.gradients(ctx.call, inputs, saved, grad_output, None, wanted)
+            found = _parts.gradients(call, inputs, saved, grad_output, None, wanted)
         results = [
             g.to(t.dtype) if t is not None and g is not None and w else None
             for t, g, w in zip(inputs, found, wanted, strict=True)
         ]
-        return None, *_Once.apply(*results, *inputs, grad_output)  # type: ignore[no-untyped-call]
+        gradients = _Once.apply(*results, *inputs, grad_output)  # type: ignore[no-untyped-call]
+        return None, None, None, *gradients
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *directions: Any) -> tuple[Tensor, None, None]:
-        *tensors, output, pair = ctx.saved_tensors
-        inputs, saved = Inputs(*tensors), Saved(output, pair)
-        moved = _parts.tangents(ctx.call, inputs, saved, Inputs(*directions))[0]
-        return moved.to(tensors[0].dtype), None, None
+    def jvp(ctx: Any, *directions: Any) -> tuple[Tensor, None, None]:
+        call, inputs, saved = _Ring.saved(ctx)
+        moved = _parts.tangents(call, inputs, saved, Inputs(*directions[3:]))[0]
+        return moved.to(inputs.query.dtype), None, None
 
 
 class _Once(torch.autograd.Function):
