@@ -138,7 +138,7 @@ def attend(
             f"has {query.shape[-2]} and key {key.shape[-2]}"
         )
     if isinstance(attn_mask, Tensor) and attn_mask.ndim < 2:
-        attn_mask = torch.atleast_2d(attn_mask)  # the same for all queries
+        attn_mask = attn_mask.reshape(1, -1)  # the same for all queries
     if torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = map(_cast, (query, key, value, attn_mask))
     offset = _integers("query_offset", query_offset, query)
