@@ -137,15 +137,14 @@ def test_aligned_as_numbers_are(name: str, dtype: torch.dtype) -> None:
     operator = getattr(torch.ops.attn, name)
     names = [a.name for a in operator.default._schema.arguments]
     call = dict(zip(names, given, strict=False)) | keywords
-    results = []
+    found = []
     # Without output and residual aligned, tensor cores take no part in the sums of their products.
     for moved in ({"output"}, {"residual"}, {*names}):
         torch.manual_seed(SEED)
         result = operator(**{n: a_number_further(a) if n in moved else a for n, a in call.items()})
-        results.append((result,) if isinstance(result, Tensor) else result)
-    for one, other, all_of_them in zip(*results, strict=True):
-        assert one is all_of_them is None or torch.equal(one, all_of_them)
-        assert other is all_of_them is None or torch.equal(other, all_of_them)
+        found.append((result,) if isinstance(result, Tensor) else result)
+    for first, *others in zip(*found, strict=True):
+        assert all(first is a is None or torch.equal(first, a) for a in others)
 
 
 @pytest.mark.regression

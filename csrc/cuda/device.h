@@ -9,6 +9,7 @@
 
 #include <array>
 #include <atomic>
+#include <limits>
 #include <mutex>
 
 #include "cuda/launch.h"
@@ -22,9 +23,9 @@ constexpr auto kDeviceType = c10::kCUDA;
 // The compute capability of a device: 75 is 7.5. 0 where there is no such device, as of tensors without data. The
 // driver is asked once for each.
 inline int compute_capability(c10::Device device) {
-  static std::array<std::atomic<int>, C10_COMPILE_TIME_MAX_GPUS> known{};
+  static std::array<std::atomic<int>, std::numeric_limits<c10::DeviceIndex>::max() + 1> known{};
   if (!device.has_index()) return 0;
-  std::atomic<int>& capability = known.at(static_cast<size_t>(device.index()));
+  std::atomic<int>& capability = known[static_cast<size_t>(device.index())];
   if (capability == 0) {
     int major = 0, minor = 0;
     const bool is_there =

@@ -26,8 +26,8 @@ std::atomic<int64_t> switched_on = 0;  // times switched on minus times switched
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
 std::atomic<int64_t> passed_on = 0;    // answered by the built-in while switched on
 
-constinit std::array<bool (*)(c10::Device), c10::COMPILE_TIME_MAX_DEVICE_TYPES>
-    runs_on_of_type{};  // set while it is loaded
+// Set while the library is loaded, see replace_on().
+constinit std::array<bool (*)(c10::Device), c10::COMPILE_TIME_MAX_DEVICE_TYPES> runs_on_of_type{};
 
 }  // namespace
 
