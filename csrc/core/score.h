@@ -55,8 +55,8 @@ struct ScoreFunction {
 };
 
 // The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = -2 y / c cap'(z). Where y is
-// +-1, as at a product of +-inf, both are 0. They are not taken from the score, because c y is rounded once more than y,
-// and near the cap 1 - y^2 is as small as that.
+// +-1, as at a product of +-inf, both are 0. They are not taken from the score, because c y is rounded once more than
+// y, and near the cap 1 - y^2 is as small as that.
 template <class T>
 struct SoftCap {
   T inverse;

@@ -92,7 +92,8 @@ struct RowTile {
   }
 
   // The same, and what rounding took away to `residual`, unless its data is null, with `rest`, a tile too, added to it,
-  // unless that is null. The rows' columns of `tile` are overwritten; `scratch` has room for kKeyTile * kRowTile numbers.
+  // unless that is null. The rows' columns of `tile` are overwritten; `scratch` has room for kKeyTile * kRowTile
+  // numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
                       const T* rest = nullptr) const {
