@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -76,10 +76,11 @@ def check(
     return actual
 
 
-Results = dict[str, Tensor]
+P = TypeVar("P")
+Tensors = dict[str, Tensor]
 
 
-def check_modules(runs: Sequence[tuple[Results, Results, Results, Results]]) -> None:
+def check_modules(runs: Sequence[tuple[Tensors, Tensors, Tensors, Tensors]]) -> None:
     """Holds the results of a module to the bound, over several inputs: their errors are luck.
 
     Of each input: the module's results by name, those of PyTorch's module by two algorithms, of
@@ -93,6 +94,46 @@ def check_modules(runs: Sequence[tuple[Results, Results, Results, Results]]) -> 
     for name, expected in exact.items():
         error = max(largest(first[name] - expected), largest(second[name] - expected))
         hold(name, ours[name], expected, error, first[name].dtype)
+
+
+def over_neighbours(
+    problem: P,
+    errors: Callable[[P], Iterable[tuple[str, float]]],
+    neighbour: Callable[[P, bool], P],
+    changes: Sequence[bool] = (True,) * 12,
+) -> dict[str, float]:
+    """The largest error of each result, over a problem and its neighbours: of one it is luck.
+
+    `neighbour(problem, change)` is another one, with other numbers if asked.
+    """
+    worst: dict[str, float] = {}
+    for change in changes:
+        for name, error in errors(problem):
+            assert math.isfinite(error), name
+            worst[name] = max(error, worst.get(name, 0.0))
+        problem = neighbour(problem, change)
+    return worst
+
+
+def changed(tensors: Tensors) -> Tensors:
+    """Every number changed by up to a percent: rounding errors of their own."""
+
+    def change(t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        return torch.where(t.isfinite(), t * (0.99 + 0.02 * torch.rand(t.shape)).to(t.dtype), t)
+
+    return {name: change(t) for name, t in tensors.items()}
+
+
+def differences(found: Tensors, exact: Tensors) -> Iterator[tuple[str, float]]:
+    """The largest of each result, where it is finite."""
+    for name, result in found.items():
+        yield name, largest((result.double() - exact[name])[exact[name].isfinite()])
+
+
+# Of problems with columns, rows and keys in another order; a few have other numbers, too.
+IN_OTHER_ORDERS = (False,) * 8 + (True,) * 4
 
 
 class Neighbour:
@@ -214,13 +255,10 @@ def builtin_errors(problem: Problem) -> dict[str, float]:
     key = problem.digest()
     if key not in _known_errors:  # the same for every instruction set
         generator = torch.Generator(problem.inputs.query.device).manual_seed(SEED)
-        worst: dict[str, float] = {}
-        for change in [False] * 8 + [True] * 4 if problem.size() < 1 << 17 else [False] * 2:
-            for name, error in _errors(problem):
-                assert math.isfinite(error), name
-                worst[name] = max(error, worst.get(name, 0.0))
-            problem = problem.neighbour(generator, change=change)
-        _known_errors[key] = worst
+        changes = IN_OTHER_ORDERS if problem.size() < 1 << 17 else IN_OTHER_ORDERS[:2]
+        _known_errors[key] = over_neighbours(
+            problem, _errors, lambda p, change: p.neighbour(generator, change=change), changes
+        )
     return _known_errors[key]
 
 

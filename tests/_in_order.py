@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from helpers import INF, causal_mask
+from helpers import INF
+from torch_attn import reference
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        total = a[..., :, :1] * b[..., :1, :]
+        for k in range(1, a.size(-1)):
+            total = total + a[..., :, k, None] * b[..., k, None, :]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        of_a, of_b = product(gradients[0], b.mT), product(a.mT, gradients[0])
+        return of_a.sum_to_size(a.shape), of_b.sum_to_size(b.shape)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -16,10 +33,16 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     Each is rounded before it is added, as it is not by every BLAS.
     """
-    total = a[..., :, :1] * b[..., :1, :]
-    for k in range(1, a.size(-1)):
-        total = total + a[..., :, k, None] * b[..., k, None, :]
+    total: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
     return total
+
+
+class _Products(TorchFunctionMode):
+    """While entered, those of matrices are `product`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+        return product(*args) if is_product else func(*args, **(kwargs or {}))
 
 
 class _Fused(torch.autograd.Function):
@@ -30,36 +53,31 @@ class _Fused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
-    ) -> Tensor:
-        scores = product(query, key.mT) * scale + bias
-        maximum = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    def forward(ctx: Any, scores: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        maximum = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        maximum = maximum.clamp(min=torch.finfo(scores.dtype).min)
         weights = (scores - maximum).exp()
         ones = weights.new_ones(weights.size(-1), 1)
-        total = product(weights, ones)
+        total = product(weights, ones) + (sinks - maximum).exp()
         output = torch.where(total > 0, product(weights, value) / total, 0)
-        ctx.save_for_backward(query, key, value, bias, output, maximum + total.log())
-        ctx.scale = scale
+        ctx.save_for_backward(scores, value, sinks, output, maximum + total.log())
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         (grad,) = gradients
-        query, key, value, bias, output, logsumexp = ctx.saved_tensors
-        scores = product(query, key.mT) * ctx.scale + bias
-        weights = torch.where(scores > -INF, (scores - logsumexp).exp(), 0)
+        scores, value, sinks, output, logsumexp = ctx.saved_tensors
+        weights, of_sinks = (
+            torch.where(x > -INF, (x - logsumexp).exp(), 0) for x in (scores, sinks)
+        )
         # In the order of vectors of 4 numbers, which is not that of the product with the values.
         shares = grad * output
         lanes = [shares[..., lane::4].unbind(-1) for lane in range(4)]
-        delta = sum(sum(lane) for lane in lanes)
-        grad_scores = weights * (product(grad, value.mT) - delta[..., None])
+        delta = sum(sum(lane) for lane in lanes)[..., None]
         return (
-            (product(grad_scores, key) * ctx.scale).sum_to_size(query.shape),
-            (product(grad_scores.mT, query) * ctx.scale).sum_to_size(key.shape),
+            weights * (product(grad, value.mT) - delta),
             product(weights.mT, grad).sum_to_size(value.shape),
-            grad_scores.sum_to_size(bias.shape),
-            None,
+            (-of_sinks * delta).sum_to_size(sinks.shape),
         )
 
 
@@ -67,22 +85,15 @@ def sdpa_in_order(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    *arguments: Any,
+    sinks: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """With the arguments of `F.scaled_dot_product_attention`, of inputs that are not empty."""
-    if enable_gqa:
-        heads = query.size(-3)
-        key, value = (t.repeat_interleave(heads // t.size(-3), -3) for t in (key, value))
-    bias = query.new_zeros(1, 1)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        bias = torch.where(attn_mask, 0.0, -INF).to(query.dtype)
-    elif attn_mask is not None:
-        bias = attn_mask
-    if is_causal:
-        bias = bias.masked_fill(~causal_mask(query, key), -INF)
-    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    return _Fused.apply(query, key, value, bias, scale)
+    """With the arguments of `reference.sdpa`, but for dropout, of inputs that are not empty."""
+    with _Products():
+        scores = reference.sdpa_with_weights(query, key, value, *arguments, **options)[2]
+    if options.get("enable_gqa"):
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    sinks = query.new_full((1,), -INF) if sinks is None else sinks
+    sinks = sinks.to(scores.dtype)[..., None, None]
+    return _Fused.apply(scores, value, sinks if scores.dim() > 2 else sinks[0])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import torch_attn
-from helpers import LAYOUTS, largest, make_mask, randn, to_dtype
+from _accuracy import Tensors, changed, differences, over_neighbours
+from _in_order import sdpa_in_order
+from helpers import LAYOUTS, make_mask, randn, to_dtype
 from torch_attn import reference
-
-Tensors = dict[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,34 +175,47 @@ def everything(f: Operator, x: Tensors, u: Tensors, t: Tensors, **options: Any) 
     }
 
 
-def changed(tensors: Tensors) -> Tensors:
-    """Every number changed by up to a percent: rounding errors of their own."""
+def factor_of(dtype: torch.dtype) -> float:
+    """Of errors in float32, which stand for those of float64: they grow with eps.
 
-    def change(t: Tensor) -> Tensor:
-        if not t.is_floating_point():
-            return t
-        return torch.where(t.isfinite(), t * (0.99 + 0.02 * torch.rand(t.shape)).to(t.dtype), t)
-
-    return {name: change(t) for name, t in tensors.items()}
+    Twice as much, because the reference makes them too.
+    """
+    eps = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return 2 * eps if dtype == torch.float64 else 1
 
 
 def errors_of_formula(x: Tensors, u: Tensors, t: Tensors, **options: Any) -> dict[str, float]:
     """The largest of several problems alike, in the precision of the inputs."""
-    worst: dict[str, float] = {}
-    exact = x["query"].dtype == torch.float64
-    for _ in range(6):
-        at = [to_32(some) if exact else some for some in (x, u, t)]
+    dtype = x["query"].dtype
+
+    def errors(problem: list[Tensors]) -> Iterator[tuple[str, float]]:
+        at = [to_32(some) if dtype == torch.float64 else some for some in problem]
         found = everything(formula, *at, **options)
         expected = everything(formula, *map(to_64, at), **options)
-        # Errors grow with eps: of float64 take those of float32, scaled, twice as the reference
-        # makes them too.
-        factor = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if exact else 1
-        for name, result in found.items():
-            finite = expected[name].isfinite()
-            error = factor * largest((result.double() - expected[name])[finite])
-            worst[name] = max(error, worst.get(name, 0.0))
-        x, u, t = changed(x), changed(u), changed(t)
-    return worst
+        yield from ((n, factor_of(dtype) * e) for n, e in differences(found, expected))
+
+    changes = (True,) * 6
+    return over_neighbours([x, u, t], errors, lambda p, _: [changed(some) for some in p], changes)
+
+
+def errors_of_algorithms(
+    x: Tensors, solve: Callable[[Callable[..., Tensor], Tensors], Tensors]
+) -> dict[str, float]:
+    """Those of the formula in what `solve` finds with it, as of `errors_of_formula`.
+
+    In float32, of problems of few numbers, also those of its algorithm with the sums in an order of
+    our own (`_in_order.py`): of what the orders of two processors differ in, either may be lucky.
+    """
+    dtype = x["query"].dtype
+    algorithms = [reference.sdpa, *([sdpa_in_order] if dtype == torch.float32 else [])]
+
+    def errors(x: Tensors) -> Iterator[tuple[str, float]]:
+        exact = solve(reference.sdpa, to_64(x))
+        for sdpa in algorithms:
+            found = solve(sdpa, to_32(x))
+            yield from differences({n: t.to(dtype) for n, t in found.items()}, exact)
+
+    return over_neighbours(x, errors, lambda x, _: changed(x))
 
 
 def to_64(tensors: Tensors) -> Tensors:

@@ -137,14 +137,17 @@ def derivatives(
     *,
     second: bool = False,
     tangent: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Output, logsumexp where `attend` returns it, and gradients, of what `cut` makes of each.
 
-    If asked, the second ones along a direction, and the output's derivative along it.
+    If asked, the second ones along a direction, and the output's derivative along it. The gradient
+    that is given to the backward is one of `dtype`, in that of the query.
     """
     query, Ev = tensors["query"], tensors["value"].shape[-1]
     shapes = {"output": (*query.shape[:-1], Ev), "logsumexp": query.shape[:-1]}
-    upstream = {n: cut(n, torch.randn(shape).to(query.dtype)) for n, shape in shapes.items()}
+    drawn = {n: torch.randn(shape).to(dtype or query.dtype) for n, shape in shapes.items()}
+    upstream = {n: cut(n, t.to(query.dtype)) for n, t in drawn.items()}
     directions = {n: cut(n, torch.randn(t.shape).to(query.dtype)) for n, t in tensors.items()}
     leaves = {n: cut(n, t).detach().clone() for n, t in tensors.items()}
     wanted = {n: t.requires_grad_() for n, t in leaves.items() if t.is_floating_point()}
@@ -176,19 +179,19 @@ def results(
     attend: Callable[..., Tensor],
     *,
     alone: bool = False,
-    second: bool = False,
-    tangent: bool = False,
     computed: torch.dtype | None = None,
+    **asked: Any,
 ) -> dict[str, Tensor]:
     """Of this process; of a function that computes the whole alone, the part that belongs here."""
     tensors, options = made(case, dtype, computed or dtype)
+    asked["dtype"] = dtype
     if not alone:
-        found = derivatives(attend, tensors, options, own_part, second=second, tangent=tangent)
+        found = derivatives(attend, tensors, options, own_part, **asked)
         for name in found:
             if name.endswith(("alibi_slopes", "sinks")):
                 dist.all_reduce(found[name])
         return found
-    found = derivatives(attend, tensors, options, lambda _, t: t, second=second, tangent=tangent)
+    found = derivatives(attend, tensors, options, lambda _, t: t, **asked)
     return {n: own_part(n, t) for n, t in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_attn
+from _accuracy import hold
+from _options import errors_of_algorithms
 from _processes import Processes, processes_of
 from _sequences import CASES, LEARNED, cases, derivatives, made
 from helpers import largest, ulp
@@ -184,37 +187,40 @@ def test_without_a_method(run: Processes) -> None:
     run(check_default)
 
 
-def check_dtypes(dtype: torch.dtype) -> None:
-    """The output and the gradients of half types are rounded once."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+def drawn(dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    whole = [torch.randn(2, 2, 24, 16, dtype=dtype) for _ in range(3)]
-    sinks = torch.randn(2, dtype=dtype)
+    x = {n: torch.randn(2, 2, 24, 16, dtype=dtype) for n in ("query", "key", "value")}
+    return x | {"sinks": torch.randn(2, dtype=dtype)}
 
-    def results(*tensors: Any) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        output = torch_attn.sdpa(*leaves[:3], is_causal=True, sinks=leaves[3])
-        gradients = torch.autograd.grad(output, leaves, torch.ones_like(output))
-        found = [output, *gradients]
-        return [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
 
-    exact = results(*(t.double() for t in (*whole, sinks)))
-    alone = results(*whole, sinks)
-    sharded = [distribute_tensor(t, mesh, [Rows]) for t in whole]
+def solved(sdpa: Callable[..., Any], x: dict[str, Any]) -> dict[str, Tensor]:
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+    output = sdpa(**leaves, is_causal=True)
+    gradients = torch.autograd.grad(output, [*leaves.values()], torch.ones_like(output))
+    found = {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+
+def check_dtypes(dtype: torch.dtype, errors: dict[str, float]) -> None:
+    """The output and the gradients of half types are rounded once."""
+    world, x = dist.get_world_size(), drawn(dtype)
+    exact = solved(reference.sdpa, {n: t.double() for n, t in x.items()})
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = {n: distribute_tensor(t, mesh, [R if n == "sinks" else Rows]) for n, t in x.items()}
     for method in ("ring", "gather", *(["all_to_all"] if world == 2 else [])):
         with torch_attn.distributed.method(method):
-            found = results(*sharded, distribute_tensor(sinks, mesh, [R]))
-        for n, (a, e, o) in enumerate(zip(found, exact, alone, strict=True)):
-            assert a.dtype == dtype
+            found = solved(torch_attn.sdpa, sharded)
+        for name, actual in found.items():
+            assert actual.dtype == dtype
             # Sums over devices, of slopes and sinks, are of their dtype, and so rounded again.
-            rounded = (world if n == 4 else 1) * ulp(largest(e), dtype)
-            assert largest(a.double() - e) <= 2 * largest(o.double() - e) + rounded, (method, n)
+            rounded = (world - 1) * ulp(largest(exact[name]), dtype) if name == "sinks" else 0
+            error = errors[name] + rounded / 2
+            hold(f"{method}, {name}", actual.double(), exact[name], error, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_precision(run: Processes, dtype: torch.dtype) -> None:
-    run(check_dtypes, dtype)
+    run(check_dtypes, dtype, errors_of_algorithms(drawn(dtype), solved))
 
 
 def check_lengths_of_some_entries() -> None:

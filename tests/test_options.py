@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torch_attn
-from _accuracy import hold, means_something
+from _accuracy import changed, differences, hold, means_something, over_neighbours
 from _options import (
     CASES,
     Case,
@@ -26,6 +26,7 @@ from _options import (
     drawn,
     errors_of_formula,
     everything,
+    factor_of,
     formula,
     to_32,
     to_64,
@@ -35,7 +36,6 @@ from helpers import (
     INF,
     NAN,
     assert_same_bits,
-    largest,
 )
 from torch_attn import reference
 
@@ -78,28 +78,42 @@ def exact_results(case: Case, dtype: torch.dtype) -> tuple[Tensors, dict[str, fl
     return results, errors
 
 
+def statistics(sdpa: Any, x: Tensors, **options: Any) -> Tensors:
+    """Those, and the weights and scores."""
+    of_scores = {name: t for name, t in x.items() if name != "value"}
+    stats = sdpa.sdpa_stats(**of_scores, enable_gqa=True, **options)
+    _, weights, scores = sdpa.sdpa_with_weights(**x, enable_gqa=True, **options)
+    names = torch_attn.Stats._fields
+    return {**dict(zip(names, stats, strict=True)), "weights": weights, "scores": scores}
+
+
+@functools.cache
+def exact_statistics(dtype: torch.dtype) -> tuple[Case, Tensors, Tensors, dict[str, float]]:
+    torch.manual_seed(0)
+    case = next(c for c in CASES if c.name == "all")
+    x = case.tensors(dtype)
+
+    def errors(x: Tensors) -> Iterator[tuple[str, float]]:
+        rough, exact = (statistics(reference, to(x), **case.options) for to in (to_32, to_64))
+        rough |= {name: rough[name].to(dtype) for name in ("weights", "scores")}
+        yield from ((n, factor_of(dtype) * e) for n, e in differences(rough, exact))
+
+    expected = statistics(reference, to_64(x), **case.options)
+    return case, x, expected, over_neighbours(x, errors, lambda x, _: changed(x))
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_statistics_and_weights(dtype: torch.dtype) -> None:
     """A sink is in the denominator, and no score."""
-    case = next(c for c in CASES if c.name == "all")
-    x = case.tensors(dtype)
-    of_scores = {name: t for name, t in x.items() if name != "value"}
-    stats = torch_attn.sdpa_stats(**of_scores, enable_gqa=True, **case.options)
-    output, weights, scores = torch_attn.sdpa_with_weights(**x, enable_gqa=True, **case.options)
-    wide = to_64(x)
-    arguments = {"enable_gqa": True, **case.options}
-    expected = reference.sdpa_stats(**to_64(of_scores), **arguments)
-    _, exact_weights, exact_scores = reference.sdpa_with_weights(**wide, **arguments)
-    small = {n: t.float() if dtype.itemsize == 2 else to_32({n: t})[n] for n, t in x.items()}
-    rough = reference.sdpa_stats(**{n: t for n, t in small.items() if n != "value"}, **arguments)
-    for name, actual, exact, other in zip(stats._fields, stats, expected, rough, strict=True):
-        finite = [r.double().masked_fill(r.isinf(), 0) for r in (actual, exact, other)]
-        hold(name, *finite[:2], largest(finite[2] - finite[1]), dtype)
-    assert torch.equal(scores == -INF, exact_scores == -INF)
-    rough_weights = reference.sdpa_with_weights(**small, **arguments)[1].to(dtype)
-    hold("weights", weights, exact_weights, largest(rough_weights - exact_weights), dtype)
-    assert (weights.double().sum(-1) < 1).all()
+    case, x, expected, errors = exact_statistics(dtype)
+    found = statistics(torch_attn, x, **case.options)
+    for name, actual in found.items():
+        assert torch.equal(actual.isinf(), expected[name].isinf()), name
+        finite = [t.double().masked_fill(t.isinf(), 0) for t in (actual, expected[name])]
+        hold(name, *finite, errors[name], dtype)
+    assert (found["weights"].double().sum(-1) < 1).all()
+    output = torch_attn.sdpa_with_weights(**x, enable_gqa=True, **case.options)[0]
     assert torch.equal(output, torch_attn.sdpa(**x, enable_gqa=True, **case.options))
 
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_attn
+from _accuracy import changed, differences, hold, over_neighbours
 from _memory import LargestAllocation
 from _models import Calls, InFloat64, assert_close_in_float64
-from helpers import largest, ulp
 from torch_attn.integrations.transformers import calls, register
 
 ATTN = register()
@@ -589,26 +589,26 @@ def test_precision(name: str, dtype: torch.dtype) -> None:
     model, _ = build(name)
     model.to(dtype)
 
-    def rows(model: nn.Module, dtype: torch.dtype) -> Tensor:
-        cast = {k: t.to(dtype) if t.is_floating_point() else t for k, t in inputs.items()}
-        with torch.no_grad():
+    def rows(model: nn.Module) -> dict[str, Tensor]:
+        own = next(model.parameters()).dtype
+        cast = {k: t.to(own) if t.is_floating_point() else t for k, t in inputs.items()}
+        with float64() if own == torch.float64 else contextlib.nullcontext(), torch.no_grad():
             output = model(**cast)[0]
-        return (output[real] if real.dim() else output).double()
+        return {"rows": output[real] if real.dim() else output}
 
-    with float64():
-        expected = rows(copy.deepcopy(model).double(), torch.float64)
-    errors = {}
-    for implementation in (other, ATTN):
-        model.set_attn_implementation(implementation)
-        errors[implementation] = largest(rows(model, dtype) - expected)
-    assert errors[ATTN] <= 2 * errors[other] + ulp(largest(expected), dtype), errors
-    print(
-        "ratio",
-        name,
-        dtype,
-        errors[ATTN] / errors[other],
-        errors[ATTN] / ulp(largest(expected), dtype),
-    )
+    exact = copy.deepcopy(model).double()
+    model.set_attn_implementation(other)
+    given, expected = copy.deepcopy(model.state_dict()), rows(exact)["rows"]
+
+    def errors(parameters: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
+        for m in (model, exact):
+            m.load_state_dict(parameters)
+        return differences(rows(model), rows(exact))
+
+    error = over_neighbours(given, errors, lambda parameters, _: changed(parameters))["rows"]
+    model.load_state_dict(given)
+    model.set_attn_implementation(ATTN)
+    hold("rows", rows(model)["rows"].double(), expected, error, dtype)
 
 
 # --- families that need more ----------------------------------------------------------------------
