@@ -160,7 +160,7 @@ struct RowParams : Problem {
 
 struct ForwardParams : RowParams {
   Operand output;
-  Operand residual;           // the exact output minus the rounded one; data may be null. See sums_scores()
+  Operand residual;           // the exact output minus the rounded one; data may be null. See sums_scores
   void* logsumexp = nullptr;  // may be null
 
   // For who calls, one number a row, [batch, heads, L], of the type computed in; null where not wanted. The logsumexp
@@ -168,16 +168,17 @@ struct ForwardParams : RowParams {
   void* row_logsumexp = nullptr;
   void* max_score = nullptr;
 
-  void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if sums_scores()]
+  void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if sums_scores]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], where max_score is wanted
 
   void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
 
   // Whether derivatives will sum dS over a row with other weights than 1, as those of slopes (a distance) and sinks do.
-  // Then the residual has also what the rounding of weights took from the output: without it delta = <dO, O> is off by
-  // so little that dS is right, but the sum over j of dS_ij is not 0, and is multiplied by how far the keys are.
-  ATTN_INLINE constexpr bool sums_scores() const { return residual.data && (terms.alibi_slopes || terms.sinks); }
+  // Then the residual, which has data, has also what the rounding of weights took from the output: without it delta =
+  // <dO, O> is off by so little that dS is right, but the sum over j of dS_ij is not 0, and is multiplied by how far the
+  // keys are.
+  bool sums_scores = false;
 };
 
 struct BackwardParams : Problem {

@@ -332,7 +332,7 @@ auto below_autograd(c10::DispatchKeySet keys, const Arguments&... arguments) {
 
 Tensor sdpa_autograd(c10::DispatchKeySet keys, const BuiltinInputs& x, const BuiltinOptions& options) {
   if (is_over_processes()) return OverProcessesOp::call(x, options, {}).output;
-  if (requires_grad(x) || is_dual(x)) return ForwardOp::call(x, options, std::nullopt, false).saved.output;
+  if (requires_grad(x) || is_dual(x)) return ForwardOp::call(x, options, std::nullopt, false, false).saved.output;
   return below_autograd<SdpaOp>(keys, x, options);
 }
 
@@ -341,13 +341,15 @@ OutputAndRows attention_autograd(c10::DispatchKeySet keys, const BuiltinInputs& 
   if (is_over_processes()) return OverProcessesOp::call(x, options, of_heads);
   const Inputs inputs = all_inputs(x, of_heads);
   if (!requires_grad(inputs) && !is_dual(inputs)) return below_autograd<AttentionOp>(keys, x, options, of_heads);
-  const auto [saved, rows] = ForwardOp::call(inputs, options, std::nullopt, /*with_rows=*/true);
+  const auto [saved, rows] = ForwardOp::call(inputs, options, std::nullopt, /*with_rows=*/true, /*sums_scores=*/false);
   return {saved.output, rows};
 }
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const CallOptions& options,
-                                const std::optional<Tensor>& rng_state, bool with_rows) {
-  ForwardResults results = below_autograd<ForwardOp>(keys, x, options, rng_state, with_rows);
+                                const std::optional<Tensor>& rng_state, bool with_rows, bool sums_scores) {
+  const HeadInputs of_heads{x.alibi_slopes, x.sinks};
+  sums_scores = sums_scores || requires_grad(of_heads) || is_dual(of_heads);
+  ForwardResults results = below_autograd<ForwardOp>(keys, x, options, rng_state, with_rows, sums_scores);
   auto& [saved, rows] = results;
   TangentResults tangent;
   if (is_dual(x)) tangent = TangentOp::call(primal_of(x), saved, tangent_of(x), options);

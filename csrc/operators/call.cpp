@@ -140,7 +140,8 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
 }  // namespace
 
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs,
-                               const CallOptions& options, const std::optional<Tensor>& given_state, bool with_rows) {
+                               const CallOptions& options, const std::optional<Tensor>& given_state, bool with_rows,
+                               bool sums_scores) {
   const Tensor& query = inputs.query;
   const Checker check{inputs, options};
   TORCH_CHECK(
@@ -169,7 +170,10 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   builder.add_result(p.output, results.output);
   if (for_derivatives) {
     p.logsumexp = results.logsumexp.mutable_data_ptr();
-    if (results.residual.dim() > 1) builder.add_result(p.residual, results.residual);
+    if (results.residual.dim() > 1) {
+      builder.add_result(p.residual, results.residual);
+      p.sums_scores = sums_scores;
+    }
   }
   if (with_rows) {
     p.row_logsumexp = rows.logsumexp.mutable_data_ptr();

@@ -39,8 +39,8 @@ struct Device {
 
 // Without `for_derivatives`, the pair logsumexp and residual are undefined.
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs,
-                               const CallOptions& options, const std::optional<at::Tensor>& given_state,
-                               bool with_rows);
+                               const CallOptions& options, const std::optional<at::Tensor>& given_state, bool with_rows,
+                               bool sums_scores);
 Gradients compute_backward(const Device& device, const GradResults& grads, const Inputs& inputs, const Saved& saved,
                            const CallOptions& options, Wanted wanted);
 TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
@@ -62,11 +62,12 @@ void register_kernels(torch::Library& m) {
   // Without autograd, as in inference mode, nobody has asked before whether these are over several processes.
   constexpr auto sdpa = [](const BuiltinInputs& x, const BuiltinOptions& options) {
     if (is_over_processes()) return OverProcessesOp::call(x, options, {}).output;
-    return compute_forward(device, false, x, options, std::nullopt, /*with_rows=*/false).saved.output;
+    return compute_forward(device, false, x, options, std::nullopt, /*with_rows=*/false, false).saved.output;
   };
   constexpr auto attention = [](const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
     if (is_over_processes()) return OverProcessesOp::call(x, options, of_heads);
-    const auto [saved, rows] = compute_forward(device, false, all_inputs(x, of_heads), options, std::nullopt, true);
+    const auto [saved, rows] =
+        compute_forward(device, false, all_inputs(x, of_heads), options, std::nullopt, true, false);
     return OutputAndRows{saved.output, rows};
   };
   constexpr auto forward = [](const auto&... a) { return compute_forward(device, true, a...); };

@@ -27,7 +27,7 @@ TORCH_LIBRARY_FRAGMENT(attn, m) {
                          NestedTensorCPU, NestedTensorCUDA}) {
     constexpr auto sdpa = refuse<SdpaOp, at::Tensor, BuiltinInputs, BuiltinOptions>;
     constexpr auto attention = refuse<AttentionOp, OutputAndRows, BuiltinInputs, CallOptions, HeadInputs>;
-    constexpr auto forward = refuse<SdpaOp, ForwardResults, Inputs, CallOptions, std::optional<at::Tensor>, bool>;
+    constexpr auto forward = refuse<SdpaOp, ForwardResults, Inputs, CallOptions, std::optional<at::Tensor>, bool, bool>;
     constexpr auto weights = refuse<WeightsOp, OutputAndWeights, BuiltinInputs, DenseOptions, HeadInputs>;
     constexpr auto module = refuse<WeightsOp, OutputAndMean, BuiltinInputs, DenseOptions, HeadInputs, bool>;
     m.impl("sdpa", torch::dispatch(key, SdpaOp::kernel<sdpa>));

@@ -233,7 +233,8 @@ using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(BuiltinInputs
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(QueryAndKey, ScoreOptions, HeadInputs)>;
 using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Inputs, DenseOptions, WantedWeights)>;
 // Last come rng_state, and whether the rows' results are wanted.
-using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Inputs, CallOptions, std::optional<at::Tensor>, bool)>;
+using ForwardOp =
+    Operator<"attn::_sdpa_forward", ForwardResults(Inputs, CallOptions, std::optional<at::Tensor>, bool, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Inputs, Saved, CallOptions, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Inputs, Saved, Direction, CallOptions)>;
 using SecondOp = Operator<"attn::_sdpa_second",

@@ -213,7 +213,7 @@ std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& qu
   if (p.splits == 1) return {};
   const auto options = compute_options(query);
   const int64_t rows = p.splits * number_of_rows(p);
-  const int64_t columns = p.value_dim * (p.sums_scores() ? 2 : 1);  // the rest of an output stands beside it
+  const int64_t columns = p.value_dim * (p.sums_scores ? 2 : 1);  // the rest of an output stands beside it
   std::array<at::Tensor, 3> partial = {at::empty({rows, columns}, options), at::empty({rows, 2}, options)};
   p.partial_output = partial[0].mutable_data_ptr();
   p.partial_logsumexp = partial[1].mutable_data_ptr();

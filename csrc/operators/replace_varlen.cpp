@@ -153,7 +153,7 @@ void flash_backward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* sta
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const CallOptions options = options_of(a);
   const Inputs x{swap_heads(query), swap_heads(key), swap_heads(value), {}, {}, {}};
-  const Saved saved = ForwardOp::call(x, options, std::nullopt, /*with_rows=*/false).saved;
+  const Saved saved = ForwardOp::call(x, options, std::nullopt, /*with_rows=*/false, /*sums_scores=*/false).saved;
   const Gradients grads =
       BackwardOp::call({swap_heads(a.tensor("grad_out")), std::nullopt}, x, saved, options, {true, true, true});
   const Tensor of_query = with_strides_of(query, swap_heads(grads.query));

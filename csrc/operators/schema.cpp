@@ -56,10 +56,12 @@ TORCH_LIBRARY(attn, m) {
   //             device's own (params.h)
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
   // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
-  //             is empty
+  //             is empty. With sums_scores, which autograd asks for where slopes or sinks want a derivative, the exact
+  //             output is that of weights which are not rounded either (params.h)
   m.def("_sdpa_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, " OF_HEADS
         ", float dropout_p=0.0, bool is_causal=False, *, " SCALE MORE PACKED
-        ", Tensor? rng_state=None, bool with_rows=False) -> (" SAVED ", Tensor row_logsumexp, Tensor max_score)",
+        ", Tensor? rng_state=None, bool with_rows=False, bool sums_scores=False) -> (" SAVED
+        ", Tensor row_logsumexp, Tensor max_score)",
         random);
   // J'u for u = (grad_output, grad_logsumexp). Gradients not asked for in grad_input_mask are undefined.
   m.def("_sdpa_backward(" GRADS ", " INPUTS ", " SAVED ", " OPTIONS ", bool[6] grad_input_mask) -> " GRADIENTS, plain);

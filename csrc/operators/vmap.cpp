@@ -173,16 +173,16 @@ ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const CallOpt
 Tensor sdpa_vmap(const BuiltinInputs& inputs, const BuiltinOptions& options) {
   const Batch batch(SdpaOp::name, inputs, options);
   const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
-  const Tensor output = c.rng_state ? ForwardOp::call(c.inputs, options, c.rng_state, false).saved.output
+  const Tensor output = c.rng_state ? ForwardOp::call(c.inputs, options, c.rng_state, false, false).saved.output
                                     : SdpaOp::call(c.builtin_inputs(), options);
   return c.mapped ? batch.logical(output, batch.sample.dims) : output;
 }
 
 ForwardResults forward_vmap(const Inputs& inputs, const CallOptions& options, const std::optional<Tensor>& rng_state,
-                            bool with_rows) {
+                            bool with_rows, bool sums_scores) {
   const Batch batch(SdpaOp::name, inputs, options);
   const ForwardCall c = forward_call(batch, inputs, options, rng_state);
-  const ForwardResults results = ForwardOp::call(c.inputs, c.options, c.rng_state, with_rows);
+  const ForwardResults results = ForwardOp::call(c.inputs, c.options, c.rng_state, with_rows, sums_scores);
   if (!c.mapped) return results;
   const int64_t state_dims = rng_state ? rng_state->dim() : 1;
   Saved saved = batch.logical(results.saved, batch.sample.dims);
@@ -196,7 +196,7 @@ OutputAndRows attention_vmap(const BuiltinInputs& x, const CallOptions& options,
   const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
   OutputAndRows results;
   if (c.rng_state) {
-    const auto [saved, rows] = ForwardOp::call(c.inputs, c.options, c.rng_state, /*with_rows=*/true);
+    const auto [saved, rows] = ForwardOp::call(c.inputs, c.options, c.rng_state, /*with_rows=*/true, false);
     results = {saved.output, rows};
   } else {
     results = AttentionOp::call(c.builtin_inputs(), c.options, c.of_heads());

@@ -399,8 +399,8 @@ class Errors:
     @functools.cached_property
     def e_known_output(self) -> Tensor:
         """Of the output as derivatives know it, with its residual."""
-        p = self.textbook.problem.dims
-        sums_scores = "alibi_slopes" in p or "sinks" in p
+        wanted = self.textbook.problem.wanted
+        sums_scores = "alibi_slopes" in wanted or "sinks" in wanted
         unit = self.a.known if sums_scores else self.a.weight
         error = self.e_output_of(self.e_weight_rounded_by(unit))
         return self.rounded_output(self.textbook.output, error)
