@@ -282,7 +282,7 @@ def test_a_process_that_is_late(
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "columns of the mask": ({"attn_mask": (3, 7)}, "attn_mask has shape"),
-    "dimensions of the mask": ({"attn_mask": (6,)}, "attn_mask has shape"),
+    "a mask of one dimension": ({"attn_mask": (7,)}, "attn_mask has shape"),
     "key_lengths": ({"key_lengths": 7}, "key_lengths is 7; it must be between 0 and 6"),
     "sinks": ({"sinks": (3,)}, "sinks has shape"),
     "dtype": ({"key": torch.bfloat16}, "key has dtype BFloat16 but query has Float"),

@@ -96,6 +96,29 @@ def test_precision_is_that_of_one_process(run: Processes, dtype: torch.dtype, me
     run(check_precision, dtype, method, {c: errors_of(c, dtype) for c in CASES if c not in FOUND})
 
 
+def check_masks_of_fewer_dimensions() -> None:
+    """The same for all queries of all processes; a gradient has the mask's own shape."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.randn(3, 1, 2, 6 * world, 8, dtype=torch.float64)
+    rows = slice(6 * rank, 6 * rank + 6)
+    for mask in (torch.randn(6 * world).double(), torch.tensor(-1.0).double()):
+        mask.requires_grad_()
+        expected = torch_attn.sdpa(*whole, mask)
+        (of_mask,) = torch.autograd.grad(expected.square().sum(), mask, retain_graph=True)
+        for method in ("ring", "gather"):
+            with torch_attn.distributed.method(method):
+                found = torch_attn.distributed.sdpa(*whole[..., rows, :], mask)
+            torch.testing.assert_close(found, expected[..., rows, :])
+            (share,) = torch.autograd.grad(found.square().sum(), mask)
+            dist.all_reduce(share)
+            torch.testing.assert_close(share, of_mask)
+
+
+@pytest.mark.regression
+def test_masks_of_fewer_dimensions(run: Processes) -> None:
+    run(check_masks_of_fewer_dimensions)
+
+
 def check_odd_sinks() -> None:
     """One of -inf is none, beside rows without keys too; one of NaN makes its head NaN."""
     query, key, value = torch.randn(3, 1, 3, 4, 8)
