@@ -174,7 +174,7 @@ struct ForwardParams : RowParams {
 
   void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
 
-  // Whether derivatives will sum dS over a row with other weights than 1, as those of slopes (a distance) and sinks do.
+  // Whether derivatives will sum dS over a row with other weights than 1: slopes weigh it by a distance, sinks too.
   // Then the residual, which has data, has also what the rounding of weights took from the output. Without it delta,
   // <dO, O>, is off by so little that dS is right, but the sum over j of dS_ij is not 0, and a slope multiplies it by
   // how far the keys are.

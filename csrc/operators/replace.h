@@ -5,7 +5,7 @@
 
 namespace attn {
 
-// Of the devices of a type calls are replaced where `runs_on` says so; where no one has said anything, on all of them.
+// Says on which devices of a type the switch serves calls: where `runs_on` is true. A type never named here: on all.
 void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device));
 
 bool is_switched_on();

@@ -19,7 +19,7 @@ struct Results {
         logsumexp(static_cast<T*>(p.logsumexp)),
         row_logsumexp(static_cast<T*>(p.row_logsumexp)),
         max_score(static_cast<T*>(p.max_score)) {}
-  // `columns`: those of a partial output.
+  // `columns`: how many a partial output has.
   Results(const ForwardParams& p, int64_t split, int64_t columns) : Results(p) {
     if (p.splits == 1) return;
     const int64_t rows = number_of_rows(p);
@@ -103,8 +103,8 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
 }
 
 // Merges the splits of the rows numbered [first, last):
-// O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them). `columns`: those of O_s, twice
-// as many as those of O if its rest stands beside it.
+// O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them). O_s has
+// `columns` columns: twice as many as O, if its rest stands beside it.
 template <class T>
 void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_t last, char* workspace) {
   T* row = reinterpret_cast<T*>(workspace);

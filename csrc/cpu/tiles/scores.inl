@@ -192,7 +192,7 @@ void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const 
 }
 
 // tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with tz = slope * (tQ K^T + Q tK^T).
-// Meaningless where a key is hidden. Beside a cap, `tanhs` are those of scores(), and `tz` gets its tile if not null.
+// Meaningless where a key is hidden. Beside a cap, scores() has filled `tanhs`, and `tz` gets its tile if not null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,

@@ -181,7 +181,7 @@ struct ScoresSimt {
   }
 
   // The scores (score.h) of the keys from `key` on; -inf also where there is no row or no key. If there is a cap, calls
-  // on_cap(what SoftCap takes, row, key), row and key being those of the tile.
+  // on_cap(what SoftCap takes, row, key), with row and key counted within the tile.
   template <class F>
   __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_cap) {
     Shared& shared = shared_scores;
