@@ -28,17 +28,13 @@ def arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any], dict[str
         return list(x), {**options, "with_rows": with_rows}
     saved = torch.ops.attn._sdpa_forward(*x, **options)[:4]
     output = saved[0]
-    drawn = [options.pop("dropout_p", 0.0), options.pop("is_causal", False)]
-    of_heads: list[Tensor | None] = [options.pop(n, None) for n in ("alibi_slopes", "sinks")]
-    keywords = {"scale": None, "enable_gqa": False, **options}
+    of_heads: list[Tensor | None] = [options.get(n) for n in ("alibi_slopes", "sinks")]
     wanted = [t is not None and t.is_floating_point() for t in (*x, *of_heads)]
-    positional = [*x, *of_heads, *saved]
     grads = [torch.randn_like(output), torch.randn_like(saved[1][..., 0]) if with_rows else None]
     if name == "_sdpa_backward":
-        return [*grads, *positional, *drawn], {**keywords, "grad_input_mask": wanted}
-    positional += [*directions(x), *(None if t is None else torch.randn_like(t) for t in of_heads)]
-    if name == "_sdpa_second":
-        moved = torch.ops.attn._sdpa_tangent(*positional, *drawn, **keywords)
-        positional = [*grads, *positional, *moved]
-        keywords["grad_input_mask"] = wanted
-    return [*positional, *drawn], keywords
+        return [*grads, *saved, *x], {**options, "grad_input_mask": wanted}
+    along = [*directions(x), *(None if t is None else torch.randn_like(t) for t in of_heads)]
+    if name == "_sdpa_tangent":
+        return [*saved, *along, *x], options
+    moved = torch.ops.attn._sdpa_tangent(*saved, *along, *x, **options)
+    return [*grads, *saved, *along, *moved, *x], {**options, "grad_input_mask": wanted}

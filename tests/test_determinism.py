@@ -130,7 +130,7 @@ def forward_and_backward() -> list[bytes]:
     saved = torch.ops.attn._sdpa_forward(*inputs)[:4]
     output = saved[0]
     gradients = torch.ops.attn._sdpa_backward(
-        *[output, None, *inputs, None, None, *saved, 0.0, False],
+        *[output, None, *saved, *inputs],
         grad_input_mask=[True, True, True, False, False, False],
     )
     return [t.numpy().tobytes() for t in (output, *gradients[:3])]

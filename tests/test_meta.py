@@ -25,11 +25,8 @@ def forward_and_backward(inputs: Inputs, **options: Any) -> list[Tensor | None]:
     saved = torch.ops.attn._sdpa_forward(*inputs, **options)
     mask = inputs.attn_mask
     gradients = torch.ops.attn._sdpa_backward(
-        *[torch.empty_like(saved[0]), None, *inputs, None, None, *saved[:4]],
-        options.get("dropout_p", 0.0),
-        options.get("is_causal", False),
-        scale=options.get("scale"),
-        enable_gqa=options.get("enable_gqa", False),
+        *[torch.empty_like(saved[0]), None, *saved[:4], *inputs],
+        **options,
         grad_input_mask=[
             *[True, True, True, mask is not None and mask.is_floating_point()],
             *[False, False],

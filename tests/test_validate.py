@@ -378,19 +378,19 @@ def test_too_few_dimensions_under_vmap(argument: str) -> None:
         (0, "grad_output", floats(2, 4, 5, 6, dtype=torch.float64)),
         (1, "grad_logsumexp", floats(2, 4, 6)),
         (1, "grad_logsumexp", floats(2, 4, 5, dtype=torch.float64)),
-        (8, "output", floats(2, 4, 5, 7)),
-        (9, "logsumexp", floats(2, 4, 6)),
-        (9, "logsumexp", floats(2, 4, 5, dtype=torch.float64)),
-        (10, "rng_state", torch.zeros(1, dtype=torch.int32)),
-        (11, "residual", torch.zeros(1)),
+        (2, "output", floats(2, 4, 5, 7)),
+        (3, "logsumexp", floats(2, 4, 6)),
+        (3, "logsumexp", floats(2, 4, 5, dtype=torch.float64)),
+        (4, "rng_state", torch.zeros(1, dtype=torch.int32)),
+        (5, "residual", torch.zeros(1)),
     ],
 )
 def test_backward_operator(position: int, name: str, wrong: Tensor) -> None:
     """What only autograd calls does not trust its arguments either."""
     inputs = tuple(floats(*size) for size in SIZES.values())
     saved = torch.ops.attn._sdpa_forward(*inputs, dropout_p=0.5)[:4]
-    arguments = [floats(2, 4, 5, 6), None, *inputs, None, None, None, *saved, 0.5, False]
-    options = {"grad_input_mask": [True, True, True, False, False, False]}
+    arguments = [floats(2, 4, 5, 6), None, *saved, *inputs]
+    options = {"dropout_p": 0.5, "grad_input_mask": [True, True, True, False, False, False]}
     torch.ops.attn._sdpa_backward(*arguments, **options)
     arguments[position] = wrong
     with pytest.raises(RuntimeError, match=name):
@@ -401,7 +401,7 @@ def test_gradient_of_a_mask_without_one() -> None:
     inputs = tuple(floats(*size) for size in SIZES.values())
     for mask in (None, torch.ones(5, 7, dtype=torch.bool)):
         saved = torch.ops.attn._sdpa_forward(*inputs, mask)[:4]
-        arguments = [floats(2, 4, 5, 6), None, *inputs, mask, None, None, *saved, 0.0, False]
+        arguments = [floats(2, 4, 5, 6), None, *saved, *inputs, mask]
         for i, name in ((3, "attn_mask"), (4, "alibi_slopes"), (5, "sinks")):
             wanted = [j == i for j in range(6)]
             with pytest.raises(RuntimeError, match=name):

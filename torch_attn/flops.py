@@ -116,7 +116,7 @@ def _forward(call: Call) -> int:
 
 
 def _backward(call: Call) -> int:
-    query, key, value, mask, slopes, _ = call["grad_input_mask"]
+    query, key, value, mask, slopes, *_ = call["grad_input_mask"]
     through_softmax = query or key or mask or slopes
     return _products(call, 1 + query + key, through_softmax + value)
 
@@ -126,7 +126,7 @@ def _statistics(call: Call) -> int:
 
 
 def _directions(call: Call) -> list[bool]:
-    names = ("query", "key", "value", "mask", "slopes")
+    names = ("query", "key", "value", "attn_mask", "alibi_slopes")
     return [call[f"tangent_{name}"] is not None for name in names]
 
 

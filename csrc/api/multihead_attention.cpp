@@ -167,8 +167,7 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::attend(const Tensor& query, c
   if (!need_weights) return {sdpa(query, key, value, call), Tensor()};
   const double dropout_p = std::exchange(call.dropout_p, 0.0);
   if (dropout_p == 0) {
-    const auto [output, weights] = ModuleOp::call({{query, key, value, call.attn_mask, {}, {}}},
-                                                  {call_options(call, query)}, head_inputs(call), average_attn_weights);
+    const auto [output, weights] = ModuleOp::call(call_of(query, key, value, call), average_attn_weights);
     return {output, weights};
   }
   // The weights of the operator are those before dropout. What is returned must be what was used, so the values are

@@ -16,20 +16,26 @@ inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& number
   return at::full(sizes, std::get<int64_t>(*numbers), at::TensorOptions(at::kLong).device(device));
 }
 
-// Of Options or StatsOptions.
-CallOptions call_options(const auto& named, const at::Tensor& query) {
-  CallOptions options{.is_causal = named.is_causal,
-                      .scale = named.scale,
-                      .enable_gqa = named.enable_gqa,
-                      .softcap = named.softcap,
-                      .window = named.window_size,
-                      .query_offset = as_tensor(named.query_offset, {}, query),
-                      .key_lengths = as_tensor(named.key_lengths, {}, query),
-                      .packing = {}};
-  if constexpr (requires { named.dropout_p; }) options.dropout_p = named.dropout_p;
-  return options;
+// Of Options, StatsOptions, which make a call without a value, or VarlenOptions. `entries`: sizes of an offset.
+Call call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const auto& named,
+             at::IntArrayRef entries = {}) {
+  Call call{.query = query,
+            .key = key,
+            .value = value,
+            .attn_mask = named.attn_mask,
+            .scale = named.scale,
+            .enable_gqa = named.enable_gqa,
+            .softcap = named.softcap,
+            .window_size = named.window_size,
+            .query_offset = as_tensor(named.query_offset, entries, query),
+            .alibi_slopes = named.alibi_slopes,
+            .sinks = named.sinks};
+  if constexpr (requires { named.dropout_p; }) call.dropout_p = named.dropout_p;
+  if constexpr (requires { named.is_causal; }) call.is_causal = named.is_causal;
+  if constexpr (requires { named.key_lengths; }) call.key_lengths = as_tensor(named.key_lengths, entries, query);
+  if constexpr (requires { named.seqused_k; }) call.key_lengths = named.seqused_k;
+  if constexpr (requires { named.block_table; }) call.block_table = named.block_table;
+  return call;
 }
-
-HeadInputs head_inputs(const auto& named) { return {named.alibi_slopes, named.sinks}; }
 
 }  // namespace attn

@@ -11,19 +11,17 @@ Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const s
 }
 
 Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
-  return attend({{query, key, value, o.attn_mask, {}, {}}}, call_options(o, query), head_inputs(o));
+  return attend(call_of(query, key, value, o));
 }
 
 OutputAndLogsumexp sdpa_with_logsumexp(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
-  const auto [output, rows] =
-      AttentionOp::call({{query, key, value, o.attn_mask, {}, {}}}, call_options(o, query), head_inputs(o));
+  const auto [output, rows] = AttentionOp::call(call_of(query, key, value, o));
   return {output, rows.logsumexp, rows.max_score};
 }
 
 std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const Options& o) {
-  const auto [output, weights, scores] =
-      WeightsOp::call({{query, key, value, o.attn_mask, {}, {}}}, {call_options(o, query)}, head_inputs(o));
+  const auto [output, weights, scores] = WeightsOp::call(call_of(query, key, value, o));
   return {output, weights, scores};
 }
 
@@ -34,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const 
 }
 
 Stats sdpa_stats(const Tensor& query, const Tensor& key, const StatsOptions& o) {
-  return StatsOp::call({query, key, o.attn_mask}, {call_options(o, query)}, head_inputs(o));
+  return StatsOp::call(call_of(query, key, {}, o));
 }
 
 Stats sdpa_stats(const Tensor& query, const Tensor& key, const std::optional<Tensor>& attn_mask, bool is_causal,

@@ -13,24 +13,12 @@ OutputAndLogsumexp varlen_with_logsumexp(const Tensor& query, const Tensor& key,
                                          const Tensor& cu_seq_q, const std::optional<Tensor>& cu_seq_k, int64_t max_q,
                                          int64_t max_k, const VarlenOptions& o) {
   const int64_t sequences = std::max<int64_t>(cu_seq_q.numel() - 1, 0);
-  const auto [output, rows] = VarlenOp::call({.query = query,
-                                              .key = key,
-                                              .value = value,
-                                              .cu_seq_q = cu_seq_q,
-                                              .cu_seq_k = cu_seq_k,
-                                              .max_q = max_q,
-                                              .max_k = max_k,
-                                              .scale = o.scale,
-                                              .window = o.window_size,
-                                              .enable_gqa = o.enable_gqa,
-                                              .seqused_k = o.seqused_k,
-                                              .block_table = o.block_table,
-                                              .softcap = o.softcap,
-                                              .alibi_slopes = o.alibi_slopes,
-                                              .sinks = o.sinks,
-                                              .query_offset = as_tensor(o.query_offset, {sequences}, query),
-                                              .dropout_p = o.dropout_p,
-                                              .attn_mask = o.attn_mask});
+  Call call = call_of(query, key, value, o, {sequences});
+  call.cu_seq_q = cu_seq_q;
+  call.cu_seq_k = cu_seq_k;
+  call.max_q = max_q;
+  call.max_k = max_k;
+  const auto [output, rows] = VarlenOp::call(call);
   return {output, rows.logsumexp, rows.max_score};
 }
 

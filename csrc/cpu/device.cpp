@@ -10,7 +10,7 @@
 #include <numeric>
 #include <utility>
 
-#include "operators/call.h"
+#include "operators/run.h"
 #include "cpu/parts.h"
 
 namespace attn {
@@ -276,8 +276,8 @@ void run_weights(WeightsParams& p, const Tensor& query) {
 
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
-WeightsAndScores weights(const Inputs& inputs, const DenseOptions& options, const WantedWeights& wanted) {
-  return compute_weights(run_weights, inputs, options, wanted);
+WeightsAndScores weights(const Call& call, const WantedWeights& wanted) {
+  return compute_weights(run_weights, call, wanted);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "operators/call.h"
+#include "operators/run.h"
 #include "operators/replace.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"

@@ -1,5 +1,5 @@
 // Autocast as for the built-in: floating arguments (also a floating mask) go to the autocast dtype, float64 stays.
-// Casts the fields that are named here and no others: one that is to stay in float32 is simply not named.
+// What has a number for each head stays in float32.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -8,34 +8,30 @@
 namespace attn {
 namespace {
 
-template <class Op, at::DeviceType device, c10::DispatchKey key, class Tensors, class... More>
-auto cast_and_call(const Tensors& inputs, const More&... more) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(key);
+template <class Op, at::DeviceType device>
+constexpr auto cast_and_call = [](Call call, const auto&... more) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
-  const auto cast = [&](auto& t) { t = at::autocast::cached_cast(dtype, t, device); };
-  Tensors x = inputs;
-  cast(x.query);
-  cast(x.key);
-  if constexpr (requires { x.value; }) cast(x.value);
-  cast(x.attn_mask);
-  return Op::call(x, more...);
-}
+  const auto cast = [&](size_t i, auto& t) {
+    const Kind kind = Inputs::about(i).kind;
+    if (kind == Kind::rows || kind == Kind::mask) t = at::autocast::cached_cast(dtype, t, device);
+  };
+  for_each_input(cast, call);
+  return Op::call(call, more...);
+};
 
-template <at::DeviceType device, c10::DispatchKey key>
+template <at::DeviceType device>
 void register_autocast(torch::Library& m) {
-  m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device, key, BuiltinInputs, BuiltinOptions>>);
-  m.impl("attention",
-         AttentionOp::kernel<cast_and_call<AttentionOp, device, key, BuiltinInputs, CallOptions, HeadInputs>>);
-  m.impl("sdpa_with_weights",
-         WeightsOp::kernel<cast_and_call<WeightsOp, device, key, BuiltinInputs, DenseOptions, HeadInputs>>);
-  m.impl("_sdpa_and_weights",
-         ModuleOp::kernel<cast_and_call<ModuleOp, device, key, BuiltinInputs, DenseOptions, HeadInputs, bool>>);
-  m.impl("sdpa_stats", StatsOp::kernel<cast_and_call<StatsOp, device, key, QueryAndKey, ScoreOptions, HeadInputs>>);
+  m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device>>);
+  m.impl("attention", AttentionOp::kernel<cast_and_call<AttentionOp, device>>);
+  m.impl("sdpa_with_weights", WeightsOp::kernel<cast_and_call<WeightsOp, device>>);
+  m.impl("_sdpa_and_weights", ModuleOp::kernel<cast_and_call<ModuleOp, device>>);
+  m.impl("sdpa_stats", StatsOp::kernel<cast_and_call<StatsOp, device>>);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn, AutocastCPU, m) { register_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>(m); }
-TORCH_LIBRARY_IMPL(attn, AutocastCUDA, m) { register_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>(m); }
+TORCH_LIBRARY_IMPL(attn, AutocastCPU, m) { register_autocast<at::kCPU>(m); }
+TORCH_LIBRARY_IMPL(attn, AutocastCUDA, m) { register_autocast<at::kCUDA>(m); }
 
 }  // namespace attn

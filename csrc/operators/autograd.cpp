@@ -41,14 +41,14 @@ bool any(const Wanted& wanted) { return std::ranges::count(wanted, true) > 0; }
 template <class... T>
 bool requires_grad(const T&... arguments) {
   return std::apply([](const auto&... t) { return torch::autograd::compute_requires_grad(t...); },
-                    all_fields(arguments...));
+                    all_inputs_of(arguments...));
 }
 
 // The edges of the node that records the call, in the order of the arguments.
 template <class... T>
 auto next_edges(const T&... arguments) {
   return std::apply([](const auto&... t) { return torch::autograd::collect_next_edges(t...); },
-                    all_fields(arguments...));
+                    all_inputs_of(arguments...));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -58,15 +58,15 @@ bool is_dual(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).de
 bool is_dual(const std::optional<Tensor>& t) { return t && is_dual(*t); }
 template <Struct T>
 bool is_dual(const T& tensors) {
-  return std::apply([](const auto&... t) { return (is_dual(t) || ...); }, T::fields(tensors));
+  return std::apply([](const auto&... t) { return (is_dual(t) || ...); }, inputs_of(tensors));
 }
 
 std::optional<Tensor> tangent_of(const std::optional<Tensor>& t) {
   return is_dual(t) ? std::optional(t->_fw_grad(0)) : std::nullopt;
 }
-Direction tangent_of(const Inputs& x) {
+Direction tangent_of(const Call& x) {
   Direction t;
-  for_each_field([](size_t, auto& tangent, const auto& primal) { tangent = tangent_of(primal); }, t, x);
+  for_each_input([](size_t, auto& tangent, const auto& primal) { tangent = tangent_of(primal); }, t, x);
   return t;
 }
 // The derivative of the rows' logsumexp, which _sdpa_tangent gives as a sum of two.
@@ -82,76 +82,75 @@ GradResults grads_of_tangent(const variable_list& grads, const TangentResults& t
 Tensor primal_of(const Tensor& t) { return is_dual(t) ? t._fw_primal(0) : t; }
 template <Struct T>
 T primal_of(const T& tensors) {
-  return map_tensors(tensors, [](const Tensor& t) { return primal_of(t); });
+  return map_inputs(tensors, [](const Tensor& t) { return primal_of(t); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Reverse mode: the nodes of the graph.
 
-// A tensor or a struct of tensors, as a node keeps it for the backward.
+// The tensors of an argument, as a node keeps them for the backward.
 template <class T>
 class Kept {
  public:
-  // The first `outputs` fields are results of the node itself, whose history is set.
-  void save(const T& tensors, size_t outputs = 0) {
-    for_each_field([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors);
+  // The first `outputs` of them are results of the node itself, whose history is set.
+  void save(const T& argument, size_t outputs = 0) {
+    for_each_of([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors_of(argument));
   }
-  // Takes pointer_to() of the node that keeps it. An absent tensor stays absent. Where the caller has changed one in
+  // Takes pointer_to() of the node that keeps them. An absent tensor stays absent. Where the caller has changed one in
   // place since, torch's error says so: it gets the name of the argument, which torch does not know, and the way out.
-  T unpack(const decltype(pointer_to(nullptr))& node) const {
-    T tensors;
+  void unpack(T& argument, const decltype(pointer_to(nullptr))& node) const {
     const auto unpack = [&](size_t i, auto& field) {
       try {
         Tensor t = variables_[i].unpack(node);
         if (t.defined()) field = std::move(t);
       } catch (c10::Error& error) {
-        if constexpr (requires { T::kNames; })
-          if (error.msg().find("modified by an inplace operation") != std::string::npos)
-            error.add_context(c10::str(
-                "attn: backward reads ", T::kNames[i],
-                " again, which was changed in place since the call; pass a copy, or change one: ", T::kNames[i],
-                ".clone()"));
+        if (error.msg().find("modified by an inplace operation") != std::string::npos)
+          error.add_context(c10::str("attn: backward reads ", name_of(i),
+                                     " again, which was changed in place since the call; pass a copy, or change one: ",
+                                     name_of(i), ".clone()"));
         throw;
       }
     };
-    for_each_field(unpack, tensors);
-    return tensors;
+    for_each_of(unpack, tensors_of(argument));
   }
   void release() {
     for (SavedVariable& v : variables_) v.reset_data();
   }
 
  private:
-  std::array<SavedVariable, kFields<T>> variables_;
+  static std::string name_of(size_t i) {
+    if constexpr (std::is_same_v<T, Call>) {
+      const About& about = Tensors::about(i);
+      const bool one_name = about.name == std::string_view(about.name_in_varlen);
+      return one_name ? about.name : c10::str(about.name, " (", about.name_in_varlen, ")");
+    } else if constexpr (requires { T::kNames; }) {
+      return T::kNames[i];
+    } else {
+      return "a tensor";
+    }
+  }
+
+  std::array<SavedVariable, kTensors<T>> variables_;
 };
 
-// The tensors among the options: these too may have been changed in place since, which is then an error.
-struct Positions {
-  std::optional<Tensor> query_offset, key_lengths, cu_seq_q, cu_seq_k;
-
-  static constexpr const char* kNames[] = {"query_offset", "key_lengths (seqused_k)", "cu_seq_q", "cu_seq_k"};
-  static auto fields(auto& p) { return std::tie(p.query_offset, p.key_lengths, p.cu_seq_q, p.cu_seq_k); }
-  static auto of(auto& o) { return std::tie(o.query_offset, o.key_lengths, o.packing.cu_seq_q, o.packing.cu_seq_k); }
-};
-
-// The number of edges of an argument of type T, one for each field. Results of the forward have none: see above.
+// The number of edges of an argument of type T, one for each input. Results of the forward have none: see above.
 template <class T>
-constexpr size_t kEdges = kFields<T>;
+constexpr size_t kEdges = kInputs<T>;
 template <>
 constexpr size_t kEdges<Saved> = 0;
 template <>
 constexpr size_t kEdges<TangentResults> = 0;
 
-// A node that keeps arguments of types T for the backward, with the options. Its edges are those of the arguments, in
-// this order.
+// A node that keeps arguments of types T for the backward, one of them the call. Its edges are those of the arguments,
+// in this order.
 //
 // Several threads may run backward through one node at once, and the first one that has done so may release what the
 // node keeps. So apply() and release_variables() hold the node's mutex, in every node, as in the nodes that torch
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
-  std::tuple<Kept<T>..., Kept<Positions>> kept;
-  CallOptions plain;  // without tensors
+  std::tuple<Kept<T>...> kept;
+  Call plain;  // without tensors
 
   std::string name() const override { return name_.text; }
 
@@ -171,16 +170,18 @@ struct AttentionNode : torch::autograd::Node {
   void save(const A& argument, size_t outputs = 0) {
     std::get<Kept<A>>(kept).save(argument, outputs);
   }
+  void save(const Call& call) {
+    std::get<Kept<Call>>(kept).save(call);
+    const Call nothing;
+    plain = call;
+    tensors_of(plain) = tensors_of(nothing);
+  }
   template <class A>
   A unpack() {
-    return std::get<Kept<A>>(kept).unpack(pointer_to(this));
-  }
-
-  CallOptions options() {
-    CallOptions options = plain;
-    Positions positions = unpack<Positions>();
-    Positions::of(options) = std::move(Positions::fields(positions));
-    return options;
+    A argument;
+    if constexpr (std::is_same_v<A, Call>) argument = plain;
+    std::get<Kept<A>>(kept).unpack(argument, pointer_to(this));
+    return argument;
   }
 
   static variable_list no_gradients() { return variable_list((kEdges<T> + ...)); }
@@ -192,7 +193,7 @@ struct AttentionNode : torch::autograd::Node {
     ((reached = reached || std::is_same_v<T, A>, first += reached ? 0 : kEdges<T>), ...);
     return first;
   }
-  // Which fields of A, which is Inputs or Direction, want a gradient.
+  // Which inputs of A, which is Call or Direction, want a gradient.
   template <class A>
   Wanted wanted() const {
     Wanted w;
@@ -214,10 +215,8 @@ struct AttentionNode : torch::autograd::Node {
     at::AutoGradMode enable(true);
     std::unique_lock<std::mutex> lock(mutex_);
     const std::tuple<T...> arguments{independent(unpack<T>())...};
-    const CallOptions call_options = options();
     lock.unlock();
-    const auto results =
-        std::apply([&](const T&... argument) { return formula(argument..., call_options); }, arguments);
+    const auto results = std::apply(formula, arguments);
     return differentiate(
         list(results), grads, std::apply(list<T...>, arguments),
         [&](size_t edge) { return task_should_compute_output(edge); }, create_graph);
@@ -226,69 +225,65 @@ struct AttentionNode : torch::autograd::Node {
 
 // Makes a node with the edges of `arguments`, which it keeps.
 template <class N, class... A>
-auto record(const CallOptions& options, const A&... arguments) {
+auto record(const A&... arguments) {
   auto node = make_node<N>();
   node->set_next_edges(next_edges(arguments...));
   (node->save(arguments), ...);
-  node->plain = options;
-  node->save(std::apply([](auto&... t) { return Positions{std::move(t)...}; }, Positions::of(node->plain)));
   return node;
 }
 
 // Its results are the output and, where the rows' results are wanted, their logsumexp.
-struct SdpaBackward : AttentionNode<"SdpaBackward", Inputs, Saved> {
+struct SdpaBackward : AttentionNode<"SdpaBackward", Call, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (std::ranges::none_of(grads, &Tensor::defined)) return no_gradients();
     const Saved s = unpack<Saved>();
     GradResults u{grads[0].defined() ? grads[0] : at::zeros_like(s.output), std::nullopt};
     if (grads.size() > 1 && grads[1].defined()) u.logsumexp = grads[1];
-    return list(BackwardOp::call(u, unpack<Inputs>(), s, options(), wanted<Inputs>()));
+    return list(BackwardOp::call(u, s, unpack<Call>(), wanted<Call>()));
   }
 };
 
 // Keeps the gradients of results first, here and in SdpaSecondBackward.
-struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Inputs, Saved> {
+struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Call, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     Direction t;
     const auto set_if_defined = [&](size_t i, std::optional<Tensor>& tangent) {
       if (grads[i].defined()) tangent = grads[i];
     };
-    for_each_field(set_if_defined, t);
+    for_each_input(set_if_defined, t);
     variable_list result = no_gradients();
     if (std::ranges::none_of(grads, &Tensor::defined)) return result;
-    const Inputs x = unpack<Inputs>();
+    const Call call = unpack<Call>();
     const Saved s = unpack<Saved>();
-    const CallOptions o = options();
-    const TangentResults tangent = TangentOp::call(x, s, t, o);
+    const TangentResults tangent = TangentOp::call(s, t, call);
     constexpr size_t kOutput = first_edge<GradResults>(), kLogsumexp = kOutput + 1;
     if (task_should_compute_output(kOutput)) result[kOutput] = tangent.output;
     if (task_should_compute_output(kLogsumexp)) result[kLogsumexp] = tangent_of_rows(tangent);
-    if (const Wanted w = wanted<Inputs>(); any(w))
-      put<Inputs>(result, SecondOp::call(unpack<GradResults>(), x, s, t, tangent, o, w));
+    if (const Wanted w = wanted<Call>(); any(w))
+      put<Call>(result, SecondOp::call(unpack<GradResults>(), s, t, tangent, call, w));
     return result;
   }
 };
 
-struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Inputs, Direction, Saved, TangentResults> {
+struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Direction, Call, Saved, TangentResults> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     variable_list result = no_gradients();
     if (std::ranges::none_of(grads, &Tensor::defined)) return result;
-    const Inputs x = unpack<Inputs>();
+    const Call call = unpack<Call>();
     const Saved s = unpack<Saved>();
-    const CallOptions o = options();
     const TangentResults tangent = unpack<TangentResults>();
     const GradResults u = grads_of_tangent(grads, tangent);
-    if (const Wanted w = wanted<Inputs>(); any(w))
-      put<Inputs>(result, SecondOp::call(u, x, s, unpack<Direction>(), tangent, o, w));
-    if (const Wanted w = wanted<Direction>(); any(w)) put<Direction>(result, BackwardOp::call(u, x, s, o, w));
+    if (const Wanted w = wanted<Call>(); any(w))
+      put<Call>(result, SecondOp::call(u, s, unpack<Direction>(), tangent, call, w));
+    if (const Wanted w = wanted<Direction>(); any(w)) put<Direction>(result, BackwardOp::call(u, s, call, w));
     return result;
   }
 };
 
-struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", GradResults, Inputs, Direction> {
+struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", GradResults, Direction, Call> {
   Wanted outputs;
 
   variable_list apply(variable_list&& grads) override {
@@ -299,7 +294,7 @@ struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", GradResults, Inp
 
 // Few who ask for weights ask for a gradient through them, too: the backward computes them again, by the formula, which
 // is differentiable to any order.
-struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Inputs> {
+struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Call> {
   WantedWeights outputs;
 
   variable_list apply(variable_list&& grads) override {
@@ -330,31 +325,29 @@ auto below_autograd(c10::DispatchKeySet keys, const Arguments&... arguments) {
   return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
 }
 
-Tensor sdpa_autograd(c10::DispatchKeySet keys, const BuiltinInputs& x, const BuiltinOptions& options) {
-  if (is_over_processes()) return OverProcessesOp::call(x, options, {}).output;
-  if (requires_grad(x) || is_dual(x)) return ForwardOp::call(x, options, std::nullopt, false, false).saved.output;
-  return below_autograd<SdpaOp>(keys, x, options);
+Tensor sdpa_autograd(c10::DispatchKeySet keys, const Call& call) {
+  if (is_over_processes()) return OverProcessesOp::call(call).output;
+  if (requires_grad(call) || is_dual(call)) return ForwardOp::call(call, std::nullopt, false, false).saved.output;
+  return below_autograd<SdpaOp>(keys, call);
 }
 
-OutputAndRows attention_autograd(c10::DispatchKeySet keys, const BuiltinInputs& x, const CallOptions& options,
-                                 const HeadInputs& of_heads) {
-  if (is_over_processes()) return OverProcessesOp::call(x, options, of_heads);
-  const Inputs inputs = all_inputs(x, of_heads);
-  if (!requires_grad(inputs) && !is_dual(inputs)) return below_autograd<AttentionOp>(keys, x, options, of_heads);
-  const auto [saved, rows] = ForwardOp::call(inputs, options, std::nullopt, /*with_rows=*/true, /*sums_scores=*/false);
+OutputAndRows attention_autograd(c10::DispatchKeySet keys, const Call& call) {
+  if (is_over_processes()) return OverProcessesOp::call(call);
+  if (!requires_grad(call) && !is_dual(call)) return below_autograd<AttentionOp>(keys, call);
+  const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*sums_scores=*/false);
   return {saved.output, rows};
 }
 
-ForwardResults forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const CallOptions& options,
-                                const std::optional<Tensor>& rng_state, bool with_rows, bool sums_scores) {
-  const HeadInputs of_heads{x.alibi_slopes, x.sinks};
-  sums_scores = sums_scores || requires_grad(of_heads) || is_dual(of_heads);
-  ForwardResults results = below_autograd<ForwardOp>(keys, x, options, rng_state, with_rows, sums_scores);
+ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
+                                bool with_rows, bool sums_scores) {
+  const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
+  sums_scores = sums_scores || learned(call.alibi_slopes) || learned(call.sinks);
+  ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, sums_scores);
   auto& [saved, rows] = results;
   TangentResults tangent;
-  if (is_dual(x)) tangent = TangentOp::call(primal_of(x), saved, tangent_of(x), options);
-  if (requires_grad(x)) {
-    auto node = record<SdpaBackward>(options, x);
+  if (is_dual(call)) tangent = TangentOp::call(saved, tangent_of(call), primal_of(call));
+  if (requires_grad(call)) {
+    auto node = record<SdpaBackward>(call);
     set_history(with_rows ? variable_list{saved.output, rows.logsumexp} : variable_list{saved.output}, node);
     node->save(saved, /*outputs=*/1);
   }
@@ -365,46 +358,45 @@ ForwardResults forward_autograd(c10::DispatchKeySet keys, const Inputs& x, const
   return results;
 }
 
-Gradients backward_autograd(c10::DispatchKeySet keys, const GradResults& u, const Inputs& x, const Saved& s,
-                            const CallOptions& options, Wanted wanted) {
-  Gradients results = below_autograd<BackwardOp>(keys, u, x, s, options, wanted);
+Gradients backward_autograd(c10::DispatchKeySet keys, const GradResults& u, const Saved& s, const Call& call,
+                            Wanted wanted) {
+  Gradients results = below_autograd<BackwardOp>(keys, u, s, call, wanted);
   Gradients tangents;
   const auto add = [&](const Gradients& more) {
     const auto add_field = [](size_t, Tensor& sum, const Tensor& t) {
       if (t.defined()) sum = sum.defined() ? sum + t : t;
     };
-    for_each_field(add_field, tangents, more);
+    for_each_input(add_field, tangents, more);
   };
   if (is_dual(u)) {
     const GradResults tangent{is_dual(u.output) ? *tangent_of(u.output) : at::zeros_like(primal_of(u.output)),
                               tangent_of(u.logsumexp)};
-    add(BackwardOp::call(tangent, primal_of(x), primal_of(s), options, wanted));
+    add(BackwardOp::call(tangent, primal_of(s), primal_of(call), wanted));
   }
-  if (is_dual(x)) {
-    const Inputs point = primal_of(x);
+  if (is_dual(call)) {
+    const Call point = primal_of(call);
     const Saved saved = primal_of(s);
-    const Direction direction = tangent_of(x);
-    const TangentResults tangent = TangentOp::call(point, saved, direction, options);
-    add(SecondOp::call(primal_of(u), point, saved, direction, tangent, options, wanted));
+    const Direction direction = tangent_of(call);
+    const TangentResults tangent = TangentOp::call(saved, direction, point);
+    add(SecondOp::call(primal_of(u), saved, direction, tangent, point, wanted));
   }
-  if (requires_grad(u, x)) {
-    auto node = record<SdpaDoubleBackward>(options, u, x);
+  if (requires_grad(u, call)) {
+    auto node = record<SdpaDoubleBackward>(u, call);
     node->save(s);
     set_history(list(results), node);
   }
   const auto make_dual = [](size_t, Tensor& primal, const Tensor& tangent) {
     if (tangent.defined()) primal._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
   };
-  for_each_field(make_dual, results, tangents);
+  for_each_input(make_dual, results, tangents);
   return results;
 }
 
-TangentResults tangent_autograd(c10::DispatchKeySet keys, const Inputs& x, const Saved& s, const Direction& t,
-                                const CallOptions& options) {
-  if (is_dual(x) || is_dual(t)) return tangent_formula(x, t, options);
-  TangentResults results = below_autograd<TangentOp>(keys, x, s, t, options);
-  if (requires_grad(x, t)) {
-    auto node = record<SdpaTangentBackward>(options, x, t);
+TangentResults tangent_autograd(c10::DispatchKeySet keys, const Saved& s, const Direction& t, const Call& call) {
+  if (is_dual(call) || is_dual(t)) return tangent_formula(t, call);
+  TangentResults results = below_autograd<TangentOp>(keys, s, t, call);
+  if (requires_grad(t, call)) {
+    auto node = record<SdpaTangentBackward>(t, call);
     node->save(s);
     set_history({results.output, results.logsumexp}, node);
     node->save(results, /*outputs=*/2);
@@ -412,37 +404,34 @@ TangentResults tangent_autograd(c10::DispatchKeySet keys, const Inputs& x, const
   return results;
 }
 
-Gradients second_autograd(c10::DispatchKeySet keys, const GradResults& u, const Inputs& x, const Saved& s,
-                          const Direction& t, const TangentResults& tangent, const CallOptions& options,
-                          Wanted wanted) {
-  if (is_dual(u) || is_dual(x) || is_dual(t)) return second_formula(u, x, t, options, wanted);
-  Gradients results = below_autograd<SecondOp>(keys, u, x, s, t, tangent, options, wanted);
-  if (requires_grad(u, x, t)) {
-    auto node = record<SdpaSecondBackward>(options, u, x, t);
+Gradients second_autograd(c10::DispatchKeySet keys, const GradResults& u, const Saved& s, const Direction& t,
+                          const TangentResults& tangent, const Call& call, Wanted wanted) {
+  if (is_dual(u) || is_dual(call) || is_dual(t)) return second_formula(u, t, call, wanted);
+  Gradients results = below_autograd<SecondOp>(keys, u, s, t, tangent, call, wanted);
+  if (requires_grad(u, t, call)) {
+    auto node = record<SdpaSecondBackward>(u, t, call);
     node->outputs = wanted;
     set_history(list(results), node);
   }
   return results;
 }
 
-WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Inputs& x, const DenseOptions& options,
-                                  const WantedWeights& wanted) {
-  WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, x, options, wanted);
-  if (requires_grad(x)) {
-    auto node = record<SdpaWeightsBackward>(options, x);
+WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Call& call, const WantedWeights& wanted) {
+  WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, call, wanted);
+  if (requires_grad(call)) {
+    auto node = record<SdpaWeightsBackward>(call);
     node->outputs = wanted;
     set_history({results.weights, results.scores}, node);
   }
   return results;
 }
 
-Statistics stats_autograd(c10::DispatchKeySet keys, const QueryAndKey& x, const ScoreOptions& options,
-                          const HeadInputs& of_heads) {
-  TORCH_CHECK(!is_dual(x) && !is_dual(of_heads), kNoDerivative);
-  Statistics results = below_autograd<StatsOp>(keys, x, options, of_heads);
-  if (requires_grad(x, of_heads)) {
+Statistics stats_autograd(c10::DispatchKeySet keys, const Call& scores) {
+  TORCH_CHECK(!is_dual(scores), kNoDerivative);
+  Statistics results = below_autograd<StatsOp>(keys, scores);
+  if (requires_grad(scores)) {
     auto node = make_node<SdpaStatsBackward>();
-    node->set_next_edges(next_edges(x, of_heads));
+    node->set_next_edges(next_edges(scores));
     set_history(list(results), node);
   }
   return results;

@@ -50,15 +50,14 @@ struct Packed {
   Tensor position, place;             // [*batch, T_q], [T_k]: of a query and of a key in its sequence
   Tensor beyond;                      // [*batch, T_k]: keys beyond the length of their sequence
 
-  Packed(const Shape& shape, const CallOptions& options, const at::TensorOptions& device) {
+  Packed(const Shape& shape, const Call& call, const at::TensorOptions& device) {
     const auto integers = device.dtype(at::kLong);
-    const auto& p = options.packing;
     const auto number_in = [&](const Tensor& cu_seq, const Tensor& tokens) {
       return at::searchsorted(cu_seq.narrow_symint(0, 1, *shape.sequences), tokens, /*out_int32=*/false,
                               /*right=*/true);
     };
     const Tensor rows = at::arange(shape.queries, integers), keys = at::arange(shape.keys, integers);
-    const Tensor cu_seq_q = p.cu_seq_q->to(at::kLong), cu_seq_k = p.cu_seq_k->to(at::kLong);
+    const Tensor cu_seq_q = call.cu_seq_q->to(at::kLong), cu_seq_k = call.cu_seq_k->to(at::kLong);
     row_sequence = number_in(cu_seq_q, rows);
     key_sequence = number_in(cu_seq_k, keys);
     // One number more, for tokens of no sequence.
@@ -66,8 +65,8 @@ struct Packed {
       return at::constant_pad_nd(of_sequences, {0, 1}).index_select(-1, sequence);
     };
     const Tensor queries_of = cu_seq_q.diff(), keys_of = cu_seq_k.diff();
-    const Tensor lengths = options.key_lengths ? options.key_lengths->to(at::kLong) : keys_of;
-    const Tensor offset = options.query_offset ? options.query_offset->to(at::kLong) : lengths - queries_of;
+    const Tensor lengths = call.key_lengths ? call.key_lengths->to(at::kLong) : keys_of;
+    const Tensor offset = call.query_offset ? call.query_offset->to(at::kLong) : lengths - queries_of;
     place = keys - cu_seq_k.index_select(0, key_sequence);
     position = rows - cu_seq_q.index_select(0, row_sequence) + of_tokens(offset, row_sequence);
     beyond = place.ge(of_tokens(lengths, key_sequence)).logical_or(key_sequence.eq(*shape.sequences));
@@ -75,14 +74,14 @@ struct Packed {
 };
 
 // Keys, values, or their tangents, with zeros beyond the length of their sequence, where they may hold anything.
-Tensor in_use(const Tensor& of_keys, const Shape& shape, const CallOptions& options) {
-  if (!options.key_lengths) return of_keys;
-  if (options.packed()) {
-    const Tensor beyond = Packed(shape, options, of_keys.options()).beyond.unsqueeze(-1).unsqueeze(-3);
+Tensor in_use(const Tensor& of_keys, const Shape& shape, const Call& call) {
+  if (!call.key_lengths) return of_keys;
+  if (call.is_packed()) {
+    const Tensor beyond = Packed(shape, call, of_keys.options()).beyond.unsqueeze(-1).unsqueeze(-3);
     return at::where(at_rank(beyond, shape), at::zeros({}, of_keys.options()), of_keys);
   }
   const Tensor keys = at::arange(shape.keys, of_keys.options().dtype(at::kLong)).unsqueeze(-1);
-  const Tensor beyond = at_rank(keys.ge(for_entries(*options.key_lengths)), shape);  // [*batch, 1, S, 1]
+  const Tensor beyond = at_rank(keys.ge(for_entries(*call.key_lengths)), shape);  // [*batch, 1, S, 1]
   return at::where(beyond, at::zeros({}, of_keys.options()), of_keys);
 }
 
@@ -91,10 +90,10 @@ Tensor in_use(const Tensor& of_keys, const Shape& shape, const CallOptions& opti
 // The gradient runs through the finite numbers: that of a hidden score is 0, and 0 times the NaN or infinity of a key
 // (or query) would be NaN. What is not finite is added to the scores behind their product, as a constant; a NaN also as
 // a sum of its row, which gives the NaN itself a gradient.
-Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const CallOptions& options) {
-  const double s = scale_or_default(options.scale, shape.head_dim.guard_int(__FILE__, __LINE__));
+Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const Call& call) {
+  const double s = scale_or_default(call.scale, shape.head_dim.guard_int(__FILE__, __LINE__));
   const Tensor q = widened(query) * s;
-  const Tensor k = repeat_heads(widened(in_use(key, shape, options)), shape).transpose(-2, -1);
+  const Tensor k = repeat_heads(widened(in_use(key, shape, call)), shape).transpose(-2, -1);
   const auto finite = [](const Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); };
   const auto nan = [](const Tensor& t) { return t.masked_fill(t.isnan().logical_not(), 0); };
   const Tensor all = at::matmul(q.detach(), k.detach());
@@ -111,9 +110,9 @@ void check_no_dropout(double dropout_p) {
 }
 
 // The mask, or a direction of it, as it broadcasts to the scores: of packed sequences a column for each of their keys.
-std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const CallOptions& options) {
-  if (!mask || !options.packed()) return mask;
-  const Packed packed(shape, options, mask->options());
+std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const Call& call) {
+  if (!mask || !call.is_packed()) return mask;
+  const Packed packed(shape, call, mask->options());
   const Tensor place = packed.place.clamp(0, mask->sym_size(-1).guard_int(__FILE__, __LINE__) - 1);
   return mask->index_select(-1, place);
 }
@@ -122,28 +121,28 @@ std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& sh
 struct Distances {
   Tensor distance, hidden;
 };
-Distances distances(const Shape& shape, const CallOptions& options, const Inputs& inputs) {
-  const auto integers = inputs.query.options().dtype(at::kLong);
+Distances distances(const Shape& shape, const Call& call) {
+  const auto integers = call.query.options().dtype(at::kLong);
   Tensor hidden;
   const auto hide = [&](const Tensor& more) { hidden = hidden.defined() ? hidden.logical_or(more) : more; };
   Tensor rows = at::arange(shape.queries, integers).unsqueeze(-1), keys = at::arange(shape.keys, integers);
-  if (options.packed()) {
-    const Packed packed(shape, options, integers);
+  if (call.is_packed()) {
+    const Packed packed(shape, call, integers);
     rows = packed.position.unsqueeze(-1).unsqueeze(-3);  // [*batch, 1, T_q, 1]
     keys = packed.place;
     hide(packed.row_sequence.unsqueeze(-1).ne(packed.key_sequence));
     hide(packed.beyond.unsqueeze(-2).unsqueeze(-2));
-  } else if (options.query_offset) {
-    rows = rows + for_entries(*options.query_offset);  // [*batch, 1, L, 1]
+  } else if (call.query_offset) {
+    rows = rows + for_entries(*call.query_offset);  // [*batch, 1, L, 1]
   }
   const Tensor ahead = keys - rows;  // of the query
-  const auto [left, window_right] = options.window;
-  const int64_t right = options.is_causal ? 0 : window_right;
+  const auto [left, window_right] = call.window_size;
+  const int64_t right = call.is_causal ? 0 : window_right;
   if (right >= 0) hide(ahead.gt(right));
   if (left >= 0) hide(ahead.lt(-left));
-  if (options.key_lengths && !options.packed()) hide(keys.ge(for_entries(*options.key_lengths)));
+  if (call.key_lengths && !call.is_packed()) hide(keys.ge(for_entries(*call.key_lengths)));
   hidden = at_rank(hidden, shape);
-  if (const auto mask = mask_of(inputs.attn_mask, shape, options))
+  if (const auto mask = mask_of(call.attn_mask, shape, call))
     hide(mask->scalar_type() == at::kBool ? mask->logical_not() : mask->eq(kMinusInfinity));
   return {at_rank(ahead.abs(), shape), hidden};
 }
@@ -160,15 +159,15 @@ struct WideWeights {
 // In float32 where the query has a half type.
 //
 // Autocast is off here and in the formulas below: their inputs have the type to compute in.
-WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOptions& options) {
+WideWeights wide_weights(const Shape& shape, const Call& call) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
-  const auto [distance, hidden] = distances(shape, options, inputs);
-  Tensor scores = products(shape, query, key, options);
-  if (const double cap = softcap_for(query, options.softcap); cap > 0) scores = capped(scores, hidden, cap);
+  const auto& [attn_mask, alibi_slopes, sinks] = std::tie(call.attn_mask, call.alibi_slopes, call.sinks);
+  const auto [distance, hidden] = distances(shape, call);
+  Tensor scores = products(shape, call.query, call.key, call);
+  if (const double cap = softcap_for(call.query, call.softcap); cap > 0) scores = capped(scores, hidden, cap);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool)
-    scores = scores + mask_of(attn_mask, shape, options)->to(scores.scalar_type());
+    scores = scores + mask_of(attn_mask, shape, call)->to(scores.scalar_type());
   if (hidden.defined()) scores = scores.masked_fill(hidden, kMinusInfinity);
   // softmax where a fully masked row gives 0 and finite gradients
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
@@ -185,8 +184,8 @@ WideWeights wide_weights(const Shape& shape, const Inputs& inputs, const CallOpt
   return {weights, scores, at::logsumexp(logits, {-1}).masked_fill(empty_row.squeeze(-1), kMinusInfinity)};
 }
 
-Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value, const CallOptions& options) {
-  return at::matmul(weights, repeat_heads(widened(in_use(value, shape, options)), shape));
+Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value, const Call& call) {
+  return at::matmul(weights, repeat_heads(widened(in_use(value, shape, call)), shape));
 }
 
 }  // namespace
@@ -218,65 +217,64 @@ std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std:
   return gradients;
 }
 
-WeightsAndScores weights_formula(const Inputs& inputs, const CallOptions& options, const WantedWeights& wanted) {
-  const auto dtype = inputs.query.scalar_type();
-  const auto [weights, scores, _] = wide_weights(validate(WeightsOp::name, inputs, options), inputs, options);
-  const auto none = [&] { return at::empty({0}, inputs.query.options()); };
+WeightsAndScores weights_formula(const Call& call, const WantedWeights& wanted) {
+  const auto dtype = call.query.scalar_type();
+  const auto [weights, scores, _] = wide_weights(validate(WeightsOp::name, call), call);
+  const auto none = [&] { return at::empty({0}, call.query.options()); };
   return {(wanted.mean ? weights.mean(-3) : weights).to(dtype), wanted.scores ? scores.to(dtype) : none(), none()};
 }
 
-TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const CallOptions& options) {
-  check_no_dropout(options.dropout_p);
+TangentResults tangent_formula(const Direction& direction, const Call& call) {
+  check_no_dropout(call.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Shape shape = validate(options.packed() ? VarlenOp::name : SdpaOp::name, inputs, options);
-  const auto [weights, scores, logsumexp] = wide_weights(shape, inputs, options);
-  const auto [distance, hidden] = distances(shape, options, inputs);
+  const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, call);
+  const auto [weights, scores, logsumexp] = wide_weights(shape, call);
+  const auto [distance, hidden] = distances(shape, call);
   Tensor tangent_scores = at::zeros_like(weights);
-  if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, inputs.key, options);
-  if (direction.key) tangent_scores = tangent_scores + products(shape, inputs.query, *direction.key, options);
-  if (const double cap = softcap_for(inputs.query, options.softcap); cap > 0) {
-    const Tensor z = products(shape, inputs.query, inputs.key, options);
+  if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, call.key, call);
+  if (direction.key) tangent_scores = tangent_scores + products(shape, call.query, *direction.key, call);
+  if (const double cap = softcap_for(call.query, call.softcap); cap > 0) {
+    const Tensor z = products(shape, call.query, call.key, call);
     tangent_scores = tangent_scores * (1 - (capped(z, hidden, cap) / cap).square());
   }
   if (direction.alibi_slopes)
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
-  if (const auto mask = mask_of(direction.attn_mask, shape, options))
+  if (const auto mask = mask_of(direction.attn_mask, shape, call))
     tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
   // Scores of -inf, which hidden ones are, have no tangent, whatever their keys hold.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
-  if (inputs.sinks && direction.sinks) {
-    const Tensor sink = for_rows(*inputs.sinks, shape, weights);
+  if (call.sinks && direction.sinks) {
+    const Tensor sink = for_rows(*call.sinks, shape, weights);
     const Tensor weight = (sink - logsumexp.unsqueeze(-1)).exp().masked_fill(sink.eq(kMinusInfinity), 0);
     tangent_logsumexp = tangent_logsumexp + weight * for_rows(*direction.sinks, shape, weights);
   }
-  Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, inputs.value, options);
-  if (direction.value) output = output + weighted_values(shape, weights, *direction.value, options);
-  const Tensor rounded = output.to(inputs.query.scalar_type());
-  const Tensor residual = has_residual(inputs, options) ? output - rounded : at::empty({0}, rounded.options());
+  Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, call.value, call);
+  if (direction.value) output = output + weighted_values(shape, weights, *direction.value, call);
+  const Tensor rounded = output.to(call.query.scalar_type());
+  const Tensor residual = has_residual(call) ? output - rounded : at::empty({0}, rounded.options());
   return {rounded, at::constant_pad_nd(tangent_logsumexp, {0, 1}), residual};
 }
 
-Gradients second_formula(const GradResults& u, const Inputs& inputs, const Direction& direction,
-                         const CallOptions& options, Wanted wanted) {
-  check_no_dropout(options.dropout_p);
+Gradients second_formula(const GradResults& u, const Direction& direction, const Call& call, Wanted wanted) {
+  check_no_dropout(call.dropout_p);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
-  const Inputs x = independent(inputs);
-  const Shape shape = validate(options.packed() ? VarlenOp::name : SdpaOp::name, x, options);
-  const WideWeights wide = wide_weights(shape, x, options);
-  const Tensor output = weighted_values(shape, wide.weights, x.value, options);
+  const Call x = independent(call);
+  const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, x);
+  const WideWeights wide = wide_weights(shape, x);
+  const Tensor output = weighted_values(shape, wide.weights, x.value, x);
   const auto t = list(independent(direction));
-  const auto along = differentiate({output.to(inputs.query.scalar_type()), wide.logsumexp}, list(independent(u)),
-                                   list(x), [&](size_t i) { return t[i].defined(); });
+  const auto along = differentiate({output.to(call.query.scalar_type()), wide.logsumexp}, list(independent(u)), list(x),
+                                   [&](size_t i) { return t[i].defined(); });
   const auto h = differentiate(along, t, list(x), [&](size_t i) { return wanted[i]; });
   Gradients second;
   const auto put = [&](size_t i, Tensor& result, const std::optional<Tensor>& input) {
     if (wanted[i]) result = h[i].defined() ? h[i] : at::zeros_like(*input);
   };
-  for_each_field(put, second, x);
+  for_each_input(put, second, x);
   return second;
 }
 
@@ -284,50 +282,46 @@ namespace {
 
 // Whether these are tensors of a device with a kernel and nothing else: no sample of vmap, no symbol of a compiler, no
 // dual number.
-bool has_kernel(const Inputs& inputs, const CallOptions& options) {
+bool has_kernel(const Call& call) {
   static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
   if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const std::optional<Tensor>& t) {
     return !t || (t->key_set().has(c10::DispatchKey::CPU) && !at::isTensorSubclassLike(*t) && !t->is_neg() &&
                   !t->_is_zerotensor() && !t->_fw_grad(/*level=*/0).defined());
   };
-  const auto all_plain = [&](const auto&... t) { return (plain(t) && ...); };
-  return std::apply(all_plain, fields_of(inputs)) && plain(options.query_offset) && plain(options.key_lengths);
+  return std::apply([&](const auto&... t) { return (plain(t) && ...); }, tensors_of(call));
 }
 
-bool learns(const Inputs& inputs) {
+bool learns(const Call& call) {
   const auto requires_grad = [](const std::optional<Tensor>& t) { return t && t->requires_grad(); };
   const auto any_requires = [&](const auto&... t) { return (requires_grad(t) || ...); };
-  return at::GradMode::is_enabled() && std::apply(any_requires, fields_of(inputs));
+  return at::GradMode::is_enabled() && std::apply(any_requires, inputs_of(call));
 }
 
 // The weights come first: they check the arguments, in the operator's name. Where scores are wanted, the output is
 // sdpa's to the bit.
-WeightsAndScores weights_and_output(const BuiltinInputs& builtin, const DenseOptions& options,
-                                    const HeadInputs& of_heads, WantedWeights wanted) {
-  const Inputs inputs = all_inputs(builtin, of_heads);
+WeightsAndScores weights_and_output(const Call& call, WantedWeights wanted) {
   WeightsAndScores results;
-  if (has_kernel(inputs, options)) {
-    wanted.output = !wanted.scores && options.dropout_p == 0 && !learns(inputs);
-    Inputs x = inputs;
+  if (has_kernel(call)) {
+    wanted.output = !wanted.scores && call.dropout_p == 0 && !learns(call);
+    Call x = call;
     x.value = x.value.detach();  // weights do not depend on its numbers
-    results = WeightsKernelOp::call(x, options, wanted);
+    results = WeightsKernelOp::call(x, wanted);
   } else {
-    results = weights_formula(inputs, options, wanted);
+    results = weights_formula(call, wanted);
   }
-  if (!wanted.output) results.output = attend(builtin, options, of_heads);
+  if (!wanted.output) results.output = attend(call);
   return results;
 }
 
-OutputAndWeights sdpa_with_weights(const BuiltinInputs& x, const DenseOptions& options, const HeadInputs& of_heads) {
+OutputAndWeights sdpa_with_weights(const Call& call) {
   refuse_over_processes(WeightsOp::name);
-  const auto [weights, scores, output] = weights_and_output(x, options, of_heads, {});
+  const auto [weights, scores, output] = weights_and_output(call, {});
   return {output, weights, scores};
 }
-OutputAndMean sdpa_and_weights(const BuiltinInputs& x, const DenseOptions& options, const HeadInputs& of_heads,
-                               bool mean) {
+OutputAndMean sdpa_and_weights(const Call& call, bool mean) {
   refuse_over_processes(WeightsOp::name);
-  const WeightsAndScores results = weights_and_output(x, options, of_heads, {mean, /*scores=*/false});
+  const WeightsAndScores results = weights_and_output(call, {mean, /*scores=*/false});
   return {results.output, results.weights};
 }
 

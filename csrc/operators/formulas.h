@@ -14,13 +14,13 @@ namespace attn {
 at::Tensor independent(const at::Tensor& t);
 template <Struct T>
 T independent(const T& tensors) {
-  return map_tensors(tensors, [](const at::Tensor& t) { return independent(t); });
+  return map_inputs(tensors, [](const at::Tensor& t) { return independent(t); });
 }
 
-// The tensors of all arguments in a row, undefined where absent.
+// The inputs of all arguments in a row, undefined where absent.
 std::vector<at::Tensor> list(const auto&... arguments) {
   const auto put = [](const auto&... t) { return std::vector{std::optional<at::Tensor>(t).value_or(at::Tensor())...}; };
-  return std::apply(put, all_fields(arguments...));
+  return std::apply(put, all_inputs_of(arguments...));
 }
 
 // The gradients of the sum of all <results, grads> with respect to those inputs that are wanted, by autograd. Undefined
@@ -31,11 +31,10 @@ std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, co
 
 // Without dropout, and rounded to the query's type: scores are scaled and masked, weights their softmax, 0 in a fully
 // masked row. dropout_p is ignored, and no output is computed.
-WeightsAndScores weights_formula(const Inputs& inputs, const CallOptions& options, const WantedWeights& wanted);
+WeightsAndScores weights_formula(const Call& call, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
-TangentResults tangent_formula(const Inputs& inputs, const Direction& direction, const CallOptions& options);
-Gradients second_formula(const GradResults& u, const Inputs& inputs, const Direction& direction,
-                         const CallOptions& options, Wanted wanted);
+TangentResults tangent_formula(const Direction& direction, const Call& call);
+Gradients second_formula(const GradResults& u, const Direction& direction, const Call& call, Wanted wanted);
 
 }  // namespace attn

@@ -1,5 +1,5 @@
 // Shapes without data: Meta, FakeTensor, dynamic shapes.
-#include "operators/call.h"
+#include "operators/run.h"
 
 namespace attn {
 namespace {

@@ -1,20 +1,26 @@
 // Operators that take and return structs.
 //
 // PyTorch's dispatcher knows only flat lists of arguments: Tensor query, Tensor key, Tensor value, Tensor? attn_mask
-// and so on. Our functions take structs of them (ops.h). The class Operator converts between the two, so that no list
-// has to be written by hand. A struct lists its fields once, in the order of the schema. An operator is a name, and the
-// type of a function of structs or single values:
+// and so on. Our functions take structs of them (call.h, ops.h). The class Operator converts between the two, so that
+// no list has to be written by hand. A struct lists its fields once, in the order of the schema. An operator is a name,
+// and the type of a function of structs or single values:
 //
-//   struct CallOptions {
-//     double dropout_p;
-//     bool is_causal;
-//     static auto fields(auto& o) { return std::tie(o.dropout_p, o.is_causal); }
+//   struct Saved {
+//     at::Tensor output, logsumexp;
+//     static auto fields(auto& s) { return std::tie(s.output, s.logsumexp); }
 //   };
-//   using SdpaOp = Operator<"attn::sdpa", at::Tensor(Inputs, CallOptions)>;
+//   using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(Saved, Call)>;
 //
-// SdpaOp::call(inputs, options) calls the operator. SdpaOp::kernel<f> makes of a function f(inputs, options) what the
-// dispatcher expects, f(query, ..., dropout_p, is_causal). If f returns a struct, the dispatcher gets a tuple. When the
-// library is loaded, the dispatcher compares all these types with the schema.
+// BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> makes of a function f(saved, call) what the
+// dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
+// operator that takes only some fields of a struct names a view of it, which has the struct for its type Data:
+//
+//   struct KeyAlone {
+//     using Data = Call;
+//     static auto fields(auto& c) { return std::tie(c.key); }
+//   };
+//
+// When the library is loaded, the dispatcher compares all these types with the schema.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,33 +41,63 @@ concept Struct = requires(T& t) { t.fields(t); };
 // A tuple of references to the fields. A value that is no struct counts as one field.
 auto fields_of(auto& value) { return std::tie(value); }
 auto fields_of(Struct auto& s) { return s.fields(s); }
-auto all_fields(const auto&... arguments) { return std::tuple_cat(fields_of(arguments)...); }
+
+// Those fields that are tensors, and of them those that may have derivatives: all, unless the struct says which.
+auto tensors_of(auto& value) {
+  if constexpr (requires { value.tensors(value); })
+    return value.tensors(value);
+  else
+    return fields_of(value);
+}
+auto inputs_of(auto& value) {
+  if constexpr (requires { value.inputs(value); })
+    return value.inputs(value);
+  else
+    return fields_of(value);
+}
+auto all_inputs_of(const auto&... arguments) { return std::tuple_cat(inputs_of(arguments)...); }
 
 template <class T>
-constexpr size_t kFields = std::tuple_size_v<decltype(fields_of(std::declval<T&>()))>;
+constexpr size_t kTensors = std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>;
+template <class T>
+constexpr size_t kInputs = std::tuple_size_v<decltype(inputs_of(std::declval<T&>()))>;
 
-// The struct with f(tensor) in place of every tensor in it. An absent tensor stays absent.
+// Calls f(i, element, ...) with element number i of each tuple of references, for every i.
+void for_each_of(auto&& f, auto first, auto... others) {
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    const auto call = [&]<size_t n>(std::integral_constant<size_t, n>) {
+      f(n, std::get<n>(first), std::get<n>(others)...);
+    };
+    (call(std::integral_constant<size_t, i>()), ...);
+  }(std::make_index_sequence<std::tuple_size_v<decltype(first)>>());
+}
+// With the inputs of structs that have as many.
+void for_each_input(auto&& f, auto&... structs) { for_each_of(f, inputs_of(structs)...); }
+
+// The struct with f(tensor) in place of every input. An absent one stays absent.
 template <Struct T>
-T map_tensors(T tensors, const auto& f) {
-  const auto map = [&]<class Field>(Field& field) {
+T map_inputs(T s, const auto& f) {
+  const auto map = [&]<class Field>(size_t, Field& field) {
     if constexpr (std::is_same_v<Field, at::Tensor>)
       field = f(field);
     else if (field)
       field = f(*field);
   };
-  std::apply([&](auto&... fields) { (map(fields), ...); }, fields_of(tensors));
-  return tensors;
+  for_each_input(map, s);
+  return s;
 }
 
-// Calls f(i, field, ...) with field number i of each struct, for every i: the structs have as many fields.
-void for_each_field(auto&& f, auto& first, auto&... others) {
-  [&]<size_t... i>(std::index_sequence<i...>) {
-    const auto call = [&]<size_t n>(std::integral_constant<size_t, n>) {
-      f(n, std::get<n>(fields_of(first)), std::get<n>(fields_of(others))...);
-    };
-    (call(std::integral_constant<size_t, i>()), ...);
-  }(std::make_index_sequence<kFields<std::remove_reference_t<decltype(first)>>>());
-}
+// What an operator takes in place of a struct.
+template <class T>
+concept View = requires { typename T::Data; };
+template <class T>
+struct DataOf {
+  using type = T;
+};
+template <View T>
+struct DataOf<T> {
+  using type = typename T::Data;
+};
 
 // A string as an argument of a template.
 template <size_t length>
@@ -70,14 +106,25 @@ struct Name {
   constexpr Name(const char (&literal)[length]) { std::copy_n(literal, length, text); }
 };
 
-template <class Result, class... Arguments>
-auto flat_arguments(Result (*)(Arguments...)) -> decltype(all_fields(std::declval<Arguments>()...));
+// The fields of an argument of an operator.
+template <class Argument>
+auto fields_as(auto& value) {
+  if constexpr (View<Argument>)
+    return Argument::fields(value);
+  else
+    return fields_of(value);
+}
+template <class Argument>
+using Fields = decltype(fields_as<Argument>(std::declval<const typename DataOf<Argument>::type&>()));
 
-// `Arguments` are the arguments as our functions take them, `Fields` the types of the flat list.
+template <class Result, class... Arguments>
+auto flat_arguments(Result (*)(Arguments...)) -> decltype(std::tuple_cat(std::declval<Fields<Arguments>>()...));
+
+// `Arguments` are the arguments as our functions take them, `Flat` the types of the flat list.
 template <Name name_, class Function, class Flat = decltype(flat_arguments(std::declval<Function*>()))>
 class Operator;
-template <Name name_, class Result, class... Arguments, class... Fields>
-class Operator<name_, Result(Arguments...), std::tuple<const Fields&...>> {
+template <Name name_, class Result, class... Arguments, class... Flat>
+class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
   static auto to_flat(auto result) { return result; }
   static auto to_flat(Struct auto result) {
     return std::apply([](auto&... fields) { return std::tuple(std::move(fields)...); }, fields_of(result));
@@ -92,21 +139,21 @@ class Operator<name_, Result(Arguments...), std::tuple<const Fields&...>> {
 
   // Where the fields of argument number n begin in the flat list.
   static constexpr size_t first_field(size_t n) {
-    constexpr size_t counts[] = {kFields<Arguments>...};
+    constexpr size_t counts[] = {std::tuple_size_v<Fields<Arguments>>...};
     return std::accumulate(counts, counts + n, size_t{0});
   }
 
   template <class Argument, size_t first, size_t... i>
-  static Argument gather(const auto& flat, std::index_sequence<i...>) {
-    Argument argument;
-    fields_of(argument) = std::tie(std::get<first + i>(flat)...);
+  static auto gather(const auto& flat, std::index_sequence<i...>) {
+    typename DataOf<Argument>::type argument;
+    fields_as<Argument>(argument) = std::tie(std::get<first + i>(flat)...);
     return argument;
   }
 
   template <auto f, size_t... n>
   static auto call_with(std::index_sequence<n...>, const auto& flat, auto... before) {
-    return to_flat(
-        f(before..., gather<Arguments, first_field(n)>(flat, std::make_index_sequence<kFields<Arguments>>())...));
+    return to_flat(f(before..., gather<Arguments, first_field(n)>(
+                                    flat, std::make_index_sequence<std::tuple_size_v<Fields<Arguments>>>())...));
   }
 
   // The dispatcher passes plain values by value, tensors and optional tensors by reference.
@@ -120,26 +167,29 @@ class Operator<name_, Result(Arguments...), std::tuple<const Fields&...>> {
 
   // For Library::impl. kernel_with_keys is for an f(keys, arguments...) that goes on with redispatch().
   template <auto f>
-  static FlatResult kernel(Passed<Fields>... fields) {
+  static FlatResult kernel(Passed<Flat>... fields) {
     return call_with<f>(std::index_sequence_for<Arguments...>(), std::tie(fields...));
   }
   template <auto f>
-  static FlatResult kernel_with_keys(c10::DispatchKeySet keys, Passed<Fields>... fields) {
+  static FlatResult kernel_with_keys(c10::DispatchKeySet keys, Passed<Flat>... fields) {
     return call_with<f>(std::index_sequence_for<Arguments...>(), std::tie(fields...), keys);
   }
 
-  static Result call(const Arguments&... arguments) {
-    return from_flat(std::apply([](auto&... fields) { return handle().call(fields...); }, all_fields(arguments...)));
+  static Result call(const typename DataOf<Arguments>::type&... arguments) {
+    return from_flat(std::apply([](auto&... fields) { return handle().call(fields...); }, flat(arguments...)));
   }
-  static Result redispatch(c10::DispatchKeySet keys, const Arguments&... arguments) {
+  static Result redispatch(c10::DispatchKeySet keys, const typename DataOf<Arguments>::type&... arguments) {
     return from_flat(
-        std::apply([&](auto&... fields) { return handle().redispatch(keys, fields...); }, all_fields(arguments...)));
+        std::apply([&](auto&... fields) { return handle().redispatch(keys, fields...); }, flat(arguments...)));
+  }
+  static auto flat(const typename DataOf<Arguments>::type&... arguments) {
+    return std::tuple_cat(fields_as<Arguments>(arguments)...);
   }
 
   // Looked up in the first call; when this code is loaded, the operator need not be registered yet.
   static const auto& handle() {
     static const auto found =
-        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<FlatResult(Passed<Fields>...)>();
+        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<FlatResult(Passed<Flat>...)>();
     return found;
   }
 };

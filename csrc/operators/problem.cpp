@@ -55,9 +55,8 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const CallOptions& options,
-                               const at::Tensor& rng_state)
-    : shape_(shape), query_(inputs.query), problem_(problem) {
+ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state)
+    : shape_(shape), query_(call.query), problem_(problem) {
   for (const auto& size : shape.of_entries()) batch_size_.push_back(concrete(size));
   problem.heads = concrete(shape.heads);
   problem.key_heads = concrete(shape.key_heads);
@@ -73,20 +72,20 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
   if (problem.key_heads > 0 && problem.value_heads > 0)
     problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
 
-  const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
-  problem.scale = scale_or_default(options.scale, problem.head_dim);
-  problem.softcap = softcap_for(query, options.softcap);
-  problem.visibility = {options.window[0], options.is_causal ? 0 : options.window[1], of_entries(options.query_offset),
-                        of_entries(options.key_lengths)};
-  if (options.packed()) add_sequences(options, key.size(0));
-  problem.terms = {of_heads(alibi_slopes), of_heads(sinks)};
+  const auto& [query, key, value, attn_mask] = std::tie(call.query, call.key, call.value, call.attn_mask);
+  problem.scale = scale_or_default(call.scale, problem.head_dim);
+  problem.softcap = softcap_for(query, call.softcap);
+  problem.visibility = {call.window_size[0], call.is_causal ? 0 : call.window_size[1], of_entries(call.query_offset),
+                        of_entries(call.key_lengths)};
+  if (call.is_packed()) add_sequences(call);
+  problem.terms = {of_heads(call.alibi_slopes), of_heads(call.sinks)};
   problem.has_mask = attn_mask.has_value();
   problem.invariant = is_invariant();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
   add(problem.key, key, Rows::keys);
   add(problem.value, value, Rows::keys);
-  if (const auto& table = options.packing.block_table) {
+  if (const auto& table = call.block_table) {
     problem.paging = {table->const_data_ptr(),
                       table->scalar_type() == at::kLong,
                       table->stride(0),
@@ -97,17 +96,17 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Input
     problem.value.page = value.stride(0);
   }
   if (attn_mask) add(problem.mask, *attn_mask);
-  if (options.dropout_p == 0) return;
+  if (call.dropout_p == 0) return;
   problem.has_dropout = true;
   add(problem.rng, rng_state, Rows::none);
-  problem.keep_below = static_cast<uint64_t>(std::llround((1 - options.dropout_p) * 0x1p32));
-  problem.keep_scale = options.dropout_p == 1 ? 0 : 1 / (1 - options.dropout_p);
+  problem.keep_below = static_cast<uint64_t>(std::llround((1 - call.dropout_p) * 0x1p32));
+  problem.keep_scale = call.dropout_p == 1 ? 0 : 1 / (1 - call.dropout_p);
 }
 
 // Each tensor of the sequences' numbers is [*batch, sequences], like those of the options. Where only a device knows
 // them nobody has checked them: clamped, no sequence begins or ends outside of the tokens, and sequence_of() makes a
 // negative length 0.
-void ProblemBuilder::add_sequences(const CallOptions& options, int64_t pages) {
+void ProblemBuilder::add_sequences(const Call& call) {
   problem_.sequences = batch_size_.back();
   problem_.tokens = problem_.queries;
   const auto starts_and_lengths = [&](const at::Tensor& cu_seq, int64_t tokens) {
@@ -117,20 +116,21 @@ void ProblemBuilder::add_sequences(const CallOptions& options, int64_t pages) {
   const auto longest = [](const c10::SymInt& most, int64_t tokens) {
     return std::clamp<int64_t>(concrete(most), 0, tokens);
   };
-  const auto [query_starts, queries] = starts_and_lengths(*options.packing.cu_seq_q, problem_.tokens);
+  const auto [query_starts, queries] = starts_and_lengths(*call.cu_seq_q, problem_.tokens);
   problem_.query_starts = of_entries(query_starts);
-  problem_.queries = longest(options.packing.max_q, problem_.tokens);
-  at::Tensor keys = options.key_lengths.value_or(at::Tensor());
+  problem_.queries = longest(call.max_q, problem_.tokens);
+  at::Tensor keys = call.key_lengths.value_or(at::Tensor());
   int64_t room = problem_.keys;  // for the keys of a sequence
-  if (const auto& table = options.packing.block_table) {
+  if (const auto& table = call.block_table) {
+    const int64_t pages = call.key.size(0);
     if (pages == 0 || __builtin_mul_overflow(table->size(1), problem_.keys, &room))
       room = pages == 0 ? 0 : std::numeric_limits<int64_t>::max();
   } else {
-    const auto [key_starts, all_keys] = starts_and_lengths(*options.packing.cu_seq_k, problem_.keys);
+    const auto [key_starts, all_keys] = starts_and_lengths(*call.cu_seq_k, problem_.keys);
     problem_.key_starts = of_entries(key_starts);
     keys = keys.defined() ? keys.minimum(all_keys) : all_keys;
   }
-  problem_.keys = longest(options.packing.max_k, room);
+  problem_.keys = longest(call.max_k, room);
   Visibility& v = problem_.visibility;
   v.query_lengths = of_entries(queries);
   v.lengths = of_entries(keys);

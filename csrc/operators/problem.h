@@ -13,8 +13,7 @@ constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 
 class ProblemBuilder {
  public:
   // Adds query, key, value, mask, rng_state and everything that is not a tensor.
-  ProblemBuilder(Problem& problem, const Shape& shape, const Inputs& inputs, const CallOptions& options,
-                 const at::Tensor& rng_state);
+  ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state);
 
   // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
   void add(Operand& operand, const at::Tensor& tensor, Rows rows = Rows::queries);         // is read
@@ -30,7 +29,7 @@ class ProblemBuilder {
 
  private:
   void add(Operand& operand, const at::Tensor& tensor, void* data, Rows rows);
-  void add_sequences(const CallOptions& options, int64_t pages);  // of key and value, beside a block_table
+  void add_sequences(const Call& call);
 
   struct Strides {
     Operand* operand;

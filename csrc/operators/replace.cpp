@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using c10::DispatchKey;
 
-using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(BuiltinInputs, BuiltinOptions)>;
+using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(Builtin)>;
 
 std::atomic<int64_t> switched_on = 0;  // times switched on minus times switched off
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
@@ -50,22 +50,22 @@ bool has_kernels(c10::Device device) {
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
 // The kinds of tensors that attn::sdpa is for. Of these it refuses only what the built-in refuses as well, or should.
-bool serves(const BuiltinInputs& x) {
+bool serves(const Call& x) {
   const auto dtype = x.query.scalar_type();
   return has_kernels(x.query.device()) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
          (!x.attn_mask || is_dense(*x.attn_mask)) &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble);
 }
 
-Tensor sdpa_or_builtin(const BuiltinInputs& inputs, const BuiltinOptions& options) {
+Tensor sdpa_or_builtin(const Call& call) {
   if (is_switched_on()) {
-    if (serves(inputs)) {
+    if (serves(call)) {
       count_replaced_call();
-      return SdpaOp::call(inputs, options);
+      return SdpaOp::call(call);
     }
     passed_on.fetch_add(1, std::memory_order_relaxed);
   }
-  return std::apply(at::native::scaled_dot_product_attention, all_fields(inputs, options));
+  return std::apply(at::native::scaled_dot_product_attention, Builtin::fields(call));
 }
 
 torch::Library put_in_place(DispatchKey key) {

@@ -2,8 +2,8 @@
 //
 // PyTorch has kernels of aten::_flash_attention_forward and its kin for GPUs only. From the first use of the switch on
 // there are some for the CPU, below autograd, that call attn::attention. Releases of torch differ in what these
-// operators take: arguments are looked up by their names, and one with a name that is not known here is refused, unless
-// it is what it is by default.
+// operators take: arguments are looked up by their names. An unknown argument is refused unless it has its default
+// value.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -71,7 +71,7 @@ std::array<int64_t, 2> window_of(const FlashArguments& a) {
 }
 
 // Without packed sequences the last query stands at the last key, too.
-CallOptions options_of(const FlashArguments& a) {
+Call call_of(const FlashArguments& a) {
   const auto cu_seq_q = a.tensor_if_any("cum_seq_q"), lengths = a.tensor_if_any("seqused_k");
   std::optional<Tensor> offset;
   if (!cu_seq_q) {
@@ -80,13 +80,20 @@ CallOptions options_of(const FlashArguments& a) {
   }
   // Torch has them beside dense sequences, too, of which attn says that they are packed.
   const auto length = [&](const char* name) { return cu_seq_q ? a.get(name).toSymInt() : c10::SymInt(0); };
-  return {.scale = a.get("scale").toOptional<double>(),
+  return {.query = swap_heads(a.tensor("query")),
+          .key = swap_heads(a.tensor("key")),
+          .value = swap_heads(a.tensor("value")),
+          .scale = a.get("scale").toOptional<double>(),
           .enable_gqa = true,
-          .window = window_of(a),
+          .window_size = window_of(a),
           .query_offset = offset,
           .key_lengths = lengths,
-          .packing = {cu_seq_q, a.tensor_if_any("cum_seq_k"), length("max_q"), length("max_k"),
-                      a.tensor_if_any("block_table")}};
+          .cu_seq_q = cu_seq_q,
+          .cu_seq_k = a.tensor_if_any("cum_seq_k"),
+          .max_q = length("max_q"),
+          .max_k = length("max_k"),
+          .block_table = a.tensor_if_any("block_table"),
+          .alibi_slopes = a.tensor_if_any("alibi_slopes")};
 }
 
 // As the fake results of torch are, by which a compiled graph was made.
@@ -97,17 +104,16 @@ Tensor with_strides_of(const Tensor& like, const Tensor& t) {
 
 // The output as query, and the logsumexp [heads, tokens] or [batch, heads, length].
 std::pair<Tensor, Tensor> flash_forward(const FlashArguments& a) {
-  const auto &query = a.tensor("query"), &key = a.tensor("key"), &value = a.tensor("value");
-  const CallOptions options = options_of(a);
+  const auto &query = a.tensor("query"), &value = a.tensor("value");
+  const Call call = call_of(a);
   TORCH_CHECK(!a.get("return_debug_mask").toBool(), a.name(), ": return_debug_mask must be False on a CPU");
-  TORCH_CHECK(query.dim() == (options.packed() ? 3 : 4), a.name(), ": query has shape ", query.sizes(),
+  TORCH_CHECK(query.dim() == (call.is_packed() ? 3 : 4), a.name(), ": query has shape ", query.sizes(),
               "; it must be [tokens, heads, head_dim] beside cum_seq_q, else [batch, length, heads, head_dim]");
   TORCH_CHECK(value.size(-1) == query.size(-1), a.name(), ": value has head_dim ", value.size(-1), " but query has ",
               query.size(-1), "; here they must be equal", kOurs);
   // Torch's callers have cast already what they want cast.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
-  const auto [output, rows] = AttentionOp::call({{swap_heads(query), swap_heads(key), swap_heads(value), {}, {}, {}}},
-                                                options, {a.tensor_if_any("alibi_slopes"), {}});
+  const auto [output, rows] = AttentionOp::call(call);
   count_replaced_call();
   return {with_strides_of(query, swap_heads(output)), rows.logsumexp.to(at::kFloat)};
 }
@@ -151,11 +157,10 @@ void flash_backward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* sta
   TORCH_CHECK(!a.tensor("unused").to(at::kBool).any().item<bool>(), a.name(),
               ": with seqused_k, alibi_slopes or block_table, torch's formula of the derivative is wrong", kOurs);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
-  const CallOptions options = options_of(a);
-  const Inputs x{swap_heads(query), swap_heads(key), swap_heads(value), {}, {}, {}};
-  const Saved saved = ForwardOp::call(x, options, std::nullopt, /*with_rows=*/false, /*sums_scores=*/false).saved;
+  const Call call = call_of(a);
+  const Saved saved = ForwardOp::call(call, std::nullopt, /*with_rows=*/false, /*sums_scores=*/false).saved;
   const Gradients grads =
-      BackwardOp::call({swap_heads(a.tensor("grad_out")), std::nullopt}, x, saved, options, {true, true, true});
+      BackwardOp::call({swap_heads(a.tensor("grad_out")), std::nullopt}, saved, call, {true, true, true});
   const Tensor of_query = with_strides_of(query, swap_heads(grads.query));
   const Tensor of_key = with_strides_of(key, swap_heads(grads.key));
   const Tensor of_value = with_strides_of(value, swap_heads(grads.value));

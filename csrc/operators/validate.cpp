@@ -100,9 +100,9 @@ SymInt broadcast(const char* op, const Tensor& query, const Tensor& key, const T
   return common;
 }
 
-void check_mask(const Tensor& mask, const Shape& shape, const Packing& packing) {
+void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
   const bool packed = shape.sequences.has_value();
-  const auto allowed = shape.expanded(shape.heads, shape.queries, packed ? packing.max_k : shape.keys);
+  const auto allowed = shape.expanded(shape.heads, shape.queries, packed ? call.max_k : shape.keys);
   bool fits = mask.dim() >= (packed ? 3 : 0) && mask.dim() <= shape.dims;
   for (int64_t d = 1; fits && d <= mask.dim(); ++d) {
     const SymInt own = extent(mask, d);
@@ -207,8 +207,9 @@ void check_starts(const Shape& shape, const char* name, const Tensor& t, const T
 }
 
 // Fills in shape.sequences.
-void check_packing(Shape& shape, const Packing& packing, const Tensor& query) {
-  const auto& [cu_seq_q, cu_seq_k, max_q, max_k, block_table] = packing;
+void check_packing(Shape& shape, const Call& call) {
+  const auto& [query, cu_seq_q, cu_seq_k, max_q, max_k, block_table] =
+      std::tie(call.query, call.cu_seq_q, call.cu_seq_k, call.max_q, call.max_k, call.block_table);
   TORCH_CHECK(shape.dims >= 3, shape.op, ": packed sequences need a dimension of heads");
   for (const auto& [name, most] : {std::pair("max_q", &max_q), std::pair("max_k", &max_k)})
     TORCH_CHECK(most->sym_ge(0).expect_true(__FILE__, __LINE__), shape.op, ": ", name, " is ", *most,
@@ -227,9 +228,9 @@ void check_packing(Shape& shape, const Packing& packing, const Tensor& query) {
 }
 
 // After check_packing(), and once seqused_k is known to be integers [N].
-void check_pages(const Shape& shape, const Packing& packing, const Tensor& query, const Tensor& key,
-                 const std::optional<Tensor>& seqused_k) {
-  const Tensor& table = *packing.block_table;
+void check_pages(const Shape& shape, const Call& call) {
+  const Tensor &query = call.query, &key = call.key, &table = *call.block_table;
+  const std::optional<Tensor>& seqused_k = call.key_lengths;
   check_is_integer(shape, "block_table", table);
   TORCH_CHECK(table.layout() == at::kStrided && table.dim() == 2 && must_equal(table.sym_size(0), *shape.sequences) &&
                   table.device() == query.device(),
@@ -278,20 +279,20 @@ c10::SymDimVector Shape::of_entries() const {
   return sizes;
 }
 
-Shape validate(const char* op, const Inputs& inputs, const CallOptions& options) {
-  const auto& [query, key, value, attn_mask, alibi_slopes, sinks] = inputs;
+Shape validate(const char* op, const Call& call) {
+  const auto& [query, key, value, attn_mask] = std::tie(call.query, call.key, call.value, call.attn_mask);
   check_tensor(op, "query", query, query);
   check_tensor(op, "key", key, query);
   check_tensor(op, "value", value, query);
   if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, /*least_dims=*/0);
   check_dtypes(op, query, key, value, attn_mask);
-  TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, op, ": dropout_p is ", options.dropout_p,
+  TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p <= 1, op, ": dropout_p is ", call.dropout_p,
               "; it must be a probability between 0 and 1");
-  TORCH_CHECK(!options.scale || !std::isnan(*options.scale), op, ": scale is NaN; it must be a number");
-  TORCH_CHECK(options.softcap >= 0 && std::isfinite(options.softcap), op, ": softcap is ", options.softcap,
+  TORCH_CHECK(!call.scale || !std::isnan(*call.scale), op, ": scale is NaN; it must be a number");
+  TORCH_CHECK(call.softcap >= 0 && std::isfinite(call.softcap), op, ": softcap is ", call.softcap,
               "; it must be a finite number, 0 for none or above");
-  TORCH_CHECK(options.window[0] >= -1 && options.window[1] >= -1, op, ": window_size is (", options.window[0], ", ",
-              options.window[1], "); each of (left, right) must be -1 (no bound) or more");
+  TORCH_CHECK(call.window_size[0] >= -1 && call.window_size[1] >= -1, op, ": window_size is (", call.window_size[0],
+              ", ", call.window_size[1], "); each of (left, right) must be -1 (no bound) or more");
   TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), op, ": key has head_dim ", extent(key, 1),
               " but query has ", extent(query, 1), " (key: ", key.sym_sizes(), ", query: ", query.sym_sizes(),
               "); they must be equal");
@@ -299,13 +300,12 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
               " but key has ", extent(key, 2), " (value: ", value.sym_sizes(), ", key: ", key.sym_sizes(),
               "); they must be equal");
 
-  const bool paged = options.packing.block_table.has_value();
-  TORCH_CHECK(options.packed() || !(paged || options.packing.cu_seq_k), op, ": cu_seq_q is None but ",
+  const bool paged = call.block_table.has_value();
+  TORCH_CHECK(call.is_packed() || !(paged || call.cu_seq_k), op, ": cu_seq_q is None but ",
               paged ? "block_table" : "cu_seq_k", " is given; packed sequences need both");
-  const auto& [max_q, max_k] = std::tie(options.packing.max_q, options.packing.max_k);
-  TORCH_CHECK(options.packed() ||
-                  (max_q.sym_eq(0).expect_true(__FILE__, __LINE__) && max_k.sym_eq(0).expect_true(__FILE__, __LINE__)),
-              op, ": cu_seq_q is None but max_q is ", max_q, " and max_k ", max_k,
+  TORCH_CHECK(call.is_packed() || (call.max_q.sym_eq(0).expect_true(__FILE__, __LINE__) &&
+                                   call.max_k.sym_eq(0).expect_true(__FILE__, __LINE__)),
+              op, ": cu_seq_q is None but max_q is ", call.max_q, " and max_k ", call.max_k,
               "; they belong to packed sequences, and must be 0 without");
   TORCH_CHECK(!paged || (query.dim() <= 3 && key.dim() == 4 && value.dim() == 4 &&
                          must_equal(key.sym_size(0), value.sym_size(0))),
@@ -322,32 +322,35 @@ Shape validate(const char* op, const Inputs& inputs, const CallOptions& options)
   shape.key_heads = head_count(key);
   shape.value_heads = head_count(value);
   shape.heads = head_count(query);
-  if (!options.enable_gqa) {
+  if (!call.enable_gqa) {
     if (is_one(shape.heads)) shape.heads = shape.key_heads;
     if (is_one(shape.heads)) shape.heads = shape.value_heads;
   }
-  check_heads(op, "key", shape.key_heads, shape.heads, options.enable_gqa, query, key);
-  check_heads(op, "value", shape.value_heads, shape.heads, options.enable_gqa, query, key);
+  check_heads(op, "key", shape.key_heads, shape.heads, call.enable_gqa, query, key);
+  check_heads(op, "value", shape.value_heads, shape.heads, call.enable_gqa, query, key);
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(op, query, key, value, d));
-  if (options.packed()) check_packing(shape, options.packing, query);
-  if (attn_mask) check_mask(*attn_mask, shape, options.packing);
-  check_head_numbers(shape, "alibi_slopes", alibi_slopes, query);
-  check_head_numbers(shape, "sinks", sinks, query);
+  if (call.is_packed()) check_packing(shape, call);
+  if (attn_mask) check_mask(*attn_mask, shape, call);
+  const auto check_heads_of = [&]<class T>(size_t i, const T& t) {
+    if constexpr (std::is_same_v<T, std::optional<Tensor>>)
+      if (Inputs::about(i).kind == Kind::heads) check_head_numbers(shape, Inputs::about(i).name, t, query);
+  };
+  for_each_input(check_heads_of, call);
   constexpr int64_t kMostOffset = 2 * kFar - 1;
-  check_integers(shape, "query_offset", options.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
-  const auto& cu_seq_k = options.packing.cu_seq_k;
-  check_integers(shape, options.packed() ? "seqused_k" : "key_lengths", options.key_lengths, query, 0, [&](int64_t i) {
-    if (paged) return options.packing.max_k.guard_int(__FILE__, __LINE__);
+  check_integers(shape, "query_offset", call.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
+  const auto& cu_seq_k = call.cu_seq_k;
+  check_integers(shape, call.is_packed() ? "seqused_k" : "key_lengths", call.key_lengths, query, 0, [&](int64_t i) {
+    if (paged) return call.max_k.guard_int(__FILE__, __LINE__);
     if (!cu_seq_k || !is_readable(*cu_seq_k)) return shape.keys.guard_int(__FILE__, __LINE__);
     const int64_t n = i % (cu_seq_k->numel() - 1);
     return number(*cu_seq_k, n + 1) - number(*cu_seq_k, n);
   });
-  if (paged) check_pages(shape, options.packing, query, key, options.key_lengths);
+  if (paged) check_pages(shape, call);
   return shape;
 }
 
 void Checker::tensor(const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const {
-  const Tensor& query = inputs.query;
+  const Tensor& query = call.query;
   TORCH_CHECK(
       t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(),
       shape.op, ": ", name, " is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(), "; it must be ",
@@ -355,31 +358,31 @@ void Checker::tensor(const char* name, const Tensor& t, c10::SymIntArrayRef size
 }
 
 void Checker::like_output(const char* name, const Tensor& t) const {
-  tensor(name, t, shape.output(), inputs.query.scalar_type());
+  tensor(name, t, shape.output(), call.query.scalar_type());
 }
 
 void Checker::grads(const GradResults& u) const {
   like_output("grad_output", u.output);
-  if (u.logsumexp) tensor("grad_logsumexp", *u.logsumexp, shape.numbers(shape.queries), compute_dtype(inputs.query));
+  if (u.logsumexp) tensor("grad_logsumexp", *u.logsumexp, shape.numbers(shape.queries), compute_dtype(call.query));
 }
 
 void Checker::logsumexp(const char* name, const Tensor& t) const {
-  tensor(name, t, shape.logsumexp(), compute_dtype(inputs.query));
+  tensor(name, t, shape.logsumexp(), compute_dtype(call.query));
 }
 
 void Checker::residual(const char* name, const Tensor& t) const {
-  if (has_residual(inputs, options)) return tensor(name, t, shape.output(), at::kFloat);
-  tensor(name, t, {0}, inputs.query.scalar_type());
+  if (has_residual(call)) return tensor(name, t, shape.output(), at::kFloat);
+  tensor(name, t, {0}, call.query.scalar_type());
 }
 
 void Checker::rng_state(const Tensor& t) const {
-  if (options.dropout_p == 0) return;
+  if (call.dropout_p == 0) return;
   // One for all samples, or one for each along the leading dimensions that vmap put in front.
   const auto allowed = shape.expanded(1, 1, 3);
   bool fits = t.dim() >= 1 && t.dim() <= shape.dims && must_equal(extent(t, 1), 3);
   for (int64_t d = 2; fits && d <= t.dim(); ++d)
     fits = is_one(extent(t, d)) || must_equal(extent(t, d), allowed[allowed.size() - d]);
-  TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == inputs.query.device(), shape.op, ": rng_state is ",
+  TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == call.query.device(), shape.op, ": rng_state is ",
               t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
@@ -392,18 +395,14 @@ void Checker::saved(const Saved& s) const {
 }
 
 void Checker::direction(const Direction& d) const {
-  const auto& mask = inputs.attn_mask;
-  TORCH_CHECK(!d.attn_mask || (mask && mask->is_floating_point()), shape.op,
-              ": tangent_mask is given but attn_mask is ", mask ? "boolean" : "absent",
-              "; only a floating mask has a tangent");
-  constexpr const char* kNames[] = {"tangent_query", "tangent_key",    "tangent_value",
-                                    "tangent_mask",  "tangent_slopes", "tangent_sinks"};
   const auto like_input = [&](size_t i, const std::optional<Tensor>& t, const std::optional<Tensor>& input) {
     if (!t) return;
-    TORCH_CHECK(input, shape.op, ": ", kNames[i], " is given but what it is the tangent of is not");
-    tensor(kNames[i], *t, input->sym_sizes(), input->scalar_type());
+    const std::string name = std::string("tangent_") + Inputs::about(i).name;
+    TORCH_CHECK(input && input->is_floating_point(), shape.op, ": ", name, " is given but ", Inputs::about(i).name,
+                " is ", input ? "boolean" : "absent", "; only a floating tensor has a tangent");
+    tensor(name.c_str(), *t, input->sym_sizes(), input->scalar_type());
   };
-  for_each_field(like_input, d, inputs);
+  for_each_input(like_input, d, call);
 }
 
 void Checker::tangent(const TangentResults& t) const {
@@ -413,12 +412,11 @@ void Checker::tangent(const TangentResults& t) const {
 }
 
 void Checker::wanted(Wanted w) const {
-  const auto& mask = inputs.attn_mask;
-  TORCH_CHECK((!w[4] || inputs.alibi_slopes) && (!w[5] || inputs.sinks), shape.op,
-              ": grad_input_mask asks for the gradient of alibi_slopes or sinks, which are absent");
-  TORCH_CHECK(!w[3] || (mask && mask->is_floating_point()), shape.op,
-              ": grad_input_mask asks for the gradient of attn_mask, which is ", mask ? "boolean" : "absent",
-              "; only a floating mask has one");
+  const auto check = [&](size_t i, const std::optional<Tensor>& input) {
+    TORCH_CHECK(!w[i] || (input && input->is_floating_point()), shape.op, ": grad_input_mask asks for the gradient of ",
+                Inputs::about(i).name, ", which is ", input ? "boolean" : "absent", "; only a floating tensor has one");
+  };
+  for_each_input(check, call);
 }
 
 at::ScalarType compute_dtype(const Tensor& query) {
@@ -468,16 +466,16 @@ Tensor empty_rows(const Shape& shape, const Tensor& query) {
   return at::empty_symint(shape.numbers(shape.queries), compute_options(query));
 }
 
-bool has_residual(const Inputs& inputs, const CallOptions& options) {
-  const auto dtype = inputs.query.scalar_type();
-  const bool floating_mask = inputs.attn_mask && inputs.attn_mask->is_floating_point();
+bool has_residual(const Call& call) {
+  const auto dtype = call.query.scalar_type();
+  const bool floating_mask = call.attn_mask && call.attn_mask->is_floating_point();
   return (dtype == at::kBFloat16 || dtype == at::kHalf) &&
-         (floating_mask || inputs.alibi_slopes || inputs.sinks || options.dropout_p > 0);
+         (floating_mask || call.alibi_slopes || call.sinks || call.dropout_p > 0);
 }
 
-Tensor empty_residual(const Tensor& output, const Inputs& inputs, const CallOptions& options) {
-  return has_residual(inputs, options) ? at::empty_like(output, output.options().dtype(at::kFloat))
-                                       : at::empty({0}, output.options());
+Tensor empty_residual(const Tensor& output, const Call& call) {
+  return has_residual(call) ? at::empty_like(output, output.options().dtype(at::kFloat))
+                            : at::empty({0}, output.options());
 }
 
 double scale_or_default(std::optional<double> scale, int64_t head_dim) {

@@ -29,13 +29,12 @@ struct Shape {
 
 // Checks a call of `op`: for a private operator, the name of the public one that it serves. Throws c10::Error naming
 // `op`, the argument, what it was and what is allowed.
-Shape validate(const char* op, const Inputs& inputs, const CallOptions& options);
+Shape validate(const char* op, const Call& call);
 
 // Checks what the private operators take besides.
 struct Checker {
-  const Inputs& inputs;
-  const CallOptions& options;
-  const Shape shape = validate(options.packed() ? VarlenOp::name : SdpaOp::name, inputs, options);
+  const Call& call;
+  const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, call);
 
   void grads(const GradResults& u) const;
   void rng_state(const at::Tensor& t) const;
@@ -63,8 +62,8 @@ at::Tensor empty_rows(const Shape& shape, const at::Tensor& query);  // one numb
 // slopes or sinks: it counts in their gradients, while in others it is below what the rounding of the weights does. And
 // with dropout: the gradients of a row with one key, which are 0, would else be what rounding took from value /
 // (1 - dropout_p).
-bool has_residual(const Inputs& inputs, const CallOptions& options);
-at::Tensor empty_residual(const at::Tensor& output, const Inputs& inputs, const CallOptions& options);
+bool has_residual(const Call& call);
+at::Tensor empty_residual(const at::Tensor& output, const Call& call);
 Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
 
 // 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.

@@ -16,7 +16,7 @@ void check_dense(const char* name, const Tensor& t) {
 }
 
 // What attention would say of the shapes in its own order of dimensions, and of layouts in its own name.
-void check_shapes(const VarlenCall& c) {
+void check_shapes(const Call& c) {
   const auto check = [](const char* name, const Tensor& t, int64_t dims) {
     TORCH_CHECK(t.defined(), VarlenOp::name, ": ", name, " is undefined; a tensor is needed");
     check_dense(name, t);
@@ -24,32 +24,24 @@ void check_shapes(const VarlenCall& c) {
                 " dimensions: ",
                 dims == 3 ? "[tokens, heads, head_dim]" : "[pages, page_size, heads, head_dim], beside a block_table");
   };
-  for (const auto& [name, t] : {std::pair("cu_seq_k", &c.cu_seq_k), std::pair("seqused_k", &c.seqused_k),
-                                std::pair("block_table", &c.block_table), std::pair("attn_mask", &c.attn_mask),
-                                std::pair("alibi_slopes", &c.alibi_slopes), std::pair("sinks", &c.sinks),
-                                std::pair("query_offset", &c.query_offset)})
-    if (*t) check_dense(name, **t);
-  check_dense("cu_seq_q", c.cu_seq_q);
+  TORCH_CHECK(c.is_packed(), VarlenOp::name, ": cu_seq_q is None; it says where each sequence begins");
+  const auto check_if_given = [&]<class T>(size_t i, const T& t) {
+    if constexpr (std::is_same_v<T, std::optional<Tensor>>)
+      if (t) check_dense(Tensors::about(i).name_in_varlen, *t);
+  };
+  for_each_of(check_if_given, Tensors::fields(c));
   check("query", c.query, 3);
   check("key", c.key, c.block_table ? 4 : 3);
   check("value", c.value, c.block_table ? 4 : 3);
 }
 
-OutputAndRows varlen_attention(const VarlenCall& c) {
-  check_shapes(c);
-  const auto heads_first = [](const Tensor& t) { return t.transpose(-3, -2); };
-  CallOptions options{.dropout_p = c.dropout_p,
-                      .scale = c.scale,
-                      .enable_gqa = c.enable_gqa,
-                      .softcap = c.softcap,
-                      .window = c.window,
-                      .query_offset = c.query_offset,
-                      .key_lengths = c.seqused_k,
-                      .packing = {c.cu_seq_q, c.cu_seq_k, c.max_q, c.max_k, c.block_table}};
-  OutputAndRows results =
-      AttentionOp::call({{heads_first(c.query), heads_first(c.key), heads_first(c.value), c.attn_mask, {}, {}}},
-                        options, {c.alibi_slopes, c.sinks});
-  results.output = heads_first(results.output);
+OutputAndRows varlen_attention(const Call& tokens_first) {
+  check_shapes(tokens_first);
+  const auto swap_heads_and_tokens = [](Tensor& t) { t = t.transpose(-3, -2); };
+  Call call = tokens_first;
+  for (Tensor* t : {&call.query, &call.key, &call.value}) swap_heads_and_tokens(*t);
+  OutputAndRows results = AttentionOp::call(call);
+  swap_heads_and_tokens(results.output);
   return results;
 }
 

@@ -21,14 +21,15 @@ class Batch {
  public:
   const Shape sample;  // the call as one sample makes it
 
-  Batch(const char* op, const Inputs& inputs, const CallOptions& options)
-      : sample(validate(op, inputs, options)),
+  Batch(const char* op, const Call& call)
+      : sample(validate(op, call)),
         layer_(*at::functorch::maybeCurrentDynamicLayer()),
         guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {
-    const auto& [cu_seq_q, cu_seq_k, max_q, max_k, block_table] = options.packing;
-    TORCH_CHECK(!is_mapped(cu_seq_q) && !is_mapped(cu_seq_k) && !is_mapped(block_table), op,
-                ": cu_seq_q, cu_seq_k or block_table is mapped by vmap; all samples must have the same, as they are "
-                "computed at once");
+    const auto check = [&](size_t i, const auto& t) {
+      TORCH_CHECK(Tensors::about(i).kind != Kind::sequences || !is_mapped(t), op, ": ", Tensors::about(i).name,
+                  " is mapped by vmap; all samples must have the same, as they are computed at once");
+    };
+    for_each_of(check, tensors_of(call));
   }
 
   RandomnessType randomness() const { return layer_.randomness(); }
@@ -39,32 +40,11 @@ class Batch {
   bool is_mapped(const Tensor& t) const { return at::functorch::isBatchedAtLevel(t, layer_.layerId()); }
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
-  // The tensor below vmap: as it is if it is not mapped, else [mapped, 1..., own dimensions] of this rank, or, without
-  // `less` of the dimensions head, L and E, of one so much lower.
+  // Unwraps t. If it is mapped: the mapped dimension first, then 1s up to rank() - less, then t's own dimensions.
   Tensor physical(const Tensor& t, int64_t less = 0) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
-    if (!dim) return x;
-    x = x.movedim(*dim, 0);
-    return padded(x, less);
+    return dim ? padded(x.movedim(*dim, 0), less) : x;
   }
-  std::optional<Tensor> physical(const std::optional<Tensor>& t, int64_t less = 0) const {
-    return t ? std::optional(physical(*t, less)) : std::nullopt;
-  }
-  template <Struct T>
-  T physical(T tensors) const {
-    for_each_field([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors);
-    return tensors;
-  }
-  CallOptions physical(CallOptions options) const {
-    options.query_offset = physical(options.query_offset, kOfEntries);
-    options.key_lengths = physical(options.key_lengths, kOfEntries);
-    return options;
-  }
-  template <Struct T>
-  bool is_mapped(const T& x) const {
-    return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, fields_of(x));
-  }
-  bool is_mapped(const CallOptions& o) const { return is_mapped(o.query_offset) || is_mapped(o.key_lengths); }
   // Returns physical(t) with the mapped dimension: a tensor that is not mapped is expanded, by a view. One of a single
   // dimension, an rng_state for all samples or no residual, stays as it is.
   Tensor expanded(const Tensor& t, int64_t less = 0) const {
@@ -74,13 +54,35 @@ class Batch {
     sizes[0] = size();
     return x.expand_symint(sizes);
   }
+  std::optional<Tensor> physical(const std::optional<Tensor>& t, int64_t less = 0) const {
+    return t ? std::optional(physical(*t, less)) : std::nullopt;
+  }
   std::optional<Tensor> expanded(const std::optional<Tensor>& t, int64_t less) const {
     return t ? std::optional(expanded(*t, less)) : std::nullopt;
   }
+
+  // The same of all tensors of a struct, and of a call's inputs alone: integers are never expanded.
   template <Struct T>
-  T expanded(T tensors) const {
-    for_each_field([&](size_t i, auto& t) { t = expanded(t, less_of<T>(i)); }, tensors);
-    return tensors;
+  T physical(T x) const {
+    for_each_of([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors_of(x));
+    return x;
+  }
+  template <Struct T>
+  T expanded(T x) const {
+    for_each_input([&](size_t i, auto& t) { t = expanded(t, less_of<T>(i)); }, x);
+    return x;
+  }
+  Call expanded(const Call& call) const {
+    Call x = physical(call);
+    const auto expand = [&](size_t i, auto& result, const auto& t) {
+      result = expanded(t, less_of(Inputs::about(i).kind));
+    };
+    for_each_input(expand, x, call);
+    return x;
+  }
+  template <Struct T>
+  bool is_mapped(const T& x) const {
+    return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, tensors_of(x));
   }
 
   // A mapped result of `dims` dimensions above vmap. One of a single dimension, no residual, is that of all samples.
@@ -95,26 +97,29 @@ class Batch {
   }
   template <Struct T>
   T logical(const T& results, int64_t dims) const {
-    return map_tensors(results, [&](const Tensor& t) { return logical(t, dims); });
+    return map_inputs(results, [&](const Tensor& t) { return logical(t, dims); });
   }
-  Gradients logical(const Gradients& grads, const Inputs& inputs) const {
+  Gradients logical(const Gradients& grads, const Call& call) const {
     Gradients results;
     const auto map = [&](size_t, Tensor& result, const Tensor& grad, const std::optional<Tensor>& input) {
       if (grad.defined()) result = logical(grad, input->dim());
     };
-    for_each_field(map, results, grads, inputs);
+    for_each_input(map, results, grads, call);
     return results;
   }
 
  private:
-  // Of the dimensions head, L and E, those that field number i of a struct lacks; and an option with one number a batch
-  // entry.
+  // How many of the dimensions head, L and E a tensor lacks: of this kind; tensor number i of a struct.
+  static constexpr int64_t less_of(Kind kind) { return kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0; }
   template <class T>
   static constexpr int64_t less_of(size_t i) {
-    if (kFields<T> == kFields<Inputs>) return i < kFields<BuiltinInputs> ? 0 : 2;
-    return std::is_same_v<T, GradResults> && i == 1 ? 1 : 0;
+    if constexpr (std::is_same_v<T, Call>)
+      return less_of(Tensors::about(i).kind);
+    else if constexpr (std::is_same_v<T, Direction>)
+      return less_of(Inputs::about(i).kind);
+    else
+      return std::is_same_v<T, GradResults> && i == 1 ? 1 : 0;
   }
-  static constexpr int64_t kOfEntries = 3;
 
   Tensor padded(Tensor x, int64_t less) const {
     while (x.dim() < rank() - less) x = x.unsqueeze(1);
@@ -143,102 +148,89 @@ Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
 
 // The forward as it is called below vmap.
 struct ForwardCall {
-  Inputs inputs;
-  CallOptions options;
+  Call call;
   std::optional<Tensor> rng_state;
-  bool mapped;        // false if no input is: then the call runs once, for all samples
+  bool mapped;        // false if no tensor is: then the call runs once, for all samples
   bool state_mapped;  // every sample has an rng_state of its own
-
-  BuiltinInputs builtin_inputs() const { return {inputs}; }
-  HeadInputs of_heads() const { return {inputs.alibi_slopes, inputs.sinks}; }
 };
 
-ForwardCall forward_call(const Batch& batch, const Inputs& inputs, const CallOptions& options,
-                         const std::optional<Tensor>& rng_state) {
-  const bool random = options.dropout_p > 0 && !rng_state;
+ForwardCall forward_call(const Batch& batch, const Call& call, const std::optional<Tensor>& rng_state) {
+  const bool random = call.dropout_p > 0 && !rng_state;
   const bool different = random && batch.randomness() == RandomnessType::Different;
-  TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error, "vmap: dropout_p = ", options.dropout_p,
+  TORCH_CHECK(!random || batch.randomness() != RandomnessType::Error, "vmap: dropout_p = ", call.dropout_p,
               " draws random numbers, but randomness is 'error'; call vmap with randomness='different' or 'same'");
-  const bool sizes_mapped =
-      batch.is_mapped(inputs.query) || batch.is_mapped(inputs.key) || batch.is_mapped(inputs.value);
-  const bool mapped = batch.is_mapped(inputs) || batch.is_mapped(options) || batch.is_mapped(rng_state) || different;
-  ForwardCall call{batch.physical(inputs), batch.physical(options), batch.physical(rng_state), mapped,
-                   different || batch.is_mapped(rng_state)};
+  const bool sizes_mapped = batch.is_mapped(call.query) || batch.is_mapped(call.key) || batch.is_mapped(call.value);
+  const bool mapped = batch.is_mapped(call) || batch.is_mapped(rng_state) || different;
+  ForwardCall below{batch.physical(call), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
   // The query carries the mapped dimension where neither key nor value does: nothing else may enlarge the scores.
-  if (mapped && !sizes_mapped) call.inputs.query = batch.expanded(inputs.query);
-  if (random && mapped) call.rng_state = draw_rng_state(batch, different, call.inputs.query);
-  return call;
+  if (mapped && !sizes_mapped) below.call.query = batch.expanded(call.query);
+  if (random && mapped) below.rng_state = draw_rng_state(batch, different, below.call.query);
+  return below;
 }
 
-Tensor sdpa_vmap(const BuiltinInputs& inputs, const BuiltinOptions& options) {
-  const Batch batch(SdpaOp::name, inputs, options);
-  const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
-  const Tensor output = c.rng_state ? ForwardOp::call(c.inputs, options, c.rng_state, false, false).saved.output
-                                    : SdpaOp::call(c.builtin_inputs(), options);
-  return c.mapped ? batch.logical(output, batch.sample.dims) : output;
+Tensor sdpa_vmap(const Call& call) {
+  const Batch batch(SdpaOp::name, call);
+  const ForwardCall below = forward_call(batch, call, std::nullopt);
+  const Tensor output = below.rng_state ? ForwardOp::call(below.call, below.rng_state, false, false).saved.output
+                                        : SdpaOp::call(below.call);
+  return below.mapped ? batch.logical(output, batch.sample.dims) : output;
 }
 
-ForwardResults forward_vmap(const Inputs& inputs, const CallOptions& options, const std::optional<Tensor>& rng_state,
-                            bool with_rows, bool sums_scores) {
-  const Batch batch(SdpaOp::name, inputs, options);
-  const ForwardCall c = forward_call(batch, inputs, options, rng_state);
-  const ForwardResults results = ForwardOp::call(c.inputs, c.options, c.rng_state, with_rows, sums_scores);
-  if (!c.mapped) return results;
+ForwardResults forward_vmap(const Call& call, const std::optional<Tensor>& rng_state, bool with_rows,
+                            bool sums_scores) {
+  const Batch batch(SdpaOp::name, call);
+  const ForwardCall below = forward_call(batch, call, rng_state);
+  const ForwardResults results = ForwardOp::call(below.call, below.rng_state, with_rows, sums_scores);
+  if (!below.mapped) return results;
   const int64_t state_dims = rng_state ? rng_state->dim() : 1;
   Saved saved = batch.logical(results.saved, batch.sample.dims);
-  saved.rng_state = c.state_mapped ? batch.logical(results.saved.rng_state, state_dims) : results.saved.rng_state;
+  saved.rng_state = below.state_mapped ? batch.logical(results.saved.rng_state, state_dims) : results.saved.rng_state;
   return {saved, batch.logical(results.rows, batch.sample.dims - 1)};
 }
 
-OutputAndRows attention_vmap(const BuiltinInputs& x, const CallOptions& options, const HeadInputs& of_heads) {
-  const Inputs inputs = all_inputs(x, of_heads);
-  const Batch batch(AttentionOp::name, inputs, options);
-  const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
+OutputAndRows attention_vmap(const Call& call) {
+  const Batch batch(AttentionOp::name, call);
+  const ForwardCall below = forward_call(batch, call, std::nullopt);
   OutputAndRows results;
-  if (c.rng_state) {
-    const auto [saved, rows] = ForwardOp::call(c.inputs, c.options, c.rng_state, /*with_rows=*/true, false);
+  if (below.rng_state) {
+    const auto [saved, rows] = ForwardOp::call(below.call, below.rng_state, /*with_rows=*/true, false);
     results = {saved.output, rows};
   } else {
-    results = AttentionOp::call(c.builtin_inputs(), c.options, c.of_heads());
+    results = AttentionOp::call(below.call);
   }
-  if (!c.mapped) return results;
+  if (!below.mapped) return results;
   return {batch.logical(results.output, batch.sample.dims), batch.logical(results.rows, batch.sample.dims - 1)};
 }
 
 // The derivatives return something for every sample, so every tensor they take is mapped, if only by a view.
 
-Gradients backward_vmap(const GradResults& u, const Inputs& inputs, const Saved& saved, const CallOptions& options,
-                        Wanted wanted) {
-  const Batch batch(SdpaOp::name, inputs, options);
-  const Gradients grads = BackwardOp::call(batch.expanded(u), batch.expanded(inputs), batch.expanded(saved),
-                                           batch.physical(options), wanted);
-  return batch.logical(grads, inputs);
+Gradients backward_vmap(const GradResults& u, const Saved& saved, const Call& call, Wanted wanted) {
+  const Batch batch(SdpaOp::name, call);
+  const Gradients grads = BackwardOp::call(batch.expanded(u), batch.expanded(saved), batch.expanded(call), wanted);
+  return batch.logical(grads, call);
 }
 
-TangentResults tangent_vmap(const Inputs& inputs, const Saved& saved, const Direction& direction,
-                            const CallOptions& options) {
-  const Batch batch(SdpaOp::name, inputs, options);
-  const TangentResults tangent = TangentOp::call(batch.expanded(inputs), batch.expanded(saved),
-                                                 batch.expanded(direction), batch.physical(options));
+TangentResults tangent_vmap(const Saved& saved, const Direction& direction, const Call& call) {
+  const Batch batch(SdpaOp::name, call);
+  const TangentResults tangent =
+      TangentOp::call(batch.expanded(saved), batch.expanded(direction), batch.expanded(call));
   return batch.logical(tangent, batch.sample.dims);
 }
 
-Gradients second_vmap(const GradResults& u, const Inputs& inputs, const Saved& saved, const Direction& direction,
-                      const TangentResults& tangent, const CallOptions& options, Wanted wanted) {
-  const Batch batch(SdpaOp::name, inputs, options);
-  const Gradients grads =
-      SecondOp::call(batch.expanded(u), batch.expanded(inputs), batch.expanded(saved), batch.expanded(direction),
-                     batch.expanded(tangent), batch.physical(options), wanted);
-  return batch.logical(grads, inputs);
+Gradients second_vmap(const GradResults& u, const Saved& saved, const Direction& direction,
+                      const TangentResults& tangent, const Call& call, Wanted wanted) {
+  const Batch batch(SdpaOp::name, call);
+  const Gradients grads = SecondOp::call(batch.expanded(u), batch.expanded(saved), batch.expanded(direction),
+                                         batch.expanded(tangent), batch.expanded(call), wanted);
+  return batch.logical(grads, call);
 }
 
-Statistics stats_vmap(const QueryAndKey& tensors, const ScoreOptions& options, const HeadInputs& of_heads) {
-  const Inputs inputs = all_inputs(tensors, of_heads);
-  const Batch batch(StatsOp::name, inputs, options);
-  const ForwardCall c = forward_call(batch, inputs, options, std::nullopt);
-  const Statistics results =
-      StatsOp::call({c.inputs.query, c.inputs.key, c.inputs.attn_mask}, {c.options}, c.of_heads());
-  if (!c.mapped) return results;
+Statistics stats_vmap(const Call& scores) {
+  const Call call = with_key_as_value(scores);
+  const Batch batch(StatsOp::name, call);
+  const ForwardCall below = forward_call(batch, call, std::nullopt);
+  const Statistics results = StatsOp::call(below.call);
+  if (!below.mapped) return results;
   return batch.logical(results, batch.sample.dims - 1);  // [..., head, L or S]
 }
 

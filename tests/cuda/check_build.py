@@ -47,8 +47,7 @@ def assert_like(results: Sequence[Tensor], expected: Sequence[Tensor], device: s
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, device: str) -> None:
     """Of all derivatives, of and along all inputs."""
     ops, x = torch.ops.attn, (query, key, value, attn_mask)
-    plain = {"scale": None, "enable_gqa": False}
-    of_all = {**plain, "grad_input_mask": [True] * 4 + [False] * 2}
+    wanted = [True] * 4 + [False] * 2
     output = query.new_empty(2, 3, 5, 32)
     assert_like([torch_attn.sdpa(*x)], [output], device)
     of_rows = query.new_empty(2, 3, 5, dtype=torch.float32)
@@ -56,14 +55,16 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     statistics = torch_attn.sdpa_stats(query, key, attn_mask)
     assert_like(statistics, [of_rows, of_rows, of_rows, of_keys], device)
     saved = ops._sdpa_forward(*x)[:4]
-    x_all = (*x, None, None)
+    along = (*x, None, None)
     assert_like(saved[:1], [output], device)
     assert_like(
-        ops._sdpa_backward(output, None, *x_all, *saved, 0.0, False, **of_all)[:4], x, device
+        ops._sdpa_backward(output, None, *saved, *x, grad_input_mask=wanted)[:4], x, device
     )
-    tangents = ops._sdpa_tangent(*x_all, *saved, *x_all, 0.0, False, **plain)
+    tangents = ops._sdpa_tangent(*saved, *along, *x)
     assert_like(tangents[:1], [output], device)
-    second = ops._sdpa_second(output, None, *x_all, *saved, *x_all, *tangents, 0.0, False, **of_all)
+    second = ops._sdpa_second(
+        output, None, *saved, *along, *tangents, *x, grad_input_mask=wanted
+    )
     assert_like(second[:4], x, device)
 
 

@@ -79,11 +79,8 @@ HEADS, ROWS = -3, -2  # dimensions of the output, counted from its end
 # does; the last has keys in place of rows.
 _OF_ROWS = {"output", "logsumexp", "row_logsumexp", "max_score", "residual"}
 _OF_ROWS |= {"largest_score", "entropy", "received_weight"}
-# Inputs by what is left of their names in those of tangents and gradients, and how many of the
-# last dimensions of [*batch, heads, L, E] they lack.
-_INPUTS = {"mask": "attn_mask", "slopes": "alibi_slopes"}
+# How many of the last dimensions of [*batch, heads, L, E] arguments lack.
 _LACKING = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
-_MOVED = ("query", "key", "value", "mask", "slopes", "sinks")
 _PLACES = {"cu_seq_q", "cu_seq_k"}  # the same on all
 _WHY_NO_RING = {
     "_sdpa_second": "a second derivative is asked for",
@@ -100,8 +97,7 @@ def _arguments(of_tensors: bool) -> set[str]:
 
 def _kind(name: str) -> str:
     """What it is that a gradient or a tangent is of."""
-    kind = name.removeprefix("tangent_").removeprefix("grad_")
-    return _INPUTS.get(kind, kind)
+    return name.removeprefix("tangent_").removeprefix("grad_")
 
 
 def _is_empty(kind: str, tensor: Tensor) -> bool:
@@ -118,7 +114,7 @@ class _Sharded:
         self.name, self.op = name, getattr(torch.ops.attn, name).default
         self.call = {a.name: a.default_value for a in self.op._schema.arguments} | given
         self.mesh: Any = next(t.device_mesh for t in given.values() if isinstance(t, DTensor))
-        first = {n: self.call[n] for n in _MOVED[:3] if n in self.call}  # these say the way
+        first = {n: self.call[n] for n in Inputs._fields[:3] if n in self.call}  # these say the way
         self.tensors: dict[str, Any] = {
             n: t for n, t in (first | self.call).items() if isinstance(t, Tensor)
         }
@@ -138,7 +134,7 @@ class _Sharded:
                 f"attn::sdpa: dropout_p is {dropout_p}, but query, key and value are DTensors, "
                 "which take no dropout; set it to 0"
             )
-        known = {*map(_kind, _MOVED), *_LACKING, *_PLACES}
+        known = {*Inputs._fields, *_LACKING, *_PLACES}
         for n in self.tensors.keys() & (_arguments(of_tensors=True) - known):
             raise RuntimeError(
                 f"attn::attention: {n} is given, but query is a DTensor, of which no part has its "
@@ -187,7 +183,7 @@ class _Sharded:
     def _dim(self, m: int) -> int | None:
         """The dimension of the output that one of the mesh cuts, by the first that says one."""
         on = {name: tensor.placements[m] for name, tensor in self.tensors.items()}
-        rows = [n for n in _MOVED[:3] if n in on and on[n].is_shard(self.tensors[n].ndim + ROWS)]
+        rows = [n for n in Inputs._fields[:3] if n in on and on[n].is_shard(self.tensors[n].ndim + ROWS)]
         for name, placement in on.items():
             if name == "query" and name in rows and self.sequence is None:
                 others = any(on[n].is_shard() for n in ("key", "value") if n in on)
@@ -210,7 +206,7 @@ class _Sharded:
         if torch.compiler.is_compiling() or is_traced(self.inputs[0]._local_tensor):
             why = "a compiled graph is asked for"
         shapes = []
-        for name, tensor in zip(_MOVED, [*self.inputs, self.inputs[-1]][:3], strict=False):
+        for name, tensor in zip(Inputs._fields, [*self.inputs, self.inputs[-1]][:3], strict=False):
             shape = list(tensor.shape)
             for m in range(self.mesh.ndim):
                 own = None if m == self.sequence else self._own(name, m)
@@ -263,7 +259,7 @@ class _Sharded:
     def results(self, wanted: tuple[str, ...] | None = None) -> Any:
         x = self.call | {name: self._local(name) for name in self.tensors}
         names = [r.name for r in self.op._schema.returns]
-        names = names if names[0] else [f"grad_{name}" for name in _MOVED]
+        names = names if names[0] else [f"grad_{name}" for name in Inputs._fields]
         if self.way == "ring":
             found = _ring(self.name, self._as_pieces(), x)
         else:
@@ -327,7 +323,7 @@ def _widened(x: dict[str, Any]) -> dict[str, Any]:
 
 def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
     """What an operator gives, of parts that are merged."""
-    inputs = Inputs(*(x[_INPUTS.get(n, n)] for n in _MOVED))
+    inputs = Inputs(*(x[n] for n in Inputs._fields))
     dtype = inputs.query.dtype
     if name == "_sdpa_forward":
         _parts.check(call, inputs)
@@ -344,7 +340,7 @@ def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
         wanted = x["grad_input_mask"]
         found = _parts.gradients(call, inputs, saved, x["grad_output"], x["grad_logsumexp"], wanted)
         return [g if w else None for g, w in zip(found, wanted, strict=True)]
-    directions = Inputs(*(x[f"tangent_{n}"] for n in _MOVED))
+    directions = Inputs(*(x[f"tangent_{n}"] for n in Inputs._fields))
     moved, change = _parts.tangents(call, inputs, saved, directions)
     output, rest = _rounded(moved.to(saved.output.dtype), dtype)
     pair = torch.stack(_rounded(change, saved.output.dtype), -1)

@@ -26,8 +26,8 @@ class Inputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    slopes: Tensor | None
+    attn_mask: Tensor | None
+    alibi_slopes: Tensor | None
     sinks: Tensor | None
 
 
@@ -47,19 +47,21 @@ def wide(tensor: Any) -> Any:
 def check(call: Call, inputs: Inputs) -> None:
     """What :func:`torch_attn.sdpa` of the own queries and all keys raises, before messages."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
-    query, *keys = (t.detach() for t in inputs[:3])
-    mask, slopes, sinks = (None if t is None else t.detach() for t in inputs[3:])
-    more = S - keys[0].shape[-2]  # on the other processes
-    shapes = [(*t.shape[:-2], t.shape[-2] + more, t.shape[-1]) for t in keys]
-    of_all = [t.new_zeros(()).expand(shape) for t, shape in zip(keys, shapes, strict=True)]
-    tensors = (None if t is None else t.to("meta") for t in (query, *of_all, mask, slopes, sinks))
+    given = {n: None if t is None else t.detach() for n, t in inputs._asdict().items()}
+    more = S - inputs.key.shape[-2]  # on the other processes
+    for name in ("key", "value"):
+        t = given[name]
+        given[name] = t.new_zeros(()).expand(*t.shape[:-2], t.shape[-2] + more, t.shape[-1])
     places = {"cu_seq_q": call.cu_seq_q, "cu_seq_k": call.cu_seq_k}
-    given = {name: t.to("meta") for name, t in places.items() if t is not None}
-    forward(*tensors, **call.options, **given)
-    if given:
+    packed = {name: t for name, t in places.items() if t is not None}
+    on_meta = {n: None if t is None else t.to("meta") for n, t in (given | packed).items()}
+    forward(**on_meta, **call.options)
+    if packed:
         return  # how many rows there are is for each part to check
     numbers = {"query_offset": call.query_offset, "key_lengths": call.key_lengths}
-    forward(query[..., :0, :], *of_all, **call.options, **numbers)  # nothing to compute
+    nothing_to_compute = {n: given[n] for n in ("key", "value")}
+    query = given["query"][..., :0, :]
+    forward(query, **nothing_to_compute, **call.options, **numbers)
 
 
 class _Rows(NamedTuple):
@@ -123,8 +125,9 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
     found: list[_Rows | None] = [None] * len(own)
 
     def add(part: Part, k: Tensor, v: Tensor, columns: Tensor | None) -> None:
-        given = query[..., part.rows, :], wide(k), wide(v), columns, slopes
-        output, pair, *_, greatest = ops._sdpa_forward(*given, **part.options, with_rows=True)
+        given = query[..., part.rows, :], wide(k), wide(v), columns
+        options = part.options | {"alibi_slopes": slopes, "with_rows": True}
+        output, pair, *_, greatest = ops._sdpa_forward(*given, **options)
         logsumexp = ops._logsumexp_of_pair(pair, query, columns, slopes, **call.unit)
         rows = _Rows(output.double(), logsumexp, pair[..., 0].double(), greatest.double())
         place = places.index(part.rows)
@@ -154,14 +157,9 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
 
 
 def _logsumexp(call: Call, inputs: Inputs, pair: Tensor) -> Tensor:
-    given = pair, wide(inputs.query), inputs.mask, wide(inputs.slopes)
+    given = pair, wide(inputs.query), inputs.attn_mask, wide(inputs.alibi_slopes)
     logsumexp: Tensor = torch.ops.attn._logsumexp_of_pair(*given, **call.unit)
     return logsumexp
-
-
-def _by_name(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that derivatives take by name."""
-    return {name: x for name, x in options.items() if name not in ("dropout_p", "is_causal")}
 
 
 def gradients(
@@ -196,10 +194,11 @@ def gradients(
             q, u, output, pair = _of(part, (query, grad_output, *saved[:2]))
             of_rows = None if grad_logsumexp is None else grad_logsumexp[..., part.rows]
             found = torch.ops.attn._sdpa_backward(
-                *(u, of_rows, q, k, v, columns, slopes, None),
+                *(u, of_rows),
                 *(output, pair, pair.new_empty(0, dtype=torch.int64), output.new_empty(0)),
-                *(0.0, options["is_causal"]),
-                **_by_name(options),
+                *(q, k, v, columns),
+                **options,
+                alibi_slopes=slopes,
                 grad_input_mask=[wanted[0], True, True, of_keys, wanted[4], False],
             )
             if of_query is not None:
@@ -247,15 +246,16 @@ def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tu
     for block, tensors in Ring(call, [inputs.key, inputs.value, *moving]):
         for part in call.parts(block) if tensors else ():
             k, v, *more = (wide(t[..., part.keys, :]) for t in tensors)
-            own = query[..., part.rows, :], k, v, _mask(part, mask), slopes
-            found = ops._sdpa_forward(*own, **part.options)
+            own = query[..., part.rows, :], k, v, _mask(part, mask)
+            options = part.options | {"alibi_slopes": slopes}
+            found = ops._sdpa_forward(*own, **options)
             moved, of_pair, _ = ops._sdpa_tangent(
-                *(*own, None, *found[:4]),
+                *found[:4],
                 None if of_query is None else of_query[..., part.rows, :],
                 *(None if t is None else more.pop(0) for t in (of_key, of_value)),
                 *(_mask(part, of_mask), of_slopes, None),
-                *(0.0, part.options["is_causal"]),
-                **_by_name(part.options),
+                *own,
+                **options,
             )
             part_of_all = ops._logsumexp_of_pair(found[1], query, own[3], slopes, **call.unit)
             weights = _weights(part_of_all, of_all[..., part.rows])

@@ -185,12 +185,12 @@ def _gathered(call: Call, inputs: Inputs) -> Tensor:
         all_rows(call.group, layout.keys, layout.rank, [wide(t)] * layout.world)
         for t in inputs[1:3]
     )
-    own, mask = layout.queries[layout.rank], inputs.mask
+    own, mask = layout.queries[layout.rank], inputs.attn_mask
     outputs = []
     for piece, rows in zip(own, Layout.places(own), strict=True):
         columns = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
         given = wide(inputs.query)[..., rows, :], key, value, wide(columns)
-        of_heads = {"alibi_slopes": wide(inputs.slopes), "sinks": wide(inputs.sinks)}
+        of_heads = {"alibi_slopes": wide(inputs.alibi_slopes), "sinks": wide(inputs.sinks)}
         options = call.options_of(piece, (0, S)) | of_heads
         outputs.append(torch.ops.attn._sdpa_forward(*given, **options)[0])
     return torch.cat(outputs, -2).to(inputs.query.dtype)
@@ -204,7 +204,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
         all_rows(call.group, of_all, rank, t.tensor_split(world, -3))
         for of_all, t in zip((queries, layout.keys, layout.keys), inputs[:3], strict=True)
     )
-    mask = inputs.mask
+    mask = inputs.attn_mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
         if any(Layout.length(pieces) == 1 for pieces in queries):  # is one row its own, or of all?

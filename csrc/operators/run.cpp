@@ -1,4 +1,4 @@
-#include "operators/call.h"
+#include "operators/run.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -32,16 +32,16 @@ bool leaves_some_out(const Problem& p, const Tensor& query, const Shape& shape) 
 }
 template <Struct T>
 void zero(const T& results) {
-  map_tensors(results, [](const Tensor& t) { return t.defined() ? t.zero_() : t; });
+  map_inputs(results, [](const Tensor& t) { return t.defined() ? t.zero_() : t; });
 }
 
 // The results of the backward and the second-order operator, uninitialised.
-Gradients empty_gradients(const Inputs& inputs, Wanted wanted) {
+Gradients empty_gradients(const Call& call, Wanted wanted) {
   Gradients grads;
   const auto allocate = [&](size_t i, Tensor& grad, const std::optional<Tensor>& input) {
     if (wanted[i]) grad = at::empty_like(*input);
   };
-  for_each_field(allocate, grads, inputs);
+  for_each_input(allocate, grads, call);
   return grads;
 }
 
@@ -61,19 +61,19 @@ Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
 // Takes `p` and `builder` with everything but the gradients.
 template <class Params>
 Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
-                    const Inputs& inputs, const CallOptions& options, const Gradients& grads) {
-  const Tensor& query = inputs.query;
+                    const Call& call, const Gradients& grads) {
+  const Tensor& query = call.query;
   const bool leaves_out = leaves_some_out(p, query, shape);
   if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
   Gradients written = grads;
   const auto write = [](size_t, const Tensor& grad, const Tensor& found) {
     if (!grad.is_same(found)) grad.copy_(at::sum_to(found, grad.sizes()));
   };
-  if (no_rows(p) || (p.keys == 0 && !options.packed())) {
-    for_each_field([](size_t, const Tensor& grad) { grad.defined() ? grad.zero_() : grad; }, grads);
+  if (no_rows(p) || (p.keys == 0 && !call.is_packed())) {
+    for_each_input([](size_t, const Tensor& grad) { grad.defined() ? grad.zero_() : grad; }, grads);
     // A row without keys has the sink for its logsumexp.
-    if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp && !options.packed())
-      write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape).masked_fill(inputs.sinks->isneginf(), 0));
+    if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp && !call.is_packed())
+      write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape).masked_fill(call.sinks->isneginf(), 0));
     return grads;
   }
   const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes, Rows rows) {
@@ -89,7 +89,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   add(p.grad_key, written.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim), keys);
   add(p.grad_value, written.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
   Tensor& mask = written.attn_mask;
-  if (mask.defined() && options.packed()) {  // shared by heads alone, so that each sequence has its own part
+  if (mask.defined() && call.is_packed()) {  // shared by heads alone, so that each sequence has its own part
     const auto sizes = shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1));
     if (mask.sym_sizes() != c10::SymIntArrayRef(sizes)) mask = at::empty_symint(sizes, compute_options(mask));
   }
@@ -113,7 +113,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   if (slopes.defined()) written.alibi_slopes = sum_of_rows(slopes, shape);
   if (sinks.defined()) written.sinks = sum_of_rows(sinks, shape);
   if (mask_rows.defined()) written.attn_mask = mask_rows.unsqueeze(-1);
-  for_each_field(write, grads, written);
+  for_each_input(write, grads, written);
   return grads;
 }
 
@@ -139,29 +139,28 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
 
 }  // namespace
 
-ForwardResults compute_forward(const Device& device, bool for_derivatives, const Inputs& inputs,
-                               const CallOptions& options, const std::optional<Tensor>& given_state, bool with_rows,
-                               bool sums_scores) {
-  const Tensor& query = inputs.query;
-  const Checker check{inputs, options};
+ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
+                               const std::optional<Tensor>& given_state, bool with_rows, bool sums_scores) {
+  const Tensor& query = call.query;
+  const Checker check{call};
   TORCH_CHECK(
-      !for_derivatives || !options.packing.block_table, check.shape.op,
+      !for_derivatives || !call.block_table, check.shape.op,
       ": a derivative is asked for, but block_table is given; keys and values in pages have none: call it under "
       "torch.no_grad(), or give them one after the other, with cu_seq_k");
   if (given_state) check.rng_state(*given_state);
-  const bool draws = options.dropout_p > 0 && !given_state;
+  const bool draws = call.dropout_p > 0 && !given_state;
   ForwardResults all;
   auto& [results, rows] = all;
   results.output = empty_output(check.shape, query);
   results.rng_state = given_state ? given_state->clone() : at::empty({draws ? 3 : 0}, query.options().dtype(at::kLong));
   if (for_derivatives) {
     results.logsumexp = empty_logsumexp(check.shape, query);
-    results.residual = empty_residual(results.output, inputs, options);
+    results.residual = empty_residual(results.output, call);
   }
   if (with_rows) rows = {empty_rows(check.shape, query), empty_rows(check.shape, query)};
   if (!device.forward) return all;
   ForwardParams p;
-  ProblemBuilder builder(p, check.shape, inputs, options, results.rng_state);
+  ProblemBuilder builder(p, check.shape, call, results.rng_state);
   if (leaves_rows_out(p, query)) {
     zero(Saved{results.output, results.logsumexp, {}, results.residual});
     zero(rows);
@@ -186,77 +185,74 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   return all;
 }
 
-Gradients compute_backward(const Device& device, const GradResults& u, const Inputs& inputs, const Saved& saved,
-                           const CallOptions& options, Wanted wanted) {
-  const Checker check{inputs, options};
+Gradients compute_backward(const Device& device, const GradResults& u, const Saved& saved, const Call& call,
+                           Wanted wanted) {
+  const Checker check{call};
   check.grads(u);
   check.saved(saved);
   check.wanted(wanted);
-  const Gradients grads = empty_gradients(inputs, wanted);
+  const Gradients grads = empty_gradients(call, wanted);
   if (!device.backward) return grads;
   BackwardParams p;
-  ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
+  ProblemBuilder builder(p, check.shape, call, saved.rng_state);
   describe_point(p, builder, saved);
   builder.add(p.grad_output, u.output);
-  return gradients(device.backward, p, builder, check.shape, u, inputs, options, grads);
+  return gradients(device.backward, p, builder, check.shape, u, call, grads);
 }
 
-Gradients compute_second(const Device& device, const GradResults& u, const Inputs& inputs, const Saved& saved,
-                         const Direction& direction, const TangentResults& tangent, const CallOptions& options,
-                         Wanted wanted) {
-  const Checker check{inputs, options};
+Gradients compute_second(const Device& device, const GradResults& u, const Saved& saved, const Direction& direction,
+                         const TangentResults& tangent, const Call& call, Wanted wanted) {
+  const Checker check{call};
   check.grads(u);
   check.saved(saved);
   check.direction(direction);
   check.tangent(tangent);
   check.wanted(wanted);
-  const Gradients grads = empty_gradients(inputs, wanted);
+  const Gradients grads = empty_gradients(call, wanted);
   if (!device.second) return grads;
   SecondParams p;
-  ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
+  ProblemBuilder builder(p, check.shape, call, saved.rng_state);
   describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
   builder.add(p.grad_output, u.output);
   builder.add(p.tangent_output, tangent.output);
   if (tangent.residual.dim() > 1) builder.add(p.tangent_residual, tangent.residual);
   p.tangent_logsumexp = builder.contiguous(tangent.logsumexp);
-  return gradients(device.second, p, builder, check.shape, u, inputs, options, grads);
+  return gradients(device.second, p, builder, check.shape, u, call, grads);
 }
 
-TangentResults compute_tangent(const Device& device, const Inputs& inputs, const Saved& saved,
-                               const Direction& direction, const CallOptions& options) {
-  const Checker check{inputs, options};
+TangentResults compute_tangent(const Device& device, const Saved& saved, const Direction& direction, const Call& call) {
+  const Checker check{call};
   check.saved(saved);
   check.direction(direction);
   TangentResults results;
-  results.output = empty_output(check.shape, inputs.query);
-  results.logsumexp = empty_logsumexp(check.shape, inputs.query);
-  results.residual = empty_residual(results.output, inputs, options);
+  results.output = empty_output(check.shape, call.query);
+  results.logsumexp = empty_logsumexp(check.shape, call.query);
+  results.residual = empty_residual(results.output, call);
   if (!device.tangent) return results;
   TangentParams p;
-  ProblemBuilder builder(p, check.shape, inputs, options, saved.rng_state);
+  ProblemBuilder builder(p, check.shape, call, saved.rng_state);
   describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
-  if (leaves_rows_out(p, inputs.query)) zero(results);
+  if (leaves_rows_out(p, call.query)) zero(results);
   builder.add_result(p.tangent_output, results.output);
   if (results.residual.dim() > 1) builder.add_result(p.tangent_residual, results.residual);
   p.tangent_logsumexp = results.logsumexp.mutable_data_ptr();
   if (!no_rows(p)) {
     builder.merge_batch_dims();
-    device.tangent(p, inputs.query);
+    device.tangent(p, call.query);
   }
   return results;
 }
 
-Statistics compute_stats(const Device& device, const QueryAndKey& x, const ScoreOptions& options,
-                         const HeadInputs& of_heads) {
+Statistics compute_stats(const Device& device, const Call& scores) {
   refuse_over_processes(StatsOp::name);
-  const Inputs inputs = all_inputs(x, of_heads);
-  const Shape shape = validate(StatsOp::name, inputs, options);
-  const Statistics results = empty_statistics(shape, inputs.query);
+  const Call call = with_key_as_value(scores);
+  const Shape shape = validate(StatsOp::name, call);
+  const Statistics results = empty_statistics(shape, call.query);
   if (!device.stats) return results;
   StatsParams p;
-  ProblemBuilder builder(p, shape, inputs, options, /*rng_state=*/Tensor());
+  ProblemBuilder builder(p, shape, call, /*rng_state=*/Tensor());
   if (no_rows(p)) {
     results.received_weight.zero_();
     return results;
@@ -266,32 +262,31 @@ Statistics compute_stats(const Device& device, const QueryAndKey& x, const Score
   p.entropy = results.entropy.mutable_data_ptr();
   p.logsumexp = results.logsumexp.mutable_data_ptr();
   p.received_weight = results.received_weight.mutable_data_ptr();
-  device.stats(p, inputs.query);
+  device.stats(p, call.query);
   return results;
 }
 
-WeightsAndScores compute_weights(Run<WeightsParams>* run, const Inputs& inputs, const CallOptions& options,
-                                 const WantedWeights& wanted) {
-  const Shape shape = validate(WeightsOp::name, inputs, options);
+WeightsAndScores compute_weights(Run<WeightsParams>* run, const Call& call, const WantedWeights& wanted) {
+  const Shape shape = validate(WeightsOp::name, call);
   const auto empty = [&](const c10::SymInt& heads) {
-    return at::empty_symint(shape.expanded(heads, shape.queries, shape.keys), inputs.query.options());
+    return at::empty_symint(shape.expanded(heads, shape.queries, shape.keys), call.query.options());
   };
-  const auto none = [&] { return at::empty({0}, inputs.query.options()); };
+  const auto none = [&] { return at::empty({0}, call.query.options()); };
   const WeightsAndScores results = {empty(wanted.mean ? 1 : shape.heads), wanted.scores ? empty(shape.heads) : none(),
-                                    wanted.output ? empty_output(shape, inputs.query) : none()};
+                                    wanted.output ? empty_output(shape, call.query) : none()};
   if (shape.keys == 0) results.output.zero_();
   if (shape.heads == 0) results.weights.fill_(std::numeric_limits<double>::quiet_NaN());  // a mean of nothing
   if (results.weights.numel() > 0 && shape.heads > 0) {
-    CallOptions without_dropout = options;
+    Call without_dropout = call;
     without_dropout.dropout_p = 0;
     WeightsParams p;
-    ProblemBuilder builder(p, shape, inputs, without_dropout, /*rng_state=*/Tensor());
+    ProblemBuilder builder(p, shape, without_dropout, /*rng_state=*/Tensor());
     p.of_all_heads = wanted.mean;
     builder.add_result(p.weights, results.weights);
     if (wanted.scores) builder.add_result(p.scores, results.scores);
     if (wanted.output) builder.add_result(p.output, results.output);
     builder.merge_batch_dims();
-    run(p, inputs.query);
+    run(p, call.query);
   }
   return {wanted.mean ? results.weights.squeeze(-3) : results.weights, results.scores, results.output};
 }

@@ -1,0 +1,80 @@
+// The operators of schema.cpp as far as they are the same for every device: arguments checked, results allocated,
+// params filled in. A device adds its kernels.
+#pragma once
+
+#include <torch/library.h>
+
+#include "operators/over_processes.h"
+#include "operators/problem.h"
+
+namespace attn {
+
+// Chooses the plan (tasks, splits, chunks), allocates the workspaces of that plan, on the device and in the type of
+// compute_options(query), and runs the kernels, which write every element of every result that is not null.
+// Is given params that ProblemBuilder has filled, with batch dimensions merged, the pointers named below set, and
+// neither plan nor workspaces. Is called only if there are rows; keys may be missing where that is said.
+template <class Params>
+using Run = void(Params& p, const at::Tensor& query);
+
+// What a device brings. A device without any, Meta, allocates the results and leaves it at that.
+struct Device {
+  // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
+  // `heads` counts those of the whole batch.
+  void (*draw_rng_state)(const at::Tensor& state, int64_t heads);
+  // Reads no more than the inputs; writes output and, where they are not null, logsumexp, residual, row_logsumexp and
+  // max_score. Without keys the output is 0.
+  Run<ForwardParams>* forward;
+  // Reads output, residual (may be null), logsumexp, grad_output and grad_logsumexp (may be null); writes the gradients
+  // with data, and grad_slopes, grad_sinks and grad_mask_rows where they are not null. grad_mask is 0 when it is
+  // called, and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
+  Run<BackwardParams>* backward;
+  // Reads as the backward, and the direction `t`, null where it is zero; writes tangent_output, tangent_logsumexp and,
+  // where it has data, tangent_residual. There may be no keys.
+  Run<TangentParams>* tangent;
+  // Reads what the backward reads, `t` and the tangent's three results; writes as the backward.
+  Run<SecondParams>* second;
+  // Writes the four statistics; there may be no keys.
+  Run<StatsParams>* stats;
+};
+
+// Without `for_derivatives`, the pair logsumexp and residual are undefined.
+ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
+                               const std::optional<at::Tensor>& given_state, bool with_rows, bool sums_scores);
+Gradients compute_backward(const Device& device, const GradResults& grads, const Saved& saved, const Call& call,
+                           Wanted wanted);
+TangentResults compute_tangent(const Device& device, const Saved& saved, const Direction& direction, const Call& call);
+Gradients compute_second(const Device& device, const GradResults& grads, const Saved& saved, const Direction& direction,
+                         const TangentResults& tangent, const Call& call, Wanted wanted);
+Statistics compute_stats(const Device& device, const Call& scores);
+
+// Those of weights_formula() (formulas.h), and the output where it is wanted, by `run`, which writes what has data.
+WeightsAndScores compute_weights(Run<WeightsParams>* run, const Call& call, const WantedWeights& wanted);
+
+// For TORCH_LIBRARY_IMPL of the device's key.
+template <const Device& device>
+void register_kernels(torch::Library& m) {
+  // In inference mode the kernels under the Autograd key, which ask whether calls are over processes, do not run.
+  constexpr auto sdpa = [](const Call& call) {
+    if (is_over_processes()) return OverProcessesOp::call(call).output;
+    return compute_forward(device, false, call, std::nullopt, /*with_rows=*/false, false).saved.output;
+  };
+  constexpr auto attention = [](const Call& call) {
+    if (is_over_processes()) return OverProcessesOp::call(call);
+    const auto [saved, rows] = compute_forward(device, false, call, std::nullopt, true, false);
+    return OutputAndRows{saved.output, rows};
+  };
+  constexpr auto forward = [](const auto&... a) { return compute_forward(device, true, a...); };
+  constexpr auto backward = [](const auto&... a) { return compute_backward(device, a...); };
+  constexpr auto tangent = [](const auto&... a) { return compute_tangent(device, a...); };
+  constexpr auto second = [](const auto&... a) { return compute_second(device, a...); };
+  constexpr auto stats = [](const auto&... a) { return compute_stats(device, a...); };
+  m.impl("sdpa", SdpaOp::kernel<sdpa>);
+  m.impl("attention", AttentionOp::kernel<attention>);
+  m.impl("_sdpa_forward", ForwardOp::kernel<forward>);
+  m.impl("_sdpa_backward", BackwardOp::kernel<backward>);
+  m.impl("_sdpa_tangent", TangentOp::kernel<tangent>);
+  m.impl("_sdpa_second", SecondOp::kernel<second>);
+  m.impl("sdpa_stats", StatsOp::kernel<stats>);
+}
+
+}  // namespace attn
