@@ -382,7 +382,13 @@ def test_changed_tensor_is_noticed() -> None:
 def test_a_direction_that_does_not_fit_is_an_error(name: str) -> None:
     positional, keywords = arguments(name, make_inputs(5, 7, mask=(5, 7)))
     names = [a.name for a in getattr(torch.ops.attn, name).default._schema.arguments]
-    for argument in ("tangent_query", "tangent_key", "tangent_value", "tangent_attn_mask", "logsumexp"):
+    for argument in (
+        "tangent_query",
+        "tangent_key",
+        "tangent_value",
+        "tangent_attn_mask",
+        "logsumexp",
+    ):
         wrong = list(positional)
         wrong[names.index(argument)] = wrong[names.index(argument)][..., :3, :]
         with pytest.raises(RuntimeError, match=argument):

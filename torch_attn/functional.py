@@ -136,12 +136,7 @@ def sdpa(
         >>> output.shape, bias.grad.shape
         (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 120]))
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::sdpa", query=query, key=key, value=value)
-    if not isinstance(dropout_p, float) or (scale is not None and not isinstance(scale, float)):
-        scale, dropout_p = _numbers("attn::sdpa", scale=scale, dropout_p=dropout_p)
-    # see sdpa_with_logsumexp
-    dropout_p, softcap = dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
+    scale, dropout_p, softcap = _checked("attn::sdpa", query, key, value, scale, dropout_p, softcap)
     # TorchScript takes no None that might be a number in a tuple.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
@@ -151,9 +146,8 @@ def sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return output
-    return sdpa_with_logsumexp(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, *more
-    )[0]
+    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _attend("attn::sdpa", *plain, *more)[0]
 
 
 def sdpa_with_logsumexp(
@@ -197,36 +191,9 @@ def sdpa_with_logsumexp(
         >>> bool(torch.allclose((scores - logsumexp[..., None]).exp(), weights, atol=1e-6))
         True
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::sdpa", query=query, key=key, value=value)
-    if (
-        not isinstance(dropout_p, float)
-        or not isinstance(softcap, float)
-        or (scale is not None and not isinstance(scale, float))
-    ):
-        scale, dropout_p, softcap = _numbers(
-            "attn::sdpa", scale=scale, dropout_p=dropout_p, softcap=softcap
-        )
-    # A default is no constant to torch.compile(dynamic=True), but an input of the graph, and dynamo
-    # fails where two checkpoints have it.
-    dropout_p, softcap = dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
-    results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        softcap=softcap,
-        window_size=_pair(window_size),
-        query_offset=_integers("query_offset", query_offset, query),
-        key_lengths=_integers("key_lengths", key_lengths, query),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
-    return results
+    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    more = (softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks)
+    return _attend("attn::sdpa", *plain, *more)
 
 
 def sdpa_with_weights(
@@ -265,34 +232,59 @@ def sdpa_with_weights(
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::sdpa_with_weights", query=query, key=key, value=value)
-    if (
-        not isinstance(dropout_p, float)
-        or not isinstance(softcap, float)
-        or (scale is not None and not isinstance(scale, float))
-    ):
-        scale, dropout_p, softcap = _numbers(
-            "attn::sdpa_with_weights", scale=scale, dropout_p=dropout_p, softcap=softcap
+    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    more = (softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks)
+    return _attend("attn::sdpa_with_weights", *plain, *more)
+
+
+def _attend(
+    operator: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    softcap: float,
+    window_size: tuple[int, int],
+    query_offset: Tensor | int | None,
+    key_lengths: Tensor | int | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checks the arguments that the functions have, and calls the operator that they stand for."""
+    scale, dropout_p, softcap = _checked(operator, query, key, value, scale, dropout_p, softcap)
+    first = (query, key, value, attn_mask, dropout_p, is_causal)
+    window = _pair(window_size)
+    offset = _integers("query_offset", query_offset, query)
+    lengths = _integers("key_lengths", key_lengths, query)
+    if operator == "attn::sdpa_with_weights":
+        matrices: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
+            *first,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            softcap=softcap,
+            window_size=window,
+            query_offset=offset,
+            key_lengths=lengths,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
         )
-    dropout_p, softcap = dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
-    results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
+        return matrices
+    rows: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
+        *first,
         scale=scale,
         enable_gqa=enable_gqa,
         softcap=softcap,
-        window_size=_pair(window_size),
-        query_offset=_integers("query_offset", query_offset, query),
-        key_lengths=_integers("key_lengths", key_lengths, query),
+        window_size=window,
+        query_offset=offset,
+        key_lengths=lengths,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    return results
+    return rows
 
 
 class Stats(NamedTuple):
@@ -392,11 +384,7 @@ def sdpa_stats(
         >>> round(stats.received_weight.sum().item())  # each of 4 x 1000 queries gives away 1
         4000
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
-        _refuse_others("attn::sdpa_stats", query=query, key=key)
-    if not isinstance(softcap, float) or (scale is not None and not isinstance(scale, float)):
-        advice = "pass scale.item(): statistics have no derivatives"
-        scale, softcap = _numbers("attn::sdpa_stats", advice, scale=scale, softcap=softcap)
+    scale, _, softcap = _checked("attn::sdpa_stats", query, key, key, scale, 0.0, softcap)
     return Stats(
         *torch.ops.attn.sdpa_stats(
             query,
@@ -413,6 +401,30 @@ def sdpa_stats(
             sinks=sinks,
         )
     )
+
+
+def _checked(
+    operator: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    dropout_p: float,
+    softcap: float,
+) -> tuple[float | None, float, float]:
+    """The numbers, out of tensors too, once query, key and value are known to be tensors."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others(operator, query=query, key=key, value=value)
+    if (
+        not isinstance(dropout_p, float)
+        or not isinstance(softcap, float)
+        or (scale is not None and not isinstance(scale, float))
+    ):
+        numbers = _numbers(operator, scale=scale, dropout_p=dropout_p, softcap=softcap)
+        scale, dropout_p, softcap = numbers
+    # A default is no constant to torch.compile(dynamic=True), but an input of the graph, and dynamo
+    # fails where two checkpoints have it.
+    return scale, dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
 
 
 def _is_default(
@@ -468,16 +480,14 @@ def _refuse_others(operator: str, **tensors: Any) -> None:
             )
 
 
-def _numbers(
-    operator: str,
-    instead: str = "to learn it, multiply the query by it and set it to 1",
-    **numbers: Any,
-) -> list[Any]:
+def _numbers(operator: str, **numbers: Any) -> list[Any]:
     """Takes the number out of tensors of one, unless a derivative is asked for.
 
-    That ends a graph of :func:`torch.compile`, as it does for the built-in. `instead` is what to do
-    with a scale.
+    That ends a graph of :func:`torch.compile`, as it does for the built-in.
     """
+    instead = "to learn it, multiply the query by it and set it to 1"
+    if operator == "attn::sdpa_stats":
+        instead = "pass scale.item(): statistics have no derivatives"
     for name, number in numbers.items():
         if not isinstance(number, Tensor):
             continue

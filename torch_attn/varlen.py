@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_attn.functional import _check_whole, _integers, _numbers, _pair, _refuse_others
+from torch_attn.functional import _check_whole, _checked, _integers, _pair, _refuse_others
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -110,10 +110,10 @@ def varlen_attn(
         >>> output.shape
         torch.Size([24, 8, 64])
     """
-    if not all(isinstance(t, Tensor) for t in (query, key, value, cu_seq_q)):
-        tensors = {"query": query, "key": key, "value": value, "cu_seq_q": cu_seq_q}
-        _refuse_others("attn::varlen_attention", **tensors)
-    numbers = _numbers("attn::varlen_attention", scale=scale, dropout_p=dropout_p, softcap=softcap)
+    if not isinstance(cu_seq_q, Tensor):
+        _refuse_others("attn::varlen_attention", cu_seq_q=cu_seq_q)
+    x = (query, key, value)
+    scale, dropout_p, softcap = _checked("attn::varlen_attention", *x, scale, dropout_p, softcap)
     _check_num_splits(num_splits)
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(
@@ -126,23 +126,21 @@ def varlen_attn(
     if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator says so
         offset = offset.expand(cu_seq_q.flatten()[1:].shape)  # type: ignore[union-attr]
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
-        query,
-        key,
-        value,
+        *x,
         cu_seq_q,
         cu_seq_k,
         max_q,
         max_k,
-        scale=numbers[0],
+        scale=scale,
         window_size=_pair(window_size),
         enable_gqa=enable_gqa,
         seqused_k=seqused_k,
         block_table=block_table,
-        softcap=numbers[2],
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         query_offset=offset,
-        dropout_p=numbers[1],
+        dropout_p=dropout_p,
         attn_mask=attn_mask,
     )
     return (output, logsumexp) if return_aux is not None and return_aux.lse else output
@@ -159,19 +157,13 @@ def varlen_attn_out(
     max_k: int,
     *,
     return_aux: AuxRequest | None = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`varlen_attn` that writes its output into a given tensor, without derivatives.
 
     Args:
         out: as :func:`varlen_attn` returns it, of any strides; overwritten.
-        options: the other options of :func:`varlen_attn`.
+        options: those of :func:`varlen_attn`, which are torch's and more.
 
     Returns:
         `out`, or a pair of it and the logsumexp.
@@ -188,23 +180,8 @@ def varlen_attn_out(
     if not isinstance(out, Tensor):
         _refuse_others("attn::varlen_attention", out=out)
     with torch.no_grad():
-        output, logsumexp = varlen_attn(
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
-            return_aux=AuxRequest(lse=True),
-            scale=scale,
-            window_size=window_size,
-            enable_gqa=enable_gqa,
-            seqused_k=seqused_k,
-            block_table=block_table,
-            num_splits=num_splits,
-            **options,
-        )
+        call: tuple[Any, ...] = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
+        output, logsumexp = varlen_attn(*call, return_aux=AuxRequest(lse=True), **options)
         # Forward mode goes on under no_grad.
         output, logsumexp = output.detach(), logsumexp.detach()
         if (out.shape, out.dtype, out.device) != (output.shape, output.dtype, output.device):

@@ -13,8 +13,7 @@ constexpr auto cast_and_call = [](Call call, const auto&... more) {
   const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   const auto cast = [&](size_t i, auto& t) {
-    const Kind kind = Inputs::about(i).kind;
-    if (kind == Kind::rows || kind == Kind::mask) t = at::autocast::cached_cast(dtype, t, device);
+    if (Inputs::about(i).kind <= Kind::mask) t = at::autocast::cached_cast(dtype, t, device);
   };
   for_each_input(cast, call);
   return Op::call(call, more...);

@@ -130,7 +130,7 @@ class Kept {
     }
   }
 
-  std::array<SavedVariable, kTensors<T>> variables_;
+  std::array<SavedVariable, std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>> variables_;
 };
 
 // The number of edges of an argument of type T, one for each input. Results of the forward have none: see above.

@@ -13,37 +13,33 @@
 
 namespace attn {
 
-// What an argument is. A tensor broadcasts to the dimensions that are named here.
-enum class Kind {
-  rows,       // [*batch, its own heads, L or S, numbers]: may have a derivative, and autocast casts it
-  mask,       // [*batch, heads, L, S]: likewise, if it is floating
-  heads,      // [*batch, heads]: may have a derivative
-  entries,    // [*batch]: integers
-  sequences,  // where packed sequences begin, and how long they are
-  number,     // no tensor
-};
+struct Call;
 
-// Which operators take an argument, beside those that take all: sdpa, which has those of the built-in, and sdpa_stats,
-// which has those that make scores.
-enum Takers { kNeither = 0, kSdpa = 1, kStats = 2, kBoth = kSdpa | kStats };
+// What an argument is. A tensor broadcasts to the dimensions that are named here. From this follows what is done with
+// it, for the order here says what is a tensor, and what may have a derivative.
+enum class Kind {
+  rows,        // [*batch, its own heads, L or S, numbers]; autocast casts it
+  value_rows,  // likewise, and no score depends on it
+  mask,        // [*batch, heads, L, S]: boolean, or floating, and then as `rows`
+  heads,       // [*batch, heads]: the last kind that may have a derivative
+  entries,     // [*batch]: integers
+  starts,      // of packed sequences
+  pages,       // of packed sequences: the last kind of tensors
+  longest,     // of packed sequences
+  number,
+  dropout,  // likewise, and no score depends on it
+};
 
 struct About {
   const char* name;
-  const char* name_in_varlen;  // what varlen_attention calls it
   Kind kind;
-  int takers;
-  bool is_tensor;
-
-  constexpr bool may_have_derivative() const { return kind == Kind::rows || kind == Kind::mask || kind == Kind::heads; }
+  const char* name_in_varlen = name;  // what varlen_attention calls it
 };
-template <class Struct, class T>
+template <class T>
 struct Argument : About {
-  T Struct::* member;
+  T Call::* member;
 
-  constexpr Argument(const char* name, T Struct::* member, Kind kind, int takers, const char* in_varlen = nullptr)
-      : About{name, in_varlen ? in_varlen : name, kind, takers,
-              std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>},
-        member(member) {}
+  constexpr Argument(About about, T Call::* member) : About(about), member(member) {}
 };
 
 // Sequences of different lengths may be packed, one behind the other: query [*batch, heads, T_q, E], key [*batch,
@@ -71,49 +67,50 @@ struct Call {
   std::optional<at::Tensor> alibi_slopes;  // broadcast to [*batch, heads]
   std::optional<at::Tensor> sinks;         // likewise
 
-  // In the order of `attention`.
+  // In the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
-      Argument("query", &Call::query, Kind::rows, kBoth),
-      Argument("key", &Call::key, Kind::rows, kBoth),
-      Argument("value", &Call::value, Kind::rows, kSdpa),
-      Argument("attn_mask", &Call::attn_mask, Kind::mask, kBoth),
-      Argument("dropout_p", &Call::dropout_p, Kind::number, kSdpa),
-      Argument("is_causal", &Call::is_causal, Kind::number, kBoth),
-      Argument("scale", &Call::scale, Kind::number, kBoth),
-      Argument("enable_gqa", &Call::enable_gqa, Kind::number, kBoth),
-      Argument("softcap", &Call::softcap, Kind::number, kStats),
-      Argument("window_size", &Call::window_size, Kind::number, kStats),
-      Argument("query_offset", &Call::query_offset, Kind::entries, kStats),
-      Argument("key_lengths", &Call::key_lengths, Kind::entries, kStats, "seqused_k"),
-      Argument("cu_seq_q", &Call::cu_seq_q, Kind::sequences, kNeither),
-      Argument("cu_seq_k", &Call::cu_seq_k, Kind::sequences, kNeither),
-      Argument("max_q", &Call::max_q, Kind::sequences, kNeither),
-      Argument("max_k", &Call::max_k, Kind::sequences, kNeither),
-      Argument("block_table", &Call::block_table, Kind::sequences, kNeither),
-      Argument("alibi_slopes", &Call::alibi_slopes, Kind::heads, kStats),
-      Argument("sinks", &Call::sinks, Kind::heads, kStats),
+      Argument({"query", Kind::rows}, &Call::query),
+      Argument({"key", Kind::rows}, &Call::key),
+      Argument({"value", Kind::value_rows}, &Call::value),
+      Argument({"attn_mask", Kind::mask}, &Call::attn_mask),
+      Argument({"dropout_p", Kind::dropout}, &Call::dropout_p),
+      Argument({"is_causal", Kind::number}, &Call::is_causal),
+      Argument({"scale", Kind::number}, &Call::scale),
+      Argument({"enable_gqa", Kind::number}, &Call::enable_gqa),
+      Argument({"softcap", Kind::number}, &Call::softcap),
+      Argument({"window_size", Kind::number}, &Call::window_size),
+      Argument({"query_offset", Kind::entries}, &Call::query_offset),
+      Argument({"key_lengths", Kind::entries, "seqused_k"}, &Call::key_lengths),
+      Argument({"cu_seq_q", Kind::starts}, &Call::cu_seq_q),
+      Argument({"cu_seq_k", Kind::starts}, &Call::cu_seq_k),
+      Argument({"max_q", Kind::longest}, &Call::max_q),
+      Argument({"max_k", Kind::longest}, &Call::max_k),
+      Argument({"block_table", Kind::pages}, &Call::block_table),
+      Argument({"alibi_slopes", Kind::heads}, &Call::alibi_slopes),
+      Argument({"sinks", Kind::heads}, &Call::sinks),
   };
-
-  static auto fields(auto& call);   // all
-  static auto tensors(auto& call);  // that are tensors
-  static auto inputs(auto& call);   // that may have derivatives
+  static auto fields(auto& call);
 
   bool is_packed() const { return cu_seq_q.has_value(); }
 };
 
-// The arguments for which `takes` is true.
-template <bool (*takes)(const About&)>
+constexpr auto kAbout =
+    std::apply([](const auto&... a) { return std::array{static_cast<About>(a)...}; }, Call::kArguments);
+
+// The arguments for which takes(number of the argument, its kind) is true, as an operator takes them.
+template <bool (*takes)(size_t, Kind)>
 struct Arguments {
   using Data = Call;
-  static constexpr size_t kAll = std::tuple_size_v<decltype(Call::kArguments)>;
-  static constexpr std::array<About, kAll> kAbout =
-      std::apply([](const auto&... a) { return std::array<About, kAll>{a...}; }, Call::kArguments);
-  static constexpr size_t kCount = std::ranges::count_if(kAbout, takes);
-  static constexpr std::array<size_t, kCount> kPlaces = [] {
+  static constexpr size_t kCount = [] {
+    size_t n = 0;
+    for (size_t i = 0; i < kAbout.size(); ++i) n += takes(i, kAbout[i].kind);
+    return n;
+  }();
+  static constexpr auto kPlaces = [] {
     std::array<size_t, kCount> places{};
     size_t n = 0;
-    for (size_t i = 0; i < kAll; ++i)
-      if (takes(kAbout[i])) places[n++] = i;
+    for (size_t i = 0; i < kAbout.size(); ++i)
+      if (takes(i, kAbout[i].kind)) places[n++] = i;
     return places;
   }();
 
@@ -124,28 +121,31 @@ struct Arguments {
     }(std::make_index_sequence<kCount>());
   }
 };
-constexpr bool is_any(const About&) { return true; }
-constexpr bool is_tensor(const About& a) { return a.is_tensor; }
-constexpr bool may_have_derivative(const About& a) { return a.may_have_derivative(); }
-constexpr bool is_of_builtin(const About& a) { return a.takers & kSdpa; }
-constexpr bool is_beyond_builtin(const About& a) { return !is_of_builtin(a); }
-constexpr bool is_of_scores(const About& a) { return a.takers & kStats; }
-constexpr bool is_dense(const About& a) { return a.kind != Kind::sequences; }
+constexpr size_t kOfBuiltin = 8;
+constexpr bool is_any(size_t, Kind) { return true; }
+constexpr bool is_of_builtin(size_t i, Kind) { return i < kOfBuiltin; }
+constexpr bool is_beyond_builtin(size_t i, Kind) { return i >= kOfBuiltin; }
+constexpr bool is_tensor(size_t, Kind kind) { return kind <= Kind::pages; }
+constexpr bool is_input(size_t, Kind kind) { return kind <= Kind::heads; }
+constexpr bool is_dense(size_t, Kind kind) { return kind < Kind::starts || kind > Kind::longest; }
+constexpr bool is_of_scores(size_t i, Kind kind) {
+  return is_dense(i, kind) && kind != Kind::value_rows && kind != Kind::dropout;
+}
 
 using All = Arguments<is_any>;
 using Tensors = Arguments<is_tensor>;
-using Inputs = Arguments<may_have_derivative>;
+using Inputs = Arguments<is_input>;  // which may have derivatives
 using Builtin = Arguments<is_of_builtin>;
 using BeyondBuiltin = Arguments<is_beyond_builtin>;
-using Scores = Arguments<is_of_scores>;
 using Dense = Arguments<is_dense>;  // of operators that take no packed sequences
+using Scores = Arguments<is_of_scores>;
 
-// Of varlen_attention, which packs always. They begin as those of torch.nn.attention.varlen.varlen_attn.
-constexpr bool is_first_of_varlen(const About& a) {
-  return a.kind == Kind::rows || (a.kind == Kind::sequences && a.name != std::string_view("block_table"));
+// varlen_attention packs always. Its arguments begin as those of torch.nn.attention.varlen.varlen_attn.
+constexpr bool is_first_of_varlen(size_t i, Kind kind) {
+  return i < 3 || kind == Kind::starts || kind == Kind::longest;
 }
-constexpr bool is_rest_of_varlen(const About& a) {
-  return !is_first_of_varlen(a) && a.name != std::string_view("is_causal");  // which a window says
+constexpr bool is_rest_of_varlen(size_t i, Kind kind) {
+  return !is_first_of_varlen(i, kind) && kAbout[i].name != std::string_view("is_causal");  // a window says it
 }
 using FirstOfVarlen = Arguments<is_first_of_varlen>;
 using RestOfVarlen = Arguments<is_rest_of_varlen>;
@@ -155,8 +155,41 @@ struct Varlen {
 };
 
 auto Call::fields(auto& call) { return All::fields(call); }
-auto Call::tensors(auto& call) { return Tensors::fields(call); }
-auto Call::inputs(auto& call) { return Inputs::fields(call); }
+
+// The tensors of a struct, and those that may have derivatives: of structs other than Call all fields.
+template <class T>
+auto tensors_of(T& s) {
+  if constexpr (std::is_same_v<std::remove_const_t<T>, Call>)
+    return Tensors::fields(s);
+  else
+    return fields_of(s);
+}
+template <class T>
+auto inputs_of(T& s) {
+  if constexpr (std::is_same_v<std::remove_const_t<T>, Call>)
+    return Inputs::fields(s);
+  else
+    return fields_of(s);
+}
+auto all_inputs_of(const auto&... arguments) { return std::tuple_cat(inputs_of(arguments)...); }
+template <class T>
+constexpr size_t kInputs = std::tuple_size_v<decltype(inputs_of(std::declval<T&>()))>;
+
+// Calls f(i, input, ...) with input number i of each struct, for every i: the structs have as many.
+void for_each_input(auto&& f, auto&... structs) { for_each_of(f, inputs_of(structs)...); }
+
+// The struct with f(tensor) in place of every input. An absent one stays absent.
+template <Struct T>
+T map_inputs(T s, const auto& f) {
+  const auto map = [&]<class Field>(size_t, Field& field) {
+    if constexpr (std::is_same_v<Field, at::Tensor>)
+      field = f(field);
+    else if (field)
+      field = f(*field);
+  };
+  for_each_input(map, s);
+  return s;
+}
 
 // What sdpa_stats takes, as a call: the value is never read, but its heads count, which are those of the key.
 inline Call with_key_as_value(Call scores) {

@@ -334,7 +334,10 @@ void register_both(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { register_both(m); }
 
-// Under vmap too they are what they call: torch 2.15 would call them for one sample after the other.
+// Under vmap too they are what they call: torch 2.15 would call them for one sample after the other. Nested tensors are
+// refused by what they call.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { register_both(m); }
+TORCH_LIBRARY_IMPL(attn, NestedTensorCPU, m) { register_both(m); }
+TORCH_LIBRARY_IMPL(attn, NestedTensorCUDA, m) { register_both(m); }
 
 }  // namespace attn

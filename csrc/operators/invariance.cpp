@@ -2,37 +2,34 @@
 
 #include <torch/library.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <string_view>
 
 #include "attn/sdpa.h"
+#include "operators/switch.h"
 
 namespace attn {
 namespace {
 
-int64_t from_environment() {
-  const char* const given = std::getenv("ATTN_INVARIANT");
-  const std::string_view value = given ? given : "";
-  TORCH_CHECK(value.empty() || value == "0" || value == "1", "ATTN_INVARIANT is \"", value, "\"; it must be 1 or 0");
-  return value == "1";
+Switch& invariance() {
+  static Switch own = [] {
+    const char* const given = std::getenv("ATTN_INVARIANT");
+    const std::string_view value = given ? given : "";
+    TORCH_CHECK(value.empty() || value == "0" || value == "1", "ATTN_INVARIANT is \"", value, "\"; it must be 1 or 0");
+    return value == "1";
+  }();
+  return own;
 }
-
-// Times switched on minus times switched off.
-std::atomic<int64_t>& invariances() {
-  static std::atomic<int64_t> number{from_environment()};
-  return number;
-}
-
-int64_t change_invariance(int64_t change) { return invariances() += change; }
 
 }  // namespace
 
-bool is_invariant() { return invariances().load(std::memory_order_relaxed) > 0; }
+bool is_invariant() { return invariance().is_on(); }
 
-Invariance::Invariance() { change_invariance(+1); }
-Invariance::~Invariance() { change_invariance(-1); }
+Invariance::Invariance() { invariance().change(+1); }
+Invariance::~Invariance() { invariance().change(-1); }
 
-TORCH_LIBRARY_FRAGMENT(attn, m) { m.impl("_invariant", change_invariance); }
+TORCH_LIBRARY_FRAGMENT(attn, m) {
+  m.impl("_invariant", [](int64_t change) { return invariance().change(change); });
+}
 
 }  // namespace attn

@@ -42,26 +42,6 @@ concept Struct = requires(T& t) { t.fields(t); };
 auto fields_of(auto& value) { return std::tie(value); }
 auto fields_of(Struct auto& s) { return s.fields(s); }
 
-// Those fields that are tensors, and of them those that may have derivatives: all, unless the struct says which.
-auto tensors_of(auto& value) {
-  if constexpr (requires { value.tensors(value); })
-    return value.tensors(value);
-  else
-    return fields_of(value);
-}
-auto inputs_of(auto& value) {
-  if constexpr (requires { value.inputs(value); })
-    return value.inputs(value);
-  else
-    return fields_of(value);
-}
-auto all_inputs_of(const auto&... arguments) { return std::tuple_cat(inputs_of(arguments)...); }
-
-template <class T>
-constexpr size_t kTensors = std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>;
-template <class T>
-constexpr size_t kInputs = std::tuple_size_v<decltype(inputs_of(std::declval<T&>()))>;
-
 // Calls f(i, element, ...) with element number i of each tuple of references, for every i.
 void for_each_of(auto&& f, auto first, auto... others) {
   [&]<size_t... i>(std::index_sequence<i...>) {
@@ -70,21 +50,6 @@ void for_each_of(auto&& f, auto first, auto... others) {
     };
     (call(std::integral_constant<size_t, i>()), ...);
   }(std::make_index_sequence<std::tuple_size_v<decltype(first)>>());
-}
-// With the inputs of structs that have as many.
-void for_each_input(auto&& f, auto&... structs) { for_each_of(f, inputs_of(structs)...); }
-
-// The struct with f(tensor) in place of every input. An absent one stays absent.
-template <Struct T>
-T map_inputs(T s, const auto& f) {
-  const auto map = [&]<class Field>(size_t, Field& field) {
-    if constexpr (std::is_same_v<Field, at::Tensor>)
-      field = f(field);
-    else if (field)
-      field = f(*field);
-  };
-  for_each_input(map, s);
-  return s;
 }
 
 // What an operator takes in place of a struct.

@@ -2,18 +2,16 @@
 
 #include <torch/library.h>
 
-#include <atomic>
+#include "operators/switch.h"
 
 namespace attn {
 namespace {
 
-std::atomic<int64_t> times_on = 0;  // times switched on minus times switched off
-
-int64_t over_processes(int64_t change) { return times_on += change; }
+Switch over_processes;
 
 }  // namespace
 
-bool is_over_processes() { return times_on.load(std::memory_order_relaxed) > 0; }
+bool is_over_processes() { return over_processes.is_on(); }
 
 void refuse_over_processes(const char* op) {
   TORCH_CHECK(!is_over_processes(), op,
@@ -21,6 +19,8 @@ void refuse_over_processes(const char* op) {
               "whole sequences");
 }
 
-TORCH_LIBRARY_FRAGMENT(attn, m) { m.impl("_over_processes", over_processes); }
+TORCH_LIBRARY_FRAGMENT(attn, m) {
+  m.impl("_over_processes", [](int64_t change) { return over_processes.change(change); });
+}
 
 }  // namespace attn

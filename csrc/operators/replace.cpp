@@ -13,6 +13,7 @@
 
 #include "operators/ops.h"
 #include "operators/replace.h"
+#include "operators/switch.h"
 
 namespace attn {
 namespace {
@@ -22,7 +23,7 @@ using c10::DispatchKey;
 
 using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(Builtin)>;
 
-std::atomic<int64_t> switched_on = 0;  // times switched on minus times switched off
+Switch replacing;
 std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
 std::atomic<int64_t> passed_on = 0;    // answered by the built-in while switched on
 
@@ -35,7 +36,7 @@ void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device)) {
   runs_on_of_type[static_cast<size_t>(type)] = runs_on;
 }
 
-bool is_switched_on() { return switched_on.load(std::memory_order_relaxed) > 0; }
+bool is_switched_on() { return replacing.is_on(); }
 void count_replaced_call() { calls.fetch_add(1, std::memory_order_relaxed); }
 
 namespace {
@@ -89,7 +90,7 @@ std::array<torch::Library, 3> put_in_place() {
 
 int64_t replace_sdpa(int64_t change) {
   static const auto for_good = put_in_place();
-  return switched_on += change;
+  return replacing.change(change);
 }
 
 }  // namespace

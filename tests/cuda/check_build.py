@@ -57,14 +57,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     saved = ops._sdpa_forward(*x)[:4]
     along = (*x, None, None)
     assert_like(saved[:1], [output], device)
-    assert_like(
-        ops._sdpa_backward(output, None, *saved, *x, grad_input_mask=wanted)[:4], x, device
-    )
+    assert_like(ops._sdpa_backward(output, None, *saved, *x, grad_input_mask=wanted)[:4], x, device)
     tangents = ops._sdpa_tangent(*saved, *along, *x)
     assert_like(tangents[:1], [output], device)
-    second = ops._sdpa_second(
-        output, None, *saved, *along, *tangents, *x, grad_input_mask=wanted
-    )
+    second = ops._sdpa_second(output, None, *saved, *along, *tangents, *x, grad_input_mask=wanted)
     assert_like(second[:4], x, device)
 
 

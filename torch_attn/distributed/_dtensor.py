@@ -183,7 +183,9 @@ class _Sharded:
     def _dim(self, m: int) -> int | None:
         """The dimension of the output that one of the mesh cuts, by the first that says one."""
         on = {name: tensor.placements[m] for name, tensor in self.tensors.items()}
-        rows = [n for n in Inputs._fields[:3] if n in on and on[n].is_shard(self.tensors[n].ndim + ROWS)]
+        rows = [
+            n for n in Inputs._fields[:3] if n in on and on[n].is_shard(self.tensors[n].ndim + ROWS)
+        ]
         for name, placement in on.items():
             if name == "query" and name in rows and self.sequence is None:
                 others = any(on[n].is_shard() for n in ("key", "value") if n in on)
