@@ -157,13 +157,19 @@ def varlen_attn_out(
     max_k: int,
     *,
     return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`varlen_attn` that writes its output into a given tensor, without derivatives.
 
     Args:
         out: as :func:`varlen_attn` returns it, of any strides; overwritten.
-        options: those of :func:`varlen_attn`, which are torch's and more.
+        options: the other options of :func:`varlen_attn`.
 
     Returns:
         `out`, or a pair of it and the logsumexp.
@@ -181,7 +187,17 @@ def varlen_attn_out(
         _refuse_others("attn::varlen_attention", out=out)
     with torch.no_grad():
         call: tuple[Any, ...] = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
-        output, logsumexp = varlen_attn(*call, return_aux=AuxRequest(lse=True), **options)
+        output, logsumexp = varlen_attn(
+            *call,
+            return_aux=AuxRequest(lse=True),
+            scale=scale,
+            window_size=window_size,
+            enable_gqa=enable_gqa,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            num_splits=num_splits,
+            **options,
+        )
         # Forward mode goes on under no_grad.
         output, logsumexp = output.detach(), logsumexp.detach()
         if (out.shape, out.dtype, out.device) != (output.shape, output.dtype, output.device):

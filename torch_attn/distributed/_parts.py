@@ -9,7 +9,6 @@ float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +47,8 @@ def wide(tensor: Any) -> Any:
 def check(call: Call, inputs: Inputs) -> None:
     """What :func:`torch_attn.sdpa` of the own queries and all keys raises, before messages."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
-    of_all: Iterable[tuple[str, Any]] = inputs._asdict().items()
-    given = {n: None if t is None else t.detach() for n, t in of_all}
+    given: dict[str, Any] = inputs._asdict()
+    given = {n: None if t is None else t.detach() for n, t in given.items()}
     more = S - inputs.key.shape[-2]  # on the other processes
     for name in ("key", "value"):
         t = given[name]
