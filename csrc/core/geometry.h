@@ -29,7 +29,7 @@ ATTN_INLINE constexpr int64_t size_of(DType dtype) {
 
 // Where batch entry n of an operand begins, in elements.
 ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, int64_t n) {
-  const int64_t* const starts = x.rows == Rows::none ? nullptr : (x.rows == Rows::keys ? p.key_starts : p.query_starts);
+  const int64_t* const starts = x.axis == Axis::none ? nullptr : (x.axis == Axis::keys ? p.key_starts : p.query_starts);
   int64_t offset = starts ? starts[n] * x.row : 0;
   for (int d = p.batch_dims - 1; d >= 0; --d) {
     offset += n % p.batch_size[d] * x.batch[d];
@@ -85,15 +85,15 @@ ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64
 // The one function that says how long a sequence is and how its queries and keys are aligned. Numbers that only the
 // device knows were checked by nobody: whatever they are, no key outside is read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
-  const auto [left, right, offsets, lengths, query_lengths] = p.visibility;
+  const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
-  return {length_of(query_lengths, n, p.queries), length_of(lengths, n, p.keys), offset,
+  return {length_of(query_lengths, n, p.queries), length_of(key_lengths, n, p.keys), offset,
           left < 0 || left > offset + kFar ? -kFar : offset - left,
           right < 0 || right >= kFar - offset ? kFar : offset + right + 1};
 }
 // The most keys that `queries` neighbours see, of any sequence: known without its offset and length.
 ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
-  const auto [left, right, offsets, lengths, query_lengths] = p.visibility;
+  const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const bool bounded = left >= 0 && right >= 0 && left < kFar && right < kFar;
   return bounded ? smaller(p.keys, queries + left + right) : p.keys;
 }

@@ -31,13 +31,13 @@ constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a nu
 
 // What the rows of an operand are, where sequences are packed: with which of them each one begins. A byte, as CUDA
 // passes few to a kernel.
-enum class Rows : uint8_t { none, queries, keys };
+enum class Axis : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
 struct Operand {
   void* data = nullptr;
   DType dtype = DType::f32;
-  Rows rows = Rows::none;
+  Axis axis = Axis::none;
   int64_t batch[kMaxBatchDims] = {};
   int64_t head = 0;
   int64_t row = 0;
@@ -65,7 +65,7 @@ struct Visibility {
   int64_t left = -1;
   int64_t right = -1;
   const int64_t* offsets = nullptr;
-  const int64_t* lengths = nullptr;
+  const int64_t* key_lengths = nullptr;
   const int64_t* query_lengths = nullptr;
 };
 
@@ -172,7 +172,7 @@ struct ForwardParams : RowParams {
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], where max_score is wanted
 
-  void* packed = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
+  void* prepacked = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
 
   // Whether derivatives will sum dS over a row with other weights than 1: slopes weigh it by a distance, sinks too.
   // Then the residual, which has data, has also what the rounding of weights took from the output. Without it delta,

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "operators/run.h"
-#include "cpu/parts.h"
+#include "cpu/entries.h"
 
 namespace attn {
 namespace {
@@ -20,7 +20,7 @@ using at::Tensor;
 
 constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
 constexpr int64_t kEnoughChunks = 16;  // of the backward: each reads all rows
-constexpr int64_t kLeastPart = 512;    // keys of a split, rows of a chunk
+constexpr int64_t kLeastChunk = 512;   // keys of a split, rows of a chunk
 constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
@@ -68,11 +68,11 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   return bytes;
 }
 
-// The parts of some entries of a call, with what is known of their masks.
-template <auto kPart, class Params>
-class CallInParts : public Parts<kPart, Params> {
+// Some entries of a call, with what is known of their masks.
+template <auto kKernel, class Params>
+class EntriesAndMasks : public Entries<kKernel, Params> {
  public:
-  CallInParts(Params& call, Range entries, const Tensor& query) : Parts<kPart, Params>(call, entries) {
+  EntriesAndMasks(Params& call, Range entries, const Tensor& query) : Entries<kKernel, Params>(call, entries) {
     if (call.sequences > 0 && call.has_mask)
       for (const auto& [p, _] : *this) mask_tiles_.push_back(look_at_mask(*p, query));
   }
@@ -81,20 +81,20 @@ class CallInParts : public Parts<kPart, Params> {
   c10::SmallVector<Tensor, 1> mask_tiles_;
 };
 
-// Calls f(parts) for the parts of a call, some entries at a time.
-template <auto kPart, class Params>
-void each_group_of_parts(Params& call, const Tensor& query, const auto& f) {
-  each_group_of_entries(call, [&](Range entries) { f(CallInParts<kPart, Params>(call, entries, query)); });
+// Calls f(entries) for some entries of a call at a time.
+template <auto kKernel, class Params>
+void each_group_of_entries(Params& call, const Tensor& query, const auto& f) {
+  each_group_of_entries(call, [&](Range entries) { f(EntriesAndMasks<kKernel, Params>(call, entries, query)); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
-// The length of a part where `count` keys or rows are cut in at most so many parts, to make `enough` of the tasks.
-int64_t part_of(int64_t count, int64_t tasks, int64_t enough, int64_t most) {
+// The length of a chunk where `count` keys or rows are cut in at most `most` chunks, to make `enough` of the tasks.
+int64_t chunk_length(int64_t count, int64_t tasks, int64_t enough, int64_t most) {
   if (tasks >= enough || most < 2) return count;
-  const int64_t parts = std::min(divide_up(enough, std::max<int64_t>(1, tasks)), most);
-  return round_up(divide_up(count, parts), kKeyTile);
+  const int64_t chunks = std::min(divide_up(enough, std::max<int64_t>(1, tasks)), most);
+  return round_up(divide_up(count, chunks), kKeyTile);
 }
 static_assert(kRowTile == kKeyTile);
 
@@ -104,41 +104,41 @@ void plan_rows(RowParams& p) {
   const int64_t tasks = p.groups() * divide_up(p.rows(), kRowTile);
   const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, kRowTile);
   const int64_t keys = std::min(p.keys, most_keys(p, positions) + kKeyTile);  // from the first of a tile on
-  p.keys_per_split = p.invariant ? keys : part_of(keys, tasks, kEnoughTasks, keys / kLeastPart);
+  p.keys_per_split = p.invariant ? keys : chunk_length(keys, tasks, kEnoughTasks, keys / kLeastChunk);
   if (keys > 0) p.splits = divide_up(keys, p.keys_per_split);
   p.rows_per_task = p.splits > 1 ? kRowTile : 4 * kRowTile;  // splits begin with the first key that a task sees
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
 }
 
-void forward(const auto& parts, const Tensor& query) {
+void forward(const auto& entries, const Tensor& query) {
   c10::SmallVector<Tensor, 4> memory;
-  bool split = false, packed = false;
-  for (const auto& [p, k] : parts) {
+  bool split = false, prepacked = false;
+  for (const auto& [p, k] : entries) {
     plan_rows(*p);
     split |= p->splits > 1;
     for (Tensor& partial : allocate_splits(*p, query)) memory.push_back(std::move(partial));
     if (const int64_t bytes = k->packed_size(*p)) {
-      packed = true;
+      prepacked = true;
       memory.push_back(at::empty({bytes}, query.options().dtype(at::kByte)));
-      p->packed = memory.back().mutable_data_ptr();
+      p->prepacked = memory.back().mutable_data_ptr();
     }
   }
   const auto pack_tasks = [](const ForwardParams& p) {
-    return p.packed ? p.batch * std::max(p.key_heads, p.value_heads) * divide_up(p.keys, kKeyTile) : 0;
+    return p.prepacked ? p.batch * std::max(p.key_heads, p.value_heads) * divide_up(p.keys, kKeyTile) : 0;
   };
   const auto merge_tasks = [](const ForwardParams& p) {
     return p.splits > 1 ? divide_up(number_of_rows(p), kRowsPerRange) : 0;
   };
-  if (packed)
-    parts.run(
+  if (prepacked)
+    entries.run(
         pack_tasks, [](const auto& p) { return 1.0 * p.batch * p.keys * p.key_heads * (p.head_dim + p.value_dim); }, 0,
         [](const auto& p, const auto& k, int64_t task, char*) { k.pack(p, task); });
-  const int64_t workspace = parts.workspace();
-  parts.run([](const auto& p) { return p.tasks(); },
-            [](const auto& p) { return 2 * product_flops(p) + kFlopsPerPair * pairs(p); }, workspace,
-            [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
+  const int64_t workspace = entries.workspace();
+  entries.run([](const auto& p) { return p.tasks(); },
+              [](const auto& p) { return 2 * product_flops(p) + kFlopsPerPair * pairs(p); }, workspace,
+              [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
   if (split)
-    parts.run(
+    entries.run(
         merge_tasks, [](const auto& p) { return 2.0 * p.splits * number_of_rows(p) * p.value_dim; }, workspace,
         [](const auto& p, const auto& k, int64_t task, char* own) {
           const int64_t first = task * kRowsPerRange;
@@ -148,7 +148,7 @@ void forward(const auto& parts, const Tensor& query) {
 
 void run_forward(ForwardParams& call, const Tensor& query) {
   const Tensor mask_tiles = look_at_mask(call, query);
-  each_group_of_parts<&Kernels::forward>(call, query, [&](const auto& parts) { forward(parts, query); });
+  each_group_of_entries<&Kernels::forward>(call, query, [&](const auto& entries) { forward(entries, query); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -163,20 +163,20 @@ void plan(BackwardParams& p, double share) {
   // By what one entry has to do: the order in which gradients are summed depends on the chunks. No bit depends on
   // whether one task has all of them, which is as fast as if there were one, where the call has tasks enough beside
   // this `share`.
-  p.keys_per_chunk = part_of(p.keys, p.heads / p.span, kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
+  p.keys_per_chunk = chunk_length(p.keys, p.heads / p.span, kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
   p.chunks = p.keys > 0 ? divide_up(p.keys, p.keys_per_chunk) : 0;
   p.all_chunks_at_once = p.chunks < 2 || p.spans() >= kEnoughChunks * share;
 }
 
 // Returns the size of the workspace.
 template <class Params>
-int64_t gradients(const Params& call, const auto& parts, const Tensor& query) {
+int64_t gradients(const Params& call, const auto& entries, const Tensor& query) {
   c10::SmallVector<Tensor, 2> memory;
   const bool has_rows = call.grad_query.data || call.grad_slopes;
   Take take = Take::neighbours;
   double all_pairs = 0;
-  for (const auto& [p, _] : parts) all_pairs += pairs(*p);
-  for (const auto& [p, _] : parts) {
+  for (const auto& [p, _] : entries) all_pairs += pairs(*p);
+  for (const auto& [p, _] : entries) {
     plan(*p, pairs(*p) / std::max(all_pairs, 1.0));
     if (call.sequences > 0) plan_mask(*p);
     if (p->all_chunks_at_once || !has_rows) continue;
@@ -189,33 +189,33 @@ int64_t gradients(const Params& call, const auto& parts, const Tensor& query) {
     const Tensor& sum = memory.back();
     p->grad_query_sum = operand_of_rows(*p, sum.mutable_data_ptr(), dtype_of(sum), p->head_dim);
   }
-  const int64_t workspace = parts.workspace();
+  const int64_t workspace = entries.workspace();
   const bool direct_mask = call.grad_mask.data && !call.mask_is_shared;
   if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask)
-    parts.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
-              [](const auto& p) { return 5 * product_flops(p); }, workspace,
-              [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
+    entries.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
+                [](const auto& p) { return 5 * product_flops(p); }, workspace,
+                [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
   // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
   if (call.mask_is_shared && call.sequences > 0)
-    parts.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
-              [](const auto& p) { return 2 * product_flops(p); }, workspace,
-              [](const auto& p, const auto& k, int64_t task, char* own) { k.mask(p, task, own); });
+    entries.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
+                [](const auto& p) { return 2 * product_flops(p); }, workspace,
+                [](const auto& p, const auto& k, int64_t task, char* own) { k.mask(p, task, own); });
   if (call.grad_sinks || call.grad_mask_rows)
-    parts.run([](const auto& p) { return p.row_tasks(); },
-              [](const auto& p) { return 4.0 * number_of_rows(p) * p.value_dim; }, workspace,
-              [](const auto& p, const auto& k, int64_t task, char* own) { k.rows(p, task, own); });
+    entries.run([](const auto& p) { return p.row_tasks(); },
+                [](const auto& p) { return 4.0 * number_of_rows(p) * p.value_dim; }, workspace,
+                [](const auto& p, const auto& k, int64_t task, char* own) { k.rows(p, task, own); });
   return workspace;
 }
 
-template <auto kPart, class Params>
+template <auto kKernel, class Params>
 void run_gradients(Params& call, const Tensor& query) {
   const Tensor mask_tiles = look_at_mask(call, query);
   int64_t workspace = 0;
-  each_group_of_parts<kPart>(
-      call, query, [&](const auto& parts) { workspace = std::max(workspace, gradients(call, parts, query)); });
+  each_group_of_entries<kKernel>(
+      call, query, [&](const auto& entries) { workspace = std::max(workspace, gradients(call, entries, query)); });
   // Entries of a batch may share a mask, and are summed in one task; packed sequences do not.
   if (!call.mask_is_shared || call.sequences > 0) return;
-  const BackwardKernels<Params>& k = kernels_for<kPart>(call);
+  const BackwardKernels<Params>& k = kernels_for<kKernel>(call);
   run_tasks(call.mask_tasks(), 2 * product_flops(call), std::max(workspace, k.workspace(call)), k.on_thread,
             [&](int64_t task, char* own) { k.mask(call, task, own); });
 }
@@ -228,10 +228,11 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 
 void run_tangent(TangentParams& call, const Tensor& query) {
   const Tensor mask_tiles = look_at_mask(call, query);
-  each_group_of_parts<&Kernels::tangent>(call, query, [&](const auto& parts) {
-    for (const auto& [p, _] : parts) p->rows_per_task = kRowTile;
-    parts.run([](const auto& p) { return p.tasks(); }, [](const auto& p) { return 4 * product_flops(p); },
-              parts.workspace(), [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
+  each_group_of_entries<&Kernels::tangent>(call, query, [&](const auto& entries) {
+    for (const auto& [p, _] : entries) p->rows_per_task = kRowTile;
+    entries.run([](const auto& p) { return p.tasks(); }, [](const auto& p) { return 4 * product_flops(p); },
+                entries.workspace(),
+                [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); });
   });
 }
 
@@ -244,7 +245,7 @@ void plan(StatsParams& p) {
   p.keys_per_task = kStatsKeyTiles * kKeyTile;
   while (p.keys_per_task > kKeyTile && p.key_tasks() < 2 * kEnoughTasks) p.keys_per_task /= 2;
   const int64_t tasks = p.heads * divide_up(p.keys, kKeyTile);
-  p.rows_per_chunk = part_of(p.queries, tasks, kEnoughTasks, p.queries / kLeastPart);
+  p.rows_per_chunk = chunk_length(p.queries, tasks, kEnoughTasks, p.queries / kLeastChunk);
   p.chunks = divide_up(p.queries, p.rows_per_chunk);
 }
 

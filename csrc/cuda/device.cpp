@@ -38,11 +38,11 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
 }
 
-// Puts an operand whose rows are not in chunks into memory where they are, filled up with zeros. Copied number by
+// Puts an operand whose rows are not in vectors into memory where they are, filled up with zeros. Copied number by
 // number in every tile that reads them, they would cost many times as much. The tensor is that memory.
-[[nodiscard]] Tensor put_in_chunks(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
-                                   const Tensor& query) {
-  if (!uses_mma(p) || in_chunks(p, x, cols)) return {};
+[[nodiscard]] Tensor put_in_vectors(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
+                                    const Tensor& query) {
+  if (!uses_mma(p) || in_vectors(p, x, cols)) return {};
   at::DimVector sizes(p.batch_size, p.batch_size + p.batch_dims), strides(x.batch, x.batch + p.batch_dims);
   for (const auto& [size, stride] : {std::pair{heads, x.head}, {rows, x.row}, {cols, x.col}}) {
     sizes.push_back(size);
@@ -51,32 +51,32 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   for (size_t d = 0; d + 1 < sizes.size(); ++d)
     if (strides[d] == 0) sizes[d] = 1;  // what is broadcast stays so
   at::DimVector filled_up = sizes;
-  filled_up.back() = round_up(larger(1, cols), kChunk);
+  filled_up.back() = round_up(larger(1, cols), kVector);
   const bool is_full = filled_up.back() == cols;
-  const Tensor chunks = is_full ? at::empty(filled_up, query.options()) : at::zeros(filled_up, query.options());
+  const Tensor vectors = is_full ? at::empty(filled_up, query.options()) : at::zeros(filled_up, query.options());
   // Without numbers there may be no memory. Torch would ask the driver on which device it is, unless told.
   if (heads * rows * cols > 0)
-    chunks.narrow(-1, 0, cols)
+    vectors.narrow(-1, 0, cols)
         .copy_(at::for_blob(x.data, sizes)
                    .strides(strides)
                    .target_device(query.device())
                    .options(query.options())
                    .make_tensor());
-  const auto stride_of = [&](int64_t d) { return sizes[static_cast<size_t>(d)] == 1 ? 0 : chunks.stride(d); };
-  x.data = chunks.mutable_data_ptr();
+  const auto stride_of = [&](int64_t d) { return sizes[static_cast<size_t>(d)] == 1 ? 0 : vectors.stride(d); };
+  x.data = vectors.mutable_data_ptr();
   for (int64_t d = 0; d < p.batch_dims; ++d) x.batch[d] = stride_of(d);
   x.head = stride_of(p.batch_dims);
   x.row = stride_of(p.batch_dims + 1);
   x.col = 1;
-  return chunks;
+  return vectors;
 }
 // The rows of a query: of packed sequences all that lie one behind the other.
 int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.queries; }
 template <class Params>
-[[nodiscard]] std::array<Tensor, 3> put_inputs_in_chunks(Params& p, const Tensor& query) {
-  return {put_in_chunks(p, p.query, p.heads, rows_of_head(p), p.head_dim, query),
-          put_in_chunks(p, p.key, p.key_heads, p.keys, p.head_dim, query),
-          put_in_chunks(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
+[[nodiscard]] std::array<Tensor, 3> put_inputs_in_vectors(Params& p, const Tensor& query) {
+  return {put_in_vectors(p, p.query, p.heads, rows_of_head(p), p.head_dim, query),
+          put_in_vectors(p, p.key, p.key_heads, p.keys, p.head_dim, query),
+          put_in_vectors(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
 
 // Memory for one number a row, [copies, rows].
@@ -88,7 +88,7 @@ Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t
 
 void run_forward(ForwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
-  const auto inputs = put_inputs_in_chunks(p, query);
+  const auto inputs = put_inputs_in_vectors(p, query);
   plan_forward(p, device.multiprocessors);
   const auto partial = allocate_splits(p, query);
   check(launch_forward(p, device.stream));
@@ -96,8 +96,8 @@ void run_forward(ForwardParams& p, const Tensor& query) {
 
 void run_backward(BackwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
-  const auto inputs = put_inputs_in_chunks(p, query);
-  const Tensor grad_output = put_in_chunks(p, p.grad_output, p.heads, rows_of_head(p), p.value_dim, query);
+  const auto inputs = put_inputs_in_vectors(p, query);
+  const Tensor grad_output = put_in_vectors(p, p.grad_output, p.heads, rows_of_head(p), p.value_dim, query);
   const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
   check(launch_backward(p, device.stream));
 }

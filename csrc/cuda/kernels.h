@@ -41,7 +41,7 @@ Error launch_forward_mma(const ForwardParams& p, Stream stream);
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream);
 
-// Writes `delta` for it, if delta_takes_chunks() (launch.cu).
+// Writes `delta` for it, if delta_takes_vectors() (launch.cu).
 template <class S>
 Error launch_delta_mma(const BackwardParams& p, Stream stream);
 

@@ -29,11 +29,11 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   });
 }
 
-// Whether what `delta` is computed from can be read in chunks. Not where the kernels without tensor cores read it too,
+// Whether what `delta` is computed from can be read in vectors. Not where the kernels without tensor cores read it too,
 // see DeltaSimt.
-bool delta_takes_chunks(const BackwardParams& p) {
-  return !p.mask_is_shared && p.output.dtype == p.query.dtype && in_chunks(p, p.output, p.value_dim) &&
-         (!p.residual.data || in_chunks(p, p.residual, p.value_dim));
+bool delta_takes_vectors(const BackwardParams& p) {
+  return !p.mask_is_shared && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
+         (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
 }
 
 // Written on the device: under capture of a graph the host does not know it.
@@ -56,7 +56,7 @@ __global__ void write_rng_state(const __grid_constant__ RngState r) {
 // The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
   const auto run = [&]<class S, int kDim>() -> Error {
-    if (Error error = delta_takes_chunks(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
+    if (Error error = delta_takes_vectors(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
       return error;
     return launch_backward_mma<S, kDim>(p, stream);
   };
@@ -70,15 +70,15 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }  // namespace
 
 // A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
-// cores know product and mask. Keys that are no chunks would be copied, beyond the end of a short sequence too. Those
+// cores know product and mask. Keys that are no vectors would be copied, beyond the end of a short sequence too. Those
 // in pages are left to the other kernels as long as no GPU is at hand to measure what tensor cores gain there.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
   const bool is_paged = p.paging.table;
-  const bool reads_in_place = in_chunks(p, p.key, p.head_dim) && in_chunks(p, p.value, p.value_dim);
+  const bool reads_in_place = in_vectors(p, p.key, p.head_dim) && in_vectors(p, p.value, p.value_dim);
   return is_16_bits && !exact_weights && !is_paged && !has_score_terms(p) &&
-         (!p.visibility.lengths || reads_in_place) && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
+         (!p.visibility.key_lengths || reads_in_place) && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
 // Counts the keys that a task's rows see at most, from the first of a tile on, which is where splits begin (Task::set).
@@ -88,7 +88,7 @@ static int64_t keys_to_split(const RowParams& p) {
   const bool heads_meet = p.group > 1 && (p.sequences > 0 || p.queries % p.rows_per_task != 0);
   const int64_t rows = heads_meet ? p.queries : smaller(p.rows_per_task, p.queries);
   const int64_t keys = smaller(p.keys, most_keys(p, rows) + kKeysPerTile - 1);
-  if (p.visibility.offsets || p.visibility.lengths) return keys;
+  if (p.visibility.offsets || p.visibility.key_lengths) return keys;
   return smaller(keys, visible_keys(sequence_of(p, 0), {0, p.queries}).last);
 }
 

@@ -19,14 +19,14 @@ struct RngNumber {
 };
 
 // Whether tensor cores compute the forward and the gradients. They read query, key, value and grad_output as
-// in_chunks() says.
+// in_vectors() says.
 bool uses_mma(const Problem& p);
 
-constexpr int64_t kChunk = 8;  // numbers of 16 bytes, the unit of copies
-// Says whether rows of `cols` columns are whole chunks, each at a multiple of 16 bytes.
-ATTN_INLINE constexpr bool in_chunks(const Problem& p, const Operand& x, int64_t cols) {
-  bool aligned = cols > 0 && cols % kChunk == 0 && x.col == 1 && x.row % kChunk == 0 && x.head % kChunk == 0;
-  for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % kChunk == 0;
+constexpr int64_t kVector = 8;  // numbers of 16 bytes, the unit of copies
+// Says whether rows of `cols` columns are whole vectors, each at a multiple of 16 bytes.
+ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_t cols) {
+  bool aligned = cols > 0 && cols % kVector == 0 && x.col == 1 && x.row % kVector == 0 && x.head % kVector == 0;
+  for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % kVector == 0;
   return aligned && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 

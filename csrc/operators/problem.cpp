@@ -7,6 +7,8 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 namespace attn {
 
@@ -75,16 +77,21 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
   const auto& [query, key, value, attn_mask] = std::tie(call.query, call.key, call.value, call.attn_mask);
   problem.scale = scale_or_default(call.scale, problem.head_dim);
   problem.softcap = softcap_for(query, call.softcap);
-  problem.visibility = {call.window_size[0], call.is_causal ? 0 : call.window_size[1], of_entries(call.query_offset),
-                        of_entries(call.key_lengths)};
-  if (call.is_packed()) add_sequences(call);
+  problem.visibility.left = call.window_size[0];
+  problem.visibility.right = call.is_causal ? 0 : call.window_size[1];
+  if (call.is_packed()) {
+    add_sequences(call);
+  } else {
+    problem.visibility.offsets = of_entries(call.query_offset);
+    problem.visibility.key_lengths = of_entries(call.key_lengths);
+  }
   problem.terms = {of_heads(call.alibi_slopes), of_heads(call.sinks)};
   problem.has_mask = attn_mask.has_value();
   problem.invariant = is_invariant();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
-  add(problem.key, key, Rows::keys);
-  add(problem.value, value, Rows::keys);
+  add(problem.key, key, Axis::keys);
+  add(problem.value, value, Axis::keys);
   if (const auto& table = call.block_table) {
     problem.paging = {table->const_data_ptr(),
                       table->scalar_type() == at::kLong,
@@ -98,51 +105,78 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
   if (attn_mask) add(problem.mask, *attn_mask);
   if (call.dropout_p == 0) return;
   problem.has_dropout = true;
-  add(problem.rng, rng_state, Rows::none);
+  add(problem.rng, rng_state, Axis::none);
   problem.keep_below = static_cast<uint64_t>(std::llround((1 - call.dropout_p) * 0x1p32));
   problem.keep_scale = call.dropout_p == 1 ? 0 : 1 / (1 - call.dropout_p);
 }
 
-// Each tensor of the sequences' numbers is [*batch, sequences], like those of the options. Where only a device knows
-// them nobody has checked them: clamped, no sequence begins or ends outside of the tokens, and sequence_of() makes a
-// negative length 0.
-void ProblemBuilder::add_sequences(const Call& call) {
-  problem_.sequences = batch_size_.back();
-  problem_.tokens = problem_.queries;
-  const auto starts_and_lengths = [&](const at::Tensor& cu_seq, int64_t tokens) {
-    const at::Tensor all = cu_seq.to(at::kLong).clamp(0, tokens), starts = all.narrow(0, 0, problem_.sequences);
-    return std::pair(starts, all.narrow(0, 1, problem_.sequences) - starts);
+namespace {
+
+// Of each packed sequence query_starts, queries, key_starts, keys and offset: int64 [5, *batch, sequences]. Whatever
+// the caller's numbers are, no sequence begins or ends outside of the tokens: on a GPU they are not validated.
+at::Tensor sequences_on_cpu(const Call& call, int64_t tokens, int64_t all_keys, at::IntArrayRef sizes) {
+  const auto expanded = [&](const auto& t) { return t ? t->expand(sizes) : at::Tensor(); };
+  const at::Tensor lengths = expanded(call.key_lengths), offsets = expanded(call.query_offset);
+  const int64_t batch = c10::multiply_integers(sizes);
+  const at::Tensor numbers = at::empty({5, batch}, at::kLong);
+  const auto start_and_length = [](const at::Tensor& cu_seq, int64_t n, int64_t last) {
+    const int64_t start = std::clamp<int64_t>(number_at(cu_seq, n), 0, last);
+    return std::pair(start, std::clamp<int64_t>(number_at(cu_seq, n + 1), 0, last) - start);
   };
-  const auto longest = [](const c10::SymInt& most, int64_t tokens) {
-    return std::clamp<int64_t>(concrete(most), 0, tokens);
-  };
-  const auto [query_starts, queries] = starts_and_lengths(*call.cu_seq_q, problem_.tokens);
-  problem_.query_starts = of_entries(query_starts);
-  problem_.queries = longest(call.max_q, problem_.tokens);
-  at::Tensor keys = call.key_lengths.value_or(at::Tensor());
-  int64_t room = problem_.keys;  // for the keys of a sequence
-  if (const auto& table = call.block_table) {
-    const int64_t pages = call.key.size(0);
-    if (pages == 0 || __builtin_mul_overflow(table->size(1), problem_.keys, &room))
-      room = pages == 0 ? 0 : std::numeric_limits<int64_t>::max();
-  } else {
-    const auto [key_starts, all_keys] = starts_and_lengths(*call.cu_seq_k, problem_.keys);
-    problem_.key_starts = of_entries(key_starts);
-    keys = keys.defined() ? keys.minimum(all_keys) : all_keys;
+  auto* const data = numbers.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < batch; ++i) {
+    const auto [query_start, queries] = start_and_length(*call.cu_seq_q, i % sizes.back(), tokens);
+    int64_t key_start = 0, keys = std::numeric_limits<int64_t>::max();
+    if (!call.block_table) std::tie(key_start, keys) = start_and_length(*call.cu_seq_k, i % sizes.back(), all_keys);
+    if (call.key_lengths) keys = std::min(keys, number_at(lengths, i));
+    const int64_t offset = call.query_offset ? number_at(offsets, i) : keys - queries;
+    for (int64_t* of_kind = data + i; const int64_t value : {query_start, queries, key_start, keys, offset})
+      *std::exchange(of_kind, of_kind + batch) = value;
   }
-  problem_.keys = longest(call.max_k, room);
-  Visibility& v = problem_.visibility;
-  v.query_lengths = of_entries(queries);
-  v.lengths = of_entries(keys);
-  if (!v.offsets) v.offsets = of_entries(keys - queries);
+  return numbers;
+}
+at::Tensor sequences_on_device(const Call& call, int64_t tokens, int64_t all_keys, at::IntArrayRef sizes) {
+  const auto starts_and_lengths = [&](const at::Tensor& cu_seq, int64_t last) {
+    const at::Tensor all = cu_seq.to(at::kLong).clamp(0, last), starts = all.narrow(0, 0, sizes.back());
+    return std::pair(starts, all.narrow(0, 1, sizes.back()) - starts);
+  };
+  const auto [query_starts, queries] = starts_and_lengths(*call.cu_seq_q, tokens);
+  at::Tensor key_starts = query_starts, keys;
+  if (!call.block_table) std::tie(key_starts, keys) = starts_and_lengths(*call.cu_seq_k, all_keys);
+  if (call.key_lengths) keys = keys.defined() ? call.key_lengths->minimum(keys) : *call.key_lengths;
+  std::vector<at::Tensor> all{query_starts, queries, key_starts, keys, call.query_offset.value_or(keys - queries)};
+  for (at::Tensor& t : all) t = t.to(at::kLong).expand(sizes);
+  return at::stack(all);
 }
 
-void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Rows rows) {
-  add(operand, tensor, const_cast<void*>(tensor.const_data_ptr()), rows);  // kernels only read inputs
+}  // namespace
+
+void ProblemBuilder::add_sequences(const Call& call) {
+  const int64_t tokens = problem_.queries, all_keys = problem_.keys;
+  int64_t room = all_keys;  // for the keys of a sequence
+  if (call.block_table && __builtin_mul_overflow(call.block_table->size(1), all_keys, &room))
+    room = std::numeric_limits<int64_t>::max();
+  if (call.block_table && call.key.size(0) == 0) room = 0;
+  problem_.sequences = batch_size_.back();
+  problem_.tokens = tokens;
+  problem_.queries = std::clamp<int64_t>(concrete(call.max_q), 0, tokens);
+  problem_.keys = std::clamp<int64_t>(concrete(call.max_k), 0, room);
+  const auto sequences = query_.is_cpu() ? sequences_on_cpu : sequences_on_device;
+  const auto* const numbers = static_cast<const int64_t*>(contiguous(sequences(call, tokens, all_keys, batch_size_)));
+  const int64_t batch = problem_.batch;
+  problem_.query_starts = numbers;
+  problem_.visibility.query_lengths = numbers + batch;
+  if (!call.block_table) problem_.key_starts = numbers + 2 * batch;
+  problem_.visibility.key_lengths = numbers + 3 * batch;
+  problem_.visibility.offsets = numbers + 4 * batch;
 }
 
-void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Rows rows) {
-  add(operand, tensor, tensor.mutable_data_ptr(), rows);
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Axis axis) {
+  add(operand, tensor, const_cast<void*>(tensor.const_data_ptr()), axis);  // kernels only read inputs
+}
+
+void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Axis axis) {
+  add(operand, tensor, tensor.mutable_data_ptr(), axis);
 }
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
@@ -168,7 +202,7 @@ const int64_t* ProblemBuilder::of_entries(const std::optional<at::Tensor>& tenso
   return static_cast<const int64_t*>(contiguous(tensor->to(at::kLong).expand(batch_size_)));
 }
 
-void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data, Rows rows) {
+void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data, Axis axis) {
   const int64_t dims = tensor.dim();
   const auto stride = [&](int64_t dim_from_end) -> int64_t {
     const int64_t d = dims - dim_from_end;
@@ -179,7 +213,7 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
   operand.col = stride(1);
   operand.row = stride(2);
   operand.head = stride(3);
-  operand.rows = rows;
+  operand.axis = axis;
   Strides strides{&operand, {}};
   const auto batch_dims = static_cast<int64_t>(shape_.batch.size());
   for (int64_t d = 0; d < batch_dims; ++d) strides.batch.push_back(stride(3 + batch_dims - d));

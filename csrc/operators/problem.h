@@ -16,8 +16,8 @@ class ProblemBuilder {
   ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state);
 
   // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
-  void add(Operand& operand, const at::Tensor& tensor, Rows rows = Rows::queries);         // is read
-  void add_result(Operand& operand, const at::Tensor& tensor, Rows rows = Rows::queries);  // is written
+  void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // is read
+  void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // is written
 
   // The numbers of a tensor, one after the other in memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
@@ -28,7 +28,7 @@ class ProblemBuilder {
   void merge_batch_dims();
 
  private:
-  void add(Operand& operand, const at::Tensor& tensor, void* data, Rows rows);
+  void add(Operand& operand, const at::Tensor& tensor, void* data, Axis axis);
   void add_sequences(const Call& call);
 
   struct Strides {

@@ -24,8 +24,8 @@ using c10::DispatchKey;
 using BuiltinOp = Operator<"aten::scaled_dot_product_attention", Tensor(Builtin)>;
 
 Switch replacing;
-std::atomic<int64_t> calls = 0;        // answered by attn::sdpa
-std::atomic<int64_t> passed_on = 0;    // answered by the built-in while switched on
+std::atomic<int64_t> calls = 0;      // answered by attn::sdpa
+std::atomic<int64_t> passed_on = 0;  // answered by the built-in while switched on
 
 // Set while the library is loaded, see replace_on().
 constinit std::array<bool (*)(c10::Device), c10::COMPILE_TIME_MAX_DEVICE_TYPES> runs_on_of_type{};

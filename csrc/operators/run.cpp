@@ -12,21 +12,21 @@ namespace {
 
 using at::Tensor;
 
-// Rows of no packed sequence, and keys beyond the length of one, are in no task: their results are 0. Nor are the rows,
-// or the keys, of a sequence that has none of the others, where it is gradients that are written.
+// No task writes rows outside of every packed sequence, nor keys past the length of theirs: their results are 0. No
+// task writes gradients of a sequence that lacks keys, or queries, either.
 bool leaves_rows_out(const Problem& p, const Tensor& query) {
   if (p.sequences == 0 || !query.is_cpu()) return p.tokens > 0;
   const int64_t* const lengths = p.visibility.query_lengths;
   return std::accumulate(lengths, lengths + p.batch, int64_t{0}) != p.batch / p.sequences * p.tokens;
 }
 bool leaves_some_out(const Problem& p, const Tensor& query, const Shape& shape) {
-  const auto [left, right, offsets, lengths, query_lengths] = p.visibility;
-  if (!lengths) return leaves_rows_out(p, query);
+  const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
+  if (!key_lengths) return leaves_rows_out(p, query);
   if (!query.is_cpu() || leaves_rows_out(p, query)) return true;
   int64_t all_keys = 0;
   for (int64_t n = 0; n < p.batch; ++n) {
-    if (lengths[n] == 0 || (query_lengths && query_lengths[n] == 0)) return true;
-    all_keys += lengths[n];
+    if (key_lengths[n] == 0 || (query_lengths && query_lengths[n] == 0)) return true;
+    all_keys += key_lengths[n];
   }
   return shape.keys * (p.batch / std::max<int64_t>(p.sequences, 1)) != all_keys;
 }
@@ -58,62 +58,90 @@ Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
   return sums;
 }
 
-// Takes `p` and `builder` with everything but the gradients.
+// Where kernels write gradients: tensors of the shape that the input is broadcast to, or numbers of rows. Rounded to a
+// half type before they are summed to the input's shape, large gradients of opposite signs would be infinities.
+class RoomForGradients {
+ public:
+  RoomForGradients(ProblemBuilder& builder, const Shape& shape, const Tensor& query, bool leaves_some_out)
+      : builder_(builder), shape_(shape), query_(query), leaves_some_out_(leaves_some_out) {}
+
+  Tensor add(Operand& operand, const Tensor& grad, const c10::SymDimVector& sizes, Axis axis) {
+    if (!grad.defined()) return grad;
+    const Tensor room = of_shape(grad, sizes);
+    if (leaves_some_out_) room.zero_();
+    builder_.add_result(operand, room, axis);
+    return room;
+  }
+  Tensor of_shape(const Tensor& grad, const c10::SymDimVector& sizes) const {
+    if (grad.sym_sizes() == c10::SymIntArrayRef(sizes)) return grad;
+    return at::empty_symint(sizes, compute_options(grad));
+  }
+  Tensor of_rows(void*& data) const {
+    const Tensor rows = empty_rows(shape_, query_);
+    if (leaves_some_out_) rows.zero_();
+    data = rows.mutable_data_ptr();
+    return rows;
+  }
+
+ private:
+  ProblemBuilder& builder_;
+  const Shape& shape_;
+  const Tensor& query_;
+  bool leaves_some_out_;
+};
+
+// Sums what was written to the gradients of the inputs.
+void sum_to_inputs(const Gradients& grads, const Gradients& written) {
+  const auto sum = [](size_t i, const Tensor& grad, const Tensor& found) {
+    TORCH_INTERNAL_ASSERT(found.defined() || !grad.defined(), "attn: no kernel writes the gradient of ",
+                          Inputs::about(i).name);
+    if (!grad.is_same(found)) grad.copy_(at::sum_to(found, grad.sizes()));
+  };
+  for_each_input(sum, grads, written);
+}
+
+// Takes `p` and `builder` with everything but the gradients, and `grads` uninitialised.
 template <class Params>
 Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
                     const Call& call, const Gradients& grads) {
-  const Tensor& query = call.query;
-  const bool leaves_out = leaves_some_out(p, query, shape);
+  RoomForGradients room(builder, shape, call.query, leaves_some_out(p, call.query, shape));
   if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
-  Gradients written = grads;
-  const auto write = [](size_t, const Tensor& grad, const Tensor& found) {
-    if (!grad.is_same(found)) grad.copy_(at::sum_to(found, grad.sizes()));
-  };
   if (no_rows(p) || (p.keys == 0 && !call.is_packed())) {
-    for_each_input([](size_t, const Tensor& grad) { grad.defined() ? grad.zero_() : grad; }, grads);
+    zero(grads);
     // A row without keys has the sink for its logsumexp.
     if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp && !call.is_packed())
-      write(0, grads.sinks, sum_of_rows(*u.logsumexp, shape).masked_fill(call.sinks->isneginf(), 0));
+      grads.sinks.copy_(
+          at::sum_to(sum_of_rows(*u.logsumexp, shape).masked_fill(call.sinks->isneginf(), 0), grads.sinks.sizes()));
     return grads;
   }
-  const auto add = [&](Operand& operand, Tensor& grad, const c10::SymDimVector& sizes, Rows rows) {
-    if (!grad.defined()) return;
-    // The gradient of a broadcast input is written at the broadcast shape, and then summed to the input's: rounded to a
-    // half type before the sum, large gradients of opposite signs would be infinities.
-    if (grad.sym_sizes() != c10::SymIntArrayRef(sizes)) grad = at::empty_symint(sizes, compute_options(grad));
-    if (leaves_out) grad.zero_();
-    builder.add_result(operand, grad, rows);
-  };
-  using enum Rows;
-  add(p.grad_query, written.query, shape.expanded(shape.heads, shape.queries, shape.head_dim), queries);
-  add(p.grad_key, written.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim), keys);
-  add(p.grad_value, written.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
-  Tensor& mask = written.attn_mask;
-  if (mask.defined() && call.is_packed()) {  // shared by heads alone, so that each sequence has its own part
-    const auto sizes = shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1));
-    if (mask.sym_sizes() != c10::SymIntArrayRef(sizes)) mask = at::empty_symint(sizes, compute_options(mask));
+  Gradients written;
+  using enum Axis;
+  written.query =
+      room.add(p.grad_query, grads.query, shape.expanded(shape.heads, shape.queries, shape.head_dim), queries);
+  written.key = room.add(p.grad_key, grads.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim), keys);
+  written.value =
+      room.add(p.grad_value, grads.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
+  Tensor mask_of_rows;
+  if (Tensor mask = grads.attn_mask; mask.defined()) {
+    if (call.is_packed())  // shared by heads alone, so that each sequence has its own part
+      mask = room.of_shape(mask, shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1)));
+    mask.zero_();  // tiles that positions hide are never written
+    written.attn_mask = mask;
+    if (mask.dim() > 0 && mask.size(-1) != 1)
+      builder.add_result(p.grad_mask, mask);
+    else if (p.terms.sinks || p.grad_logsumexp)
+      // A number added to all scores of a row changes its logsumexp alone and, beside a sink, the sum of its weights.
+      mask_of_rows = room.of_rows(p.grad_mask_rows);
   }
-  const bool mask_of_rows = mask.defined() && (mask.dim() == 0 || mask.size(-1) == 1);
-  if (mask.defined()) mask.zero_();  // tiles that positions hide are never written
-  if (mask.defined() && !mask_of_rows) builder.add_result(p.grad_mask, mask);
-  const auto of_rows = [&](bool wanted, void*& data) {
-    if (!wanted) return Tensor();
-    const Tensor rows = empty_rows(shape, query);
-    if (leaves_out) rows.zero_();
-    data = rows.mutable_data_ptr();
-    return rows;
-  };
-  const Tensor slopes = of_rows(grads.alibi_slopes.defined(), p.grad_slopes);
-  const Tensor sinks = of_rows(grads.sinks.defined(), p.grad_sinks);
-  // A number added to all scores of a row changes its logsumexp alone and, beside a sink, the sum of its weights.
-  const Tensor mask_rows = of_rows(mask_of_rows && (p.terms.sinks || p.grad_logsumexp), p.grad_mask_rows);
+  const Tensor slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();
+  const Tensor sinks = grads.sinks.defined() ? room.of_rows(p.grad_sinks) : Tensor();
   builder.merge_batch_dims();
   plan_mask(p);
-  run(p, query);
+  run(p, call.query);
+  if (mask_of_rows.defined()) written.attn_mask = mask_of_rows.unsqueeze(-1);
   if (slopes.defined()) written.alibi_slopes = sum_of_rows(slopes, shape);
   if (sinks.defined()) written.sinks = sum_of_rows(sinks, shape);
-  if (mask_rows.defined()) written.attn_mask = mask_rows.unsqueeze(-1);
-  for_each_input(write, grads, written);
+  sum_to_inputs(grads, written);
   return grads;
 }
 
@@ -126,9 +154,9 @@ void describe_point(Params& p, ProblemBuilder& builder, const Saved& saved) {
 }
 
 void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& direction) {
-  using enum Rows;
-  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent, Rows rows = queries) {
-    if (tangent && tangent->numel() > 0) builder.add(operand, *tangent, rows);
+  using enum Axis;
+  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent, Axis axis = queries) {
+    if (tangent && tangent->numel() > 0) builder.add(operand, *tangent, axis);
   };
   add(t.query, direction.query);
   add(t.key, direction.key, keys);

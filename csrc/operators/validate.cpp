@@ -154,17 +154,10 @@ void check_head_numbers(const Shape& shape, const char* name, const std::optiona
               "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
 }
 
-// Whether the numbers of a tensor of integers can be read without waiting for a device, and number i of them: not by an
-// operator, which a transform of torch.func would see.
+// Whether the numbers of a tensor of integers can be read without waiting for a device.
 bool is_readable(const Tensor& t) {
   return t.is_cpu() && t.has_storage() && !t.is_meta() && !at::isTensorSubclassLike(t);
 }
-int64_t number(const Tensor& t, int64_t i) {
-  int64_t at = 0;
-  for (int64_t d = t.dim(); d-- > 0; i /= t.size(d)) at += i % t.size(d) * t.stride(d);
-  return t.scalar_type() == at::kInt ? t.const_data_ptr<int32_t>()[at] : t.const_data_ptr<int64_t>()[at];
-}
-
 void check_is_integer(const Shape& shape, const char* name, const Tensor& t) {
   TORCH_CHECK(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, shape.op, ": ", name, " has dtype ",
               t.scalar_type(), "; it must be int32 or int64");
@@ -179,7 +172,7 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
   check_is_integer(shape, name, *t);
   if (!is_readable(*t)) return;
   for (int64_t i = 0; i < t->numel(); ++i) {
-    const int64_t n = number(*t, i), last = most(i);
+    const int64_t n = number_at(*t, i), last = most(i);
     TORCH_CHECK(least <= n && n <= last, shape.op, ": ", name, " is ", n,
                 t->numel() > 1 ? c10::str(" at entry ", i) : "", "; it must be between ", least, " and ", last);
   }
@@ -196,9 +189,9 @@ void check_starts(const Shape& shape, const char* name, const Tensor& t, const T
   check_is_integer(shape, name, t);
   if (!is_readable(t)) return;
   const int64_t last = tokens.guard_int(__FILE__, __LINE__), longest = most.guard_int(__FILE__, __LINE__);
-  TORCH_CHECK(number(t, 0) == 0, shape.op, ": ", name, " begins with ", number(t, 0), "; it must begin with 0");
+  TORCH_CHECK(number_at(t, 0) == 0, shape.op, ": ", name, " begins with ", number_at(t, 0), "; it must begin with 0");
   for (int64_t i = 1; i < t.numel(); ++i) {
-    const int64_t before = number(t, i - 1), n = number(t, i);
+    const int64_t before = number_at(t, i - 1), n = number_at(t, i);
     TORCH_CHECK(before <= n && n <= last, shape.op, ": ", name, " is ", n, " at entry ", i, ", after ", before,
                 "; it must not decrease, and not pass ", tokens_name, " = ", last);
     TORCH_CHECK(n - before <= longest, shape.op, ": ", most_name, " is ", longest, ", but sequence ", i - 1, " of ",
@@ -240,11 +233,11 @@ void check_pages(const Shape& shape, const Call& call) {
   if (!is_readable(table) || !is_readable(*seqused_k)) return;
   const int64_t pages = key.size(0), rows = key.size(2), per_sequence = table.size(1);
   for (int64_t n = 0; n < table.size(0); ++n) {
-    const int64_t keys = number(*seqused_k, n), used = keys == 0 ? 0 : (keys - 1) / std::max<int64_t>(rows, 1) + 1;
+    const int64_t keys = number_at(*seqused_k, n), used = keys == 0 ? 0 : (keys - 1) / std::max<int64_t>(rows, 1) + 1;
     TORCH_CHECK(used <= per_sequence && (rows > 0 || keys == 0), shape.op, ": seqused_k is ", keys, " at entry ", n,
                 ", but block_table has room for ", per_sequence, " pages of ", rows, " keys");
     for (int64_t i = 0; i < used; ++i) {
-      const int64_t page = number(table, n * per_sequence + i);
+      const int64_t page = number_at(table, n * per_sequence + i);
       TORCH_CHECK(0 <= page && page < pages, shape.op, ": block_table is ", page, " at [", n, ", ", i,
                   "], which is in use; it must be between 0 and ", pages - 1, ", the pages of key and value");
     }
@@ -343,7 +336,7 @@ Shape validate(const char* op, const Call& call) {
     if (paged) return call.max_k.guard_int(__FILE__, __LINE__);
     if (!cu_seq_k || !is_readable(*cu_seq_k)) return shape.keys.guard_int(__FILE__, __LINE__);
     const int64_t n = i % (cu_seq_k->numel() - 1);
-    return number(*cu_seq_k, n + 1) - number(*cu_seq_k, n);
+    return number_at(*cu_seq_k, n + 1) - number_at(*cu_seq_k, n);
   });
   if (paged) check_pages(shape, call);
   return shape;

@@ -50,6 +50,14 @@ struct Checker {
   void residual(const char* name, const at::Tensor& t) const;
 };
 
+// Number i of a tensor of integers in a CPU's memory, counted as if it was contiguous. No operator reads it, because a
+// transform of torch.func would see one.
+inline int64_t number_at(const at::Tensor& t, int64_t i) {
+  int64_t at = 0;
+  for (int64_t d = t.dim(); d-- > 0; i /= t.size(d)) at += i % t.size(d) * t.stride(d);
+  return t.scalar_type() == at::kInt ? t.const_data_ptr<int32_t>()[at] : t.const_data_ptr<int64_t>()[at];
+}
+
 // The type that kernels compute in, which workspaces and statistics have.
 at::ScalarType compute_dtype(const at::Tensor& query);
 at::TensorOptions compute_options(const at::Tensor& query);

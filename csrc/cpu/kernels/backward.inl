@@ -208,7 +208,7 @@ struct Backward {
       for (int64_t lane = 0; lane < lanes; lane += W) {
         Vec<T> sum{};
         for (int64_t d = 0; d < cols; ++d)
-          for (int64_t part = 0; part < F::kParts; ++part) {
+          for (int64_t part = 0; part < F::kSummands; ++part) {
             const Vec<T> slots = load<T>(state.grad_output_t + F::slot(first + d, part) * kRowTile + lane);
             sum += load<T>(b.x + d * kRowTile + lane) * F::number(slots, d % F::kNumbers);
           }

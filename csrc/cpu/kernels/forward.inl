@@ -4,7 +4,7 @@
 // exp(m_old - m_new).
 #pragma once
 
-#include "cpu/kernels/packed.inl"
+#include "cpu/kernels/prepacked.inl"
 #include "cpu/kernels/splits.inl"
 #include "cpu/tiles/dropout.inl"
 #include "cpu/tiles/scores.inl"
@@ -29,7 +29,7 @@ struct Forward {
 
   // Whether weights are rounded to one part, and what that takes from the output is summed beside it, by a product of
   // its own: the output has twice the columns, its own first.
-  static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kParts == 1 && p.sums_scores; }
+  static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.sums_scores; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
   // Per tile of rows, kept while the keys pass.
@@ -312,9 +312,9 @@ struct Forward {
       const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
       from.key = key_block(p, p.key, own.n, key_head, keys.first, keys.size(), p.head_dim, b.key_copy);
       from.value = key_block(p, p.value, own.n, value_head, keys.first, keys.size(), p.value_dim, b.value_copy);
-      if (p.packed) {
-        from.key_rows = Packed<F>::keys(p, own.n, key_head, keys.first);
-        from.value_rows = Packed<F>::values(p, own.n, value_head, keys.first);
+      if (p.prepacked) {
+        from.key_rows = Prepacked<F>::keys(p, own.n, key_head, keys.first);
+        from.value_rows = Prepacked<F>::values(p, own.n, value_head, keys.first);
         return;
       }
       from.key_rows = F::along_columns(from.key, keys.size(), p.head_dim, b.key, b.ld_key);

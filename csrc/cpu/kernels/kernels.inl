@@ -50,11 +50,11 @@ struct KernelTable {
   // The kernels of a format F. Tangents and second derivatives take only the scores from the format, which must be the
   // forward's.
   template <class F, class K = Forward<F>>
-  static constexpr ForwardKernels kForward = {K::workspace,    K::run,          K::merge,
-                                              Packed<F>::size, Packed<F>::pack, Formats::kOnThread};
+  static constexpr ForwardKernels kForward = {
+      K::workspace, K::run, K::merge, Prepacked<F>::size, Prepacked<F>::pack, Formats::kOnThread};
   template <class T, class K = Decode<T>, class F = Singles<T>>
-  static constexpr ForwardKernels kDecode = {K::workspace,    K::run,          Forward<F>::merge,
-                                             Packed<F>::size, Packed<F>::pack, Formats::kOnThread};
+  static constexpr ForwardKernels kDecode = {
+      K::workspace, K::run, Forward<F>::merge, Prepacked<F>::size, Prepacked<F>::pack, Formats::kOnThread};
   template <class Params, class K>
   static constexpr OnePassKernels<Params> kOnePass = {K::workspace, K::run, Formats::kOnThread};
   template <class Params, class K>

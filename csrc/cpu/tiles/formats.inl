@@ -30,7 +30,7 @@ concept Format =
              Vec<typename F::Number> v, Vec<typename F::Number> (&weights)[F::kNumbers]) {
       F::kNumbers;      // of a slot
       F::kStep;         // slots that a product sums over at a time
-      F::kParts;        // of a number: what one slot does not hold of it is in the next
+      F::kSummands;     // of a number: what one slot does not hold of it is in the next
       F::kTiles;        // whether products go through the processor's tiles
       F::holds(dtype);  // whether the format keeps numbers of the type as they are
 
@@ -71,11 +71,11 @@ concept Format =
       F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
     };
 
-// Slots that hold `numbers` neighbours: whole steps of a product, of kStep slots for each of kParts parts of a number.
+// Slots that hold `numbers` neighbours: whole steps of a product, of kStep slots for each of kSummands parts of a number.
 template <class F>
 constexpr int64_t slots_of(int64_t numbers) {
   constexpr int64_t kStep = F::kNumbers * F::kStep;
-  return (numbers + kStep - 1) / kStep * (F::kStep * F::kParts);
+  return (numbers + kStep - 1) / kStep * (F::kStep * F::kSummands);
 }
 
 // The length of a packed row: room for `columns` numbers or, if these are more, for their slots.
@@ -90,7 +90,7 @@ struct Singles {
   using Number = T;
   static constexpr int64_t kNumbers = 1;
   static constexpr int64_t kStep = 1;
-  static constexpr int64_t kParts = 1;
+  static constexpr int64_t kSummands = 1;
   static constexpr bool kTiles = false;
 
   static constexpr bool holds(DType) { return true; }

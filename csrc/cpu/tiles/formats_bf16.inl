@@ -1,5 +1,5 @@
 // Operands of bfloat16, for the instructions that multiply them: a slot holds two neighbours, the first in its low
-// half, and their products are summed in float32. A number of more bits is a sum of kParts bfloat16, each the rounding
+// half, and their products are summed in float32. A number of more bits is a sum of kSummands bfloat16, each the rounding
 // of what those before it left.
 #pragma once
 
@@ -8,21 +8,21 @@
 
 namespace attn::ATTN_ISA {
 
-// kPartsOfNumber: bfloat16 that a number is the sum of. kSlotsOfStep: slots that one step of a product takes; the parts
+// kSummandsOfNumber: bfloat16 that a number is the sum of. kSlotsOfStep: slots that one step of a product takes; the parts
 // of a number lie so many slots apart, and the last step is filled up with zeros.
 //   Pairs         one slot a step, multiplied by VDPBF16PS
 //   Tiles<parts>  16 slots a step, multiplied by the tiles of AMX
-template <int kPartsOfNumber, int kSlotsOfStep>
+template <int kSummandsOfNumber, int kSlotsOfStep>
 struct Bfloat16s {
   using Number = float;
   using Bits = Vec<uint32_t>;
   static constexpr int64_t kNumbers = 2;
   static constexpr int64_t kStep = kSlotsOfStep;
-  static constexpr int64_t kParts = kPartsOfNumber;
+  static constexpr int64_t kSummands = kSummandsOfNumber;
   static constexpr bool kTiles = kStep > 1;
   static constexpr int W = kLanes<float>;
-  static_assert(kTiles || kParts == 1);
-  static constexpr bool holds(DType dtype) { return dtype == DType::bf16 || (kParts == 2 && dtype == DType::f16); }
+  static_assert(kTiles || kSummands == 1);
+  static constexpr bool holds(DType dtype) { return dtype == DType::bf16 || (kSummands == 2 && dtype == DType::f16); }
 
   static ATTN_INLINE Vec<float> multiply(const float* a, Vec<float> b) { return multiply_add(Vec<float>{}, a, b); }
   static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, const float* a, Vec<float> b) {
@@ -35,7 +35,7 @@ struct Bfloat16s {
   }
 
   static bool in_place(const Block& block, int64_t rows, int64_t cols) {
-    if (kParts > 1 || block.dtype != DType::bf16 || block.col != 1 || cols % (kNumbers * kStep) != 0) return false;
+    if (kSummands > 1 || block.dtype != DType::bf16 || block.col != 1 || cols % (kNumbers * kStep) != 0) return false;
     if (!kTiles) return block.row % kNumbers == 0;
     // Whole tiles, in aligned rows, not so far apart that they fall into few sets of the cache.
     constexpr int64_t kLine = 64 / sizeof(uint16_t), kFarApart = 512;
@@ -54,9 +54,9 @@ struct Bfloat16s {
     const int64_t end = round_up(cols, kNumbers * kStep);
     for (int64_t i = 0; i < rows; ++i) {
       for (int64_t d = 0; d < end; d += W) {
-        Shorts<float> part[kParts];
-        load_parts(block, i, d, smaller(cols - d, W), part);
-        for (int64_t g = 0; g < kParts; ++g)
+        Shorts<float> part[kSummands];
+        load_summands(block, i, d, smaller(cols - d, W), part);
+        for (int64_t g = 0; g < kSummands; ++g)
           __builtin_memcpy(tile + i * ld + slot(d, g), &part[g], smaller(end - d, W) / kNumbers * sizeof(float));
       }
     }
@@ -93,9 +93,9 @@ struct Bfloat16s {
     const int64_t last = first + rows;
     for (int64_t i = first; i < last;) {
       const bool is_second = i % kNumbers == 1, is_pair = !is_second && i + 1 < last;
-      if (kTiles && i % (kNumbers * kStep) == 0) fill_zero(tile + slot(i, 0) * ld, kStep * kParts * ld);
+      if (kTiles && i % (kNumbers * kStep) == 0) fill_zero(tile + slot(i, 0) * ld, kStep * kSummands * ld);
       int64_t d = 0;
-      if (kParts == 1 && is_pair && block.dtype == DType::bf16 && block.col == 1) {
+      if (kSummands == 1 && is_pair && block.dtype == DType::bf16 && block.col == 1) {
         const auto* row = reinterpret_cast<const uint16_t*>(block.data) + (i - first) * block.row;
         for (; d + 2 * W <= cols; d += 2 * W) {
           Vec<float> slots[2];
@@ -105,10 +105,10 @@ struct Bfloat16s {
         }
       }
       for (; d < round_up(cols, W); d += W) {
-        Shorts<float> part[kParts], next[kParts];
-        load_parts(block, i - first, d, smaller(cols - d, W), part);
-        if (is_pair) load_parts(block, i + 1 - first, d, smaller(cols - d, W), next);
-        for (int64_t g = 0; g < kParts; ++g) {
+        Shorts<float> part[kSummands], next[kSummands];
+        load_summands(block, i - first, d, smaller(cols - d, W), part);
+        if (is_pair) load_summands(block, i + 1 - first, d, smaller(cols - d, W), next);
+        for (int64_t g = 0; g < kSummands; ++g) {
           float* to = tile + slot(i, g) * ld + d;
           Bits bits = __builtin_convertvector(part[g], Bits);
           if (is_pair) bits |= __builtin_convertvector(next[g], Bits) << 16;
@@ -134,11 +134,11 @@ struct Bfloat16s {
     }
   }
 
-  static constexpr bool kWeightsInPlace = kParts == 1;
+  static constexpr bool kWeightsInPlace = kSummands == 1;
   // kFinite: no weight is an infinity.
   template <bool kFinite = true>
   static ATTN_INLINE void store_along_keys(float* tile, int64_t key, Vec<float> (&weights)[2]) {
-    for (int64_t g = 0; g < kParts; ++g) {
+    for (int64_t g = 0; g < kSummands; ++g) {
       const Vec<float> slots = interleaved_bfloat16(weights[0], weights[1]);
       store<float>(tile + slot(key, g) * kRowTile, slots);
       for (int k = 0; k < 2; ++k)
@@ -147,7 +147,7 @@ struct Bfloat16s {
   }
   static void end_along_keys(float* tile, int64_t keys, int64_t lanes) {
     for (int64_t j = round_up(keys, kNumbers); j < round_up(keys, kNumbers * kStep); j += kNumbers)
-      for (int64_t g = 0; g < kParts; ++g) fill_zero(tile + slot(j, g) * kRowTile, lanes);
+      for (int64_t g = 0; g < kSummands; ++g) fill_zero(tile + slot(j, g) * kRowTile, lanes);
   }
   static const float* along_keys(float* x, int64_t keys, int64_t lanes, float* tile) {
     float* const to = kWeightsInPlace ? x : tile;
@@ -170,7 +170,7 @@ struct Bfloat16s {
       for (int64_t i = 0; i < lanes; i += 2 * W) {
         Vec<float> first = load_lanes(x + j * kRowTile, i);
         Vec<float> second = load_lanes(x + j * kRowTile, i + W);
-        for (int64_t g = 0; g < kParts; ++g) {
+        for (int64_t g = 0; g < kSummands; ++g) {
           const Vec<float> slots = joined_bfloat16(first, second);
           store<float>(tile + j * ld + slot(i, g), slots);
           Shorts<float> part[2];
@@ -184,8 +184,8 @@ struct Bfloat16s {
 
   static ATTN_INLINE int64_t slot(int64_t i, int64_t part) {
     const uint64_t n = static_cast<uint64_t>(i);  // divided by shifts
-    if (kParts == 1) return static_cast<int64_t>(n / kNumbers);
-    return static_cast<int64_t>((n / (kNumbers * kStep) * kParts + static_cast<uint64_t>(part)) * kStep +
+    if (kSummands == 1) return static_cast<int64_t>(n / kNumbers);
+    return static_cast<int64_t>((n / (kNumbers * kStep) * kSummands + static_cast<uint64_t>(part)) * kStep +
                                 n / kNumbers % kStep);
   }
   static ATTN_INLINE Vec<float> number(Vec<float> slots, int64_t k) {
@@ -202,10 +202,10 @@ struct Bfloat16s {
     }
   }
 
-  // 2^x in place of every x, as accurate as kParts bfloat16.
+  // 2^x in place of every x, as accurate as kSummands bfloat16.
   template <int N>
   static ATTN_INLINE void exp2(Vec<float> (&x)[N]) {
-    exp2_of_degree<3 + kParts>(x);
+    exp2_of_degree<3 + kSummands>(x);
   }
 
  private:
@@ -216,12 +216,12 @@ struct Bfloat16s {
   }
 
   // Parts of the numbers (i, d), (i, d + 1), ... of the block, `count` of them if fewer than W, and zeros.
-  static ATTN_INLINE void load_parts(const Block& block, int64_t i, int64_t d, int64_t count,
-                                     Shorts<float> (&part)[kParts]) {
+  static ATTN_INLINE void load_summands(const Block& block, int64_t i, int64_t d, int64_t count,
+                                        Shorts<float> (&part)[kSummands]) {
     const int64_t at = i * block.row + d * block.col;
     if (block.dtype == DType::bf16) {
       part[0] = gathered<Shorts<float>>(reinterpret_cast<const uint16_t*>(block.data) + at, block.col, count);
-      for (int64_t g = 1; g < kParts; ++g) part[g] = Shorts<float>{};
+      for (int64_t g = 1; g < kSummands; ++g) part[g] = Shorts<float>{};
       return;
     }
     Vec<float> x;
@@ -229,7 +229,7 @@ struct Bfloat16s {
       x = half_to_float(gathered<Shorts<float>>(reinterpret_cast<const uint16_t*>(block.data) + at, block.col, count));
     else
       x = gathered<Vec<float>>(reinterpret_cast<const float*>(block.data) + at, block.col, count);
-    if constexpr (kParts == 1) {
+    if constexpr (kSummands == 1) {
       part[0] = round_to_bfloat16(x);
       return;
     }
@@ -237,13 +237,13 @@ struct Bfloat16s {
     // is multiplied with one part only of the other factor: with a part that is 0 they would give NaN.
     const auto finite = x - x == Vec<float>{};
     Vec<float> rest = finite ? x : Vec<float>{};
-    for (int64_t g = 0; g < kParts; ++g) {
+    for (int64_t g = 0; g < kSummands; ++g) {
       part[g] = round_to_bfloat16(rest);
       const auto infinite = (part[g] & static_cast<uint16_t>(0x7fff)) == static_cast<uint16_t>(0x7f80);
       part[g] = infinite ? part[g] - static_cast<uint16_t>(1) : part[g];
       rest = rest - bfloat16_to_float(part[g]);
     }
-    part[kParts - 1] = __builtin_convertvector(finite, Shorts<float>) ? part[kParts - 1] : round_to_bfloat16(x);
+    part[kSummands - 1] = __builtin_convertvector(finite, Shorts<float>) ? part[kSummands - 1] : round_to_bfloat16(x);
   }
   template <class V, class S>
   static ATTN_INLINE V gathered(const S* from, int64_t stride, int64_t count) {
@@ -258,8 +258,8 @@ struct Bfloat16s {
 };
 
 using Pairs = Bfloat16s<1, 1>;
-template <int kParts>
-using Tiles = Bfloat16s<kParts, 16>;
+template <int kSummands>
+using Tiles = Bfloat16s<kSummands, 16>;
 static_assert(Format<Pairs> && Format<Tiles<1>> && Format<Tiles<2>>);
 
 }  // namespace attn::ATTN_ISA

@@ -9,8 +9,8 @@
 
 namespace attn::ATTN_ISA {
 
-template <int kParts>
-struct Gemm<Tiles<kParts>> {
+template <int kSummands>
+struct Gemm<Tiles<kSummands>> {
   static constexpr int64_t kTile = 16;  // rows, and slots of a row
 
   // Which parts of A and B are multiplied: all, the largest product last. Neighbours have a part in common, whose tiles
@@ -19,7 +19,7 @@ struct Gemm<Tiles<kParts>> {
     int a, b;
   };
   static constexpr Pair kProducts[] = {{0, 1}, {1, 1}, {1, 0}, {0, 0}};
-  static constexpr int kCount = kParts * kParts;
+  static constexpr int kCount = kSummands * kSummands;
   static constexpr int kFirst = 4 - kCount;
 
   // M x N tiles of C, tile (m, n) in the processor's tile 2 m + n.
@@ -53,7 +53,7 @@ struct Gemm<Tiles<kParts>> {
   template <int M, int N, class Between>
   static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb,
                                        Between& between) {
-    for (int64_t k = 0; k < K; k += kTile * kParts) {
+    for (int64_t k = 0; k < K; k += kTile * kSummands) {
       for (int i = 0; i < M; ++i) between();  // about as often as elsewhere
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {

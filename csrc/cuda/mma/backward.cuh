@@ -452,7 +452,7 @@ struct BackwardMma {
                                         float scale, bool there) const {
     const MmaThread thread;
     const auto value = [&](int n, int c) { return sum[n][2 * half + c] * scale; };
-    if (takes_chunks(p, to, cols)) return write_chunks<S, kDim / 8>(to, base, cols, there, value);
+    if (takes_vectors(p, to, cols)) return write_vectors<S, kDim / 8>(to, base, cols, there, value);
     if (!there) return;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)

@@ -10,9 +10,9 @@ namespace attn::cuda {
 constexpr int kDeltaThreads = 128;
 constexpr int kDeltaSteps = 4;  // rows of a thread, all under way at a time
 
-// The lanes that share a row of up to kDim columns: each reads one chunk of it.
+// The lanes that share a row of up to kDim columns: each reads one vector of it.
 template <int kDim>
-constexpr int kDeltaLanes = kDim / kChunk;
+constexpr int kDeltaLanes = kDim / kVector;
 // Rows of a block.
 template <int kDim>
 constexpr int kDeltaRows = kDeltaSteps * kDeltaThreads / kDeltaLanes<kDim>;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
   const Row first{number / tiles / p.heads, number / tiles % p.heads, number % tiles * kDeltaRows<kDim>};
   const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, sequence_of(p, first.n).queries - first.position));
   if (rows <= 0) return;
-  const int col = threadIdx.x % kLanes * kChunk, own = threadIdx.x / kLanes;
+  const int col = threadIdx.x % kLanes * kVector, own = threadIdx.x / kLanes;
   const int own_rows = col < p.value_dim ? rows : 0;  // with numbers in this thread's columns
 
   const auto begin = [&](const Operand& x) {
@@ -45,14 +45,14 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
   for (int k = 0; k < kDeltaSteps; ++k) {
     const int64_t i = k * kRowsAtOnce;
     if (own + i >= own_rows) continue;
-    S g[kChunk], o[kChunk];
-    float rest[kChunk] = {};
+    S g[kVector], o[kVector];
+    float rest[kVector] = {};
     load_vec16(g, grad_output + i * p.grad_output.row);
     load_vec16(o, output + i * p.output.row);
     if (residual) load_vec16(rest, residual + i * p.residual.row);
     float of_rest = 0;
 #pragma unroll
-    for (int c = 0; c < kChunk; ++c) {
+    for (int c = 0; c < kVector; ++c) {
       sum[k] = fmaf(to_float(g[c]), to_float(o[c]), sum[k]);
       of_rest = fmaf(to_float(g[c]), rest[c], of_rest);
     }

@@ -31,7 +31,7 @@ struct ForwardMma {
     Dropout dropout;
     const S* key_data;  // of the batch entry and head
     const S* value_data;
-    bool mask_in_units;  // chunks where they are copied, else pairs
+    bool mask_in_units;  // vectors where they are copied, else pairs
     RowTile<kRows> rows;
     // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
     float maximum[kRows];
@@ -331,7 +331,7 @@ struct ForwardMma {
     const MmaThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);
     const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
-    const bool chunks = p.splits == 1 && !p.residual.data && takes_chunks(p, p.output, p.value_dim);
+    const bool vectors = p.splits == 1 && !p.residual.data && takes_vectors(p, p.output, p.value_dim);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -341,7 +341,7 @@ struct ForwardMma {
         total += __shfl_xor_sync(~0u, total, 2);
         const int i = row(thread, t, half);
         const bool there = i < task.rows;
-        if (!there && !chunks) continue;
+        if (!there && !vectors) continue;
         const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
         const float best = total == 0 ? 0 : shared.maximum[i];
         const float maximum = __fmul_rn(best, scale());
@@ -351,8 +351,8 @@ struct ForwardMma {
         Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);
         const float left = to.add_sink(logsumexp), inverse = static_cast<float>(p.keep_scale) * left / total;
         const auto value = [&](int n, int c) { return total == 0 ? 0 * left : output[t][n][2 * half + c] * inverse; };
-        if (chunks) {
-          write_chunks<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
+        if (vectors) {
+          write_vectors<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
         } else {
 #pragma unroll
           for (int n = 0; n < kDim / 8; ++n)

@@ -15,11 +15,11 @@ struct MaskTile {
   static constexpr int kWarpRows = 16 * kTiles;
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   template <class Number>
-  static constexpr int kNumbers = 16 / static_cast<int>(sizeof(Number));  // of a chunk
+  static constexpr int kNumbers = 16 / static_cast<int>(sizeof(Number));  // of a vector
   template <class Number>
-  static constexpr int kChunks = kKeys / kNumbers<Number>;  // of a row
+  static constexpr int kVectors = kKeys / kNumbers<Number>;  // of a row
   template <class Number>
-  static constexpr int kRowBytes = 16 * kChunks<Number>;
+  static constexpr int kRowBytes = 16 * kVectors<Number>;
 
   // A row of 16-bit numbers is a row of this tile, two rows of boolean ones are. Both lie where no two lanes that read
   // a fragment meet in a bank.
@@ -32,36 +32,36 @@ struct MaskTile {
       return MmaThread();
   }
 
-  // Where a chunk of a row of the mask lies.
+  // Where a vector of a row of the mask lies.
   template <class Number>
-  __device__ __forceinline__ void* at(unsigned row, unsigned chunk) {
-    return sizeof(Number) == 2 ? tile.at(row, chunk) : tile.at(row / 2, row % 2 * kChunks<Number> + chunk);
+  __device__ __forceinline__ void* at(unsigned row, unsigned vector) {
+    return sizeof(Number) == 2 ? tile.at(row, vector) : tile.at(row / 2, row % 2 * kVectors<Number> + vector);
   }
 
-  // What a lane copies: a chunk of each of some rows of its warp, of two neighbours and of those kStep further each.
+  // What a lane copies: a vector of each of some rows of its warp, of two neighbours and of those kStep further each.
   template <class Number>
   struct Share {
-    static constexpr int kStep = 64 / kChunks<Number>;
+    static constexpr int kStep = 64 / kVectors<Number>;
     static constexpr int kPairs = kWarpRows / kStep;
-    int row, chunk;
+    int row, vector;
 
     __device__ __forceinline__ Share() {
       const MmaThread thread = this_thread();
       const unsigned lane = thread.lane;
-      row = kWarpRows * thread.warp + 2 * (lane / kChunks<Number>);
-      chunk = lane % kChunks<Number>;
+      row = kWarpRows * thread.warp + 2 * (lane / kVectors<Number>);
+      vector = lane % kVectors<Number>;
     }
-    __device__ __forceinline__ int first() const { return chunk * kNumbers<Number>; }  // number of a row
+    __device__ __forceinline__ int first() const { return vector * kNumbers<Number>; }  // number of a row
   };
 
   // Starts to copy what belongs to the keys from `key` on, of which there are `keys`; what is beyond repeats the last
-  // one. Row i begins at in_mask[i], and its numbers are `stride` apart. in_chunks: see mask_in_units(). A lane may
+  // one. Row i begins at in_mask[i], and its numbers are `stride` apart. in_vectors: see mask_in_units(). A lane may
   // look at what it has copied itself after commit_copies() and wait_for_copies(), the warp after a barrier.
   template <class Number>
-  __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_chunks, int64_t key,
-                                       int keys) {
+  __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_vectors,
+                                       int64_t key, int keys) {
     const Share<Number> share;
-    if (!in_chunks || share.first() + kNumbers<Number> > keys)
+    if (!in_vectors || share.first() + kNumbers<Number> > keys)
       return gather(share, key * stride, stride, in_mask, keys);
     struct alignas(16) Pair {
       const unsigned char* row[2];
@@ -72,7 +72,7 @@ struct MaskTile {
     const int64_t offset = (key + share.first()) * static_cast<int64_t>(sizeof(Number));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      auto* const to = static_cast<unsigned char*>(at<Number>(share.row + r, share.chunk));
+      auto* const to = static_cast<unsigned char*>(at<Number>(share.row + r, share.vector));
 #pragma unroll
       for (int k = 0; k < Share<Number>::kPairs; ++k)  // rows a multiple of 8 apart are permuted alike
         copy_async(to + k * Share<Number>::kStep * kRowBytes<Number>, begin[k].row[r] + offset, true);
@@ -93,7 +93,7 @@ struct MaskTile {
         const int at_most = first + j < keys ? first + j : keys - 1;
         word |= static_cast<uint32_t>(from[at_most * stride]) << 8 * sizeof(Number) * j;
       }
-      static_cast<uint32_t*>(at<Number>(row, share.chunk))[i % 4] = word;
+      static_cast<uint32_t*>(at<Number>(row, share.vector))[i % 4] = word;
     }
   }
 
@@ -101,14 +101,14 @@ struct MaskTile {
   template <class Number>
   __device__ __forceinline__ bool shows_some() {
     const Share<Number> share;
-    const void* const numbers[2] = {at<Number>(share.row, share.chunk), at<Number>(share.row + 1, share.chunk)};
+    const void* const numbers[2] = {at<Number>(share.row, share.vector), at<Number>(share.row + 1, share.vector)};
     const auto pair_shows_some = [&](int k) {
       uint32_t some = 0;
 #pragma unroll
       for (const void* of_row : numbers) {
-        const auto chunk = static_cast<const Vec16<uint32_t>*>(of_row)[k * Share<Number>::kStep * kChunks<Number>];
+        const auto vector = static_cast<const Vec16<uint32_t>*>(of_row)[k * Share<Number>::kStep * kVectors<Number>];
 #pragma unroll
-        for (const uint32_t word : chunk.at) some |= word ^ Fragments::template kHidden<Number>;
+        for (const uint32_t word : vector.at) some |= word ^ Fragments::template kHidden<Number>;
       }
       return some != 0;
     };
@@ -131,7 +131,7 @@ struct MaskTile {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // As MmaTile::address(): the chunk is n / 2, and eight rows further it is permuted otherwise.
+          // As MmaTile::address(): the vector is n / 2, and eight rows further it is permuted otherwise.
           const unsigned offset = (first ^ (n / 2 * 16 | half * 64)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
           mask[n][half] = *reinterpret_cast<const uint16_t*>(numbers + offset);
         }

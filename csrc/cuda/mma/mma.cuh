@@ -10,43 +10,43 @@ namespace attn::cuda {
 
 constexpr int kMmaThreads = 128;  // four warps
 
-// [kRows, kCols], row by row. The chunks of a row are permuted by the row's number, so that the eight rows of a matrix
+// [kRows, kCols], row by row. The vectors of a row are permuted by the row's number, so that the eight rows of a matrix
 // that a warp reads, and the columns that it writes, fall into different banks.
 template <class S, int kRows, int kCols>
 struct MmaTile {
-  static constexpr int kChunks = kCols / kChunk;  // of a row
-  static_assert(kChunks % 8 == 0);
+  static constexpr int kVectors = kCols / kVector;  // of a row
+  static_assert(kVectors % 8 == 0);
 
   alignas(128) S numbers[kRows * kCols];
 
   // Unsigned, so that no sign needs care: what the row number of a fragment adds becomes part of an instruction.
-  __device__ __forceinline__ S* at(unsigned row, unsigned chunk) {
-    return numbers + row * kCols + (chunk ^ row % 8) * kChunk;
+  __device__ __forceinline__ S* at(unsigned row, unsigned vector) {
+    return numbers + row * kCols + (vector ^ row % 8) * kVector;
   }
   static constexpr unsigned kRowBytes = kCols * sizeof(S);
-  // The address of chunk `first` + 2 k of a row, `first` being 0 or 1. As a tile begins at a multiple of 128 bytes, it
-  // is that of chunk `first` but for a few bits: one instruction a k.
+  // The address of vector `first` + 2 k of a row, `first` being 0 or 1. As a tile begins at a multiple of 128 bytes, it
+  // is that of vector `first` but for a few bits: one instruction a k.
   __device__ __forceinline__ SharedAddress address(unsigned row, unsigned first, unsigned k) {
     const SharedAddress of_first = shared_address(numbers) + row * kRowBytes + (first ^ row % 8) * 16;
     return (of_first ^ k % 4 * 32) + k / 4 * 128;
   }
 };
 
-// Starts to fill a tile: `rows` rows of `cols` numbers (in_chunks(), launch.h); zeros elsewhere. A thread copies one
-// chunk of row first_row + i for each i of a few: from(first_row, i) is called in that order and says where the row
+// Starts to fill a tile: `rows` rows of `cols` numbers (in_vectors(), launch.h); zeros elsewhere. A thread copies one
+// vector of row first_row + i for each i of a few: from(first_row, i) is called in that order and says where the row
 // begins. Complete after commit_copies(), wait_for_copies() and a barrier.
 template <class S, int kRows, int kCols, class From>
 __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from) {
-  constexpr int kChunks = kCols / kChunk;
-  constexpr int kRowsAtOnce = kMmaThreads / kChunks;
-  const unsigned thread = thread_index(), chunk = thread % kChunks, first_row = thread / kChunks;
-  const int first = chunk * kChunk;
+  constexpr int kVectors = kCols / kVector;
+  constexpr int kRowsAtOnce = kMmaThreads / kVectors;
+  const unsigned thread = thread_index(), vector = thread % kVectors, first_row = thread / kVectors;
+  const int first = vector * kVector;
   const int left = (first < static_cast<int>(cols) ? rows : 0) - static_cast<int>(first_row);
-  S* const to = tile.at(first_row, chunk);
+  S* const to = tile.at(first_row, vector);
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce)
-    // The chunks of rows that are a multiple of 8 apart are permuted alike.
-    copy_async(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, chunk), from(first_row, i) + first,
+    // The vectors of rows that are a multiple of 8 apart are permuted alike.
+    copy_async(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i) + first,
                i < left);
 }
 // Row i lies offset(i) numbers behind `data`.
@@ -91,23 +91,23 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
     }
 }
 
-// Whether a row of results can be written in chunks.
-__device__ __forceinline__ bool takes_chunks(const Problem& p, const Operand& to, int64_t cols) {
-  return to.dtype != DType::f32 && in_chunks(p, to, cols);
+// Whether a row of results can be written in vectors.
+__device__ __forceinline__ bool takes_vectors(const Problem& p, const Operand& to, int64_t cols) {
+  return to.dtype != DType::f32 && in_vectors(p, to, cols);
 }
 // Writes a row, value(n, c) being what a lane has in column c of its two of fragment n. Called by all lanes of a warp;
 // `there`: whether there is the row.
 template <class S, int kFragments, class Value>
-__device__ __forceinline__ void write_chunks(const Operand& to, int64_t base, int64_t cols, bool there, Value value) {
+__device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, int64_t cols, bool there, Value value) {
   const MmaThread thread;
 #pragma unroll
   for (int n = 0; n < kFragments; n += 4) {
-    Vec16<uint32_t> chunk;
+    Vec16<uint32_t> vector;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) chunk.at[i] = pack<S>(value(n + i, 0), value(n + i, 1));
-    transpose(chunk.at, thread.place);
+    for (int i = 0; i < 4; ++i) vector.at[i] = pack<S>(value(n + i, 0), value(n + i, 1));
+    transpose(vector.at, thread.place);
     const int col = 8 * (n + thread.place);
-    if (there && col < cols) *reinterpret_cast<Vec16<uint32_t>*>(static_cast<S*>(to.data) + base + col) = chunk;
+    if (there && col < cols) *reinterpret_cast<Vec16<uint32_t>*>(static_cast<S*>(to.data) + base + col) = vector;
   }
 }
 

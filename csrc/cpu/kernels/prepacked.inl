@@ -6,9 +6,9 @@
 
 namespace attn::ATTN_ISA {
 
-// ForwardParams::packed: first all tiles of keys, then all tiles of values.
+// ForwardParams::prepacked: first all tiles of keys, then all tiles of values.
 template <Format F>
-struct Packed {
+struct Prepacked {
   using T = typename F::Number;
 
   // Whether it pays: several tasks read them, and they take no more memory than queries and outputs, about.
@@ -48,7 +48,7 @@ struct Packed {
   static int64_t key_size(const ForwardParams& p) { return kKeyTile * ld_key(p); }
   static int64_t value_size(const ForwardParams& p) { return round_up(p.value_dim, kLanes<T>) * kValueRow; }
   static T* key_tile(const ForwardParams& p, int64_t n, int64_t head, int64_t key) {
-    return static_cast<T*>(p.packed) + ((n * p.key_heads + head) * tiles(p) + key / kKeyTile) * key_size(p);
+    return static_cast<T*>(p.prepacked) + ((n * p.key_heads + head) * tiles(p) + key / kKeyTile) * key_size(p);
   }
   static T* value_tile(const ForwardParams& p, int64_t n, int64_t head, int64_t key) {
     return key_tile(p, p.batch, 0, 0) + ((n * p.value_heads + head) * tiles(p) + key / kKeyTile) * value_size(p);

@@ -1,7 +1,6 @@
-// A call as the parts that are planned and run each by itself: all of it at once where its entries are alike, else
-// every entry of the batch. A packed sequence is an entry like any other, and no kernel knows of those beside it: so
-// its bits are those of a call with it alone. A thousand entries are planned and run at a time: what is known of each
-// takes 2 KB.
+// A call as the entries that are planned and run each by itself: as one, all of it, where the entries of the batch are
+// alike. A packed sequence is an entry like any other, and no kernel knows of those beside it: so its bits are those of
+// a call with it alone. A thousand entries are planned and run at a time, because what is known of each takes 2 KB.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +27,7 @@ Params entry_of(const Params& call, int64_t n) {
   const Sequence sequence = sequence_of(call, n);
   p.queries = sequence.queries;
   p.keys = sequence.keys;
-  p.visibility.lengths = p.visibility.query_lengths = nullptr;
+  p.visibility.key_lengths = p.visibility.query_lengths = nullptr;
   if (p.paging.table)
     p.paging.table = static_cast<const char*>(p.paging.table) + n * p.paging.per_entry * (p.paging.is_wide ? 8 : 4);
   if (p.visibility.offsets) p.visibility.offsets += n;
@@ -55,67 +54,67 @@ template <class Params>
 void each_group_of_entries(const Params& call, const auto& f) {
   constexpr int64_t kAtOnce = 1024;
   const Visibility& v = call.visibility;
-  const int64_t step = v.lengths || v.query_lengths ? kAtOnce : std::max<int64_t>(call.batch, 1);
+  const int64_t step = v.key_lengths || v.query_lengths ? kAtOnce : std::max<int64_t>(call.batch, 1);
   for (int64_t n = 0; n < call.batch; n += step) f(Range{n, std::min(n + step, call.batch)});
 }
 
-template <auto kPart, class Params>
-class Parts {
+template <auto kKernel, class Params>
+class Entries {
  public:
-  using Kernels = std::remove_cvref_t<decltype(kernels_for<kPart>(std::declval<Params&>()))>;
-  struct Part {
+  using Kernels = std::remove_cvref_t<decltype(kernels_for<kKernel>(std::declval<Params&>()))>;
+  struct Entry {
     Params* params;
     const Kernels* kernels;
   };
 
-  Parts(Params& call, Range entries) {
+  Entries(Params& call, Range entries) {
     const Visibility& v = call.visibility;
-    if (v.lengths || v.query_lengths) {
-      entries_.reserve(entries.size());
-      for (int64_t n = entries.first; n < entries.last; ++n) entries_.push_back(entry_of(call, n));
+    if (v.key_lengths || v.query_lengths) {
+      copies_.reserve(entries.size());
+      for (int64_t n = entries.first; n < entries.last; ++n) copies_.push_back(entry_of(call, n));
     }
-    for (Params& p : entries_.empty() ? std::span(&call, 1) : std::span(entries_)) {
-      parts_.push_back({&p, &kernels_for<kPart>(p)});
+    for (Params& p : copies_.empty() ? std::span(&call, 1) : std::span(copies_)) {
+      entries_.push_back({&p, &kernels_for<kKernel>(p)});
     }
   }
 
-  auto begin() const { return parts_.begin(); }
-  auto end() const { return parts_.end(); }
+  auto begin() const { return entries_.begin(); }
+  auto end() const { return entries_.end(); }
 
-  // What the tasks of every part have room in, once it is planned.
+  // What the tasks of every entry have room in, once it is planned.
   int64_t workspace() const {
     int64_t most = 0;
-    for (const auto& [p, k] : parts_) most = std::max(most, k->workspace(*p));
+    for (const auto& [p, k] : entries_) most = std::max(most, k->workspace(*p));
     return most;
   }
 
-  // Runs f(params, kernels, task, workspace) for each of tasks(params) of all parts. flops(params): all of them.
+  // Runs f(params, kernels, task, workspace) for each of tasks(params) of all entries. flops(params): all of them.
   void run(const auto& tasks, const auto& flops, int64_t workspace, const auto& f, Take take = Take::neighbours) const {
-    if (parts_.size() == 1) {
-      const auto [p, k] = parts_[0];
+    if (entries_.size() == 1) {
+      const auto [p, k] = entries_[0];
       return run_tasks(
           tasks(*p), flops(*p), workspace, k->on_thread, [&](int64_t task, char* own) { f(*p, *k, task, own); }, take);
     }
-    // Of small parts many tasks at once: taking one takes time, too. The largest tasks come first, so that none is left
-    // to wait for at the end.
+    // Takes many tasks of small entries at once, because taking one takes time, too. The largest tasks come first, so
+    // that none is left to wait for at the end.
     constexpr double kAtOnce = 2e6;
     struct Item {
-      const Part* part;
+      const Entry* entry;
       int64_t first, last;
       double flops;  // of a task
     };
     std::vector<Item> items;
     double all_flops = 0;
     OnThread on_thread;
-    for (const Part& part : parts_) {
-      const int64_t count = tasks(*part.params);
+    for (const Entry& entry : entries_) {
+      const int64_t count = tasks(*entry.params);
       if (count == 0) continue;
-      const double own = flops(*part.params), each = own / static_cast<double>(count);
+      const double own = flops(*entry.params), each = own / static_cast<double>(count);
       const auto step = static_cast<int64_t>(std::clamp(kAtOnce / each, 1.0, static_cast<double>(count)));
       for (int64_t first = 0; first < count; first += step)
-        items.push_back({&part, first, std::min(first + step, count), each});
+        items.push_back({&entry, first, std::min(first + step, count), each});
       all_flops += own;
-      if (part.kernels->on_thread.begin) on_thread = part.kernels->on_thread;
+      if (entry.kernels->on_thread.begin) on_thread = entry.kernels->on_thread;
     }
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.flops > b.flops; });
     run_tasks(
@@ -123,14 +122,14 @@ class Parts {
         [&](int64_t i, char* own) {
           const Item& item = items[i];
           for (int64_t task = item.first; task < item.last; ++task)
-            f(*item.part->params, *item.part->kernels, task, own);
+            f(*item.entry->params, *item.entry->kernels, task, own);
         },
         Take::one);
   }
 
  private:
-  std::vector<Params> entries_;
-  c10::SmallVector<Part, 1> parts_;
+  std::vector<Params> copies_;
+  c10::SmallVector<Entry, 1> entries_;
 };
 
 }  // namespace attn
