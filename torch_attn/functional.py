@@ -137,17 +137,16 @@ def sdpa(
         (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 120]))
     """
     scale, dropout_p, softcap = _checked("attn::sdpa", query, key, value, scale, dropout_p, softcap)
+    plain = (query, key, value, attn_mask, dropout_p, is_causal)
     # TorchScript takes no None that might be a number in a tuple.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
+    no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
     more = (softcap, window_size, offset, lengths, alibi_slopes, sinks)
-    if _is_default(more):
-        output: Tensor = torch.ops.attn.sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    if not softcap and window_size == (-1, -1) and no_tensors:
+        output: Tensor = torch.ops.attn.sdpa(*plain, scale=scale, enable_gqa=enable_gqa)
         return output
-    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _attend("attn::sdpa", *plain, *more)[0]
+    return sdpa_with_logsumexp(*plain, scale, enable_gqa, *more)[0]
 
 
 def sdpa_with_logsumexp(
@@ -191,9 +190,19 @@ def sdpa_with_logsumexp(
         >>> bool(torch.allclose((scores - logsumexp[..., None]).exp(), weights, atol=1e-6))
         True
     """
-    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    more = (softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks)
-    return _attend("attn::sdpa", *plain, *more)
+    scale, dropout_p, softcap = _checked("attn::sdpa", query, key, value, scale, dropout_p, softcap)
+    results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
+        *(query, key, value, attn_mask, dropout_p, is_causal),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        softcap=softcap,
+        window_size=_pair(window_size),
+        query_offset=_integers("query_offset", query_offset, query),
+        key_lengths=_integers("key_lengths", key_lengths, query),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    return results
 
 
 def sdpa_with_weights(
@@ -232,59 +241,21 @@ def sdpa_with_weights(
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
-    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    more = (softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks)
-    return _attend("attn::sdpa_with_weights", *plain, *more)
-
-
-def _attend(
-    operator: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    softcap: float,
-    window_size: tuple[int, int],
-    query_offset: Tensor | int | None,
-    key_lengths: Tensor | int | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks the arguments that the functions have, and calls the operator that they stand for."""
-    scale, dropout_p, softcap = _checked(operator, query, key, value, scale, dropout_p, softcap)
-    first = (query, key, value, attn_mask, dropout_p, is_causal)
-    window = _pair(window_size)
-    offset = _integers("query_offset", query_offset, query)
-    lengths = _integers("key_lengths", key_lengths, query)
-    if operator == "attn::sdpa_with_weights":
-        matrices: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
-            *first,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            softcap=softcap,
-            window_size=window,
-            query_offset=offset,
-            key_lengths=lengths,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-        )
-        return matrices
-    rows: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
-        *first,
+    scale, dropout_p, softcap = _checked(
+        "attn::sdpa_with_weights", query, key, value, scale, dropout_p, softcap
+    )
+    results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
+        *(query, key, value, attn_mask, dropout_p, is_causal),
         scale=scale,
         enable_gqa=enable_gqa,
         softcap=softcap,
-        window_size=window,
-        query_offset=offset,
-        key_lengths=lengths,
+        window_size=_pair(window_size),
+        query_offset=_integers("query_offset", query_offset, query),
+        key_lengths=_integers("key_lengths", key_lengths, query),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    return rows
+    return results
 
 
 class Stats(NamedTuple):
@@ -425,21 +396,6 @@ def _checked(
     # A default is no constant to torch.compile(dynamic=True), but an input of the graph, and dynamo
     # fails where two checkpoints have it.
     return scale, dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
-
-
-def _is_default(
-    more: tuple[float, tuple[int, int], Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-) -> bool:
-    """Whether the built-in could have the call. One that is not named here is an error."""
-    softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks = more
-    return (
-        not softcap
-        and window_size == (-1, -1)
-        and query_offset is None
-        and key_lengths is None
-        and alibi_slopes is None
-        and sinks is None
-    )
 
 
 def _pair(window_size: tuple[int, int]) -> list[int]:

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "core/score.h"
-#include "operators/validate.h"
+#include "operators/problem.h"
 
 namespace attn {
 namespace {
@@ -16,34 +16,26 @@ using at::Tensor;
 constexpr double kLog2E = 1.4426950408889634;
 
 // What a number of the CPU's pair has to be multiplied by to be a score, as rounded as the kernels have it.
-double unit_of_pair(const Tensor& query, const std::optional<Tensor>& mask, const std::optional<Tensor>& slopes,
-                    std::optional<double> scale, double softcap) {
+double unit_of_pair(const Call& call) {
   Problem p;
-  p.scale = scale_or_default(scale, query.size(-1));
-  p.softcap = softcap_for(query, softcap);
-  p.has_mask = mask.has_value();
-  p.mask.dtype = mask && mask->scalar_type() == at::kBool ? DType::boolean : DType::f32;
-  p.terms.alibi_slopes = slopes ? slopes->const_data_ptr() : nullptr;
-  const bool is_double = compute_dtype(query) == at::kDouble;
+  describe_scores(p, call);
+  p.mask.dtype = call.attn_mask && call.attn_mask->scalar_type() == at::kBool ? DType::boolean : DType::f32;
+  p.terms.alibi_slopes = call.alibi_slopes ? call.alibi_slopes->const_data_ptr() : nullptr;
+  const bool is_double = compute_dtype(call.query) == at::kDouble;
   const double slope = kLog2E * ((is_double ? leaves_products<double>(p) : leaves_products<float>(p)) ? p.scale : 1);
   return (is_double ? slope : static_cast<float>(slope)) / kLog2E;
 }
 
 // [..., L, 2] -> float64 [..., L]
-Tensor logsumexp_of_pair(const Tensor& pair, const Tensor& query, const std::optional<Tensor>& mask,
-                         const std::optional<Tensor>& slopes, std::optional<double> scale, double softcap) {
+Tensor logsumexp_of_pair(const Tensor& pair, const Call& call) {
   const Tensor first = pair.select(-1, 0).to(at::kDouble), second = pair.select(-1, 1).to(at::kDouble);
-  if (!query.is_cpu()) return first + second;
-  const double unit = unit_of_pair(query, mask, slopes, scale, softcap);
-  return first * unit + second / kLog2E;
+  return call.query.is_cpu() ? first * unit_of_pair(call) + second / kLog2E : first + second;
 }
 // The way back. `reference`: the first numbers of the parts' pairs, the largest of them; differences from it are small.
-Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const Tensor& query,
-                         const std::optional<Tensor>& mask, const std::optional<Tensor>& slopes,
-                         std::optional<double> scale, double softcap) {
-  const auto dtype = compute_dtype(query);
-  const bool is_cpu = query.is_cpu();
-  const double unit = is_cpu ? unit_of_pair(query, mask, slopes, scale, softcap) : 1;
+Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const Call& call) {
+  const auto dtype = compute_dtype(call.query);
+  const bool is_cpu = call.query.is_cpu();
+  const double unit = is_cpu ? unit_of_pair(call) : 1;
   constexpr double kFarAbove = 64;  // a sink may be
   const Tensor value = logsumexp / unit;
   const Tensor near = is_cpu ? at::where((value - reference) * unit < kFarAbove, reference, value) : value;
@@ -56,8 +48,8 @@ Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, CompositeExplicitAutograd, m) {
-  m.impl("_logsumexp_of_pair", logsumexp_of_pair);
-  m.impl("_pair_of_logsumexp", pair_of_logsumexp);
+  m.impl("_logsumexp_of_pair", LogsumexpOfPairOp::kernel<logsumexp_of_pair>);
+  m.impl("_pair_of_logsumexp", PairOfLogsumexpOp::kernel<pair_of_logsumexp>);
 }
 
 }  // namespace attn

@@ -107,6 +107,8 @@ using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::opti
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Saved, Call, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Saved, Direction, Call)>;
 using SecondOp = Operator<"attn::_sdpa_second", Gradients(GradResults, Saved, Direction, TangentResults, Call, Wanted)>;
+using LogsumexpOfPairOp = Operator<"attn::_logsumexp_of_pair", at::Tensor(at::Tensor, Call)>;
+using PairOfLogsumexpOp = Operator<"attn::_pair_of_logsumexp", at::Tensor(at::Tensor, at::Tensor, Call)>;
 
 // The output, by the plain operator where it can: programs that are exported name it.
 inline at::Tensor attend(const Call& call) {

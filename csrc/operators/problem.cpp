@@ -57,6 +57,12 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
+void describe_scores(Problem& problem, const Call& call) {
+  problem.scale = scale_or_default(call.scale, call.query.size(-1));
+  problem.softcap = softcap_for(call.query, call.softcap);
+  problem.has_mask = call.attn_mask.has_value();
+}
+
 ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state)
     : shape_(shape), query_(call.query), problem_(problem) {
   for (const auto& size : shape.of_entries()) batch_size_.push_back(concrete(size));
@@ -75,8 +81,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
     problem.group = std::gcd(problem.heads / problem.key_heads, problem.heads / problem.value_heads);
 
   const auto& [query, key, value, attn_mask] = std::tie(call.query, call.key, call.value, call.attn_mask);
-  problem.scale = scale_or_default(call.scale, problem.head_dim);
-  problem.softcap = softcap_for(query, call.softcap);
+  describe_scores(problem, call);
   problem.visibility.left = call.window_size[0];
   problem.visibility.right = call.is_causal ? 0 : call.window_size[1];
   if (call.is_packed()) {
@@ -86,7 +91,6 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
     problem.visibility.key_lengths = of_entries(call.key_lengths);
   }
   problem.terms = {of_heads(call.alibi_slopes), of_heads(call.sinks)};
-  problem.has_mask = attn_mask.has_value();
   problem.invariant = is_invariant();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);

@@ -8,6 +8,9 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
+// Fills in what a score is made of, apart from its operands.
+void describe_scores(Problem& problem, const Call& call);
+
 // Describes a call in `problem`: collects its operands, then merges the batch dimensions that all of them walk through
 // alike.
 class ProblemBuilder {

@@ -113,11 +113,10 @@ TORCH_LIBRARY(attn, m) {
              ") -> (" + of_inputs("Tensor") + ")",
          plain);
 
-  // What merges calls over some of the keys each: of the forward's pair logsumexp the value, float64 [*, H, L], and the
-  // way back. The other arguments, those of the call, say what the pair means.
-#define OF_PAIR "Tensor query, Tensor? attn_mask, Tensor? alibi_slopes, *, float? scale, float softcap"
-  m.def("_logsumexp_of_pair(Tensor pair, " OF_PAIR ") -> Tensor", plain);
-  m.def("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " OF_PAIR ") -> Tensor", plain);
+  // Merge calls over some of the keys each: of the forward's pair logsumexp the value, float64 [*, H, L], and the way
+  // back. The call says what the pair means.
+  define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
+  define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 
   // sdpa_with_weights for those who do not read scores: weights, or their mean over the heads, [*, L, S].
   define("_sdpa_and_weights(" + dense + ", bool mean=False) -> (Tensor output, Tensor weights)", random);

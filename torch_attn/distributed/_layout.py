@@ -87,11 +87,6 @@ class Call:
     cu_seq_k: Tensor | None = None
     whole_queries: bool = False  # each process has all of them, and its own keys
 
-    @property
-    def unit(self) -> dict[str, Any]:
-        """What the operators of a logsumexp's pair want to know."""
-        return {name: self.options[name] for name in ("scale", "softcap")}
-
     def options_of(self, rows: Piece, keys: Piece) -> dict[str, Any]:
         """The options of a call over these: it counts from their first ones."""
         q, k = self.cu_seq_q, self.cu_seq_k

@@ -127,9 +127,9 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
 
     def add(part: Part, k: Tensor, v: Tensor, columns: Tensor | None) -> None:
         given = query[..., part.rows, :], wide(k), wide(v), columns
-        options = part.options | {"alibi_slopes": slopes, "with_rows": True}
-        output, pair, *_, greatest = ops._sdpa_forward(*given, **options)
-        logsumexp = ops._logsumexp_of_pair(pair, query, columns, slopes, **call.unit)
+        options = part.options | {"alibi_slopes": slopes}
+        output, pair, *_, greatest = ops._sdpa_forward(*given, **options, with_rows=True)
+        logsumexp = ops._logsumexp_of_pair(pair, *given, **options)
         rows = _Rows(output.double(), logsumexp, pair[..., 0].double(), greatest.double())
         place = places.index(part.rows)
         before = found[place]
@@ -153,13 +153,14 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
         nothing_seen = torch.full_like(of_rows, -torch.inf)
         sink = _Rows(torch.zeros_like(rows.output), of_rows, *[nothing_seen] * 2)
         rows = rows.merged_with(sink)
-    pair = ops._pair_of_logsumexp(*rows[1:3], query, mask, slopes, **call.unit)
+    given = query, key, value, mask
+    pair = ops._pair_of_logsumexp(*rows[1:3], *given, **call.options, alibi_slopes=slopes)
     return Saved(rows.output.to(query.dtype), pair), rows.logsumexp, greatest
 
 
 def _logsumexp(call: Call, inputs: Inputs, pair: Tensor) -> Tensor:
-    given = pair, wide(inputs.query), inputs.attn_mask, wide(inputs.alibi_slopes)
-    logsumexp: Tensor = torch.ops.attn._logsumexp_of_pair(*given, **call.unit)
+    given = {n: wide(t) for n, t in inputs._asdict().items()}
+    logsumexp: Tensor = torch.ops.attn._logsumexp_of_pair(pair, **given, **call.options)
     return logsumexp
 
 
@@ -258,7 +259,7 @@ def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tu
                 *own,
                 **options,
             )
-            part_of_all = ops._logsumexp_of_pair(found[1], query, own[3], slopes, **call.unit)
+            part_of_all = ops._logsumexp_of_pair(found[1], *own, **options)
             weights = _weights(part_of_all, of_all[..., part.rows])
             change = weights * of_pair.sum(-1, dtype=torch.float64)
             logsumexp[..., part.rows] += change
