@@ -136,7 +136,11 @@ def sdpa(
         >>> output.shape, bias.grad.shape
         (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 120]))
     """
-    scale, dropout_p, softcap = _checked("attn::sdpa", query, key, value, scale, dropout_p, softcap)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::sdpa", query=query, key=key, value=value)
+    scale = None if scale is None else _number("attn::sdpa", "scale", scale)
+    dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
+    softcap = _number("attn::sdpa", "softcap", softcap)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
     # TorchScript takes no None that might be a number in a tuple.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
@@ -190,12 +194,15 @@ def sdpa_with_logsumexp(
         >>> bool(torch.allclose((scores - logsumexp[..., None]).exp(), weights, atol=1e-6))
         True
     """
-    scale, dropout_p, softcap = _checked("attn::sdpa", query, key, value, scale, dropout_p, softcap)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::sdpa", query=query, key=key, value=value)
+    scale = None if scale is None else _number("attn::sdpa", "scale", scale)
+    dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
         *(query, key, value, attn_mask, dropout_p, is_causal),
         scale=scale,
         enable_gqa=enable_gqa,
-        softcap=softcap,
+        softcap=_number("attn::sdpa", "softcap", softcap),
         window_size=_pair(window_size),
         query_offset=_integers("query_offset", query_offset, query),
         key_lengths=_integers("key_lengths", key_lengths, query),
@@ -241,14 +248,15 @@ def sdpa_with_weights(
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
-    scale, dropout_p, softcap = _checked(
-        "attn::sdpa_with_weights", query, key, value, scale, dropout_p, softcap
-    )
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::sdpa_with_weights", query=query, key=key, value=value)
+    scale = None if scale is None else _number("attn::sdpa_with_weights", "scale", scale)
+    dropout_p = _number("attn::sdpa_with_weights", "dropout_p", dropout_p)
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
         *(query, key, value, attn_mask, dropout_p, is_causal),
         scale=scale,
         enable_gqa=enable_gqa,
-        softcap=softcap,
+        softcap=_number("attn::sdpa_with_weights", "softcap", softcap),
         window_size=_pair(window_size),
         query_offset=_integers("query_offset", query_offset, query),
         key_lengths=_integers("key_lengths", key_lengths, query),
@@ -355,7 +363,9 @@ def sdpa_stats(
         >>> round(stats.received_weight.sum().item())  # each of 4 x 1000 queries gives away 1
         4000
     """
-    scale, _, softcap = _checked("attn::sdpa_stats", query, key, key, scale, 0.0, softcap)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+        _refuse_others("attn::sdpa_stats", query=query, key=key)
+    scale = None if scale is None else _number("attn::sdpa_stats", "scale", scale)
     return Stats(
         *torch.ops.attn.sdpa_stats(
             query,
@@ -364,7 +374,7 @@ def sdpa_stats(
             is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
-            softcap=softcap,
+            softcap=_number("attn::sdpa_stats", "softcap", softcap),
             window_size=_pair(window_size),
             query_offset=_integers("query_offset", query_offset, query),
             key_lengths=_integers("key_lengths", key_lengths, query),
@@ -372,30 +382,6 @@ def sdpa_stats(
             sinks=sinks,
         )
     )
-
-
-def _checked(
-    operator: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    dropout_p: float,
-    softcap: float,
-) -> tuple[float | None, float, float]:
-    """The numbers, out of tensors too, once query, key and value are known to be tensors."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others(operator, query=query, key=key, value=value)
-    if (
-        not isinstance(dropout_p, float)
-        or not isinstance(softcap, float)
-        or (scale is not None and not isinstance(scale, float))
-    ):
-        numbers = _numbers(operator, scale=scale, dropout_p=dropout_p, softcap=softcap)
-        scale, dropout_p, softcap = numbers
-    # A default is no constant to torch.compile(dynamic=True), but an input of the graph, and dynamo
-    # fails where two checkpoints have it.
-    return scale, dropout_p if dropout_p else 0.0, softcap if softcap else 0.0
 
 
 def _pair(window_size: tuple[int, int]) -> list[int]:
@@ -436,22 +422,31 @@ def _refuse_others(operator: str, **tensors: Any) -> None:
             )
 
 
-def _numbers(operator: str, **numbers: Any) -> list[Any]:
-    """Takes the number out of tensors of one, unless a derivative is asked for.
+def _number(operator: str, name: str, number: float) -> float:
+    """A number, also out of a tensor of one.
+
+    0 is returned as a constant, because a default is an input of the graph to
+    ``torch.compile(dynamic=True)``, and dynamo fails where two checkpoints have it.
+    """
+    if not isinstance(number, float):
+        number = _out_of_tensor(operator, name, number)
+    return number if number else 0.0
+
+
+def _out_of_tensor(operator: str, name: str, number: Any) -> Any:
+    """Takes the number out of a tensor of one, unless a derivative is asked for.
 
     That ends a graph of :func:`torch.compile`, as it does for the built-in.
     """
-    instead = "to learn it, multiply the query by it and set it to 1"
-    if operator == "attn::sdpa_stats":
-        instead = "pass scale.item(): statistics have no derivatives"
-    for name, number in numbers.items():
-        if not isinstance(number, Tensor):
-            continue
-        tangent = forward_ad.unpack_dual(number).tangent  # type: ignore[no-untyped-call]
-        if number.requires_grad or tangent is not None:
-            advice = f"; {instead}" if name == "scale" else ""
-            raise TypeError(
-                f"{operator}: {name} is a tensor that wants a derivative and would get none; "
-                f"it must be a number{advice}"
-            )
-    return [n.item() if isinstance(n, Tensor) else n for n in numbers.values()]
+    if not isinstance(number, Tensor):
+        return number
+    tangent = forward_ad.unpack_dual(number).tangent  # type: ignore[no-untyped-call]
+    if number.requires_grad or tangent is not None:
+        advice = "; to learn it, multiply the query by it and set it to 1"
+        if operator == "attn::sdpa_stats":
+            advice = "; pass scale.item(): statistics have no derivatives"
+        raise TypeError(
+            f"{operator}: {name} is a tensor that wants a derivative and would get none; it must "
+            f"be a number{advice if name == 'scale' else ''}"
+        )
+    return number.item()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_attn.functional import _check_whole, _checked, _integers, _pair, _refuse_others
+from torch_attn.functional import _check_whole, _integers, _number, _pair, _refuse_others
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -110,37 +110,32 @@ def varlen_attn(
         >>> output.shape
         torch.Size([24, 8, 64])
     """
-    if not isinstance(cu_seq_q, Tensor):
-        _refuse_others("attn::varlen_attention", cu_seq_q=cu_seq_q)
-    x = (query, key, value)
-    scale, dropout_p, softcap = _checked("attn::varlen_attention", *x, scale, dropout_p, softcap)
+    name = "attn::varlen_attention"
+    if not all(isinstance(t, Tensor) for t in (query, key, value, cu_seq_q)):
+        _refuse_others(name, query=query, key=key, value=value, cu_seq_q=cu_seq_q)
     _check_num_splits(num_splits)
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(
             f"attn::varlen_attention: return_aux is {return_aux!r}; it must be None or an "
             "AuxRequest"
         )
-    for name, number in (("max_q", max_q), ("max_k", max_k)):
-        _check_whole(name, number)
+    _check_whole("max_q", max_q)
+    _check_whole("max_k", max_k)
     offset = _integers("query_offset", query_offset, query)
     if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator says so
         offset = offset.expand(cu_seq_q.flatten()[1:].shape)  # type: ignore[union-attr]
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
-        *x,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        scale=scale,
+        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k),
+        scale=None if scale is None else _number(name, "scale", scale),
         window_size=_pair(window_size),
         enable_gqa=enable_gqa,
         seqused_k=seqused_k,
         block_table=block_table,
-        softcap=softcap,
+        softcap=_number(name, "softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         query_offset=offset,
-        dropout_p=dropout_p,
+        dropout_p=_number(name, "dropout_p", dropout_p),
         attn_mask=attn_mask,
     )
     return (output, logsumexp) if return_aux is not None and return_aux.lse else output

@@ -14,7 +14,7 @@ from torch_attn.distributed._exchange import exchanged, told
 from torch_attn.distributed._layout import Call, Layout, Piece
 from torch_attn.distributed._methods import choose, is_traced
 from torch_attn.distributed._parts import Inputs, Saved, wide
-from torch_attn.functional import _integers, _numbers, _pair, _refuse_others
+from torch_attn.functional import _integers, _number, _pair, _refuse_others
 
 __all__ = ["all_rows", "attend", "group_of", "sdpa"]
 
@@ -129,7 +129,7 @@ def attend(
             "torch_attn.distributed.sdpa: query, key or value is a DTensor; give these to "
             "torch_attn.sdpa, which knows where their parts are"
         )
-    scale, softcap = _numbers("torch_attn.distributed.sdpa", scale=scale, softcap=softcap)
+    name = "torch_attn.distributed.sdpa"
     own = tuple(Layout.length(x[layout.rank]) for x in (layout.queries, layout.keys))
     if own != (query.shape[-2], key.shape[-2]):
         raise RuntimeError(
@@ -145,9 +145,9 @@ def attend(
     options = {
         "dropout_p": 0.0,
         "is_causal": is_causal,
-        "scale": scale,
+        "scale": None if scale is None else _number(name, "scale", scale),
         "enable_gqa": enable_gqa,
-        "softcap": softcap,
+        "softcap": _number(name, "softcap", softcap),
         "window_size": _pair(window_size),
     }
     offset = torch.zeros((), dtype=torch.int64, device=query.device) if offset is None else offset
