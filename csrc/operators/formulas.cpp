@@ -147,9 +147,13 @@ Distances distances(const Shape& shape, const Call& call) {
   return {at_rank(ahead.abs(), shape), hidden};
 }
 
-// No gradient runs through hidden scores: that of tanh times the NaN of a hidden key would be NaN.
-Tensor capped(const Tensor& scores, const Tensor& hidden, double softcap) {
-  return ((hidden.defined() ? scores.masked_fill(hidden, 0) : scores) / softcap).tanh() * softcap;
+// What products become before masks are added, or the derivative of that. No gradient runs through hidden scores: that
+// of tanh times the NaN of a hidden key would be NaN.
+Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
+  const double cap = softcap_for(call.query, call.softcap);
+  if (cap == 0) return derivative ? at::ones_like(products) : products;
+  const Tensor tanh = ((hidden.defined() ? products.masked_fill(hidden, 0) : products) / cap).tanh();
+  return derivative ? 1 - tanh.square() : tanh * cap;
 }
 
 // What the formulas have in common: scores, weights, and the logsumexp of the rows, -inf without keys and a sink.
@@ -163,8 +167,7 @@ WideWeights wide_weights(const Shape& shape, const Call& call) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [attn_mask, alibi_slopes, sinks] = std::tie(call.attn_mask, call.alibi_slopes, call.sinks);
   const auto [distance, hidden] = distances(shape, call);
-  Tensor scores = products(shape, call.query, call.key, call);
-  if (const double cap = softcap_for(call.query, call.softcap); cap > 0) scores = capped(scores, hidden, cap);
+  Tensor scores = capped(products(shape, call.query, call.key, call), hidden, call);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool)
     scores = scores + mask_of(attn_mask, shape, call)->to(scores.scalar_type());
@@ -233,10 +236,8 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
   Tensor tangent_scores = at::zeros_like(weights);
   if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, call.key, call);
   if (direction.key) tangent_scores = tangent_scores + products(shape, call.query, *direction.key, call);
-  if (const double cap = softcap_for(call.query, call.softcap); cap > 0) {
-    const Tensor z = products(shape, call.query, call.key, call);
-    tangent_scores = tangent_scores * (1 - (capped(z, hidden, cap) / cap).square());
-  }
+  tangent_scores =
+      tangent_scores * capped(products(shape, call.query, call.key, call), hidden, call, /*derivative=*/true);
   if (direction.alibi_slopes)
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
   if (const auto mask = mask_of(direction.attn_mask, shape, call))
