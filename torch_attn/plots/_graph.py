@@ -70,7 +70,7 @@ def graph(
     senders = receivers if ring else token_names("graph", "keys", keys, S)
 
     rows = max(L, S)
-    figure, ax, own = axes_of(
+    figure, ax, given = axes_of(
         "graph", ax, WIDTH if ring else min(max(2.2, 0.9 + 0.27 * rows), 14.0)
     )
     ax.axis("off")
@@ -82,7 +82,7 @@ def graph(
     else:
         note = f"no weight reaches {number}; the largest is {values.max():.2g}"
     ax.text(0.5, -0.01, note, transform=ax.transAxes, ha="center", va="top", fontsize=font(0.85))
-    set_title(figure, None if own else ax, title)
+    set_title(figure, given, title)
     return figure
 
 
@@ -108,16 +108,8 @@ def _columns(
         away = -8 if side == "right" else 8
         for name, y in zip(names, places.tolist(), strict=True):
             ax.annotate(name, (x, y), (away, 0), textcoords="offset points", ha=side, **text)
-        heading = (x, rows / 2 + 0.2)
-        ax.annotate(
-            title,
-            heading,
-            (0, 0),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=font(),
-            fontweight="bold",
+        ax.text(
+            x, rows / 2 + 0.2, title, ha="center", va="bottom", fontsize=font(), fontweight="bold"
         )
     ax.set(xlim=(-0.05, 1.05), ylim=(-rows / 2 - 0.2, rows / 2 + 0.6))
 
