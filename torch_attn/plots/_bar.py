@@ -15,8 +15,6 @@ from matplotlib.transforms import Bbox
 
 from torch_attn.plots._style import font, plain
 
-__all__ = ["add_bar_within", "laid_out", "style_bar"]
-
 _THICK, _GAP = 8.0, 5.0  # points, of the bar and above it
 _LEAST = 0.3  # of the place of the axes is left to the picture, whatever the labels need
 
@@ -61,6 +59,8 @@ class _Place:
 
     def __init__(self, ax: Axes) -> None:
         self._ax = ax
+        figure: Any = ax.get_figure(root=False)  # a figure, or a part of one
+        self._to_pixels = figure.transSubfigure
         self._locator = ax.get_axes_locator()  # inset axes have one
         self.bar = ax.inset_axes((0, 0, 1, 1))
 
@@ -101,14 +101,10 @@ class _Place:
             box = self._ax.get_position(original=True)
         else:
             box = self._locator(self._ax, renderer)
-        return Bbox(self._transform().transform(box))
-
-    def _transform(self) -> Any:
-        figure: Any = self._ax.get_figure(root=False)  # a figure, or a part of one
-        return figure.transSubfigure
+        return Bbox(self._to_pixels.transform(box))
 
     def _to_figure(self, box: Bbox) -> Bbox:
-        return Bbox(self._transform().inverted().transform(box))
+        return Bbox(self._to_pixels.inverted().transform(box))
 
 
 def _below(ax: Axes, renderer: Any) -> float:

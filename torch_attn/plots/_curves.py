@@ -28,8 +28,6 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-__all__ = ["activations", "scaling"]
-
 _MARKERS = "os^Dvp"
 
 

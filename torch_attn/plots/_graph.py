@@ -23,8 +23,6 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-__all__ = ["graph"]
-
 _WIDEST = 5.0  # points, of an edge of weight 1
 _UPRIGHT = 10  # tokens in a ring whose names are horizontal; those of more point outwards
 
@@ -92,11 +90,8 @@ def _columns(
     rows = max(len(receivers), len(senders))
     palette = colors(len(senders))
     # From top to bottom, each column in the middle.
-    heights = {
-        n: rows / 2 - (np.arange(n) + 0.5) * rows / n if n > 1 else np.zeros(1)
-        for n in (len(receivers), len(senders))
-    }
-    lefts, rights = heights[len(senders)], heights[len(receivers)]
+    counts = len(senders), len(receivers)
+    lefts, rights = (rows / 2 - (np.arange(n) + 0.5) * rows / n for n in counts)
     for i, j in _edges(values, least):
         _edge(ax, (0.0, lefts[j]), (1.0, rights[i]), values[i, j], palette[j], curve=0.0)
     text: dict[str, Any] = {"va": "center", "fontsize": font(0.85)}

@@ -27,8 +27,6 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-__all__ = ["heads", "heatmap"]
-
 
 def heatmap(
     matrix: Any,
@@ -135,9 +133,8 @@ def heads(
     if columns < 1:
         raise ValueError(f"plots.heads: columns is {columns}; it must be at least 1")
     rows, cols = _names("heads", queries, keys, *values.shape[1:])
+    names = [f"head {i}" for i in range(len(values))] if names is None else names
     titles = token_names("heads", "names", names, len(values))
-    if names is None:
-        titles = [f"head {i}" for i in range(len(values))]
     blank = np.zeros(values.shape, bool)
     if _kind(values) == "attention weight":
         blank = values == 0

@@ -27,8 +27,6 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-__all__ = ["embeddings", "tsne"]
-
 _METRICS = ("cosine", "euclidean", "manhattan", "chebyshev")
 
 

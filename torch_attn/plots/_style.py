@@ -138,15 +138,12 @@ def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
     labels = [handle.get_label() for handle in handles]
     # matplotlib leaves out names that start with "_": these get theirs afterwards.
     allowed = [f"-{label}" for label in labels]
-    looks: dict[str, Any] = {
-        "ncols": 2 if max(map(len, labels)) < 26 else 1,
-        "frameon": False,
-        "fontsize": font(0.85),
-    }
-    if ax is not None:
-        made = ax.legend(handles, allowed, loc="best", **looks)
-    else:
-        made = figure.legend(handles, allowed, loc="outside lower center", **looks)
+    columns = 2 if max(map(len, labels)) < 26 else 1
+    owner: Any = figure if ax is None else ax
+    place = "outside lower center" if ax is None else "best"
+    made = owner.legend(
+        handles, allowed, loc=place, ncols=columns, frameon=False, fontsize=font(0.85)
+    )
     for text, label in zip(made.get_texts(), labels, strict=True):
         text.set_text(label)
 
