@@ -383,8 +383,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                     f"MultiheadAttention: {name} has dtype {tensor.dtype}; it must be that of the "
                     f"parameters, {dtype}"
                 )
-        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        for name, mask in masks.items():
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise RuntimeError(
                     f"MultiheadAttention: {name} has dtype {mask.dtype}; it must be bool (True "

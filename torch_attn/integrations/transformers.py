@@ -265,10 +265,8 @@ _REFUSED = {
 
 def _unsupported(arguments: dict[str, Any]) -> str | None:
     """What the arguments ask for that :func:`attention_forward` does not do."""
-    for argument, meaning in _REFUSED.items():
-        if arguments.get(argument) is not None:
-            return meaning
-    return None
+    asked = (_REFUSED[name] for name in _REFUSED if arguments.get(name) is not None)
+    return next(asked, None)
 
 
 _watching = 0  # how many want calls of sdpa
@@ -501,8 +499,7 @@ class _Texts:
     def of_call(cls, kwargs: dict[str, Any]) -> _Texts | None:
         """As transformers tells its flash attention, if it does."""
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        said: list[Any] = [kwargs.get(name) for name in names]
-        missing = [name for name, given in zip(names, said, strict=True) if given is None]
+        missing = [name for name in names if kwargs.get(name) is None]
         if len(missing) == len(names):
             return None
         if missing:
@@ -510,7 +507,7 @@ class _Texts:
                 f"{', '.join(missing)} missing: packed texts are told of by {', '.join(names)}, "
                 "all of them or none"
             )
-        cu_seq_q, cu_seq_k, *most = said
+        cu_seq_q, cu_seq_k, *most = (kwargs[name] for name in names)
         max_q, max_k = (int(n) if isinstance(n, Tensor) else n for n in most)
         return cls(cu_seq_q, cu_seq_k, max_q, max_k)
 
