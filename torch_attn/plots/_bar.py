@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
-from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.transforms import Bbox
 
@@ -21,12 +20,9 @@ _LEAST = 0.3  # of the place of the axes is left to the picture, whatever the la
 
 def laid_out(ax: Axes) -> bool:
     """Whether matplotlib makes room for a colour bar and labels of these axes."""
-    figure = ax.get_figure(root=True)
-    return (
-        isinstance(figure, Figure)
-        and isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine)
-        and ax.get_subplotspec() is not None
-    )
+    figure: Any = ax.get_figure(root=True)
+    engine = figure.get_layout_engine()
+    return isinstance(engine, ConstrainedLayoutEngine) and ax.get_subplotspec() is not None
 
 
 def style_bar(bar: Colorbar, label: str) -> None:

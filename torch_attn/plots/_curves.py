@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from torch_attn.plots._style import (
     Array,
@@ -208,9 +208,7 @@ def _sizes(ax: Axes, x: Array) -> None:
             labels[i] = ""
         else:
             last = place
-    ax.xaxis.set_major_locator(FixedLocator(x.tolist()))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xticks(x.tolist(), labels)
 
 

@@ -123,7 +123,7 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
     reach = apart * half / (half - longest)
     for i, j in _edges(values, least):
         if i == j:
-            _loop(ax, places[j], angles[j], values[i, j], palette[j], count)
+            _loop(ax, places[j], values[i, j], palette[j], count)
         else:
             _edge(ax, places[j], places[i], values[i, j], palette[j], curve=0.18)
     ax.scatter(*places.T, c=palette, s=60 if count <= 12 else 30, zorder=4)
@@ -172,16 +172,10 @@ def _edge(ax: Axes, start: Any, end: Any, weight: float, color: str, curve: floa
     )
 
 
-def _loop(ax: Axes, place: Array, angle: float, weight: float, color: str, count: int) -> None:
+def _loop(ax: Axes, place: Array, weight: float, color: str, count: int) -> None:
     """A small circle outside of the ring, through the token."""
     radius = min(0.1, 1.3 / count)
     around = np.linspace(0, 2 * np.pi, 60)
-    center = place + radius * np.array([np.cos(angle), np.sin(angle)])
-    ax.plot(
-        center[0] + radius * np.cos(around),
-        center[1] + radius * np.sin(around),
-        color=color,
-        linewidth=_WIDEST * weight,
-        alpha=0.75,
-        zorder=2,
-    )
+    x, y = (1 + radius) * place  # of the center, as the token is on a circle of radius 1
+    xs, ys = x + radius * np.cos(around), y + radius * np.sin(around)
+    ax.plot(xs, ys, color=color, linewidth=_WIDEST * weight, alpha=0.75, zorder=2)

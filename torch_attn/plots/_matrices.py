@@ -238,14 +238,10 @@ def _draw(
     shown = np.ma.masked_invalid(values)
     ax.imshow(shown, scale.cmap, scale.norm, aspect=aspect, interpolation="none")
     edge = mpl.rcParams["axes.edgecolor"]
+    look: dict[str, Any] = {"fill": False, "edgecolor": edge, "linewidth": 0, "alpha": 0.5}
     for hatch, cells in (("////", np.isneginf(values)), ("xxxx", _broken(values))):
         for i, j in np.argwhere(cells):
-            corner = (j - 0.5, i - 0.5)
-            ax.add_patch(
-                Rectangle(
-                    corner, 1, 1, fill=False, hatch=hatch, edgecolor=edge, linewidth=0, alpha=0.5
-                )
-            )
+            ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, hatch=hatch, **look))
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
@@ -313,13 +309,8 @@ def _bar(figure: Figure, axes: list[Axes], scale: ScalarMappable, label: str) ->
     # matplotlib wants sizes as parts of the height of the axes.
     height = sum({ax.get_position().y0: ax.get_position().height for ax in axes}.values())
     inch = 1 / max(height * figure.get_figheight(), 0.5)
+    thick, gap = min(0.2 * inch, 0.3), min(0.08 * inch, 0.2)
     bar = figure.colorbar(
-        scale,
-        ax=axes,
-        location="bottom",
-        fraction=min(0.2 * inch, 0.3),
-        pad=min(0.08 * inch, 0.2),
-        aspect=40,
-        shrink=0.9,
+        scale, ax=axes, location="bottom", fraction=thick, pad=gap, aspect=40, shrink=0.9
     )
     style_bar(bar, label)

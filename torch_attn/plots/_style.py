@@ -150,19 +150,12 @@ def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
 
 def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
     """A title over the axes, or over a whole figure, in which it has more room."""
-    if title is None:
-        return
-    if ax is not None:
+    if title is not None and ax is not None:
         ax.set_title(plain(title))
-        return
-    letters = int(figure.get_figwidth() * 72 / (0.6 * font(1.1)))
-    figure.suptitle(
-        plain(textwrap.fill(title, letters)),
-        x=0.01,
-        ha="left",
-        fontsize=font(1.1),
-        fontweight="bold",
-    )
+    elif title is not None:
+        letters = int(figure.get_figwidth() * 72 / (0.6 * font(1.1)))
+        lines = plain(textwrap.fill(title, letters))
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=font(1.1), fontweight="bold")
 
 
 def size_in_points(ax: Axes) -> tuple[float, float]:
