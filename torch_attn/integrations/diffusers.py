@@ -92,7 +92,7 @@ def calls() -> int:
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls.calls("diffusers")
+    return _calls.calls["diffusers"]
 
 
 def attention_forward(

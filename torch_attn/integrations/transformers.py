@@ -136,7 +136,7 @@ def calls() -> int:
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls.calls("transformers")
+    return _calls.calls["transformers"]
 
 
 def attention_forward(
@@ -465,18 +465,19 @@ def _pattern(
         # Numbers are not looked at while a graph is traced.
         needless = not masking.is_tracing(padding) and bool(seen.all())
         padding = None if needless else padding[:, None, None, :]
+    start: Tensor | None = None
     if isinstance(offset, Tensor):
-        start: Tensor | None = offset
+        start = offset
+    elif context.is_on():  # the first key, and the last, may be on another process
+        if attention_mask is not None and padding is None:  # nor is padding there seen here
+            padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
     else:
-        if context.is_on():  # the first key, and the last, may be on another process
-            if attention_mask is not None and padding is None:  # nor is padding there seen here
-                padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
-            return _Pattern(left, None, padding, (batch_size, 1, q_length, kv_length))
         if offset + q_length <= left + 1:  # the window reaches to the first key
             left = -1
         if left < 0 and q_length == 1 and offset + 1 == kv_length:  # the newest token sees all
             return padding
-        start = None if offset == 0 else torch.full([], offset, dtype=torch.int64, device=device)
+        if offset != 0:
+            start = torch.full([], offset, dtype=torch.int64, device=device)
     return _Pattern(left, start, padding, (batch_size, 1, q_length, kv_length))
 
 
