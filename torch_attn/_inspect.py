@@ -219,9 +219,7 @@ class _Attention:
     key: Tensor
     attn_mask: Tensor | None
     is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    options: dict[str, Any] = field(default_factory=dict)  # those that the built-in has not
+    options: dict[str, Any] = field(default_factory=dict)  # those given by name
     sequences: tuple[Tensor, Tensor] | None = None  # those of query and key, where they are known
 
 
@@ -264,37 +262,29 @@ class _Recorder(TorchFunctionMode):
         query, key = attention.query.detach(), attention.key.detach()
         if mask is not None and not isinstance(mask, CausalBias):
             mask = mask.detach()
-        options: dict[str, Any] = {
-            "scale": attention.scale,
-            "enable_gqa": attention.enable_gqa,
-            **attention.options,
-        }
-        # Scores of vectors without entries are 0 with any scale.
-        scale = 1 / math.sqrt(max(query.size(-1), 1))
-        arguments = (mask, attention.is_causal)
-        stats = sdpa_stats(query, key, *arguments, **options)
-        matrix = None
+        is_causal, options = attention.is_causal, attention.options
+        scale = options.get("scale")
+        if scale is None:  # scores of vectors without entries are 0 with any
+            scale = 1 / math.sqrt(max(query.size(-1), 1))
+        stats = sdpa_stats(query, key, mask, is_causal, **options)
+        weights = None
         if self._weights:  # of values without columns there is no output to compute
-            _, matrix, _ = sdpa_with_weights(
-                query, key, key[..., :0], mask, 0.0, attention.is_causal, **options
-            )
+            no_value = key[..., :0]
+            _, matrix, _ = sdpa_with_weights(query, key, no_value, mask, 0.0, is_causal, **options)
+            weights = _batched(matrix, 2)
         differ = attention.sequences is not None and not _same(*attention.sequences)
-        rows = stats.entropy.shape
-        visible = _visible_keys(attention)
+        visible = _visible_keys(attention).expand(stats.entropy.shape)
         self.layers.append(
             Layer(
                 name=name,
                 call=self._count[name],
                 is_cross=differ or self._where.other_sequence,
-                weights=None if matrix is None else _batched(matrix, 2),
+                weights=weights,
                 query=_batched(query, 2),
                 key=_batched(key, 2),
-                scale=scale if attention.scale is None else attention.scale,
-                largest_score=_batched(stats.largest_score, 1),
-                entropy=_batched(stats.entropy, 1),
-                logsumexp=_batched(stats.logsumexp, 1),
-                received_weight=_batched(stats.received_weight, 1),
-                visible_keys=_batched(visible.expand(rows), 1),
+                scale=scale,
+                **{name: _batched(x, 1) for name, x in stats._asdict().items()},
+                visible_keys=_batched(visible, 1),
                 saturated_above=self._saturated_above,
             )
         )
@@ -384,12 +374,10 @@ def _of_sdpa(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     mean: bool = False,
     **options: Any,
 ) -> _Attention:
-    return _Attention(query, key, attn_mask, is_causal, scale, enable_gqa, options)
+    return _Attention(query, key, attn_mask, is_causal, options)
 
 
 def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
@@ -429,7 +417,7 @@ def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
         hidden = F.pad(hidden, (0, k.size(2) - hidden.size(-1)))  # no mask hides what was appended
         hidden = ~hidden if hidden.dtype == torch.bool else hidden
     # `is_causal` only says that the mask is the causal one.
-    return _Attention(q, k, hidden, False, None, False, sequences=(query, key))
+    return _Attention(q, k, hidden, is_causal=False, sequences=(query, key))
 
 
 _MULTI_HEAD = signatures.signature(F.multi_head_attention_forward)
@@ -448,14 +436,10 @@ def _attentions() -> dict[Any, Callable[..., _Attention]]:
     return found
 
 
-@contextlib.contextmanager
-def _nothing_compiled() -> Iterator[None]:
+def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
     """In code that ``torch.compile`` has compiled no call of attention can be seen."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    compiled = "torch._dynamo" in sys.modules  # else nothing was
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 def _nothing_seen(model: nn.Module, skipped: dict[str, str]) -> str:

@@ -383,8 +383,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                     f"MultiheadAttention: {name} has dtype {tensor.dtype}; it must be that of the "
                     f"parameters, {dtype}"
                 )
-        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        for name, mask in masks.items():
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise RuntimeError(
                     f"MultiheadAttention: {name} has dtype {mask.dtype}; it must be bool (True "
@@ -404,8 +403,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def extra_repr(self) -> str:
         """Sizes, and of the other arguments those that are not the default."""
-        said = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
-        others: dict[str, tuple[Any, Any]] = {
+        arguments: dict[str, tuple[Any, Any]] = {
+            "embed_dim": (self.embed_dim, None),
+            "num_heads": (self.num_heads, None),
             "kdim": (self.kdim, self.embed_dim),
             "vdim": (self.vdim, self.embed_dim),
             "dropout": (self.dropout, 0.0),
@@ -415,10 +415,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             "batch_first": (self.batch_first, False),
             **self._own(),
         }
-        more = [
-            f", {name}={value}" for name, (value, default) in others.items() if value != default
-        ]
-        return said + "".join(more)
+        return ", ".join(f"{name}={x}" for name, (x, default) in arguments.items() if x != default)
 
 
 def _forward_must_be_called(module: nn.Module, args: Any) -> None:

@@ -92,7 +92,7 @@ def calls() -> int:
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls.calls("diffusers")
+    return _calls.calls["diffusers"]
 
 
 def attention_forward(
@@ -129,15 +129,12 @@ def attention_forward(
         ValueError: the model asks for `return_lse` or for context parallelism.
         RuntimeError: shapes, dtypes or devices that do not fit, from :func:`torch_attn.sdpa`.
     """
-    for argument, wanted in (
-        ("return_lse", return_lse),
-        ("context parallelism", _parallel_config is not None),
-    ):
-        if wanted:
-            raise ValueError(
-                f"the model asks for {argument}, which attn does not support; "
-                'choose another backend, such as "native"'
-            )
+    if return_lse or _parallel_config is not None:
+        argument = "return_lse" if return_lse else "context parallelism"
+        raise ValueError(
+            f"the model asks for {argument}, which attn does not support; "
+            'choose another backend, such as "native"'
+        )
     _calls.count("diffusers")
     if attn_mask is not None and attn_mask.shape == (query.size(0), key.size(1)):
         attn_mask = attn_mask[:, None, None, :]

@@ -136,7 +136,7 @@ def calls() -> int:
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls.calls("transformers")
+    return _calls.calls["transformers"]
 
 
 def attention_forward(
@@ -265,10 +265,8 @@ _REFUSED = {
 
 def _unsupported(arguments: dict[str, Any]) -> str | None:
     """What the arguments ask for that :func:`attention_forward` does not do."""
-    for argument, meaning in _REFUSED.items():
-        if arguments.get(argument) is not None:
-            return meaning
-    return None
+    asked = (_REFUSED[name] for name in _REFUSED if arguments.get(name) is not None)
+    return next(asked, None)
 
 
 _watching = 0  # how many want calls of sdpa
@@ -467,18 +465,19 @@ def _pattern(
         # Numbers are not looked at while a graph is traced.
         needless = not masking.is_tracing(padding) and bool(seen.all())
         padding = None if needless else padding[:, None, None, :]
+    start: Tensor | None = None
     if isinstance(offset, Tensor):
-        start: Tensor | None = offset
+        start = offset
+    elif context.is_on():  # the first key, and the last, may be on another process
+        if attention_mask is not None and padding is None:  # nor is padding there seen here
+            padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
     else:
-        if context.is_on():  # the first key, and the last, may be on another process
-            if attention_mask is not None and padding is None:  # nor is padding there seen here
-                padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
-            return _Pattern(left, None, padding, (batch_size, 1, q_length, kv_length))
         if offset + q_length <= left + 1:  # the window reaches to the first key
             left = -1
         if left < 0 and q_length == 1 and offset + 1 == kv_length:  # the newest token sees all
             return padding
-        start = None if offset == 0 else torch.full([], offset, dtype=torch.int64, device=device)
+        if offset != 0:
+            start = torch.full([], offset, dtype=torch.int64, device=device)
     return _Pattern(left, start, padding, (batch_size, 1, q_length, kv_length))
 
 
@@ -501,8 +500,7 @@ class _Texts:
     def of_call(cls, kwargs: dict[str, Any]) -> _Texts | None:
         """As transformers tells its flash attention, if it does."""
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        said: list[Any] = [kwargs.get(name) for name in names]
-        missing = [name for name, given in zip(names, said, strict=True) if given is None]
+        missing = [name for name in names if kwargs.get(name) is None]
         if len(missing) == len(names):
             return None
         if missing:
@@ -510,7 +508,7 @@ class _Texts:
                 f"{', '.join(missing)} missing: packed texts are told of by {', '.join(names)}, "
                 "all of them or none"
             )
-        cu_seq_q, cu_seq_k, *most = said
+        cu_seq_q, cu_seq_k, *most = (kwargs[name] for name in names)
         max_q, max_k = (int(n) if isinstance(n, Tensor) else n for n in most)
         return cls(cu_seq_q, cu_seq_k, max_q, max_k)
 

@@ -9,13 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
-from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.transforms import Bbox
 
 from torch_attn.plots._style import font, plain
-
-__all__ = ["add_bar_within", "laid_out", "style_bar"]
 
 _THICK, _GAP = 8.0, 5.0  # points, of the bar and above it
 _LEAST = 0.3  # of the place of the axes is left to the picture, whatever the labels need
@@ -23,12 +20,9 @@ _LEAST = 0.3  # of the place of the axes is left to the picture, whatever the la
 
 def laid_out(ax: Axes) -> bool:
     """Whether matplotlib makes room for a colour bar and labels of these axes."""
-    figure = ax.get_figure(root=True)
-    return (
-        isinstance(figure, Figure)
-        and isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine)
-        and ax.get_subplotspec() is not None
-    )
+    figure: Any = ax.get_figure(root=True)
+    engine = figure.get_layout_engine()
+    return isinstance(engine, ConstrainedLayoutEngine) and ax.get_subplotspec() is not None
 
 
 def style_bar(bar: Colorbar, label: str) -> None:
@@ -44,17 +38,14 @@ def add_bar_within(ax: Axes, mappable: ScalarMappable, label: str) -> tuple[floa
     had, whenever they are drawn and however large the labels are at that time.
     """
     place = _Place(ax)
-    bar_axes = ax.inset_axes((0, 0, 1, 1))
-    place.bar = bar_axes
-    root = ax.get_figure(root=True)
-    assert root is not None
-    bar = root.colorbar(mappable, cax=bar_axes, orientation="horizontal")
+    root: Any = ax.get_figure(root=True)
+    bar = root.colorbar(mappable, cax=place.bar, orientation="horizontal")
     measure: Any = RendererAgg
     renderer = measure(1, 1, root.dpi)
     width = place.of_axes(renderer).width * 72 / root.dpi
     style_bar(bar, textwrap.fill(label, max(int(width / (0.6 * font())), 8)))
     ax.set_axes_locator(place)
-    bar_axes.set_axes_locator(place.locate_bar)
+    place.bar.set_axes_locator(place.locate_bar)
     box = place.of_axes(renderer)
     return box.width * 72 / root.dpi, box.height * 72 / root.dpi
 
@@ -64,8 +55,10 @@ class _Place:
 
     def __init__(self, ax: Axes) -> None:
         self._ax = ax
+        figure: Any = ax.get_figure(root=False)  # a figure, or a part of one
+        self._to_pixels = figure.transSubfigure
         self._locator = ax.get_axes_locator()  # inset axes have one
-        self.bar: Axes | None = None
+        self.bar = ax.inset_axes((0, 0, 1, 1))
 
     def __call__(self, ax: Any, renderer: Any) -> Bbox:
         return self._to_figure(self.of_axes(renderer))
@@ -77,7 +70,8 @@ class _Place:
     def of_axes(self, renderer: Any) -> Bbox:
         """The axes' own box in pixels: the whole without the labels and the bar."""
         whole = self._whole(renderer)
-        below = self._below(renderer) + self._bar_height(renderer)
+        bar = renderer.points_to_pixels(_GAP + _THICK)
+        below = _below(self._ax, renderer) + (_below(self.bar, renderer) + bar)
         labels = self._ax.yaxis.get_tightbbox(renderer)
         beside = 0.0 if labels is None else max(self._ax.bbox.x0 - labels.x0, 0.0)
         return Bbox.from_extents(
@@ -90,8 +84,8 @@ class _Place:
     def locate_bar(self, bar: Any, renderer: Any) -> Bbox:
         """Below the labels of the keys, of the width that the axes may have."""
         room = self.of_axes(renderer)
-        point = self._pixels(1.0)
-        top = self._ax.bbox.y0 - self._below(renderer) - _GAP * point
+        point = renderer.points_to_pixels(1.0)
+        top = self._ax.bbox.y0 - _below(self._ax, renderer) - _GAP * point
         inset = 0.05 * room.width
         return self._to_figure(
             Bbox.from_extents(room.x0 + inset, top - _THICK * point, room.x1 - inset, top)
@@ -103,26 +97,13 @@ class _Place:
             box = self._ax.get_position(original=True)
         else:
             box = self._locator(self._ax, renderer)
-        return Bbox(self._transform().transform(box))
-
-    def _below(self, renderer: Any) -> float:
-        labels = self._ax.xaxis.get_tightbbox(renderer)
-        return 0.0 if labels is None else max(self._ax.bbox.y0 - labels.y0, 0.0)
-
-    def _bar_height(self, renderer: Any) -> float:
-        assert self.bar is not None
-        labels = self.bar.xaxis.get_tightbbox(renderer)
-        below = 0.0 if labels is None else max(self.bar.bbox.y0 - labels.y0, 0.0)
-        return below + self._pixels(_GAP + _THICK)
-
-    def _pixels(self, points: float) -> float:
-        root = self._ax.get_figure(root=True)
-        assert root is not None
-        return points * root.dpi / 72
-
-    def _transform(self) -> Any:
-        figure: Any = self._ax.get_figure(root=False)  # a figure, or a part of one
-        return figure.transSubfigure
+        return Bbox(self._to_pixels.transform(box))
 
     def _to_figure(self, box: Bbox) -> Bbox:
-        return Bbox(self._transform().inverted().transform(box))
+        return Bbox(self._to_pixels.inverted().transform(box))
+
+
+def _below(ax: Axes, renderer: Any) -> float:
+    """How far the labels of the horizontal axis reach below the axes, in pixels."""
+    labels = ax.xaxis.get_tightbbox(renderer)
+    return 0.0 if labels is None else max(ax.bbox.y0 - labels.y0, 0.0)

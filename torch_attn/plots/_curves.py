@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import ItemsView, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from torch_attn.plots._style import (
     Array,
@@ -19,15 +21,12 @@ from torch_attn.plots._style import (
     font,
     legend,
     muted,
-    named,
     plain,
     set_title,
     size_in_points,
     tensor_of,
     token_names,
 )
-
-__all__ = ["activations", "scaling"]
 
 _MARKERS = "os^Dvp"
 
@@ -54,20 +53,24 @@ def activations(
         >>> norms = {"one head": one.norm(dim=-1), "four heads": four.norm(dim=-1)}
         >>> figure = plots.activations(norms, "the cat sat down .".split())
     """
-    groups = _groups("activations", "values", values)
-    bars = {name: array("activations", "values", numbers, "[N]") for name, numbers in groups}
-    _same_length("activations", "values", bars)
-    count = len(next(iter(bars.values())))
+    groups = values if isinstance(values, Mapping) else {"": values}
+    if not groups:
+        raise ValueError("plots.activations: values is an empty mapping")
+    bars = {name: array("activations", "values", x, "[N]") for name, x in groups.items()}
+    lengths = {name: len(x) for name, x in bars.items()}
+    count, *others = set(lengths.values())
+    if others:
+        raise ValueError(f"plots.activations: values have lengths {lengths}; they must be equal")
     names = token_names("activations", "tokens", tokens, count)
 
     thick = 0.8 / len(bars)
     height = 0.9 + count * max(0.19, 0.11 * len(bars)) + (0.3 if title else 0)
-    figure, ax, own = axes_of("activations", ax, min(max(height, 1.8), 14.0))
-    entries: list[tuple[Any, str]] = []
+    figure, ax, given = axes_of("activations", ax, min(max(height, 1.8), 14.0))
+    handles = []
     for i, (name, color) in enumerate(zip(bars, colors(len(bars)), strict=True)):
         places = np.arange(count) - 0.4 + (i + 0.5) * thick
         drawn = ax.barh(places, bars[name], 0.92 * thick, color=color, label=plain(name))
-        entries.append((drawn, name))
+        handles.append(drawn)
     ax.set_yticks(range(count), names, fontsize=font(0.85))
     ax.set_ylim(count - 0.4, -0.6)  # the first token on top
     ax.set_xlabel(plain(label), fontsize=font())
@@ -75,8 +78,8 @@ def activations(
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right"]].set_visible(False)
     if isinstance(values, Mapping):
-        legend(figure, None if own else ax, entries)
-    set_title(figure, None if own else ax, title)
+        legend(figure, given, handles)
+    set_title(figure, given, title)
     return figure
 
 
@@ -117,16 +120,14 @@ def scaling(
     if not (np.isfinite(x) & (x > 0)).all():
         raise ValueError(f"plots.scaling: sizes are {x.tolist()}; they must be positive and finite")
     lines = {
-        name: _quantiles(name, values, len(x))
-        for name, values in named("scaling", "measured", measured, "[N] or [N, 3]").items()
+        name: _quantiles(f"measured[{name!r}]", values, len(x))
+        for name, values in _named("measured", measured, "[N] or [N, 3]")
     }
     if not lines:
         raise ValueError("plots.scaling: measured is empty; it must have at least one measurement")
     dashed = {
         name: array("scaling", f"theory[{name!r}]", values, "[N]")
-        for name, values in named(
-            "scaling", "theory", {} if theory is None else theory, "[N]"
-        ).items()
+        for name, values in _named("theory", {} if theory is None else theory, "[N]")
     }
     for name, values in dashed.items():
         if len(values) != len(x):
@@ -136,38 +137,25 @@ def scaling(
             )
 
     rows = len(lines) + len(dashed)
-    figure, ax, own = axes_of("scaling", ax, 3.2 + 0.11 * rows + (0.3 if title else 0))
+    figure, ax, given = axes_of("scaling", ax, 3.2 + 0.11 * rows + (0.3 if title else 0))
     names = list(dict.fromkeys([*lines, *dashed]))
     color_of = dict(zip(names, colors(len(names)), strict=True))
     order = np.argsort(x)
     x = x[order]
-    entries: list[tuple[Any, str]] = []
-    for i, (name, values) in enumerate(lines.items()):
-        low, middle, high = values[order].T
-        color, marker = color_of[name], _MARKERS[i % len(_MARKERS)]
-        if values.shape[1] == 3 and not (low == high).all():
+    handles: list[Any] = []
+    for (name, values), marker in zip(lines.items(), itertools.cycle(_MARKERS), strict=False):
+        low, middle, high = np.broadcast_to(values.T, (3, len(x)))[:, order]
+        color, line = color_of[name], "none" if name in dashed else "-"
+        if not (low == high).all():
             ax.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
-        line = "none" if name in dashed else "-"
-        entries += [
-            (curve, name)
-            for curve in ax.plot(
-                x,
-                middle,
-                ls=line,
-                marker=marker,
-                color=color,
-                markersize=4.5,
-                label=plain(name),
-            )
-        ]
+        handles += ax.plot(
+            x, middle, ls=line, marker=marker, color=color, markersize=4.5, label=plain(name)
+        )
     for name, values in dashed.items():
         label = f"{name}, theory" if name in lines else name
-        entries += [
-            (curve, label)
-            for curve in ax.plot(
-                x, values[order], "--", color=color_of[name], linewidth=1.4, label=plain(label)
-            )
-        ]
+        handles += ax.plot(
+            x, values[order], "--", color=color_of[name], linewidth=1.4, label=plain(label)
+        )
 
     ax.set_xscale("log", base=2)
     _sizes(ax, x)
@@ -180,34 +168,26 @@ def scaling(
     ax.grid(visible=True, color=muted(), alpha=0.2, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     if len(names) + len(dashed) > 1:
-        legend(figure, None if own else ax, entries)
-    set_title(figure, None if own else ax, title)
+        legend(figure, given, handles)
+    set_title(figure, given, title)
     return figure
 
 
-def _groups(function: str, argument: str, values: Any) -> list[tuple[str, Any]]:
+def _named(argument: str, values: Any, shape: str) -> ItemsView[str, Any]:
+    """The items of an argument that must be a mapping of names to numbers of that shape."""
     if not isinstance(values, Mapping):
-        return [("", values)]
-    if not values:
-        raise ValueError(f"plots.{function}: {argument} is an empty mapping")
-    return list(values.items())
+        raise TypeError(
+            f"plots.scaling: {argument} is {reprlib.repr(values)}; it must be a mapping of "
+            f"names to numbers of shape {shape}"
+        )
+    return values.items()
 
 
-def _same_length(function: str, argument: str, arrays: Mapping[str, Array]) -> None:
-    lengths = {name: len(values) for name, values in arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"plots.{function}: {argument} have lengths {lengths}; they must be equal")
-
-
-def _quantiles(name: str, values: Any, count: int) -> Array:
-    """`[N, 3]`, three times the same of `[N]`."""
-    argument = f"measured[{name!r}]"
+def _quantiles(argument: str, values: Any, count: int) -> Array:
+    """`[N]` or `[N, 3]`, as the argument is."""
     tensor = tensor_of("scaling", argument, values, "[N] or [N, 3]")
-    if tensor.dim() == 1:
-        result = np.repeat(array("scaling", argument, values, "[N]")[:, None], 3, axis=1)
-    else:
-        result = array("scaling", argument, values, "[N, 3]")
-    if result.shape != (count, 3):
+    result = array("scaling", argument, tensor, "[N]" if tensor.dim() == 1 else "[N, 3]")
+    if result.shape not in ((count,), (count, 3)):
         raise ValueError(
             f"plots.scaling: {argument} has shape {list(tensor.shape)}; "
             f"it must be [{count}] or [{count}, 3], for sizes has {count}"
@@ -228,9 +208,7 @@ def _sizes(ax: Axes, x: Array) -> None:
             labels[i] = ""
         else:
             last = place
-    ax.xaxis.set_major_locator(FixedLocator(x.tolist()))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xticks(x.tolist(), labels)
 
 

@@ -23,8 +23,6 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-__all__ = ["graph"]
-
 _WIDEST = 5.0  # points, of an edge of weight 1
 _UPRIGHT = 10  # tokens in a ring whose names are horizontal; those of more point outwards
 
@@ -70,7 +68,7 @@ def graph(
     senders = receivers if ring else token_names("graph", "keys", keys, S)
 
     rows = max(L, S)
-    figure, ax, own = axes_of(
+    figure, ax, given = axes_of(
         "graph", ax, WIDTH if ring else min(max(2.2, 0.9 + 0.27 * rows), 14.0)
     )
     ax.axis("off")
@@ -82,7 +80,7 @@ def graph(
     else:
         note = f"no weight reaches {number}; the largest is {values.max():.2g}"
     ax.text(0.5, -0.01, note, transform=ax.transAxes, ha="center", va="top", fontsize=font(0.85))
-    set_title(figure, None if own else ax, title)
+    set_title(figure, given, title)
     return figure
 
 
@@ -92,11 +90,8 @@ def _columns(
     rows = max(len(receivers), len(senders))
     palette = colors(len(senders))
     # From top to bottom, each column in the middle.
-    heights = {
-        n: rows / 2 - (np.arange(n) + 0.5) * rows / n if n > 1 else np.zeros(1)
-        for n in (len(receivers), len(senders))
-    }
-    lefts, rights = heights[len(senders)], heights[len(receivers)]
+    counts = len(senders), len(receivers)
+    lefts, rights = (rows / 2 - (np.arange(n) + 0.5) * rows / n for n in counts)
     for i, j in _edges(values, least):
         _edge(ax, (0.0, lefts[j]), (1.0, rights[i]), values[i, j], palette[j], curve=0.0)
     text: dict[str, Any] = {"va": "center", "fontsize": font(0.85)}
@@ -108,16 +103,8 @@ def _columns(
         away = -8 if side == "right" else 8
         for name, y in zip(names, places.tolist(), strict=True):
             ax.annotate(name, (x, y), (away, 0), textcoords="offset points", ha=side, **text)
-        heading = (x, rows / 2 + 0.2)
-        ax.annotate(
-            title,
-            heading,
-            (0, 0),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=font(),
-            fontweight="bold",
+        ax.text(
+            x, rows / 2 + 0.2, title, ha="center", va="bottom", fontsize=font(), fontweight="bold"
         )
     ax.set(xlim=(-0.05, 1.05), ylim=(-rows / 2 - 0.2, rows / 2 + 0.6))
 
@@ -136,7 +123,7 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
     reach = apart * half / (half - longest)
     for i, j in _edges(values, least):
         if i == j:
-            _loop(ax, places[j], angles[j], values[i, j], palette[j], count)
+            _loop(ax, places[j], values[i, j], palette[j], count)
         else:
             _edge(ax, places[j], places[i], values[i, j], palette[j], curve=0.18)
     ax.scatter(*places.T, c=palette, s=60 if count <= 12 else 30, zorder=4)
@@ -185,16 +172,10 @@ def _edge(ax: Axes, start: Any, end: Any, weight: float, color: str, curve: floa
     )
 
 
-def _loop(ax: Axes, place: Array, angle: float, weight: float, color: str, count: int) -> None:
+def _loop(ax: Axes, place: Array, weight: float, color: str, count: int) -> None:
     """A small circle outside of the ring, through the token."""
     radius = min(0.1, 1.3 / count)
     around = np.linspace(0, 2 * np.pi, 60)
-    center = place + radius * np.array([np.cos(angle), np.sin(angle)])
-    ax.plot(
-        center[0] + radius * np.cos(around),
-        center[1] + radius * np.sin(around),
-        color=color,
-        linewidth=_WIDEST * weight,
-        alpha=0.75,
-        zorder=2,
-    )
+    x, y = (1 + radius) * place  # of the center, as the token is on a circle of radius 1
+    xs, ys = x + radius * np.cos(around), y + radius * np.sin(around)
+    ax.plot(xs, ys, color=color, linewidth=_WIDEST * weight, alpha=0.75, zorder=2)

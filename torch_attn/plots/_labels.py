@@ -13,8 +13,6 @@ from matplotlib.text import Annotation, Text
 
 from torch_attn.plots._style import Array, font, muted
 
-__all__ = ["Labels"]
-
 # Distances of a label from its point, in points of 1/72 inch, and directions to try.
 _DISTANCES = (4.0, 9.0, 16.0, 25.0, 36.0, 50.0, 66.0)
 _LEADS_FROM = 9.0  # a label as far away as that is led to by a line
@@ -127,12 +125,8 @@ class Labels(Artist):
         are looked at from the cheapest on, until none of those left can be cheaper than the best.
         """
         reach = self._radius * point
-        first, last = np.searchsorted(
-            covered[:, 0], (boxes[:, 0].min() - reach, boxes[:, 2].max() + reach)
-        )
-        near = covered[first:last]
         low, high = boxes[:, 1].min() - reach, boxes[:, 3].max() + reach
-        near = near[(near[:, 1] > low) & (near[:, 1] < high)]
+        near = covered[(covered[:, 1] > low) & (covered[:, 1] < high)]
         ends = np.searchsorted(near[:, 0], np.stack([boxes[:, 0] - reach, boxes[:, 2] + reach]))
         best, least = -1, np.inf
         for i in np.argsort(cost, kind="stable"):

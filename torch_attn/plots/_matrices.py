@@ -27,8 +27,6 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-__all__ = ["heads", "heatmap"]
-
 
 def heatmap(
     matrix: Any,
@@ -72,7 +70,7 @@ def heatmap(
     """
     values = array("heatmap", "matrix", matrix, "[L, S]")
     rows, columns = _names("heatmap", queries, keys, *values.shape)
-    norm, colormap = _scale("heatmap", values, vmin, vmax, center)
+    scale = _scale("heatmap", values, vmin, vmax, center)
 
     longest = max(map(len, columns))
     width, cell = _own_size(values.shape, rows)
@@ -80,28 +78,24 @@ def heatmap(
     below = longest * 0.6 * font(0.85) / 72 if tilted else 0.15
     extra = 1.1 + below + (0.3 if title else 0)
     height = extra + values.shape[0] * max(min(cell, 0.7), font() / 72)
-    figure, ax, own = axes_of("heatmap", ax, min(height, 14.0), width)
-    square = not own and 0.5 <= values.shape[0] / values.shape[1] <= 2
-    _draw(ax, values, norm, colormap, equal=square)
+    figure, ax, given = axes_of("heatmap", ax, min(height, 14.0), width)
+    square = given is not None and 0.5 <= values.shape[0] / values.shape[1] <= 2
+    _draw(ax, values, scale, aspect="equal" if square else "auto")
     ax.set_ylabel("query", fontsize=font())
     ax.set_xlabel("\n".join(["key", *_notes(values)]), fontsize=font())
     label = _kind(values) if label is None else label
-    if own:
+    if given is None:
         cells = (72 * cell, 72 * (min(height, 14.0) - extra) / values.shape[0])
-        _ticks(ax, rows, columns, cells)
-        _bar(figure, [ax], norm, colormap, label)
     else:
-        size = size_in_points(ax)
-        cells = _cells(size, values.shape, square)
+        cells = _cells(size_in_points(ax), values.shape, square)
+    _ticks(ax, rows, columns, cells)
+    if laid_out(ax):
+        _bar(figure, [ax], scale, label)
+    else:
+        cells = _cells(add_bar_within(ax, scale, label), values.shape, square)
         _ticks(ax, rows, columns, cells)
-        if laid_out(ax):
-            _bar(figure, [ax], norm, colormap, label)
-        else:
-            size = add_bar_within(ax, ScalarMappable(norm, colormap), label)
-            cells = _cells(size, values.shape, square)
-            _ticks(ax, rows, columns, cells)
-    _write(ax, values, norm, colormap, digits, cells)
-    set_title(figure, None if own else ax, title)
+    _write(ax, values, scale, digits, cells)
+    set_title(figure, given, title)
     return figure
 
 
@@ -139,9 +133,8 @@ def heads(
     if columns < 1:
         raise ValueError(f"plots.heads: columns is {columns}; it must be at least 1")
     rows, cols = _names("heads", queries, keys, *values.shape[1:])
+    names = [f"head {i}" for i in range(len(values))] if names is None else names
     titles = token_names("heads", "names", names, len(values))
-    if names is None:
-        titles = [f"head {i}" for i in range(len(values))]
     blank = np.zeros(values.shape, bool)
     if _kind(values) == "attention weight":
         blank = values == 0
@@ -149,7 +142,7 @@ def heads(
         several = several[several > 0]
         if vmax is None and several.size:
             vmax = float(several.max())
-    norm, colormap = _scale("heads", values, "auto", vmax, None)
+    scale = _scale("heads", values, "auto", vmax, None)
 
     columns = min(columns, len(values))
     lines = math.ceil(len(values) / columns)
@@ -166,7 +159,7 @@ def heads(
     for i, (head, name) in enumerate(zip(values, titles, strict=True)):
         ax = figure.add_subplot(grid[i // columns, i % columns])
         axes.append(ax)
-        _draw(ax, np.ma.masked_where(blank[i], head), norm, colormap, equal=False)
+        _draw(ax, np.ma.masked_where(blank[i], head), scale)
         _ticks(ax, rows, cols, cells)
         ax.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(values))
         ax.set_title(name, fontsize=font(), pad=3, loc="left")
@@ -174,9 +167,10 @@ def heads(
             ax.set_xlabel("key", fontsize=font())
     figure.supylabel("query", fontsize=font())
     notes = [*_notes(values), *(["blank: exactly 0"] if blank.any() else [])]
-    if norm.vmax is not None and (values > norm.vmax).any():
-        notes.append(f"last colour: {norm.vmax:.2g} and more")
-    _bar(figure, axes, norm, colormap, "\n".join([_kind(values), *notes]))
+    last = scale.get_clim()[1]
+    if (values > last).any():
+        notes.append(f"last colour: {last:.2g} and more")
+    _bar(figure, axes, scale, "\n".join([_kind(values), *notes]))
     set_title(figure, None, title)
     return figure
 
@@ -195,7 +189,8 @@ def _scale(
     vmin: float | Literal["auto"] | None,
     vmax: float | None,
     center: float | None,
-) -> tuple[Normalize, Any]:
+) -> ScalarMappable:
+    """From what value to which, in what colours."""
     for argument, value in (("vmin", vmin), ("vmax", vmax), ("center", center)):
         left = value is None or (argument == "vmin" and value == "auto")
         if not left and not (isinstance(value, Real) and math.isfinite(value)):
@@ -211,7 +206,7 @@ def _scale(
             most if vmax is None else vmax,
         ]
         reach = max(abs(end - center) for end in ends) or 1.0
-        return Normalize(center - reach, center + reach), mpl.colormaps["PuOr_r"]
+        return ScalarMappable(Normalize(center - reach, center + reach), "PuOr_r")
     low = min(least, 0.0) if isinstance(vmin, str) else least if vmin is None else vmin
     high = most if vmax is None else vmax
     if vmax is not None and high <= low:
@@ -221,7 +216,7 @@ def _scale(
         )
     if high <= low:  # nothing but one value, or none above vmin
         low, high = min(low, least), max(low, most) + (1.0 if most <= least else 0.0)
-    return Normalize(low, high), mpl.colormaps["viridis"]
+    return ScalarMappable(Normalize(low, high), "viridis")
 
 
 def _kind(values: Array) -> str:
@@ -237,20 +232,16 @@ def _own_size(shape: tuple[int, ...], rows: list[str]) -> tuple[float, float]:
     return max(beside + cell * shape[1], 3.2), max(cell, (3.2 - beside) / shape[1])
 
 
-def _draw(ax: Axes, values: Array, norm: Normalize, colormap: Any, *, equal: bool) -> None:
+def _draw(
+    ax: Any, values: Array, scale: ScalarMappable, aspect: Literal["equal", "auto"] = "auto"
+) -> None:
     shown = np.ma.masked_invalid(values)
-    ax.imshow(
-        shown, cmap=colormap, norm=norm, aspect="equal" if equal else "auto", interpolation="none"
-    )
+    ax.imshow(shown, scale.cmap, scale.norm, aspect=aspect, interpolation="none")
     edge = mpl.rcParams["axes.edgecolor"]
+    look: dict[str, Any] = {"fill": False, "edgecolor": edge, "linewidth": 0, "alpha": 0.5}
     for hatch, cells in (("////", np.isneginf(values)), ("xxxx", _broken(values))):
         for i, j in np.argwhere(cells):
-            corner = (j - 0.5, i - 0.5)
-            ax.add_patch(
-                Rectangle(
-                    corner, 1, 1, fill=False, hatch=hatch, edgecolor=edge, linewidth=0, alpha=0.5
-                )
-            )
+            ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, hatch=hatch, **look))
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
@@ -270,12 +261,7 @@ def _notes(values: Array) -> list[str]:
 
 
 def _write(
-    ax: Axes,
-    values: Array,
-    norm: Normalize,
-    colormap: Any,
-    digits: int | None,
-    cell: tuple[float, float],
+    ax: Axes, values: Array, scale: ScalarMappable, digits: int | None, cell: tuple[float, float]
 ) -> None:
     """The numbers into the cells, whose size is in points."""
     finite = values[np.isfinite(values)]
@@ -288,19 +274,14 @@ def _write(
         if digits is None:
             return
         size = font(0.6)
-    for (i, j), value in np.ndenumerate(values):
-        if not np.isfinite(value):
-            continue
-        red, green, blue, _ = colormap(norm(value))
-        # Relative luminance, https://www.w3.org/TR/WCAG21/#dfn-relative-luminance; black and white
-        # stand out equally at 0.18.
-        linear = [
-            ((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in (red, green, blue)
-        ]
-        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-        color = "black" if luminance > 0.18 else "white"
-        text = f"{value:.{decimals}f}".replace("-", "−")
-        ax.text(j, i, text, ha="center", va="center", color=color, fontsize=size)
+    # Relative luminance, https://www.w3.org/TR/WCAG21/#dfn-relative-luminance; black and white
+    # stand out equally at 0.18.
+    rgb = scale.to_rgba(values)[..., :3]
+    linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
+    colors = np.where(linear @ (0.2126, 0.7152, 0.0722) > 0.18, "black", "white")
+    for i, j in np.argwhere(np.isfinite(values)):
+        text = f"{values[i, j]:.{decimals}f}".replace("-", "−")
+        ax.text(j, i, text, ha="center", va="center", color=colors[i, j], fontsize=size)
 
 
 def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, float]) -> None:
@@ -324,18 +305,12 @@ def _cells(size: tuple[float, float], shape: tuple[int, ...], square: bool) -> t
     return (min(width, height),) * 2 if square else (width, height)
 
 
-def _bar(figure: Figure, axes: list[Axes], norm: Normalize, colormap: Any, label: str) -> None:
-    mappable = ScalarMappable(norm, colormap)
+def _bar(figure: Figure, axes: list[Axes], scale: ScalarMappable, label: str) -> None:
     # matplotlib wants sizes as parts of the height of the axes.
     height = sum({ax.get_position().y0: ax.get_position().height for ax in axes}.values())
     inch = 1 / max(height * figure.get_figheight(), 0.5)
+    thick, gap = min(0.2 * inch, 0.3), min(0.08 * inch, 0.2)
     bar = figure.colorbar(
-        mappable,
-        ax=axes,
-        location="bottom",
-        fraction=min(0.2 * inch, 0.3),
-        pad=min(0.08 * inch, 0.2),
-        aspect=40,
-        shrink=0.9,
+        scale, ax=axes, location="bottom", fraction=thick, pad=gap, aspect=40, shrink=0.9
     )
     style_bar(bar, label)

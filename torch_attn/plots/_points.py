@@ -27,8 +27,6 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-__all__ = ["embeddings", "tsne"]
-
 _METRICS = ("cosine", "euclidean", "manhattan", "chebyshev")
 
 
@@ -62,7 +60,7 @@ def embeddings(
             f"plots.embeddings: before has shape {list(starts.shape)}; "
             f"it must have that of vectors, {list(tips.shape)}"
         )
-    figure, ax, own = axes_of("embeddings", ax, WIDTH)
+    figure, ax, given = axes_of("embeddings", ax, WIDTH)
 
     ends = tips if starts is None else np.concatenate([tips, starts])
     low, high = np.minimum(ends.min(0), 0), np.maximum(ends.max(0), 0)
@@ -100,7 +98,7 @@ def embeddings(
     covered = [along * tips] if starts is None else [along * tips, tips + along * (starts - tips)]
     Labels(ax, tips, names, away=tips, covered=np.concatenate(covered).reshape(-1, 2), radius=3.5)
     ax.tick_params(labelsize=font())
-    set_title(figure, None if own else ax, title)
+    set_title(figure, given, title)
     return figure
 
 
@@ -190,12 +188,12 @@ def tsne(
         raise ValueError(f"plots.tsne: seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
     points = _tsne(_comparable(q, k, metric), perplexity, metric, seed)
 
-    figure, ax, own = axes_of("tsne", ax, WIDTH + min(2.0, 0.02 * len(names)))
+    figure, ax, given = axes_of("tsne", ax, WIDTH + min(2.0, 0.02 * len(names)))
     kinds = list(dict.fromkeys(names))
     color_of = dict(zip(kinds, colors(len(kinds)), strict=True))
     bold = [name in chosen for name in names]
     large = np.array(bold)
-    entries: list[tuple[Any, str]] = []
+    handles = []
     queries_are = np.arange(len(names)) < len(q)
     for those, marker, label in ((queries_are, "^", "query"), (~queries_are, "o", "key")):
         for highlighted in (False, True):
@@ -213,13 +211,13 @@ def tsne(
             )
         # What the legend shows: the marker without any token's colour.
         dot = ax.scatter([], [], marker=marker, color=mpl.rcParams["text.color"], s=30, label=label)
-        entries.append((dot, label))
+        handles.append(dot)
     ax.margins(0.12)
     ax.set(xticks=[], yticks=[], xlabel="t-SNE, first direction", ylabel="t-SNE, second direction")
     center = points - points.mean(0)
     Labels(ax, points, names, away=center, covered=np.empty((0, 2)), radius=4.0, bold=bold)
-    legend(figure, None if own else ax, entries)
-    set_title(figure, None if own else ax, title)
+    legend(figure, given, handles)
+    set_title(figure, given, title)
     return figure
 
 

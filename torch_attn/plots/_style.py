@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import textwrap
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import matplotlib as mpl
@@ -13,25 +13,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-
-__all__ = [
-    "PALETTE",
-    "WIDTH",
-    "Array",
-    "array",
-    "axes_of",
-    "colors",
-    "font",
-    "legend",
-    "muted",
-    "named",
-    "plain",
-    "set_title",
-    "shown",
-    "size_in_points",
-    "tensor_of",
-    "token_names",
-]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -70,16 +51,6 @@ def tensor_of(function: str, argument: str, values: Any, shape: str) -> torch.Te
             f"plots.{function}: {argument} is {reprlib.repr(values)}; it must be real numbers of "
             f"shape {shape}, a tensor or what torch.as_tensor takes ({error})"
         ) from error
-
-
-def named(function: str, argument: str, values: Any, shape: str) -> Mapping[str, Any]:
-    """The argument, which must be a mapping of names to numbers of that shape."""
-    if not isinstance(values, Mapping):
-        raise TypeError(
-            f"plots.{function}: {argument} is {reprlib.repr(values)}; it must be a mapping of "
-            f"names to numbers of shape {shape}"
-        )
-    return values
 
 
 def token_names(
@@ -137,8 +108,8 @@ def colors(count: int) -> list[str]:
 
 def axes_of(
     function: str, ax: Axes | None, height: float, width: float = WIDTH
-) -> tuple[Figure, Any, bool]:
-    """The figure and the axes to draw on, and whether they are new; sizes in inches."""
+) -> tuple[Figure, Any, Axes | None]:
+    """The figure, the axes to draw on, and `ax` as it was given; sizes in inches."""
     if ax is not None:
         if not isinstance(ax, Axes):
             raise TypeError(
@@ -152,51 +123,39 @@ def axes_of(
                 f"plots.{function}: ax has the projection {ax.name!r}; it must be 'rectilinear', "
                 "which axes are by default"
             )
-        return figure, ax, False
+        return figure, ax, ax
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot(), True
+    return figure, figure.add_subplot(), None
 
 
-def legend(figure: Figure, ax: Axes | None, entries: Sequence[tuple[Any, str]]) -> None:
+def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
     """Within the axes, or below a whole figure, where it covers nothing.
 
-    It shows the entries, and before them what else is labelled in the axes.
+    It shows the artists given, and before them what else is labelled in the axes.
     """
-    ours = [handle for handle, _ in entries]
-    others = zip(*(ax or figure.axes[0]).get_legend_handles_labels(), strict=True)
-    shown_entries = [(handle, name) for handle, name in others if handle not in ours]
-    shown_entries += [(handle, plain(name)) for handle, name in entries]
-    handles, labels = zip(*shown_entries, strict=True)
+    labelled, _ = (ax or figure.axes[0]).get_legend_handles_labels()
+    handles = [*(handle for handle in labelled if handle not in ours), *ours]
+    labels = [handle.get_label() for handle in handles]
     # matplotlib leaves out names that start with "_": these get theirs afterwards.
     allowed = [f"-{label}" for label in labels]
-    looks: dict[str, Any] = {
-        "ncols": 2 if max(map(len, labels)) < 26 else 1,
-        "frameon": False,
-        "fontsize": font(0.85),
-    }
-    if ax is not None:
-        made = ax.legend(handles, allowed, loc="best", **looks)
-    else:
-        made = figure.legend(handles, allowed, loc="outside lower center", **looks)
+    columns = 2 if max(map(len, labels)) < 26 else 1
+    owner: Any = figure if ax is None else ax
+    place = "outside lower center" if ax is None else "best"
+    made = owner.legend(
+        handles, allowed, loc=place, ncols=columns, frameon=False, fontsize=font(0.85)
+    )
     for text, label in zip(made.get_texts(), labels, strict=True):
         text.set_text(label)
 
 
 def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
     """A title over the axes, or over a whole figure, in which it has more room."""
-    if title is None:
-        return
-    if ax is not None:
+    if title is not None and ax is not None:
         ax.set_title(plain(title))
-        return
-    letters = int(figure.get_figwidth() * 72 / (0.6 * font(1.1)))
-    figure.suptitle(
-        plain(textwrap.fill(title, letters)),
-        x=0.01,
-        ha="left",
-        fontsize=font(1.1),
-        fontweight="bold",
-    )
+    elif title is not None:
+        letters = int(figure.get_figwidth() * 72 / (0.6 * font(1.1)))
+        lines = plain(textwrap.fill(title, letters))
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=font(1.1), fontweight="bold")
 
 
 def size_in_points(ax: Axes) -> tuple[float, float]:
