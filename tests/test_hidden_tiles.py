@@ -158,7 +158,7 @@ CHANGES = [
     ("core/score.h", "smaller(s.keys, queries.last - 1 + s.last)", "s.keys"),
     ("core/geometry.h", "? kFar : offset + right + 1", "? kFar : offset + right"),
     ("core/geometry.h", "kFar : offset - left", "kFar : offset - left - 1"),
-    ("core/geometry.h", "length_of(lengths, n, p.keys), offset", "p.keys, offset"),
+    ("core/geometry.h", "length_of(key_lengths, n, p.keys), offset", "p.keys, offset"),
     ("cpu/tiles/rows.inl", "= seen.first + split * p.keys_per_split", "= split * p.keys_per_split"),
 ]  # fmt: skip
 

@@ -29,8 +29,8 @@ constexpr int64_t kScoreTile = 64;
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
 
-// What the rows of an operand are, where sequences are packed: with which of them each one begins. A byte, as CUDA
-// passes few to a kernel.
+// Which starts say where the rows of an operand begin if sequences are packed: query_starts, key_starts or none. A byte,
+// because CUDA passes few to a kernel.
 enum class Axis : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
@@ -89,21 +89,21 @@ struct Problem {
   int64_t keys = 0;       // S, as well
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
-  double scale = 1;
-  double softcap = 0;  // 0: none
+  double scale = 1;       // of a product: the caller's, or 1 / sqrt(E)
+  double softcap = 0;     // 0: none
   Visibility visibility;
   HeadTerms terms;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
 
-  // Packed sequences lie one behind the other: each is an entry of the batch, the last of its dimensions, along which
-  // operands have no stride: they begin in that row, [batch], on the device. 0: none are packed.
+  // Packed sequences are the last dimension of the batch, which has stride 0: sequence n begins at row query_starts[n]
+  // (key_starts[n]) of its operands, [batch], on the device. 0: none are packed.
   int64_t sequences = 0;
   const int64_t* query_starts = nullptr;
   const int64_t* key_starts = nullptr;  // null where keys lie in pages
-  Paging paging;                        // of the forward alone
-  // This may be one entry of a batch: its number there and, of a packed sequence, the rows that a head has with the
-  // others (0: only its own).
+  Paging paging;                        // of the forward alone: derivatives refuse pages
+  // Where a CPU runs one entry of a call by itself: its number in the batch and, if sequences are packed, the rows of a
+  // head in the whole call, or 0.
   int64_t first_entry = 0;
   int64_t tokens = 0;
 
@@ -160,7 +160,7 @@ struct RowParams : Problem {
 
 struct ForwardParams : RowParams {
   Operand output;
-  Operand residual;           // the exact output minus the rounded one; data may be null. See sums_scores
+  Operand residual;           // the exact output minus the rounded one; data may be null. See exact_residual
   void* logsumexp = nullptr;  // may be null
 
   // For who calls, one number a row, [batch, heads, L], of the type computed in; null where not wanted. The logsumexp
@@ -168,7 +168,7 @@ struct ForwardParams : RowParams {
   void* row_logsumexp = nullptr;
   void* max_score = nullptr;
 
-  void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if sums_scores]
+  void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if exact_residual]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], where max_score is wanted
 
@@ -178,7 +178,7 @@ struct ForwardParams : RowParams {
   // Then the residual, which has data, has also what the rounding of weights took from the output. Without it delta,
   // <dO, O>, is off by so little that dS is right, but the sum over j of dS_ij is not 0, and a slope multiplies it by
   // how far the keys are.
-  bool sums_scores = false;
+  bool exact_residual = false;
 };
 
 struct BackwardParams : Problem {

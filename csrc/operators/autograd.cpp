@@ -150,7 +150,7 @@ constexpr size_t kEdges<TangentResults> = 0;
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
   std::tuple<Kept<T>...> kept;
-  Call plain;  // without tensors
+  Call without_tensors;
 
   std::string name() const override { return name_.text; }
 
@@ -173,13 +173,13 @@ struct AttentionNode : torch::autograd::Node {
   void save(const Call& call) {
     std::get<Kept<Call>>(kept).save(call);
     const Call nothing;
-    plain = call;
-    tensors_of(plain) = tensors_of(nothing);
+    without_tensors = call;
+    tensors_of(without_tensors) = tensors_of(nothing);
   }
   template <class A>
   A unpack() {
     A argument;
-    if constexpr (std::is_same_v<A, Call>) argument = plain;
+    if constexpr (std::is_same_v<A, Call>) argument = without_tensors;
     std::get<Kept<A>>(kept).unpack(argument, pointer_to(this));
     return argument;
   }
@@ -334,15 +334,16 @@ Tensor sdpa_autograd(c10::DispatchKeySet keys, const Call& call) {
 OutputAndRows attention_autograd(c10::DispatchKeySet keys, const Call& call) {
   if (is_over_processes()) return OverProcessesOp::call(call);
   if (!requires_grad(call) && !is_dual(call)) return below_autograd<AttentionOp>(keys, call);
-  const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*sums_scores=*/false);
+  const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
   return {saved.output, rows};
 }
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
-                                bool with_rows, bool sums_scores) {
+                                bool with_rows, bool exact_residual) {
+  // Also if the operator that called this one said no.
   const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
-  sums_scores = sums_scores || learned(call.alibi_slopes) || learned(call.sinks);
-  ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, sums_scores);
+  exact_residual = exact_residual || learned(call.alibi_slopes) || learned(call.sinks);
+  ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, exact_residual);
   auto& [saved, rows] = results;
   TangentResults tangent;
   if (is_dual(call)) tangent = TangentOp::call(saved, tangent_of(call), primal_of(call));

@@ -1,5 +1,10 @@
-// A call of attention: the one list of its arguments. From it follows what the schemas of all operators are
-// (schema.cpp), whether the built-in could have the call, and what autograd, vmap and autocast do with each argument.
+// A call of attention: the one list of its arguments, with the name and the kind of each. From it follows what the
+// schemas of all operators are (schema.cpp), whether the built-in could have the call, and what autograd, vmap and
+// autocast do with each argument.
+//
+// The way of a call that wants gradients: attention -> _sdpa_forward (autograd.cpp) -> compute_forward (run.cpp), which
+// validates it and makes plain data of it (problem.cpp) -> a kernel. The backward does all of this anew, from the call
+// that autograd has kept. In inference mode the dispatcher leaves autograd out.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,16 +20,16 @@ namespace attn {
 
 struct Call;
 
-// What an argument is. A tensor broadcasts to the dimensions that are named here. From this follows what is done with
-// it, for the order here says what is a tensor, and what may have a derivative.
+// What an argument is. A tensor broadcasts to the dimensions that are named here. The order counts: is_input() and
+// is_tensor() below compare with the last kind that may have a derivative, and with the last kind of tensors.
 enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]; autocast casts it
   value_rows,  // likewise, and no score depends on it
   mask,        // [*batch, heads, L, S]: boolean, or floating, and then as `rows`
-  heads,       // [*batch, heads]: the last kind that may have a derivative
+  heads,       // [*batch, heads]; the last kind that may have a derivative
   entries,     // [*batch]: integers
   starts,      // of packed sequences
-  pages,       // of packed sequences: the last kind of tensors
+  pages,       // of packed sequences; the last kind of tensors
   longest,     // of packed sequences
   number,
   dropout,  // likewise, and no score depends on it
@@ -64,8 +69,8 @@ struct Call {
   // Integers [N, most pages] in place of cu_seq_k: key and value are pools [pages, heads, page_size, E or Ev], and row
   // r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
   std::optional<at::Tensor> block_table;
-  std::optional<at::Tensor> alibi_slopes;  // broadcast to [*batch, heads]
-  std::optional<at::Tensor> sinks;         // likewise
+  // They broadcast to [*batch, heads]. What they do to scores, and to their softmax, is in core/score.h.
+  std::optional<at::Tensor> alibi_slopes, sinks;
 
   // In the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
@@ -209,7 +214,7 @@ using Direction = OfInputs<std::optional<at::Tensor>>;
 // Each has the shape of its input, and is undefined where it is not wanted.
 using Gradients = OfInputs<at::Tensor>;
 using Wanted = std::array<bool, Inputs::kCount>;  // in the same order
-static_assert(kInputs<Direction> == Inputs::kCount, "OfInputs has the arguments that may have derivatives");
+static_assert(kInputs<Direction> == Inputs::kCount, "OfInputs: the arguments that may have derivatives, in order");
 
 // Whether the built-in could have the call: all other arguments are as they are by default.
 inline bool is_builtin(const Call& call) {

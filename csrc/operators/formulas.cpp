@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "operators/over_processes.h"
-#include "operators/validate.h"
+#include "operators/problem.h"
 
 namespace attn {
 namespace {

@@ -15,7 +15,8 @@ using at::Tensor;
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// What a number of the CPU's pair has to be multiplied by to be a score, as rounded as the kernels have it.
+// What a number of the CPU's pair has to be multiplied by to be a score, as rounded as the kernels have it. Sinks do
+// not count: parts are called without them.
 double unit_of_pair(const Call& call) {
   Problem p;
   describe_scores(p, call);

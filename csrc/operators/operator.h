@@ -13,7 +13,7 @@
 //
 // BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> makes of a function f(saved, call) what the
 // dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
-// operator that takes only some fields of a struct names a view of it, which has the struct for its type Data:
+// operator that takes only some fields of a struct names a view of it, and its functions still take the struct, Data:
 //
 //   struct KeyAlone {
 //     using Data = Call;

@@ -102,7 +102,7 @@ using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Dense)>;
 using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(Dense, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(Scores)>;
 using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Dense, WantedWeights)>;
-// Last come rng_state, and whether the rows' results are wanted.
+// Last come rng_state, with_rows (whether the rows' results are wanted), and exact_residual (params.h).
 using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Saved, Call, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Saved, Direction, Call)>;

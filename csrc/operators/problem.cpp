@@ -57,6 +57,18 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
+double scale_or_default(std::optional<double> scale, int64_t head_dim) {
+  if (head_dim == 0) return 1;
+  return scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
+}
+
+double softcap_for(const at::Tensor& query, double softcap) {
+  using Single = std::numeric_limits<float>;
+  const bool is_single = compute_dtype(query) == at::kFloat;
+  if (softcap == 0 || (is_single && softcap > Single::max())) return 0;
+  return std::max(softcap, is_single ? double{Single::min()} : std::numeric_limits<double>::min());
+}
+
 void describe_scores(Problem& problem, const Call& call) {
   problem.scale = scale_or_default(call.scale, call.query.size(-1));
   problem.softcap = softcap_for(call.query, call.softcap);
@@ -156,8 +168,8 @@ at::Tensor sequences_on_device(const Call& call, int64_t tokens, int64_t all_key
 }  // namespace
 
 void ProblemBuilder::add_sequences(const Call& call) {
-  const int64_t tokens = problem_.queries, all_keys = problem_.keys;
-  int64_t room = all_keys;  // for the keys of a sequence
+  const int64_t tokens = problem_.queries, all_keys = problem_.keys;  // in pages, the keys of one
+  int64_t room = all_keys;                                            // for the keys of a sequence
   if (call.block_table && __builtin_mul_overflow(call.block_table->size(1), all_keys, &room))
     room = std::numeric_limits<int64_t>::max();
   if (call.block_table && call.key.size(0) == 0) room = 0;
@@ -251,7 +263,7 @@ std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& qu
   if (p.splits == 1) return {};
   const auto options = compute_options(query);
   const int64_t rows = p.splits * number_of_rows(p);
-  const int64_t columns = p.value_dim * (p.sums_scores ? 2 : 1);  // the rest of an output stands beside it
+  const int64_t columns = p.value_dim * (p.exact_residual ? 2 : 1);  // the rest of an output stands beside it
   std::array<at::Tensor, 3> partial = {at::empty({rows, columns}, options), at::empty({rows, 2}, options)};
   p.partial_output = partial[0].mutable_data_ptr();
   p.partial_logsumexp = partial[1].mutable_data_ptr();

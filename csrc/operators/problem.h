@@ -8,6 +8,13 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
+// 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.
+double scale_or_default(std::optional<double> scale, int64_t head_dim);
+
+// A cap as the type computed in can hold it: 0, which is none, if it is larger than all numbers of that type, and at
+// least the smallest normal one, by which products are divided.
+double softcap_for(const at::Tensor& query, double softcap);
+
 // Fills in what a score is made of, apart from its operands.
 void describe_scores(Problem& problem, const Call& call);
 

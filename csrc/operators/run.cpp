@@ -168,7 +168,7 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
 }  // namespace
 
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
-                               const std::optional<Tensor>& given_state, bool with_rows, bool sums_scores) {
+                               const std::optional<Tensor>& given_state, bool with_rows, bool exact_residual) {
   const Tensor& query = call.query;
   const Checker check{call};
   TORCH_CHECK(
@@ -199,7 +199,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
     p.logsumexp = results.logsumexp.mutable_data_ptr();
     if (results.residual.dim() > 1) {
       builder.add_result(p.residual, results.residual);
-      p.sums_scores = sums_scores;
+      p.exact_residual = exact_residual;
     }
   }
   if (with_rows) {

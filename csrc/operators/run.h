@@ -39,7 +39,7 @@ struct Device {
 
 // Without `for_derivatives`, the pair logsumexp and residual are undefined.
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
-                               const std::optional<at::Tensor>& given_state, bool with_rows, bool sums_scores);
+                               const std::optional<at::Tensor>& given_state, bool with_rows, bool exact_residual);
 Gradients compute_backward(const Device& device, const GradResults& grads, const Saved& saved, const Call& call,
                            Wanted wanted);
 TangentResults compute_tangent(const Device& device, const Saved& saved, const Direction& direction, const Call& call);

@@ -471,16 +471,4 @@ Tensor empty_residual(const Tensor& output, const Call& call) {
                             : at::empty({0}, output.options());
 }
 
-double scale_or_default(std::optional<double> scale, int64_t head_dim) {
-  if (head_dim == 0) return 1;
-  return scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
-}
-
-double softcap_for(const Tensor& query, double softcap) {
-  using Single = std::numeric_limits<float>;
-  const bool is_single = compute_dtype(query) == at::kFloat;
-  if (softcap == 0 || (is_single && softcap > Single::max())) return 0;
-  return std::max(softcap, is_single ? double{Single::min()} : std::numeric_limits<double>::min());
-}
-
 }  // namespace attn

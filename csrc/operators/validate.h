@@ -13,8 +13,9 @@ struct Shape {
   int64_t dims = 0;          // of the output
   c10::SymDimVector batch;
   c10::SymInt heads = 1, key_heads = 1, value_heads = 1;
-  c10::SymInt queries, keys, head_dim, value_dim;  // of packed sequences all queries, T_q, and all keys
-  std::optional<c10::SymInt> sequences;            // that are packed
+  // If sequences are packed: all queries, T_q, and all keys, or beside a block_table the rows of a page.
+  c10::SymInt queries, keys, head_dim, value_dim;
+  std::optional<c10::SymInt> sequences;  // that are packed
 
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
@@ -73,12 +74,5 @@ at::Tensor empty_rows(const Shape& shape, const at::Tensor& query);  // one numb
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
 Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
-
-// 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.
-double scale_or_default(std::optional<double> scale, int64_t head_dim);
-
-// A cap as the type computed in can hold it: 0, which is none, if it is larger than all numbers of that type, and at
-// least the smallest normal one, by which products are divided.
-double softcap_for(const at::Tensor& query, double softcap);
 
 }  // namespace attn

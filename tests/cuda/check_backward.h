@@ -61,7 +61,7 @@ void store_nan(S* to) {
   to->bits = 0x7fff;
 }
 
-// [heads, rows, cols], and what the kernel is told of it. Rows are filled up with zeros to whole chunks.
+// [heads, rows, cols], and what the kernel is told of it. Rows are filled up with zeros to whole vectors.
 template <class S>
 struct Matrix {
   int rows, cols, width;
@@ -71,7 +71,7 @@ struct Matrix {
   Matrix(int heads, int rows, int cols, bool transposed = false)
       : rows(rows),
         cols(cols),
-        width(static_cast<int>(round_up(cols, kChunk))),
+        width(static_cast<int>(round_up(cols, kVector))),
         transposed(transposed),
         array(int64_t{heads} * rows * width) {}
   int64_t at(int h, int i, int d) const {

@@ -31,7 +31,7 @@ void store_bias(M* to, float x) {
 }
 
 // `causal`, with keys left over in the last tile and rows in the last block. M: the type of the mask, if there is one;
-// it hides a tile of keys wholly. Of kMaskStride numbers between its rows some are copied in chunks, and others one by
+// it hides a tile of keys wholly. Of kMaskStride numbers between its rows some are copied in vectors, and others one by
 // one.
 template <class S, class M = void, int kMaskStride = 150>
 void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), double tolerance,
@@ -106,7 +106,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
                 name);
     }
 
-  if constexpr (sizeof(S) == 2) {  // the same in 16 bits, which are written in chunks
+  if constexpr (sizeof(S) == 2) {  // the same in 16 bits, which are written in vectors
     Array<S> rounded(output.size());
     p.output = operand(rounded, dtype, kQueries, kDim);
     run([&] { return kernel(p, nullptr); });

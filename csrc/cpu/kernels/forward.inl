@@ -29,7 +29,7 @@ struct Forward {
 
   // Whether weights are rounded to one part, and what that takes from the output is summed beside it, by a product of
   // its own: the output has twice the columns, its own first.
-  static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.sums_scores; }
+  static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
   // Per tile of rows, kept while the keys pass.
