@@ -147,13 +147,15 @@ Distances distances(const Shape& shape, const Call& call) {
   return {at_rank(ahead.abs(), shape), hidden};
 }
 
-// What products become before masks are added, or the derivative of that. No gradient runs through hidden scores: that
-// of tanh times the NaN of a hidden key would be NaN.
+// The scores of products, before ALiBi and masks, or their derivative. No gradient runs through hidden scores, because
+// that of tanh times the NaN of a hidden key would be NaN.
 Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
-  const double cap = softcap_for(call.query, call.softcap);
-  if (cap == 0) return derivative ? at::ones_like(products) : products;
-  const Tensor tanh = ((hidden.defined() ? products.masked_fill(hidden, 0) : products) / cap).tanh();
-  return derivative ? 1 - tanh.square() : tanh * cap;
+  Tensor result = derivative ? at::ones_like(products) : products;
+  if (const double cap = softcap_for(call.query, call.softcap); cap > 0) {
+    const Tensor tanh = ((hidden.defined() ? products.masked_fill(hidden, 0) : products) / cap).tanh();
+    result = derivative ? 1 - tanh.square() : tanh * cap;
+  }
+  return result;
 }
 
 // What the formulas have in common: scores, weights, and the logsumexp of the rows, -inf without keys and a sink.
