@@ -23,8 +23,9 @@ PUBLIC = {
     "attention": f"({BUILTIN}{MORE}{PACKED}{OF_HEADS}) -> {ROWS}",
     "varlen_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? cu_seq_q, Tensor? cu_seq_k, "
-        "SymInt max_q, SymInt max_k, *, Tensor? attn_mask=None, float dropout_p=0., float? scale=None, bool "
-        "enable_gqa=False, float softcap=0., int[2] window_size=-1, Tensor? query_offset=None, "
+        "SymInt max_q, SymInt max_k, *, Tensor? attn_mask=None, float dropout_p=0., "
+        "float? scale=None, bool enable_gqa=False, float softcap=0., int[2] window_size=-1, "
+        "Tensor? query_offset=None, "
         f"Tensor? seqused_k=None, Tensor? block_table=None{OF_HEADS}) -> {ROWS}"
     ),
     "sdpa_with_weights": (
