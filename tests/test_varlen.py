@@ -442,6 +442,18 @@ def test_errors_in_python() -> None:
         torch_attn.varlen_attn_out([1], **arguments())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a derivative is asked for, but block_table is given"):
         torch_attn.varlen_attn(**pages() | {"query": torch.randn(8, 4, 16, requires_grad=True)})
+    x = torch.randn(4, 8, 16), *(torch.randn(6, 4, 4, 16) for _ in range(2))
+    saved = torch.empty(4, 8, 16), torch.empty(4, 8, 2), torch.empty(0, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="a derivative is asked for, but block_table is given"):
+        torch.ops.attn._sdpa_backward(  # by hand: key's gradient would have room for one page
+            *(saved[0], None, *saved, torch.empty(0), *x),
+            cu_seq_q=torch.tensor([0, 8]),
+            key_lengths=torch.tensor([8]),
+            block_table=torch.tensor([[0, 1]]),
+            max_q=8,
+            max_k=8,
+            grad_input_mask=[True] * 3 + [False] * 3,
+        )
 
 
 def in_pages(

@@ -334,6 +334,7 @@ Tensor sdpa_autograd(c10::DispatchKeySet keys, const Call& call) {
 OutputAndRows attention_autograd(c10::DispatchKeySet keys, const Call& call) {
   if (is_over_processes()) return OverProcessesOp::call(call);
   if (!requires_grad(call) && !is_dual(call)) return below_autograd<AttentionOp>(keys, call);
+  // forward_autograd decides by itself whether the residual is to be exact.
   const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
   return {saved.output, rows};
 }

@@ -3,8 +3,9 @@
 // autocast do with each argument.
 //
 // The way of a call that wants gradients: attention -> _sdpa_forward (autograd.cpp) -> compute_forward (run.cpp), which
-// validates it and makes plain data of it (problem.cpp) -> a kernel. The backward does all of this anew, from the call
-// that autograd has kept. In inference mode the dispatcher leaves autograd out.
+// validates it and makes plain data of it (problem.cpp) -> a kernel. The backward goes the same way, by _sdpa_backward
+// and compute_backward, from the call and the results that autograd has kept. In inference mode the dispatcher leaves
+// autograd out.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,19 +21,19 @@ namespace attn {
 
 struct Call;
 
-// What an argument is. A tensor broadcasts to the dimensions that are named here. The order counts: is_input() and
-// is_tensor() below compare with the last kind that may have a derivative, and with the last kind of tensors.
+// What an argument is. A tensor broadcasts to the dimensions that are named here. The order counts: what autocast casts
+// comes first, then the rest that may have a derivative, then other tensors, those of packed sequences last.
 enum class Kind {
-  rows,        // [*batch, its own heads, L or S, numbers]; autocast casts it
+  rows,        // [*batch, its own heads, L or S, numbers]
   value_rows,  // likewise, and no score depends on it
-  mask,        // [*batch, heads, L, S]: boolean, or floating, and then as `rows`
+  mask,        // [*batch, heads, L, S]: boolean, or floating; the last kind that autocast casts
   heads,       // [*batch, heads]; the last kind that may have a derivative
   entries,     // [*batch]: integers
   starts,      // of packed sequences
   pages,       // of packed sequences; the last kind of tensors
   longest,     // of packed sequences
-  number,
-  dropout,  // likewise, and no score depends on it
+  number,      // of every call
+  dropout,     // a number that no score depends on
 };
 
 struct About {
@@ -51,6 +52,7 @@ struct Argument : About {
 // key_heads, T_k, E], value likewise, attn_mask [*batch, heads or 1, T_q, max_k]. Sequence n has the queries from
 // cu_seq_q[n] to cu_seq_q[n + 1] and the keys from cu_seq_k[n] to cu_seq_k[n + 1], which no other sequence sees. Then
 // query_offset and key_lengths have a number for each sequence; without an offset its last query is at its last key.
+// Errors of such calls have the names and layouts of varlen_attention.
 struct Call {
   at::Tensor query;                     // [*batch, heads, L, E]
   at::Tensor key;                       // [*batch, key_heads, S, E]
@@ -66,7 +68,7 @@ struct Call {
   std::optional<at::Tensor> key_lengths;          // likewise: keys from there on are hidden
   std::optional<at::Tensor> cu_seq_q, cu_seq_k;   // integers [N + 1], from 0, not decreasing; absent: nothing is packed
   c10::SymInt max_q = 0, max_k = 0;               // no sequence has more queries, or keys
-  // Integers [N, most pages] in place of cu_seq_k: key and value are pools [pages, heads, page_size, E or Ev], and row
+  // Integers [N, most pages], beside which cu_seq_k may be absent: key and value are pools [pages, heads, page_size, E or Ev], and row
   // r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
   std::optional<at::Tensor> block_table;
   // They broadcast to [*batch, heads]. What they do to scores, and to their softmax, is in core/score.h.
@@ -207,6 +209,7 @@ template <class T>
 struct OfInputs {
   T query, key, value, attn_mask, alibi_slopes, sinks;
 
+  static constexpr std::string_view kInputNames[] = {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks"};
   static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks); }
 };
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent where it is zero.
@@ -214,7 +217,14 @@ using Direction = OfInputs<std::optional<at::Tensor>>;
 // Each has the shape of its input, and is undefined where it is not wanted.
 using Gradients = OfInputs<at::Tensor>;
 using Wanted = std::array<bool, Inputs::kCount>;  // in the same order
-static_assert(kInputs<Direction> == Inputs::kCount, "OfInputs: the arguments that may have derivatives, in order");
+static_assert(
+    kInputs<Direction> == Inputs::kCount &&
+        [] {
+          for (size_t i = 0; i < Inputs::kCount; ++i)
+            if (Inputs::about(i).name != Direction::kInputNames[i]) return false;
+          return true;
+        }(),
+    "OfInputs has the arguments of Call that may have derivatives, in their order");
 
 // Whether the built-in could have the call: all other arguments are as they are by default.
 inline bool is_builtin(const Call& call) {

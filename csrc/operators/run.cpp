@@ -171,10 +171,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
                                const std::optional<Tensor>& given_state, bool with_rows, bool exact_residual) {
   const Tensor& query = call.query;
   const Checker check{call};
-  TORCH_CHECK(
-      !for_derivatives || !call.block_table, check.shape.op,
-      ": a derivative is asked for, but block_table is given; keys and values in pages have none: call it under "
-      "torch.no_grad(), or give them one after the other, with cu_seq_k");
+  if (for_derivatives) check.no_pages();
   if (given_state) check.rng_state(*given_state);
   const bool draws = call.dropout_p > 0 && !given_state;
   ForwardResults all;

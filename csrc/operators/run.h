@@ -56,11 +56,13 @@ void register_kernels(torch::Library& m) {
   // In inference mode the kernels under the Autograd key, which ask whether calls are over processes, do not run.
   constexpr auto sdpa = [](const Call& call) {
     if (is_over_processes()) return OverProcessesOp::call(call).output;
-    return compute_forward(device, false, call, std::nullopt, /*with_rows=*/false, false).saved.output;
+    return compute_forward(device, false, call, std::nullopt, /*with_rows=*/false, /*exact_residual=*/false)
+        .saved.output;
   };
   constexpr auto attention = [](const Call& call) {
     if (is_over_processes()) return OverProcessesOp::call(call);
-    const auto [saved, rows] = compute_forward(device, false, call, std::nullopt, true, false);
+    const auto [saved, rows] =
+        compute_forward(device, false, call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
     return OutputAndRows{saved.output, rows};
   };
   constexpr auto forward = [](const auto&... a) { return compute_forward(device, true, a...); };

@@ -380,7 +380,15 @@ void Checker::rng_state(const Tensor& t) const {
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
 
+void Checker::no_pages() const {
+  TORCH_CHECK(
+      !call.block_table, shape.op,
+      ": a derivative is asked for, but block_table is given; keys and values in pages have none: call it under "
+      "torch.no_grad(), or give them one after the other, with cu_seq_k");
+}
+
 void Checker::saved(const Saved& s) const {
+  no_pages();
   like_output("output", s.output);
   logsumexp("logsumexp", s.logsumexp);
   residual("residual", s.residual);

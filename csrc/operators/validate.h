@@ -39,6 +39,7 @@ struct Checker {
 
   void grads(const GradResults& u) const;
   void rng_state(const at::Tensor& t) const;
+  void no_pages() const;  // of a call that is, or is to be, differentiated
   void saved(const Saved& s) const;
   void direction(const Direction& d) const;
   void tangent(const TangentResults& t) const;

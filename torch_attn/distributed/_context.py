@@ -55,8 +55,11 @@ class Batch(dict[str, Tensor]):
         """What an attention of the model is, with the tokens of all processes."""
         self.calls += 1
         name = "torch_attn.distributed.context_parallel"
+        arguments = torch.ops.attn.attention.default._schema.arguments
+        defaults = {argument.name: argument.default_value for argument in arguments}
         for refused, given in options.items():
-            if refused not in _TAKES and (isinstance(given, Tensor) or given):
+            as_usual = not isinstance(given, Tensor) and given == defaults[refused]
+            if refused not in _TAKES and not as_usual:
                 raise RuntimeError(
                     f"{name}: an attention of the model has {refused}, but its tokens are those of "
                     "all processes, which take causality, a window, a soft cap, slopes and sinks"
