@@ -13,13 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_attn.distributed._layout import Layout, Piece
+from torch_attn.distributed._layout import Layout, Piece, arguments
 from torch_attn.distributed._sdpa import all_rows, attend, group_of
 from torch_attn.replace import replace_sdpa
 
 __all__ = ["Batch", "answer", "answering", "context_parallel", "is_on"]
-
-_TAKES = ["is_causal", "scale", "enable_gqa", "window_size", "softcap", "alibi_slopes", "sinks"]
 
 
 class Batch(dict[str, Tensor]):
@@ -55,11 +53,11 @@ class Batch(dict[str, Tensor]):
         """What an attention of the model is, with the tokens of all processes."""
         self.calls += 1
         name = "torch_attn.distributed.context_parallel"
-        arguments = torch.ops.attn.attention.default._schema.arguments
-        defaults = {argument.name: argument.default_value for argument in arguments}
+        numbers = arguments("attention", of_tensors=False)
+        takes = {*numbers, "alibi_slopes", "sinks"} - {"dropout_p", "max_q", "max_k"}
         for refused, given in options.items():
-            as_usual = not isinstance(given, Tensor) and given == defaults[refused]
-            if refused not in _TAKES and not as_usual:
+            as_usual = not isinstance(given, Tensor) and given == numbers.get(refused)
+            if refused not in takes and not as_usual:
                 raise RuntimeError(
                     f"{name}: an attention of the model has {refused}, but its tokens are those of "
                     "all processes, which take causality, a window, a soft cap, slopes and sinks"
@@ -70,7 +68,7 @@ class Batch(dict[str, Tensor]):
                 f"{name}: process {self.layout.rank} has {length} tokens, but query is "
                 f"{list(query.shape)} and key {list(key.shape)}"
             )
-        taken = {n: options[n] for n in _TAKES}
+        taken = {n: options[n] for n in takes}
         return attend(self.layout, self.group, query, key, value, **taken)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torch_attn._when_imported import when_imported
 from torch_attn.distributed import _context, _parts, _torchs_context
-from torch_attn.distributed._layout import Call, Layout
+from torch_attn.distributed._layout import Call, Layout, arguments
 from torch_attn.distributed._methods import choose, is_traced
 from torch_attn.distributed._parts import Inputs, Saved, wide
 
@@ -88,13 +88,6 @@ _WHY_NO_RING = {
 }
 
 
-@functools.cache
-def _arguments(of_tensors: bool) -> set[str]:
-    """Those of a call that are tensors, or all the others: what there is, the schema says."""
-    arguments = torch.ops.attn.attention.default._schema.arguments
-    return {a.name for a in arguments if ("Tensor" in str(a.type)) == of_tensors}
-
-
 def _kind(name: str) -> str:
     """What it is that a gradient or a tangent is of."""
     return name.removeprefix("tangent_").removeprefix("grad_")
@@ -135,7 +128,7 @@ class _Sharded:
                 "which take no dropout; set it to 0"
             )
         known = {*Inputs._fields, *_LACKING, *_PLACES}
-        for n in self.tensors.keys() & (_arguments(of_tensors=True) - known):
+        for n in self.tensors.keys() & (arguments("attention", of_tensors=True).keys() - known):
             raise RuntimeError(
                 f"attn::attention: {n} is given, but query is a DTensor, of which no part has its "
                 f"own {n}; call it with to_local() of all"
@@ -243,7 +236,9 @@ class _Sharded:
             default = (k.diff() if used is None else used) - q.diff()
         else:
             default = torch.zeros((), dtype=torch.int64, device=query.device)
-        options = {n: x for n, x in self.call.items() if n in _arguments(of_tensors=False)}
+        options = {
+            n: x for n, x in self.call.items() if n in arguments("attention", of_tensors=False)
+        }
         offset = default if offset is None else offset
         return Call(layout, self.mesh.get_group(m), options, offset, used, q, k, whole)
 

@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Call", "Layout", "Part", "Piece"]
+__all__ = ["Call", "Layout", "Part", "Piece", "arguments"]
+
+
+@functools.cache
+def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
+    """Those of an operator that are tensors, or all others, by name, with their defaults."""
+    schema = getattr(torch.ops.attn, operator).default._schema
+    are_tensors = {a.name: ("Tensor" in str(a.type), a.default_value) for a in schema.arguments}
+    return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
+
 
 Piece = tuple[int, int]  # rows of the whole sequence, from one up to another
 

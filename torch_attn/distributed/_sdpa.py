@@ -11,10 +11,10 @@ from torch import Tensor
 
 from torch_attn.distributed import _parts
 from torch_attn.distributed._exchange import exchanged, told
-from torch_attn.distributed._layout import Call, Layout, Piece
+from torch_attn.distributed._layout import Call, Layout, Piece, arguments
 from torch_attn.distributed._methods import choose, is_traced
 from torch_attn.distributed._parts import Inputs, Saved, wide
-from torch_attn.functional import _integers, _number, _pair, _refuse_others
+from torch_attn.functional import _integers, _out_of_tensor, _pair, _refuse_others
 
 __all__ = ["all_rows", "attend", "group_of", "sdpa"]
 
@@ -108,15 +108,7 @@ def attend(
     value: Tensor,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    query_offset: Tensor | int | None = None,
-    key_lengths: Tensor | int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """The same of pieces that lie on the processes in any way."""
     if torch.compiler.is_compiling() or is_traced(query):
@@ -130,6 +122,15 @@ def attend(
             "torch_attn.sdpa, which knows where their parts are"
         )
     name = "torch_attn.distributed.sdpa"
+    numbers = arguments("sdpa_with_weights", of_tensors=False) | {"is_causal": is_causal}
+    tensors = dict.fromkeys(("query_offset", "key_lengths", "alibi_slopes", "sinks"))
+    for n, given in options.items():
+        if n not in (numbers.keys() | tensors.keys()) - {"dropout_p"}:
+            raise TypeError(f"{name}() got an unexpected keyword argument '{n}'")
+        if n in numbers:
+            numbers[n] = _out_of_tensor(name, n, given)
+        else:
+            tensors[n] = given
     own = tuple(Layout.length(x[layout.rank]) for x in (layout.queries, layout.keys))
     if own != (query.shape[-2], key.shape[-2]):
         raise RuntimeError(
@@ -141,28 +142,17 @@ def attend(
         attn_mask = attn_mask.reshape(1, -1)  # the same for all queries
     if torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = map(_cast, (query, key, value, attn_mask))
-    offset = _integers("query_offset", query_offset, query)
-    options = {
-        "dropout_p": 0.0,
-        "is_causal": is_causal,
-        "scale": None if scale is None else _number(name, "scale", scale),
-        "enable_gqa": enable_gqa,
-        "softcap": _number(name, "softcap", softcap),
-        "window_size": _pair(window_size),
-    }
+    numbers["window_size"] = _pair(numbers["window_size"])
+    offset, used = (_integers(n, tensors[n], query) for n in ("query_offset", "key_lengths"))
     offset = torch.zeros((), dtype=torch.int64, device=query.device) if offset is None else offset
-    used = _integers("key_lengths", key_lengths, query)
-    call = Call(layout, group, options, offset, used)
-    inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sinks)
+    call = Call(layout, group, numbers, offset, used)
+    inputs = Inputs(query, key, value, attn_mask, tensors["alibi_slopes"], tensors["sinks"])
     _parts.check(call, inputs)
     way = {"ring": _ring, "gather": _gathered, "all_to_all": _by_heads}
     output = way[choose(call, query, key, value)](call, inputs)
     if query.ndim > 2 and query.transpose(-3, -2).is_contiguous():  # laid out as the query is
         output = output.transpose(-3, -2).contiguous().transpose(-3, -2)
     return output
-
-
-attend.__qualname__ = "torch_attn.distributed.sdpa"  # in errors, of whoever gave the options
 
 
 def _cast(tensor: Any) -> Any:
