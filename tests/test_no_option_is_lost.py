@@ -502,7 +502,7 @@ def within_context_parallel(query: Tensor, key: Tensor, value: Tensor, **options
         return ops.attention(query, key, value, enable_gqa=True, **options)[0]
 
 
-OF_CONTEXT = {"softcap", "window_size", "alibi_slopes", "sinks"}
+OF_CONTEXT = DENSE - {"query_offset", "key_lengths"}
 
 
 def by(method: str, function: Function) -> Function:
