@@ -89,8 +89,7 @@ def switched_off() -> Iterator[None]:
     assert torch.ops.attn._replace_sdpa(0) == 0
     yield
     left = torch.ops.attn._replace_sdpa(0)
-    for _ in range(left):
-        replace._switch(-1)
+    replace.restore_sdpa()
     assert left == 0
 
 

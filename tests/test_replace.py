@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ from torch_attn import replace as switch
 from torch_attn import replace_sdpa, replacing_sdpa
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:replacing_sdpa. attn was not called"),
+    pytest.mark.filterwarnings("ignore:.*attn was not called:UserWarning"),
     pytest.mark.usefixtures("switched_off"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
@@ -486,12 +487,12 @@ def test_a_handle_removed_in_its_block() -> None:
 
 
 def test_a_handle_that_is_dropped() -> None:
-    """It stays on: nobody has turned it off."""
+    """It stays on, because no one has turned it off."""
     replace_sdpa()
     with replacing_sdpa() as handle:
         builtin(*inputs())
     assert handle.calls == 1
-    switch._switch(-1)
+    torch_attn.restore_sdpa()
 
 
 def test_as_a_decorator() -> None:
@@ -502,13 +503,39 @@ def test_as_a_decorator() -> None:
 
 
 def test_a_block_without_calls_warns() -> None:
-    nothing = r"nothing in the block called F\.scaled"
+    nothing = r"replacing_sdpa: attn was not called: nothing called F\.scaled"
     with pytest.warns(UserWarning, match=nothing) as warned, replacing_sdpa():
         pass
     assert warned[0].filename == __file__
     x = torch.empty(2, 3, 4, device="meta")
     with pytest.warns(UserWarning, match="1 calls were left to the built-in"), replacing_sdpa():
         builtin(x, x, x)
+
+
+def test_a_handle_without_calls_warns_once() -> None:
+    handle = replace_sdpa()
+    with pytest.warns(UserWarning, match=r"Replacement\.remove: attn was not called") as warned:
+        handle.remove()
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.remove()
+        with replacing_sdpa():
+            builtin(*inputs())
+
+
+def test_the_switch_can_be_asked_and_taken_back_by_everyone() -> None:
+    assert not torch_attn.sdpa_is_replaced()
+    torch_attn.restore_sdpa()  # does nothing
+    replace_sdpa(), replace_sdpa()  # dropped
+    before = torch_attn.calls()["built-in"]
+    builtin(*inputs())
+    assert torch_attn.calls()["built-in"] == before + 1
+    assert torch_attn.sdpa_is_replaced()
+    torch_attn.restore_sdpa()
+    assert not torch_attn.sdpa_is_replaced()
+    builtin(*inputs())
+    assert torch_attn.calls()["built-in"] == before + 1
 
 
 def test_repr() -> None:

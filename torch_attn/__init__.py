@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_attn import _library, distributed, flops, nn, replace, subclasses
+from torch_attn._calls import calls
 from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._inspection import Inspection, Layer
 from torch_attn._invariance import invariant
@@ -27,7 +28,13 @@ from torch_attn.functional import (
     sdpa_with_logsumexp,
     sdpa_with_weights,
 )
-from torch_attn.replace import Replacement, replace_sdpa, replacing_sdpa
+from torch_attn.replace import (
+    Replacement,
+    replace_sdpa,
+    replacing_sdpa,
+    restore_sdpa,
+    sdpa_is_replaced,
+)
 from torch_attn.varlen import varlen_attn, varlen_attn_out
 
 if TYPE_CHECKING:
@@ -45,13 +52,16 @@ __all__ = [
     "Replacement",
     "Stats",
     "__version__",
+    "calls",
     "convert",
     "inspect",
     "invariant",
     "nn",
     "replace_sdpa",
     "replacing_sdpa",
+    "restore_sdpa",
     "sdpa",
+    "sdpa_is_replaced",
     "sdpa_stats",
     "sdpa_with_logsumexp",
     "sdpa_with_weights",

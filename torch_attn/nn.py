@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from torch_attn._calls import count
 from torch_attn.functional import _integers, sdpa, sdpa_with_weights
 
 __all__ = ["MultiheadAttention"]
@@ -226,6 +227,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             RuntimeError: shapes or dtypes that do not fit. The message names the argument, what it
                 was and what is allowed.
         """
+        count("MultiheadAttention")
         if query.is_nested or key.is_nested or value.is_nested:
             is_self = query is key is value and query.layout == torch.strided
             others = (key_padding_mask, attn_mask, query_offset, key_lengths)

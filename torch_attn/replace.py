@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replacement", "register_with_torch", "replace_sdpa", "replacing_sdpa"]
+__all__ = [
+    "Replacement",
+    "register_with_torch",
+    "replace_sdpa",
+    "replacing_sdpa",
+    "restore_sdpa",
+    "sdpa_is_replaced",
+]
 
 
 class Replacement:
@@ -29,14 +36,24 @@ class Replacement:
         self._at_end: tuple[int, int] | None = None
         _switch(+1)
         self._at_start = _counts()
+        _on.add(self)
 
     def remove(self) -> None:
-        """Turns the switch off, unless others have it on. A second call does nothing.
+        """Turns the switch off, unless another handle has it on. A second call does nothing.
+
+        If attn has answered no call since, a warning says why that may be.
 
         Raises:
             RuntimeError: as for :func:`replace_sdpa`.
         """
+        if self._take_back():
+            _warn_if_not_called("Replacement.remove", self, stacklevel=3)
+
+    def _take_back(self) -> bool:
+        """Whether this call has turned it off."""
+        was_on = self._at_end is None
         _switch(-1, self)
+        return was_on
 
     @property
     def calls(self) -> int:
@@ -95,8 +112,8 @@ def replace_sdpa() -> Replacement:
 
     Returns:
         A handle: `remove()` turns the switch off, `calls` says how often `attn` was called. Of
-        several handles, in any order, the last that is removed turns it off. One that is only
-        dropped leaves it on.
+        several handles, the last one that is removed turns it off, in any order. A handle that is
+        only dropped leaves it on: :func:`restore_sdpa` turns it off without one.
 
     Raises:
         RuntimeError: it is called in a function that ``torch.compile`` compiles with
@@ -111,6 +128,37 @@ def replace_sdpa() -> Replacement:
         >>> handle.remove()
     """
     return Replacement()
+
+
+def sdpa_is_replaced() -> bool:
+    """Whether the switch of :func:`replace_sdpa` is on, in this process.
+
+    Example:
+        >>> torch_attn.sdpa_is_replaced()
+        False
+    """
+    return is_on()
+
+
+def restore_sdpa() -> None:
+    """Gives ``F.scaled_dot_product_attention`` back to the built-in, whoever has replaced it.
+
+    It removes every handle of :func:`replace_sdpa` that is on, also those that nothing holds any
+    more. Where the switch is off it does nothing.
+
+    Raises:
+        RuntimeError: as for :func:`replace_sdpa`.
+
+    Example:
+        >>> handle = torch_attn.replace_sdpa()
+        >>> torch_attn.sdpa_is_replaced()
+        True
+        >>> torch_attn.restore_sdpa()
+        >>> torch_attn.sdpa_is_replaced()
+        False
+    """
+    for handle in list(_on):
+        handle._take_back()
 
 
 @contextlib.contextmanager
@@ -137,21 +185,24 @@ def replacing_sdpa() -> Iterator[Replacement]:
     try:
         yield handle
     finally:
-        handle.remove()
-    if handle.calls == 0:
-        passed_on = (
+        handle._take_back()
+    _warn_if_not_called("replacing_sdpa", handle, stacklevel=4)  # of contextlib
+
+
+def _warn_if_not_called(name: str, handle: Replacement, stacklevel: int) -> None:
+    if handle.calls > 0:
+        return
+    why = (
+        "nothing called F.scaled_dot_product_attention meanwhile. PyTorch's nn.TransformerEncoder "
+        "and nn.MultiheadAttention do not in evaluation without gradients, nor with weights: "
+        "torch_attn.convert(model) reaches them"
+    )
+    if handle.passed_on:
+        why = (
             f"{handle.passed_on} calls were left to the built-in, for the kind of the tensors or "
             "their device"
         )
-        why = (
-            "nothing in the block called F.scaled_dot_product_attention. PyTorch's "
-            "nn.TransformerEncoder and nn.MultiheadAttention do not in evaluation without "
-            "gradients, nor with weights: torch_attn.convert(model) reaches them"
-        )
-        warnings.warn(
-            f"replacing_sdpa: attn was not called: {passed_on if handle.passed_on else why}",
-            stacklevel=3,  # of contextlib
-        )
+    warnings.warn(f"{name}: attn was not called: {why}", stacklevel=stacklevel)
 
 
 def register_with_torch() -> None:
@@ -173,6 +224,7 @@ os.register_at_fork(
 
 
 _times_on = 0
+_on: set[Replacement] = set()
 _jagged_calls = {True: 0, False: 0}  # answered, and left to the built-in
 
 
@@ -187,6 +239,11 @@ def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
     answered = fits and has_kernels and query.dtype in floats
     _jagged_calls[answered] += 1
     return answered
+
+
+def answered() -> int:
+    """How many calls of the built-in attn has answered in this process."""
+    return _counts()[0]
 
 
 def _counts() -> tuple[int, int]:
@@ -212,6 +269,7 @@ def _switch(change: int, removed: Replacement | None = None) -> None:
             if removed._at_end is not None:
                 return
             removed._at_end = _counts()
+            _on.discard(removed)
         _times_on = torch.ops.attn._replace_sdpa(change)
         turns = _times_on == max(change, 0)
         if turns:

@@ -152,7 +152,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
                 stacklevel=3,  # of contextlib
             )
     finally:
-        handle.remove()
+        handle._take_back()  # whether attention was called, the batch knows
         torch.backends.mha.set_fastpath_enabled(fast)
 
 

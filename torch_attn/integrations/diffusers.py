@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 import torch_attn
+from torch_attn._calls import count
 from torch_attn._import import import_of, install
-from torch_attn.integrations import _calls
 
 __all__ = ["attention_forward", "calls", "register"]
 
@@ -87,12 +87,12 @@ def _member(names: Any, value: str) -> Any:
 
 
 def calls() -> int:
-    """How often models have called `attn` in this process: did it grow, the model uses it.
+    """``torch_attn.calls()["diffusers"]``: a model that uses `attn` makes it grow.
 
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls.calls["diffusers"]
+    return torch_attn.calls()["diffusers"]
 
 
 def attention_forward(
@@ -135,7 +135,7 @@ def attention_forward(
             f"the model asks for {argument}, which attn does not support; "
             'choose another backend, such as "native"'
         )
-    _calls.count("diffusers")
+    count("diffusers")
     if attn_mask is not None and attn_mask.shape == (query.size(0), key.size(1)):
         attn_mask = attn_mask[:, None, None, :]
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 import torch_attn
+from torch_attn._calls import count
 from torch_attn._import import import_of, install
 from torch_attn.distributed import _context as context
-from torch_attn.integrations import _calls
 
 __all__ = ["attention_forward", "calls", "register"]
 
@@ -131,12 +131,12 @@ def _interfaces() -> tuple[Any, Any]:
 
 
 def calls() -> int:
-    """How often models have called `attn` in this process: did it grow, the model uses it.
+    """``torch_attn.calls()["transformers"]``: a model that uses `attn` makes it grow.
 
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
     compiled, and not when it runs.
     """
-    return _calls.calls["transformers"]
+    return torch_attn.calls()["transformers"]
 
 
 def attention_forward(
@@ -200,7 +200,7 @@ def attention_forward(
             'load the model with attn_implementation="eager"'
         )
 
-    _calls.count("transformers")
+    count("transformers")
     if cache is not None:  # from transformers 5.24 on the model has done it
         key, value = cache.update(key, value, module.layer_idx, kwargs)
         if is_causal:  # as if there were no other keys, a mask was made
