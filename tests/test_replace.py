@@ -527,6 +527,10 @@ def test_a_handle_without_calls_warns_once() -> None:
 def test_the_switch_can_be_asked_and_taken_back_by_everyone() -> None:
     assert not torch_attn.sdpa_is_replaced()
     torch_attn.restore_sdpa()  # does nothing
+    replace_sdpa()  # dropped
+    with pytest.warns(UserWarning, match=r"restore_sdpa: attn was not called") as warned:
+        torch_attn.restore_sdpa()
+    assert warned[0].filename == __file__
     replace_sdpa(), replace_sdpa()  # dropped
     before = torch_attn.calls()["built-in"]
     builtin(*inputs())
@@ -659,7 +663,9 @@ import torch_attn
 assert [torch._C._dispatch_dump(name) for name in names] == before
 x = torch.randn(2, 5, 8)
 expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-torch_attn.replace_sdpa().remove()
+handle = torch_attn.replace_sdpa()
+torch.nn.functional.scaled_dot_product_attention(x, x, x)
+handle.remove()
 assert torch.nn.functional.scaled_dot_product_attention(x, x, x).equal(expected)
 assert "torch._dynamo" not in sys.modules
 """
@@ -678,7 +684,8 @@ with warnings.catch_warnings(record=True) as caught:
 print(sum("Overriding a previously registered" in str(warning.message) for warning in caught))
 """
     warnings = int(run_python(code.format(switch="")))
-    assert int(run_python(code.format(switch="torch_attn.replace_sdpa().remove()"))) == warnings
+    switch = "torch_attn.replace_sdpa()"
+    assert int(run_python(code.format(switch=switch))) == warnings
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release in {(2, 11), (2, 13)}:  # where it is known, so that the line above shows something
         assert warnings == 1

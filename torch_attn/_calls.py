@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 
 import torch
 
 from torch_attn import replace
 
-__all__ = ["calls", "count"]
+__all__ = ["calls", "count", "counter"]
 
 _calls: collections.Counter[str] = collections.Counter()  # in this process
 
 
-# Called while a graph is traced, and no part of it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def count(way: str) -> None:
-    """One call more."""
-    _calls[way] += 1
+    """Counts a call, if no graph is traced."""
+    if not torch.compiler.is_compiling():
+        _calls[way] += 1
+
+
+def counter(way: str) -> Callable[[], None]:
+    """A function that counts a call, also while a graph is traced, of which it is no part.
+
+    To make it imports ``torch._dynamo``, which takes seconds.
+    """
+
+    def count() -> None:
+        _calls[way] += 1
+
+    counts: Callable[[], None] = torch.compiler.assume_constant_result(count)  # type: ignore[no-untyped-call]
+    return counts
 
 
 def calls() -> dict[str, int]:
@@ -25,7 +38,8 @@ def calls() -> dict[str, int]:
 
     A number that grows while a model runs says that the model uses `attn`. A compiled model
     (:func:`torch.compile`, :func:`torch.export.export`) counts each of its layers when it is
-    compiled, and not when it runs. Calls of :func:`torch_attn.sdpa` itself are not counted.
+    compiled, and not when it runs; those of MultiheadAttention it does not count. Calls of
+    :func:`torch_attn.sdpa` itself are not counted.
 
     Returns:
         "built-in": calls of ``F.scaled_dot_product_attention`` while :func:`replace_sdpa` was on;

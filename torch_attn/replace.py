@@ -144,7 +144,7 @@ def restore_sdpa() -> None:
     """Gives ``F.scaled_dot_product_attention`` back to the built-in, whoever has replaced it.
 
     It removes every handle of :func:`replace_sdpa` that is on, also those that nothing holds any
-    more. Where the switch is off it does nothing.
+    more, and warns of one that has answered no call. Where the switch is off it does nothing.
 
     Raises:
         RuntimeError: as for :func:`replace_sdpa`.
@@ -153,12 +153,15 @@ def restore_sdpa() -> None:
         >>> handle = torch_attn.replace_sdpa()
         >>> torch_attn.sdpa_is_replaced()
         True
+        >>> query, key, value = torch.randn(3, 2, 8, 10, 64)
+        >>> output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         >>> torch_attn.restore_sdpa()
         >>> torch_attn.sdpa_is_replaced()
         False
     """
     for handle in list(_on):
-        handle._take_back()
+        if handle._take_back():
+            _warn_if_not_called("restore_sdpa", handle, stacklevel=3)
 
 
 @contextlib.contextmanager

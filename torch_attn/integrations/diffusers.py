@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 import torch_attn
-from torch_attn._calls import count
+from torch_attn._calls import counter
 from torch_attn._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register"]
@@ -86,6 +86,9 @@ def _member(names: Any, value: str) -> Any:
     return names(value)
 
 
+_count = counter("diffusers")
+
+
 def calls() -> int:
     """``torch_attn.calls()["diffusers"]``: a model that uses `attn` makes it grow.
 
@@ -135,7 +138,7 @@ def attention_forward(
             f"the model asks for {argument}, which attn does not support; "
             'choose another backend, such as "native"'
         )
-    count("diffusers")
+    _count()
     if attn_mask is not None and attn_mask.shape == (query.size(0), key.size(1)):
         attn_mask = attn_mask[:, None, None, :]
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_attn
-from torch_attn._calls import count
+from torch_attn._calls import counter
 from torch_attn._import import import_of, install
 from torch_attn.distributed import _context as context
 
@@ -130,6 +130,9 @@ def _interfaces() -> tuple[Any, Any]:
     return attention, masks
 
 
+_count = counter("transformers")
+
+
 def calls() -> int:
     """``torch_attn.calls()["transformers"]``: a model that uses `attn` makes it grow.
 
@@ -200,7 +203,7 @@ def attention_forward(
             'load the model with attn_implementation="eager"'
         )
 
-    count("transformers")
+    _count()
     if cache is not None:  # from transformers 5.24 on the model has done it
         key, value = cache.update(key, value, module.layer_idx, kwargs)
         if is_causal:  # as if there were no other keys, a mask was made
