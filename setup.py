@@ -14,9 +14,19 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import torch
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
+
+if sys.platform != "linux":
+    raise SystemExit(f"torch_attn is for Linux; this is {sys.platform}")
+try:
+    import torch
+except ImportError as error:
+    raise SystemExit(
+        "torch_attn is compiled for the torch that is installed, and here none imports "
+        f"({error}). Install torch 2.11 to 2.15, then type: pip install ninja 'setuptools>=77' && "
+        "pip install --no-build-isolation ."
+    ) from None
 
 sys.path.insert(0, str(Path(__file__).parent))  # which a build backend does not do
 import cuda_toolkit

@@ -360,7 +360,7 @@ BROKEN = {
             "diffusers/models/__init__.py": "",
         },
         "diffusers 0.34.0 has no attention backends that torch_attn knows; it needs diffusers 0.35 "
-        "or later: pip install 'torch-attn[diffusers]'",
+        "or later: in a checkout of torch_attn, pip install --no-build-isolation -e '.[diffusers]'",
     ),
     "other backends": (
         {
@@ -369,7 +369,7 @@ BROKEN = {
             "diffusers/models/attention_dispatch.py": "class Registry: pass",
         },
         "diffusers 99.0 has no attention backends that torch_attn knows; it needs diffusers 0.35 "
-        "or later: pip install 'torch-attn[diffusers]'",
+        "or later: in a checkout of torch_attn, pip install --no-build-isolation -e '.[diffusers]'",
     ),
     "something missing": (
         {"diffusers/__init__.py": "import attn_test_missing"},

@@ -168,6 +168,16 @@ def test_encoder_and_decoder_are_told_apart(family: str, implementation: str) ->
         _ = inspection.attentions
 
 
+def test_it_behaves_as_the_tuple_of_its_layers() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)
+    inspection = torch_attn.inspect(model, torch.randn(1, 4, 16))
+    assert len(inspection) == 2
+    assert [*inspection] == [inspection[0], inspection[-1]] == [*inspection.layers]
+    assert inspection["layers.1.self_attn"] is inspection[1]
+    with pytest.raises(KeyError, match=r"'x'; there are layers\.0\.self_attn, layers\.1"):
+        inspection["x"]
+
+
 def test_a_cache_of_keys() -> None:
     torch.manual_seed(0)
     model, inputs = llama()

@@ -422,6 +422,16 @@ def test_attend_takes_the_options_of_the_operator() -> None:
     assert torch.equal(output.transpose(0, 1), expected)
 
 
+def test_repr() -> None:
+    cache = PagedCache(8, page_size=16, key_heads=2, head_dim=4)
+    handle = cache.add()
+    cache.append([handle], torch.randn(17, 2, 4), torch.randn(17, 2, 4), torch.tensor([0, 17]))
+    assert repr(cache) == (
+        "PagedCache(8 pages of 16 tokens, 6 free; 1 sequences; layers=1, key_heads=2, head_dim=4, "
+        "torch.float32, cpu)"
+    )
+
+
 def test_keys_and_values_are_kept_as_numbers() -> None:
     cache = small()
     handle, starts = cache.add(), starts_of([3])

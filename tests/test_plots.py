@@ -495,7 +495,9 @@ def test_what_is_missing_is_named_with_the_extra(missing: str, call: str) -> Non
     run = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    assert "pip install 'torch-attn[lesson]'" in run.stdout
+    assert (
+        "in a checkout of torch_attn, pip install --no-build-isolation -e '.[lesson]'" in run.stdout
+    )
     assert ("scikit-learn" if missing == "sklearn" else missing) in run.stdout
 
 

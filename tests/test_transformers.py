@@ -276,7 +276,8 @@ BROKEN: dict[str, tuple[dict[str, str], str]] = {
     "old": (
         {"transformers.py": "__version__ = '4.30.0'"},
         "ImportError: transformers 4.30.0 has no AttentionInterface with masks; torch_attn needs "
-        "transformers 5 or later: pip install 'torch-attn[transformers]' (transformers)",
+        "transformers 5 or later: in a checkout of torch_attn, pip install --no-build-isolation "
+        "-e '.[transformers]' (transformers)",
     ),
     "something missing": (
         {"transformers.py": "import attn_test_missing"},

@@ -10,8 +10,11 @@ __all__ = ["import_of", "install"]
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, whose packages have versions that are supported."""
-    return f"pip install 'torch-attn[{extra}]'"
+    """The command that installs an extra, whose packages have versions that are supported.
+
+    It names a checkout, because no package index has torch_attn.
+    """
+    return f"in a checkout of torch_attn, pip install --no-build-isolation -e '.[{extra}]'"
 
 
 @contextlib.contextmanager

@@ -81,6 +81,9 @@ class Layer:
 class Inspection:
     """The attention of one call of a model; see :func:`torch_attn.inspect`.
 
+    It behaves as the tuple of its layers: ``len(x)``, ``for layer in x`` and ``x[0]``;
+    ``x["encoder.layers.0.self_attn"]`` is the first call of the module of that name.
+
     Attributes:
         output: what the model returned.
         layers: every call of attention, in the order of the calls.
@@ -90,6 +93,21 @@ class Inspection:
     output: Any
     layers: tuple[Layer, ...]
     skipped: dict[str, str]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    def __getitem__(self, layer: int | str) -> Layer:
+        if isinstance(layer, int):
+            return self.layers[layer]
+        for found in self.layers:
+            if found.name == layer:
+                return found
+        names = ", ".join(sorted({found.name for found in self.layers}))
+        raise KeyError(f"no layer is called {layer!r}; there are {names or 'none'}")
 
     @property
     def attentions(self) -> tuple[Tensor, ...]:

@@ -107,6 +107,14 @@ class PagedCache:
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0  # handles are never given twice: one that was freed stays unknown
 
+    def __repr__(self) -> str:
+        layers, pages, page_size, heads, head_dim = self.key.shape
+        return (
+            f"PagedCache({pages} pages of {page_size} tokens, {self.free_pages} free; "
+            f"{len(self._sequences)} sequences; layers={layers}, key_heads={heads}, "
+            f"head_dim={head_dim}, {self.key.dtype}, {self.key.device})"
+        )
+
     @property
     def free_pages(self) -> int:
         """How many pages no sequence uses."""

@@ -1,4 +1,4 @@
-"""Pictures of attention, drawn with matplotlib: ``pip install 'torch-attn[lesson]'``.
+"""Pictures of attention, drawn with matplotlib: the extra ``lesson``.
 
 One of a matrix of weights, as a file::
 
