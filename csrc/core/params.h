@@ -29,8 +29,8 @@ constexpr int64_t kScoreTile = 64;
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
 
-// Which starts say where the rows of an operand begin if sequences are packed: query_starts, key_starts or none. A byte,
-// because CUDA passes few to a kernel.
+// Which starts say where the rows of an operand begin if sequences are packed: query_starts, key_starts or none. A
+// byte, because CUDA passes few to a kernel.
 enum class Axis : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
@@ -139,8 +139,8 @@ struct Problem {
 // Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs), with packed sequences
 // [heads, tokens]. The logsumexp is a pair, [batch, heads, L, 2]. With scores near -1e9 (a row of a mask that is all
 // finfo.min, say) one number would have no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1.
-// Each device has its own pair, which beside its kernels operators/logsumexp_pair.cpp alone reads; of a row without keys it is
-// (-inf, 0):
+// Each device has its own pair, which beside its kernels only operators/logsumexp_pair.cpp reads. A row without keys
+// has (-inf, 0):
 //   CPU   (m, l) with weights 2^((x_j - m) slope - l), x_j the product or score of key j, m near the largest of them
 //         (log2_slope in cpu/tiles/scores.inl): logsumexp = (m slope + l) / log2(e). The weight of a single key is
 //         exactly 1.

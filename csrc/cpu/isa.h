@@ -53,8 +53,8 @@ struct ForwardKernels {
   int64_t (*workspace)(const ForwardParams&);
   void (*run)(const ForwardParams&, int64_t task, char* workspace);
   void (*merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
-  // The bytes of p.prepacked, 0 where tasks pack for themselves, and who fills it in: a task for each of p.batch entries,
-  // heads of keys or values (the larger number), and tiles of keys.
+  // The bytes of p.prepacked, 0 where tasks pack for themselves, and who fills it in: a task for each of p.batch
+  // entries, heads of keys or values (the larger number), and tiles of keys.
   int64_t (*packed_size)(const ForwardParams&);
   void (*pack)(const ForwardParams&, int64_t task);
   OnThread on_thread = {};  // around run()

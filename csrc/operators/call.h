@@ -68,8 +68,8 @@ struct Call {
   std::optional<at::Tensor> key_lengths;          // likewise: keys from there on are hidden
   std::optional<at::Tensor> cu_seq_q, cu_seq_k;   // integers [N + 1], from 0, not decreasing; absent: nothing is packed
   c10::SymInt max_q = 0, max_k = 0;               // no sequence has more queries, or keys
-  // Integers [N, most pages], beside which cu_seq_k may be absent: key and value are pools [pages, heads, page_size, E or Ev], and row
-  // r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
+  // Integers [N, most pages], beside which cu_seq_k may be absent: key and value are pools [pages, heads, page_size, E
+  // or Ev], and row r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
   std::optional<at::Tensor> block_table;
   // They broadcast to [*batch, heads]. What they do to scores, and to their softmax, is in core/score.h.
   std::optional<at::Tensor> alibi_slopes, sinks;

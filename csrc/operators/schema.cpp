@@ -67,8 +67,8 @@ TORCH_LIBRARY(attn, m) {
   // What users call. sdpa has exactly the schema of the built-in; attention has more options (functional.py), and
   // returns with the output the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
   define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
-  // With cu_seq_q, sequences of different lengths are packed one behind the other (call.h), [heads, T, E].
-  // varlen_attention takes them as [T, heads, E], with the arguments of torch.nn.attention.varlen.varlen_attn, and more.
+  // With cu_seq_q, sequences of different lengths are packed one behind the other (call.h), [heads, T, E];
+  // varlen_attention takes [T, heads, E], with the arguments of torch.nn.attention.varlen.varlen_attn, and more.
   define("attention(" + call + ") -> (Tensor output, " + rows + ")", random);
   define("varlen_attention(" + arguments<FirstOfVarlen>(&About::name_in_varlen, /*with_defaults=*/false) + ", *, " +
              arguments<RestOfVarlen>(&About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
@@ -91,8 +91,8 @@ TORCH_LIBRARY(attn, m) {
   //             device's own (params.h)
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
   // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
-  //             is empty. With exact_residual, which autograd asks for where slopes or sinks want a derivative, the exact
-  //             output is that of weights which are not rounded either (params.h)
+  //             is empty. With exact_residual, which autograd asks for where slopes or sinks want a derivative, the
+  //             exact output is that of weights which are not rounded either (params.h)
   const std::string saved = "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual";
   const std::string grads = "Tensor grad_output, Tensor? grad_logsumexp";
   const std::string directions = of_inputs("Tensor?", "tangent_");

@@ -71,7 +71,7 @@ concept Format =
       F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
     };
 
-// Slots that hold `numbers` neighbours: whole steps of a product, of kStep slots for each of kSummands parts of a number.
+// Slots that hold `numbers` neighbours: whole steps of a product, of kStep slots for each summand of a number.
 template <class F>
 constexpr int64_t slots_of(int64_t numbers) {
   constexpr int64_t kStep = F::kNumbers * F::kStep;

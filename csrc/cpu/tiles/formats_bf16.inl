@@ -1,6 +1,6 @@
 // Operands of bfloat16, for the instructions that multiply them: a slot holds two neighbours, the first in its low
-// half, and their products are summed in float32. A number of more bits is a sum of kSummands bfloat16, each the rounding
-// of what those before it left.
+// half, and their products are summed in float32. A number of more bits is a sum of kSummands bfloat16, each the
+// rounding of what those before it left.
 #pragma once
 
 #include "cpu/isa/instructions_avx512_bf16.inl"
@@ -8,8 +8,8 @@
 
 namespace attn::ATTN_ISA {
 
-// kSummandsOfNumber: bfloat16 that a number is the sum of. kSlotsOfStep: slots that one step of a product takes; the parts
-// of a number lie so many slots apart, and the last step is filled up with zeros.
+// kSummandsOfNumber: bfloat16 that a number is the sum of. kSlotsOfStep: slots that one step of a product takes; the
+// summands of a number are so many slots apart, and the last step is filled up with zeros.
 //   Pairs         one slot a step, multiplied by VDPBF16PS
 //   Tiles<parts>  16 slots a step, multiplied by the tiles of AMX
 template <int kSummandsOfNumber, int kSlotsOfStep>
