@@ -12,6 +12,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "examples/*/README.md",
+    "tests/README.md",
 ]
 
 extensions = [

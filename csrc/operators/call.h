@@ -54,25 +54,26 @@ struct Argument : About {
 // query_offset and key_lengths have a number for each sequence; without an offset its last query is at its last key.
 // Errors of such calls have the names and layouts of varlen_attention.
 struct Call {
-  at::Tensor query;                     // [*batch, heads, L, E]
-  at::Tensor key;                       // [*batch, key_heads, S, E]
-  at::Tensor value;                     // [*batch, value_heads, S, Ev]
-  std::optional<at::Tensor> attn_mask;  // broadcasts to [*batch, heads, L, S]: boolean, or floating
+  at::Tensor query{};                     // [*batch, heads, L, E]
+  at::Tensor key{};                       // [*batch, key_heads, S, E]
+  at::Tensor value{};                     // [*batch, value_heads, S, Ev]
+  std::optional<at::Tensor> attn_mask{};  // broadcasts to [*batch, heads, L, S]: boolean, or floating
   double dropout_p = 0;
   bool is_causal = false;
-  std::optional<double> scale;
+  std::optional<double> scale{};
   bool enable_gqa = false;
   double softcap = 0;                             // 0: none
   std::array<int64_t, 2> window_size = {-1, -1};  // keys to the left and right of the query's position; -1: all
-  std::optional<at::Tensor> query_offset;         // integers that broadcast to [*batch]: the position of query 0
-  std::optional<at::Tensor> key_lengths;          // likewise: keys from there on are hidden
-  std::optional<at::Tensor> cu_seq_q, cu_seq_k;   // integers [N + 1], from 0, not decreasing; absent: nothing is packed
-  c10::SymInt max_q = 0, max_k = 0;               // no sequence has more queries, or keys
+  std::optional<at::Tensor> query_offset{};       // integers that broadcast to [*batch]: the position of query 0
+  std::optional<at::Tensor> key_lengths{};        // likewise: keys from there on are hidden
+  std::optional<at::Tensor> cu_seq_q{},
+      cu_seq_k{};                    // integers [N + 1], from 0, not decreasing; absent: nothing is packed
+  c10::SymInt max_q = 0, max_k = 0;  // no sequence has more queries, or keys
   // Integers [N, most pages], beside which cu_seq_k may be absent: key and value are pools [pages, heads, page_size, E
   // or Ev], and row r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
-  std::optional<at::Tensor> block_table;
+  std::optional<at::Tensor> block_table{};
   // They broadcast to [*batch, heads]. What they do to scores, and to their softmax, is in core/score.h.
-  std::optional<at::Tensor> alibi_slopes, sinks;
+  std::optional<at::Tensor> alibi_slopes{}, sinks{};
 
   // In the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{

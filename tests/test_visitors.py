@@ -1,0 +1,37 @@
+"""The files for visitors: what a workflow runs are targets of the Makefile, and versions agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch_attn
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_workflow_runs_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for workflow in (ROOT / ".github" / "workflows").iterdir():
+        runs = re.findall(r"^ *- run: (.*)$", workflow.read_text(), re.MULTILINE)
+        assert runs
+        assert {run.removeprefix("make ") for run in runs} <= targets
+
+
+def test_citation() -> None:
+    """Of the version that there is; it invents no person and no address."""
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {torch_attn.__version__}\n" in citation
+    for name in ("CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/bug.md"):
+        assert not re.search(r"https?:|@\w+\.\w", (ROOT / name).read_text())
+
+
+def test_an_issue_asks_for_the_environment() -> None:
+    assert "python -m torch_attn" in (ROOT / ".github/ISSUE_TEMPLATE/bug.md").read_text()
+
+
+def test_contributing_is_short() -> None:
+    """What a contributor reads first: 9 KB, with the first change on top."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(text.encode()) <= 9000
+    assert text.index("## ") == text.index("## Your first change")
