@@ -66,8 +66,8 @@ struct Call {
   std::array<int64_t, 2> window_size = {-1, -1};  // keys to the left and right of the query's position; -1: all
   std::optional<at::Tensor> query_offset{};       // integers that broadcast to [*batch]: the position of query 0
   std::optional<at::Tensor> key_lengths{};        // likewise: keys from there on are hidden
-  std::optional<at::Tensor> cu_seq_q{},
-      cu_seq_k{};                    // integers [N + 1], from 0, not decreasing; absent: nothing is packed
+  // Integers [N + 1], from 0, not decreasing. Without cu_seq_q nothing is packed.
+  std::optional<at::Tensor> cu_seq_q{}, cu_seq_k{};
   c10::SymInt max_q = 0, max_k = 0;  // no sequence has more queries, or keys
   // Integers [N, most pages], beside which cu_seq_k may be absent: key and value are pools [pages, heads, page_size, E
   // or Ev], and row r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
