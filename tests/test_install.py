@@ -78,8 +78,8 @@ def test_page_of_a_package_index(sdist: Path) -> None:
         text = page.read().decode()
     assert "text/markdown" in text
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
-    assert "[the textbook version]" not in text
-    assert "the textbook version (`torch_attn/reference.py`)" in text
+    assert "[reference.py]" not in text
+    assert "reference.py (`torch_attn/reference.py`)" in text
     assert "[transformers](https://huggingface.co/docs/transformers)" in text
 
 
@@ -140,7 +140,8 @@ def test_wheel(unpacked: Path, tmp_path: Path) -> None:
 
 def test_the_supported_releases_of_torch_are_the_same_everywhere() -> None:
     supported = re.findall(r'"(torch>=[\d.]+,.*?)"', (ROOT / "setup.py").read_text())
-    assert re.findall(r'"(torch>=[\d.]+,.*?)"', (ROOT / "pyproject.toml").read_text()) == supported
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert '"torch' not in pyproject.partition("[project]")[0]  # an isolated build fetches none
     oldest, after_newest = re.findall(r"2\.(\d+)", supported[0])
     assert f"find_package(Torch 2.{oldest} " in (ROOT / "CMakeLists.txt").read_text()
     assert f"2.{oldest} to 2.{int(after_newest) - 1}" in (ROOT / "README.md").read_text()

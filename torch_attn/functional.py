@@ -428,9 +428,10 @@ def _number(operator: str, name: str, number: float) -> float:
     0 is returned as a constant, because a default is an input of the graph to
     ``torch.compile(dynamic=True)``, and dynamo fails where two checkpoints have it.
     """
-    if not isinstance(number, float):
-        number = _out_of_tensor(operator, name, number)
-    return number if number else 0.0
+    if isinstance(number, float):
+        return number if number else 0.0
+    else:  # noqa: RET505, because TorchScript compiles what is not an else
+        return _out_of_tensor(operator, name, number)
 
 
 def _out_of_tensor(operator: str, name: str, number: Any) -> Any:
