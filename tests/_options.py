@@ -73,7 +73,8 @@ FAR: list[tuple[int, int, int, tuple[int] | None]] = [
     (300, 20, 0, (4,)),
     (16, 1000, 984, (4,)),
 ]
-NEAR_THE_CAP = [(36.0, 50.0), (100.0, 30.0), (900.0, 30.0), (1.0, 1e-5), (900.0, 1e10)]
+# In this order those of 900 are not float16, which may not hold their second derivatives.
+NEAR_THE_CAP = [(36.0, 50.0), (100.0, 30.0), (900.0, 30.0), (900.0, 1e10), (1.0, 1e-5)]
 CASES = [
     Case("softcap", options={"softcap": 1.5}),
     Case("softcap with a mask", mask=(1, 4, 70, 90), options={"softcap": 1.5}),
