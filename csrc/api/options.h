@@ -16,7 +16,7 @@ inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& number
   return at::full(sizes, std::get<int64_t>(*numbers), at::TensorOptions(at::kLong).device(device));
 }
 
-// Of Options, StatsOptions, which make a call without a value, or VarlenOptions. `entries`: sizes of an offset.
+// Takes Options, VarlenOptions or StatsOptions; the last make a call without a value. `entries`: sizes of an offset.
 Call call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const auto& named,
              at::IntArrayRef entries = {}) {
   Call call{.query = query,

@@ -1,6 +1,6 @@
 // A call as the entries that are planned and run each by itself: as one, all of it, where the entries of the batch are
-// alike. A packed sequence is an entry like any other, and no kernel knows of those beside it: so its bits are those of
-// a call with it alone. A thousand entries are planned and run at a time, because what is known of each takes 2 KB.
+// alike. A packed sequence is an entry like any other. Its bits are those of a call with it alone, because no kernel
+// knows of the entries beside it. A thousand entries are planned and run at a time, because each takes 2 KB.
 #pragma once
 
 #include <algorithm>

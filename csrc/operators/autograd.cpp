@@ -141,8 +141,8 @@ constexpr size_t kEdges<Saved> = 0;
 template <>
 constexpr size_t kEdges<TangentResults> = 0;
 
-// A node that keeps arguments of types T for the backward, one of them the call. Its edges are those of the arguments,
-// in this order.
+// A node that keeps arguments of types T for the backward. One of them is the call. The node has the edges of all
+// arguments, in this order.
 //
 // Several threads may run backward through one node at once, and the first one that has done so may release what the
 // node keeps. So apply() and release_variables() hold the node's mutex, in every node, as in the nodes that torch
