@@ -76,10 +76,9 @@ def weights_kept(dtype: torch.dtype, keys: int) -> torch.Tensor:
     query = torch.zeros(2, 6, 70, 24, dtype=dtype)
     key = torch.zeros(2, 3, keys, 24, dtype=dtype)
     value = torch.eye(keys, dtype=dtype).expand(2, 2, keys, keys)
+    drawn = {"dropout_p": 0.4, "is_causal": True, "rng_state": torch.tensor(RNG_STATE)}
     kept, _, rng_state, *_ = torch.ops.attn._sdpa_forward(
-        *[query, key, value, None, None, None, 0.4, True],
-        enable_gqa=True,
-        rng_state=torch.tensor(RNG_STATE),
+        query, key, value, enable_gqa=True, **drawn
     )
     assert rng_state.tolist() == list(RNG_STATE)
     return kept != 0

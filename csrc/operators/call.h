@@ -210,7 +210,8 @@ template <class T>
 struct OfInputs {
   T query, key, value, attn_mask, alibi_slopes, sinks;
 
-  static constexpr std::string_view kInputNames[] = {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks"};
+  static constexpr auto kInputNames =
+      std::to_array<std::string_view>({"query", "key", "value", "attn_mask", "alibi_slopes", "sinks"});
   static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks); }
 };
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent where it is zero.

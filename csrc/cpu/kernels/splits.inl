@@ -44,7 +44,7 @@ template <class T>
 ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, Vec<T>& sum) {
   const T slope = log2_slope<T>(p);
   const auto none = sink == -kInfinity<T>, empty = sum == Vec<T>{};
-  const Vec<T> found = as_in_tiles<T>(p, sink), shared = empty | (found > reference) ? found : reference;
+  const Vec<T> found = as_in_tiles<T>(p, sink), shared = (empty | (found > reference)) ? found : reference;
   const Vec<T> of_sum = empty ? Vec<T>{} : exp2<T>((reference - shared) * slope);
   reference = none ? reference : shared;
   sum = none ? sum : sum * of_sum + exp2<T>((found - shared) * slope);
