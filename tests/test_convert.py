@@ -382,12 +382,36 @@ def test_result() -> None:
     assert convert(model) == torch_attn.Converted((), result.skipped)
 
 
+class LeavesWeightsOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.MultiheadAttention(E, H)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x, x, x)[0]
+
+
+class AsksForNone(LeavesWeightsOn):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x, x, x, need_weights=False)[0]
+
+
+def test_says_who_computes_weights() -> None:
+    layer = nn.TransformerEncoderLayer(E, H)
+    model = nn.ModuleDict({"on": LeavesWeightsOn(), "off": AsksForNone(), "torch's": layer})
+    result = convert(model)
+    assert result.with_weights == ("on.layers.0",)
+    assert "with_weights=('on.layers.0',)" in repr(result)
+    assert "with_weights" not in repr(convert(model))
+    assert convert(nn.Sequential(nn.MultiheadAttention(E, H))).with_weights == ()
+
+
 def test_nothing_to_convert() -> None:
     message = (
         r"^convert: Linear has no torch.nn.MultiheadAttention; for models that .*integrations$"
     )
     with pytest.warns(UserWarning, match=message) as warned:
-        assert convert(nn.Linear(E, E)) == ((), {})
+        assert convert(nn.Linear(E, E)) == torch_attn.Converted((), {})
     assert warned[0].filename == __file__
 
 
@@ -543,7 +567,7 @@ def test_nothing_to_unconvert() -> None:
     """A warning, but not of a model that has come back, or was never away."""
     message = r"^unconvert: Linear has no torch.nn.MultiheadAttention$"
     with pytest.warns(UserWarning, match=message) as warned:
-        assert unconvert(nn.Linear(E, E)) == ((), {})
+        assert unconvert(nn.Linear(E, E)) == torch_attn.Converted((), {})
     assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -23,7 +23,13 @@ import torch_attn
 from _models import Calls, InFloat64, assert_close_in_float64
 from helpers import INF
 from torch_attn import reference
-from torch_attn.integrations.diffusers import attention_forward, calls, register
+from torch_attn.integrations.diffusers import (
+    _TABLES,
+    attention_forward,
+    calls,
+    register,
+    unregister,
+)
 
 diffusers = pytest.importorskip("diffusers", reason="not run: needs torch-attn[diffusers]")
 dispatch = importlib.import_module("diffusers.models.attention_dispatch")
@@ -214,15 +220,27 @@ def test_the_context_manager() -> None:
 
 def test_in_place_of_native(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = dispatch._AttentionBackendRegistry
-    for table in ("_backends", "_constraints", "_supported_arg_names"):
+    for table in _TABLES:
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     names = list(dispatch.AttentionBackendName)
-    assert register("native") == "native"
+    tables = {table: dict(getattr(registry, table)) for table in _TABLES}
+    assert register("native") == register("native") == "native"
     assert list(dispatch.AttentionBackendName) == names
     model, inputs, attends, _ = flux()
     before = calls()
     model(**inputs)
     assert calls() - before == attends
+    unregister("native")
+    assert tables == {table: getattr(registry, table) for table in _TABLES}
+    model(**inputs)
+    assert calls() - before == attends
+
+
+@pytest.mark.parametrize("name", ["attn", "native", "of nothing"])
+def test_unregister_what_was_not_taken(name: str) -> None:
+    register()
+    with pytest.raises(ValueError, match=f"name is '{name}'; register.. took .* diffusers: none"):
+        unregister(name)
 
 
 def test_the_name_is_a_member_like_others() -> None:

@@ -21,7 +21,13 @@ from torch._dynamo.testing import CompileCounter
 import torch_attn
 from _models import Calls
 from torch_attn import reference
-from torch_attn.integrations.transformers import _Pattern, attention_forward, calls, register
+from torch_attn.integrations.transformers import (
+    _Pattern,
+    attention_forward,
+    calls,
+    register,
+    unregister,
+)
 
 ATTN = register()
 LAYERS = 2
@@ -177,11 +183,25 @@ def test_output_attentions_as_a_call_argument(name: str) -> None:
 def test_register_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
-    assert register("sdpa") == "sdpa"
+    interfaces = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
+    before = [interface["sdpa"] for interface in interfaces]
+    assert register("sdpa") == register("sdpa") == "sdpa"
     model = transformers.BertModel(build("bert")[0].config.__class__(num_hidden_layers=1))
     with Calls() as operators:
         model(input_ids=torch.tensor([[1, 2, 3]]))
-    assert operators.forward == 1
+    assert (operators.forward, operators.builtin) == (1, 0)
+    unregister("sdpa")
+    assert [interface["sdpa"] for interface in interfaces] == before
+    with Calls() as operators:
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert (operators.forward, operators.builtin) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["attn", "sdpa", "of nothing"])
+def test_unregister_what_was_not_taken(name: str) -> None:
+    register()
+    with pytest.raises(ValueError, match=f"name is '{name}'; register.. took .* transformers: no"):
+        unregister(name)
 
 
 # --- models that do not use the interface ---------------------------------------------------------

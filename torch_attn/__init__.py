@@ -1,13 +1,13 @@
 """Scaled dot-product attention for PyTorch: every input, every gradient, memory O(L + S).
 
 Importing the package registers the operators ``torch.ops.attn.sdpa``, ``attention``,
-``sdpa_with_weights`` and ``sdpa_stats``, of which :func:`sdpa`, :func:`sdpa_with_logsumexp`,
-:func:`sdpa_with_weights` and :func:`sdpa_stats` are the documented Python side.
-:func:`varlen_attn` does so for packed sequences, whose keys may lie in pages: :class:`PagedCache`.
-:mod:`torch_attn.reference` is the textbook version. In models that exist, :func:`replacing_sdpa`
-puts :func:`sdpa` in the place of the built-in, and :func:`convert` puts
-:class:`torch_attn.nn.MultiheadAttention` in that of torch's module (:func:`unconvert`: the way
-back). :func:`inspect` looks at what a model attends to, and :mod:`torch_attn.plots` draws it.
+``sdpa_with_weights`` and ``sdpa_stats``. Their documented Python functions are :func:`sdpa`,
+:func:`sdpa_with_logsumexp`, :func:`sdpa_with_weights` and :func:`sdpa_stats`. :func:`varlen_attn`
+takes packed sequences, whose keys may be stored in pages: :class:`PagedCache`.
+:mod:`torch_attn.reference` is the textbook version. In existing models, :func:`replacing_sdpa`
+replaces the built-in by :func:`sdpa`, and :func:`convert` replaces torch's module by
+:class:`torch_attn.nn.MultiheadAttention` (:func:`unconvert` undoes it). :func:`inspect` shows what
+a model attends to, and :mod:`torch_attn.plots` draws it.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ _MODULES = ["distributed", "flops", "integrations", "onnx", "plots", "reference"
 
 
 def __dir__() -> list[str]:
-    """What is public: docs/promises.md."""
+    """Returns the public names: docs/promises.md."""
     return sorted([*__all__, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for.
+    """Imports a module or `inspect` when it is first used.
 
-    `plots` needs matplotlib, and `inspect` much of torch that ``import torch`` leaves aside.
+    `plots` needs matplotlib, and `inspect` parts of torch that ``import torch`` does not load.
     """
     if name in _MODULES:
         return importlib.import_module(f"torch_attn.{name}")

@@ -1,4 +1,4 @@
-"""How often `attn` was called, by each way to it in models that exist."""
+"""Counts the calls of `attn` by existing models, for each way that leads to it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _calls: collections.Counter[str] = collections.Counter()  # in this process
 
 
 def count(way: str) -> None:
-    """Counts a call, if no graph is traced."""
+    """Counts a call, unless a graph is being traced."""
     if not torch.compiler.is_compiling():
         _calls[way] += 1
 
 
 def counter(way: str) -> Callable[[], None]:
-    """A function that counts a call, also while a graph is traced, of which it is no part.
+    """Returns a function that counts a call, also while tracing; it is no part of the graph.
 
-    To make it imports ``torch._dynamo``, which takes seconds.
+    Making it imports ``torch._dynamo``, which takes seconds.
     """
 
     def count() -> None:
@@ -34,18 +34,18 @@ def counter(way: str) -> Callable[[], None]:
 
 
 def calls() -> dict[str, int]:
-    """How often models have called `attn` in this process, by each way that leads them to it.
+    """Returns how often models have called `attn` in this process, for each way to it.
 
-    A number that grows while a model runs says that the model uses `attn`. A compiled model
+    If a number grows while a model runs, the model uses `attn`. A compiled model
     (:func:`torch.compile`, :func:`torch.export.export`) counts each of its layers when it is
-    compiled, and not when it runs; those of MultiheadAttention it does not count. Calls of
+    compiled, and not when it runs; it does not count layers of MultiheadAttention. Calls of
     :func:`torch_attn.sdpa` itself are not counted.
 
     Returns:
         "built-in": calls of ``F.scaled_dot_product_attention`` while :func:`replace_sdpa` was on;
         "transformers" and "diffusers": calls of models of these libraries, by
         :mod:`torch_attn.integrations`; "MultiheadAttention": calls of
-        :class:`torch_attn.nn.MultiheadAttention`, which :func:`convert` makes of torch's modules.
+        :class:`torch_attn.nn.MultiheadAttention`, which :func:`convert` makes from torch's modules.
 
     Example:
         >>> before = torch_attn.calls()["MultiheadAttention"]

@@ -1,7 +1,8 @@
-"""Makes the attention modules of an existing model those of this package, and torch's again."""
+"""Converts the attention modules of an existing model to this package, and back."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import NamedTuple
 
@@ -19,11 +20,22 @@ class Converted(NamedTuple):
 
     Attributes:
         swapped: the modules that are now of the other class.
-        skipped: the modules that were left as they are, each with the reason.
+        skipped: the modules that did not change, each with the reason.
+        with_weights: swapped modules that will compute weights, in memory O(L S), because the class
+            that calls them does not mention `need_weights`, and its default is True. Pass
+            ``need_weights=False`` there.
     """
 
     swapped: tuple[str, ...]
     skipped: dict[str, str]
+    with_weights: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Without `with_weights` where there are none."""
+        fields = [f"swapped={self.swapped!r}", f"skipped={self.skipped!r}"]
+        if self.with_weights:
+            fields.append(f"with_weights={self.with_weights!r}")
+        return f"Converted({', '.join(fields)})"
 
 
 def convert(model: nn.Module) -> Converted:
@@ -31,8 +43,8 @@ def convert(model: nn.Module) -> Converted:
 
     The modules stay the same objects and become of the class
     :class:`torch_attn.nn.MultiheadAttention`. So parameters, names, hooks, the training flag and
-    whatever else refers to them stay as they are, an optimizer too, and the model itself may be
-    such a module. One that appears in several places is listed once. What was converted before is
+    references to them stay valid, such as an optimizer's. The model itself may be such a module.
+    A module that appears in several places is listed once. Modules that were converted before are
     not listed again.
 
     Convert before you compile, parametrize or shard a model, and before its state is saved whole
@@ -43,9 +55,10 @@ def convert(model: nn.Module) -> Converted:
         model: changed in place.
 
     Returns:
-        Which modules were swapped, and which were skipped and why: those of classes derived from
-        :class:`torch.nn.MultiheadAttention`, of which only their authors know what they do, and
-        those whose ``forward`` was replaced. A model in which there is none gives a warning.
+        Which modules were swapped, which of these will compute weights, and which modules were
+        skipped and why. Skipped are modules of a class derived from
+        :class:`torch.nn.MultiheadAttention`, because it may do something else, and modules whose
+        ``forward`` was replaced. A model without any attention module gives a warning.
 
     Raises:
         TypeError: `model` is no module.
@@ -67,31 +80,51 @@ def convert(model: nn.Module) -> Converted:
         if reason := _changed(module, nn.MultiheadAttention):
             skipped[name] = reason
         else:
-            # As torch.nn.utils.parametrize does: who holds this object would not know another.
+            # As torch.nn.utils.parametrize does: whatever refers to this object keeps doing so.
             module.__class__ = MultiheadAttention
             assert isinstance(module, MultiheadAttention)
             module._set_up(module.num_heads)
             swapped.append(name)
-    return Converted(tuple(swapped), skipped)
+    with_weights = tuple(name for name in swapped if _leaves_weights_on(model, name))
+    return Converted(tuple(swapped), skipped, with_weights)
+
+
+def _leaves_weights_on(model: nn.Module, name: str) -> bool:
+    """Whether the class that calls a module leaves `need_weights` as it is by default."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    while name:
+        name = name.rpartition(".")[0]
+        caller = model.get_submodule(name)
+        if not isinstance(caller, containers):
+            break
+    else:
+        return False  # the model itself, or in nothing but containers: the caller is not known
+    classes = [c for c in type(caller).__mro__ if c not in (nn.Module, object)]
+    try:
+        sources = [inspect.getsource(c) for c in classes]
+    except (OSError, TypeError):  # no source, as of a class that was typed
+        return False
+    return bool(sources) and not any("need_weights" in source for source in sources)
 
 
 def unconvert(model: nn.Module) -> Converted:
     """Makes every :class:`torch_attn.nn.MultiheadAttention` in a model torch's module again.
 
-    The way back from :func:`convert`: the modules stay the same objects, with the parameters that
-    they have by now, and nothing of this package stays in them. So the model can be scripted, and
-    exported and saved whole for where there is no torch_attn. Modules that were never torch's come
-    along, if torch's can do what they do. One that appears in several places is listed once.
+    The way back from :func:`convert`: the modules stay the same objects, with their present
+    parameters, and nothing of this package stays in them. So the model can be scripted, and
+    exported or saved whole for a place without torch_attn. Modules that were made as
+    :class:`torch_attn.nn.MultiheadAttention` are swapped too, if torch's module can do what they
+    do. A module that appears in several places is listed once.
 
     Args:
         model: changed in place.
 
     Returns:
-        Which modules were swapped, and which were skipped and why: those with an option that
-        torch's has not (fewer heads for keys and values, a window, a soft cap), those whose
-        ``out_proj`` does more than a linear module (torch's reads its weight and does not call
-        it), those of derived classes, and those whose ``forward`` was replaced. A model without
-        attention modules, be they torch's or those of this package, gives a warning.
+        Which modules were swapped, and which were skipped and why. Skipped are modules with an
+        option that torch's module lacks (fewer heads for keys and values, a window, a soft cap),
+        modules whose ``out_proj`` does more than a linear module (torch's module reads its weight
+        and does not call it), modules of derived classes, and modules whose ``forward`` was
+        replaced. A model without attention modules of either class gives a warning.
 
     Raises:
         TypeError: `model` is no module.
@@ -121,7 +154,7 @@ def unconvert(model: nn.Module) -> Converted:
 def _attentions(
     caller: str, model: nn.Module, hint: str = ""
 ) -> list[tuple[str, nn.MultiheadAttention]]:
-    """The modules of torch and of this package, and what both functions say to the user."""
+    """Finds the attention modules of both classes; warns if there are none."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller}: model is a {type(model).__name__}; it must be a torch.nn.Module"
@@ -136,14 +169,14 @@ def _attentions(
 
 
 def _changed(module: nn.MultiheadAttention, cls: type) -> str:
-    """Why a module may do something else than its class does."""
+    """Says why a module may do something else than its class; empty if it cannot."""
     if type(module) is not cls:
         return f"its class, {type(module).__qualname__}, is derived"
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
 def _beyond_torch(module: MultiheadAttention) -> str:
-    """What torch's module cannot express."""
+    """Says what torch's module cannot do; empty if it can do everything."""
     own = module._own().items()
     if more := [f"{name}={value}" for name, (value, default) in own if value != default]:
         return f"torch's module has no {', '.join(more)}"

@@ -1,4 +1,4 @@
-"""What to tell somebody whose other library does not import."""
+"""Messages for users whose optional libraries cannot be imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["import_of", "install"]
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, whose packages have versions that are supported.
+    """Returns the command that installs an extra, with supported versions of its packages.
 
     It names a checkout, because no package index has torch_attn.
     """
@@ -19,11 +19,11 @@ def install(extra: str) -> str:
 
 @contextlib.contextmanager
 def import_of(package: str, extra: str | None = None) -> Iterator[None]:
-    """Makes an ImportError say whether the package is missing, or else what in it is broken.
+    """Makes an ImportError say whether the package is missing or why its import fails.
 
     Args:
         package: the name that is imported.
-        extra: which extra of torch-attn brings the package; None if it has the package's name.
+        extra: the extra of torch-attn that installs the package; None if it has the same name.
     """
     try:
         yield

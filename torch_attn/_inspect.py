@@ -1,4 +1,4 @@
-"""Looks at the attention of a model while it computes, and leaves the model as it was."""
+"""Looks at the attention of a model while it computes, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ def inspect(
     saturated_above: float = 0.99,
     **named_inputs: Any,
 ) -> Inspection:
-    """Calls a model once and returns, of every layer and head, how it attended.
+    """Calls a model once and returns how every layer and head attended.
 
-    Works with models of transformers, with :class:`torch.nn.MultiheadAttention` and what is made of
-    it, with :class:`torch_attn.nn.MultiheadAttention`, and with every model that calls
+    Works with models of transformers, with :class:`torch.nn.MultiheadAttention` and modules that
+    contain it, with :class:`torch_attn.nn.MultiheadAttention`, and with every model that calls
     ``F.scaled_dot_product_attention`` or :func:`torch_attn.sdpa` itself; in training and in
     evaluation, with masks, grouped heads and caches of keys.
 
-    The model computes as always, with the gradients that it is asked for; what is captured has
-    none, and is computed beside it. Two things are different, and the output to rounding the same:
+    The model computes as always, with its usual gradients; the captured numbers have no gradients
+    and are computed separately. Two things differ, and change the output by rounding at most:
     PyTorch's shortcuts around modules in evaluation are not taken, and models of transformers
-    compute with :func:`torch_attn.sdpa` in this call unless they use "sdpa" or attn anyway. What
-    ``torch.compile`` has compiled runs as it was written. Afterwards, also after an exception, the
-    model is as it was.
+    compute with :func:`torch_attn.sdpa` in this call unless they use "sdpa" or attn anyway. Code
+    that ``torch.compile`` has compiled runs uncompiled. Afterwards, also after an exception, the
+    model is unchanged.
 
     Args:
         model: any module.
-        inputs: what it is called with. One mapping alone is its keyword arguments, one tuple or
-            list alone its positional ones.
-        named_inputs: its keyword arguments. Those that are called as one of the two arguments
-            below are given in a mapping.
-        weights: keep the weights, which takes memory O(L S) a head. Without them it is O(L + S),
-            beside a number for each element of a mask.
+        inputs: its positional arguments. A single mapping is taken as keyword arguments, a single
+            tuple or list as positional ones.
+        named_inputs: its keyword arguments. If one is named like an argument below, pass all in a
+            mapping.
+        weights: keep the weights, which takes memory O(L S) per head. Without them it is O(L + S),
+            plus a number for each element of a mask.
         saturated_above: a query whose largest weight is greater counts as saturated. With the
             weights p, the softmax passes gradients on by its Jacobian, ``diag(p) - p p^T``, whose
             entries are at most ``p (1 - p)``; next to a weight of 0.99 none exceeds 0.01.
 
     Returns:
         The model's output and a :class:`Layer` for each call of attention, in order. ``print`` it
-        for a table. A tensor of queries ``[H, L, E]`` counts as a batch of one, and further
-        dimensions before the head are all of the batch.
+        for a table. Queries ``[H, L, E]`` count as a batch of one; all dimensions before the head
+        belong to the batch.
 
     Raises:
         RuntimeError: no attention was seen; the message says what cannot be seen.
         TypeError: `model` is no module, or `saturated_above` no number.
-        ValueError: `saturated_above` is not from 0 to 1; or a model of transformers asks for
-            what the operator does not compute, such as keys that an indexer chooses, with an
-            implementation of attention whose numbers cannot be seen.
+        ValueError: `saturated_above` is not from 0 to 1; or a model of transformers needs
+            attention that the operator does not compute, such as keys that an indexer chooses, with
+            an implementation whose numbers cannot be seen.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -107,9 +107,9 @@ def inspect(
     return Inspection(output, tuple(recorder.layers), recorder.skipped)
 
 
-# What a model of transformers computes with, and whether compiled code runs, are settings of all
-# threads: of two that inspect at a time, one would restore what the other has set, so they take
-# turns. In a list, for a process that another thread forks meanwhile needs a lock that is free.
+# The attention of a transformers model, and whether compiled code runs, are settings of all
+# threads. Threads that inspect take turns, because one would restore the settings of the other. The
+# lock is in a list, because a process that is forked meanwhile needs a free lock.
 _turns = [threading.RLock()]
 
 
@@ -121,10 +121,10 @@ os.register_at_fork(after_in_child=_renew_turns)
 
 
 class _Where:
-    """Which module of a model computes at the moment, in the thread that inspects it."""
+    """Tells which module of a model is computing, in the thread that inspects it."""
 
     def __init__(self, model: nn.Module) -> None:
-        # torch.compile puts a module into another one, under a name that nobody else knows.
+        # torch.compile wraps a module in another one, as "_orig_mod"; names leave that out.
         self._names = {
             module: ".".join(part for part in name.split(".") if part != "_orig_mod")
             for name, module in model.named_modules()
@@ -133,7 +133,7 @@ class _Where:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follows the calls of this thread; others may compute with the same modules meanwhile."""
+        """Follows this thread's calls; other threads may use the same modules meanwhile."""
         calls, thread = self._calls, threading.get_ident()
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -147,8 +147,8 @@ class _Where:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() != thread:
                 return
-            # PyTorch also leaves a call that it has not entered, where a hook of all modules raises
-            # before `enter`, and does not leave one that a KeyboardInterrupt ends.
+            # PyTorch calls `leave` without `enter` if a hook of all modules raises before `enter`.
+            # It does not call `leave` after a KeyboardInterrupt.
             for depth in reversed(range(len(calls))):
                 if calls[depth].module is module:
                     del calls[depth:]
@@ -159,8 +159,8 @@ class _Where:
             for module in self._names:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                # Before the module's own hooks, which may raise: `leave` is called then too. What
-                # they make of the arguments is known after them.
+                # `enter` comes before the module's own hooks, because `leave` is called even if
+                # they raise. `receive` comes after them, because they may change the arguments.
                 hooks.append(module.register_forward_pre_hook(enter, prepend=True))
                 hooks.append(module.register_forward_pre_hook(receive, with_kwargs=True))
                 hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -171,24 +171,24 @@ class _Where:
 
     @property
     def name(self) -> str:
-        """Of the innermost module."""
+        """The name of the innermost module."""
         return self._names[self._calls[-1].module] if self._calls else ""
 
     @property
     def other_sequence(self) -> bool:
-        """Whether the innermost module was given another sequence for the keys."""
+        """Whether the innermost module takes its keys from another sequence."""
         if not self._calls:
             return False
         call = self._calls[-1]
         try:
             signature = signatures.signature(call.module.forward)
             given = signature.bind_partial(*call.args, **call.kwargs).arguments
-        except (TypeError, ValueError):  # of a kind that has no signature
+        except (TypeError, ValueError):  # it has no signature
             given = call.kwargs
         if isinstance(call.module, nn.MultiheadAttention):
             query, key = given.get("query"), given.get("key")
             return isinstance(query, Tensor) and isinstance(key, Tensor) and not _same(query, key)
-        # The names that transformers and diffusers have for a sequence beside the module's own.
+        # In transformers and diffusers these arguments are the second sequence of a module.
         return any(
             given.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")
         )
@@ -196,7 +196,7 @@ class _Where:
 
 @dataclass
 class _Call:
-    """A module that computes, and what its forward was given."""
+    """A module that is computing, and the arguments of its forward."""
 
     module: nn.Module
     args: tuple[Any, ...] = ()
@@ -204,7 +204,7 @@ class _Call:
 
 
 def _same(query: Tensor, key: Tensor) -> bool:
-    """Whether both are one sequence: ``attention(norm(x), norm(x), x)`` gives two tensors of it."""
+    """Whether both are one sequence, also as two tensors: ``attention(norm(x), norm(x), x)``."""
     if query is key:
         return True
     alike = query.shape == key.shape and query.dtype == key.dtype and query.device == key.device
@@ -219,16 +219,16 @@ class _Attention:
     key: Tensor
     attn_mask: Tensor | None
     is_causal: bool
-    options: dict[str, Any] = field(default_factory=dict)  # those given by name
-    sequences: tuple[Tensor, Tensor] | None = None  # those of query and key, where they are known
+    options: dict[str, Any] = field(default_factory=dict)  # given by name
+    sequences: tuple[Tensor, Tensor] | None = None  # inputs of query and key, if they are known
 
 
-# Whether the calls of attention are those of a recorder, which are no part of any model.
+# Whether a recorder calls attention at the moment; its calls are no part of any model.
 _recording: ContextVar[bool] = ContextVar("_recording", default=False)
 
 
 class _Recorder(TorchFunctionMode):
-    """While it is on, in one thread, it sees the calls of attention and computes them again."""
+    """While it is on, in one thread, it sees each call of attention and computes it again."""
 
     def __init__(self, where: _Where, weights: bool, saturated_above: float) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class _Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         arguments = _attentions().get(func)
         if arguments is not None and not _recording.get():
-            # This mode is off here, but not that of a call of `inspect` around this one.
+            # This mode is off here, but the mode of an enclosing call of `inspect` is not.
             token = _recording.set(True)
             try:
                 with torch.no_grad():
@@ -264,11 +264,11 @@ class _Recorder(TorchFunctionMode):
             mask = mask.detach()
         is_causal, options = attention.is_causal, attention.options
         scale = options.get("scale")
-        if scale is None:  # scores of vectors without entries are 0 with any
+        if scale is None:  # with E = 0 the scores are 0 anyway
             scale = 1 / math.sqrt(max(query.size(-1), 1))
         stats = sdpa_stats(query, key, mask, is_causal, **options)
         weights = None
-        if self._weights:  # of values without columns there is no output to compute
+        if self._weights:  # values without columns save computing the output
             no_value = key[..., :0]
             _, matrix, _ = sdpa_with_weights(query, key, no_value, mask, 0.0, is_causal, **options)
             weights = _batched(matrix, 2)
@@ -292,13 +292,13 @@ class _Recorder(TorchFunctionMode):
 
 
 def _batched(x: Tensor, own: int) -> Tensor:
-    """[B, H, ...] of what has any number of dimensions before its `own` last ones."""
+    """Reshapes to [B, H, ...], with `own` dimensions after H and any number before."""
     heads = x.size(-own - 1) if x.dim() > own else 1
     return x.reshape(math.prod(x.shape[: -own - 1]), heads, *x.shape[-own:])
 
 
 def _problem(attention: _Attention) -> str | None:
-    """Why there are no statistics of attention of this kind."""
+    """Returns why statistics cannot be computed for this attention, or None."""
     query = attention.query
     tensors = (query, attention.key, attention.attn_mask, *attention.options.values())
     if any(_is_of_vmap(x) for x in tensors if isinstance(x, Tensor)):
@@ -313,7 +313,7 @@ def _problem(attention: _Attention) -> str | None:
 
 
 def _is_of_vmap(x: Tensor) -> bool:
-    """Whether it stands for the samples of :func:`torch.vmap`, and for nothing after that call."""
+    """Whether it holds the samples of :func:`torch.vmap`; such a tensor is invalid afterwards."""
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):  # one for each transform around the call
         if functorch.is_batchedtensor(x):
@@ -322,23 +322,23 @@ def _is_of_vmap(x: Tensor) -> bool:
     return False
 
 
-# Programs that do not take -inf hide keys by a number far below all scores: the least of a type,
-# half of that, or -1e4, which bfloat16 rounds to this.
+# Programs that do not use -inf hide keys by a number far below all scores: the least number of a
+# dtype, half of it, or -1e4, which bfloat16 rounds to this.
 _HIDES = -9984.0
 
 
 def _visible_keys(attention: _Attention) -> Tensor:
-    """How many keys each query sees: broadcasts to [B..., H, L]."""
+    """Returns how many keys each query sees: broadcasts to [B..., H, L]."""
     L, S = attention.query.size(-2), attention.key.size(-2)
     device, mask = attention.query.device, attention.attn_mask
     options, is_causal = attention.options, attention.is_causal
     offset, lengths = options.get("query_offset"), options.get("key_lengths")
     if isinstance(mask, CausalBias):
-        # Counted from the bottom right, query i sees as many keys as come before it there.
+        # Lower right: the last query is at the position of the last key.
         offset = torch.tensor(S - L if mask.variant == CausalVariant.LOWER_RIGHT else 0)
         mask, is_causal = None, True
 
-    # Of each query the keys from `first` on and before `end`, [L] or [B..., 1, L].
+    # Each query sees the keys from `first` up to `end` - 1. Both are [L] or [B..., 1, L].
     left, right = options.get("window_size", (-1, -1))
     positions = _of_entries(offset, 0, device) + torch.arange(L, device=device)
     first = (positions - left if left >= 0 else torch.zeros_like(positions)).clamp(0, S)
@@ -351,7 +351,7 @@ def _visible_keys(attention: _Attention) -> Tensor:
     sees = mask if mask.dtype == torch.bool else mask > _HIDES
     if sees.size(-1) != S:  # all keys alike
         return (end - first) * sees[..., 0]
-    before = F.pad(sees.cumsum(-1), (1, 0))  # how many of the first j
+    before = F.pad(sees.cumsum(-1), (1, 0))  # how many of the first j keys
     rows: Any = torch.broadcast_shapes(before.shape[:-1], end.shape)  # type: ignore[no-untyped-call]
     before = before.expand(*rows, -1)
     until, until_first = (
@@ -361,7 +361,7 @@ def _visible_keys(attention: _Attention) -> Tensor:
 
 
 def _of_entries(numbers: Tensor | None, default: int, device: torch.device) -> Tensor:
-    """One number, or one for each batch entry beside its heads and queries: [B..., 1, 1]."""
+    """Returns one number, or [B..., 1, 1], which broadcasts over heads and queries."""
     if numbers is None:
         return torch.tensor(default, device=device)
     return numbers[..., None, None] if numbers.dim() else numbers.to(device)
@@ -381,10 +381,10 @@ def _of_sdpa(
 
 
 def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
-    """What ``F.multi_head_attention_forward`` hands to the attention inside of it.
+    """Returns the attention that ``F.multi_head_attention_forward`` computes.
 
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html has its
-    parameters, whose names are those of the function.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html explains its
+    parameters, under the same names.
     """
     call = _MULTI_HEAD.bind(*args, **kwargs)
     call.apply_defaults()
@@ -414,7 +414,7 @@ def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
         padding = padding[None]
     hidden = _merge(mask, padding)
     if hidden is not None:
-        hidden = F.pad(hidden, (0, k.size(2) - hidden.size(-1)))  # no mask hides what was appended
+        hidden = F.pad(hidden, (0, k.size(2) - hidden.size(-1)))  # no mask hides appended keys
         hidden = ~hidden if hidden.dtype == torch.bool else hidden
     # `is_causal` only says that the mask is the causal one.
     return _Attention(q, k, hidden, is_causal=False, sequences=(query, key))
@@ -425,7 +425,7 @@ _MULTI_HEAD = signatures.signature(F.multi_head_attention_forward)
 
 @functools.cache
 def _attentions() -> dict[Any, Callable[..., _Attention]]:
-    """The functions that are seen, and what finds the arguments of the attention in theirs."""
+    """Maps each function that is seen to one that makes an _Attention from its arguments."""
     found: dict[Any, Callable[..., _Attention]] = {
         F.multi_head_attention_forward: _of_multi_head_attention,
         F.scaled_dot_product_attention: _of_sdpa,
@@ -437,8 +437,8 @@ def _attentions() -> dict[Any, Callable[..., _Attention]]:
 
 
 def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
-    """In code that ``torch.compile`` has compiled no call of attention can be seen."""
-    compiled = "torch._dynamo" in sys.modules  # else nothing was
+    """Runs compiled code eagerly, because calls of attention inside it cannot be seen."""
+    compiled = "torch._dynamo" in sys.modules  # else nothing was compiled
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 

@@ -19,25 +19,25 @@ class Layer:
     """One call of attention: all of its heads. No tensor here has a gradient.
 
     Attributes:
-        name: of the module that called, as ``model.named_modules()`` has it; "" is the model.
+        name: of the calling module, as in ``model.named_modules()``; "" is the model.
         call: how often that module had called before: 0 unless layers share a module.
-        is_cross: whether the keys are of another sequence than the queries, as far as arguments
-            say so: a module of :class:`torch.nn.MultiheadAttention` was given a query and a key of
+        is_cross: whether keys and queries come from different sequences, as far as arguments show
+            it: a module of :class:`torch.nn.MultiheadAttention` was given a query and a key of
             different shapes or values, another module `key_value_states` or
-            `encoder_hidden_states`. False where neither is known.
-        weights: ``[B, H, L, S]``, after softmax and before dropout; None if not asked for.
-        query: ``[B, H, L, E]``, as the scores are computed from it.
+            `encoder_hidden_states`. False if the arguments do not show it.
+        weights: ``[B, H, L, S]``, after softmax and before dropout; None if not requested.
+        query: ``[B, H, L, E]``, as used for the scores.
         key: ``[B, Hk, S, E]``; Hk divides H.
         scale: the factor of the scores.
         largest_score: ``[B, H, L]``, of each query, scaled and masked; -inf if it sees no key.
-        entropy: ``[B, H, L]``, of each query's weights, in nats: 0 where one key has all of it.
+        entropy: ``[B, H, L]``, of each query's weights, in nats: 0 where one key has all the
+            weight.
         logsumexp: ``[B, H, L]``, of each query's scores; -inf if it sees no key.
         received_weight: ``[B, H, S]``, the sum of the weights that all queries give to a key.
         visible_keys: ``[B, H, L]``, how many keys masks, windows and lengths let each query see. A
-            floating mask hides a key by -9984 (-1e4 in bfloat16) and less. If a query's mask does
-            so for every key without being -inf, it sees none here, though the softmax gives its
-            weights to some.
-        saturated_above: what :attr:`saturation` counts from.
+            floating mask hides a key by -9984 (-1e4 in bfloat16) and less. If such finite numbers
+            hide every key of a query, the count is 0, although the softmax gives weight to some.
+        saturated_above: the threshold of :attr:`saturation`.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def largest_weight(self) -> Tensor:
-        """``[B, H, L]``, of each query 1 where one key has it all, 0 where no key is seen."""
+        """``[B, H, L]``, of each query: 1 if one key has all the weight, 0 if it sees no key."""
         stats = Stats(self.largest_score, self.entropy, self.logsumexp, self.received_weight)
         return stats.largest_weight
 
@@ -64,8 +64,8 @@ class Layer:
     def saturation(self) -> Tensor:
         """``[B, H]``, the share of queries whose largest weight exceeds `saturated_above`.
 
-        Of those that see two keys and more; 0 if there is none, for a query with one key gives it
-        the weight 1 whatever it learns.
+        Counts only queries that see two or more keys, because a single key always has the weight 1.
+        0 if there is no such query.
         """
         chooses = self.visible_keys > 1
         saturated = (self.largest_weight > self.saturated_above) & chooses
@@ -81,13 +81,13 @@ class Layer:
 class Inspection:
     """The attention of one call of a model; see :func:`torch_attn.inspect`.
 
-    It behaves as the tuple of its layers: ``len(x)``, ``for layer in x`` and ``x[0]``;
-    ``x["encoder.layers.0.self_attn"]`` is the first call of the module of that name.
+    It behaves like the tuple of its layers: ``len(x)``, ``for layer in x`` and ``x[0]``;
+    ``x["encoder.layers.0.self_attn"]`` is the first call by the module of that name.
 
     Attributes:
         output: what the model returned.
         layers: every call of attention, in the order of the calls.
-        skipped: modules with calls whose tensors no statistics can be made of, and why.
+        skipped: modules with calls for which statistics cannot be computed, and why.
     """
 
     output: Any
@@ -114,9 +114,9 @@ class Inspection:
         """The weights ``[B, H, L, S]`` of every layer, as bertviz takes them.
 
         Raises:
-            ValueError: they were not asked for; or the model has cross-attention, so that weights
-                among different tokens would be mixed: take :attr:`encoder_attentions`,
-                :attr:`decoder_attentions` and :attr:`cross_attentions` then.
+            ValueError: the weights were not requested; or the model has cross-attention, so that
+                weights over different sequences would be mixed. Then take
+                :attr:`encoder_attentions`, :attr:`decoder_attentions` and :attr:`cross_attentions`.
         """
         if any(layer.is_cross for layer in self.layers):
             raise ValueError(
@@ -127,33 +127,33 @@ class Inspection:
 
     @property
     def encoder_attentions(self) -> tuple[Tensor, ...]:
-        """Those of self-attention in modules called "encoder", as in :attr:`attentions`."""
+        """:attr:`attentions` of self-attention alone, in modules called "encoder"."""
         return _weights(layer for layer in self.layers if _is_of(layer, "encoder"))
 
     @property
     def decoder_attentions(self) -> tuple[Tensor, ...]:
-        """Those of self-attention in modules called "decoder", as in :attr:`attentions`."""
+        """:attr:`attentions` of self-attention alone, in modules called "decoder"."""
         return _weights(layer for layer in self.layers if _is_of(layer, "decoder"))
 
     @property
     def cross_attentions(self) -> tuple[Tensor, ...]:
-        """Those of cross-attention, as in :attr:`attentions`."""
+        """:attr:`attentions` of cross-attention alone."""
         return _weights(layer for layer in self.layers if layer.is_cross)
 
     def table(self) -> str:
-        """A line a head: means over batch and queries, extremes over all of them, and notes.
+        """Returns a table, one line per head: means and extremes over batch and queries, and notes.
 
-        Entropy is the mean in nats and, in brackets, as a part of what it can be at most. A note
-        says what is worth a look:
+        Entropy is the mean in nats and, in brackets, as a share of its maximum. A note says what is
+        worth a look:
 
-        - NaN or infinity: a score is not finite, and gradients will not be;
-        - saturated: of more than half of the queries that have a choice, the largest weight
+        - NaN or infinity: a score is not finite, so gradients will not be finite;
+        - saturated: for more than half of the queries that see two or more keys, the largest weight
           exceeds `saturated_above`, so that little gradient passes through the softmax;
-        - uniform: the mean entropy is within 1 % of the most it can be: the head averages;
-        - sink: one key receives more than half of all weight, in most texts of 8 keys and more.
+        - uniform: the mean entropy is within 1 % of its maximum: the head averages;
+        - sink: one key receives more than half of all weight, in most sequences of 8 keys and more.
           Many trained models have such heads, on a first or a separating token.
 
-        Queries of padding count as well: masks hide keys, and no queries.
+        Queries of padding count as well, because masks hide keys, not queries.
 
         Sources: saturation: Zhai et al., *Stabilizing Transformer Training by Preventing Attention
         Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; sinks: Xiao et al., *Efficient
@@ -195,14 +195,14 @@ def _is_of(layer: Layer, part: str) -> bool:
 
 
 def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
-    """Of each head what :meth:`Inspection.table` shows."""
+    """Yields the cells of :meth:`Inspection.table` for each head."""
     sees = layer.visible_keys > 0
     chooses = layer.visible_keys > 1
-    # A query that sees one key has no choice, and its entropy is 0 = log 1.
+    # The entropy of a query that sees one key is 0 = log 1. clamp() avoids 0 / 0.
     parts = layer.entropy / layer.visible_keys.clamp(min=2).log()
     received = layer.received_weight.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     shares = layer.received_weight / received[..., None]
-    # Without keys there is no largest share, and below no query that sees one.
+    # Without keys max() would raise. No query sees a key then, so the loop reads neither.
     share, keys = shares.max(-1) if shares.size(-1) else (received, received)
     for head in range(layer.query.size(1)):
         at = sees[:, head]
@@ -239,5 +239,5 @@ def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
 
 
 def _mean(values: Tensor, where: Tensor) -> float:
-    """Of the values where there are any, else 0."""
+    """Returns the mean of the values at `where`, 0 if there are none."""
     return values[where].double().mean().item() if bool(where.any()) else 0.0

@@ -1,4 +1,4 @@
-"""The switch for bits that depend on nothing but a query and the keys that it sees."""
+"""The switch for results whose bits depend only on a query and the keys that it sees."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ __all__ = ["invariant"]
 
 @contextlib.contextmanager
 def invariant() -> Iterator[None]:
-    """Makes a text as a whole, in chunks, and token by token give the same bits.
+    """Gives the same bits for a sequence as a whole, in chunks, and token by token.
 
-    The bits of a row never depend on the other entries of a batch, nor on how sequences are packed,
-    nor on threads; on a GPU only within this, as the keys of few entries are otherwise cut in parts
-    by how many entries there are. In a ``with`` block of this, or in a function that it decorates,
-    they do not depend either on how many queries a call has, nor on whether gradients are recorded:
-    so a model that is trained on whole texts gives, of the same keys, the same numbers while it
-    generates. For the whole process, threads included; nested blocks count. ``ATTN_INVARIANT=1`` in
-    the environment has it on from the start.
+    On a CPU, the bits of a row never depend on the other entries of a batch, nor on how sequences
+    are packed, nor on threads. On a GPU this holds only while the switch is on, because otherwise
+    the number of entries decides whether their keys are split into parts. In a ``with`` block, or
+    in a function that this decorates, the bits do not depend either on how many queries a call has,
+    nor on whether gradients are recorded. So a model that was trained on whole sequences computes,
+    from the same keys, the same numbers while it generates. The switch holds for the whole process,
+    all threads included; blocks may be nested. ``ATTN_INVARIANT=1`` in the environment turns it on
+    from the start.
 
-    It costs decoding, which then takes the kernel of long calls and does not share the keys of one
-    sequence among threads; docs/performance.md has the figures. Other layers of a model have to
-    keep their bits themselves: a matrix product of PyTorch has others for other numbers of rows.
+    Decoding becomes slower, because it takes the kernel of long calls and does not share the keys
+    of one sequence among threads; docs/performance.md has the figures. This does not change other
+    layers of a model: a matrix product of PyTorch has other bits for another number of rows.
 
     Raises:
         RuntimeError: in a function that :func:`torch.compile` compiles with ``fullgraph=True``,
-            whose graph has to end there; enter it around the call.
+            because the graph has to break there. Enter it around the call.
 
-    A generator function or a coroutine runs after its call has returned, when what decorates it is
-    off again: enter it inside, where nothing is yielded or awaited.
+    Do not decorate a generator function or a coroutine, because its body runs after the decorated
+    call has returned. Enter the switch inside, around code that does not yield or await.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 100, 64)

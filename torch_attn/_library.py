@@ -1,4 +1,4 @@
-"""Loads libattn.so, the library with the operators, that fits the running torch."""
+"""Loads libattn.so, the library with the operators, in the build for the running torch."""
 
 import ctypes
 import json
@@ -8,9 +8,9 @@ from typing import TypedDict
 
 import torch
 
-# torch keeps its C++ ABI within a minor release: the package has a library for each.
+# torch keeps its C++ ABI within a minor release, so the package has a library for each.
 IN_PACKAGE = Path("torch_" + "_".join(torch.__version__.split(".")[:2]), "libattn.so")
-# ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build. Empty is not set.
+# ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build. Empty means unset.
 PACKAGE = Path(__file__).parent
 LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or PACKAGE / IN_PACKAGE)
 _BUILD = "Build it for this environment, in a checkout: pip install --no-build-isolation -e ."
@@ -28,10 +28,10 @@ def load() -> None:
     """Registers the operators of ``torch.ops.attn``.
 
     Raises:
-        ImportError: the library is not there, was built for another torch, does not load, or
+        ImportError: the library does not exist, was built for another torch, does not load, or
             another copy of it has registered the operators.
-        RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine does not have,
-            or ATTN_INVARIANT is neither 0 nor 1.
+        RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine lacks, or
+            ATTN_INVARIANT is neither 0 nor 1.
     """
     if not LIBRARY.exists():
         built = sorted(path.parent.name for path in PACKAGE.glob("torch_*/libattn.so"))
@@ -62,7 +62,7 @@ def load() -> None:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(f"torch_attn: {LIBRARY} does not load: {error}. {_BUILD}") from error
-    # Now, not at the first call: ATTN_CPU_CAPABILITY or ATTN_INVARIANT may be wrong.
+    # Reads ATTN_CPU_CAPABILITY and ATTN_INVARIANT now, so that wrong values raise here.
     torch.ops.attn._cpu_capability(), torch.ops.attn._invariant(0)
 
 
@@ -75,6 +75,6 @@ def _is_in_this_process() -> bool:
 
 
 def built_with() -> BuiltWith:
-    """What the library was compiled with."""
+    """Returns what the library was compiled with."""
     contents: BuiltWith = json.loads(LIBRARY.with_suffix(".json").read_text())
     return contents

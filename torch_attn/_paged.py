@@ -1,4 +1,4 @@
-"""Keys and values of many growing sequences in pages of one pool, as `varlen_attn` reads them."""
+"""Stores keys and values of many growing sequences in pages of a pool, for `varlen_attn`."""
 
 from __future__ import annotations
 
@@ -18,49 +18,50 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Sequence(NamedTuple):
-    pages: list[int]  # in order; of all layers, as many as the longest of them needs
+    pages: list[int]  # in order, for all layers: as many as the longest layer needs
     lengths: list[int]  # of each layer
 
 
 class PagedCache:
     """The keys and values of sequences that grow while a model generates, in pages of one pool.
 
-    A sequence has as many pages as it needs, anywhere in the pool, and sequences with a common
-    beginning share its pages: :meth:`fork` copies none. Who then writes into a page that others
-    use, too, gets a copy of it first. A page is free again when the last sequence that uses it is
-    freed. There is no scheduler here: who may grow, and who has to go, is the caller's business.
+    A sequence has as many pages as it needs, anywhere in the pool. Sequences with a common
+    beginning share its pages: :meth:`fork` copies no page. If a sequence appends to a page that
+    other sequences use too, it first gets its own copy of that page. A page is free again when the
+    last sequence that uses it is freed. There is no scheduler: the caller decides which sequences
+    grow and which are freed.
 
     The layers of a model share one table of pages: page p of a sequence is page p in each layer's
-    pool. Each layer appends its own keys and values, when it has them, and has its own length until
-    the others have come as far. Pages are taken by the first layer to need them.
+    pool. Each layer appends its own keys and values, at its own time, so lengths differ between
+    layers until all have appended. The first layer that needs a page takes it.
 
-    Keys and values are copied into the pool as numbers: no derivative goes through a cache, so that
-    :meth:`attend` refuses a query that asks for one. Generate under :func:`torch.no_grad`. The
-    bookkeeping is in Python, on the CPU, and not for several threads at a time.
+    Keys and values are copied into the pool as numbers. A cache passes on no derivatives, so
+    :meth:`attend` refuses a query that requires a gradient. Generate under :func:`torch.no_grad`.
+    The bookkeeping is in Python, on the CPU. Only one thread at a time may use a cache.
 
     Args:
         pages: how many there are, for all sequences together.
-        page_size: how many keys of a sequence lie in one page.
+        page_size: how many keys of a sequence are stored in one page.
         key_heads, head_dim: Hk and E, the heads of the keys and the size of each.
         value_heads, value_dim: Hv and Ev; None is as for the keys.
-        layers: of the model.
+        layers: the number of the model's layers.
         dtype: float64, float32, bfloat16 or float16; None is torch's default.
         device: of the pool; None is torch's default.
 
     Attributes:
-        key: the pool, ``[layers, pages, page_size, Hk, E]``: that of a layer is what
-            :func:`varlen_attn` takes. What is behind the end of a sequence means nothing.
+        key: the pool, ``[layers, pages, page_size, Hk, E]``; ``key[layer]`` is what
+            :func:`varlen_attn` takes. Rows after the end of a sequence are undefined.
         value: ``[layers, pages, page_size, Hv, Ev]``.
 
     Raises:
         ValueError: a size that is not a positive integer, or another dtype. In the methods: shapes,
             dtypes or devices that do not fit, a handle that is unknown or has been freed. The
-            message names the argument, what it was and what is allowed. Nothing has changed then.
+            message names the argument, its value and what is allowed. Nothing has changed then.
         TypeError: in the methods, keys or values that are no tensors.
         RuntimeError: :meth:`append` needs more pages than are free.
 
     Example:
-        Two questions about one document, which is there once.
+        Two questions about one document, which is stored once.
 
         >>> cache = torch_attn.PagedCache(8, page_size=16, key_heads=2, head_dim=64)
         >>> first = cache.add()
@@ -103,9 +104,9 @@ class PagedCache:
         self.key = torch.empty(*pool, key_heads, head_dim, dtype=dtype, device=device)
         self.value = torch.empty(*pool, value_heads, value_dim, dtype=dtype, device=device)
         self._uses = [0] * pages  # how many sequences have the page in their table
-        self._free = list(reversed(range(pages)))  # those with no use; the last is taken next
+        self._free = list(reversed(range(pages)))  # pages without use; the last is taken next
         self._sequences: dict[int, _Sequence] = {}
-        self._next = 0  # handles are never given twice: one that was freed stays unknown
+        self._next = 0  # handles are never reused, so a freed one stays unknown
 
     def __repr__(self) -> str:
         layers, pages, page_size, heads, head_dim = self.key.shape
@@ -117,20 +118,21 @@ class PagedCache:
 
     @property
     def free_pages(self) -> int:
-        """How many pages no sequence uses."""
+        """How many pages are used by no sequence."""
         return len(self._free)
 
     def add(self) -> int:
-        """The handle of a new sequence, which is empty and needs no page yet."""
+        """Returns the handle of a new sequence, which is empty and needs no page yet."""
         return self._new(_Sequence([], [0] * self.key.shape[0]))
 
     def fork(self, handle: int, length: int | None = None) -> int:
-        """The handle of a new sequence that begins as another one does, and shares its pages.
+        """Returns the handle of a new sequence that shares the beginning and pages of another one.
 
-        Takes no page. To take back tokens of a sequence, fork what is to remain and free it.
+        Takes no page. To remove tokens from the end of a sequence, fork the tokens to keep and free
+        the sequence.
 
         Args:
-            handle: of the other sequence, which stays as it is.
+            handle: of the other sequence, which does not change.
             length: how many tokens to share; None is all.
         """
         pages, lengths = self._sequence("handle", handle)
@@ -146,7 +148,7 @@ class PagedCache:
         return self._new(_Sequence(shared, [min(length, own) for own in lengths]))
 
     def free(self, handle: int) -> None:
-        """Ends a sequence. Pages that no other one uses are free for all."""
+        """Ends a sequence. Its pages become free, unless another sequence uses them."""
         pages = self._sequence("handle", handle).pages
         del self._sequences[handle]
         self._release(pages)
@@ -154,18 +156,18 @@ class PagedCache:
     def append(
         self, handles: Sequence[int], key: Tensor, value: Tensor, cu_seq: Tensor, *, layer: int = 0
     ) -> None:
-        """Writes new keys and values behind those of each sequence, for a whole batch.
+        """Appends new keys and values to each sequence of a batch.
 
-        All or nothing: where pages do not suffice, or anything is wrong, all is as before.
+        All or nothing: if pages do not suffice, or an argument is wrong, nothing changes.
 
         Args:
             handles: of the N sequences, each once.
-            key: ``[T, Hk, E]``, of the cache's dtype and device: those of the sequences one behind
-                the other.
-            value: ``[T, Hv, Ev]``.
+            key: ``[T, Hk, E]``, of the cache's dtype and device: the new keys of the first
+                sequence, then of the next one, and so on.
+            value: ``[T, Hv, Ev]``, likewise.
             cu_seq: int32 or int64 ``[N + 1]``: 0, then where each sequence ends, as
-                :func:`varlen_attn` takes it. A sequence may get none. What T is larger by than the
-                last of them is not stored. The numbers are read: on a GPU that waits for it.
+                :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last end
+                are not stored. The numbers are read, which synchronises with a GPU.
             layer: whose keys and values these are.
         """
         handles = list(handles)
@@ -182,12 +184,13 @@ class PagedCache:
                 f"at most {tokens}, the T of key"
             )
 
-        # What is to become of each table, until nothing can fail any more: `_free` from its end on
-        # has the new pages, `left` is how often a shared page is out of use by copies of it. The
-        # longest comes last: who writes into a shared page itself then writes behind all others.
+        # Plans the new tables first, and changes nothing until nothing can fail any more. New pages
+        # come from the end of `_free`. `left` counts the uses of a shared page that copies replace.
+        # The longest sequence comes last, because the last one may write into a shared page itself:
+        # it then writes after the rows of all other sequences.
         left, copies, needed = Counter[int](), {}, 0
         tables = [[*pages] for pages, _ in sequences]
-        slots: list[list[int]] = [[] for _ in sequences]  # of each token, a row of the pool
+        slots: list[list[int]] = [[] for _ in sequences]  # for each token, its row of the pool
         for n in sorted(range(len(sequences)), key=lambda n: sequences[n].lengths[layer]):
             begin, table = sequences[n].lengths[layer], tables[n]
             end = begin + starts[n + 1] - starts[n]
@@ -223,17 +226,17 @@ class PagedCache:
             lengths[layer] += starts[n + 1] - starts[n]
 
     def lengths(self, handles: Sequence[int], *, layer: int = 0) -> list[int]:
-        """How many keys each of the sequences has in a layer."""
+        """Returns how many keys each of the sequences has in a layer."""
         self._check_layer(layer)
         return [self._sequence("handles", handle).lengths[layer] for handle in handles]
 
     def block_table(self, handles: Sequence[int], *, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """Where the sequences lie, as :func:`varlen_attn` takes it beside the pool of a layer.
+        """Returns where the sequences are stored, for :func:`varlen_attn` over a layer's pool.
 
-        Good until the next call that changes one of the sequences.
+        Valid until the next call that changes one of the sequences.
 
         Returns:
-            `block_table`, int32 ``[N, most pages]``, -1 behind the last page of a sequence, and
+            `block_table`, int32 ``[N, most pages]``, -1 after the last page of a sequence, and
             `seqused_k`, int32 ``[N]``, both on the cache's device.
         """
         handles = list(handles)
@@ -257,24 +260,24 @@ class PagedCache:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of new queries over all keys of their sequences: :func:`varlen_attn`.
 
-        The last query of a sequence stands at its last key, and it is causal unless `window_size`
-        says otherwise. Whole prompts, chunks of them, single tokens and forks go together in one
-        call: a sequence has as many queries as `cu_seq_q` says.
+        The last query of a sequence is at the position of its last key. Attention is causal unless
+        `window_size` says otherwise. One call may combine whole prompts, chunks of them, single
+        tokens and forks: `cu_seq_q` gives the number of queries of each sequence.
 
         Args:
             query: ``[T, Hq, E]``; Hk and Hv divide Hq.
             handles: of the N sequences.
             cu_seq_q: int32 or int64 ``[N + 1]``: 0, then where each sequence's queries end.
             layer: whose keys and values are read.
-            max_q: the queries of the longest sequence, or more. None looks, which on a GPU waits
-                for it.
-            options: those of :func:`varlen_attn`.
+            max_q: the number of queries of the longest sequence, or more. None reads it from
+                `cu_seq_q`, which synchronises with a GPU.
+            options: of :func:`varlen_attn`.
 
         Returns:
             ``[T, Hq, Ev]``, or with `return_aux` the pair that :func:`varlen_attn` returns.
 
         Raises:
-            RuntimeError: as of :func:`varlen_attn`.
+            RuntimeError: as for :func:`varlen_attn`.
         """
         handles = list(handles)
         block_table, used = self.block_table(handles, layer=layer)
@@ -308,14 +311,14 @@ class PagedCache:
     def _write(
         self, key: Tensor, value: Tensor, layer: int, copies: dict[int, int], slots: list[int]
     ) -> None:
-        """Changes only pages that are free so far, and rows that no sequence reads."""
+        """Changes only pages that are still free, and rows that no sequence reads."""
         device = self.key.device
         to, source = torch.tensor([[*copies], [*copies.values()]], dtype=torch.int64, device=device)
         rows = torch.tensor(slots, dtype=torch.int64, device=device)
         for pool, new in ((self.key, key), (self.value, value)):
             new = new.detach()[: len(slots)]
             if new.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
-                new = new.clone()  # tokens that are in the cache already
+                new = new.clone()  # because it is a part of the pool that is written
             if copies:
                 pool[:, to] = pool[:, source]
             pool[layer].flatten(0, 1)[rows] = new

@@ -1,4 +1,4 @@
-"""Does something after the import of a module that takes too long to import for everyone."""
+"""Calls a function after a module is imported, for modules that are too slow to import always."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["when_imported"]
 
 
 def when_imported(name: str, function: Callable[[], None]) -> None:
-    """Calls `function` now if the module is there already, and each time that it is executed.
+    """Calls `function` now if the module is already imported, and each time that it is executed.
 
-    An exception of `function` becomes a warning: the module may be that of another release of
-    torch, and programs that do without attention go on.
+    An exception of `function` becomes a warning, because the module may be from another release of
+    torch, and programs that do not use attention should go on.
     """
 
     def call() -> None:
@@ -32,10 +32,10 @@ def when_imported(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module where the finders after it do.
+    """Finds one module, by the finders that come after it.
 
-    It stays for good and remembers nothing, because a search need not lead to an import, an import
-    may fail and be tried again, and threads search at the same time.
+    It is never removed and has no state, because a search need not lead to an import, an import
+    may fail and be tried again, and several threads may search at the same time.
     """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :]:
             if not hasattr(finder, "find_spec"):
-                continue  # Python too has taken no notice of such ones since 3.12
+                continue  # Python ignores such finders too, since 3.12
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:

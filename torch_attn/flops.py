@@ -1,28 +1,28 @@
 """Floating-point operations, for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
-Counted as PyTorch counts its own attention: the matrix products that the formulas need, a product
-``[m, k] @ [k, n]`` as ``2 m n k``, in every query head, with nothing taken off for scores that are
-masked. Derivatives include the scores that they compute again. Not counted is what is not asked
-for: the gradient of a key that wants none, a direction that is zero.
+The formulas count as PyTorch does for its own attention: the matrix products in every query head,
+a product ``[m, k] @ [k, n]`` as ``2 m n k``, with nothing subtracted for masked scores. Derivatives
+include the scores that they compute again. The formulas do not count what is not computed: the
+gradient of a key that does not require one, a direction that is zero.
 
-A window is taken off: with `window_size` the pairs of a query and a key are those that it, together
-with `is_causal`, lets see each other. The numbers of `query_offset` and `key_lengths` are not known
-here, only shapes: the first query stands at the first key or, where an offset is given, the last
-query at the last key, and there are as many keys as there is room for. Packed sequences, of
-`cu_seq_q` and `cu_seq_k`, are counted as if all had the same length, those in the pages of a
-`block_table` as if each had `max_k` keys. Nothing is added for `softcap`, `alibi_slopes` and
-`sinks`, which are no products of matrices, and `max_q` is not read.
+A window is subtracted: `window_size` leaves only the pairs of a query and a key that it, together
+with `is_causal`, allows. The formulas know shapes, but not the numbers in `query_offset` and
+`key_lengths`. So the first query is taken to be at the first key or, if an offset is given, the
+last query at the last key, and all S keys are taken to be used. Packed sequences, of `cu_seq_q` and
+`cu_seq_k`, are counted as if all had the same length, sequences in the pages of a `block_table` as
+if each had `max_k` keys. Nothing is added for `softcap`, `alibi_slopes` and `sinks`, because they
+are no matrix products. `max_q` is not read.
 
-With E the size of a query and a key, Ev that of a value, and per pair of a query and a key:
+With E the size of a query and a key, Ev the size of a value, and per pair of a query and a key:
 
 ==============  =================================================================================
 forward         ``2 (E + Ev)``
 backward        ``2 (3 E + 2 Ev)``, of which ``2 E`` for grad_query and for grad_key each, and
                 ``2 Ev`` for grad_value
 tangent         ``2 (3 E + 2 Ev)``, of which ``2 E`` for the direction of query and of key each, and
-                ``2 Ev`` for that of value
+                ``2 Ev`` for the direction of value
 second order    ``2 (7 E + 3 Ev)``
-statistics      ``4 E``: the scores twice, for a weight is known once its whole row has been seen
+statistics      ``4 E``: the scores twice, because a weight depends on its whole row
 ==============  =================================================================================
 """
 
@@ -69,20 +69,20 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 
 
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
-    """As many products over E and over Ev, of every query with every key that a window leaves."""
-    if call.get("block_table") is not None:  # shapes of pools
+    """Counts the given numbers of products over E and Ev, for the pairs that a window leaves."""
+    if call.get("block_table") is not None:  # key and value are pools
         pools = {name: call[name] for name in ("key", "value")}
         call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}
     query, key, value = call["query"], call["key"], call["value"]
     leading = zip_longest(*(shape[-3::-1] for shape in (query, key, value)), fillvalue=1)
-    # The sizes are equal or 1 and one more; of grouped heads, the query has most.
+    # Two sizes are equal, or one of them is 1. With grouped heads the query has the most.
     heads: int = math.prod(map(max, leading))
     flops: int = 2 * _pairs(call) * (over_head_dim * query[-1] + over_value_dim * value[-1])
     return heads * flops
 
 
 def _pairs(call: Call) -> int:
-    """Of one head, the queries times the keys that each sees."""
+    """Counts the pairs of a query and a key that it sees, in one head."""
     L, S = call["query"][-2], call["key"][-2]
     if call.get("cu_seq_q") is not None:
         N = max(call["cu_seq_q"][0] - 1, 1)
@@ -98,14 +98,14 @@ def _pairs(call: Call) -> int:
     first = 0 if call.get("query_offset") is None else S - L  # the position of query 0
 
     def until(key: int) -> int:
-        """The pairs of queries i and keys up to i + key."""
+        """Counts the pairs of queries i and keys up to i + key."""
         return _clamped(L + key, S) - _clamped(key, S)
 
     return until(first + right) - until(first - left - 1)
 
 
 def _clamped(n: int, most: int) -> int:
-    """The sum of min(i, most) over i = 1 ... n."""
+    """Returns the sum of min(i, most) over i = 1 ... n."""
     full = max(n - most, 0)
     rest = max(n - full, 0)
     return rest * (rest + 1) // 2 + full * most

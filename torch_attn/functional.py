@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 __all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
 
-# sdpa, sdpa_with_logsumexp and sdpa_with_weights can be compiled by torch.jit.script. It takes no
-# arguments that are given by name only and have a default: all may be given by position here.
+# torch.jit.script can compile sdpa, sdpa_with_logsumexp and sdpa_with_weights. It takes no
+# keyword-only arguments with a default, so all arguments may be given by position here.
 
 
 def sdpa(
@@ -34,18 +34,19 @@ def sdpa(
 
     Computes ``dropout(softmax(scale * query @ key^T + attn_mask)) @ value`` for every head, and
     takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`, which it
-    replaces. The L x S scores are never stored, whatever the arguments: keys are read block by
-    block with a running softmax, and backward computes the weights again.
+    replaces. The L x S scores are never stored, whatever the arguments: the kernel reads keys block
+    by block with a running softmax, and backward computes the weights again.
 
-    The arguments from `softcap` on, which the built-in has not, go together with each other and
-    with all the rest. With p = i + query_offset the position of query i, a score is ``c tanh(scale
-    <q, k> / c) - slope |p - j| + mask``, hidden where any of window, causality, lengths and mask
-    hides key j, and a weight ``exp(score) / (exp(sink) + sum over j of exp(score))``.
+    The built-in lacks the arguments from `softcap` on. Any of them may be combined. Query i is at
+    position p = i + query_offset. Its score for key j is
+    ``c tanh(scale <q, k> / c) - slope |p - j| + mask``. Key j is hidden if the window, causality,
+    the lengths or the mask hides it. A weight is
+    ``exp(score) / (exp(sink) + sum over j of exp(score))``.
 
     Shapes: ``B...`` stands for any number of leading dimensions, also none, that broadcast between
-    query, key and value (sizes 1 and n). L is the number of queries, S of keys, E the size of a
-    query and a key, Ev that of a value; each may be 0. The head dimension is the third from the
-    end. Strides are free: views are read as they are, without a copy.
+    query, key and value (sizes 1 and n). L is the number of queries, S the number of keys, E the
+    size of a query and a key, Ev the size of a value; each may be 0. The head dimension is the
+    third from the end. Strides are free: the kernel reads views without a copy.
 
     Args:
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
@@ -55,63 +56,63 @@ def sdpa(
             True = the query may attend to the key. Floating, of query's dtype or float32: added to
             the scaled scores; ``-inf`` masks the key. A floating mask may require a gradient, which
             has the mask's own shape. Or ``causal_upper_left(L, S)`` or ``causal_lower_right(L, S)``
-            of :mod:`torch.nn.attention.bias`, of which no L x S mask is made.
-        dropout_p: probability, in [0, 1], with which each weight is zeroed; the others are divided
+            of :mod:`torch.nn.attention.bias`, for which no L x S mask is made.
+        dropout_p: probability, in [0, 1], of zeroing a weight; the remaining weights are divided
             by ``1 - dropout_p``. Applies whenever it is not 0: pass 0 in evaluation. Drawn from
             torch's default generator of the device, so :func:`torch.manual_seed` repeats it.
-        is_causal: query i attends to keys 0 ... i, counted from the top left also where L != S,
-            unless `query_offset` says otherwise. Together with `attn_mask` both apply.
+        is_causal: query i attends to keys 0 ... i, counted from the top left even where L != S,
+            unless `query_offset` says otherwise. If `attn_mask` is given too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk and Hv to be divisors of Hq (they may differ). ``Hq / Hk``
             neighbouring query heads share a key head, ``Hq / Hv`` a value head; neither is copied.
         softcap: c > 0 bounds scores to (-c, c), before a mask is added; 0 is off (Gemma 2).
-        window_size: (left, right), how many keys beside its position a query sees to either side;
-            -1 is all. Keys out of the window are not read: time and memory are linear in it.
-            (-1, 0) is causality.
+        window_size: (left, right), how many keys a query sees to the left and right of its own
+            position; -1 is all. Keys out of the window are not read: time and memory are linear in
+            its size. (-1, 0) is causality.
         query_offset: the position of query 0 among the keys, of any sign: one number, or integers
             ``[B...]``. For rows that end where the keys end (lower right alignment, a chunk of a
             prompt, a cache) it is ``S - L``; over a cache filled to a length, ``length - L``.
-        key_lengths: how many of the S keys there are: one number, or integers ``[B...]``. The
-            others, their values and their part of a mask are not read, whatever is there.
+        key_lengths: how many of the S keys are used: one number, or integers ``[B...]``. The
+            kernel does not read the other keys, their values and their part of a mask.
         alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, one for each head of the output, of query's dtype
-            or float32: ALiBi takes slope times the distance from each score. Differentiable.
-        sinks: ``[Hq]`` or ``[B..., Hq]``, as those: one more logit in every softmax of a head,
-            without a value (gpt-oss). 0 makes softmax-1, -inf none. Differentiable.
+            or float32: ALiBi subtracts slope times the distance from each score. Differentiable.
+        sinks: ``[Hq]`` or ``[B..., Hq]``, dtype as `alibi_slopes`: one more logit in every softmax
+            of a head, without a value (gpt-oss). 0 makes softmax-1, -inf no sink. Differentiable.
 
     Returns:
-        ``[B..., Hq, L, Ev]`` in query's dtype, laid out as the query is (a ``[B, L, H, E]`` tensor
-        seen as ``[B, H, L, E]`` gives such a view again). A query that may attend to no key, and
-        every query if S = 0, gives a row of 0 and finite gradients.
+        ``[B..., Hq, L, Ev]`` in query's dtype, with the query's memory layout (a ``[B, L, H, E]``
+        tensor viewed as ``[B, H, L, E]`` gives such a view again). A query that may attend to no
+        key, and every query if S = 0, gives a row of 0 and finite gradients.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, or a dropout outside [0, 1]. The
-            message names the argument, what it was and what is allowed. Nothing is read or written.
-            Offsets and lengths on a GPU are not looked at, which would wait for it: there, lengths
-            outside of 0 ... S count as the nearest of these.
+            message names the argument, its value and what is allowed. Nothing is read or written.
+            Offsets and lengths on a GPU are not validated, because that would synchronise. There,
+            lengths are clamped to 0 ... S.
         TypeError: query, key or value is no tensor; an offset or length is neither an int nor a
-            tensor; or `scale`, `dropout_p` or `softcap` is a tensor of which a derivative is asked,
-            for they have none. ``torch.ops.attn.sdpa`` itself cannot see that: PyTorch makes a
-            number of it.
-        ValueError: `is_causal` beside one of the two causal biases; a window that is no pair.
+            tensor; or `scale`, `dropout_p` or `softcap` is a tensor that requires a gradient or has
+            a tangent, because they have no derivatives. ``torch.ops.attn.sdpa`` cannot raise this,
+            because PyTorch converts such a tensor to a number.
+        ValueError: `is_causal` together with a causal bias; a window that is no pair.
 
     Precision: bfloat16 and float16 accumulate in float32, with the softmax in float32; float64 is
-    float64 throughout. Under :class:`torch.autocast` the inputs are cast as the built-in's are.
+    float64 throughout. Under :class:`torch.autocast` inputs are cast as for the built-in.
 
     Derivatives: with respect to query, key, value, a floating `attn_mask`, `alibi_slopes` and
-    `sinks`, only those asked for, with dropout's mask held fixed. First and second derivatives, in
-    reverse mode, forward mode and any mixture of the two, take memory O(L + S). Third ones, and
-    forward mode over forward mode, store the L x S scores, and raise RuntimeError with dropout.
-    Under :func:`torch.func.vmap` the operator is called once for all samples; with dropout,
-    `randomness` is honoured.
+    `sinks`. Only requested ones are computed, with dropout's mask held fixed. First and second
+    derivatives, in reverse mode, forward mode and any mixture of the two, take memory O(L + S).
+    Third ones, and forward mode over forward mode, store the L x S scores, and raise RuntimeError
+    with dropout. :func:`torch.func.vmap` calls the operator once for all samples; with dropout it
+    respects `randomness`.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
 
-    NaN: one in a query makes that query's row NaN and no other. One in a key reaches the rows that
-    attend to that key, and no row that masks it. One in a value may reach any row of its head, for
-    0 * NaN is NaN.
+    NaN: a NaN in a query makes that query's row NaN, and no other row. A NaN in a key reaches the
+    rows that attend to that key, and no row that masks it. A NaN in a value may reach any row of
+    its head, because 0 * NaN is NaN.
 
-    Memory: O(L + S) a head beside inputs and outputs, forward and backward.
+    Memory: O(L + S) per head in addition to inputs and outputs, forward and backward.
 
     Sources:
         - the formula: Vaswani et al., *Attention Is All You Need*, 2017,
@@ -142,7 +143,7 @@ def sdpa(
     dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
     softcap = _number("attn::sdpa", "softcap", softcap)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
-    # TorchScript takes no None that might be a number in a tuple.
+    # In a tuple, TorchScript takes no None that might be a number.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
     no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
@@ -171,19 +172,19 @@ def sdpa_with_logsumexp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`sdpa`, and the logsumexp and the largest score of every row.
 
-    Arguments, errors, memory and the output are those of :func:`sdpa`. From the logsumexp, results
-    over parts of the keys can be merged exactly: ``softmax([l1, l2]) @ [o1, o2]``, with the
-    logsumexp ``log(exp(l1) + exp(l2))``; a z-loss is ``logsumexp.square().mean()``.
+    Arguments, errors, memory and the output are as for :func:`sdpa`. The logsumexp allows results
+    over parts of the keys to be merged exactly: the output is ``softmax([l1, l2]) @ [o1, o2]``, the
+    logsumexp ``log(exp(l1) + exp(l2))``. A z-loss is ``logsumexp.square().mean()``.
 
     Returns:
         Three tensors:
 
         - output: ``[B..., Hq, L, Ev]``;
         - logsumexp: ``[B..., Hq, L]``, float32 (float64 for float64), of each query's scores and
-          its sink, differentiable to second order. Without keys it is the sink, or -inf without
-          one;
-        - max_score: as the logsumexp, of each query the largest score, without the sink; -inf
-          without keys. No derivatives.
+          its sink, differentiable to second order. A query without keys has its sink here, or -inf
+          if there is none;
+        - max_score: shape and dtype as logsumexp, each query's largest score, without the sink;
+          -inf without keys. No derivatives.
 
         Both are NaN for a query with a score of NaN, and +inf for one with a score of +inf.
 
@@ -228,18 +229,18 @@ def sdpa_with_weights(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`sdpa` with the matrices it goes through, to look at or to train on.
+    """:func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
-    Arguments, errors and the output are those of :func:`sdpa`. The two matrices are L x S by
-    nature, so this takes memory O(L S). A kernel computes them on the CPU, PyTorch's own operators
-    elsewhere and for gradients through them, of any order.
+    Arguments, errors and the output are as for :func:`sdpa`. The two matrices are L x S, so this
+    takes memory O(L S). On the CPU a kernel computes them. PyTorch's own operators do so elsewhere,
+    and for gradients through the matrices, of any order.
 
     Returns:
         Three tensors, all differentiable:
 
         - output: ``[B..., Hq, L, Ev]``;
-        - weights: ``[B..., Hq, L, S]``, after softmax and before dropout. A row sums to 1, to less
-          beside a sink, or is 0 if the query may attend to no key;
+        - weights: ``[B..., Hq, L, S]``, after softmax and before dropout. A row sums to 1, or to
+          less with a sink. It is 0 if the query may attend to no key;
         - scores: ``[B..., Hq, L, S]``, scaled and masked, before softmax; ``-inf`` where masked.
 
     Example:
@@ -267,18 +268,17 @@ def sdpa_with_weights(
 
 
 class Stats(NamedTuple):
-    """What :func:`sdpa_stats` returns: float32, or float64 of float64 inputs, without derivatives.
+    """What :func:`sdpa_stats` returns: float32, or float64 for float64 inputs, without derivatives.
 
     Attributes:
-        largest_score: ``[B..., Hq, L]``, of each query the largest of its scores, scaled and
-            masked. Scores that grow from step to step are the first sign of a training that
-            diverges.
-        entropy: ``[B..., Hq, L]``, of each query's weights ``p`` the entropy ``-sum(p log p)`` in
-            nats: ``log(n)`` where n keys have equal weight, 0 where one key has all of it.
+        largest_score: ``[B..., Hq, L]``, each query's largest score, scaled and masked. Scores that
+            grow from step to step are the first sign of diverging training.
+        entropy: ``[B..., Hq, L]``, the entropy ``-sum(p log p)`` of each query's weights ``p``, in
+            nats: ``log(n)`` where n keys have equal weight, 0 where one key has all the weight.
         logsumexp: ``[B..., Hq, L]``, of each query's scores, and of the sink if there is one: a
             weight is ``exp(score - logsumexp)``.
         received_weight: ``[B..., Hq, S]``, the sum of the weights that all queries give to a key.
-            Its sum over the keys is the number of queries that see a key, less what sinks take.
+            Its sum over the keys is the number of queries that see a key, less the sinks' weights.
     """
 
     largest_score: Tensor
@@ -288,10 +288,10 @@ class Stats(NamedTuple):
 
     @property
     def largest_weight(self) -> Tensor:
-        """``[B..., Hq, L]``, of each query ``exp(largest_score - logsumexp)``, 0 without keys.
+        """``[B..., Hq, L]``, ``exp(largest_score - logsumexp)`` for each query, 0 without keys.
 
-        The nearer it is to 1, the more the softmax is saturated, and the less passes through it
-        to the gradients of query and key. Scores of 1e6 and more leave float32 few digits for it.
+        The nearer it is to 1, the more the softmax is saturated, and the smaller are the gradients
+        of query and key. For scores of 1e6 and more it has few correct digits in float32.
         """
         weight = (self.largest_score - self.logsumexp).exp()
         return weight.masked_fill(self.logsumexp == -torch.inf, 0)
@@ -311,44 +311,44 @@ def sdpa_stats(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Stats:
-    """Statistics of attention, of sequences so long that the weights cannot be stored.
+    """Statistics of attention, also of sequences too long for storing the weights.
 
-    Largest score, entropy and logsumexp of every query and the weight that every key receives, in
-    every head: what shows that attention collapses to single keys, or that scores explode, while a
-    model trains. From the same tiles as :func:`sdpa`, in memory O(L + S), in about the time of two
-    products of queries and keys.
+    Returns, for every head, the largest score, entropy and logsumexp of every query and the weight
+    that every key receives. They show that attention collapses to single keys, or that scores
+    explode, while a model trains. Computed from the same tiles as :func:`sdpa`, in memory O(L + S),
+    in about the time of two products of queries and keys.
 
     Args:
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
         key: ``[B..., Hk, S, E]``, query's dtype and device; leading dimensions broadcast.
-        attn_mask: as of :func:`sdpa`: boolean, floating, or a causal bias of PyTorch.
-        is_causal: query i sees keys 0 ... i, together with `attn_mask`.
+        attn_mask: as for :func:`sdpa`: boolean, floating, or a causal bias of PyTorch.
+        is_causal: query i sees keys 0 ... i. If `attn_mask` is given too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
-        softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks: as of :func:`sdpa`. A
-            sink is part of the logsumexp and of what weights are divided by, and no score.
+        softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks: as for :func:`sdpa`.
+            A sink is no score, but part of the logsumexp and of the softmax's denominator.
 
     Returns:
-        :class:`Stats`. Statistics are computed in float32 also of half types, whose scores are
-        those of :func:`sdpa`. A query that may attend to no key has a largest score and a logsumexp
-        of -inf, the entropy 0, and gives no weight.
+        :class:`Stats`. For half types, too, statistics are computed in float32, from the scores of
+        :func:`sdpa`. A query that may attend to no key has a largest score and a logsumexp of -inf,
+        the entropy 0, and gives no weight.
 
     Raises:
-        TypeError: query or key is no tensor, or `scale` is one of which a derivative is asked.
+        TypeError: query or key is no tensor, or `scale` is a tensor that requires a gradient or has
+            a tangent.
         RuntimeError: shapes, dtypes or devices that do not fit: the message names the argument,
-            what it was and what is allowed. And a derivative asked of the results, for they have
-            none: of inputs that require a gradient they can be read, and a backward through them,
-            or forward mode, raises. Take :func:`sdpa_with_weights` to train on these numbers. A
-            function that :func:`torch.compile` differentiates as a whole must give detached query
-            and key.
+            its value and what is allowed. Also a backward through the results, or forward mode,
+            because they have no derivatives. Inputs may require a gradient as long as no backward
+            runs. Take :func:`sdpa_with_weights` to train on these numbers. A function that
+            :func:`torch.compile` differentiates as a whole must give detached query and key.
 
-    Accuracy: the entropy is as accurate near 0 as elsewhere, relative to its size, for what it is
-    summed from is never negative. The same bits on every run and with any number of threads.
+    Accuracy: the entropy's relative error is as small near 0 as elsewhere, because its terms are
+    never negative. The same bits on every run and with any number of threads.
 
-    NaN and infinity: a query with a NaN score has NaN as its first three statistics, and passes NaN
-    to the keys that it may attend to, and to no other. A score of -inf is one that is masked. Of a
-    query with a score of +inf, largest score and logsumexp are +inf, its entropy is NaN, and the
-    keys that it may attend to receive NaN, as softmax gives them.
+    NaN and infinity: a query with a NaN score has NaN as its first three statistics. The keys that
+    it may attend to receive NaN, and no other key does. A score of -inf is masked. If a score is
+    +inf, the query's largest score and logsumexp are +inf, its entropy is NaN, and the keys that it
+    may attend to receive NaN, as from softmax.
 
     Source: entropy as a sign of instability: Zhai et al., *Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; largest scores:
@@ -394,7 +394,7 @@ def _pair(window_size: tuple[int, int]) -> list[int]:
 
 
 def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor | None:
-    """A number as a tensor, also one that is symbolic under torch.compile."""
+    """Converts a number to a tensor, also a symbolic one under torch.compile."""
     if numbers is None:
         return None
     if isinstance(numbers, Tensor):
@@ -405,7 +405,7 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
 
 
 def _check_whole(name: str, number: Any, or_else: str = "") -> None:
-    """An int that 64 bits hold, or what stands for one; True and False are no numbers here."""
+    """Refuses all but ints of 64 bits and symbolic ints; also refuses True and False."""
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         raise TypeError(f"{name} is {number!r}; it must be an int{or_else}")
     if not torch.compiler.is_compiling() and not -(2**63) <= number < 2**63:
@@ -413,7 +413,7 @@ def _check_whole(name: str, number: Any, or_else: str = "") -> None:
 
 
 def _refuse_others(operator: str, **tensors: Any) -> None:
-    """But not what stands for a tensor, such as a proxy of :mod:`torch.fx`."""
+    """Accepts tensors and objects that act as one, such as a proxy of :mod:`torch.fx`."""
     for name, given in tensors.items():
         if not hasattr(given, "__torch_function__"):
             raise TypeError(
@@ -423,10 +423,10 @@ def _refuse_others(operator: str, **tensors: Any) -> None:
 
 
 def _number(operator: str, name: str, number: float) -> float:
-    """A number, also out of a tensor of one.
+    """Returns a number, also from a tensor of one element.
 
-    0 is returned as a constant, because a default is an input of the graph to
-    ``torch.compile(dynamic=True)``, and dynamo fails where two checkpoints have it.
+    Returns 0 as a constant, because ``torch.compile(dynamic=True)`` makes a default an input of the
+    graph, and dynamo fails where two checkpoints have that input.
     """
     if isinstance(number, float):
         return number if number else 0.0
@@ -435,9 +435,9 @@ def _number(operator: str, name: str, number: float) -> float:
 
 
 def _out_of_tensor(operator: str, name: str, number: Any) -> Any:
-    """Takes the number out of a tensor of one, unless a derivative is asked for.
+    """Takes the number out of a tensor of one element; refuses one that wants a derivative.
 
-    That ends a graph of :func:`torch.compile`, as it does for the built-in.
+    This breaks a graph of :func:`torch.compile`, as it does for the built-in.
     """
     if not isinstance(number, Tensor):
         return number

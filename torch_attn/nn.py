@@ -20,12 +20,12 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(nn.MultiheadAttention):
     """Attention of several heads between learned projections, in place of torch's own module.
 
-    It is a :class:`torch.nn.MultiheadAttention`: the same arguments, the same parameters under the
-    same names, initialised alike from the same seed, so that a state_dict fits both. It calls
-    :func:`torch_attn.sdpa`, in training and in evaluation, also inside of
-    :class:`torch.nn.TransformerEncoderLayer`. Unless weights are asked for, no tensor of L x S is
-    made, except out of masks of that size (below). :func:`torch_attn.convert` makes the modules of
-    an existing model such ones, :func:`torch_attn.unconvert` makes them torch's again.
+    It is a :class:`torch.nn.MultiheadAttention`, with the same arguments and the same parameters
+    under the same names. The same seed gives the same initial parameters, and a state_dict fits
+    both. It calls :func:`torch_attn.sdpa`, in training and in evaluation, also inside of
+    :class:`torch.nn.TransformerEncoderLayer`. Unless weights are requested, it makes no tensor of
+    L x S, except from masks of that size (below). :func:`torch_attn.convert` converts the modules
+    of an existing model to this class, :func:`torch_attn.unconvert` converts them back.
 
     Args:
         embed_dim: size of a query and of the output, a multiple of `num_heads`.
@@ -40,24 +40,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         num_kv_heads: Hk, the number of heads of key and value, a divisor of `num_heads`; None is
             `num_heads`. ``H / Hk`` neighbouring query heads share one (grouped-query attention; 1:
             multi-query attention).
-        window_size: (left, right), how many keys beside its position a query sees to either side;
-            -1 is all. Not with `add_bias_kv` or `add_zero_attn`, whose keys are at no position.
-        softcap: c > 0 makes ``c tanh(score / c)`` of each score, before a mask is added; 0 is off.
+        window_size: (left, right), how many keys a query sees to the left and right of its own
+            position; -1 is all. Not with `add_bias_kv` or `add_zero_attn`, whose keys have no
+            position.
+        softcap: c > 0 replaces a score by ``c tanh(score / c)``, before a mask is added; 0 is off.
         device: of the parameters.
         dtype: of the parameters; float64, float32, bfloat16 or float16.
 
-    Parameters, torch's if ``Hk = H``:
+    Parameters, the same as torch's if ``Hk = H``:
 
     - in_proj_weight ``[(H + 2 Hk) head_dim, embed_dim]``: the rows for query, key and value, in
       this order. If `kdim` or `vdim` is not `embed_dim`, there are q_proj_weight
       ``[embed_dim, embed_dim]``, k_proj_weight ``[Hk head_dim, kdim]`` and v_proj_weight
       ``[Hk head_dim, vdim]`` instead;
     - in_proj_bias ``[(H + 2 Hk) head_dim]``; bias_k and bias_v ``[1, 1, Hk head_dim]``;
-    - out_proj, a linear module. It is called, so it may be replaced by another module.
+    - out_proj, a linear module. The forward calls it, so another module may replace it.
 
     Raises:
-        ValueError: a size or a number of heads is not positive, does not divide what it must
-            divide, or `dropout`, `window_size` or `softcap` is not a valid one.
+        ValueError: a size or a number of heads is not positive, `num_heads` does not divide
+            `embed_dim`, `num_kv_heads` does not divide `num_heads`, or `dropout`, `window_size` or
+            `softcap` is not valid.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2.2,
     https://arxiv.org/abs/1706.03762; `num_kv_heads`: Ainslie et al., *GQA*, 2023,
@@ -71,7 +73,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 100, 64]), torch.Size([96, 64]))
     """
 
-    # Of modules that convert() has made such ones, or an earlier release has saved.
+    # Defaults for modules that convert() has converted, or that an earlier release has saved.
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
 
@@ -151,19 +153,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _set_up(self, num_kv_heads: int) -> None:
-        """What this class has beside torch's module; :func:`torch_attn.convert` calls it too."""
+        """Sets what torch's module lacks; :func:`torch_attn.convert` calls it too."""
         self.num_kv_heads = num_kv_heads
         self.register_forward_pre_hook(_forward_must_be_called)
 
     def _own(self) -> dict[str, tuple[Any, Any]]:
-        """What it is made with beside torch's arguments, and what that is by default."""
+        """Returns the arguments that torch's module lacks: name -> (value, default)."""
         parameters = inspect.signature(MultiheadAttention).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         defaults["num_kv_heads"] = self.num_heads
         return {name: (getattr(self, name), default) for name, default in defaults.items()}
 
     def _take_down(self) -> None:
-        """Leaves nothing that torch's module has not; :func:`torch_attn.unconvert` calls it."""
+        """Removes what torch's module lacks; :func:`torch_attn.unconvert` calls it."""
         for name in self._own():
             vars(self).pop(name, None)
         for key, hook in list(self._forward_pre_hooks.items()):
@@ -186,9 +188,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from every query to the keys that masks do not hide.
 
-        Boolean masks are torch's for this module: True hides a key. (For :func:`torch_attn.sdpa`
-        True shows it.) Floating ones are added to the scores and may require a gradient. The two
-        masks need not be of one kind.
+        Boolean masks follow torch's module: True hides a key. (For :func:`torch_attn.sdpa` True
+        shows it.) Floating masks are added to the scores and may require a gradient. One mask may
+        be boolean and the other floating.
 
         Args:
             query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` without `batch_first`, or
@@ -196,36 +198,36 @@ class MultiheadAttention(nn.MultiheadAttention):
             key: likewise, ``[B, S, kdim]``.
             value: likewise, ``[B, S, vdim]``.
             key_padding_mask: ``[B, S]``, or ``[S]`` if the query has no batch.
-            need_weights: return the weights, which takes memory O(L S). Pass False if you do
-                without: True is the default only because it is torch's.
+            need_weights: return the weights, which takes memory O(L S). Pass False if you do not
+                use them: True is the default only because it is torch's.
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
             average_attn_weights: return the mean of the weights over the heads.
             is_causal: query i attends to keys 0 ... i. With `attn_mask` it is the hint that this
-                is the causal mask, moved by `query_offset`, which is then not read unless
-                `need_weights`: there the mask itself counts, as in torch.
-            query_offset: the position of query 0 among the keys, from which windows and causality
-                count: one number, or ``[B]`` integers; None is 0.
-            key_lengths: how many of the S keys there are, the others being hidden and not read: one
-                number, or ``[B]`` integers; None is S. Neither goes with `add_bias_kv` or
-                `add_zero_attn`.
+                is the causal mask, moved by `query_offset`. Then the mask is not read, unless
+                `need_weights`: in that case the mask decides, as in torch.
+            query_offset: the position of query 0 among the keys, for windows and causality: one
+                number, or ``[B]`` integers; None is 0.
+            key_lengths: how many of the S keys are used: one number, or ``[B]`` integers; None is
+                S. The other keys are hidden and not read. Neither `query_offset` nor `key_lengths`
+                goes with `add_bias_kv` or `add_zero_attn`.
 
         Returns:
-            The output, of the query's shape, and the weights or None. The weights are those after
+            The output, of the query's shape, and the weights or None. The weights are taken after
             dropout, ``[B, L, S]``, or ``[B, H, L, S]`` if not averaged, without B if the query has
-            none; S counts the keys of `add_bias_kv` and `add_zero_attn`, which come last.
+            no B. S includes the keys of `add_bias_kv` and `add_zero_attn`, which come last.
             A query that may attend to no key gets the bias of out_proj, and weights of 0.
 
-        Strided nested tensors are taken for self-attention (one tensor as query, key and value)
-        with `batch_first` and no masks, offset and lengths, and give a nested output; their weights
-        are padded with 0.
+        Strided nested tensors are accepted for self-attention (one tensor as query, key and value)
+        with `batch_first` and without masks, offset and lengths. They give a nested output; their
+        weights are padded with 0.
 
-        Memory: O(L + S) a head, beside the weights if they are asked for. Of a boolean
-        `attn_mask` the complement is made, of the same size; of an `attn_mask` that is read
-        together with `key_padding_mask` their sum, ``[B, 1 or H, L, S]``.
+        Memory: O(L + S) per head, plus the weights if they are requested. A boolean `attn_mask` is
+        negated into a copy of the same size. An `attn_mask` that is read together with
+        `key_padding_mask` is merged with it into one mask, ``[B, 1 or H, L, S]``.
 
         Raises:
-            RuntimeError: shapes or dtypes that do not fit. The message names the argument, what it
-                was and what is allowed.
+            RuntimeError: shapes or dtypes that do not fit. The message names the argument, its
+                value and what is allowed.
         """
         count("MultiheadAttention")
         if query.is_nested or key.is_nested or value.is_nested:
@@ -250,7 +252,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = torch.unflatten(attn_mask, 0, (-1, self.num_heads))
         hidden = _merge(attn_mask, key_padding_mask)
 
-        # Keys that no mask hides come before the others, and move these.
+        # Appended keys, which no mask hides, come first here and move the other keys to the right.
         more = (self.bias_k is not None) + self.add_zero_attn
         if more:
             if query_offset is not None or key_lengths is not None:
@@ -274,14 +276,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         if weights is not None and more:
             weights = weights.roll(-more, -1)
-        # The operator lays its output out as the query is: no copy here.
+        # flatten() makes no copy, because the output has the query's memory layout.
         return self.out_proj(output.movedim(-2, length_dim).flatten(-2)), weights
 
     def _length_dim(self, query: Tensor) -> int:
         return 1 if self.batch_first and query.dim() == 3 else 0
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Queries, keys and values of all heads, by as few products as the inputs allow."""
+        """Computes queries, keys and values of all heads in as few products as possible."""
         rows = self.num_kv_heads * self.head_dim
         sizes = [self.embed_dim, rows, rows]
         packed, bias = self.in_proj_weight, self.in_proj_bias
@@ -302,7 +304,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         ]
 
     def _with_more_keys(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Keys or values, after those of add_bias_kv and add_zero_attn."""
+        """Prepends the keys (or values) of add_bias_kv and add_zero_attn."""
         shape = (*x.shape[:-2], 1, self.head_dim)
         more = [] if bias is None else [bias.view(-1, 1, self.head_dim).expand(shape)]
         more += [x.new_zeros(shape)] if self.add_zero_attn else []
@@ -329,9 +331,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 q, k, v, mask, 0.0, is_causal, **options, mean=average_attn_weights
             )
             return output, weights
-        # What is compiled or written down calls public operators. Their weights are those before
-        # dropout, torch's are those that were used. With dropout the values are multiplied here,
-        # and the operator gets no columns of them.
+        # Compiled and traced code calls public operators. They return weights before dropout, but
+        # torch's module returns them after it. So with dropout the product with the values is
+        # computed here, and the operator gets values without columns.
         values = v[..., :0] if dropout_p else v
         output, weights, _ = sdpa_with_weights(q, k, values, mask, 0.0, is_causal, **options)
         if dropout_p:
@@ -342,7 +344,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, x: Tensor, need_weights: bool, average_attn_weights: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention of texts of different lengths: padded, attended to, taken apart again."""
+        """Self-attention of sequences of different lengths: pads, attends, removes the padding."""
         lengths = [text.size(0) for text in x.unbind()]
         padded = x.to_padded_tensor(0.0)
         of_texts = torch.tensor(lengths, device=x.device)
@@ -398,13 +400,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             _check_shape("attn_mask", attn_mask, (L, S), (math.prod(batch) * self.num_heads, L, S))
 
     def _layout_hint(self, query: Tensor, batch_comes_first: torch.Size) -> str:
-        """For a shape that fits where the query's first dimension is taken for the batch."""
+        """Suggests batch_first=True if the shape would fit with the batch as first dimension."""
         if self.batch_first or query.dim() != 3 or batch_comes_first[:1] != query.shape[:1]:
             return ""
         return "; for inputs [B, L, embed_dim] the module is made with batch_first=True"
 
     def extra_repr(self) -> str:
-        """Sizes, and of the other arguments those that are not the default."""
+        """Names the sizes, and the other arguments that differ from their defaults."""
         arguments: dict[str, tuple[Any, Any]] = {
             "embed_dim": (self.embed_dim, None),
             "num_heads": (self.num_heads, None),
@@ -421,15 +423,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _forward_must_be_called(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing: where there is one, PyTorch calls the module.
+    """Does nothing, but because of this hook PyTorch calls the module.
 
-    :class:`torch.nn.TransformerEncoderLayer` in evaluation otherwise takes the parameters and goes
-    on with PyTorch's attention.
+    Without a hook :class:`torch.nn.TransformerEncoderLayer` in evaluation takes the parameters and
+    computes with PyTorch's attention.
     """
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-    """One mask for both, which broadcasts to [B, H, L, S]; True or -inf hides."""
+    """Merges both into one mask, which broadcasts to [B, H, L, S]; True or -inf hides."""
     if key_padding_mask is None:
         return attn_mask
     key_padding_mask = key_padding_mask[..., None, None, :]
@@ -454,7 +456,7 @@ def _check_divides(name: str, number: int, divisor_name: str, divisor: int) -> N
 def _check_shape(
     name: str, tensor: Tensor, *allowed: tuple[int | str, ...], hint: str = ""
 ) -> None:
-    """Of the shapes allowed; a letter in them stands for any size."""
+    """Refuses a shape that is not allowed; a letter in `allowed` stands for any size."""
     for shape in allowed:
         if tensor.dim() == len(shape) and all(
             isinstance(wanted, str) or size == wanted

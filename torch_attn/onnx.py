@@ -11,11 +11,12 @@ __all__ = ["translations"]
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What :func:`torch.onnx.export` takes as `custom_translation_table`; needs onnxscript.
+    """The `custom_translation_table` for :func:`torch.onnx.export`; needs onnxscript.
 
-    :func:`torch_attn.sdpa`, :func:`torch_attn.sdpa_with_logsumexp`, as long as nothing reads its
-    second and third result, and :func:`torch_attn.sdpa_with_weights` become ONNX's ``Attention`` of
-    the opset that is exported to, 23, 24 or 25. It can express:
+    :func:`torch_attn.sdpa`, :func:`torch_attn.sdpa_with_logsumexp` and
+    :func:`torch_attn.sdpa_with_weights` become ONNX's ``Attention`` of the exported opset, 23, 24
+    or 25. Nothing may read the second and third result of :func:`torch_attn.sdpa_with_logsumexp`.
+    ``Attention`` can express:
 
     ===========================  ===================================================================
     query, key, value            ``[B, H, L, E]``, of the same B; key and value of the same number
@@ -35,17 +36,17 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     cu_seq_q, ..., block_table   not given: not :func:`torch_attn.varlen_attn`
     ===========================  ===================================================================
 
-    The meaning is that of onnx 1.23, which is ours. Earlier releases, and runtimes that follow
-    them, have the same opsets with another: before 1.22 the cap came after the mask, and before
-    1.23 `key_lengths` did not move causality, and a query that sees no key gave NaN.
+    onnx 1.23 defines ``Attention`` as this package does. Earlier releases, and runtimes that follow
+    them, define the same opsets differently: before 1.22 the cap came after the mask; before 1.23
+    `key_lengths` did not move causality, and a query that sees no key gave NaN.
 
-    The softmax of half types is in float32, as ours is; the rest of the precision is the runtime's.
-    Of the scores that :func:`torch_attn.sdpa_with_weights` returns, onnxruntime 1.32 gives hidden
+    The softmax of half types is in float32, as in this package; all other precision is the
+    runtime's. In the scores of :func:`torch_attn.sdpa_with_weights`, onnxruntime 1.32 gives hidden
     ones as the lowest number, not -inf.
 
     Raises:
-        torch.onnx.ConversionError: by the export, of what cannot be expressed. The message names
-            the argument, what it was and what is allowed.
+        torch.onnx.ConversionError: the export raises it if ``Attention`` cannot express a call. The
+            message names the argument, its value and what is allowed.
         ModuleNotFoundError: onnxscript is not installed.
 
     Example:
@@ -83,7 +84,7 @@ def _sdpa_with_logsumexp(*args: Any, **kwargs: Any) -> _OutputAlone:
 
 
 def _sdpa_with_weights(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """One node gives either matrix; the exporter removes the second if nothing reads its result."""
+    """Makes a node for each matrix; the exporter removes the second node if it is unused."""
     output, _, _, weights = _attention(_AFTER_SOFTMAX, *args, **kwargs)
     return output, weights, _attention(_BEFORE_SOFTMAX, *args, **kwargs)[3]
 
@@ -92,12 +93,12 @@ def _sdpa_stats(*_: Any, **__: Any) -> NoReturn:
     raise ValueError("attn::sdpa_stats: ONNX has no operator that gives statistics of attention")
 
 
-# qk_matmul_output_mode, of onnx from 1.22 on.
+# qk_matmul_output_mode, as onnx defines it from 1.22 on.
 _BEFORE_SOFTMAX, _AFTER_SOFTMAX = 2, 3
 
 
 class _OutputAlone(list[Any]):
-    """The results of attn::attention: a program that reads one which ONNX has not is refused."""
+    """The results of attn::attention; refuses a program that reads one that ONNX lacks."""
 
     def __getitem__(self, index: Any) -> Any:
         if index != 0:
@@ -124,9 +125,9 @@ def _attention(
     window_size: tuple[int, int] = (-1, -1),
     query_offset: Any = None,
     key_lengths: Any = None,
-    **others: Any,  # ONNX has none
+    **others: Any,  # ONNX lacks these
 ) -> Any:
-    """The node, after everything that it cannot mean was refused: its four results."""
+    """Refuses what ONNX cannot express; else makes the node and returns its four results."""
     arguments = torch.ops.attn.attention.default._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments}
     for name, given in others.items():
@@ -167,7 +168,10 @@ def _attention(
 
 
 def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
-    """Of two sizes that differ one is 1, which broadcasts, or heads are grouped: see validate.h."""
+    """Refuses a batch or heads that broadcast, and unequal heads of key and value.
+
+    Compares with 1, because validate.h lets sizes differ only if one is 1 or heads are grouped.
+    """
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
     for name, shape in shapes.items():
         if len(shape) != 4:
@@ -183,9 +187,9 @@ def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
 
 
 def _written_out(op: Any, attn_mask: Any, query: Any, key: Any) -> Any:
-    """The mask for all queries and keys, also if it is the same for all of them.
+    """Expands a mask that is the same for all queries or keys to all of them.
 
-    ONNX takes the keys that a shorter mask lacks for hidden, and onnxruntime 1.32 wants L queries.
+    ONNX hides the keys that a shorter mask lacks, and onnxruntime 1.32 requires L queries.
     """
     if attn_mask is None:
         return None
@@ -206,10 +210,10 @@ def _keys_in_use(
     left: int,
     right: int,
 ) -> Any:
-    """``nonpad_kv_seqlen``, int64 [B], or None.
+    """Returns ``nonpad_kv_seqlen``, int64 [B], or None.
 
-    In ONNX the last query stands at the last key in use. So an offset is expressed by
-    ``query_offset + L`` keys in use, if no query sees a key behind the last query anyway.
+    In ONNX the last query is at the position of the last key in use. So ``query_offset + L`` keys
+    in use express an offset, provided that no query sees a key after the last query.
     """
     from onnxscript import ir
 
@@ -234,14 +238,14 @@ def _keys_in_use(
 
 
 def _is_difference(query_offset: Any, key_lengths: Any, L: Any) -> bool:
-    """Whether the program computes one as the other - L."""
+    """Whether the program computes query_offset as key_lengths - L."""
     producer = None if query_offset is None else query_offset.producer()
     node = None if producer is None else producer.meta.get("node")
     add, sub = torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor  # n - L, or -L + n
     if node is None or node.target not in (add, sub) or node.kwargs:
         return False
     lengths, other = node.args
-    if getattr(other, "target", None) == torch.ops.aten.scalar_tensor.default:  # beside int32
+    if getattr(other, "target", None) == torch.ops.aten.scalar_tensor.default:  # with int32 lengths
         other = other.args[0]
     other = getattr(other, "meta", {}).get("val", other)
     if lengths.name != key_lengths.name or not isinstance(other, (int, torch.SymInt)):

@@ -1,14 +1,14 @@
-"""Scaled dot-product attention as the textbooks write it: oracle of the tests, place to start.
+"""Scaled dot-product attention as in textbooks: the tests' oracle, and a place to start reading.
 
-By Vaswani et al., *Attention Is All You Need*, 2017, section 3.2.1,
-https://arxiv.org/abs/1706.03762, it is::
+Vaswani et al., *Attention Is All You Need*, 2017, section 3.2.1, https://arxiv.org/abs/1706.03762,
+define::
 
     Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V
 
-Each row of the softmax holds the weights with which one query averages the values. The whole L x S
-matrix of them is written down here: that keeps these lines short, and it is what `torch_attn.sdpa`
-avoids. All of it is plain PyTorch, so autograd differentiates it to any order, and it computes in
-the precision of its inputs: float64 in makes it the oracle.
+Each row of the softmax holds the weights with which one query averages the values. This module
+stores the whole L x S matrix of weights, which `torch_attn.sdpa` avoids, because that keeps the
+code short. All of it is plain PyTorch, so autograd differentiates it to any order. It computes in
+the precision of its inputs, so with float64 inputs it is the oracle.
 """
 
 from __future__ import annotations
@@ -55,22 +55,23 @@ def sdpa_with_weights(
             scaled scores; where it is -inf the key is masked.
         dropout_p: the probability in [0, 1] with which each weight was dropped; the kept ones are
             divided by 1 - dropout_p.
-        is_causal: no query sees a key behind its own position, on top of `attn_mask`.
+        is_causal: no query sees a key after its own position. `attn_mask` applies as well.
         scale: the factor of the scores, 1 / sqrt(E) if None.
         enable_gqa: Hk and Hv may be divisors of Hq; one key (value) head then serves Hq / Hk
             (Hq / Hv) neighbouring query heads.
-        softcap: c > 0 makes c tanh(score / c) of the scaled scores.
+        softcap: c > 0 replaces a scaled score by c tanh(score / c).
         window_size: how many keys to the left and right of its position a query sees; -1: all.
         query_offset: the position of query 0 among the keys, `[...]` or one number; None: 0.
-        key_lengths: how many keys there are, `[...]` or one number; the others are hidden.
-        alibi_slopes: `[..., Hq]`: of each score slope times the distance of query and key is taken.
+        key_lengths: how many keys are used, `[...]` or one number; the remaining keys are hidden.
+        alibi_slopes: `[..., Hq]`: slope times the distance of query and key is subtracted from
+            each score.
         sinks: `[..., Hq]`: one more logit in the softmax of every row, without a value.
         dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept.
-            Nothing is drawn at random here: who tests dropout says what was dropped.
+            Nothing is drawn at random here: the caller says what was dropped.
 
     Returns:
         output `[..., Hq, L, Ev]`; weights `[..., Hq, L, S]`, before dropout, whose rows sum to 1
-        (less beside a sink) or, where every key is masked, are 0; scores `[..., Hq, L, S]`, scaled
+        (to less with a sink), or are 0 where every key is masked; scores `[..., Hq, L, S]`, scaled
         and masked.
 
     Raises:
@@ -91,7 +92,7 @@ def sdpa_with_weights(
     if softcap:
         scores = softcap * (scores / softcap).tanh()
 
-    # How far a key lies behind (< 0) or ahead of its query, [..., 1, L, S].
+    # The distance of a key from its query, [..., 1, L, S]: < 0 before it, > 0 after it.
     device = query.device
     positions = torch.arange(query.size(-2), device=device)[:, None]
     if query_offset is not None:
@@ -116,10 +117,10 @@ def sdpa_with_weights(
     elif attn_mask is not None:
         scores = scores + attn_mask.to(scores.dtype)
         masked = masked | (attn_mask == -math.inf)
-    # Selected, not added: NaN + -inf is NaN, and a masked key must have no say at all.
+    # Not added, because NaN + -inf is NaN, and a masked key must have no influence.
     scores = scores.masked_fill(masked, -math.inf)
 
-    # In a row without any key softmax would be 0 / 0. Its weights are 0; no gradient enters it.
+    # Softmax of a row without keys would be 0 / 0. Its weights are set to 0, without gradients.
     logits = scores
     if sinks is not None:
         logits = torch.cat([scores, _of_heads(sinks, scores).expand_as(scores[..., :1])], dim=-1)
@@ -129,19 +130,19 @@ def sdpa_with_weights(
 
     kept = weights
     if dropout_mask is not None:
-        # With dropout_p = 1 nothing is left to divide.
+        # With dropout_p = 1 no weight is left to divide.
         kept = weights.masked_fill(~dropout_mask, 0) / ((1 - dropout_p) or 1)
     return kept @ value, weights, scores
 
 
 def _of_samples(numbers: Tensor | int, scores: Tensor) -> Tensor:
-    """One for each sample, `[...]`, beside the heads, queries and keys of all."""
+    """Reshapes one number per sample, `[...]`, to broadcast over heads, queries and keys."""
     numbers = torch.as_tensor(numbers, device=scores.device)
     return numbers[..., None, None, None] if scores.dim() > 2 else numbers
 
 
 def _of_heads(numbers: Tensor, scores: Tensor) -> Tensor:
-    """One for each head, `[..., Hq]`, beside its queries and keys."""
+    """Reshapes one number per head, `[..., Hq]`, to broadcast over queries and keys."""
     numbers = numbers.to(scores.dtype)[..., None, None]
     return numbers if scores.dim() > 2 else numbers[0]
 
@@ -152,8 +153,8 @@ def sdpa_with_logsumexp(
     """`sdpa`, and two numbers of every row of scores X, `[..., Hq, L]`.
 
     Returns:
-        output; `log(exp(sink) + sum_j exp(X_j))`, of a row without keys the sink, or -inf without
-        one; and `max_j X_j`, without the sink, -inf without keys.
+        output; `log(exp(sink) + sum_j exp(X_j))`, which for a row without keys is the sink, or -inf
+        if there is none; and `max_j X_j`, without the sink, -inf without keys.
     """
     output, _, scores = sdpa_with_weights(query, key, value, *arguments, **options)
     sinks = options.get("sinks")
@@ -175,8 +176,8 @@ def sdpa_stats(
 
     Returns:
         largest score `max_j X`, entropy `-sum_j P log P` in nats and the logsumexp, each
-        `[..., Hq, L]`; received weight `sum_i P`, `[..., Hq, S]`. A row without keys and sink has
-        -inf, 0 and -inf.
+        `[..., Hq, L]`; received weight `sum_i P`, `[..., Hq, S]`. The first three are -inf, 0 and
+        -inf for a row without keys and sink.
     """
     arguments = {"attn_mask": attn_mask, "is_causal": is_causal, **options}
     _, weights, _ = sdpa_with_weights(query, key, key, **arguments)

@@ -1,10 +1,9 @@
-"""The switch that puts `attn` in the place of the built-in attention, in code that nobody changes.
+"""The switch that replaces the built-in attention by `attn`, without changes to the caller's code.
 
-While it is on, every ``F.scaled_dot_product_attention`` of the process is computed by
-``torch.ops.attn.sdpa``, whoever calls it: the switch is in PyTorch's dispatcher
-(csrc/operators/replace.cpp and replace_varlen.cpp), through which all callers go. What is left to
-do here is what PyTorch remembers by itself: the code that ``torch.compile`` has made of a function,
-in memory and on disk.
+While it is on, ``torch.ops.attn.sdpa`` computes every ``F.scaled_dot_product_attention`` of the
+process. All callers are caught, because the switch is in PyTorch's dispatcher
+(csrc/operators/replace.cpp and replace_varlen.cpp). This module takes care of the code that
+``torch.compile`` keeps in memory and on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Replacement:
     def remove(self) -> None:
         """Turns the switch off, unless another handle has it on. A second call does nothing.
 
-        If attn has answered no call since, a warning says why that may be.
+        If attn has answered no call since then, a warning names possible reasons.
 
         Raises:
             RuntimeError: as for :func:`replace_sdpa`.
@@ -50,30 +49,30 @@ class Replacement:
             _warn_if_not_called("Replacement.remove", self, stacklevel=3)
 
     def _take_back(self) -> bool:
-        """Whether this call has turned it off."""
+        """Turns this handle off; returns whether it was on."""
         was_on = self._at_end is None
         _switch(-1, self)
         return was_on
 
     @property
     def calls(self) -> int:
-        """How many calls of the built-in `attn` has answered since, up to :meth:`remove`.
+        """How many calls of the built-in `attn` has answered since then, until :meth:`remove`.
 
-        Of the whole process. A compiled function counts when it is compiled, not when it runs;
+        Counts the whole process. A compiled function counts when it is compiled, not when it runs;
         ``torch.nn.attention.varlen`` counts when it runs.
         """
         return self._since()[0]
 
     @property
     def passed_on(self) -> int:
-        """How many calls were left to the built-in, for the kind of the tensors or their device."""
+        """How many calls went to the built-in, because of the tensors' kind or device."""
         return self._since()[1]
 
     def _since(self) -> tuple[int, int]:
         calls, passed_on = self._at_end or _counts()
         return calls - self._at_start[0], passed_on - self._at_start[1]
 
-    # A switch that is on once is not on twice by the copy of a model that holds the handle.
+    # Copying a model that holds the handle must not turn the switch on a second time.
     def __copy__(self) -> Replacement:
         return self
 
@@ -92,32 +91,32 @@ class Replacement:
 
 
 def replace_sdpa() -> Replacement:
-    """Computes every ``F.scaled_dot_product_attention`` by `attn`, until it is told to stop.
+    """Computes every ``F.scaled_dot_product_attention`` by `attn`, until the switch is turned off.
 
-    For the whole process: all threads, and processes that are forked from now on. Also for names
-    that were imported before, for ``nn.MultiheadAttention`` and libraries, TorchScript, exported
-    programs, and callers in C++. `docs/any-pytorch-code.md` lists what is caught and what is not.
-    ``torch.nn.attention.varlen``, which torch has for GPUs only, then runs on the CPU, too.
+    It holds for the whole process: all threads, and processes that are forked from now on. It also
+    holds for names that were imported before, ``nn.MultiheadAttention``, libraries, TorchScript,
+    exported programs, and callers in C++. `docs/any-pytorch-code.md` lists what is caught and what
+    is not. ``torch.nn.attention.varlen``, which torch has for GPUs only, then runs on the CPU, too.
 
-    Tensors of the CPU, and of CUDA if the kernels for it were compiled and run on the GPU (compute
-    capability 8.0 or higher), are served: dense ones of float64, float32, bfloat16 and float16. All
-    others go to the built-in, as if nothing were there.
-    Wrong shapes, dtypes and devices are errors as before, in the words of :func:`torch_attn.sdpa`.
-    ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of the built-in, and changes
-    nothing here.
+    `attn` serves dense tensors of float64, float32, bfloat16 and float16, on the CPU, and on CUDA
+    if the CUDA kernels were compiled and run on the GPU (compute capability 8.0 or higher). Calls
+    with other tensors go to the built-in, as without the switch.
+    Wrong shapes, dtypes and devices are errors as before, with the messages of
+    :func:`torch_attn.sdpa`. ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of the
+    built-in, and changes nothing here.
 
-    What ``torch.compile`` has compiled is forgotten when the switch is turned on and when it is
-    turned off (:func:`torch.compiler.reset`): the next call compiles again, with the attention that
-    then counts. The caches on disk keep the two apart.
+    Turning the switch on or off discards what ``torch.compile`` has compiled
+    (:func:`torch.compiler.reset`): the next call compiles again, with the attention that is then in
+    use. The caches on disk keep both versions apart.
 
     Returns:
-        A handle: `remove()` turns the switch off, `calls` says how often `attn` was called. Of
-        several handles, the last one that is removed turns it off, in any order. A handle that is
-        only dropped leaves it on: :func:`restore_sdpa` turns it off without one.
+        A handle: `remove()` turns the switch off, `calls` says how often `attn` was called. With
+        several handles, removing the last one turns the switch off, in any order. A handle that is
+        only dropped leaves it on: :func:`restore_sdpa` turns it off without a handle.
 
     Raises:
         RuntimeError: it is called in a function that ``torch.compile`` compiles with
-            ``fullgraph=True``. Without it, such a call runs outside of the graph.
+            ``fullgraph=True``. Without ``fullgraph``, such a call runs outside of the graph.
 
     Example:
         >>> query, key, value = torch.randn(3, 2, 8, 10, 64)
@@ -141,10 +140,10 @@ def sdpa_is_replaced() -> bool:
 
 
 def restore_sdpa() -> None:
-    """Gives ``F.scaled_dot_product_attention`` back to the built-in, whoever has replaced it.
+    """Gives ``F.scaled_dot_product_attention`` back to the built-in, whatever code replaced it.
 
-    It removes every handle of :func:`replace_sdpa` that is on, also those that nothing holds any
-    more, and warns of one that has answered no call. Where the switch is off it does nothing.
+    It removes every handle of :func:`replace_sdpa` that is on, also dropped handles, and warns of
+    each handle that has answered no call. If the switch is off, it does nothing.
 
     Raises:
         RuntimeError: as for :func:`replace_sdpa`.
@@ -168,8 +167,8 @@ def restore_sdpa() -> None:
 def replacing_sdpa() -> Iterator[Replacement]:
     """:func:`replace_sdpa` for the time of a ``with`` block, or of a function that it decorates.
 
-    Not of a generator or a coroutine, whose body runs when the decorated call is over. A block in
-    which attn was not called ends with a warning that says why that may be.
+    It cannot decorate a generator or a coroutine, because their bodies run after the decorated call
+    is over. If the block did not call attn, a warning at its end names possible reasons.
 
     Yields:
         The handle.
@@ -189,7 +188,7 @@ def replacing_sdpa() -> Iterator[Replacement]:
         yield handle
     finally:
         handle._take_back()
-    _warn_if_not_called("replacing_sdpa", handle, stacklevel=4)  # of contextlib
+    _warn_if_not_called("replacing_sdpa", handle, stacklevel=4)  # frames of contextlib
 
 
 def _warn_if_not_called(name: str, handle: Replacement, stacklevel: int) -> None:
@@ -212,7 +211,7 @@ def register_with_torch() -> None:
     """Tells ``torch.nn.attention`` of the switch; the package calls it.
 
     Afterwards ``activate_flash_attention_impl("attn")`` turns it on, and
-    ``restore_flash_attention_impl()`` off. Releases of torch without these are left alone.
+    ``restore_flash_attention_impl()`` off. If torch lacks these functions, it does nothing.
     """
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is not None:
@@ -220,7 +219,7 @@ def register_with_torch() -> None:
 
 
 _lock = threading.Lock()
-# A process that is forked while another thread holds it would wait forever.
+# Forking waits for the lock, because a child forked while it is held would wait forever.
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )
@@ -236,7 +235,10 @@ def is_on() -> bool:
 
 
 def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
-    """Counts a call with jagged tensors, which take it before the dispatcher does."""
+    """Counts a call with jagged tensors, which intercept it before the dispatcher does.
+
+    Returns whether attn answers it.
+    """
     has_kernels = torch.ops.attn._has_kernels(query.device)
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     answered = fits and has_kernels and query.dtype in floats
@@ -260,8 +262,8 @@ def _counts() -> tuple[int, int]:
 
 
 def _switch(change: int, removed: Replacement | None = None) -> None:
-    """Turns the switch on or off once more, and PyTorch's memory with the first or the last."""
-    if torch.compiler.is_dynamo_compiling():  # this code; other threads may compile others
+    """Counts the switch up or down; the first "on" and the last "off" reset PyTorch's caches."""
+    if torch.compiler.is_dynamo_compiling():  # this code; not code that another thread compiles
         raise RuntimeError(
             "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
             "function; call them around it"
@@ -285,10 +287,10 @@ _mark_before: Any = None
 
 
 def _mark_caches(on: bool) -> None:
-    """Marks what compiled graphs are looked up by on disk: the calls in a graph, not what they do.
+    """Marks the keys of compiled graphs on disk, because a key names only the calls in a graph.
 
-    There is a public setting for it, but from torch 2.13 on a value given to it is that of one
-    thread. The value that an environment variable would force is that of all.
+    The public setting for this holds for one thread only from torch 2.13 on. The value that an
+    environment variable would force holds for all threads.
     """
     global _mark_before
     config: Any = torch.compiler.config

@@ -1,18 +1,18 @@
 """The tensor subclasses of PyTorch that the operators must be told about.
 
 An operator sees a subclass either as the plain tensor inside of it or, if the subclass has its own
-``__torch_dispatch__``, not at all. That suits most. It does not suit
+``__torch_dispatch__``, not at all. This is right for most subclasses, but not for
 
 - :class:`torch.nn.attention.bias.CausalBias`, the mask of ``causal_upper_left`` and
-  ``causal_lower_right``: inside is memory that nobody has written, for the mask is in its
-  attributes. Its ``__torch_function__`` knows the built-in attention, and here learns ours;
-- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``: tokens of different sequences
-  in a row, which is what packed sequences are. It knows the built-in attention, on a CPU neither
-  causal nor with options, and here learns ours.
+  ``causal_lower_right``. Its memory is uninitialised, because the mask is in its attributes. Its
+  ``__torch_function__`` knows only the built-in attention; this module adds the operators;
+- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``: it stores its sequences one
+  after another, as packed sequences are. It knows only the built-in attention, on a CPU neither
+  causal nor with options; this module adds the operators.
 
-Where PyTorch takes the subclass away before an operator is called, a CausalBias is read as that
-memory, by the built-in as by ours: as an argument of a function that is scripted or transformed by
-:mod:`torch.func`. Let such a function take it from around it, not as an argument.
+PyTorch unwraps a CausalBias that is an argument of a function that is scripted or transformed by
+:mod:`torch.func`. Every attention, the built-in too, then reads the uninitialised memory. Let such
+a function take the bias from its enclosing scope, not as an argument.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Tells each subclass about the operators, once its module is there; the package calls it."""
+    """Tells each subclass of the operators, once its module is imported; the package calls it."""
     when_imported("torch.nn.attention.bias", _register_causal_bias)
     when_imported("torch.nested._internal.nested_tensor", _register_nested)
 
@@ -74,7 +74,7 @@ def _without_bias(
     query_offset: Tensor | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """The arguments with causality in place of a CausalBias, as the built-in reads it."""
+    """Returns the arguments with causality in place of a CausalBias, as the built-in reads it."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
     call = {"query": query, "key": key, **others}
@@ -99,7 +99,7 @@ def _without_bias(
 
 
 def _name(op: Any) -> str:
-    """Of sdpa or sdpa.default: attn::sdpa."""
+    """Returns attn::sdpa for sdpa or sdpa.default."""
     return f"attn::{op.__name__.removesuffix('.default')}"
 
 
@@ -113,7 +113,7 @@ def _register_nested() -> None:
     for packet in (ops.sdpa, ops.attention):
         operators |= {packet: packet, packet.default: packet}
 
-    # NestedTensor.__torch_function__ asks it first: above autograd.
+    # NestedTensor.__torch_function__ calls this first, above autograd.
     def jagged_torch_function(func: Any, *args: Any, **kwargs: Any) -> Any:
         is_builtin = func is F.scaled_dot_product_attention
         if func not in operators or (is_builtin and not replace.is_on()):
@@ -131,7 +131,7 @@ def _register_nested() -> None:
 
     nested_ops.jagged_torch_function = jagged_torch_function
 
-    # The others, and what does not come by there.
+    # Refuses the other operators, and calls that do not pass there.
     def refuse(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> None:
         names = [argument.name for argument in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
@@ -156,7 +156,7 @@ def _instead(nested: str) -> str:
 def _why_not_jagged(
     query: Any, key: Any, value: Any, attn_mask: Any = None, **others: Any
 ) -> str | None:
-    """Why attention of these, of which one is a jagged tensor, is not that of packed sequences."""
+    """Returns why a call with a jagged tensor is no attention of packed sequences, or None."""
     from torch.nested._internal.nested_tensor import NestedTensor
 
     inputs = {"query": query, "key": key, "value": value}
@@ -193,9 +193,9 @@ def _why_not_jagged(
 
 
 def _same_places(key: Any, value: Any) -> bool:
-    """Whether the sequences of both begin and end in the same places."""
+    """Whether each sequence begins and ends at the same row in both tensors."""
     if key.lengths() is None and value.lengths() is None and key.shape[-2] == value.shape[-2]:
-        return True  # as their offsets are one tensor, which is all that a graph knows of them
+        return True  # because both have the same offsets tensor; a graph knows no more
     places = [torch.cat(_with_gaps(tensor)) for tensor in (key, value)]
     return torch.equal(*places)
 
@@ -211,7 +211,7 @@ def _attend_jagged(
     key_lengths: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`torch_attn.sdpa_with_logsumexp` of each sequence; all results are jagged."""
+    """Computes :func:`torch_attn.sdpa_with_logsumexp` per sequence; all results are jagged."""
     from torch.nested._internal import nested_tensor
 
     view: Any = nested_tensor.nested_view_from_values_offsets_lengths
@@ -221,7 +221,7 @@ def _attend_jagged(
     offset = offset.expand(N)
     longest = [t._maybe_max_seqlen or t.values().size(t._ragged_idx - 1) for t in (query, key)]
     if query.lengths() is not None or key.lengths() is not None:
-        # The tokens between two sequences are one more sequence, without keys.
+        # Treats the tokens between two sequences as one more sequence, without keys.
         (cu_seq_q, _), (cu_seq_k, used) = _with_gaps(query), _with_gaps(key)
         if key_lengths is not None:
             used = used.minimum(key_lengths.expand(N))
@@ -260,7 +260,7 @@ def _attend_jagged(
 
 
 def _with_gaps(tensor: Any) -> tuple[Tensor, Tensor]:
-    """Where sequences and the gaps before them begin and end, and the lengths of the sequences."""
+    """Returns where sequences and the gaps before them begin and end, and the lengths."""
     starts = tensor.offsets()
     lengths = starts.diff() if tensor.lengths() is None else tensor.lengths()
     starts = starts[:-1]

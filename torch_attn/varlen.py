@@ -1,4 +1,4 @@
-"""Attention over packed sequences: of different lengths, one behind the other, without padding."""
+"""Attention over packed sequences: their tokens are concatenated, without padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
 
 class AuxRequest(NamedTuple):
-    """What a call returns beside the output; that of ``torch.nn.attention.varlen`` serves as well.
+    """Asks for more results; the class of this name in ``torch.nn.attention.varlen`` serves as well.
 
     Attributes:
         lse: the logsumexp of every query.
@@ -45,59 +45,62 @@ def varlen_attn(
     dropout_p: float = 0.0,
     attn_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of every sequence by itself, where several lie one behind the other.
+    """Attention within each of several sequences whose tokens are concatenated.
 
-    Takes the arguments of :func:`torch.nn.attention.varlen.varlen_attn`, which it replaces: on a
-    CPU too, in every floating type, with any head size, and with the options of
+    Takes the arguments of :func:`torch.nn.attention.varlen.varlen_attn` and replaces it: also on a
+    CPU, in every floating dtype, with any head size, and with the options of
     :func:`torch_attn.sdpa`, which mean the same here. Sequence n has the queries ``cu_seq_q[n] ...
-    cu_seq_q[n + 1] - 1`` and likewise its keys, and sees no others. Its last query stands at its
-    last key (lower right alignment, as in flash-attn), unless `query_offset` says otherwise.
+    cu_seq_q[n + 1] - 1`` and its keys likewise, and attends to its own keys only. Its last query
+    stands at its last key (lower right alignment, as in flash-attn), unless `query_offset` says
+    otherwise.
 
-    Shapes: T_q tokens of N sequences have queries, T_k have keys; any sequence may be empty.
+    Shapes: N sequences have T_q queries and T_k keys together; any sequence may be empty.
 
     Args:
         query: ``[T_q, Hq, E]``; float64, float32, bfloat16 or float16.
         key: ``[T_k, Hk, E]``, query's dtype and device; a pool ``[pages, page_size, Hk, E]`` beside
             a `block_table`.
         value: ``[T_k, Hv, Ev]``, or a pool ``[pages, page_size, Hv, Ev]``.
-        cu_seq_q: int32 or int64 ``[N + 1]``: 0, then where each sequence ends. T_q may be larger
-            than the last of them: the output is 0 there.
-        cu_seq_k: as `cu_seq_q`, of the keys. None beside a `block_table` only.
-        max_q: the queries of the longest sequence, or more. Changes no result.
-        max_k: the keys of the longest sequence, or more: the last size of `attn_mask`.
+        cu_seq_q: int32 or int64 ``[N + 1]``: 0, then the end of each sequence. T_q may be larger
+            than the last end; further rows of the output are 0.
+        cu_seq_k: as `cu_seq_q`, for the keys. May be None beside a `block_table` only.
+        max_q: at least the number of queries of the longest sequence. Changes no result.
+        max_k: at least the number of keys of the longest sequence: the last size of `attn_mask`.
         return_aux: ``AuxRequest(lse=True)`` asks for the logsumexp, too.
         scale: factor of the scores; None means ``1 / sqrt(E)``.
         window_size: (left, right), how many keys beside its position a query sees to either side;
             -1 is all. (-1, 0) is causality.
         enable_gqa: allows Hk and Hv to be divisors of Hq.
-        seqused_k: int32 or int64 ``[N]``, how many of its keys a sequence has so far. The others
-            are not read.
-        block_table: int32 or int64 ``[N, most pages]``: where the keys and values of a sequence
-            lie in the pool, page by page. Pages may be shared, and in any order. Needs `seqused_k`,
-            and has no derivatives. Entries behind the last page in use are not read.
-        num_splits: changes nothing: no bits of a sequence depend on those beside it (see below).
+        seqused_k: int32 or int64 ``[N]``, how many keys of each sequence are in use. The kernel
+            does not read further keys.
+        block_table: int32 or int64 ``[N, most pages]``: the pages of the pool that hold the keys
+            and values of each sequence, in order. Sequences may share pages. Needs `seqused_k`, and
+            has no derivatives. Entries behind the last page in use are not read.
+        num_splits: changes nothing, because the other sequences of a call never change the bits of
+            a sequence (see below).
         softcap, alibi_slopes, sinks, dropout_p: as of :func:`torch_attn.sdpa`; slopes and sinks
             are ``[Hq]``.
-        query_offset: the position of the first query of each sequence among its keys: integers
-            ``[N]``, or an int for all. None: keys in use less queries.
-        attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: for each query a row over the
+        query_offset: the position of each sequence's first query among its keys: integers ``[N]``,
+            or an int for all. None: the number of keys in use minus the number of queries.
+        attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: each query has a row over the
             keys of its own sequence. Differentiable.
 
     Returns:
-        ``[T_q, Hq, Ev]`` in query's dtype; with the logsumexp a pair of it and ``[Hq, T_q]``,
-        float32 (float64 for float64), differentiable. A query that sees no key gives 0 and -inf.
+        ``[T_q, Hq, Ev]`` in query's dtype. With `return_aux` a pair: the output, and the logsumexp
+        ``[Hq, T_q]``, float32 (float64 for float64), differentiable. A query that may attend to no
+        key has the output 0 and the logsumexp -inf.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit, and on a CPU numbers of sequences
-            that do not: the message names the argument, what it was and what is allowed. Nothing
-            is read or written. On a GPU nobody looks at such numbers, which would wait for it: they
-            are clamped, so that nothing outside of the tensors is read or written.
-        TypeError, ValueError: as of :func:`torch_attn.sdpa`, and a negative `num_splits`.
+        RuntimeError: shapes, dtypes or devices do not fit, or, on a CPU, starts, lengths or pages.
+            The message names the argument, what it was and what is allowed. Nothing is read or
+            written. On a GPU starts, lengths and pages are clamped instead, because looking at them
+            would synchronise: nothing outside of the tensors is read or written.
+        TypeError, ValueError: as :func:`torch_attn.sdpa`, and for a negative `num_splits`.
 
-    Derivatives, memory, precision and determinism are those of :func:`torch_attn.sdpa`. Without
-    dropout the bits of a sequence are those of a call of it alone, ``sdpa(..., query_offset=S -
-    L)``, in output and gradients; on a GPU within :func:`torch_attn.invariant`, and in half types
-    where the heads of both calls are multiples of 16 bytes.
+    Derivatives, memory, precision and determinism are as in :func:`torch_attn.sdpa`. Without
+    dropout, output and gradients of a sequence have the bits of a call with this sequence alone,
+    ``sdpa(..., query_offset=S - L)``. On a GPU that holds within :func:`torch_attn.invariant`, and
+    in half types where the heads of both calls are multiples of 16 bytes.
 
     Example:
         >>> lengths = torch.tensor([5, 0, 12, 7])
@@ -163,14 +166,14 @@ def varlen_attn_out(
     """:func:`varlen_attn` that writes its output into a given tensor, without derivatives.
 
     Args:
-        out: as :func:`varlen_attn` returns it, of any strides; overwritten.
+        out: has the shape, dtype and device of the result, with any strides; overwritten.
         options: the other options of :func:`varlen_attn`.
 
     Returns:
         `out`, or a pair of it and the logsumexp.
 
     Raises:
-        RuntimeError: as of :func:`varlen_attn`; or `out` does not fit. Nothing is written then.
+        RuntimeError: as :func:`varlen_attn`, or `out` does not fit. Nothing is written then.
 
     Example:
         >>> query, key, value = torch.randn(3, 10, 8, 64)

@@ -1,10 +1,10 @@
 """Attention over several processes.
 
-- :class:`torch.distributed.tensor.DTensor`, sharded over batch, heads and sequences: the operators
-  take them.
-- :func:`sdpa`, of a sequence that is cut into blocks, plain tensors, one on each process.
-- :func:`context_parallel`: a whole model over sequences that are spread over processes.
-- :func:`method`: how they communicate.
+- The operators take :class:`torch.distributed.tensor.DTensor`, sharded over batch, heads and
+  sequences.
+- :func:`sdpa` takes a sequence that is cut into blocks, one plain tensor on each process.
+- :func:`context_parallel` runs a whole model over sequences that are spread over processes.
+- :func:`method` chooses how the processes communicate.
 """
 
 from torch_attn.distributed._context import context_parallel

@@ -21,7 +21,7 @@ __all__ = ["Batch", "answer", "answering", "context_parallel", "is_on"]
 
 
 class Batch(dict[str, Tensor]):
-    """What :func:`context_parallel` gives: the own part of each tensor, by name."""
+    """What :func:`context_parallel` yields: this process's part of each tensor, by name."""
 
     def __init__(self, group: dist.ProcessGroup, length: int) -> None:
         super().__init__()
@@ -35,11 +35,14 @@ class Batch(dict[str, Tensor]):
         return self.layout.queries[self.layout.rank]
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """The own part of a tensor that has all of the sequence in a dimension."""
+        """Returns this process's part of a tensor that has the whole sequence in `dim`."""
         return torch.cat([tensor.narrow(dim, a, b - a) for a, b in self.own], dim)
 
     def join(self, tensor: Tensor) -> Tensor:
-        """``[..., L, X]``, on all processes and in order, of ``[..., L_r, X]``; differentiable."""
+        """Joins all parts ``[..., L_r, X]`` to ``[..., L, X]`` in order, on all processes.
+
+        Differentiable.
+        """
         length = Layout.length(self.own)
         if tensor.ndim < 3 or tensor.shape[-2] != length:
             raise ValueError(
@@ -50,7 +53,7 @@ class Batch(dict[str, Tensor]):
         return all_rows(self.group, self.layout.queries, self.layout.rank, parts)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """What an attention of the model is, with the tokens of all processes."""
+        """Computes an attention of the model over the tokens of all processes."""
         self.calls += 1
         name = "torch_attn.distributed.context_parallel"
         numbers = arguments("attention", of_tensors=False)
@@ -76,29 +79,30 @@ class Batch(dict[str, Tensor]):
 def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     """Runs a model over sequences that are spread over processes, each with its part of the tokens.
 
-    Within, each attention of the model, by ``F.scaled_dot_product_attention``, by
-    :mod:`torch_attn` or by transformers with :func:`torch_attn.integrations.transformers.register`,
-    is one over the tokens of all processes; all else in a model works on tokens one by one. A
-    process has one piece near the head of the sequence and one near its tail, so that under
-    causality all have as much to compute. Every process gives the same, whole tensors, calls the
-    model as often as the others, and gets its part.
+    Within, each attention of the model is over the tokens of all processes, whether it is called by
+    ``F.scaled_dot_product_attention``, by :mod:`torch_attn` or by transformers with
+    :func:`torch_attn.integrations.transformers.register`. All other layers must work on single
+    tokens. A process has one piece near the head of the sequence and one near its tail, which
+    balances the work under causality. Every process passes the same, whole tensors, calls the model
+    equally often, and gets its part.
 
     Args:
         mesh: a :class:`~torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process
             group; None means all processes.
-        tensors: ``[B, L, ...]`` each, of which the part of this process is taken along dimension 1.
-            `labels`, as transformers takes them, bring `shift_labels`, the next token of each, and
-            `num_items_in_batch`, of all.
+        tensors: ``[B, L, ...]`` each, cut along dimension 1. `labels`, as transformers takes them,
+            add `shift_labels`, the next token of each, and `num_items_in_batch`, counted over all
+            processes.
 
     Yields:
-        A dictionary of the parts, to be given to the model, and `position_ids`, ``[1, L_r]``, in
-        the whole. Its ``cut(tensor, dim)`` takes the own part of more tensors, and ``join(tensor)``
-        makes ``[B, L, X]`` of parts again. Loss and gradients are this process's share: their sum
-        over the processes is that of the whole. Statistics of rows beside an output are None.
+        A dictionary of the parts, to pass to the model, and `position_ids`, ``[1, L_r]``, in the
+        whole sequence. Its ``cut(tensor, dim)`` takes this process's part of more tensors, and
+        ``join(tensor)`` joins parts to ``[B, L, X]``. Loss and gradients are this process's share:
+        their sum over the processes is the whole loss and gradient. An attention returns None for
+        logsumexp and largest scores.
 
     Raises:
-        ValueError: tensors of different lengths, of fewer than two tokens of each process, or
-            position_ids or attention_mask among them.
+        ValueError: tensors of different lengths, fewer than two tokens per process, or position_ids
+            or attention_mask among the tensors.
         RuntimeError: within, an attention with a mask, an offset, lengths, dropout, weights or
             statistics, or over other tokens than these, as with a cache.
 
@@ -133,7 +137,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     labels = tensors.get("labels")
     if labels is not None and labels.ndim != 2:
         raise ValueError(f"{name}: labels is {list(labels.shape)}; it must be [B, L]")
-    if labels is not None:  # transformers asks for them beside
+    if labels is not None:  # transformers takes these two as well
         tensors["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=-100)
         batch["num_items_in_batch"] = (tensors["shift_labels"] != -100).sum()
     device = next(iter(tensors.values())).device
@@ -141,7 +145,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     batch.update({n: batch.cut(t) for n, t in tensors.items()})
     fast = torch.backends.mha.get_fastpath_enabled()
     handle = replace_sdpa()
-    torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which has its own
+    torch.backends.mha.set_fastpath_enabled(False)  # has an attention of its own
     try:
         with answering(batch):
             yield batch
@@ -149,15 +153,15 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
             warnings.warn(
                 f"{name}: no attention was spread over processes: the block has none or computes "
                 'its own, as nn.MultiheadAttention with need_weights, or models that are "eager"',
-                stacklevel=3,  # of contextlib
+                stacklevel=3,  # frames of contextlib
             )
     finally:
-        handle._take_back()  # whether attention was called, the batch knows
+        handle._take_back()  # without its warning, because batch.calls counts here
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _forget_compiled() -> None:
-    """What was compiled holds the attention of one process, or of several."""
+    """Discards compiled code, which holds attention over one process, or over several."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
@@ -186,7 +190,7 @@ def answering(calls: Any) -> Iterator[None]:
 
 
 def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
-    """Of :func:`answering`, in place of the results of attn::attention."""
+    """Returns the answer of :func:`answering` in place of the results of attn::attention."""
     arguments = torch.ops.attn._attend_over_processes.default._schema.arguments
     call = {a.name: a.default_value for a in arguments}
     call |= dict(zip(call, args, strict=False)) | kwargs
@@ -194,6 +198,6 @@ def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
 
 
 _library: Any = torch.library.Library("attn", "IMPL")  # type: ignore[no-untyped-call]
-_library.impl(  # there may be one of an earlier import of the package
+_library.impl(  # an earlier import of the package may have registered it
     "_attend_over_processes", answer, "CompositeImplicitAutograd", allow_override=True
 )

@@ -1,22 +1,22 @@
 """Attention of :class:`torch.distributed.tensor.DTensor`, sharded over batch, heads and sequences.
 
-A program that imports torch_attn and ``torch.distributed.tensor``, in either order, has it. Over
-each dimension of the mesh a call is made in one of these ways, by the placement of the query, or,
-where that is ``Replicate()``, of the key and so on. What is placed otherwise is redistributed by
-DTensor's collectives. The result is that of a single process.
+It works in a program that imports torch_attn and ``torch.distributed.tensor``, in either order. For
+each dimension of the mesh, a call is computed in one of these ways. The placement of the query
+decides, or, if that is ``Replicate()``, the placement of the key, and so on. DTensor's collectives
+redistribute tensors that are placed otherwise. The result is the same as on a single process.
 
 - ``Replicate()``.
-- ``Shard`` of a leading dimension: of tensors whose size there is 1, or that have fewer dimensions,
-  ``Replicate()``; their gradients are ``Partial()``. No communication.
-- ``Shard`` of the heads, likewise; of grouped heads if each device gets whole groups.
-- ``Shard`` of the sequence, over one dimension of the mesh: of the query alone, no communication;
-  of key and value alone, parts that are merged by an all-reduce; of all, in one of three ways
-  (:func:`torch_attn.distributed.method`). The output is sharded as the query. A mask has the rows
-  of the query, and all keys.
+- ``Shard`` of a leading dimension. Tensors whose size there is 1, or that have fewer dimensions,
+  are ``Replicate()``; their gradients are ``Partial()``. No communication.
+- ``Shard`` of the heads, likewise. Grouped heads are allowed if each device gets whole groups.
+- ``Shard`` of the sequence, over one dimension of the mesh. If the query alone is cut, there is no
+  communication. If key and value alone are cut, an all-reduce merges the parts. If all are cut,
+  there are three ways (:func:`torch_attn.distributed.method`). The output is sharded as the query.
+  A mask has the rows of the query, and all keys.
 
-Sinks and slopes, ``[Hq]`` or ``[B..., Hq]``, follow heads and batch; offsets and lengths,
-``[B...]``, the batch. Integers, also those that say where packed sequences begin, may be plain
-tensors, the same on all. Dropout is an error: the devices would have to draw one mask together.
+Sinks and slopes, ``[Hq]`` or ``[B..., Hq]``, are sharded like heads and batch; offsets and lengths,
+``[B...]``, like the batch. Integers, including `cu_seq_q` and `cu_seq_k`, may be plain tensors, the
+same on all devices. Dropout is an error, because all devices would have to draw the same mask.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = ["register", "register_when_imported"]
 def register_when_imported() -> None:
     """Calls :func:`register` now or when ``torch.distributed.tensor`` is imported, if ever.
 
-    That module takes half as long to import as torch itself, and most programs do without.
+    Importing that module takes half as long as importing torch, and most programs do not need it.
     """
     when_imported("torch.distributed.tensor", register)
     _torchs_context.register_when_imported()
 
 
 def register() -> None:
-    """Tells DTensor how the operators can be sharded. The package calls it by itself."""
+    """Tells DTensor how the operators can be sharded. The package calls it."""
     from torch.distributed.tensor import DTensor
 
     for name in (
@@ -65,7 +65,7 @@ def _attend(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         if name not in ("sdpa", "attention"):
             return _Sharded(name, given).results()
-        if _context.is_on():  # in inference mode nobody has asked before
+        if _context.is_on():  # in inference mode this is the first check
             results = _context.answer(**given)
         else:
             given["with_rows"] = name == "attention"
@@ -75,13 +75,12 @@ def _attend(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 HEADS, ROWS = -3, -2  # dimensions of the output, counted from its end
-# Results that begin with the dimensions before the rows of [*batch, heads, L, Ev] as the output
-# does; the last has keys in place of rows.
+# Results of shape [*batch, heads, L, ...], like the output; received_weight has S in place of L.
 _OF_ROWS = {"output", "logsumexp", "row_logsumexp", "max_score", "residual"}
 _OF_ROWS |= {"largest_score", "entropy", "received_weight"}
-# How many of the last dimensions of [*batch, heads, L, E] arguments lack.
+# Arguments that lack the last dimensions of [*batch, heads, L, E], and how many they lack.
 _LACKING = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
-_PLACES = {"cu_seq_q", "cu_seq_k"}  # the same on all
+_PLACES = {"cu_seq_q", "cu_seq_k"}  # the same on all devices
 _WHY_NO_RING = {
     "_sdpa_second": "a second derivative is asked for",
     "sdpa_stats": "statistics are asked for",
@@ -89,17 +88,17 @@ _WHY_NO_RING = {
 
 
 def _kind(name: str) -> str:
-    """What it is that a gradient or a tangent is of."""
+    """Returns the name of the argument of a gradient or tangent; other names are unchanged."""
     return name.removeprefix("tangent_").removeprefix("grad_")
 
 
 def _is_empty(kind: str, tensor: Tensor) -> bool:
-    """Whether it has no rows; a number of each row of two-dimensional calls has one dimension."""
+    """Whether it is an empty residual (1-D). A 2-D call's logsumexp is 1-D too, but not empty."""
     return kind == "residual" and tensor.ndim == 1
 
 
 class _Sharded:
-    """A call with DTensors, and the way that it is made over each dimension of the mesh."""
+    """A call with DTensors, and how it is computed over each dimension of the mesh."""
 
     def __init__(self, name: str, given: dict[str, Any]) -> None:
         from torch.distributed.tensor import DTensor, Replicate
@@ -107,7 +106,7 @@ class _Sharded:
         self.name, self.op = name, getattr(torch.ops.attn, name).default
         self.call = {a.name: a.default_value for a in self.op._schema.arguments} | given
         self.mesh: Any = next(t.device_mesh for t in given.values() if isinstance(t, DTensor))
-        first = {n: self.call[n] for n in Inputs._fields[:3] if n in self.call}  # these say the way
+        first = {n: self.call[n] for n in Inputs._fields[:3] if n in self.call}  # these decide
         self.tensors: dict[str, Any] = {
             n: t for n, t in (first | self.call).items() if isinstance(t, Tensor)
         }
@@ -133,23 +132,23 @@ class _Sharded:
                 f"attn::attention: {n} is given, but query is a DTensor, of which no part has its "
                 f"own {n}; call it with to_local() of all"
             )
-        self.sequence: int | None = None  # the dimension of the mesh that cuts the sequence, and
-        self.cut = self.way = ""  # of "rows", "keys" or "both", in one of METHODS or, of rows, none
-        self.dims: list[int | None] = []  # of the output, that each dimension of the mesh cuts
+        self.sequence: int | None = None  # the dimension of the mesh that cuts the sequence
+        self.cut = self.way = ""  # cut: "rows", "keys" or "both"; way: of METHODS, "" for "rows"
+        self.dims: list[int | None] = []  # the output's, that each dimension of the mesh cuts
         for m in range(self.mesh.ndim):
             self.dims.append(self._dim(m))
         if self.cut in ("keys", "both"):
             self._choose()
 
     def _own(self, name: str, m: int) -> int | None:
-        """The dimension of an argument or a result that a dimension of the mesh cuts."""
+        """Returns the dimension of an argument or a result that mesh dimension m cuts."""
         dim, kind = self.dims[m], _kind(name)
         if kind in ("key", "value") and m == self.sequence and self.way == "ring":
             return int(self.tensors[kind].ndim + ROWS)
         return None if dim is None else self._cut_with(name, dim)
 
     def _cut_with(self, name: str, dim: int) -> int | None:
-        """The dimension of an argument or a result that goes with one of the output."""
+        """Returns the dimension of an argument or a result that is cut with the output's `dim`."""
         kind, tensor = _kind(name), self.tensors.get(name)
         if kind in _OF_ROWS:
             is_empty = tensor is not None and _is_empty(kind, tensor)
@@ -174,7 +173,7 @@ class _Sharded:
         return max(sizes) > 1 and all(size % devices == 0 for size in grouped)
 
     def _dim(self, m: int) -> int | None:
-        """The dimension of the output that one of the mesh cuts, by the first that says one."""
+        """Returns the output's dimension that mesh dimension m cuts; the first tensor decides."""
         on = {name: tensor.placements[m] for name, tensor in self.tensors.items()}
         rows = [
             n for n in Inputs._fields[:3] if n in on and on[n].is_shard(self.tensors[n].ndim + ROWS)
@@ -193,7 +192,7 @@ class _Sharded:
         return None
 
     def _choose(self) -> None:
-        """How queries and keys come together where both are cut, or keys alone."""
+        """Chooses how queries meet all keys if both are cut, or keys alone."""
         assert self.sequence is not None
         why = _WHY_NO_RING.get(self.name)
         if self.call.get("cu_seq_q") is not None and self.call.get("attn_mask") is not None:
@@ -213,7 +212,7 @@ class _Sharded:
         if any(
             self._own(n, m) is not None for n in ("query_offset", "key_lengths") for m in others
         ):
-            # Elsewhere on the mesh they are others, and all processes have to choose the same.
+            # These numbers differ over the mesh, but all processes have to choose the same way.
             zero = call.query_offset.new_zeros(())
             options = {**call.options, "is_causal": False, "window_size": (-1, -1)}
             call = replace(call, options=options, query_offset=zero, key_lengths=None)
@@ -243,7 +242,7 @@ class _Sharded:
         return Call(layout, self.mesh.get_group(m), options, offset, used, q, k, whole)
 
     def _local(self, name: str) -> Any:
-        """The own part of an argument, as this call has it."""
+        """Returns this process's part of an argument, redistributed for this call."""
         from torch.distributed.tensor import Replicate, Shard
 
         cut = [self._own(name, m) for m in range(self.mesh.ndim)]
@@ -251,7 +250,7 @@ class _Sharded:
         tensor = self.tensors[name]
         if list(tensor.placements) != placements:
             tensor = tensor.detach().redistribute(placements=placements)
-        return tensor._local_tensor  # to_local() of tensors that need no gradient
+        return tensor._local_tensor  # like to_local(), for tensors without gradients
 
     def results(self, wanted: tuple[str, ...] | None = None) -> Any:
         x = self.call | {name: self._local(name) for name in self.tensors}
@@ -271,7 +270,10 @@ class _Sharded:
         return tuple(self._result(n, named[n]) for n in wanted or names)
 
     def _result(self, name: str, local: Tensor | None) -> Any:
-        """The DTensor of a result; a gradient that was redistributed is placed as its input."""
+        """Makes the DTensor of a result.
+
+        If a gather or all_to_all redistributed an input, its gradient gets the input's placement.
+        """
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -295,7 +297,7 @@ class _Sharded:
         strides, step = [0] * local.ndim, 1
         for d in order:
             strides[d], step = step, step * shape[d]
-        # What DTensor.from_local does, in a fifth of the time.
+        # Does the same as DTensor.from_local, in a fifth of the time.
         meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
         spec = DTensorSpec(self.mesh, tuple(placements), tensor_meta=meta)
         result: Any = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -310,7 +312,7 @@ class _Sharded:
 
 
 def _widened(x: dict[str, Any]) -> dict[str, Any]:
-    """The same call in float32, where it is one of half types."""
+    """Converts a call with half types to float32."""
     x = {n: wide(t) if isinstance(t, Tensor) else t for n, t in x.items()}
     for output, residual in (("output", "residual"), ("tangent_output", "tangent_residual")):
         if output in x and x[residual].ndim > 1:
@@ -319,7 +321,7 @@ def _widened(x: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
-    """What an operator gives, of parts that are merged."""
+    """Returns the results of an operator, merged from parts."""
     inputs = Inputs(*(x[n] for n in Inputs._fields))
     dtype = inputs.query.dtype
     if name == "_sdpa_forward":
@@ -346,6 +348,6 @@ def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor in a smaller dtype, and what that lacks."""
+    """Returns a tensor rounded to a smaller dtype, and the rounding errors."""
     smaller = tensor.to(dtype)
     return smaller, tensor - smaller

@@ -1,4 +1,4 @@
-"""How blocks of a sequence come from the processes that have them to those that need them."""
+"""Sends blocks of a sequence from the processes that have them to those that need them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Ring", "exchanged", "told", "waiting"]
 
 @contextlib.contextmanager
 def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Says in an error of the group who waited for what."""
+    """Makes an error of the group say which process waited, and for what."""
     try:
         yield
     except RuntimeError as error:
@@ -28,7 +28,7 @@ def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
-    """The pieces of queries and of keys, of any lengths, which the processes tell each other."""
+    """Returns the pieces of queries and of keys; the processes tell each other their lengths."""
     own = torch.tensor([L, S], device=device)
     lengths = [torch.empty_like(own) for _ in range(group.size())]
     with waiting(group, "all to tell their lengths"):
@@ -37,7 +37,7 @@ def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
 
 
 class _Messages:
-    """Tensors on their way to processes and from them; those that are sent live as long."""
+    """Tensors that are being sent and received; keeps the sent ones alive meanwhile."""
 
     def __init__(
         self,
@@ -57,19 +57,19 @@ class _Messages:
             self.works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> None:
-        for n, work in enumerate(self.works):  # one for each, or one for all
+        for n, work in enumerate(self.works):  # one for each operation, or one for all
             is_each = len(self.works) == len(self.whom)
             with waiting(self.group, self.whom[n] if is_each else self.all_of_them):
                 work.wait()
 
 
 class Ring:
-    """Blocks of keys and values go round, and their gradients come back.
+    """Sends blocks of keys and values around a ring, and their gradients back.
 
-    In step s every process sends its own block to the one that is s places ahead, and receives that
-    of the one s places behind, while it computes with the block of step s - 1. So two blocks are on
-    a process beside its own, nothing is handed on, and a block goes only to whom it is of use: of a
-    causal call to half of the processes, of a window to the neighbours that it reaches.
+    In step s every process sends its own block to the process s places ahead, and receives the
+    block of the process s places behind, while it computes with the block of step s - 1. So a
+    process holds at most two blocks beside its own, and forwards none. A block goes only to
+    processes that need it: to half of them in a causal call, to the neighbours in a window's reach.
     """
 
     def __init__(self, call: Call, own: list[Tensor]) -> None:
@@ -80,7 +80,7 @@ class Ring:
         return tensors if self.call.needed(process, block) else []
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """In each step the number of a block and its tensors, none if it is not needed here."""
+        """Yields in each step a block's number and its tensors, none if it is not needed here."""
         layout, rank = self.call.layout, self.call.layout.rank
         steps = 1 if self.call.whole_queries else layout.world
         block = self._needed(rank, rank, self.own)
@@ -100,9 +100,9 @@ class Ring:
             block = coming
 
     def bring_back(self, gradients: list[Tensor], source: int, own: list[Tensor]) -> None:
-        """Sends the gradients of block `source`, and adds those of its own that came a step ago.
+        """Sends the gradients of block `source`; adds what the last step received to `own`.
 
-        All call it in every step but the first, and then :meth:`finish`.
+        All processes call it in every step but the first, and then :meth:`finish`.
         """
         layout, rank = self.call.layout, self.call.layout.rank
         other = (2 * rank - source) % layout.world
@@ -123,7 +123,7 @@ class Ring:
 
 
 class _Exchange(torch.autograd.Function):
-    """``parts[r]`` to process r, for that of its parts that is for this one; so the way back."""
+    """Sends ``parts[r]`` to process r and receives one part from it; backward does the reverse."""
 
     @staticmethod
     def forward(group: dist.ProcessGroup, shapes: list[Any], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -150,6 +150,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchanged(group: dist.ProcessGroup, shapes: list[Any], parts: Any) -> tuple[Tensor, ...]:
-    """What each process has for this one, of these shapes, for the parts that are for each."""
+    """Sends ``parts[r]`` to process r; returns what each process sends here, of these shapes."""
     received: tuple[Tensor, ...] = _Exchange.apply(group, shapes, *parts)  # type: ignore[no-untyped-call]
     return received

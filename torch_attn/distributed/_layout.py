@@ -1,4 +1,4 @@
-"""Which part of a sequence lies on which process, and what a call over some of the keys is."""
+"""Which process has which part of a sequence, and the arguments of a call over some keys."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Call", "Layout", "Part", "Piece", "arguments"]
 
 @functools.cache
 def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
-    """Those of an operator that are tensors, or all others, by name, with their defaults."""
+    """Returns an operator's arguments, tensors alone or all but these, as name -> default."""
     schema = getattr(torch.ops.attn, operator).default._schema
     are_tensors = {a.name: ("Tensor" in str(a.type), a.default_value) for a in schema.arguments}
     return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
 
 
-Piece = tuple[int, int]  # rows of the whole sequence, from one up to another
+Piece = tuple[int, int]  # rows of the whole sequence: the first, and the last + 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces of the queries and of the keys that each process has, one behind the other."""
+    """The pieces of the queries and of the keys on each process, in the order of its tensors."""
 
     rank: int
     queries: list[list[Piece]]
@@ -40,31 +40,33 @@ class Layout:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of all queries, and of all keys."""
+        """The number of all queries, and of all keys."""
         L, S = (max(p[1] for pieces in own for p in pieces) for own in (self.queries, self.keys))
         return L, S
 
     @staticmethod
     def in_order(lengths: list[int]) -> list[list[Piece]]:
-        """One piece of each process, of these lengths."""
+        """Returns one piece for each process, of these lengths."""
         return [[piece] for piece in itertools.pairwise([0, *itertools.accumulate(lengths)])]
 
     @staticmethod
     def chunks(length: int, world: int) -> list[list[Piece]]:
-        """The pieces that :func:`torch.chunk` makes; the last ones may be empty."""
+        """Returns the pieces that :func:`torch.chunk` makes; the last ones may be empty."""
         size = -(-length // world)
         return [[(min(r * size, length), min((r + 1) * size, length))] for r in range(world)]
 
     @staticmethod
     def head_and_tail(length: int, world: int) -> list[list[Piece]]:
-        """The first and the last piece, the second and the last but one ...: of a causal call, each
-        process then has as much to compute."""
+        """Pairs the first with the last piece, the second with the last but one, and so on.
+
+        This balances the work of a causal call.
+        """
         pieces = [piece for (piece,) in Layout.chunks(length, 2 * world)]
         return [[pieces[r], pieces[-1 - r]] for r in range(world)]
 
     @staticmethod
     def places(pieces: list[Piece]) -> list[slice]:
-        """Where the pieces of a process lie in its tensors."""
+        """Returns the rows of each piece in the tensors of its process."""
         ends = itertools.accumulate((last - first for first, last in pieces), initial=0)
         return [slice(*place) for place in itertools.pairwise(ends)]
 
@@ -75,29 +77,29 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of the own queries with some keys of a block."""
+    """Some rows of this process's queries with some keys of a block."""
 
-    rows: slice  # of the own tensors
-    keys: slice  # of the block's
+    rows: slice  # of this process's tensors
+    keys: slice  # of the block's tensors
     columns: slice  # of a mask, which has all keys
     options: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is the same for all parts; `cu_seq_q` and `cu_seq_k` are of packed sequences."""
+    """What all parts share; `cu_seq_q` and `cu_seq_k` belong to packed sequences."""
 
     layout: Layout
     group: dist.ProcessGroup
-    options: dict[str, Any]  # of the operators, but for what depends on the part
+    options: dict[str, Any]  # of the operators, without what depends on the part
     query_offset: Tensor
     key_lengths: Tensor | None
     cu_seq_q: Tensor | None = None
     cu_seq_k: Tensor | None = None
-    whole_queries: bool = False  # each process has all of them, and its own keys
+    whole_queries: bool = False  # each process has all queries, and its own keys
 
     def options_of(self, rows: Piece, keys: Piece) -> dict[str, Any]:
-        """The options of a call over these: it counts from their first ones."""
+        """Returns the options of a call over these rows and keys, which counts from their first."""
         q, k = self.cu_seq_q, self.cu_seq_k
         (a, _), (c, m) = _entries(q, rows), _entries(k, keys)
         offset, window = self._nearer
@@ -110,10 +112,10 @@ class Call:
 
     @functools.cached_property
     def _nearer(self) -> tuple[Tensor, list[int]]:
-        """Offset and window of the same call, which leave room for places to be added to an offset.
+        """Reduces huge offsets and windows so that adding a position to an offset cannot overflow.
 
-        A query that stands far before or behind all keys sees those that its window reaches: both
-        are moved by as much. One that no window reaches from sees all keys or none from anywhere.
+        If a window reaches the keys from far before or after them, offset and window move by the
+        same number. If no window reaches that far, the query sees all keys or none at any position.
         """
         far, more = 2**60, sum(self.layout.lengths)
         window = self.options["window_size"]
@@ -124,7 +126,7 @@ class Call:
 
     @functools.cached_property
     def _numbers(self) -> set[tuple[int, ...]]:
-        """Of each entry: its first query and key, those behind them, the offset, the length."""
+        """Each entry's first query, end of queries, first key, end of keys, offset, length."""
         L, S = self.layout.lengths
         used = torch.tensor(S) if self.key_lengths is None else self.key_lengths
         q = torch.tensor([0, L]) if self.cu_seq_q is None else self.cu_seq_q
@@ -134,20 +136,20 @@ class Call:
         return set(zip(*(t.flatten().tolist() for t in entries), strict=True))
 
     def sees(self, rows: Piece, keys: Piece) -> bool:
-        """Whether one of the queries may see one of the keys."""
+        """Whether any of the queries may see any of the keys."""
         left, right = self.options["window_size"]
         right = 0 if self.options["is_causal"] and right != 0 else right
         for q, end_q, k, end_k, offset, used in self._numbers:
             a, b = max(q, rows[0]), min(end_q, rows[1])
             c, d = max(k, keys[0]), min(end_k, keys[1], k + used)
-            move = offset - q + k  # from the place of a query to that of the key that it stands at
+            move = offset - q + k  # from a query's row to the key at its position
             is_before = right < 0 or c <= b - 1 + move + right
             if a < b and c < d and is_before and (left < 0 or d > a + move - left):
                 return True
         return False
 
     def needed(self, process: int, block: int) -> bool:
-        """Whether a query of a process may see a key of a block."""
+        """Whether any query of a process may see any key of a block."""
         return any(
             self.sees(rows, keys)
             for rows in self.layout.queries[process]
@@ -155,7 +157,7 @@ class Call:
         )
 
     def parts(self, block: int) -> Iterator[Part]:
-        """Those of the own queries that see something of a block."""
+        """Yields the parts in which this process's queries may see a key of a block."""
         queries, blocks = self.layout.queries[self.layout.rank], self.layout.keys[block]
         for rows, place in zip(queries, Layout.places(queries), strict=True):
             for keys, there in zip(blocks, Layout.places(blocks), strict=True):
@@ -164,8 +166,10 @@ class Call:
 
 
 def _entries(cu_seq: Tensor | None, piece: Piece) -> tuple[Any, Any]:
-    """Of each entry of a batch: the first of its rows in a piece, counted from its own first one,
-    and how many there are."""
+    """Returns the first row that each batch entry has in a piece, and how many it has there.
+
+    Rows are counted from the entry's own first row.
+    """
     if cu_seq is None:
         return piece[0], piece[1] - piece[0]
     there = cu_seq.clamp(*piece)

@@ -1,4 +1,4 @@
-"""How the processes talk to each other, and what each way sends."""
+"""How the processes communicate, and how much each method sends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _forced: str | None = None
 
 @contextlib.contextmanager
 def method(name: str) -> Iterator[None]:
-    """Says how attention over several processes is to communicate; in the whole process.
+    """Chooses how attention over several processes communicates; for all threads of this process.
 
-    By default it is the way that :func:`sent` finds to send the fewest bytes. All processes say the
-    same. A backward through a DTensor goes by what holds when it runs.
+    The default is the method that sends the fewest bytes, by :func:`sent`. All processes must
+    choose the same. A backward through a DTensor uses the method that is set when it runs.
 
     Args:
         name: "ring": blocks of keys and values go round while the processes compute; first
-            derivatives. "gather": every process gets all keys and values. "all_to_all": every
-            process gets all rows of some of the heads, whose numbers must be multiples of that of
-            the processes.
+            derivatives only. "gather": every process gets all keys and values. "all_to_all": every
+            process gets all rows of some of the heads. The numbers of heads must be multiples of
+            the number of processes.
 
     Raises:
-        ValueError: another name. In a call that cannot be made so: RuntimeError.
+        ValueError: another name. A call that cannot use the method raises RuntimeError.
 
     Example:
         >>> with torch_attn.distributed.method("gather"):
@@ -47,24 +47,25 @@ def method(name: str) -> Iterator[None]:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether it stands for those of a compiled call: torch before 2.13 does not say so itself."""
+    """Whether it is a tensor of a compiled call; torch before 2.13 does not tell otherwise."""
     return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def heads_fit(world: int, query: Any, key: Any, value: Any) -> bool:
-    """Whether each process can have as many heads of each."""
+    """Whether the heads of query, key and value can be divided equally among the processes."""
     return all(t.ndim > 2 and t.shape[-3] % world == 0 for t in (query, key, value))
 
 
 def sent(
     call: Call, query: Any, key: Any, value: Any, *, with_ring: bool = True
 ) -> dict[str, float]:
-    """How many bytes a process sends in a forward, on the average, in each way that is possible.
+    """Returns the bytes that a process sends in a forward, on average, by each possible method.
 
-    With P processes, b the bytes of all keys and values and a those of all queries and outputs: in
-    a ring ``b / P^2`` for each pair of processes of which one needs the keys of the other; for a
-    gather ``b (P - 1) / P``, of float32; for all_to_all ``(a + b) (P - 1) / P^2``. A gather is
-    among them where all keys are no more than a process has of queries: b <= a / P.
+    P is the number of processes, b the bytes of all keys and values, a the bytes of all queries and
+    outputs. A ring sends ``b / P^2`` for each ordered pair of processes where the first needs keys
+    of the second. A gather sends ``b (P - 1) / P``, in float32. An all_to_all sends
+    ``(a + b) (P - 1) / P^2``. A gather is included only if b <= a / P: all keys and values are then
+    no larger than the queries and outputs of one process.
     """
     layout, (L, S) = call.layout, call.layout.lengths
     world = layout.world
@@ -84,7 +85,7 @@ def sent(
 
 
 def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None = None) -> str:
-    """The way that is forced, or that sends the fewest bytes, of tensors with these shapes."""
+    """Returns the forced method, or the one that sends the fewest bytes for these shapes."""
     world = call.layout.world
     error = "torch_attn.distributed: "
     if _forced == "all_to_all" and not heads_fit(world, query, key, value):

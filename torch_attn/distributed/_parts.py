@@ -1,10 +1,10 @@
-"""Attention over blocks of keys that lie on different processes: parts that are merged.
+"""Attention over blocks of keys on different processes: computes parts and merges them.
 
-With O_b the output of part b and l_b its logsumexp, that of all parts is l = log sum_b exp(l_b),
-and the output sum_b exp(l_b - l) O_b. The gradients of a part are those of a call over its keys
-whose rows have the output and the logsumexp of all; they add up over the parts. A sink is a part of
-its own. Half types are computed in float32, so that nothing is rounded before it is added, and l is
-float64.
+With O_b the output of part b and l_b its logsumexp, the logsumexp of all parts is
+l = log sum_b exp(l_b), and the output sum_b exp(l_b - l) O_b. The gradients of a part come from a
+backward over its keys that is given the output and the logsumexp of all parts; they are summed over
+the parts. A sink is a part of its own. Half types are computed in float32, so that nothing is
+rounded before it is added, and l is float64.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What derivatives need of the rows, when all their keys were seen."""
+    """What derivatives need of the rows, after all parts are merged."""
 
     output: Tensor  # [..., L, Ev], wide
     logsumexp: Tensor  # [..., L, 2]: the pair that the operators keep (params.h)
 
 
 def wide(tensor: Any) -> Any:
-    """Half types as float32; others, and boolean masks, as they are."""
+    """Converts half types to float32; returns other tensors unchanged."""
     half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor.float() if half else tensor
 
 
 def check(call: Call, inputs: Inputs) -> None:
-    """What :func:`torch_attn.sdpa` of the own queries and all keys raises, before messages."""
+    """Raises what :func:`torch_attn.sdpa` of these queries and all keys raises, before sending."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
     given: dict[str, Any] = inputs._asdict()
     given = {n: None if t is None else t.detach() for n, t in given.items()}
@@ -58,7 +58,7 @@ def check(call: Call, inputs: Inputs) -> None:
     on_meta = {n: None if t is None else t.to("meta") for n, t in (given | packed).items()}
     forward(**on_meta, **call.options)
     if packed:
-        return  # how many rows there are is for each part to check
+        return  # each part checks its own number of rows
     numbers = {"query_offset": call.query_offset, "key_lengths": call.key_lengths}
     nothing_to_compute = {n: given[n] for n in ("key", "value")}
     query = given["query"][..., :0, :]
@@ -66,11 +66,11 @@ def check(call: Call, inputs: Inputs) -> None:
 
 
 class _Rows(NamedTuple):
-    """What is known of rows after some parts, in float64."""
+    """The results of rows after some parts, in float64."""
 
     output: Tensor  # [..., L, Ev]
     logsumexp: Tensor  # [..., L]
-    reference: Tensor  # [..., L]: what the pair of the logsumexp is to begin with
+    reference: Tensor  # [..., L]: the first number of the logsumexp's pair
     max_score: Tensor  # [..., L]
 
     def merged_with(self, other: _Rows) -> _Rows:
@@ -82,7 +82,7 @@ class _Rows(NamedTuple):
         return self.output * _weights(self.logsumexp, logsumexp)[..., None]
 
     def merged_over(self, group: dist.ProcessGroup) -> _Rows:
-        """With those of the same rows on the other processes."""
+        """Merges with the results of the same rows on the other processes."""
         most = torch.stack([self.logsumexp, *self[2:]])
         with waiting(group, "all to merge their parts"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
@@ -100,12 +100,12 @@ def _weights(part: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 def _of(part: Part, tensors: Any) -> list[Tensor]:
-    """Of tensors like the query, the rows of a part."""
+    """Returns the rows of a part, from tensors like the query."""
     return [t[..., part.rows, :] for t in tensors]
 
 
 def _beside(rows: Tensor, sinks: Tensor) -> Tensor:
-    """The number of a head, in float64, for each of its rows, ``[..., Hq, L]`` or ``[L]``."""
+    """Expands one number per head to its rows, ``[..., Hq, L]`` or ``[L]``, in float64."""
     sinks = sinks.double()[..., None]
     return (sinks if rows.ndim > 1 else sinks[0]).expand_as(rows)
 
@@ -118,7 +118,7 @@ def _mask(part: Part, mask: Tensor | None) -> Tensor | None:
 
 
 def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
-    """Also each row's logsumexp and greatest score, ``[..., L]``, float64."""
+    """Also returns each row's logsumexp and greatest score, ``[..., L]``, float64."""
     query, key, value, mask, *of_heads = map(wide, inputs)
     slopes, sinks = of_heads
     own = call.layout.queries[call.layout.rank]
@@ -140,7 +140,7 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
             k, v = (t[..., part.keys, :] for t in tensors)
             add(part, k, v, _mask(part, mask))
     for place, piece in zip(places, own, strict=True):
-        if found[places.index(place)] is None:  # nothing is seen
+        if found[places.index(place)] is None:  # these rows see no key
             part = Part(place, slice(0, 0), slice(0, 0), call.options_of(piece, (0, 0)))
             add(part, key[..., :0, :], value[..., :0, :], None)
     parts = zip(*(rows for rows in found if rows is not None), strict=True)
@@ -172,7 +172,7 @@ def gradients(
     grad_logsumexp: Tensor | None,
     wanted: Any,
 ) -> list[Tensor | None]:
-    """Of the inputs, wide; those of slopes and sinks are this process's share."""
+    """Returns the inputs' gradients, wide; slopes and sinks get this process's share."""
     query, key, value, mask, slopes, sinks = map(wide, inputs)
     grad_output = wide(grad_output)
     of_query, of_mask, of_slopes = (
@@ -189,7 +189,8 @@ def gradients(
             columns, options = _mask(part, mask), part.options
             count = k.shape[-2]
             if of_keys and columns is not None and columns.shape[-1] == 1:
-                # To an operator it would be the same for all keys: one that nobody sees is added.
+                # The operator would broadcast this one column over all keys. So a hidden key and
+                # its column are added.
                 k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
                 columns = F.pad(columns, (0, 1))
                 options = {"key_lengths": torch.ones_like(call.query_offset), **options}
@@ -218,7 +219,8 @@ def gradients(
         else:
             own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
     ring.finish(own)
-    # What a number added to all scores of a row takes from its sink, once among those who have it.
+    # The gradient of a number added to all scores of a row, as far as it comes from the sink. If
+    # processes share the rows, only process 0 counts it.
     of_all = _logsumexp(call, inputs, saved.logsumexp)
     given = 0 if grad_logsumexp is None else grad_logsumexp.masked_fill(of_all.isneginf(), 0)
     from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)
@@ -234,9 +236,9 @@ def gradients(
 
 
 def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tuple[Tensor, Tensor]:
-    """Of output and logsumexp, in float64, where the inputs move in some directions.
+    """Returns the tangents of output and logsumexp, in float64, along directions of the inputs.
 
-    From the parts' own: ``dl = sum_b w_b dl_b`` and ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``,
+    Computed from the parts: ``dl = sum_b w_b dl_b`` and ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``
     with ``w_b = exp(l_b - l)``.
     """
     query, _, _, mask, slopes, sinks = map(wide, inputs)

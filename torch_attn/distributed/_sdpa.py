@@ -1,4 +1,4 @@
-"""Attention of blocks of a sequence, plain tensors on the processes of a group."""
+"""Attention over a sequence whose blocks are plain tensors on the processes of a group."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ def sdpa(
     lengths: tuple[int, int] | None = None,
     **options: Any,
 ) -> Tensor:
-    """:func:`torch_attn.sdpa` over a sequence whose blocks lie on the processes of a group.
+    """:func:`torch_attn.sdpa` over a sequence whose blocks are on the processes of a group.
 
-    Process r gives block r of the queries and block r of the keys and values, and gets block r of
-    the output: that of :func:`torch_attn.sdpa` of the whole. Blocks may have any lengths, 0 too.
-    All call it together, with the same options.
+    Process r passes block r of the queries and block r of the keys and values. It gets block r of
+    the output of :func:`torch_attn.sdpa` for the whole sequence. Blocks may have any length, also
+    0. All processes call it together, with the same options.
 
     Args:
         query: ``[..., Hq, L_r, E]``, a block of ``L`` queries.
         key: ``[..., Hk, S_r, E]``, a block of ``S`` keys, query's dtype and device.
         value: ``[..., Hv, S_r, Ev]``.
-        attn_mask: broadcasts to ``[..., Hq, L_r, S]``: the rows of the own queries over all keys.
-        is_causal: whether a query sees no key behind its position, counted from the whole's start.
+        attn_mask: broadcasts to ``[..., Hq, L_r, S]``: the rows of block r over all keys.
+        is_causal: hides keys after a query's position in the whole sequence.
         group: the processes; None means all.
-        lengths: ``(L, S)`` of the whole, where the blocks are those of :func:`torch.chunk`. None:
-            the processes tell each other how long their blocks are, in each call.
+        lengths: ``(L, S)`` of the whole sequence, if the blocks are cut as by :func:`torch.chunk`.
+            None: the processes tell each other the lengths of their blocks, in each call.
         options: scale, enable_gqa, window_size, softcap, query_offset, key_lengths, alibi_slopes
-            and sinks, as of :func:`torch_attn.sdpa`, for the whole: the same on all processes.
+            and sinks, as for :func:`torch_attn.sdpa`, for the whole sequence: the same on all
+            processes.
 
     Returns:
-        ``[..., Hq, L_r, Ev]``, query's dtype. First derivatives of query, key, value, mask, slopes
-        and sinks, and forward mode; second derivatives if the keys do not go round in a ring
-        (:func:`method`). Gradients of slopes and sinks are this process's share, whose sum over the
-        group is the gradient. The same bits on every run with as many processes. In the forward of
-        a ring, no process ever holds more than three blocks of keys and values.
+        ``[..., Hq, L_r, Ev]``, query's dtype. First derivatives with respect to query, key, value,
+        mask, slopes and sinks, and forward mode; second derivatives unless the keys go round in a
+        ring (:func:`method`). Gradients of slopes and sinks are this process's share; their sum
+        over the group is the gradient. The same bits on every run with the same number of
+        processes. In a ring's forward, a process holds at most three blocks of keys and values.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit, as of :func:`torch_attn.sdpa`;
-            lengths that are not those of the blocks; a second derivative of a ring; a process that
-            has ended or is later than the group's timeout.
-        TypeError: an option that there is not; dropout_p is none of these.
+        RuntimeError: shapes, dtypes or devices that do not fit, as for :func:`torch_attn.sdpa`;
+            `lengths` that do not fit the blocks; a second derivative of a ring; a process that has
+            ended or is later than the group's timeout.
+        TypeError: an unknown option; dropout_p is not supported.
 
     Example:
         >>> import torch.distributed as dist
@@ -87,7 +88,7 @@ def sdpa(
 
 
 def group_of(name: str, group: Any) -> dist.ProcessGroup:
-    """A group that this process is in; that of all, if there is no other."""
+    """Returns the group, or the group of all processes for None; this process must be in it."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"{name}: there are no processes yet: call torch.distributed's init_process_group"
@@ -110,7 +111,7 @@ def attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """The same of pieces that lie on the processes in any way."""
+    """Computes :func:`sdpa` with the pieces of any `layout`."""
     if torch.compiler.is_compiling() or is_traced(query):
         raise RuntimeError(
             "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it "
@@ -150,13 +151,13 @@ def attend(
     _parts.check(call, inputs)
     way = {"ring": _ring, "gather": _gathered, "all_to_all": _by_heads}
     output = way[choose(call, query, key, value)](call, inputs)
-    if query.ndim > 2 and query.transpose(-3, -2).is_contiguous():  # laid out as the query is
+    if query.ndim > 2 and query.transpose(-3, -2).is_contiguous():  # the query's layout
         output = output.transpose(-3, -2).contiguous().transpose(-3, -2)
     return output
 
 
 def _cast(tensor: Any) -> Any:
-    """As autocast has the arguments of the operators."""
+    """Casts an argument as autocast does for the operators."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
@@ -169,7 +170,7 @@ def _ring(call: Call, inputs: Inputs) -> Tensor:
 
 
 def _gathered(call: Call, inputs: Inputs) -> Tensor:
-    """Each process with all keys; in float32, so that no part of a gradient is rounded."""
+    """Gathers all keys on each process, in float32, so that no part of a gradient is rounded."""
     layout, (_, S) = call.layout, call.layout.lengths
     key, value = (
         all_rows(call.group, layout.keys, layout.rank, [wide(t)] * layout.world)
@@ -187,7 +188,7 @@ def _gathered(call: Call, inputs: Inputs) -> Tensor:
 
 
 def _by_heads(call: Call, inputs: Inputs) -> Tensor:
-    """Each process with all rows of its heads."""
+    """Gives each process all rows of some heads, and sends the outputs back."""
     layout, (L, S) = call.layout, call.layout.lengths
     rank, world, queries = layout.rank, layout.world, layout.queries
     query, key, value = (
@@ -197,7 +198,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     mask = inputs.attn_mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
-        if any(Layout.length(pieces) == 1 for pieces in queries):  # is one row its own, or of all?
+        if any(Layout.length(pieces) == 1 for pieces in queries):  # one row: this block's or all?
             mask = mask.expand(*mask.shape[:-2], Layout.length(queries[rank]), mask.shape[-1])
             is_cut = True
         else:
@@ -217,7 +218,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
 
 
 def all_rows(group: Any, of_all: list[list[Piece]], rank: int, parts: Any) -> Tensor:
-    """The rows that all have of a tensor, in order, where each sends process r ``parts[r]``."""
+    """Sends ``parts[r]`` to process r; returns the rows of all processes, in order."""
     shape = parts[rank].shape
     shapes = [(*shape[:-2], Layout.length(pieces), shape[-1]) for pieces in of_all]
     blocks = exchanged(group, shapes, parts)
@@ -230,7 +231,7 @@ def all_rows(group: Any, of_all: list[list[Piece]], rank: int, parts: Any) -> Te
 
 
 class _Ring(torch.autograd.Function):
-    """Saves the tensors among the options too: it is an error that they have changed in place."""
+    """Also saves the tensors among the options, so that changing them in place is an error."""
 
     @staticmethod
     def forward(
@@ -258,7 +259,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Any, *_: Any) -> tuple[Tensor | None, ...]:
         call, inputs, saved = _Ring.saved(ctx)
         wanted = ctx.needs_input_grad[3:]
-        if grad_output is None:  # the others want their keys' gradients all the same
+        if grad_output is None:  # other processes still need gradients of keys
             grad_output = torch.zeros_like(saved.output, dtype=inputs.query.dtype)
         with torch.no_grad():
             found = _parts.gradients(call, inputs, saved, grad_output, None, wanted)
@@ -277,7 +278,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Hands gradients on; a derivative of them is an error, for all that they depend on."""
+    """Passes gradients on; their derivative by anything that they depend on is an error."""
 
     @staticmethod
     def forward(*tensors: Tensor | None) -> Any:

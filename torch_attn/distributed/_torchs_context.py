@@ -1,9 +1,9 @@
-"""Inside torch's own ``context_parallel`` the operators raise, and name ours.
+"""Inside torch's own ``context_parallel`` the operators raise, and name this package's.
 
-It puts the head of a sequence beside its tail on each process, for the balance, and tells DTensor
-that these were blocks in order; lengths that do not divide are cut as DTensor would not. Nothing in
-public says whether it is on: the two names that are looked at stand here and nowhere else, and are
-tested with every torch that is supported.
+For balance, torch's puts the head of a sequence beside its tail on each process, but tells DTensor
+that these are blocks in order. It also cuts indivisible lengths in another way than DTensor. No
+public function tells whether it is on. So this module uses two private names, which are tested with
+every supported torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 @functools.cache
 def register_when_imported() -> None:
-    """Watches it from when its module is there; the package calls this."""
+    """Watches it as soon as its module is imported; the package calls this."""
     when_imported(_MODULE, _watch)
 
 

@@ -22,40 +22,66 @@ import torch_attn
 from torch_attn._calls import counter
 from torch_attn._import import import_of, install
 
-__all__ = ["attention_forward", "calls", "register"]
+__all__ = ["attention_forward", "calls", "register", "unregister"]
+
+# The backends of diffusers whose names were taken, each with what the registry knows of it.
+_taken: dict[str, dict[str, Any]] = {}
+_TABLES = ("_backends", "_constraints", "_supported_arg_names")
 
 
 def register(name: str = "attn") -> str:
     """Makes `attn` known to diffusers as an attention backend.
 
-    It is then a name for `model.set_attention_backend`, and for the context manager
-    `diffusers.attention_backend`. In diffusers 0.42 the transformers that ask for a backend are
-    those of the newer pipelines, among them Flux, Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and
-    Z-Image. Those before them call the built-in themselves and take every name without an effect:
-    all UNets and ControlNets with `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow,
-    CogVideoX, Lumina and Sana among them. :func:`calls` then stays where it was.
+    `model.set_attention_backend` and the context manager `diffusers.attention_backend` then take
+    the name. In diffusers 0.42 the models of newer pipelines ask for a backend, among them Flux,
+    Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and Z-Image. Older models call the built-in
+    themselves and take every name without an effect: among them all UNets and ControlNets with
+    `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX, Lumina and Sana.
+    :func:`calls` then does not grow.
 
-    Diffusers keeps the names of its backends in an `Enum`, which has no public way to add one; this
-    adds a member to it. So the name is there after the call only, and the environment variable
-    `DIFFUSERS_ATTN_BACKEND`, which is read when diffusers is imported, cannot hold it.
+    Diffusers keeps the names of its backends in an `Enum`, which has no public way to add one, so
+    this function adds a member to it. The name exists after the call only: the environment
+    variable `DIFFUSERS_ATTN_BACKEND`, which diffusers reads when it is imported, cannot hold it.
 
     Args:
         name: in lower case, as `set_attention_backend` looks it up. With "native" it replaces the
-            backend that diffusers chooses by itself.
+            backend that diffusers chooses by itself, until :func:`unregister`.
 
     Returns:
         `name`.
 
     Raises:
         ValueError: `name` is no identifier in lower case.
-        ImportError: diffusers is not installed, is older than 0.35 or does not import; in the last
-            case the message is that of the import that failed.
+        ImportError: diffusers is not installed, is older than 0.35 or does not import. In the last
+            case the message is the one of the failed import.
     """
     if not (isinstance(name, str) and name.isidentifier() and name == name.lower()):
         raise ValueError(f"name is {name!r}; it must be an identifier in lower case")
     registry, names = _backends()
-    registry.register(_member(names, name))(attention_forward)
+    member = _member(names, name)
+    if registry._backends.get(member) not in (None, attention_forward):
+        _taken[name] = {table: getattr(registry, table)[member] for table in _TABLES}
+    registry.register(member)(attention_forward)
     return name
+
+
+def unregister(name: str) -> None:
+    """Gives a name that :func:`register` took, such as "native", back to diffusers.
+
+    Models attend with diffusers' own backend from their next call on.
+
+    Args:
+        name: as it was given to :func:`register`.
+
+    Raises:
+        ValueError: :func:`register` did not take that name from another backend.
+    """
+    if name not in _taken:
+        taken = ", ".join(map(repr, _taken)) or "none"
+        raise ValueError(f"name is {name!r}; register() took these from diffusers: {taken}")
+    registry, names = _backends()
+    for table, entry in _taken.pop(name).items():
+        getattr(registry, table)[names(name)] = entry
 
 
 def _backends() -> tuple[Any, Any]:
@@ -110,7 +136,7 @@ def attention_forward(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """What diffusers calls in place of its own backends, with the arguments of its "native" one.
+    """Attends where diffusers calls a backend; takes the arguments of its backend "native".
 
     Args:
         query: `[B, L, H, E]`.

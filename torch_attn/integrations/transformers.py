@@ -35,7 +35,10 @@ from torch_attn._calls import counter
 from torch_attn._import import import_of, install
 from torch_attn.distributed import _context as context
 
-__all__ = ["attention_forward", "calls", "register"]
+__all__ = ["attention_forward", "calls", "register", "unregister"]
+
+# The implementations of transformers, and the functions of their masks, whose names were taken.
+_taken: dict[str, tuple[Any, Any]] = {}
 
 # What a model may ask of its attention that the operator does not do: saying so beats being wrong.
 _UNSUPPORTED = {
@@ -51,19 +54,20 @@ def register(name: str = "attn") -> str:
     """Makes `attn` known to transformers as an attention implementation.
 
     Where a model asks for plain causality or a sliding window, no mask of L x S is made: the
-    operator is told the window and where the queries stand among the keys, and padding stays a
-    mask `[B, 1, 1, S]`. That holds for models that say that all of their attention uses the
-    AttentionInterface (`_supports_attention_backend`) and whose layers are of full or sliding
-    attention. Every other mask is prepared as for transformers' own "sdpa", boolean, or for models
-    that do not support that as for "eager", which their own attention understands, too.
+    operator gets the window and the position of the queries among the keys, and padding stays a
+    mask `[B, 1, 1, S]`. That holds for models whose attention all uses the AttentionInterface
+    (`_supports_attention_backend`), with layers of full or sliding attention. Other masks are
+    prepared as for transformers' own "sdpa", boolean. Models that do not support that get the mask
+    of "eager", because their own attention understands it.
 
-    Packed texts have no mask either: neither in training, as `DataCollatorWithFlattening` packs
-    them, nor in continuous batching (`generate_batch`). That looks at the names of implementations
-    and takes those of transformers; this changes its `ContinuousBatchingManager` to take `name`.
+    Packed sequences have no mask either: neither in training, as `DataCollatorWithFlattening` packs
+    them, nor in continuous batching (`generate_batch`). Continuous batching takes the names of
+    transformers' own implementations only, so this function changes its
+    `ContinuousBatchingManager` to take `name`.
 
     Args:
         name: what to write in `attn_implementation=`. With "sdpa" it replaces the implementation
-            that transformers chooses by itself.
+            that transformers chooses by itself, until :func:`unregister`.
 
     Models that ask for what the operator does not do raise ValueError at their first call; in
     transformers 5.23 among them
@@ -86,11 +90,32 @@ def register(name: str = "attn") -> str:
         `name`.
 
     Raises:
-        ImportError: transformers is not installed, is older than 5 or does not import; in the last
-            case the message is that of the import that failed.
+        ImportError: transformers is not installed, is older than 5 or does not import. In the last
+            case the message is the one of the failed import.
     """
+    of_before = tuple(interface().get(name) for interface in _interfaces())
+    if of_before[0] not in (None, attention_forward):
+        _taken[name] = of_before
     _register(name, attention_forward)
     return name
+
+
+def unregister(name: str) -> None:
+    """Gives a name that :func:`register` took, such as "sdpa", back to transformers.
+
+    Models attend with transformers' own implementation from their next call on.
+
+    Args:
+        name: as it was given to :func:`register`.
+
+    Raises:
+        ValueError: :func:`register` did not take that name from another implementation.
+    """
+    if name not in _taken:
+        taken = ", ".join(map(repr, _taken)) or "none"
+        raise ValueError(f"name is {name!r}; register() took these from transformers: {taken}")
+    for interface, function in zip(_interfaces(), _taken.pop(name), strict=True):
+        interface.register(name, function)
 
 
 def _register(name: str, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
@@ -159,7 +184,7 @@ def attention_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls in place of its own attention functions.
+    """Attends where transformers calls an attention function.
 
     Args:
         module: the attention module that calls; its `training`, `is_causal` and
@@ -267,7 +292,7 @@ _REFUSED = {
 
 
 def _unsupported(arguments: dict[str, Any]) -> str | None:
-    """What the arguments ask for that :func:`attention_forward` does not do."""
+    """Says what the arguments ask for and :func:`attention_forward` does not do."""
     asked = (_REFUSED[name] for name in _REFUSED if arguments.get(name) is not None)
     return next(asked, None)
 
@@ -277,10 +302,10 @@ _watching = 0  # how many want calls of sdpa
 
 @contextlib.contextmanager
 def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
-    """For a while, models within `model` call the built-in attention or an operator of attn.
+    """Makes models within `model` call the built-in attention or an operator of attn, for a while.
 
-    Those that do already stay as they are; the others get our implementation, under a name that no
-    other program has. Does nothing where transformers was not imported.
+    A model that does so already is left alone. Another one gets our implementation, under a name
+    that no other program has. Does nothing where transformers was not imported.
     """
     global _watching
     modeling: Any = sys.modules.get("transformers.modeling_utils")
@@ -290,7 +315,7 @@ def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator
     before = [(config, config._attn_implementation) for config in configs]
     _watching += 1
     try:
-        for part in models:  # from the outside to the inside: the first may switch the others
+        for part in models:  # outermost first: it may switch the models inside
             now = part.config._attn_implementation
             if now != "sdpa" and _interfaces()[0]().get(now) not in (attention_forward, _inspected):
                 _register(name, _inspected)
@@ -299,12 +324,12 @@ def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator
     finally:
         _watching -= 1
         for config, implementation in before:
-            # The public attribute would set that of the configurations inside, too.
+            # Setting the public attribute would change the configurations inside, too.
             config._attn_implementation_internal = implementation
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and those inside of it."""
+    """Yields a configuration and the configurations inside it."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         inner = getattr(config, name, None)
@@ -324,7 +349,7 @@ def _inspected(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Te
 
 
 def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
-    """What transformers calls for the mask of a forward pass."""
+    """Returns the function that transformers calls for the mask of a forward pass."""
     masking = importlib.import_module("transformers.masking_utils")
 
     def mask_function(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | _Pattern | None:
@@ -362,12 +387,12 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Which keys a query sees, said in options: the mask that :func:`attention_forward` gets.
+    """The keys that a query sees, as options: the mask that :func:`attention_forward` gets.
 
     Query i sees key j if ``i + offset - left <= j <= i + offset`` and the padding lets it.
 
-    It is no tensor, so that what else a model does to a mask raises an error. In a graph, `left` is
-    a constant, as of the model, and `offset` is data, as of the call.
+    It is no tensor, so that anything else that a model does to a mask raises an error. In a graph,
+    `left` is a constant, because it belongs to the model, and `offset` is data of the call.
     """
 
     left: int  # -1 is all
@@ -378,7 +403,7 @@ class _Pattern:
     ndim: ClassVar[int] = 4
 
     def options(self, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
-        """The arguments of :func:`torch_attn.sdpa` that say the same."""
+        """Returns arguments of :func:`torch_attn.sdpa` that mean the same."""
         if query.size(2) != self.shape[2] or key.size(2) != self.shape[3]:
             raise ValueError(
                 f"{type(module).__name__} attends with {query.size(2)} queries to {key.size(2)} "
@@ -393,14 +418,14 @@ class _Pattern:
         return options
 
     def to(self, *args: Any, **kwargs: Any) -> _Pattern:
-        """As accelerate moves what a layer on another device is given."""
+        """Moves it to another device, as accelerate does with a layer's arguments."""
         offset = None if self.offset is None else self.offset.to(*args, **kwargs)
         padding = None if self.padding is None else self.padding.to(*args, **kwargs)
         texts = None if self.texts is None else self.texts.to(*args, **kwargs)
         return replace(self, offset=offset, padding=padding, texts=texts)
 
     def contiguous(self) -> _Pattern:
-        """As `generate` calls it, of whatever mask it has made."""
+        """Returns itself; `generate` calls this on every mask."""
         return self
 
 
@@ -412,9 +437,9 @@ def _window(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> int | None:
-    """How many keys before its own a query sees, -1 is all; None if that is not the pattern."""
-    # Where anything else is hidden or seen (parts of images, packed texts), or a model computes
-    # with the mask, transformers says that it must have one. So it does for a single query in a
+    """Returns how many keys before its own a query sees; -1: all; None: another pattern."""
+    # transformers says that a mask must be made where anything else is hidden or seen (parts of
+    # images, packed sequences), where a model computes with the mask, and for a single query in a
     # static cache, whose mask is a row. Early releases do not say where the queries begin.
     if not allow_is_causal_skip or "q_offset" not in kwargs or not _hands_on(config):
         return None
@@ -436,7 +461,7 @@ def _window(
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two functions have the same code, and around it the same functions and numbers."""
+    """Whether two functions have the same code and close over the same functions and numbers."""
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
         cells = [tuple(c.cell_contents for c in f.__closure__ or ()) for f in (a, b)]
         return a.__code__ is b.__code__ and _alike(*cells)
@@ -457,13 +482,13 @@ def _pattern(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> _Pattern | Tensor | None:
-    """Causality from the right place on, a window, and padding as far as there is any."""
+    """Makes the pattern: causality from the offset on, a window, and padding if there is any."""
     # A new tensor where `q_offset` is one: a static cache adds to its own before layers attend.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
-        # What no query sees does not count: the part of a static cache that is empty.
+        # The empty part of a static cache does not count, because no query sees it.
         seen = padding if isinstance(offset, Tensor) else padding[:, : offset + q_length]
         # Numbers are not looked at while a graph is traced.
         needless = not masking.is_tracing(padding) and bool(seen.all())
@@ -489,9 +514,9 @@ def _pattern(
 
 @dataclass(frozen=True, eq=False)
 class _Texts:
-    """Texts in a row, of which none sees another: as `[B, T]` tokens are laid out in memory.
+    """Packed sequences, which do not see each other, in the memory order of `[B, T]` tokens.
 
-    Where there are more keys than queries, the last query of a text stands at its last key.
+    Where there are more keys than queries, the last query of a sequence stands at its last key.
     """
 
     cu_seq_q: Tensor  # [N + 1], integers
@@ -501,7 +526,7 @@ class _Texts:
 
     @classmethod
     def of_call(cls, kwargs: dict[str, Any]) -> _Texts | None:
-        """As transformers tells its flash attention, if it does."""
+        """Takes the starts that transformers passes to its flash attention, if it does."""
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         missing = [name for name in names if kwargs.get(name) is None]
         if len(missing) == len(names):
@@ -538,9 +563,9 @@ class _Texts:
         return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
 
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """`[B, 1, L, S]`: also hides the other texts; for what needs L x S anyway.
+        """Makes a mask `[B, 1, L, S]` that hides other sequences too, where L x S is needed anyway.
 
-        What is behind the last text sees nothing, as in :meth:`attend`.
+        Tokens behind the last sequence see nothing, as in :meth:`attend`.
         """
         of_query, of_key = (
             torch.searchsorted(cu_seq, torch.arange(B * n, device=cu_seq.device), right=True)
