@@ -571,4 +571,4 @@ def test_nothing_to_unconvert() -> None:
     assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert unconvert(nn.MultiheadAttention(E, H)) == ((), {})
+        assert unconvert(nn.MultiheadAttention(E, H)) == torch_attn.Converted((), {})

@@ -186,7 +186,7 @@ def test_register_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     interfaces = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
     before = [interface["sdpa"] for interface in interfaces]
     assert register("sdpa") == register("sdpa") == "sdpa"
-    model = transformers.BertModel(build("bert")[0].config.__class__(num_hidden_layers=1))
+    model = transformers.BertModel(build("bert")[0].config.__class__(num_hidden_layers=1)).eval()
     with Calls() as operators:
         model(input_ids=torch.tensor([[1, 2, 3]]))
     assert (operators.forward, operators.builtin) == (1, 0)

@@ -13,7 +13,7 @@ __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
 
 class AuxRequest(NamedTuple):
-    """Asks for more results; the class of this name in ``torch.nn.attention.varlen`` serves as well.
+    """Asks for more results; ``torch.nn.attention.varlen.AuxRequest`` serves as well.
 
     Attributes:
         lse: the logsumexp of every query.
