@@ -4,7 +4,7 @@
 //   auto [output, weights] = attention(x, x, x);
 //
 // It goes where torch::nn::MultiheadAttention stood: the same arguments, and parameters of the same names and values
-// from the same seed. They are those of the Python modules torch.nn.MultiheadAttention and
+// from the same seed. They are the parameters of the Python modules torch.nn.MultiheadAttention and
 // torch_attn.nn.MultiheadAttention, whose state_dict fits too (docs/cpp.md loads one). Not there: add_bias_kv and
 // add_zero_attn.
 //

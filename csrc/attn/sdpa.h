@@ -28,8 +28,8 @@ struct Options {
   // Broadcasts to [B..., Hq, L, S]. Boolean: true = attend. Floating, query's type or float32:
   // added to the scaled scores; it gets a gradient.
   std::optional<at::Tensor> attn_mask = std::nullopt;
-  // Probability in [0, 1] that a weight is zeroed; the others are divided by 1 - dropout_p. Drawn from the default
-  // generator of the device.
+  // Probability in [0, 1] that a weight is zeroed; other weights are divided by 1 - dropout_p. Drawn from the
+  // default generator of the device.
   double dropout_p = 0.0;
   // Query i attends to keys j <= i + query_offset, for any L and S, within attn_mask if there is one.
   bool is_causal = false;
@@ -38,18 +38,18 @@ struct Options {
   // Allows Hk and Hv that divide Hq: Hq / Hk consecutive query heads share a key head, Hq / Hv a value head.
   bool enable_gqa = false;
 
-  // These the built-in has not. They go together with each other and with all the rest.
+  // The built-in lacks these. Any of them may be combined.
   // c > 0 makes c tanh(x / c) of scaled scores x, before a mask is added; 0: none.
   double softcap = 0.0;
   // (left, right): how many keys beside its position i + query_offset a query sees; -1: all.
   std::array<int64_t, 2> window_size = {-1, -1};
   // The position of query 0 among the keys, of any sign; absent: 0. S - L where the last query stands at the last key.
   std::optional<Integers> query_offset = std::nullopt;
-  // How many of the S keys there are; absent: S. The others, whatever they are, are not read.
+  // How many of the S keys are in use; absent: S. Further keys are not read, whatever they hold.
   std::optional<Integers> key_lengths = std::nullopt;
   // [Hq] or [B..., Hq], query's type or float32. Slope times distance is taken from each score; it gets a gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
-  // As they: one more logit in every softmax of a head, without a value; it gets a gradient.
+  // The same shapes and types: one more logit in every softmax of a head, without a value; it gets a gradient.
   std::optional<at::Tensor> sinks = std::nullopt;
 };
 
@@ -126,8 +126,8 @@ class ATTN_API Invariance {
 };
 [[nodiscard]] inline Invariance invariant() { return {}; }
 
-// Statistics of the scores and weights of every head, float32 (float64 for float64). Of a query that may attend to no
-// key, and has no sink: -inf, 0 and -inf.
+// Statistics of the scores and weights of every head, float32 (float64 for float64). A query that may attend to no key,
+// without a sink, has -inf, 0 and -inf.
 struct Stats {
   at::Tensor largest_score;    // [B..., Hq, L], of the scores, scaled and masked
   at::Tensor entropy;          // [B..., Hq, L], of the weights, in nats
@@ -135,8 +135,8 @@ struct Stats {
   at::Tensor received_weight;  // [B..., Hq, S], the sum over the queries of the weight that a key receives
 };
 
-// In O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: of inputs that
-// require a gradient they can be read, and a backward through them throws.
+// In O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: inputs may require
+// a gradient, but a backward through the results throws.
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,
                           bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 

@@ -13,7 +13,7 @@
 
 namespace attn {
 
-// What a call takes beside tensors and sequences, by name; those of sdpa mean here what they mean there.
+// Options of a call, by name; options of sdpa mean the same here.
 struct VarlenOptions {
   // Factor of query key^T. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
@@ -45,16 +45,16 @@ struct VarlenOptions {
 //   query     [T_q, Hq, E]    float64, float32, bfloat16 or float16, one type for all three
 //   key       [T_k, Hk, E]    beside a block_table [pages, page_size, Hk, E], of any strides
 //   value     [T_k, Hv, Ev]   likewise
-//   cu_seq_q  int32 or int64 [N + 1]: 0, then where each of the N sequences ends; an empty one is allowed. Of tokens
-//             behind the last one the output is 0.
+//   cu_seq_q  int32 or int64 [N + 1]: 0, then the end of each of the N sequences, which may be empty. The output is 0
+//             for tokens behind the last sequence.
 //   cu_seq_k  the same for keys; std::nullopt beside a block_table only
 //   max_q     the queries of the longest sequence, or more; max_k likewise of keys. They change no result.
 //
-// Returns [T_q, Hq, Ev] in query's type. A query that sees no key gives 0. Without dropout the bits of a sequence, and
-// of its gradients, are those of sdpa of it alone with query_offset = S - L; on a GPU while a result of invariant()
-// lives. Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed.
-// On a GPU the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not looked at, which would wait for it:
-// they are clamped, so that nothing outside of the tensors is read or written.
+// Returns [T_q, Hq, Ev] in query's type. A query that sees no key gives 0. Without dropout a sequence and its gradients
+// have the bits of sdpa of this sequence alone with query_offset = S - L; on a GPU while a result of invariant() lives.
+// Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed. On a
+// GPU the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are clamped instead, because looking at them would
+// synchronise: nothing outside of the tensors is read or written.
 ATTN_API at::Tensor varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,
                            int64_t max_k, const VarlenOptions& options = {});

@@ -1,4 +1,4 @@
-// Where the numbers of a problem lie, for the kernels of every device.
+// Addresses and sizes in a problem, for the kernels of every device.
 #pragma once
 
 #include "core/params.h"
@@ -82,8 +82,8 @@ constexpr int64_t kFar = int64_t{1} << 61;
 ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64_t most) {
   return lengths ? larger(0, smaller(lengths[n], most)) : most;
 }
-// The one function that says how long a sequence is and how its queries and keys are aligned. Numbers that only the
-// device knows were checked by nobody: whatever they are, no key outside is read.
+// Every kernel takes from here how long a sequence is and how its queries and keys are aligned. On a GPU offsets and
+// lengths are not validated, because that would synchronise. They are clamped here, so no key out of bounds is read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
   const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
@@ -102,7 +102,7 @@ ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
 ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
 ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.value_heads); }
 
-// A row: a query of a batch entry and a head. Rows are numbered as they lie in a contiguous [batch, heads, L].
+// A row: a query of a batch entry and a head. Rows are numbered in the order of a contiguous [batch, heads, L].
 struct Row {
   int64_t n, head, position;
 };
@@ -143,8 +143,8 @@ ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64
     slice = from / extent;
   return from % extent;
 }
-// Several scores may share one number of a mask. A slice of it is what lies at one batch entry and head; this is the
-// `sharer`-th batch entry and head among those that read a slice. The position is 0.
+// Several scores may share one number of a mask. A slice of a mask is its part [L, S] for one batch entry and head.
+// Returns the `sharer`-th batch entry and head that read a slice. The position is 0.
 ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, int64_t slice, int64_t sharer) {
   Row place{0, take_coordinate(p.heads, mask.head == 0, slice, sharer), 0};
   int64_t step = 1;

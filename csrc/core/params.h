@@ -21,8 +21,8 @@ enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 // Batch dimensions left after neighbours with compatible strides were merged.
 constexpr int kMaxBatchDims = 16;
 
-// The rows of a tile of scores, and its keys, on every device (as a static_assert of each says), and those of a mask's
-// gradient that one task owns. 64, so that a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
+// Rows and keys of a tile of scores, on every device (each has a static_assert), and rows of a mask's gradient that one
+// task owns. 64, so that a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
 constexpr int64_t kScoreTile = 64;
 
 // What a mask does to a tile of scores.
@@ -58,9 +58,9 @@ struct Paging {
 // Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative number
 // is no bound. Causality is right = 0.
 //
-// Query i of batch entry n stands at position i + offsets[n]; keys from lengths[n] on are seen by no query and never
-// read, like their values and their part of the mask. There are query_lengths[n] queries. All lie on the device,
-// [batch]; null: 0, all keys, and all queries.
+// Query i of batch entry n stands at position i + offsets[n]. No query sees keys from key_lengths[n] on: they, their
+// values and their part of the mask are never read. There are query_lengths[n] queries. The arrays are on the device,
+// [batch]; null: offset 0, all keys, all queries.
 struct Visibility {
   int64_t left = -1;
   int64_t right = -1;
@@ -69,15 +69,14 @@ struct Visibility {
   const int64_t* query_lengths = nullptr;
 };
 
-// One number for each batch entry and head, of the type computed in, [batch, heads]; null if there are none. They
-// belong to the scores of a whole row.
+// One number for each batch entry and head, in the compute dtype, [batch, heads]; null if there are none. It applies to
+// the scores of a whole row.
 struct HeadTerms {
   const void* alibi_slopes = nullptr;
   const void* sinks = nullptr;
 };
 
-// The attention problem itself, shared by every kernel. What a score is stands in score.h, where a number lies in
-// geometry.h.
+// The attention problem itself, shared by every kernel. score.h defines a score, geometry.h addresses.
 struct Problem {
   int batch_dims = 0;
   int64_t batch_size[kMaxBatchDims] = {};
@@ -85,11 +84,11 @@ struct Problem {
   int64_t heads = 1;  // of the query and the output
   int64_t key_heads = 1;
   int64_t value_heads = 1;
-  int64_t queries = 0;    // L, of packed sequences the most of one
-  int64_t keys = 0;       // S, as well
+  int64_t queries = 0;    // L; of packed sequences, the longest one
+  int64_t keys = 0;       // S, likewise
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
-  double scale = 1;       // of a product: the caller's, or 1 / sqrt(E)
+  double scale = 1;       // multiplies a product: the caller's, or 1 / sqrt(E)
   double softcap = 0;     // 0: none
   Visibility visibility;
   HeadTerms terms;
@@ -100,8 +99,8 @@ struct Problem {
   // (key_starts[n]) of its operands, [batch], on the device. 0: none are packed.
   int64_t sequences = 0;
   const int64_t* query_starts = nullptr;
-  const int64_t* key_starts = nullptr;  // null where keys lie in pages
-  Paging paging;                        // of the forward alone: derivatives refuse pages
+  const int64_t* key_starts = nullptr;  // null where keys are in pages
+  Paging paging;                        // forward only: derivatives refuse pages
   // Where a CPU runs one entry of a call by itself: its number in the batch and, if sequences are packed, the rows of a
   // head in the whole call, or 0.
   int64_t first_entry = 0;
@@ -163,8 +162,8 @@ struct ForwardParams : RowParams {
   Operand residual;           // the exact output minus the rounded one; data may be null. See exact_residual
   void* logsumexp = nullptr;  // may be null
 
-  // For who calls, one number a row, [batch, heads, L], of the type computed in; null where not wanted. The logsumexp
-  // has the sink in it, the largest score has not.
+  // Results for the caller, one number a row, [batch, heads, L], in the compute dtype; null where not wanted. The
+  // logsumexp includes the sink, the largest score does not.
   void* row_logsumexp = nullptr;
   void* max_score = nullptr;
 
@@ -174,10 +173,9 @@ struct ForwardParams : RowParams {
 
   void* prepacked = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
 
-  // Whether derivatives will sum dS over a row with other weights than 1: slopes weigh it by a distance, sinks too.
-  // Then the residual, which has data, has also what the rounding of weights took from the output. Without it delta,
-  // <dO, O>, is off by so little that dS is right, but the sum over j of dS_ij is not 0, and a slope multiplies it by
-  // how far the keys are.
+  // Whether derivatives will weigh dS within a row, as the gradients of slopes (by the distance) and of sinks do. Then
+  // the residual, which has data, also contains what the rounding of weights took from the output. Without that, delta
+  // = <dO, O> is accurate enough for dS, but the sum over j of dS_ij is not 0, and a slope multiplies it by distances.
   bool exact_residual = false;
 };
 
@@ -186,7 +184,7 @@ struct BackwardParams : Problem {
   Operand residual;
   Operand grad_output;
   const void* logsumexp = nullptr;
-  // Of every row, [batch, heads, L], the gradient of its row_logsumexp; null: 0.
+  // The gradient of each row's row_logsumexp, [batch, heads, L]; null: 0.
   const void* grad_logsumexp = nullptr;
   void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L], and with grad_logsumexp what rounding took from each
 
@@ -195,8 +193,8 @@ struct BackwardParams : Problem {
   Operand grad_key;
   Operand grad_value;
   Operand grad_mask;  // stride 0 where the mask was broadcast
-  // Numbers of rows, [batch, heads, L], of the type computed in; null where not wanted. Sums of them are the gradients
-  // of slopes, of sinks and of a mask that is the same for all keys.
+  // One number a row, [batch, heads, L], in the compute dtype; null where not wanted. Their sums are the gradients of
+  // slopes, of sinks and of a mask that is the same for all keys.
   void* grad_slopes = nullptr;
   void* grad_sinks = nullptr;
   void* grad_mask_rows = nullptr;
@@ -204,9 +202,9 @@ struct BackwardParams : Problem {
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;
   int64_t rows_per_pass = 0;
-  // Keys are cut in chunks by the shape alone, and the shares of grad_query that they give are added in order. Either
-  // one task of each span has all chunks; or each chunk is a task, which adds its share to a sum of the type computed
-  // in (grad_query itself may be it) when turns[number of the pass] says that those before it have.
+  // The shape alone decides how keys are cut into chunks. The chunks' shares of grad_query are added in order. Either
+  // one task of each span has all chunks; or each chunk is a task, which adds its share to a sum in the compute dtype
+  // (possibly grad_query itself) when turns[number of the pass] says that all earlier chunks have.
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;
@@ -217,7 +215,7 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t keys_per_task() const { return all_chunks_at_once ? keys : keys_per_chunk; }
   ATTN_INLINE constexpr int64_t spans() const { return batch * (heads / span); }
   ATTN_INLINE constexpr int64_t passes() const { return (rows() + rows_per_pass - 1) / rows_per_pass; }
-  // Of what belongs to whole rows: kScoreTile of them, of a group of heads.
+  // Tasks over whole rows: kScoreTile rows of a group of heads each.
   ATTN_INLINE constexpr int64_t row_tasks() const { return batch * groups() * row_tiles(); }
   ATTN_INLINE constexpr int64_t row_tiles() const { return (rows() + kScoreTile - 1) / kScoreTile; }
 

@@ -38,7 +38,7 @@ struct ScoreFunction {
   T scale;
 
   ATTN_INLINE static constexpr ScoreFunction of(const Problem& p) { return {static_cast<T>(p.scale)}; }
-  // Leaves products that are scores already as they are.
+  // Does not change products that are scores already.
   ATTN_INLINE static constexpr ScoreFunction identity() { return {1}; }
 
   template <class V>

@@ -19,8 +19,8 @@ namespace attn {
 template <class T>
 struct RowStatistics {
   T largest;  // m; -inf without a key, NaN once a score was NaN
-  T ones;     // how many weights are 1, those of the largest score
-  T rest;     // the sum of the others
+  T ones;     // how many weights are 1: keys with the largest score
+  T rest;     // the sum of the other weights
   T moment;   // sum_j (x_j - m) slope w_j, not positive
 };
 
@@ -57,7 +57,7 @@ ATTN_INLINE constexpr bool has_nan(const RowStatistics<T>& part) {
   return part.largest != part.largest;
 }
 
-// What is written of a row.
+// The results of a row.
 template <class T>
 struct FinishedRow {
   T largest_score, entropy, logsumexp;
@@ -66,14 +66,14 @@ struct FinishedRow {
   T reference, inverse_sum;
 };
 
-// l - 1, and -1 without keys and sink. log1p() of it is the argument `log_sum` of finished(). `sink`: the weight of a
-// sink beside those of the row, which stands at a reference that is no smaller than it; 0 without one.
+// Returns l - 1, which is -1 without keys and sink. Its log1p() is the argument `log_sum` of finished(). `sink`: the
+// weight of the sink relative to the row's reference, which is no smaller than the sink; 0 without one.
 template <class T>
 ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink) {
   return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;
 }
-// `scale` makes scores of `largest`, of all keys, and of the reference. A score of +inf has the sum inf - inf = NaN,
-// though no score was NaN. The entropy is that of the keys' weights: log(l) counts as often as they weigh.
+// `scale` makes scores of the reference and of `largest`, the maximum over all keys. A score of +inf makes the sum NaN
+// (inf - inf), though no score was NaN. The entropy leaves out the sink: log(l) is multiplied by the keys' weight.
 template <class T>
 ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T largest, T scale, double sink,
                                               double log_sum, T infinity) {

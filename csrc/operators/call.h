@@ -22,7 +22,7 @@ namespace attn {
 struct Call;
 
 // What an argument is. A tensor broadcasts to the dimensions that are named here. The order counts: what autocast casts
-// comes first, then the rest that may have a derivative, then other tensors, those of packed sequences last.
+// comes first, then other arguments that may have a derivative, then other tensors, packed starts last.
 enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]
   value_rows,  // likewise, and no score depends on it
@@ -148,7 +148,7 @@ using BeyondBuiltin = Arguments<is_beyond_builtin>;
 using Dense = Arguments<is_dense>;  // of operators that take no packed sequences
 using Scores = Arguments<is_of_scores>;
 
-// varlen_attention packs always. Its arguments begin as those of torch.nn.attention.varlen.varlen_attn.
+// varlen_attention always packs. Its arguments begin like torch.nn.attention.varlen.varlen_attn's.
 constexpr bool is_first_of_varlen(size_t i, Kind kind) {
   return i < 3 || kind == Kind::starts || kind == Kind::longest;
 }
@@ -199,7 +199,7 @@ T map_inputs(T s, const auto& f) {
   return s;
 }
 
-// What sdpa_stats takes, as a call: the value is never read, but its heads count, which are those of the key.
+// Makes a call of what sdpa_stats takes. The value is never read, but its heads count: pass the key.
 inline Call with_key_as_value(Call scores) {
   scores.value = scores.key;
   return scores;
@@ -228,7 +228,7 @@ static_assert(
         }(),
     "OfInputs has the arguments of Call that may have derivatives, in their order");
 
-// Whether the built-in could have the call: all other arguments are as they are by default.
+// Whether the built-in could take the call: all arguments that it lacks have their defaults.
 inline bool is_builtin(const Call& call) {
   const Call by_default;
   bool all = true;

@@ -30,21 +30,21 @@ Tensor repeat_heads(const Tensor& t, const Shape& shape) {
   return t.repeat_interleave_symint(shape.heads / heads, -3);
 }
 
-// Without leading dimensions of 1 that the call has not.
+// Removes leading dimensions of 1 that the call lacks.
 Tensor at_rank(Tensor t, const Shape& shape) {
   while (t.defined() && t.dim() > shape.dims) t = t.squeeze(0);
   return t;
 }
-// Of what broadcasts to [*batch], numbers for [*batch, heads, rows, keys].
+// Makes numbers for [*batch, heads, rows, keys] from a tensor that broadcasts to [*batch].
 Tensor for_entries(const Tensor& of_entries) {
   return of_entries.to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
 }
-// Of what broadcasts to [*batch, heads], a number for each row.
+// Makes a number for each row from a tensor that broadcasts to [*batch, heads].
 Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
   return at_rank(of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1), shape);
 }
 
-// Packed sequences as the numbers of their queries and keys. Those of no sequence have the number N.
+// The sequence that each query and key belongs to, if sequences are packed; N: to none.
 struct Packed {
   Tensor row_sequence, key_sequence;  // [T_q], [T_k]
   Tensor position, place;             // [*batch, T_q], [T_k]: of a query and of a key in its sequence
@@ -117,7 +117,7 @@ std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& sh
   return mask->index_select(-1, place);
 }
 
-// |position of the query - that of the key|, and which scores are hidden.
+// |position of the query - position of the key|, and which scores are hidden.
 struct Distances {
   Tensor distance, hidden;
 };

@@ -1,4 +1,4 @@
-// What merges calls over some of the keys each, which lie on different processes: the logsumexp of rows in float64, and
+// Merges calls over different keys, which different processes hold: the logsumexp of rows in float64, and
 // from it the pair that the derivatives of every part take (params.h).
 #include <ATen/ATen.h>
 #include <torch/library.h>

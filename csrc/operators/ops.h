@@ -82,7 +82,7 @@ struct WantedWeights {
 // The results of _sdpa_and_weights.
 struct OutputAndMean {
   at::Tensor output;   // [*batch, heads, L, Ev]
-  at::Tensor weights;  // as those of WeightsAndScores
+  at::Tensor weights;  // as in WeightsAndScores
 
   static auto fields(auto& r) { return std::tie(r.output, r.weights); }
 };

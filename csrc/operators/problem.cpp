@@ -128,7 +128,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
 
 namespace {
 
-// Of each packed sequence query_starts, queries, key_starts, keys and offset: int64 [5, *batch, sequences]. Whatever
+// query_starts, queries, key_starts, keys and offset of each packed sequence: int64 [5, *batch, sequences]. Whatever
 // the caller's numbers are, no sequence begins or ends outside of the tokens: on a GPU they are not validated.
 at::Tensor sequences_on_cpu(const Call& call, int64_t tokens, int64_t all_keys, at::IntArrayRef sizes) {
   const auto expanded = [&](const auto& t) { return t ? t->expand(sizes) : at::Tensor(); };

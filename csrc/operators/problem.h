@@ -25,13 +25,13 @@ class ProblemBuilder {
   // Adds query, key, value, mask, rng_state and everything that is not a tensor.
   ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state);
 
-  // `operand` lies inside `problem`. A dimension of extent 1 gets stride 0.
+  // `operand` is a member of `problem`. A dimension of extent 1 gets stride 0.
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // is read
   void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // is written
 
   // The numbers of a tensor, one after the other in memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
-  // Those of one with a number for each head, in the type computed in: [batch, heads]. Null if there is none.
+  // Likewise for a tensor with a number for each head, in the compute dtype: [batch, heads]. Null if there is none.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.

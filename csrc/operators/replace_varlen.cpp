@@ -147,8 +147,8 @@ void flash_forward_out_kernel(const c10::OperatorHandle& op, torch::jit::Stack* 
   torch::jit::push(*stack, logsumexp);
 }
 
-// Of what the forward has saved only the inputs are of use: our backward starts from a pair of numbers for each row,
-// where torch keeps their logsumexp. So it computes the forward a second time.
+// Computes the forward a second time, because our backward starts from a pair of numbers for each row, where torch
+// saves the logsumexp.
 void flash_backward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const FlashArguments a(op, *stack);
   a.check(3, {"grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",

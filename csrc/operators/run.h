@@ -19,7 +19,7 @@ using Run = void(Params& p, const at::Tensor& query);
 // What a device brings. A device without any, Meta, allocates the results and leaves it at that.
 struct Device {
   // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
-  // `heads` counts those of the whole batch.
+  // `heads` is the number of heads in the whole batch.
   void (*draw_rng_state)(const at::Tensor& state, int64_t heads);
   // Reads no more than the inputs; writes output and, where they are not null, logsumexp, residual, row_logsumexp and
   // max_score. Without keys the output is 0.
@@ -47,7 +47,8 @@ Gradients compute_second(const Device& device, const GradResults& grads, const S
                          const TangentResults& tangent, const Call& call, Wanted wanted);
 Statistics compute_stats(const Device& device, const Call& scores);
 
-// Those of weights_formula() (formulas.h), and the output where it is wanted, by `run`, which writes what has data.
+// Computes by `run`, which writes the results with data, what weights_formula() does (formulas.h); the output too, if
+// wanted.
 WeightsAndScores compute_weights(Run<WeightsParams>* run, const Call& call, const WantedWeights& wanted);
 
 // For TORCH_LIBRARY_IMPL of the device's key.

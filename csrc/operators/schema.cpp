@@ -76,9 +76,9 @@ TORCH_LIBRARY(attn, m) {
   define("sdpa_with_weights(" + dense + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
   // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
-  // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. Of every key
-  // and head of the query received_weight, the sum over the rows of p_j, [*, H, S]. float32 (float64 for float64), in
-  // O(L + S) memory (statistics.h). Without derivatives: their place is taken by an error.
+  // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. For every key
+  // and head of the query: received_weight, the sum over the rows of p_j, [*, H, S]. float32 (float64 for float64), in
+  // O(L + S) memory (statistics.h). Asking for a derivative is an error.
   define("sdpa_stats(" + arguments<Scores>() +
              ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
          plain);
@@ -92,7 +92,7 @@ TORCH_LIBRARY(attn, m) {
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
   // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
   //             is empty. With exact_residual, which autograd asks for where slopes or sinks want a derivative, the
-  //             exact output is that of weights which are not rounded either (params.h)
+  //             exact output has weights that are not rounded either (params.h)
   const std::string saved = "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual";
   const std::string grads = "Tensor grad_output, Tensor? grad_logsumexp";
   const std::string directions = of_inputs("Tensor?", "tangent_");
@@ -113,15 +113,15 @@ TORCH_LIBRARY(attn, m) {
              ") -> (" + of_inputs("Tensor") + ")",
          plain);
 
-  // Merge calls over some of the keys each: of the forward's pair logsumexp the value, float64 [*, H, L], and the way
-  // back. The call says what the pair means.
+  // Merge calls over different keys: from the forward's pair to the logsumexp, float64 [*, H, L], and back. The call
+  // says what the pair means.
   define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
   define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 
-  // sdpa_with_weights for those who do not read scores: weights, or their mean over the heads, [*, L, S].
+  // sdpa_with_weights without scores: weights, or their mean over the heads, [*, L, S].
   define("_sdpa_and_weights(" + dense + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
-  // The kernel of both, for the devices that have one, without dropout. What is not wanted is empty. The output has no
-  // derivatives: where they are wanted, sdpa computes it, and the value counts by its shape alone.
+  // The kernel of both, for devices that have one, without dropout. Results that are not wanted are empty. The output
+  // has no derivatives: where they are wanted, sdpa computes it, and the value's shape alone counts here.
   define("_sdpa_weights(" + dense +
              ", bool mean, bool with_scores, bool with_output) -> (Tensor weights, Tensor scores, Tensor output)",
          plain);
@@ -131,21 +131,20 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
-  // What answers sdpa and attention while they are parts of calls over several processes (over_processes.h); Python
+  // Answers sdpa and attention while they are parts of calls over several processes (over_processes.h). Python
   // implements it, and returns the output alone.
   define("_attend_over_processes(" + call + ") -> (Tensor output, " + rows + ")", {});
-  // They are while the sum of all changes is positive: it is returned. Other operators are refused then.
+  // Calls are over several processes while the sum of all changes is positive; returns the sum. Other operators raise.
   m.def("_over_processes(int change) -> int");
 
-  // Results have bits that depend on nothing else (attn::invariant()) while the sum of all changes is positive: it is
-  // returned.
+  // attn::invariant() holds while the sum of all changes is positive; returns the sum.
   m.def("_invariant(int change) -> int");
 
   // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive, and returns that sum.
   m.def("_replace_sdpa(int change) -> int");
-  // Whether it does so for tensors of a device.
+  // Whether the switch works for tensors of a device.
   m.def("_has_kernels(Device device) -> bool");
-  // How many calls of it sdpa has answered, and how many it has left to the built-in while switched on.
+  // How many calls sdpa has answered while switched on, and how many it has left to the built-in.
   m.def("_replaced_calls() -> (int, int)");
 }
 

@@ -30,7 +30,7 @@ bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
 
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
-// `least_dims` are those of `shape`.
+// `least_dims`: as in `shape`.
 void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& query, int64_t least_dims = 2,
                   const char* shape = "[..., length, head_dim]") {
   TORCH_CHECK(t.defined(), op, ": ", name, " is undefined; a tensor is needed");
@@ -178,7 +178,7 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
   }
 }
 
-// Where sequences begin: `tokens` lie in a row, and none is longer than `most`.
+// Checks where sequences begin among `tokens` tokens; none may be longer than `most`.
 void check_starts(const Shape& shape, const char* name, const Tensor& t, const Tensor& query, const char* tokens_name,
                   const SymInt& tokens, const char* most_name, const SymInt& most) {
   TORCH_CHECK(t.defined(), shape.op, ": ", name, " is undefined; a tensor is needed");

@@ -1,5 +1,5 @@
 // Batching rules: under vmap an operator runs once, with the mapped dimension as one more leading dimension. The
-// operators broadcast leading dimensions, so inputs that are not mapped stay as they are.
+// operators broadcast leading dimensions, so inputs that are not mapped do not change.
 #include <ATen/ATen.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
@@ -85,7 +85,7 @@ class Batch {
     return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, tensors_of(x));
   }
 
-  // A mapped result of `dims` dimensions above vmap. One of a single dimension, no residual, is that of all samples.
+  // Wraps a mapped result, of `dims` dimensions above vmap. One with a single dimension (no residual) is shared by all.
   Tensor logical(Tensor t, int64_t dims) const {
     if (t.dim() < 2) return t;
     while (t.dim() > dims + 1) {
