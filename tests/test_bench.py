@@ -37,6 +37,7 @@ def run(program: str, *arguments: str) -> str:
     return process.stdout
 
 
+@pytest.mark.slow  # a whole run
 def test_bench(tmp_path: Path) -> None:
     results, chart = tmp_path / "new" / "results.json", tmp_path / "speed.png"
     arguments = ["--device", "cpu", "--quick", "--filter", "length 1x12x64 "]

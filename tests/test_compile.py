@@ -221,6 +221,7 @@ def test_derivatives_inside(name: str) -> None:
     assert expected <= set(used) <= expected | {ops._sdpa_forward, ops._sdpa_backward}
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.usefixtures("device")
 def test_inductor() -> None:
     """The default backend, with a second derivative in the graph."""
@@ -230,6 +231,7 @@ def test_inductor() -> None:
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.regression
 @pytest.mark.parametrize(
     "layer",

@@ -57,6 +57,7 @@ def train(kind: str, length: int) -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow  # trains
 @pytest.mark.parametrize("length", [24, 29, 7])  # divides by twice the processes; not; few
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 def test_training(run: Processes, kind: str, length: int) -> None:

@@ -48,6 +48,7 @@ def compile_and_run(name: str, csrc: Path, to: Path, seeds: tuple[int, ...]) -> 
     return output
 
 
+@pytest.mark.slow  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name: str, tmp_path: Path) -> None:
@@ -174,6 +175,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutation_is_found(mutation: str, tmp_path: Path) -> None:

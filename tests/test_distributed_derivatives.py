@@ -146,6 +146,7 @@ def test_gradcheck(run: Processes, method: str) -> None:
     run(under, method, check_derivatives, False)
 
 
+@pytest.mark.slow  # many evaluations over processes
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
 @pytest.mark.parametrize("run", [2], indirect=True)
 def test_gradgradcheck(run: Processes, method: str) -> None:

@@ -68,8 +68,10 @@ for block in sys.argv[1:]:
 PAGES = [README, *(p for p in sorted(ROOT.glob("docs/*.md")) if p != DERIVATIVES and examples(p))]
 
 
-# The pages that compile FlexAttention, and a package, take as long as all others.
-SLOW = {"coming-from": pytest.mark.slow, "deployment": pytest.mark.slow}
+# The pages that compile, train, or import much take as long as all other pages.
+SLOW = dict.fromkeys(
+    ("any-pytorch-code", "coming-from", "deployment", "training", "transformers"), pytest.mark.slow
+)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ def promised(block: str) -> list[str]:
     return [re.split(r"(?<=\d)[:;] ", comment)[0] for comment in comments]
 
 
+@pytest.mark.slow  # runs all blocks of the page
 def test_derivatives_page() -> None:
     names: dict[str, Any] = {}
     for block in examples(DERIVATIVES):
@@ -184,6 +187,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow  # runs whole programs
 def test_examples_in_python() -> None:
     """They run, and without the line that they point to the built-in raises what they quote."""
 

@@ -361,6 +361,7 @@ def run_harness(*arguments: str, **environment: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow  # starts worker after worker
 def test_program() -> None:
     run = run_harness("--problems", "60", "--seed", "2")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -156,6 +156,7 @@ def test_one_token_at_a_time(name: str, cache: str) -> None:
     assert_close(torch.cat(states, dim=1), expected)
 
 
+@pytest.mark.slow  # compiles models
 @pytest.mark.parametrize("side", ["none", "right"])
 def test_compiles_as_one_graph_with_dynamic_shapes(side: str) -> None:
     inputs, real = batch(side, "llama-gqa")

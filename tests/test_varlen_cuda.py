@@ -276,7 +276,7 @@ def run_unchecked(calls: int) -> None:
 # --- the tests ------------------------------------------------------------------------------------
 
 SAVE = """
-import sys, torch, test_cuda_varlen as tests
+import sys, torch, test_varlen_cuda as tests
 assert torch.ops.attn._cpu_capability() == "cuda"
 torch.save({(case, dtype): tests.solve(case, getattr(torch, dtype))
             for case in tests.CASES for dtype in tests.DTYPES}, sys.argv[1])
@@ -319,7 +319,7 @@ def test_results_are_those_of_the_cpu(case: str, dtype: str, of_cuda: Any) -> No
 
 
 def run_over_stand_in(command: str, variables: dict[str, str]) -> str:
-    return run_python("-c", f"from test_cuda_varlen import *; {command}", **variables)
+    return run_python("-c", f"from test_varlen_cuda import *; {command}", **variables)
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 2), (6, 3, 2), (4, 1, 1)])
