@@ -282,9 +282,20 @@ def about() -> dict[str, Any]:
     }
 
 
+def one_row_a_line(result: dict[str, Any]) -> str:
+    """JSON whose lists have one entry a line, so that results can be read and compared by lines."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value)
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+
+    return "{\n" + ",\n".join(f" {json.dumps(k)}: {text(v)}" for k, v in result.items()) + "\n}\n"
+
+
 def write(result: dict[str, Any], path: Path) -> None:
     """As JSON; a run that is cut here leaves the file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.write_text(one_row_a_line(result))
     new.replace(path)
