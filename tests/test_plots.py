@@ -304,7 +304,7 @@ def test_edges_go_from_keys_to_queries_and_are_as_wide_as_weights() -> None:
     for edge in edges:
         start, end = edge._posA_posB  # type: ignore[attr-defined]
         assert (start[0], end[0]) == (0, 1)
-    assert "edges: weights of 0.05 and more" in texts(figure)
+    assert "shown: weights of at least 0.05" in texts(figure)
     figure = plots.graph(w[:2], ["a", "b"])  # a ring: an edge, and two loops
     assert len(figure.axes[0].patches) == 1
     assert sorted(line.get_linewidth() for line in figure.axes[0].lines) == pytest.approx([3, 4.8])

@@ -20,6 +20,7 @@ import torch_attn
 from examples.demo.report import DemoError, console, progress
 
 from . import cost, extras, four_tokens, heads, lookup, minilm, page, root, trained, variants, words
+from .threads import threads
 
 # In the order of the page.
 CHAPTERS = [words, four_tokens, heads, cost, minilm, variants, lookup, root, trained, extras]
@@ -72,8 +73,8 @@ def _footer() -> str:
     return f"""
         Made by `python -m examples.lesson` with torch_attn {torch_attn.__version__}, PyTorch
         {torch.__version__}, instruction set `{torch.ops.attn._cpu_capability()}`,
-        {torch.get_num_threads()} threads. Nothing on this page was loaded from anywhere, and every
-        number on it was computed by that run, but for those quoted from a document.
+        {threads()}. Nothing on this page was loaded from anywhere. That run computed every
+        number on it, except for quoted ones.
     """
 
 

@@ -37,7 +37,7 @@ MIB = 2**20
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The formula as the documents write it: every step makes a matrix [heads, L, S]."""
+    """The formula as the sources write it: every step makes a matrix [heads, L, S]."""
     scores = query @ key.mT / math.sqrt(key.size(-1))
     weights = torch.softmax(scores, dim=-1)
     return F.dropout(weights, dropout_p) @ value
@@ -223,14 +223,14 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
 def _quadratic(section: Section, lengths: list[int]) -> None:
     last = min(LONGEST_MATRIX, lengths[-1])
     section.text(f"""
-        The document names the price of attention: its scores are "stored in a matrix that grows
+        The *Notes* name the price of attention: its scores are "stored in a matrix that grows
         quadratically with the length of the input sequence", so that the complexity is O(n²). Two
         things are in that sentence. The *work* is quadratic: each of n queries is multiplied with
         each of n keys. The *memory* is quadratic only for those who do store the matrix.
 
         One step of training, forward and backward, was measured for one head of {HEAD_DIM}, in
         float32 and at lengths from {lengths[0]} to {lengths[-1]:,}, with three operators: the
-        **naive** formula, softmax(Q Kᵀ / √dₖ) V line by line as in the documents; PyTorch's
+        **naive** formula, softmax(Q Kᵀ / √dₖ) V line by line as in all sources; PyTorch's
         **built-in** `F.scaled_dot_product_attention`; and **attn**. Who stores matrices is
         measured up to {LONGEST_MATRIX:,} tokens. At {last:,} query, key, value and output are
         {number(4 * last * HEAD_DIM * 4 / MIB, 2)} MiB together; one matrix of scores is
@@ -364,7 +364,7 @@ def _time(
         {number(dropped["naive"])}, {number(dropped["built-in"])} and {number(dropped["attn"])} ms.
 
         So a text twice as long takes four times as long or longer, whoever computes it; but it need
-        not take four times the memory. The other challenge that the document names, a context of
+        not take four times the memory. The other challenge that the *Notes* name, a context of
         limited size, is eased by that and not removed.
     """)
     section.pictures(

@@ -129,7 +129,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         (0.9, 0.1) to ({fixed(x, 3)}, {fixed(y, 3)}). Such a mean lies among the values, so the four
         have come closer: their mean distance from the centre went from {fixed(spread[0], 3)} to
         {fixed(spread[1], 3)}. The pairs are still told apart. All of this agrees with the
-        document's own formula, written out, to {number(_difference(f), 1)}.
+        formula of those notes, written out, to {number(_difference(f), 1)}.
     """)
     section.picture(
         "four-tokens-output",
@@ -146,7 +146,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
 
 
 def _difference(f: FourTokens) -> float:
-    """From the document's formula, in float64."""
+    """From the formula of the notes, in float64."""
     weights = torch.exp(f.X @ f.X.T / 2**0.5)
     weights = weights / weights.sum(1, keepdim=True)
     return max(

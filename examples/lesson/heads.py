@@ -152,7 +152,7 @@ def _similarity(section: Section) -> None:
         which a model may make use of.
     """)
     section.table(
-        ["quantity", "computed", "printed in the document"],
+        ["quantity", "computed", "printed in the notebook"],
         [
             ["X · Y", fixed(s.dot, 6), "28.90"],
             ["length of X", fixed(s.x_norm, 6), "5.48"],
@@ -291,11 +291,13 @@ def _sentence(section: Section) -> None:
             ],
         ),
     )
-    section.text("""
-        One slip in the document's list of what ails recurrent networks: training "can" be
-        parallelised, it says. It *cannot*, for the reason that the same line gives: each state
-        waits for the one before.
-    """)
+    section.differs(
+        "*Attention Mechanism*",
+        """
+        Its list of what ails recurrent networks says that training "can" be parallelised. It
+        *cannot*, for the reason that the same line gives: each state waits for the one before.
+        """,
+    )
 
 
 def _largest(row: Tensor) -> str:

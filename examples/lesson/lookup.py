@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import string
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from examples.demo.report import check
 from torch_attn import plots
 
 from .page import Numbers, Picture, Section, theme
+from .threads import threads
 from .wording import fixed, number
 
 WORDS = ["apple", "banana", "chair"]
@@ -105,7 +107,7 @@ class Lookup:
 
 def lookup_by_meaning(word: str = "fruit") -> Lookup:
     key = torch.stack([vector(w) for w in WORDS])
-    # as derived in the document up to there: not scaled yet
+    # as derived in Mody's text up to there: not scaled yet
     output, weights, scores = torch_attn.sdpa_with_weights(
         vector(word)[None], key, VALUES, scale=1.0
     )
@@ -127,7 +129,7 @@ def arithmetic() -> tuple[Tensor, Tensor]:
 
 
 def kv_lookup(count: int) -> Tensor:
-    """[count]: the document's lookup with random vectors of eight numbers, so often."""
+    """[count]: Mody's lookup with random vectors of eight numbers, `count` times."""
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(count, 1, 8, generator=draw, dtype=torch.float64)
     key = torch.randn(count, 3, 8, generator=draw, dtype=torch.float64)
@@ -227,10 +229,14 @@ def _dictionary(section: Section) -> None:
 
         > 0.6 · 10 + 0.4 · 5 + 0 · 2 = {fixed(by_hand, 1)}
 
-        The operator computes the same, given the logarithms of the three as scores (that of 0 is
-        −∞, a masked key). The document calls 0.6, 0.4 and 0 attention *scores*; in its source and
-        on this page they are **weights**, and scores are what softmax makes them of.
+        The operator computes the same, given the logarithms of the three as scores (log 0 is −∞, a
+        masked key).
     """)
+    section.differs(
+        "*An Intuition for Attention*",
+        "It calls 0.6, 0.4 and 0 attention *scores*. On this page they are **weights**; softmax "
+        "makes them of scores.",
+    )
     section.heading("Words as places in a plane")
     found, gaps = lookup_by_meaning(), distances()
     check(
@@ -299,7 +305,7 @@ def _softmax(section: Section) -> None:
         falls when another's rises.)
     """)
     section.table(
-        ["score", "weight", "printed in the document"],
+        ["score", "weight", "printed by Mody"],
         [
             [fixed(s, 1), fixed(w, 4), p]
             for s, w, p in zip(
@@ -319,9 +325,6 @@ def _softmax(section: Section) -> None:
 
         - softmax([3, 2, 1]) = {", ".join(fixed(x, 4) for x in w.tolist())}
         - softmax([30, 20, 10]) = {", ".join(f"{x:.8e}" for x in v.tolist())}
-
-        The document prints the first as 0.665, 0.244, 0.090. The middle one is
-        {fixed(w[1].item(), 4)}, which rounds to 0.245.
 
         The second is all but a choice of one. What that does to learning is in the **Jacobian**,
         the derivative of every weight by every score; it is diag(w) − w wᵀ, and here it comes from
@@ -402,7 +405,7 @@ def _vectors(section: Section, count: int) -> None:
     output = with_scores(BY_HAND.log()[None], VECTOR_VALUES)[0][0]
     section.heading("A lookup with random words")
     section.text(f"""
-        The document's `kv_lookup` draws random vectors for the words, anew at every call, so that
+        Mody's `kv_lookup` draws random vectors for the words, anew at every call, so that
         it "returns some float number": even *apple* is another vector each time. Of 1,000 such
         lookups the answers reach from {fixed(low, 2)} to {fixed(high, 2)}, with mean
         {fixed(mean, 2)} (the mean of the values is {fixed(VALUES.mean().item(), 2)}). A weighted
@@ -410,9 +413,8 @@ def _vectors(section: Section, count: int) -> None:
     """)
     section.heading("Values as vectors")
     section.text("""
-        A value can be a vector too, and of another size than the keys. With the document's three
-        values of dᵥ = 4 numbers (its listing lacks the commas between the entries) and the weights
-        0.6, 0.4 and 0, the output has 4 numbers, too.
+        A value can be a vector too, and of another size than the keys. With Mody's three
+        values of dᵥ = 4 numbers and the weights 0.6, 0.4 and 0, the output has 4 numbers, too.
     """)
     section.table(
         ["", "weight", "1", "2", "3", "4"],
@@ -434,7 +436,7 @@ def _vectors(section: Section, count: int) -> None:
         float32, the loop and the one call differ by {number(run.difference, 1)}. The loop took
         {_time(run.one_by_one)}, the one call {_time(run.at_once)}:
         **{fixed(run.one_by_one / run.at_once, 1)} times** as fast (each the fastest of 5 runs, on
-        {torch.get_num_threads()} threads of a CPU).
+        {threads()} of a CPU).
     """)
     section.code("""
         torch.cat([torch_attn.sdpa(q[None], key, value) for q in query])  # one by one
@@ -455,13 +457,23 @@ def _notes(section: Section) -> None:
         **Length against direction.** For a = (1, 1, 1), b = (1000, 0, 0) and c = (2, 2, 2) the dot
         products are a · b = {fixed(f.dot_b, 0)} and a · c = {fixed(f.dot_c, 0)}. So the dot product
         takes *b* to be more like a. But it is **c** that points exactly where a does: the cosines
-        are {fixed(f.cosine_b, 3)} for b and {fixed(f.cosine_c, 3)} for c. The footnote has its b
-        and c exchanged in both sentences. Its point stands: a long vector can win by length alone.
+        are {fixed(f.cosine_b, 3)} for b and {fixed(f.cosine_c, 3)} for c. A long
+        vector can win by length alone.
 
         **All dot products at once.** The query (2, 1, 3) with the keys (−1, 2, −1), (1.5, 0, −1)
         and (4, −2, −1), as one product with the matrix of the keys:
         {", ".join(fixed(s, 0) for s in x.tolist())}.
 
-        Two small ones. In Python `0.6 * 10 + 0.4 * 5 + 0.0 * 2` prints 8.0, not 8. And a positive
-        dot product does not need the *same* direction: any angle below 90 degrees will do.
     """)
+    section.differs(
+        "*An Intuition for Attention*",
+        f"""
+        - Its first softmax is printed as 0.665, 0.244, 0.090. The second number is
+          {fixed(1 / (1 + math.e + 1 / math.e), 4)}, which rounds to 0.245.
+        - Its listing of vectors lacks the commas between the entries.
+        - Its footnote exchanges b and c in both sentences; the point stands.
+        - In Python `0.6 * 10 + 0.4 * 5 + 0.0 * 2` prints 8.0, not 8.
+        - A positive dot product does not need the *same* direction: any angle below 90 degrees
+          will do.
+        """,
+    )

@@ -1,4 +1,4 @@
-"""Chapter: attention in a trained model of BERT's architecture, on the sentences of a document."""
+"""Chapter: attention in a trained model of BERT's architecture, on sentences of the *Notes*."""
 
 from __future__ import annotations
 
@@ -162,11 +162,11 @@ def _maps(section: Section, captured: dict[str, Captured]) -> None:
         f"so do {listed(more)}, more strongly" if more else "no other token does so more strongly"
     )
     section.text(f"""
-        The document looks into `bert-base-uncased`, at layer 3 and head 11, counted from 0, and
-        finds that {MASK} attends to "door" in "{DOCUMENT}" (That is what its picture says; its text
-        says "{MASKED_DOOR}" Both are here, and the sentence without a mask.)
+        The *Notes* look into `bert-base-uncased`, at layer 3 and head 11, counted from 0, and
+        find that {MASK} attends to "door" in "{DOCUMENT}" (Their picture says so; their text says
+        "{MASKED_DOOR}" Both are here, and the sentence without a mask.)
 
-        **This is not the document's model.** It is MiniLM (`all-MiniLM-L6-v2`), which has BERT's
+        **This is not the model of the Notes.** It is MiniLM (`all-MiniLM-L6-v2`), which has BERT's
         architecture and vocabulary, with {layers} layers of {heads} heads of
         {found.query.size(-1)}, and was trained further to compare sentences. Its heads are others:
         layer 3, head 11 has no special meaning here. All weights below come from
@@ -279,8 +279,8 @@ def _spaces(section: Section, captured: dict[str, Captured]) -> None:
     )
     places = "the largest" if rank == 1 else f"number {rank}"
     section.text(f"""
-        A weight is large where query and key point the same way. The document brings both to the
-        plane by t-SNE (cosine distance, perplexity 5) and sees that {MASK} is "significantly closer
+        A weight is large where query and key point the same way. The *Notes* bring both to the
+        plane by t-SNE (cosine distance, perplexity 5) and see that {MASK} is "significantly closer
         to the token 'door' than, for example, the query vector representing word 'watching'". t-SNE
         keeps neighbours together; **distances in its picture are not to be read literally**. So
         here are the similarities in the {found.query.size(-1)} dimensions where attention takes
@@ -288,7 +288,7 @@ def _spaces(section: Section, captured: dict[str, Captured]) -> None:
 
         - Layer {head[0]}, head {head[1]}, "{DOCUMENT}": the cosine of {MASK}'s query and the key of
           "door" is {mask:.3f}, {places} of its {len(found.tokens)}; that of the query of "watching"
-          and the same key is {watching:.3f}. In this head of this model the document's claim
+          and the same key is {watching:.3f}. In this head of this model the claim of the *Notes*
           {verdict}.
         - Layer {other[0]}, head {other[1]}, "{ORIGINAL}": {pronoun:.3f} from "it" and {verb:.3f}
           from "watching" to the key of "door".

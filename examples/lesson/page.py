@@ -110,7 +110,7 @@ class Numbers:
             "<tr>" + "".join(f"<td>{html.escape(_shown(cell))}</td>" for cell in row) + "</tr>"
             for row in self.rows
         )
-        title = f"<caption>{_inline(caption)}</caption>" if caption else ""
+        title = f"<caption><span>{_inline(caption)}</span></caption>" if caption else ""
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="Table">'
             f"<table>{title}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
@@ -205,7 +205,7 @@ class Section:
     Args:
         name: its anchor.
         title: its heading.
-        source: Markdown that names the document which it follows.
+        source: Markdown with the title of the source that it follows.
     """
 
     def __init__(self, name: str, title: str, source: str | None = None) -> None:
@@ -220,6 +220,13 @@ class Section:
     def text(self, markdown_text: str) -> None:
         """Paragraphs and lists in Markdown; formulas in Unicode."""
         self._parts.append(markdown(markdown_text))
+
+    def differs(self, source: str, markdown_text: str) -> None:
+        """A folded note on where a source, named by its title, says something else."""
+        self._parts.append(
+            f'<details class="differs"><summary>Where {_inline(source)} differs</summary>'
+            f"{markdown(markdown_text)}</details>"
+        )
 
     def heading(self, title: str) -> None:
         self._parts.append(f"<h3>{_inline(title)}</h3>")

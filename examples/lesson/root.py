@@ -53,10 +53,10 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
         "root",
         "Why the root of dₖ",
-        "What four of the documents say in a sentence each, measured",
+        "What four of the sources say in a sentence each, measured",
     )
     section.text(f"""
-        The documents divide the scores by √dₖ, the root of the size of a query and a key (here also
+        The sources divide the scores by √dₖ, the root of the size of a query and a key (here also
         `head_dim`), and give the same reason: it "prevents the dot products from growing too large
         in magnitude, leading to extremely small gradients in the softmax function" (*Scaled
         Dot-Product Attention*). *Notes On: Scaled Dot-Product Attention* writes that "this

@@ -68,7 +68,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
         "trained",
         "The root of dₖ in training",
-        "What the documents say of gradients, inside a transformer that learns",
+        "What the sources say of gradients, inside a transformer that learns",
     )
     _task(section, runs, steps)
     _losses(section, runs, steps)

@@ -76,7 +76,7 @@ def graph(
     draw(ax, values, receivers, senders, least)
     number = f"{least:g}"
     if (values >= least).any():
-        note = f"edges: weights of {number} and more"
+        note = f"shown: weights of at least {number}"
     else:
         note = f"no weight reaches {number}; the largest is {values.max():.2g}"
     ax.text(0.5, -0.01, note, transform=ax.transAxes, ha="center", va="top", fontsize=font(0.85))
