@@ -1,4 +1,4 @@
-"""The numbers of the lesson: those that its documents print, and those of their own NumPy code."""
+"""The numbers of the lesson: those that its sources print, and those of their own NumPy code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from examples.demo.report import check
-from examples.lesson import extras, four_tokens, heads, lookup, page, variants, words
+from examples.lesson import extras, four_tokens, heads, lookup, page, threads, variants, words
 from examples.lesson.wording import fixed, number
 
 Array = NDArray[np.float64]
@@ -23,7 +23,7 @@ def softmax(x: Array) -> Array:
 
 
 def attention(Q: Array, K: Array, V: Array) -> tuple[Array, Array, Array]:
-    """Scores, weights and output, as the documents compute them."""
+    """Scores, weights and output, as the sources compute them."""
     scores = Q @ K.T / np.sqrt(Q.shape[-1])
     weights = softmax(scores)
     return scores, weights, weights @ V
@@ -141,6 +141,15 @@ class TestVariants:
 
     def test_a_translated_word_finds_its_word(self) -> None:
         assert variants.cross_attention().argmax(-1).tolist() == variants.TRANSLATES
+
+    def test_graphs_lack_no_weight_but_masked_ones(self) -> None:
+        for attend in (
+            variants.self_attention,
+            variants.masked_attention,
+            variants.cross_attention,
+        ):
+            weights = attend()
+            assert weights[weights > 0].min() > 0.01  # the least that is drawn
 
     def test_heads_of_one_call_are_heads_alone(self) -> None:
         many = variants.multi_head()
@@ -263,7 +272,7 @@ class TestLookup:
     def test_first_footnote(self) -> None:
         f = lookup.footnote_vectors()
         assert (f.dot_b, f.dot_c) == (1000, 6)
-        # the other way round than the document says
+        # the other way round than the source says
         assert f.cosine_b == pytest.approx(3**-0.5, rel=1e-14)
         assert f.cosine_c == pytest.approx(1, rel=1e-14)
 
@@ -316,6 +325,11 @@ class TestSayingIt:
         assert number(2.4e-7, 1) == "2·10⁻⁷"
         assert number(-9.1e-14, 1) == "−9·10⁻¹⁴"
         assert number(0.0, 1) == "0"
+
+    def test_one_thread_has_no_plural(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for count, said in ((1, "1 thread"), (8, "8 threads")):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+            assert threads.threads() == said
 
     def test_a_promise_that_does_not_hold_ends_with_its_reason(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -160,6 +160,14 @@ class TestHtml:
         assert links == [f"#{name}" for name in sections]
         assert sections[:2] == ["words", "four-tokens"]
 
+    def test_sources_are_named_and_listed(self, text: str) -> None:
+        prose = re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.S)
+        assert re.findall(r"\bdocuments?\b", prose) == []
+        named = re.findall(r"<em>(.*?)</em>", " ".join(re.findall(r'"source">After .*', prose)))
+        listed = prose[prose.index('<section id="sources"') :]
+        assert len(set(named)) == 5
+        assert all(f"<em>{title}</em>" in listed for title in named)
+
     def test_pictures_take_their_colours_from_the_page(self, text: str) -> None:
         for colour in page.SENTINELS:
             assert colour not in text
@@ -226,6 +234,15 @@ class TestSections:
         address = next(a["href"] or "" for a in reader.all("a") if "download" in a)
         rows = list(csv.reader(io.StringIO(unquote(address.partition(",")[2]))))
         assert rows == [["a <", "b"], ["<script>", 'with, comma and "quotes"']]
+
+    def test_where_a_source_differs_is_folded(self) -> None:
+        section = Section("a", "A")
+        section.differs("*B & C*", "x < *y*")
+        text = section.render()
+        (details,) = Reader(text).all("details")
+        assert "open" not in details
+        assert "<summary>Where <em>B &amp; C</em> differs</summary>" in text
+        assert "<p>x &lt; <em>y</em></p>" in text
 
     def test_tables_show_four_digits_and_store_all(self) -> None:
         numbers = Numbers.matrix(torch.tensor([[-1 / 3]], dtype=torch.float64), ["q"], ["k"])

@@ -38,8 +38,8 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
   return offset;
 }
 
-// Where a row of keys or values begins, of batch entry n. On a GPU page numbers are not validated (that would
-// synchronise). They are clamped here, so that nothing outside of the pool is read.
+// Where row `row` of the keys or values of batch entry n begins. On a GPU page numbers are not validated, because that
+// would synchronise. They are clamped here, so nothing outside the pool is read.
 ATTN_INLINE constexpr int64_t key_row_offset(const Problem& p, const Operand& x, int64_t n, int64_t row) {
   const auto [table, is_wide, per_entry, per_page, rows, pages] = p.paging;
   if (!table) return batch_offset(p, x, n) + row * x.row;
@@ -53,7 +53,7 @@ ATTN_INLINE constexpr bool counts_sequences(const Problem& p, int d) {
   return p.sequences > 1 && d == p.batch_dims - 1;
 }
 
-// A contiguous [*batch, heads, L, cols] of the problem's rows.
+// Describes a contiguous tensor [*batch, heads, L, cols].
 ATTN_INLINE constexpr Operand operand_of_rows(const Problem& p, void* data, DType dtype, int64_t cols) {
   Operand x;
   x.data = data;
@@ -74,16 +74,17 @@ ATTN_INLINE constexpr Operand operand_of_rows(const Problem& p, void* data, DTyp
 struct Sequence {
   int64_t queries;
   int64_t keys;
-  int64_t offset;  // of query 0 among the keys: query i stands at position i + offset
+  int64_t offset;  // query i stands at position i + offset among the keys
   int64_t first, last;
 };
-// Farther than a query ever is from a key. Distances stop here, so that their sums do not overflow.
+// Farther than any query is from a key. Distances are clamped to it, so that their sums do not overflow.
 constexpr int64_t kFar = int64_t{1} << 61;
 ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64_t most) {
   return lengths ? larger(0, smaller(lengths[n], most)) : most;
 }
-// Every kernel takes from here how long a sequence is and how its queries and keys are aligned. On a GPU offsets and
-// lengths are not validated, because that would synchronise. They are clamped here, so no key out of bounds is read.
+// Every kernel gets the lengths of a sequence, and the alignment of its queries and keys, from here. On a GPU offsets
+// and lengths are not validated, because that would synchronise. They are clamped here, so no key out of bounds is
+// read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
   const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
@@ -91,7 +92,7 @@ ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
           left < 0 || left > offset + kFar ? -kFar : offset - left,
           right < 0 || right >= kFar - offset ? kFar : offset + right + 1};
 }
-// The most keys that `queries` neighbours see, of any sequence: known without its offset and length.
+// An upper bound on the keys that `queries` neighbouring queries see in a sequence of any offset and length.
 ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
   const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const bool bounded = left >= 0 && right >= 0 && left < kFar && right < kFar;
@@ -102,7 +103,7 @@ ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
 ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
 ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.value_heads); }
 
-// A row: a query of a batch entry and a head. Rows are numbered in the order of a contiguous [batch, heads, L].
+// A row: one query of one batch entry and head. Rows are numbered in the order of a contiguous [batch, heads, L].
 struct Row {
   int64_t n, head, position;
 };
@@ -114,11 +115,11 @@ ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t he
   if (p.sequences == 0) return head * p.tokens + position;  // the one entry
   return (n / p.sequences * p.heads + head) * p.tokens + p.query_starts[n] + position;
 }
-// The number where only the rows of these params are counted.
+// The number of a row among the rows of these params alone.
 ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }
-// Returns the row `count` >= 0 places after `at` in the list of its group of heads, each of which has `queries` rows.
+// Returns the row `count` >= 0 places after `at` in the list of its group of heads. Each head has `queries` rows.
 ATTN_INLINE constexpr Row row_after(int64_t queries, Row at, int64_t count) {
   at.position += count;
   if (at.position >= queries) {  // seldom: divisions take long
@@ -128,13 +129,13 @@ ATTN_INLINE constexpr Row row_after(int64_t queries, Row at, int64_t count) {
   return at;
 }
 ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) { return row_after(p.queries, at, count); }
-// The row of an own_row_number().
+// The inverse of own_row_number().
 ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
   return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
 }
 
-// Takes the innermost coordinate out of the number of a slice of a mask or, along a dimension that the mask is shared
-// over, out of the number of a sharer of that slice.
+// Returns an innermost coordinate and removes it from its number: from `sharer` if the mask is shared along this
+// dimension, else from `slice`.
 ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64_t& slice, int64_t& sharer) {
   const int64_t from = shared ? sharer : slice;
   if (shared)
@@ -144,12 +145,12 @@ ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64
   return from % extent;
 }
 // Several scores may share one number of a mask. A slice of a mask is its part [L, S] for one batch entry and head.
-// Returns the `sharer`-th batch entry and head that read a slice. The position is 0.
+// Returns the `sharer`-th batch entry and head that read a slice, with position 0.
 ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, int64_t slice, int64_t sharer) {
   Row place{0, take_coordinate(p.heads, mask.head == 0, slice, sharer), 0};
   int64_t step = 1;
   for (int d = p.batch_dims - 1; d >= 0; --d) {
-    const bool shared = mask.batch[d] == 0 && !counts_sequences(p, d);  // each of those has a part of its own
+    const bool shared = mask.batch[d] == 0 && !counts_sequences(p, d);  // each sequence has its own part
     place.n += take_coordinate(p.batch_size[d], shared, slice, sharer) * step;
     step *= p.batch_size[d];
   }

@@ -1,10 +1,10 @@
-// What a kernel is told: plain data, 64-bit sizes, strides in elements. No torch, no STL.
+// The parameters of a kernel: plain data, 64-bit sizes, strides in elements. No torch, no STL.
 #pragma once
 
 #include <stdint.h>
 
-// An inline function that is always inlined: compiled for one instruction set, a copy in an object file might be the
-// one that the linker keeps for all (cpu/isa.h). CUDA's kernels call it too.
+// Marks a function that is always inlined. Otherwise the linker might keep a copy that was compiled for one instruction
+// set and use it for all (cpu/isa.h). CUDA's kernels call such functions too.
 #ifdef __CUDACC__
 #define ATTN_INLINE inline __host__ __device__ __attribute__((always_inline))
 #else
@@ -18,19 +18,19 @@ namespace attn {
 
 enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 
-// Batch dimensions left after neighbours with compatible strides were merged.
+// The most batch dimensions, after neighbours with compatible strides are merged.
 constexpr int kMaxBatchDims = 16;
 
-// Rows and keys of a tile of scores, on every device (each has a static_assert), and rows of a mask's gradient that one
-// task owns. 64, so that a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
+// The rows and keys of a tile of scores, on every device (each has a static_assert). Also the rows of a mask's gradient
+// that one task owns. It is 64, because a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
 constexpr int64_t kScoreTile = 64;
 
-// What a mask does to a tile of scores.
+// The effect of a mask on a tile of scores.
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
-constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or changed by a number added
+constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or a number is added to it
 
-// Which starts say where the rows of an operand begin if sequences are packed: query_starts, key_starts or none. A
-// byte, because CUDA passes few to a kernel.
+// Which array says where an operand's rows begin if sequences are packed: query_starts, key_starts or none. A byte,
+// because CUDA passes only few bytes to a kernel.
 enum class Axis : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
@@ -42,25 +42,25 @@ struct Operand {
   int64_t head = 0;
   int64_t row = 0;
   int64_t col = 0;
-  int64_t page = 0;  // of keys and values in pages: the distance from one page to the next
+  int64_t page = 0;  // for keys and values in pages: the distance from one page to the next
 };
 
-// Keys and values in pages of a pool: row r of entry n is row r % rows of the page whose number stands at
-// table[n * per_entry + r / rows * per_page]. A null table: they are stored one after the other.
+// Keys and values in pages of a pool: row r of entry n is row r % rows of page
+// table[n * per_entry + r / rows * per_page]. If table is null, rows are stored one after the other.
 struct Paging {
-  const void* table = nullptr;  // int32 or int64, where the caller has it; only entries of pages in use are read
-  bool is_wide = false;         // int64
+  const void* table = nullptr;  // the caller's int32 or int64; kernels read only entries of pages in use
+  bool is_wide = false;         // whether table is int64
   int64_t per_entry = 0, per_page = 0;
   int64_t rows = 0;   // of a page
   int64_t pages = 0;  // of the pool
 };
 
-// Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative number
-// is no bound. Causality is right = 0.
+// Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative left or
+// right is no bound. Causality is right = 0.
 //
-// Query i of batch entry n stands at position i + offsets[n]. No query sees keys from key_lengths[n] on: they, their
-// values and their part of the mask are never read. There are query_lengths[n] queries. The arrays are on the device,
-// [batch]; null: offset 0, all keys, all queries.
+// Query i of batch entry n stands at position i + offsets[n]. The entry has query_lengths[n] queries and key_lengths[n]
+// keys. Kernels never read further keys, their values or their part of the mask. The arrays are on the device, [batch];
+// null: offset 0, all keys, all queries.
 struct Visibility {
   int64_t left = -1;
   int64_t right = -1;
@@ -69,8 +69,8 @@ struct Visibility {
   const int64_t* query_lengths = nullptr;
 };
 
-// One number for each batch entry and head, in the compute dtype, [batch, heads]; null if there are none. It applies to
-// the scores of a whole row.
+// One number for each batch entry and head, in the compute dtype, [batch, heads]; null if there are none. The number
+// applies to all scores of a row.
 struct HeadTerms {
   const void* alibi_slopes = nullptr;
   const void* sinks = nullptr;
@@ -84,25 +84,25 @@ struct Problem {
   int64_t heads = 1;  // of the query and the output
   int64_t key_heads = 1;
   int64_t value_heads = 1;
-  int64_t queries = 0;    // L; of packed sequences, the longest one
+  int64_t queries = 0;    // L; if sequences are packed, of the longest one
   int64_t keys = 0;       // S, likewise
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
-  double scale = 1;       // multiplies a product: the caller's, or 1 / sqrt(E)
+  double scale = 1;       // factor of products: the caller's, or 1 / sqrt(E)
   double softcap = 0;     // 0: none
   Visibility visibility;
   HeadTerms terms;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
 
-  // Packed sequences are the last dimension of the batch, which has stride 0: sequence n begins at row query_starts[n]
-  // (key_starts[n]) of its operands, [batch], on the device. 0: none are packed.
+  // The last dimension of the batch counts packed sequences and has stride 0. Sequence n begins at row query_starts[n]
+  // (key_starts[n]) of an operand. The starts are [batch], on the device. sequences = 0: none are packed.
   int64_t sequences = 0;
   const int64_t* query_starts = nullptr;
   const int64_t* key_starts = nullptr;  // null where keys are in pages
   Paging paging;                        // forward only: derivatives refuse pages
-  // Where a CPU runs one entry of a call by itself: its number in the batch and, if sequences are packed, the rows of a
-  // head in the whole call, or 0.
+  // If a CPU runs one entry of a call by itself, first_entry is its number in the batch. If sequences are packed,
+  // tokens is the number of rows of a head in the whole call, else 0.
   int64_t first_entry = 0;
   int64_t tokens = 0;
 
@@ -110,44 +110,43 @@ struct Problem {
   Operand key;
   Operand value;
   Operand mask;
-  // Per tile of the mask, of kScoreTile queries and keys, a byte kSomeVisible | kSomeChanged, so that
-  // heads sharing a mask read it once: [*batch, head, tile of queries, tile of keys]. Null data if not computed.
+  // One byte, kSomeVisible | kSomeChanged, for each tile of kScoreTile queries and keys of the mask, so that heads that
+  // share a mask read it once: [*batch, head, tile of queries, tile of keys]. Null data if not computed.
   Operand mask_tiles;
 
-  // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). The weight of query i and key j in head
-  // r = (batch * heads + head) % period is decided by Philox4x32-10 with key `seed` and counter (j / 4, i, r, offset):
-  // kept when word j % 4 is below `keep_below`. The period is the number of heads of the call that drew the seed:
-  // when vmap adds batch dimensions in front, every sample sees the numbers it saw alone.
+  // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). Philox4x32-10 with key `seed` and counter
+  // (j / 4, i, r, offset) decides the weight of query i and key j in head r = (batch * heads + head) % period: it is
+  // kept if word j % 4 is below `keep_below`. The period is the number of heads in the call that drew the seed. So a
+  // sample has the same numbers alone and when vmap adds batch dimensions in front.
   Operand rng;
   uint64_t keep_below = 0;
   double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
 
-  // Whether the bits of a row may depend on nothing but its query and the keys that it sees (attn::invariant()).
+  // Whether the bits of a row must depend only on its query and the keys that it sees (attn::invariant()).
   bool invariant = false;
 
-  // The bits that the factors of products may be rounded to: 53, 24, 16 or, as bfloat16, 8.
+  // Factors of products may be rounded to this number of bits: 53, 24, 16, or 8 as in bfloat16.
   int factor_bits = 53;
 
-  // Heads [g * group, (g + 1) * group) read the same key head and the same value head: their rows form one
-  // long list, row r being query r % L of head g * group + r / L.
+  // Heads [g * group, (g + 1) * group) read the same key head and the same value head. Their rows form one list: row r
+  // is query r % L of head g * group + r / L.
   int64_t group = 1;
   ATTN_INLINE constexpr int64_t rows() const { return group * queries; }
   ATTN_INLINE constexpr int64_t groups() const { return heads / group; }
 };
 
-// Statistics of a row are contiguous [batch, heads, L], float32 (float64 for float64 inputs), with packed sequences
-// [heads, tokens]. The logsumexp is a pair, [batch, heads, L, 2]. With scores near -1e9 (a row of a mask that is all
-// finfo.min, say) one number would have no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1.
-// Each device has its own pair, which beside its kernels only operators/logsumexp_pair.cpp reads. A row without keys
-// has (-inf, 0):
-//   CPU   (m, l) with weights 2^((x_j - m) slope - l), x_j the product or score of key j, m near the largest of them
-//         (log2_slope in cpu/tiles/scores.inl): logsumexp = (m slope + l) / log2(e). The weight of a single key is
-//         exactly 1.
-//   CUDA  the value of the logsumexp and what rounding took from it
+// Statistics of rows are contiguous [batch, heads, L], or [heads, tokens] with packed sequences, in float32 (float64
+// for float64 inputs). The logsumexp is a pair, [batch, heads, L, 2]. If scores are near -1e9 (in a mask row of
+// finfo.min, say), one number has no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1. Each
+// device has its own pair. Only its kernels and operators/logsumexp_pair.cpp read it. A row without keys has (-inf, 0):
+//   CPU   (m, l): the weight of key j is 2^((x_j - m) slope - l), where x_j is its product or score, and m is near the
+//         largest x_j (log2_slope in cpu/tiles/scores.inl). logsumexp = (m slope + l) / log2(e). The weight of a single
+//         key is exactly 1.
+//   CUDA  the rounded logsumexp and its rounding error
 
-// A problem whose rows are cut into tasks and, with few rows and many keys, its keys into `splits` chunks of
-// `keys_per_split`, whole tiles. Each split writes partial results, merged in order afterwards. The cut depends on the
-// shape alone (on CUDA also on the device), so that the bits do not depend on threads.
+// A problem whose rows are cut into tasks. With few rows and many keys, the keys are cut too, into `splits` chunks of
+// `keys_per_split`, whole tiles. Each split writes partial results, which are merged in order afterwards. The cut
+// depends on the shape alone (on CUDA also on the device), so the bits do not depend on threads.
 struct RowParams : Problem {
   int64_t rows_per_task = 0;
   int64_t splits = 1;
@@ -162,20 +161,20 @@ struct ForwardParams : RowParams {
   Operand residual;           // the exact output minus the rounded one; data may be null. See exact_residual
   void* logsumexp = nullptr;  // may be null
 
-  // Results for the caller, one number a row, [batch, heads, L], in the compute dtype; null where not wanted. The
+  // Results for the caller, one number per row, [batch, heads, L], in the compute dtype; null if not wanted. The
   // logsumexp includes the sink, the largest score does not.
   void* row_logsumexp = nullptr;
   void* max_score = nullptr;
 
   void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if exact_residual]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
-  void* partial_max = nullptr;        // [splits, batch, heads, L], where max_score is wanted
+  void* partial_max = nullptr;        // [splits, batch, heads, L], if max_score is wanted
 
-  void* prepacked = nullptr;  // keys and values as the kernel wants them, where it packs them once for all tasks
+  void* prepacked = nullptr;  // keys and values in the kernel's own layout, if it packs them once for all tasks
 
-  // Whether derivatives will weigh dS within a row, as the gradients of slopes (by the distance) and of sinks do. Then
-  // the residual, which has data, also contains what the rounding of weights took from the output. Without that, delta
-  // = <dO, O> is accurate enough for dS, but the sum over j of dS_ij is not 0, and a slope multiplies it by distances.
+  // Whether derivatives will weight dS within a row, as the gradients of slopes (by distance) and of sinks do. The
+  // residual then has data and also contains the output's error from rounded weights. Without this part, delta
+  // = <dO, O> is accurate enough for dS. But the sum over j of dS_ij is not 0, and a slope multiplies it by distances.
   bool exact_residual = false;
 };
 
@@ -186,14 +185,14 @@ struct BackwardParams : Problem {
   const void* logsumexp = nullptr;
   // The gradient of each row's row_logsumexp, [batch, heads, L]; null: 0.
   const void* grad_logsumexp = nullptr;
-  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L], and with grad_logsumexp what rounding took from each
+  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L], and with grad_logsumexp their rounding errors
 
-  // Null data where a gradient is not wanted.
+  // Null data if a gradient is not wanted.
   Operand grad_query;
   Operand grad_key;
   Operand grad_value;
   Operand grad_mask;  // stride 0 where the mask was broadcast
-  // One number a row, [batch, heads, L], in the compute dtype; null where not wanted. Their sums are the gradients of
+  // One number per row, [batch, heads, L], in the compute dtype; null if not wanted. Their sums are the gradients of
   // slopes, of sinks and of a mask that is the same for all keys.
   void* grad_slopes = nullptr;
   void* grad_sinks = nullptr;
@@ -203,8 +202,8 @@ struct BackwardParams : Problem {
   int64_t span = 1;
   int64_t rows_per_pass = 0;
   // The shape alone decides how keys are cut into chunks. The chunks' shares of grad_query are added in order. Either
-  // one task of each span has all chunks; or each chunk is a task, which adds its share to a sum in the compute dtype
-  // (possibly grad_query itself) when turns[number of the pass] says that all earlier chunks have.
+  // each span is one task with all chunks. Or each chunk is a task, which adds its share to a sum in the compute dtype
+  // (possibly grad_query itself) once turns[number of the pass] says that all earlier chunks are added.
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;
@@ -215,12 +214,12 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t keys_per_task() const { return all_chunks_at_once ? keys : keys_per_chunk; }
   ATTN_INLINE constexpr int64_t spans() const { return batch * (heads / span); }
   ATTN_INLINE constexpr int64_t passes() const { return (rows() + rows_per_pass - 1) / rows_per_pass; }
-  // Tasks over whole rows: kScoreTile rows of a group of heads each.
+  // Tasks over whole rows, each of kScoreTile rows of a group of heads.
   ATTN_INLINE constexpr int64_t row_tasks() const { return batch * groups() * row_tiles(); }
   ATTN_INLINE constexpr int64_t row_tiles() const { return (rows() + kScoreTile - 1) / kScoreTile; }
 
-  // The gradient of a mask that several scores share is summed in a pass of its own, over tasks that own disjoint
-  // parts of it; one that belongs to a single score is written by the main pass.
+  // If several scores share a number of the mask, a separate pass sums the mask's gradient. Its tasks own disjoint
+  // parts of the gradient. Otherwise the main pass writes it.
   bool mask_is_shared = false;
   int64_t mask_slices = 0;     // different (batch, head) slices of the mask
   int64_t mask_row_tasks = 0;  // blocks of queries, 1 if all queries share one row
@@ -228,7 +227,7 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
 };
 
-// A direction t in the space of inputs, for derivatives along it. Null data where it is zero.
+// A direction t in the space of inputs, for derivatives along it. Null data where t is zero.
 struct Tangents {
   Operand query;
   Operand key;
@@ -248,32 +247,32 @@ struct TangentParams : RowParams {
   void* tangent_logsumexp = nullptr;  // [batch, heads, L, 2]: the derivative of logsumexp along t, as a sum of two
 };
 
-// H(u; x; t) = grad_x <u, J(x) t>, the derivative along t of the gradients J'u: the fields of BackwardParams hold those
-// derivatives.
+// H(u; x; t) = grad_x <u, J(x) t> is the derivative of the gradients J'u along t. The gradient fields of BackwardParams
+// hold it.
 struct SecondParams : BackwardParams {
   Tangents t;
   Operand tangent_output;
   Operand tangent_residual;
   const void* tangent_logsumexp = nullptr;
-  void* tangent_delta = nullptr;  // on CUDA: its derivative
+  void* tangent_delta = nullptr;  // on CUDA: the derivative of delta
 };
 
 // The statistics of the scores of every row, and the weight that every key receives: csrc/core/statistics.h.
 //
-// Two passes. The first goes over the keys of some rows, the second over the rows that see some keys: a weight needs
-// the sum over its whole row. Results are contiguous, of the type computed in.
+// There are two passes, because a weight needs the sum over its whole row. The first goes over the keys of some rows,
+// the second over the rows that see some keys. Results are contiguous, in the compute dtype.
 struct StatsParams : RowParams {
   void* largest_score = nullptr;    // [batch, heads, L]
-  void* entropy = nullptr;          // as that
-  void* logsumexp = nullptr;        // as that: one number, not a pair
+  void* entropy = nullptr;          // likewise
+  void* logsumexp = nullptr;        // likewise: one number, not a pair
   void* received_weight = nullptr;  // [batch, heads, S]
 
   void* partial = nullptr;  // RowStatistics of splits, [splits, batch, heads, L]
   void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
-  void* scores = nullptr;   // where a kernel keeps them for its second pass, [batch, heads, L, S up to whole tiles]
+  void* scores = nullptr;   // if a kernel keeps them for its second pass, [batch, heads, L, S up to whole tiles]
 
-  // A task of the second pass adds up weights of one head: of some keys, over a chunk of the rows. With several chunks
-  // each writes a partial sum [chunks, batch, heads, S], added in order afterwards.
+  // A task of the second pass adds up the weights of some keys of one head over a chunk of the rows. With several
+  // chunks, each writes a partial sum, [chunks, batch, heads, S]. The sums are added in order afterwards.
   int64_t keys_per_task = 0;
   int64_t chunks = 1;
   int64_t rows_per_chunk = 0;  // whole tiles
@@ -283,7 +282,7 @@ struct StatsParams : RowParams {
   ATTN_INLINE constexpr int64_t key_tasks_of_head() const { return (keys + keys_per_task - 1) / keys_per_task; }
 };
 
-// The weights and scores of every row, for the devices that have a kernel of their own for them.
+// The weights and scores of every row, for devices that have a kernel for them.
 struct WeightsParams : Problem {
   Operand weights;  // [*batch, heads, L, S], or of_all_heads [*batch, 1, L, S]: their mean
   Operand scores;   // [*batch, heads, L, S]; data may be null
@@ -296,7 +295,7 @@ struct WeightsParams : Problem {
   ATTN_INLINE constexpr int64_t row_tiles() const { return (queries + kScoreTile - 1) / kScoreTile; }
 };
 
-// Call f(operand) for every operand of the params.
+// Calls f(operand) for every operand of the params.
 void each_operand(Problem& p, auto f) { f(p.query), f(p.key), f(p.value), f(p.mask), f(p.mask_tiles), f(p.rng); }
 void each_operand(Tangents& t, auto f) { f(t.query), f(t.key), f(t.value), f(t.mask); }
 void each_operand(ForwardParams& p, auto f) {
@@ -319,8 +318,7 @@ void each_operand(SecondParams& p, auto f) {
   f(p.tangent_output), f(p.tangent_residual);
 }
 
-// Call f(pointer, count) for everything that has `count` numbers for each row, and g(terms) for what has one for each
-// head.
+// Calls f(pointer, count) for every array with `count` numbers per row, and g(terms) for the HeadTerms.
 void each_of_rows(ForwardParams& p, auto f, auto g) {
   f(p.logsumexp, 2), f(p.row_logsumexp, 1), f(p.max_score, 1);
   g(p.terms);

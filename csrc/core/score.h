@@ -1,19 +1,19 @@
-// What a score is: the one rule that every kernel follows, on every device, in the forward and in all derivatives.
+// The definition of a score. Every kernel follows it, on every device, in the forward and in all derivatives.
 //
 //   x_ij = cap(scale * <q_i, k_j>) - slope * |position of i - j| + mask_ij   where query i sees key j, else -inf
 //
 // with cap(z) = c tanh(z / c), or z without a cap, and the slope of the query's head (ALiBi: Press et al., 2022). The
 // weights of row i are exp(x_ij) / (exp(sink) + sum_j exp(x_ij)), with the sink of its head if there is one.
 //
-// A boolean mask adds 0 or -inf. Whatever is -inf becomes so by selection, not by addition: a NaN in a key that is
-// hidden does not get through.
+// A boolean mask adds 0 or -inf. Kernels set -inf by selection, not by addition, so that a NaN in a hidden key does not
+// get through.
 #pragma once
 
 #include "core/geometry.h"
 
 namespace attn {
 
-// The numbers from `first` up to, and without, `last`; none if last <= first.
+// The integers first, ..., last - 1; none if last <= first.
 struct Range {
   int64_t first, last;
 
@@ -21,42 +21,42 @@ struct Range {
   ATTN_INLINE constexpr bool empty() const { return first >= last; }
   ATTN_INLINE constexpr bool contains(int64_t i) const { return first <= i && i < last; }
 };
-// What two ranges have in common, and the smallest range that holds both.
+// The intersection of two ranges, and the smallest range that holds both.
 ATTN_INLINE constexpr Range common(Range a, Range b) { return {larger(a.first, b.first), smaller(a.last, b.last)}; }
 ATTN_INLINE constexpr Range hull(Range a, Range b) {
   if (a.empty() || b.empty()) return a.empty() ? b : a;
   return {smaller(a.first, b.first), larger(a.last, b.last)};
 }
-// The range, begun earlier so that `first` is a multiple of `tile`.
+// Returns the range with `first` rounded down to a multiple of `tile`.
 ATTN_INLINE constexpr Range in_tiles(Range r, int64_t tile) {
   return {r.empty() ? r.last : r.first / tile * tile, r.last};
 }
 
-// The linear part of a score, scale * product. T: the type computed in; V: T, or a vector of T.
+// The linear part of a score, scale * product. T: the compute dtype; V: T, or a vector of T.
 template <class T>
 struct ScoreFunction {
   T scale;
 
   ATTN_INLINE static constexpr ScoreFunction of(const Problem& p) { return {static_cast<T>(p.scale)}; }
-  // Does not change products that are scores already.
+  // For products that are scores already: does not change them.
   ATTN_INLINE static constexpr ScoreFunction identity() { return {1}; }
 
   template <class V>
   ATTN_INLINE constexpr V operator()(V product) const {
     return product * scale;
   }
-  // d score / d product. It is the same for every product, so that a sum is multiplied by it, and not what is summed:
-  // dQ_i = slope * sum_j dS_ij k_j, and a tangent of scores is slope * (the tangent of the products). The cap, which is
-  // not linear, comes in between: dS_ij is multiplied by its derivative first.
+  // d score / d product. It is the same for every product, so kernels multiply a sum by it, not each summand:
+  // dQ_i = slope * sum_j dS_ij k_j, and a tangent of scores is slope * (the tangent of the products). The cap is not
+  // linear: kernels first multiply dS_ij by the cap's derivative.
   ATTN_INLINE constexpr T slope() const { return scale; }
 
-  // Whether of two products the larger one has the larger score.
+  // Whether a larger product has a larger score.
   ATTN_INLINE constexpr bool keeps_order() const { return scale > 0; }
 };
 
-// The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = -2 y / c cap'(z). Where y is
-// +-1, as at a product of +-inf, both are 0. They are not taken from the score, because c y is rounded once more than
-// y, and near the cap 1 - y^2 is as small as that.
+// The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = -2 y / c cap'(z). Both are 0
+// where y is +-1, as at a product of +-inf. They are not computed from the score c y, because it is rounded once more
+// than y, and near the cap 1 - y^2 is as small as that rounding error.
 template <class T>
 struct SoftCap {
   T inverse;
@@ -71,33 +71,33 @@ struct SoftCap {
     return y * (-2 * inverse) * slope(y);
   }
 };
-// Whether a score is more than a multiple of its product, apart from the mask and what is hidden.
+// Whether a visible score, before the mask is added, is not just a multiple of its product.
 ATTN_INLINE constexpr bool has_score_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
-// Whether the CPU leaves products in a tile instead of scores: that saves a pass over it. It may if the largest
-// product is the largest score and no number of a mask is to be added.
+// Whether the CPU leaves products in a tile instead of scores, which saves a pass over the tile. It may if the largest
+// product has the largest score and nothing is added to scores.
 template <class T>
 ATTN_INLINE constexpr bool leaves_products(const Problem& p) {
   const bool adds = has_score_terms(p) || (p.has_mask && p.mask.dtype != DType::boolean);
-  const bool divides = !p.terms.sinks || p.scale > 1e-20;  // sinks are made products
+  const bool divides = !p.terms.sinks || p.scale > 1e-20;  // sinks are turned into products
   return !adds && divides && ScoreFunction<T>::of(p).keeps_order();
 }
 
-// Which keys a query sees, apart from the mask (Sequence). Queries and keys are counted within their sequence; a range
-// of queries stands for all that are in it.
+// Which keys a query sees, apart from the mask (Sequence). Queries and keys are counted within their sequence. A range
+// of queries means all queries in it.
 
-// Returns the keys that some query of the range, which is not empty, sees.
+// Returns the keys that some query of the range sees. The range must not be empty.
 ATTN_INLINE constexpr Range visible_keys(const Sequence& s, Range queries) {
   return {larger(0, queries.first + s.first), smaller(s.keys, queries.last - 1 + s.last)};
 }
-// Returns the queries that see some key of the range, which is not empty.
+// Returns the queries that see some key of the range. The range must not be empty.
 ATTN_INLINE constexpr Range visible_rows(const Sequence& s, Range keys) {
   return {larger(0, keys.first - s.last + 1), smaller(s.queries, keys.last - s.first)};
 }
-// Says whether every query of the one range sees every key of the other, so that no score of their tile is hidden.
+// Says whether every query sees every key, so that no score of their tile is hidden.
 ATTN_INLINE constexpr bool all_visible(const Sequence& s, Range queries, Range keys) {
   return keys.last <= s.keys && keys.last <= queries.first + s.last && keys.first >= queries.last - 1 + s.first;
 }
-// Says whether any query of the one range sees any key of the other, so that their tile counts at all.
+// Says whether any query sees any key, so that their tile must be computed.
 ATTN_INLINE constexpr bool any_visible(const Sequence& s, Range queries, Range keys) {
   return !common(visible_keys(s, queries), keys).empty();
 }

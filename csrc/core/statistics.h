@@ -1,13 +1,13 @@
-// The statistics of a row of scores: what is kept of the keys that have passed, and what comes out in the end. The same
-// on every device.
+// The statistics of a row of scores: the sums over the keys read so far, and the results. They are the same on every
+// device.
 //
 // With m the largest score of the row, weights w_j = exp(x_j - m) and l = sum_j w_j, the probabilities are w_j / l and
 //
 //   logsumexp = m + log(l)        entropy = -sum_j w_j / l log(w_j / l) = log(l) - sum_j (x_j - m) w_j / l
 //
-// Neither term of the entropy is negative, so that nothing cancels. Where one key has nearly all of the weight, both
-// terms are small and l is nearly 1: it is kept without the 1 of the largest score, and log(l) is log1p of the rest. So
-// an entropy is as accurate near 0, where attention has collapsed to one key, as elsewhere.
+// Neither term of the entropy is negative, so nothing cancels. If one key has nearly all of the weight, both terms are
+// small and l is nearly 1. Therefore l is kept without the 1 of the largest score, and log(l) is log1p of the rest. An
+// entropy near 0 (attention to one key) is then as accurate as any other.
 #pragma once
 
 #include "core/params.h"
@@ -19,15 +19,15 @@ namespace attn {
 template <class T>
 struct RowStatistics {
   T largest;  // m; -inf without a key, NaN once a score was NaN
-  T ones;     // how many weights are 1: keys with the largest score
+  T ones;     // the number of weights that are 1: keys with the largest score
   T rest;     // the sum of the other weights
   T moment;   // sum_j (x_j - m) slope w_j, not positive
 };
 
 constexpr double kLn2 = 0.69314718055994530942;
 
-// The exponent of a weight. No weight is a number below 2^-1100 in any type, and that times a weight of 0 is then 0,
-// not NaN. Keeps NaN.
+// The exponent of a weight, clamped because -inf times a weight of 0 would be NaN. 2^-1100 is 0 in every type. Keeps
+// NaN.
 constexpr double kLeastExponent = -1100;
 template <class T>
 ATTN_INLINE constexpr T exponent_of(T x, T reference, T slope) {
@@ -35,19 +35,19 @@ ATTN_INLINE constexpr T exponent_of(T x, T reference, T slope) {
   return exponent < static_cast<T>(kLeastExponent) ? static_cast<T>(kLeastExponent) : exponent;
 }
 
-// Returns the larger of two parts' references, which is no NaN. To merge the parts, both are rescaled to it.
+// Returns the larger of two parts' references, neither of which may be NaN. To merge the parts, rescale both to it.
 template <class T>
 ATTN_INLINE constexpr T common_reference(const RowStatistics<T>& a, const RowStatistics<T>& b) {
   return a.largest > b.largest ? a.largest : b.largest;
 }
-// `exponent`: exponent_of(part.largest, reference, slope), and `weight` 2 to that power.
+// Rescales a part to `reference`. `exponent` is exponent_of(part.largest, reference, slope), `weight` is 2^exponent.
 template <class T>
 ATTN_INLINE constexpr RowStatistics<T> brought_to(T reference, const RowStatistics<T>& part, T exponent, T weight) {
   if (part.largest == reference) return part;
   const T sum = part.ones + part.rest;
   return {reference, 0, sum == 0 ? 0 : sum * weight, sum == 0 ? 0 : (part.moment + exponent * sum) * weight};
 }
-// The sum of two parts with the same reference, unless a score of one of them was NaN.
+// The sum of two parts with the same reference. No score of either may be NaN.
 template <class T>
 ATTN_INLINE constexpr RowStatistics<T> added(T reference, const RowStatistics<T>& a, const RowStatistics<T>& b) {
   return {reference, a.ones + b.ones, a.rest + b.rest, a.moment + b.moment};
@@ -61,19 +61,20 @@ ATTN_INLINE constexpr bool has_nan(const RowStatistics<T>& part) {
 template <class T>
 struct FinishedRow {
   T largest_score, entropy, logsumexp;
-  // A weight p is 2^((x - reference) slope) inverse_sum. (Not 2^((x - reference) slope - log2(l)): that may be 20, and
-  // its rounding would be off by as many ulps in all weights of the row.)
+  // A weight p is 2^((x - reference) slope) inverse_sum. (Not 2^((x - reference) slope - log2(l)), because log2(l) may
+  // be 20, and its rounding error would change all weights of the row by about 20 ulps.)
   T reference, inverse_sum;
 };
 
 // Returns l - 1, which is -1 without keys and sink. Its log1p() is the argument `log_sum` of finished(). `sink`: the
-// weight of the sink relative to the row's reference, which is no smaller than the sink; 0 without one.
+// weight of the sink relative to the row's reference, which is at least the sink; 0 without a sink.
 template <class T>
 ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink) {
   return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;
 }
-// `scale` makes scores of the reference and of `largest`, the maximum over all keys. A score of +inf makes the sum NaN
-// (inf - inf), though no score was NaN. The entropy leaves out the sink: log(l) is multiplied by the keys' weight.
+// `largest` is the maximum over all keys. `scale` turns it and the reference into scores. A score of +inf makes the sum
+// NaN (inf - inf), though no score is NaN. The entropy leaves out the sink, so log(l) is multiplied by the keys'
+// weight.
 template <class T>
 ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T largest, T scale, double sink,
                                               double log_sum, T infinity) {

@@ -1,11 +1,11 @@
-// A call of attention: the one list of its arguments, with the name and the kind of each. From it follows what the
-// schemas of all operators are (schema.cpp), whether the built-in could have the call, and what autograd, vmap and
-// autocast do with each argument.
+// A call of attention: the only list of its arguments, with the name and the kind of each. It decides the schemas of
+// all operators (schema.cpp), whether the built-in could take a call, and what autograd, vmap and autocast do with each
+// argument.
 //
-// The way of a call that wants gradients: attention -> _sdpa_forward (autograd.cpp) -> compute_forward (run.cpp), which
-// validates it and makes plain data of it (problem.cpp) -> a kernel. The backward goes the same way, by _sdpa_backward
-// and compute_backward, from the call and the results that autograd has kept. In inference mode the dispatcher leaves
-// autograd out.
+// The path of a call that needs gradients: attention -> _sdpa_forward (autograd.cpp) -> compute_forward (run.cpp),
+// which validates it and turns it into plain data (problem.cpp) -> a kernel. The backward takes the same path through
+// _sdpa_backward and compute_backward, with the call and the results that autograd has kept. In inference mode the
+// dispatcher skips autograd.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,8 +21,8 @@ namespace attn {
 
 struct Call;
 
-// What an argument is. A tensor broadcasts to the dimensions that are named here. The order counts: what autocast casts
-// comes first, then other arguments that may have a derivative, then other tensors, packed starts last.
+// What an argument is. A tensor broadcasts to the dimensions that are named here. The order matters: first the
+// arguments that autocast casts, then others that may have a derivative, then other tensors, then the rest.
 enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]
   value_rows,  // likewise, and no score depends on it
@@ -48,11 +48,11 @@ struct Argument : About {
   constexpr Argument(About about, T Call::* member) : About(about), member(member) {}
 };
 
-// Sequences of different lengths may be packed, one behind the other: query [*batch, heads, T_q, E], key [*batch,
+// Sequences of different lengths may be packed, one after the other: query [*batch, heads, T_q, E], key [*batch,
 // key_heads, T_k, E], value likewise, attn_mask [*batch, heads or 1, T_q, max_k]. Sequence n has the queries from
-// cu_seq_q[n] to cu_seq_q[n + 1] and the keys from cu_seq_k[n] to cu_seq_k[n + 1], which no other sequence sees. Then
-// query_offset and key_lengths have a number for each sequence; without an offset its last query is at its last key.
-// Errors of such calls have the names and layouts of varlen_attention.
+// cu_seq_q[n] up to cu_seq_q[n + 1] and the keys from cu_seq_k[n] up to cu_seq_k[n + 1], which no other sequence sees.
+// Then query_offset and key_lengths have one number per sequence. Without an offset, the last query stands at the last
+// key. Error messages use the names and layouts of varlen_attention.
 struct Call {
   at::Tensor query{};                     // [*batch, heads, L, E]
   at::Tensor key{};                       // [*batch, key_heads, S, E]
@@ -65,14 +65,14 @@ struct Call {
   double softcap = 0;                             // 0: none
   std::array<int64_t, 2> window_size = {-1, -1};  // keys to the left and right of the query's position; -1: all
   std::optional<at::Tensor> query_offset{};       // integers that broadcast to [*batch]: the position of query 0
-  std::optional<at::Tensor> key_lengths{};        // likewise: keys from there on are hidden
+  std::optional<at::Tensor> key_lengths{};        // likewise: further keys are hidden
   // Integers [N + 1], from 0, not decreasing. Without cu_seq_q nothing is packed.
   std::optional<at::Tensor> cu_seq_q{}, cu_seq_k{};
   c10::SymInt max_q = 0, max_k = 0;  // no sequence has more queries, or keys
-  // Integers [N, most pages], beside which cu_seq_k may be absent: key and value are pools [pages, heads, page_size, E
-  // or Ev], and row r of sequence n is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed.
+  // Integers [N, most pages]. Key and value are then pools [pages, heads, page_size, E or Ev], and row r of sequence n
+  // is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed, cu_seq_k may be absent.
   std::optional<at::Tensor> block_table{};
-  // They broadcast to [*batch, heads]. What they do to scores, and to their softmax, is in core/score.h.
+  // Both broadcast to [*batch, heads]. core/score.h defines their effect on scores and softmax.
   std::optional<at::Tensor> alibi_slopes{}, sinks{};
 
   // In the order of `attention`. The built-in has the first eight.
@@ -105,7 +105,7 @@ struct Call {
 constexpr auto kAbout =
     std::apply([](const auto&... a) { return std::array{static_cast<About>(a)...}; }, Call::kArguments);
 
-// The arguments for which takes(number of the argument, its kind) is true, as an operator takes them.
+// The arguments for which takes(number of the argument, its kind) is true: a view of Call (operator.h).
 template <bool (*takes)(size_t, Kind)>
 struct Arguments {
   using Data = Call;
@@ -153,7 +153,7 @@ constexpr bool is_first_of_varlen(size_t i, Kind kind) {
   return i < 3 || kind == Kind::starts || kind == Kind::longest;
 }
 constexpr bool is_rest_of_varlen(size_t i, Kind kind) {
-  return !is_first_of_varlen(i, kind) && kAbout[i].name != std::string_view("is_causal");  // a window says it
+  return !is_first_of_varlen(i, kind) && kAbout[i].name != std::string_view("is_causal");  // window_size says it
 }
 using FirstOfVarlen = Arguments<is_first_of_varlen>;
 using RestOfVarlen = Arguments<is_rest_of_varlen>;
@@ -164,7 +164,7 @@ struct Varlen {
 
 auto Call::fields(auto& call) { return All::fields(call); }
 
-// The tensors of a struct, and those that may have derivatives: of structs other than Call all fields.
+// The tensors of a struct, and the tensors that may have derivatives. In structs other than Call, both are all fields.
 template <class T>
 auto tensors_of(T& s) {
   if constexpr (std::is_same_v<std::remove_const_t<T>, Call>)
@@ -183,10 +183,10 @@ auto all_inputs_of(const auto&... arguments) { return std::tuple_cat(inputs_of(a
 template <class T>
 constexpr size_t kInputs = std::tuple_size_v<decltype(inputs_of(std::declval<T&>()))>;
 
-// Calls f(i, input, ...) with input number i of each struct, for every i: the structs have as many.
+// Calls f(i, input, ...) with input number i of each struct, for every i. All structs have the same number of inputs.
 void for_each_input(auto&& f, auto&... structs) { for_each_of(f, inputs_of(structs)...); }
 
-// The struct with f(tensor) in place of every input. An absent one stays absent.
+// Returns the struct with every input replaced by f(input). An absent input stays absent.
 template <Struct T>
 T map_inputs(T s, const auto& f) {
   const auto map = [&]<class Field>(size_t, Field& field) {
@@ -199,13 +199,13 @@ T map_inputs(T s, const auto& f) {
   return s;
 }
 
-// Makes a call of what sdpa_stats takes. The value is never read, but its heads count: pass the key.
+// Makes a call from the arguments of sdpa_stats. The value is never read, but its heads count, so it is the key.
 inline Call with_key_as_value(Call scores) {
   scores.value = scores.key;
   return scores;
 }
 
-// Something of every input.
+// One T for every input.
 template <class T>
 struct OfInputs {
   T query, key, value, attn_mask, alibi_slopes, sinks;
@@ -214,9 +214,9 @@ struct OfInputs {
       std::to_array<std::string_view>({"query", "key", "value", "attn_mask", "alibi_slopes", "sinks"});
   static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks); }
 };
-// A direction in the space of inputs: each tensor has the shape of its input, and is absent where it is zero.
+// A direction in the space of inputs: each tensor has the shape of its input, and is absent if it is zero.
 using Direction = OfInputs<std::optional<at::Tensor>>;
-// Each has the shape of its input, and is undefined where it is not wanted.
+// Each has the shape of its input, and is undefined if it is not wanted.
 using Gradients = OfInputs<at::Tensor>;
 using Wanted = std::array<bool, Inputs::kCount>;  // in the same order
 static_assert(

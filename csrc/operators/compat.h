@@ -1,4 +1,4 @@
-// What differs between the supported releases of torch (2.11 to 2.15).
+// Differences between the supported releases of torch (2.11 to 2.15).
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -6,7 +6,7 @@
 
 namespace attn {
 
-// A Node of the autograd graph is held by std::shared_ptr until 2.12, by c10::intrusive_ptr from 2.13 on.
+// Up to 2.12 std::shared_ptr holds a Node of the autograd graph, from 2.13 on c10::intrusive_ptr does.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 template <class N>
 auto make_node() {

@@ -1,6 +1,6 @@
-// Attention as compositions of ATen operators: O(L S) memory, every device, differentiable to any order. Used where the
-// scores themselves, or gradients through them, are asked for (a kernel computes them on the CPU), and for derivatives
-// beyond the second.
+// Attention as compositions of ATen operators: O(L S) memory, every device, differentiable to any order. Used if the
+// caller asks for the scores themselves (on the CPU a kernel computes them) or for gradients through them, and for
+// derivatives beyond the second.
 #pragma once
 
 #include <functional>
@@ -10,30 +10,30 @@
 
 namespace attn {
 
-// An argument of a formula whose gradient does not run through the history of another argument.
+// Returns an alias of an argument of a formula. Its gradient does not run through the history of another argument.
 at::Tensor independent(const at::Tensor& t);
 template <Struct T>
 T independent(const T& tensors) {
   return map_inputs(tensors, [](const at::Tensor& t) { return independent(t); });
 }
 
-// The inputs of all arguments in a row, undefined where absent.
+// Lists the inputs of all arguments. An absent input is undefined.
 std::vector<at::Tensor> list(const auto&... arguments) {
   const auto put = [](const auto&... t) { return std::vector{std::optional<at::Tensor>(t).value_or(at::Tensor())...}; };
   return std::apply(put, all_inputs_of(arguments...));
 }
 
-// The gradients of the sum of all <results, grads> with respect to those inputs that are wanted, by autograd. Undefined
-// where none runs through. Results past the grads have none.
+// The gradients, by autograd, of the sum of all <result, grad> with respect to the wanted inputs. A gradient is
+// undefined if the results do not depend on its input. Results beyond the last grad do not count.
 std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads,
                                       const std::vector<at::Tensor>& inputs,
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);
 
-// Without dropout, and rounded to the query's type: scores are scaled and masked, weights their softmax, 0 in a fully
-// masked row. dropout_p is ignored, and no output is computed.
+// The scores, scaled and masked, and the weights, their softmax or 0 in a fully masked row, rounded to the query's
+// type. Ignores dropout_p and computes no output.
 WeightsAndScores weights_formula(const Call& call, const WantedWeights& wanted);
 
-// _sdpa_tangent and _sdpa_second as formulas. Throw if dropout_p > 0.
+// _sdpa_tangent and _sdpa_second as formulas. They throw if dropout_p > 0.
 TangentResults tangent_formula(const Direction& direction, const Call& call);
 Gradients second_formula(const GradResults& u, const Direction& direction, const Call& call, Wanted wanted);
 

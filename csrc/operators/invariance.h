@@ -1,4 +1,4 @@
-// The switch behind attn::invariant(): a number of the whole process, as threads may share the work of a call.
+// The switch behind attn::invariant(): one number for the whole process, because threads may share the work of a call.
 #pragma once
 
 namespace attn {

@@ -1,9 +1,9 @@
 // Operators that take and return structs.
 //
 // PyTorch's dispatcher knows only flat lists of arguments: Tensor query, Tensor key, Tensor value, Tensor? attn_mask
-// and so on. Our functions take structs of them (call.h, ops.h). The class Operator converts between the two, so that
-// no list has to be written by hand. A struct lists its fields once, in the order of the schema. An operator is a name,
-// and the type of a function of structs or single values:
+// and so on. Our functions take structs of them (call.h, ops.h). The class Operator converts between the two, so no
+// list is written by hand. A struct lists its fields once, in the order of the schema. An operator is a name, and the
+// type of a function of structs or single values:
 //
 //   struct Saved {
 //     at::Tensor output, logsumexp;
@@ -11,9 +11,9 @@
 //   };
 //   using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(Saved, Call)>;
 //
-// BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> makes of a function f(saved, call) what the
-// dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
-// operator that takes only some fields of a struct names a view of it, and its functions still take the struct, Data:
+// BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> turns a function f(saved, call) into one that
+// the dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
+// operator that takes only some fields of a struct names a view of it. Its functions still take the struct, Data:
 //
 //   struct KeyAlone {
 //     using Data = Call;
@@ -52,7 +52,7 @@ void for_each_of(auto&& f, auto first, auto... others) {
   }(std::make_index_sequence<std::tuple_size_v<decltype(first)>>());
 }
 
-// What an operator takes in place of a struct.
+// Names the fields of a struct, Data, that an operator takes.
 template <class T>
 concept View = requires { typename T::Data; };
 template <class T>
@@ -130,7 +130,7 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
  public:
   static constexpr const char* name = name_.text;
 
-  // For Library::impl. kernel_with_keys is for an f(keys, arguments...) that goes on with redispatch().
+  // For Library::impl. kernel_with_keys is for an f(keys, arguments...) that calls redispatch().
   template <auto f>
   static FlatResult kernel(Passed<Flat>... fields) {
     return call_with<f>(std::index_sequence_for<Arguments...>(), std::tie(fields...));
@@ -151,7 +151,7 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
     return std::tuple_cat(fields_as<Arguments>(arguments)...);
   }
 
-  // Looked up in the first call; when this code is loaded, the operator need not be registered yet.
+  // Looked up in the first call, because the operator may not be registered yet when this code is loaded.
   static const auto& handle() {
     static const auto found =
         c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<FlatResult(Passed<Flat>...)>();

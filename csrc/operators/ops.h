@@ -1,5 +1,5 @@
-// The operators as C++ calls them, and what they take beside a call, and return. Their schemas, and what they compute,
-// are in schema.cpp.
+// The operators as C++ calls them, their results, and their arguments beside a call. schema.cpp has their schemas and
+// says what they compute.
 #pragma once
 
 #include "attn/sdpa.h"
@@ -12,10 +12,10 @@ struct Statistics : Stats {
   static auto fields(auto& r) { return std::tie(r.largest_score, r.entropy, r.logsumexp, r.received_weight); }
 };
 
-// Two numbers of every row of scores, [*batch, heads, L], of the type computed in.
+// Two numbers for every row of scores, [*batch, heads, L], in the compute dtype.
 struct RowResults {
-  at::Tensor logsumexp;  // has the sink in it
-  at::Tensor max_score;  // lacks it, and has no derivative
+  at::Tensor logsumexp;  // includes the sink
+  at::Tensor max_score;  // without the sink; has no derivative
 
   static auto fields(auto& r) { return std::tie(r.logsumexp, r.max_score); }
 };
@@ -41,13 +41,13 @@ struct Saved {
   at::Tensor output;     // [*batch, heads, L, Ev]
   at::Tensor logsumexp;  // [*batch, heads, L, 2]
   at::Tensor rng_state;  // [3], or [*batch, 1, 1, 3] under vmap; [0] without dropout
-  at::Tensor residual;   // [*batch, heads, L, Ev] where there is one (validate.h), else [0]
+  at::Tensor residual;   // [*batch, heads, L, Ev] if there is one (validate.h), else [0]
 
   static constexpr const char* kNames[] = {"output", "logsumexp", "rng_state", "residual"};
   static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
 };
 
-// All results of the forward. Those for rows are undefined where they are not wanted.
+// All results of the forward. The results for rows are undefined if they are not wanted.
 struct ForwardResults {
   Saved saved;
   RowResults rows;
@@ -55,7 +55,7 @@ struct ForwardResults {
   static auto fields(auto& r) { return std::tuple_cat(Saved::fields(r.saved), RowResults::fields(r.rows)); }
 };
 
-// The gradient of the forward's results, u: of the output and, where it is not zero, of the rows' logsumexp.
+// u, the gradients of the output and of the rows' logsumexp. The second is absent if it is zero.
 struct GradResults {
   at::Tensor output;
   std::optional<at::Tensor> logsumexp;  // [*batch, heads, L]
@@ -63,7 +63,7 @@ struct GradResults {
   static auto fields(auto& u) { return std::tie(u.output, u.logsumexp); }
 };
 
-// Weights and scores before dropout: the results of _sdpa_weights, and what is wanted of them.
+// Weights and scores before dropout, the results of _sdpa_weights. WantedWeights says which of them are wanted.
 struct WeightsAndScores {
   at::Tensor weights;  // [*batch, heads, L, S], or their mean over the heads [*batch, L, S]
   at::Tensor scores;   // [*batch, heads, L, S], else [0]
@@ -102,7 +102,7 @@ using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Dense)>;
 using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(Dense, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(Scores)>;
 using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Dense, WantedWeights)>;
-// Last come rng_state, with_rows (whether the rows' results are wanted), and exact_residual (params.h).
+// The last arguments are rng_state, with_rows (whether the rows' results are wanted) and exact_residual (params.h).
 using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Saved, Call, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Saved, Direction, Call)>;
@@ -110,7 +110,7 @@ using SecondOp = Operator<"attn::_sdpa_second", Gradients(GradResults, Saved, Di
 using LogsumexpOfPairOp = Operator<"attn::_logsumexp_of_pair", at::Tensor(at::Tensor, Call)>;
 using PairOfLogsumexpOp = Operator<"attn::_pair_of_logsumexp", at::Tensor(at::Tensor, at::Tensor, Call)>;
 
-// The output, by the plain operator where it can: programs that are exported name it.
+// Returns the output. Calls sdpa if it can take the call, because exported programs name the operator.
 inline at::Tensor attend(const Call& call) {
   return is_builtin(call) ? SdpaOp::call(call) : AttentionOp::call(call).output;
 }

@@ -1,5 +1,5 @@
-// While it is switched on, calls of sdpa and attention are a process's part of one over several, which Python makes of
-// them (torch_attn/distributed/_context.py): whoever calls, from wherever, with tensors of any kind.
+// While the switch is on, every call of sdpa and attention, from any code and with any tensors, is this process's part
+// of a call over several processes. Python implements such calls (torch_attn/distributed/_context.py).
 #pragma once
 
 #include "operators/ops.h"

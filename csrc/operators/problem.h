@@ -1,4 +1,4 @@
-// From tensors to the plain data that kernels take; the same for every device.
+// Turns tensors into the plain data that kernels take, the same for every device.
 #pragma once
 
 #include "core/geometry.h"
@@ -8,18 +8,18 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
-// 1 / sqrt(head_dim) where not given; scores of vectors without entries are 0 with any scale.
+// 1 / sqrt(head_dim) if scale is absent. 1 if head_dim is 0, because then all products are 0 with any scale.
 double scale_or_default(std::optional<double> scale, int64_t head_dim);
 
-// A cap as the type computed in can hold it: 0, which is none, if it is larger than all numbers of that type, and at
-// least the smallest normal one, by which products are divided.
+// Returns the cap for the compute dtype. A cap above all numbers of that type becomes 0, which is none. A cap below the
+// smallest normal number becomes that number, because products are divided by it.
 double softcap_for(const at::Tensor& query, double softcap);
 
-// Fills in what a score is made of, apart from its operands.
+// Fills in the scale, the cap and whether there is a mask.
 void describe_scores(Problem& problem, const Call& call);
 
-// Describes a call in `problem`: collects its operands, then merges the batch dimensions that all of them walk through
-// alike.
+// Describes a call in `problem`: collects its operands, then merges the batch dimensions whose strides are compatible
+// in every operand.
 class ProblemBuilder {
  public:
   // Adds query, key, value, mask, rng_state and everything that is not a tensor.
@@ -29,9 +29,9 @@ class ProblemBuilder {
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // is read
   void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // is written
 
-  // The numbers of a tensor, one after the other in memory that lives as long as the builder.
+  // The numbers of a tensor, contiguous in memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
-  // Likewise for a tensor with a number for each head, in the compute dtype: [batch, heads]. Null if there is none.
+  // Likewise for a tensor with one number per head, in the compute dtype: [batch, heads]. Null if there is no tensor.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
@@ -55,14 +55,14 @@ class ProblemBuilder {
   c10::SmallVector<at::Tensor, 4> contiguous_;
 };
 
-// What a plan with several splits of the keys writes to; empty for one.
+// Allocates the partial results of a plan with several splits of the keys. One split needs none.
 std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& query);
 
-// What the passes of the statistics leave for each other, p.partial, p.pairs and p.partial_received; undefined where it
-// is not needed.
+// Allocates the workspaces of the statistics' passes: p.partial, p.pairs and p.partial_received. A tensor that is not
+// needed is undefined.
 std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query);
 
-// How the gradient of a mask is summed, once p.grad_mask is there.
+// Plans how the gradient of a mask is summed. Call it after p.grad_mask is set.
 void plan_mask(BackwardParams& p);
 
 inline bool no_rows(const Problem& p) { return number_of_rows(p) == 0; }

@@ -1,17 +1,17 @@
-// The switch (replace.cpp), for other operators of torch that it turns.
+// The switch of replace.cpp, for the other operators of torch that it replaces.
 #pragma once
 
 #include <torch/library.h>
 
 namespace attn {
 
-// Says on which devices of a type the switch serves calls: where `runs_on` is true. A type never named here: on all.
+// Restricts the switch to the devices of a type for which `runs_on` is true. Other types are not restricted.
 void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device));
 
 bool is_switched_on();
 void count_replaced_call();
 
-// In the places that torch leaves empty (replace_varlen.cpp).
+// Registers kernels of flash attention's operators where torch has none (replace_varlen.cpp).
 torch::Library put_flash_attention_in_place();
 
 }  // namespace attn

@@ -1,5 +1,5 @@
-// The operators of schema.cpp as far as they are the same for every device: arguments checked, results allocated,
-// params filled in. A device adds its kernels.
+// The part of the operators of schema.cpp that is the same for every device: checks arguments, allocates results, fills
+// in params. A device adds its kernels.
 #pragma once
 
 #include <torch/library.h>
@@ -9,31 +9,31 @@
 
 namespace attn {
 
-// Chooses the plan (tasks, splits, chunks), allocates the workspaces of that plan, on the device and in the type of
+// Chooses the plan (tasks, splits, chunks), allocates its workspaces on the device and in the type of
 // compute_options(query), and runs the kernels, which write every element of every result that is not null.
-// Is given params that ProblemBuilder has filled, with batch dimensions merged, the pointers named below set, and
-// neither plan nor workspaces. Is called only if there are rows; keys may be missing where that is said.
+// ProblemBuilder has filled `p` and merged its batch dimensions. The pointers named below are set, the plan and the
+// workspaces are not. There is at least one row. There is at least one key, unless the function says otherwise.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 
-// What a device brings. A device without any, Meta, allocates the results and leaves it at that.
+// The functions of a device. Meta has none: it only allocates the results.
 struct Device {
   // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
   // `heads` is the number of heads in the whole batch.
   void (*draw_rng_state)(const at::Tensor& state, int64_t heads);
-  // Reads no more than the inputs; writes output and, where they are not null, logsumexp, residual, row_logsumexp and
-  // max_score. Without keys the output is 0.
+  // Reads only the inputs. Writes output and, if not null, logsumexp, residual, row_logsumexp and max_score. Without
+  // keys the output is 0.
   Run<ForwardParams>* forward;
-  // Reads output, residual (may be null), logsumexp, grad_output and grad_logsumexp (may be null); writes the gradients
-  // with data, and grad_slopes, grad_sinks and grad_mask_rows where they are not null. grad_mask is 0 when it is
-  // called, and stays so where nothing is seen; mask_is_shared and the extents of its tasks are set.
+  // Reads output, residual (may be null), logsumexp, grad_output and grad_logsumexp (may be null). Writes the gradients
+  // with data and, if not null, grad_slopes, grad_sinks and grad_mask_rows. grad_mask is 0 at the call, and stays 0
+  // where no key is visible. mask_is_shared and the extents of its tasks are set.
   Run<BackwardParams>* backward;
-  // Reads as the backward, and the direction `t`, null where it is zero; writes tangent_output, tangent_logsumexp and,
-  // where it has data, tangent_residual. There may be no keys.
+  // Reads output, residual and logsumexp as the backward does, and the direction `t`, null where it is zero. Writes
+  // tangent_output, tangent_logsumexp and, if it has data, tangent_residual. There may be no keys.
   Run<TangentParams>* tangent;
-  // Reads what the backward reads, `t` and the tangent's three results; writes as the backward.
+  // Reads what the backward reads, `t` and the tangent's three results. Writes what the backward writes.
   Run<SecondParams>* second;
-  // Writes the four statistics; there may be no keys.
+  // Writes the four statistics. There may be no keys.
   Run<StatsParams>* stats;
 };
 
@@ -47,14 +47,14 @@ Gradients compute_second(const Device& device, const GradResults& grads, const S
                          const TangentResults& tangent, const Call& call, Wanted wanted);
 Statistics compute_stats(const Device& device, const Call& scores);
 
-// Computes by `run`, which writes the results with data, what weights_formula() does (formulas.h); the output too, if
-// wanted.
+// Computes by `run` what weights_formula() computes (formulas.h), and the output if wanted. `run` writes the results
+// that have data.
 WeightsAndScores compute_weights(Run<WeightsParams>* run, const Call& call, const WantedWeights& wanted);
 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
-  // In inference mode the kernels under the Autograd key, which ask whether calls are over processes, do not run.
+  // These kernels ask is_over_processes() too, because in inference mode the kernels under the Autograd key do not run.
   constexpr auto sdpa = [](const Call& call) {
     if (is_over_processes()) return OverProcessesOp::call(call).output;
     return compute_forward(device, false, call, std::nullopt, /*with_rows=*/false, /*exact_residual=*/false)

@@ -1,4 +1,4 @@
-// A switch of the whole process: on while it was switched on more often than off.
+// A switch of the whole process. It is on while it has been switched on more often than off.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@ class Switch {
   constexpr Switch() = default;
   Switch(int64_t times) : times_(times) {}
   bool is_on() const { return times_.load(std::memory_order_relaxed) > 0; }
-  // +1: on, -1: off, 0: as it is. Returns how many times it is on.
+  // +1: on, -1: off, 0: no change. Returns the new sum of changes.
   int64_t change(int64_t times) { return times_ += times; }
 
  private:

@@ -9,37 +9,37 @@ namespace attn {
 // One call after broadcasting: query [*batch, heads, L, E], key [*batch, key_heads, S, E],
 // value [*batch, value_heads, S, Ev], scores [*batch, heads, L, S]. Tensors of two dimensions have one head.
 struct Shape {
-  const char* op = nullptr;  // what the caller called: error messages begin with it
+  const char* op = nullptr;  // the operator's name, with which error messages begin
   int64_t dims = 0;          // of the output
   c10::SymDimVector batch;
   c10::SymInt heads = 1, key_heads = 1, value_heads = 1;
-  // If sequences are packed: all queries, T_q, and all keys, or beside a block_table the rows of a page.
+  // If sequences are packed: queries is T_q, and keys is T_k or, with a block_table, the rows of a page.
   c10::SymInt queries, keys, head_dim, value_dim;
-  std::optional<c10::SymInt> sequences;  // that are packed
+  std::optional<c10::SymInt> sequences;  // the number of packed sequences
 
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }
   c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
   // The sizes of a tensor with one number for each query or key of a head: [*batch, heads, length].
   c10::SymDimVector numbers(const c10::SymInt& length) const;
-  // With one for each head: [*batch, heads], also where the tensors have no heads.
+  // With one number per head: [*batch, heads], also if the tensors have no heads.
   c10::SymDimVector of_heads() const;
-  // With one for each sequence: [*batch], or [*batch, sequences].
+  // With one number per entry: [*batch], or [*batch, sequences].
   c10::SymDimVector of_entries() const;
 };
 
-// Checks a call of `op`: for a private operator, the name of the public one that it serves. Throws c10::Error naming
-// `op`, the argument, what it was and what is allowed.
+// Checks a call of `op`. A private operator gives the name of the public operator that it serves. Throws c10::Error,
+// which names `op`, the argument, its value and what is allowed.
 Shape validate(const char* op, const Call& call);
 
-// Checks what the private operators take besides.
+// Checks the other arguments of the private operators.
 struct Checker {
   const Call& call;
   const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, call);
 
   void grads(const GradResults& u) const;
   void rng_state(const at::Tensor& t) const;
-  void no_pages() const;  // of a call that is, or is to be, differentiated
+  void no_pages() const;  // for a call that is, or will be, differentiated
   void saved(const Saved& s) const;
   void direction(const Direction& d) const;
   void tangent(const TangentResults& t) const;
@@ -52,15 +52,15 @@ struct Checker {
   void residual(const char* name, const at::Tensor& t) const;
 };
 
-// Number i of a tensor of integers in a CPU's memory, counted as if it was contiguous. No operator reads it, because a
-// transform of torch.func would see one.
+// Number i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory itself, because transforms
+// of torch.func would see an operator.
 inline int64_t number_at(const at::Tensor& t, int64_t i) {
   int64_t at = 0;
   for (int64_t d = t.dim(); d-- > 0; i /= t.size(d)) at += i % t.size(d) * t.stride(d);
   return t.scalar_type() == at::kInt ? t.const_data_ptr<int32_t>()[at] : t.const_data_ptr<int64_t>()[at];
 }
 
-// The type that kernels compute in, which workspaces and statistics have.
+// The type that kernels compute in. Workspaces and statistics have it too.
 at::ScalarType compute_dtype(const at::Tensor& query);
 at::TensorOptions compute_options(const at::Tensor& query);
 
@@ -68,10 +68,10 @@ at::TensorOptions compute_options(const at::Tensor& query);
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_rows(const Shape& shape, const at::Tensor& query);  // one number a row
-// Whether what rounding takes from an output of a half type is kept for derivatives. With a floating mask,
-// slopes or sinks: it counts in their gradients, while in others it is below what the rounding of the weights does. And
-// with dropout: the gradients of a row with one key, which are 0, would else be what rounding took from value /
-// (1 - dropout_p).
+// Whether the rounding error of an output of a half type is kept for derivatives. It is kept with a floating mask,
+// slopes or sinks, because it counts in their gradients; in others the rounding errors of the weights are larger. It is
+// kept with dropout, because else the gradients of a row with one key, which are 0, would be the rounding error of
+// value / (1 - dropout_p).
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
 Statistics empty_statistics(const Shape& shape, const at::Tensor& query);

@@ -19,7 +19,20 @@ import torch
 import torch_attn
 from examples.demo.report import DemoError, console, progress
 
-from . import cost, extras, four_tokens, heads, lookup, minilm, page, root, trained, variants, words
+from . import (
+    cost,
+    extras,
+    four_tokens,
+    heads,
+    lookup,
+    minilm,
+    page,
+    root,
+    sources,
+    trained,
+    variants,
+    words,
+)
 from .threads import threads
 
 # In the order of the page.
@@ -56,6 +69,7 @@ def main() -> int:
                 name = chapter.__name__.rpartition(".")[2].replace("_", " ")
                 bar.update(task, description=f"The lesson: {name}")
                 sections.append(chapter.chapter(options.quick, lambda: bar.advance(task)))
+            sections.append(sources.section())
             bar.update(task, description="The lesson: the page")
             path = page.write(
                 sections, options.out, TITLE, LEAD + SAMPLE * options.quick, _footer()
@@ -74,7 +88,7 @@ def _footer() -> str:
         Made by `python -m examples.lesson` with torch_attn {torch_attn.__version__}, PyTorch
         {torch.__version__}, instruction set `{torch.ops.attn._cpu_capability()}`,
         {threads()}. Nothing on this page was loaded from anywhere. That run computed every
-        number on it, except for quoted ones.
+        number on it, except for those quoted from the [sources](#sources).
     """
 
 

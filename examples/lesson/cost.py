@@ -226,13 +226,14 @@ def _quadratic(section: Section, lengths: list[int]) -> None:
         The *Notes* name the price of attention: its scores are "stored in a matrix that grows
         quadratically with the length of the input sequence", so that the complexity is O(n²). Two
         things are in that sentence. The *work* is quadratic: each of n queries is multiplied with
-        each of n keys. The *memory* is quadratic only for those who do store the matrix.
+        each of n keys. The *memory* is quadratic only if the matrix is stored.
 
         One step of training, forward and backward, was measured for one head of {HEAD_DIM}, in
         float32 and at lengths from {lengths[0]} to {lengths[-1]:,}, with three operators: the
-        **naive** formula, softmax(Q Kᵀ / √dₖ) V line by line as in all sources; PyTorch's
-        **built-in** `F.scaled_dot_product_attention`; and **attn**. Who stores matrices is
-        measured up to {LONGEST_MATRIX:,} tokens. At {last:,} query, key, value and output are
+        **naive** formula, softmax(Q Kᵀ / √dₖ) V line by line, as *Scaled Dot-Product Attention*
+        writes it; PyTorch's **built-in** `F.scaled_dot_product_attention`; and **attn**. Operators
+        that store matrices are measured up to {LONGEST_MATRIX:,} tokens. At {last:,} query, key,
+        value and output are
         {number(4 * last * HEAD_DIM * 4 / MIB, 2)} MiB together; one matrix of scores is
         {number(last * last * 4 / MIB, 2)} MiB, and the naive formula needs several.
     """)
@@ -351,7 +352,7 @@ def _time(
     plain, dropped = at.values()
     section.heading("Time")
     section.text(f"""
-        Time is another matter: **everybody's grows at least quadratically**, for all compute the
+        Time is another matter: **it grows at least quadratically with all three**, which compute the
         same products. Fitted to the three longest texts of each, the exponents are
         {exponents[0.0]["naive"]:.2f} for the naive formula,
         {exponents[0.0]["built-in"]:.2f} for the built-in and
@@ -363,7 +364,7 @@ def _time(
         processor's caches: an exponent above 2 is the way there. With dropout they take
         {number(dropped["naive"])}, {number(dropped["built-in"])} and {number(dropped["attn"])} ms.
 
-        So a text twice as long takes four times as long or longer, whoever computes it; but it need
+        So a text twice as long takes four times as long or longer with every operator; but it need
         not take four times the memory. The other challenge that the *Notes* name, a context of
         limited size, is eased by that and not removed.
     """)

@@ -31,14 +31,14 @@ def window(left: int) -> Tensor:
 
 
 def pairs(length: int, left: int) -> int:
-    """Of query and key that see each other: with scores of 0, a row's logsumexp is log(keys)."""
+    """Pairs of query and key that see each other: with scores of 0, a row's logsumexp is log(keys)."""
     zero = torch.zeros(length, 1, dtype=torch.float64)
     logsumexp = torch_attn.sdpa_with_logsumexp(zero, zero, zero, window_size=(left, 0))[1]
     return round(logsumexp.exp().sum().item())
 
 
 def reach(layers: int) -> int:
-    """How many tokens the last output depends on, after so many layers with a window."""
+    """How many tokens the last output depends on, after this many layers with a window."""
     x = y = X.clone().requires_grad_()
     for _ in range(layers):
         y = torch_attn.sdpa(y, y, y, window_size=(LEFT, 0))
@@ -46,7 +46,7 @@ def reach(layers: int) -> int:
 
 
 def milliseconds(length: int, left: int) -> float:
-    """Of processor time, the fastest of five forwards on one thread, head_dim 64."""
+    """Processor time of the fastest of five forwards on one thread, head_dim 64."""
     x, spent = torch.randn(length, 64, generator=torch.Generator().manual_seed(0)), []
     with one_thread():
         for _ in range(5):
@@ -117,8 +117,8 @@ def _window(section: Section, lengths: list[int]) -> None:
     section.heading("A sliding window: near keys only")
     section.code(f"torch_attn.sdpa(x, x, x, window_size=({LEFT}, 0))  # (left, right)")
     section.text(f"""
-        With a causal mask token n sees n keys; with this window, itself and the {LEFT} before. Of
-        {causal} pairs of query and key in a sentence of ten tokens {near} are left. Their number
+        With a causal mask token n sees n keys; with this window, itself and the {LEFT} before. In a
+        sentence of ten tokens {near} of {causal} pairs of query and key are left. Their number
         grows with the length and no longer with its square, and so does the work, for keys out of
         the window are skipped: at {n:,} tokens a window of {LONG + 1} keeps one of
         {number(a / b, 2)} pairs, and the forward is {times(slow / fast)} as fast. Mistral 7B has a
@@ -156,8 +156,8 @@ def _cap(section: Section) -> None:
     section.heading("A soft cap: no score is too large")
     section.code(f"torch_attn.sdpa(q, k, v, softcap={CAP:g})")
     section.text(f"""
-        One score far above the others takes the whole row, and hardly a gradient is left to change
-        that. A soft cap bends every score: **s ↦ c · tanh(s / c)** is nearly s where s is small,
+        One score far above all other scores takes the whole row, and hardly a gradient is left to
+        change that. A soft cap bends every score: **s ↦ c · tanh(s / c)** is nearly s where s is small,
         and never exceeds c. Gemma 2 has c = 50, which makes {fixed(gemma, 2)} of a score of 10:
         ordinary rows hardly notice. Here c is {CAP:g}, so that one sees it. The score {RAW[3]:g}
         becomes {fixed(scores[3].item(), 2)}, its weight {fixed(after[3].item(), 3)} and no longer

@@ -20,7 +20,7 @@ TOKENS = [f"Token-{i}" for i in (1, 2, 3, 4)]
 
 @dataclass
 class FourTokens:
-    """X is [4, 2], the embeddings and Q = K = V; all others are [4, 4] but the output, [4, 2]."""
+    """X is [4, 2], the embeddings and Q = K = V; the output is [4, 2], the rest [4, 4]."""
 
     X: Tensor
     raw: Tensor
@@ -113,8 +113,8 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section.picture(
         "four-tokens-weights",
         weights,
-        "**Weights.** Each row sums to 1; read it as the shares of what its token takes from the "
-        "others.",
+        "**Weights.** Each row sums to 1; read it as the shares of what its token takes from each "
+        "token.",
         "Heat map of four by four weights: tokens 1 and 4 attend to each other, as do 2 and 3.",
         Numbers(
             ["query \\ key", *TOKENS, "sum"],

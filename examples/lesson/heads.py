@@ -42,7 +42,7 @@ X = torch.tensor([
 
 @dataclass
 class Similarity:
-    """Of two vectors of four numbers; `angle` in degrees."""
+    """How alike two vectors of four numbers are; `angle` in degrees."""
 
     dot: float
     x_norm: float
@@ -163,7 +163,7 @@ def _similarity(section: Section) -> None:
             ["Y / length", _vector(s.y_unit), "(0.227, 0.397, 0.549, 0.7)"],
             ["unit X · unit Y", fixed(s.unit_dot, 6), "0.9980"],
         ],
-        "Dot products are attention scores with scale 1; lengths are roots of such.",
+        "Dot products are attention scores with scale 1; lengths are roots of dot products.",
     )
 
 
@@ -245,8 +245,8 @@ def _sentence(section: Section) -> None:
         ],
         "Weights of the query “it”.",
     )
-    nobody = max((h.weights[0] - 0.1).abs().max().item() for h in heads.values())
-    check(nobody < 1e-15, "the token that no head reads attends to all alike")
+    uneven = max((h.weights[0] - 0.1).abs().max().item() for h in heads.values())
+    check(uneven < 1e-15, "the token that no head reads attends to all alike")
     section.text("""
         Two things that only the numbers tell. *Apple* and *orange* have the same "fruit", so that
         neither the fruit head nor the pronoun head can say which of them "it" is. The acidity head

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import string
 import time
 from collections.abc import Callable
@@ -301,8 +300,7 @@ def _softmax(section: Section) -> None:
         Scores can be any numbers; weights have to be positive and sum to 1. Softmax, eˣ of each
         divided by the sum of all, does that. The larger score gets the larger weight, and the order
         stays. Only differences count: with 100 added to every score the weights change by
-        {number(moved, 1)}. (One caution about "monotonic": a weight rises with its own score, and
-        falls when another's rises.)
+        {number(moved, 1)}.
     """)
     section.table(
         ["score", "weight", "printed by Mody"],
@@ -380,7 +378,7 @@ def _softmax(section: Section) -> None:
 
 
 def tempered() -> list[tuple[float, list[float], float]]:
-    """Of factors from 0 to 10: weights of 3, 2, 1 times it, and the Jacobian's largest entry."""
+    """For factors from 0 to 10: weights of 3, 2, 1 times it, and the Jacobian's largest entry."""
     steps = []
     for quarters in range(41):
         factor = quarters / 4
@@ -405,11 +403,11 @@ def _vectors(section: Section, count: int) -> None:
     output = with_scores(BY_HAND.log()[None], VECTOR_VALUES)[0][0]
     section.heading("A lookup with random words")
     section.text(f"""
-        Mody's `kv_lookup` draws random vectors for the words, anew at every call, so that
-        it "returns some float number": even *apple* is another vector each time. Of 1,000 such
-        lookups the answers reach from {fixed(low, 2)} to {fixed(high, 2)}, with mean
-        {fixed(mean, 2)} (the mean of the values is {fixed(VALUES.mean().item(), 2)}). A weighted
-        mean can never leave the range of the values, 2 to 10.
+        Mody's `kv_lookup` draws random vectors for the words, anew at every call, so that it
+        "returns some float number": even *apple* is another vector each time. The answers of 1,000
+        such lookups reach from {fixed(low, 2)} to {fixed(high, 2)}, with mean {fixed(mean, 2)} (the
+        mean of the values is {fixed(VALUES.mean().item(), 2)}). A weighted mean can never leave the
+        range of the values, 2 to 10.
     """)
     section.heading("Values as vectors")
     section.text("""
@@ -452,26 +450,27 @@ def _notes(section: Section) -> None:
     f, x = footnote_vectors(), footnote_scores()
     check(x.tolist() == [-3, 0, 3], "the second footnote's scores are −3, 0 and 3")
     check(f.cosine_c > f.cosine_b and f.dot_b > f.dot_c, "c points where a does; b is long")
-    section.heading("The footnotes")
+    section.heading("Two footnotes of Mody's")
     section.text(f"""
         **Length against direction.** For a = (1, 1, 1), b = (1000, 0, 0) and c = (2, 2, 2) the dot
         products are a · b = {fixed(f.dot_b, 0)} and a · c = {fixed(f.dot_c, 0)}. So the dot product
         takes *b* to be more like a. But it is **c** that points exactly where a does: the cosines
-        are {fixed(f.cosine_b, 3)} for b and {fixed(f.cosine_c, 3)} for c. A long
-        vector can win by length alone.
+        are {fixed(f.cosine_b, 3)} for b and {fixed(f.cosine_c, 3)} for c. A long vector can win by
+        length alone.
 
         **All dot products at once.** The query (2, 1, 3) with the keys (−1, 2, −1), (1.5, 0, −1)
         and (4, −2, −1), as one product with the matrix of the keys:
         {", ".join(fixed(s, 0) for s in x.tolist())}.
-
     """)
     section.differs(
         "*An Intuition for Attention*",
         f"""
-        - Its first softmax is printed as 0.665, 0.244, 0.090. The second number is
-          {fixed(1 / (1 + math.e + 1 / math.e), 4)}, which rounds to 0.245.
-        - Its listing of vectors lacks the commas between the entries.
-        - Its footnote exchanges b and c in both sentences; the point stands.
+        - It calls softmax monotonic. A weight rises with its own score, but falls when another
+          score rises.
+        - It prints softmax([3, 2, 1]) as 0.665, 0.244, 0.090. The second number is
+          {fixed(softmax([3.0, 2.0, 1.0])[1].item(), 4)}, which rounds to 0.245.
+        - Its listing of the values as vectors lacks the commas between the entries.
+        - Its first footnote exchanges b and c in both sentences; the point stands.
         - In Python `0.6 * 10 + 0.4 * 5 + 0.0 * 2` prints 8.0, not 8.
         - A positive dot product does not need the *same* direction: any angle below 90 degrees
           will do.

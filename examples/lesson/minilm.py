@@ -163,17 +163,16 @@ def _maps(section: Section, captured: dict[str, Captured]) -> None:
     )
     section.text(f"""
         The *Notes* look into `bert-base-uncased`, at layer 3 and head 11, counted from 0, and
-        find that {MASK} attends to "door" in "{DOCUMENT}" (Their picture says so; their text says
-        "{MASKED_DOOR}" Both are here, and the sentence without a mask.)
+        find that {MASK} attends to "door" in "{DOCUMENT}"
 
         **This is not the model of the Notes.** It is MiniLM (`all-MiniLM-L6-v2`), which has BERT's
         architecture and vocabulary, with {layers} layers of {heads} heads of
-        {found.query.size(-1)}, and was trained further to compare sentences. Its heads are others:
+        {found.query.size(-1)}, and was trained further to compare sentences. Its heads are different:
         layer 3, head 11 has no special meaning here. All weights below come from
         `torch_attn.sdpa_with_weights`, which the model calls through
         `torch_attn.integrations.transformers`.
 
-        Of its {layers * heads} heads, **layer {layer}, head {head}** gives most from {MASK} to
+        Among its {layers * heads} heads, **layer {layer}, head {head}** gives most from {MASK} to
         "door": **{weight:.3f}**, where equal weights would give 1/{count} = {1 / count:.3f} and the
         median head gives {weights.median():.3f}. The largest weights of that row are {listed(top)}.
         Look at the column of "door" before you call this head one that resolves pronouns: {rivals}.
@@ -181,6 +180,13 @@ def _maps(section: Section, captured: dict[str, Captured]) -> None:
         {pronoun[0]}, head {pronoun[1]} gives {original.between("it", "door")[pronoun]:.3f} from
         "it" to "door".
     """)
+    section.differs(
+        "*Notes On: Scaled Dot-Product Attention*",
+        f"""
+        They have two versions of the sentence: the caption of their picture says "{DOCUMENT}",
+        their text "{MASKED_DOOR}" Both can be chosen here, and the sentence without a mask.
+        """,
+    )
     section.html(_explorer(captured))
 
 

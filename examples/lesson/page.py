@@ -176,8 +176,8 @@ class Picture:
         )
         text = text.replace("xlink:href=", "href=")
 
-        # All pictures share the page's ids: those that are used get the picture's name, and the
-        # others go.
+        # All pictures share the page's ids: an id that is used gets the picture's name, and an
+        # unused one goes.
         used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
         names = {a or b for a, b in used}
         text = re.sub(

@@ -36,7 +36,7 @@ LEARNING_RATE = 1e-3
 SEEDS = (0, 1)
 CHANCE = math.log(SYMBOLS)
 WATCHED_EVERY = 10
-AGREEMENT_AFTER = 40  # steps, when nobody has learned anything yet
+AGREEMENT_AFTER = 40  # steps, when no run has learned anything yet
 
 
 class Attention:
@@ -51,7 +51,7 @@ class Attention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.mask = None
         if self.watching:
-            # Of zeros: it changes nothing, and its gradient is that of the scores.
+            # Zeros: they change nothing, and their gradient is that of the scores.
             shape = (*query.shape[:-1], key.size(-2))
             self.mask = torch.zeros(shape, requires_grad=True)
             self.query, self.key = query.detach(), key.detach()
@@ -127,7 +127,7 @@ class Run:
 
 
 def rows_of(attentions: list[Attention], answers: int) -> Rows:
-    """What the last, watched step did; its loss was the mean over so many answers."""
+    """What the last, watched step did; its loss was the mean over `answers`."""
     found: list[list[Tensor]] = []
     for attention in attentions:
         assert attention.mask is not None
@@ -155,7 +155,7 @@ def rows_of(attentions: list[Attention], answers: int) -> Rows:
 def agreement(model: Recall, generator: torch.Generator, batches: int = 8) -> Tensor:
     """[layers] mean cosine between what two batches want of the weights of queries and keys.
 
-    1 if all agree; 0 if what each teaches is noise to the others.
+    1 if all agree; 0 if what each teaches is noise to the other batches.
     """
     gradients = []
     for _ in range(batches):

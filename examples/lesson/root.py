@@ -24,6 +24,7 @@ from .scaling import (
     quartiles,
     standard_error,
 )
+from .sources import ON_THE_ROOT
 from .theory import (
     TwoKeys,
     dscores_of_many,
@@ -53,15 +54,13 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
         "root",
         "Why the root of dₖ",
-        "What four of the sources say in a sentence each, measured",
+        f"After {ON_THE_ROOT}, which give the reason in a sentence each.",
     )
     section.text(f"""
-        The sources divide the scores by √dₖ, the root of the size of a query and a key (here also
+        All four divide the scores by √dₖ, the root of the size of a query and a key (here also
         `head_dim`), and give the same reason: it "prevents the dot products from growing too large
         in magnitude, leading to extremely small gradients in the softmax function" (*Scaled
-        Dot-Product Attention*). *Notes On: Scaled Dot-Product Attention* writes that "this
-        *scaling* might lead to the vanishing gradient problem"; it is the growth that does, and the
-        scaling that prevents it. Every step of the argument can be measured.
+        Dot-Product Attention*). Every step of the argument can be measured.
 
         Queries, keys and values are drawn from the standard normal distribution: {DRAWS} times
         {QUERIES} queries and {KEYS} keys, for each dₖ from 1 to {sizes(quick)[-1]:,}, with the
@@ -70,6 +69,13 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         {VALUE_SIZE} numbers whatever dₖ is: nothing but the scores depends on it. All of it is in
         float64, for the smallest gradients below would be rounding errors in float32.
     """)
+    section.differs(
+        "*Notes On: Scaled Dot-Product Attention*",
+        """
+        The *Notes* say that "this *scaling* might lead to the vanishing gradient problem". The
+        growth of the scores leads to it; the scaling prevents it.
+        """,
+    )
     _scores(section, measured)
     _weights(section, measured)
     _dscores(section, measured)
@@ -151,8 +157,8 @@ def _scores(section: Section, measured: dict[str, list[Measured]]) -> None:
 
         Measured at dₖ = {size:,}: {number(last[NONE].variance.mean().item(), 4)} without scaling
         and {number(last[ROOT].variance.mean().item(), 4)} with {ROOT}. Scores that share a query or
-        a key are not independent; counting that in, the standard error of so many is
-        {percent(error)}.
+        a key are not independent; counting that in, the standard error of the variance of
+        {DRAWS * QUERIES * KEYS:,} scores is {percent(error)}.
     """)
     section.pictures(
         _curves(
@@ -254,8 +260,8 @@ def _dscores(section: Section, measured: dict[str, list[Measured]]) -> None:
     section.heading("3. The gradient of the scores vanishes")
     section.text("""
         The derivative of softmax is the matrix diag(p) − p pᵀ: on its diagonal pᵢ (1 − pᵢ), beside
-        it −pᵢ pⱼ. If one weight is 1 and the others are 0, **every entry of it is 0**: no change of
-        any score changes the weights, and no gradient comes back through them. In a row of
+        it −pᵢ pⱼ. If one weight is 1 and all other weights are 0, **every entry of it is 0**: no
+        change of any score changes the weights, and no gradient comes back through them. In a row of
         gradients, dS = P ∘ (dP − rowsum(P ∘ dP)).
 
         An attention operator keeps dS to itself, and this one never stores it. But its mask is
@@ -286,8 +292,8 @@ def _dscores(section: Section, measured: dict[str, list[Measured]]) -> None:
         gradient does not get lost on average; it gets **rare**:
         {percent(carriers(last[NONE].dscores, 0.9))} of the rows carry nine tenths of it (sum of
         squares), against {percent(carriers(last[ROOT].dscores, 0.9))} with {ROOT}. They are the
-        rows whose two best keys happen to be nearly level. All others have decided, before anything
-        was learned, and cannot be talked out of it.
+        rows whose two best keys happen to be nearly level. All other rows have decided, before
+        anything was learned, and cannot be talked out of it.
     """)
     section.pictures(
         _curves(
@@ -300,7 +306,7 @@ def _dscores(section: Section, measured: dict[str, list[Measured]]) -> None:
             "share, whose scores are g apart: |dS| = √2 p (1 − p) |dP₁ − dP₂| with "
             "p = 1/(1 + e⁻ᵍ), and its median.",
             "On a logarithmic axis the curve without a scale falls to "
-            f"{medians[NONE][size]:.0e}; the two others are level.",
+            f"{medians[NONE][size]:.0e}; the two other curves are level.",
             lambda m: _theory(m, None, lambda two: two.median_dscores),
         ),
         _curves(

@@ -93,7 +93,7 @@ def measure(size: int, scale: float, draws: int = DRAWS, seed: int = 0) -> Measu
 
 
 def standard_error(draws: Tensor) -> float:
-    """Of the mean of `[draws]` independent numbers."""
+    """The standard error of the mean of `[draws]` independent numbers."""
     return (draws.std() / len(draws) ** 0.5).item()
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .page import Section
 
-# The four that give the reason for the division by √dₖ, as a link.
+# The four that give a reason for the division by √dₖ.
 ON_THE_ROOT = (
-    "[*Scaled Dot-Product Attention*, *Notes On: Scaled Dot-Product Attention*, *Attention – a "
-    "visual tour* and *An Intuition for Attention*](#sources)"
+    "*Scaled Dot-Product Attention*, *Notes On: Scaled Dot-Product Attention*, *Attention – a "
+    "visual tour* and *An Intuition for Attention*"
 )
 
 
@@ -15,8 +15,7 @@ def section() -> Section:
     found = Section("sources", "Sources")
     found.text("""
         A chapter that begins with "After" follows one or more of these. It computes their examples
-        again and measures what they claim; a folded note says where it differs from them. Where no
-        author or date is given here, the source states none.
+        again and measures what they claim; a folded note says where they differ from it.
 
         - *Scaled Dot-Product Attention*: a page of notes on the formula, its terms and the reason
           for the scaling, with an example of four tokens in NumPy.
@@ -27,7 +26,8 @@ def section() -> Section:
           the query and key vector space", in a BERT model.
         - *Attention – a visual tour*, by Martin Stoffel: slides on queries, keys and values, the
           calculation step by step, several heads, and three variants of attention.
-        - *An Intuition for Attention*, October 22, 2022: a blog post that starts from the lookup in
-          a dictionary and builds an intuition for the formula "by deriving it from the ground up".
+        - *An Intuition for Attention*, by Jay Mody, October 22, 2022: a blog post that starts from
+          the lookup in a dictionary and builds an intuition for the formula "by deriving it from
+          the ground up".
     """)
     return found

@@ -55,7 +55,7 @@ class TwoKeys:
 def two_keys(deviation: float, keys: int) -> TwoKeys:
     """The limit of scores of a large standard deviation.
 
-    Of S standard normal numbers the largest is the second largest plus a gap g of density
+    The largest of S standard normal numbers is the second largest plus a gap g of density
     S (S - 1) ∫ φ(x) φ(x + g) Φ(x)^(S - 2) dx. Then p = 1 / (1 + exp(-deviation * g)), and
     |dS| = √2 p (1 - p) |dP_1 - dP_2|, where the difference has variance 2. The other keys are left
     out, which is wrong by a share of about √(2 log S) / deviation.

@@ -30,10 +30,11 @@ from .recall import (
     train,
 )
 from .scaling import FULL, NONE, ROOT, SCALES
+from .sources import ON_THE_ROOT
 from .threads import one_thread
 from .wording import listed, number, percent, times
 
-# Those of plots.scaling, so that a scale has one colour in both chapters.
+# The colours of plots.scaling, so that a scale has one colour in both chapters.
 COLORS = dict(zip(SCALES, plots.PALETTE[:3], strict=True))
 
 
@@ -68,7 +69,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     section = Section(
         "trained",
         "The root of dₖ in training",
-        "What the sources say of gradients, inside a transformer that learns",
+        f"After {ON_THE_ROOT}: what they say of gradients, inside a transformer that learns.",
     )
     _task(section, runs, steps)
     _losses(section, runs, steps)
@@ -211,7 +212,7 @@ def _first_step(section: Section, runs: list[Run]) -> None:
         {times(first[NONE] / first[ROOT])} that with {ROOT}. Who looks for vanishing gradients there
         will not find them, and the chapter before says why: the root mean square of the rows hardly
         differs ({number(rms[NONE], 2)} and {number(rms[ROOT], 2)} in the first layer), since the
-        few undecided rows make up for the others, and the factor scale · √dₖ, through
+        few undecided rows make up for the other rows, and the factor scale · √dₖ, through
         which dS becomes dQ and dK, is {HEAD_DIM**0.5:.1f} instead of 1.
     """)
 
@@ -228,7 +229,7 @@ def _gradients(section: Section, runs: list[Run]) -> None:
     section.text(f"""
         AdamW divides each gradient by its usual size, so that a norm, large or small, hardly
         matters. What matters is whether the gradients of different texts *agree*. After {after}
-        steps, before anybody has learned, the mean cosine between the gradients of two batches is,
+        steps, before any run has learned, the mean cosine between the gradients of two batches is,
         in the layers,
 
         - {of(agreed[ROOT])} with {ROOT},
@@ -292,7 +293,7 @@ def _gradients(section: Section, runs: list[Run]) -> None:
             figure,
             f"Median length of a row of dS, every {WATCHED_EVERY} steps; the loss is summed.",
             "Two panels, one a layer, on a logarithmic axis: without a scale the median falls from "
-            "the beginning; with the others it rises until the task is learned.",
+            "the beginning; with the other scales it rises until the task is learned.",
             Numbers(
                 ["step", *columns],
                 [

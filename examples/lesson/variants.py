@@ -218,7 +218,8 @@ def _three(section: Section) -> None:
     ]
     for name, title, what, weights, queries, call in variants:
         with theme():
-            graph = plots.graph(weights, queries, ENGLISH, least=0.0)
+            # less than any weight but those that the mask makes 0
+            graph = plots.graph(weights, queries, ENGLISH, least=0.01)
             matrix = plots.heatmap(weights, queries, ENGLISH, vmax=1.0)
         section.heading(title)
         section.code(call)
@@ -247,7 +248,7 @@ def _heads(section: Section) -> None:
     places = len({tuple(head) for head in first})
     section.heading("Several heads at once")
     section.text(f"""
-        A head has projections of its own, so that it can look elsewhere than the others. Here are
+        A head has projections of its own, so that it can look elsewhere than other heads. Here are
         four with random ones, in one call: query, key and value are [4, 5, 4], that is heads,
         tokens, numbers. Heads know nothing of each other: four calls give the same outputs (the
         largest difference is {number(many.apart, 1)}). The words that get most weight form
@@ -323,11 +324,11 @@ def _depends(section: Section) -> None:
           recurrent networks find hard.
         - **Texts of a batch do not talk.** Replace another text of the batch: the change is
           {number(found["another text of the batch replaced"], 1)}, not one bit. Replace one token
-          of the same text, and the others change by
+          of the same text, and the outputs of the other tokens change by
           {fixed(found["one token of the same text replaced"], 2)}.
         - **Weights are made of the data.** Two texts have weights that differ by up to
-          {fixed(found["weights of one text and of another"], 2)}. Those of a linear layer are the
-          same numbers, whatever it is given.
+          {fixed(found["weights of one text and of another"], 2)}. A linear layer has the same
+          weights, whatever it is given.
     """)
     section.picture(
         "variants-depends",

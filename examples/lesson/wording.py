@@ -6,7 +6,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(x: float, digits: int = 3) -> str:
-    """Rounded to so many digits that count: 0.0927, 4,080, 2.56·10⁻⁷.
+    """Rounded to `digits` significant digits: 0.0927, 4,080, 2.56·10⁻⁷.
 
     Example:
         >>> number(4082.3), number(2.56e-7), number(-0.5)
@@ -21,7 +21,7 @@ def number(x: float, digits: int = 3) -> str:
 
 
 def fixed(x: float, digits: int) -> str:
-    """With so many decimals: fixed(-0.12345, 3) is "−0.123"."""
+    """With `digits` decimals: fixed(-0.12345, 3) is "−0.123"."""
     return f"{x:.{digits}f}".replace("-", "−")
 
 

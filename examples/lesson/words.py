@@ -112,9 +112,9 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
         output, weights, scores = torch_attn.sdpa_with_weights(query, key, value)
     """)
     section.text("""
-        In a network nobody writes queries, keys and values down. Each token, a word or a part of
-        one, is a vector x, and three learned matrices make a query, a key and a value of it. Every
-        token asks, and every token is also an entry that others find.
+        A network's queries, keys and values are not written by hand. Each token, a word or a part
+        of one, is a vector x, and three learned matrices make a query, a key and a value of it.
+        Every token asks, and every token is also an entry that other tokens find.
     """)
     advance()
     return section
