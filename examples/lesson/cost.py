@@ -352,8 +352,8 @@ def _time(
     plain, dropped = at.values()
     section.heading("Time")
     section.text(f"""
-        Time is another matter: **it grows at least quadratically with all three**, which compute the
-        same products. Fitted to the three longest texts of each, the exponents are
+        Time is another matter: **it grows at least quadratically with all three**, which compute
+        the same products. Fitted to the three longest texts of each, the exponents are
         {exponents[0.0]["naive"]:.2f} for the naive formula,
         {exponents[0.0]["built-in"]:.2f} for the built-in and
         {exponents[0.0]["attn"]:.2f} for attn. What differs is the factor: at {length:,} tokens a

@@ -31,7 +31,7 @@ def window(left: int) -> Tensor:
 
 
 def pairs(length: int, left: int) -> int:
-    """Pairs of query and key that see each other: with scores of 0, a row's logsumexp is log(keys)."""
+    """How many queries and keys see each other: of scores of 0 the logsumexp is log(keys)."""
     zero = torch.zeros(length, 1, dtype=torch.float64)
     logsumexp = torch_attn.sdpa_with_logsumexp(zero, zero, zero, window_size=(left, 0))[1]
     return round(logsumexp.exp().sum().item())
@@ -157,11 +157,11 @@ def _cap(section: Section) -> None:
     section.code(f"torch_attn.sdpa(q, k, v, softcap={CAP:g})")
     section.text(f"""
         One score far above all other scores takes the whole row, and hardly a gradient is left to
-        change that. A soft cap bends every score: **s ↦ c · tanh(s / c)** is nearly s where s is small,
-        and never exceeds c. Gemma 2 has c = 50, which makes {fixed(gemma, 2)} of a score of 10:
-        ordinary rows hardly notice. Here c is {CAP:g}, so that one sees it. The score {RAW[3]:g}
-        becomes {fixed(scores[3].item(), 2)}, its weight {fixed(after[3].item(), 3)} and no longer
-        {fixed(before[3].item(), 5)}. The order stays.
+        change that. A soft cap bends every score: **s ↦ c · tanh(s / c)** is nearly s where s is
+        small, and never exceeds c. Gemma 2 has c = 50, which makes {fixed(gemma, 2)} of a score of
+        10: ordinary rows hardly notice. Here c is {CAP:g}, so that one sees it. The score
+        {RAW[3]:g} becomes {fixed(scores[3].item(), 2)}, its weight {fixed(after[3].item(), 3)} and
+        no longer {fixed(before[3].item(), 5)}. The order stays.
 
         Gradients pass, too. The slope of the cap, 1 − (capped / c)², is small where the score was
         large, here {fixed(slope[3].item(), 4)}, but not 0, as it would be had scores been cut off

@@ -167,8 +167,8 @@ def _maps(section: Section, captured: dict[str, Captured]) -> None:
 
         **This is not the model of the Notes.** It is MiniLM (`all-MiniLM-L6-v2`), which has BERT's
         architecture and vocabulary, with {layers} layers of {heads} heads of
-        {found.query.size(-1)}, and was trained further to compare sentences. Its heads are different:
-        layer 3, head 11 has no special meaning here. All weights below come from
+        {found.query.size(-1)}, and was trained further to compare sentences. Its heads are
+        different: layer 3, head 11 has no special meaning here. All weights below come from
         `torch_attn.sdpa_with_weights`, which the model calls through
         `torch_attn.integrations.transformers`.
 

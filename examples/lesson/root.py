@@ -261,8 +261,8 @@ def _dscores(section: Section, measured: dict[str, list[Measured]]) -> None:
     section.text("""
         The derivative of softmax is the matrix diag(p) − p pᵀ: on its diagonal pᵢ (1 − pᵢ), beside
         it −pᵢ pⱼ. If one weight is 1 and all other weights are 0, **every entry of it is 0**: no
-        change of any score changes the weights, and no gradient comes back through them. In a row of
-        gradients, dS = P ∘ (dP − rowsum(P ∘ dP)).
+        change of any score changes the weights, and no gradient comes back through them. In a row
+        of gradients, dS = P ∘ (dP − rowsum(P ∘ dP)).
 
         An attention operator keeps dS to itself, and this one never stores it. But its mask is
         *added to the scores*, and has a derivative like every other input: the gradient of a mask
