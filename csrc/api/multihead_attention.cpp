@@ -21,7 +21,7 @@ void check_divides(const char* name, int64_t number, const char* divisor_name, i
               name, ", ", number);
 }
 
-// A size that is allowed, or the letter of a dimension that may have any.
+// A size that is allowed, or the letter of a dimension that may have any size.
 struct Size {
   Size(int64_t size) : size(size) {}
   Size(const char* letter) : letter(letter) {}
@@ -53,7 +53,7 @@ void check_shape(const char* name, const Tensor& t, const Sizes& sizes, const Si
 }
 
 void check_kind(const char* name, const Tensor& x, const Tensor& weight) {
-  if (!x.defined()) return;  // check_shape says so
+  if (!x.defined()) return;  // check_shape reports it
   TORCH_CHECK(!x.is_nested(), "attn::MultiheadAttention: ", name, " is a nested tensor; it must be dense");
   TORCH_CHECK(x.scalar_type() == weight.scalar_type() || at::autocast::is_autocast_enabled(x.device().type()),
               "attn::MultiheadAttention: ", name, " has dtype ", x.scalar_type(),
@@ -66,7 +66,7 @@ void check_mask_dtype(const char* name, const Tensor& mask) {
               "; it must be Bool (true hides a key) or floating (added to the scores)");
 }
 
-// One mask for both, which broadcasts to [B, H, L, S]; true or -inf hides.
+// Merges both into one mask, which broadcasts to [B, H, L, S]. true or -inf hides.
 Tensor merge(const Tensor& attn_mask, const Tensor& key_padding_mask) {
   if (!key_padding_mask.defined()) return attn_mask;
   const Tensor padding = key_padding_mask.unsqueeze(-2).unsqueeze(-2);
@@ -104,7 +104,7 @@ void MultiheadAttentionImpl::reset() {
   head_dim_ = embed_dim / heads;
   rows_ = {embed_dim, kv_heads * head_dim_, kv_heads * head_dim_};
   const int64_t all_rows = embed_dim + 2 * rows_[1];
-  // In the order of torch.nn, so that a seed gives the same numbers: out_proj first.
+  // In the order of torch.nn, out_proj first, so that a seed gives the same numbers.
   out_proj = register_module("out_proj",
                              torch::nn::Linear(torch::nn::LinearOptions(embed_dim, embed_dim).bias(options.bias())));
   const auto weight = [&](const char* name, int64_t rows, int64_t columns) {
@@ -146,11 +146,11 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(const Tensor& query, 
   if (key_lengths.defined()) call.key_lengths = key_lengths;
   const auto [output, weights] =
       attend(projected[0], projected[1], projected[2], need_weights, average_attn_weights, call);
-  // The operator lays its output out as the query is: no copy here.
+  // The operator's output has the query's layout, so nothing is copied here.
   return {out_proj(output.movedim(-2, length_dim).flatten(-2)), weights};
 }
 
-// Queries, keys and values of all heads: in one product where all come from the same tensor.
+// Queries, keys and values of all heads, in one product if all come from the same tensor.
 std::vector<Tensor> MultiheadAttentionImpl::project(const Tensor& query, const Tensor& key, const Tensor& value) const {
   if (in_proj_weight.defined() && query.is_same(key) && key.is_same(value))
     return at::linear(query, in_proj_weight, in_proj_bias).split_with_sizes(rows_, -1);
@@ -170,8 +170,8 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::attend(const Tensor& query, c
     const auto [output, weights] = ModuleOp::call(call_of(query, key, value, call), average_attn_weights);
     return {output, weights};
   }
-  // The weights of the operator are those before dropout. What is returned must be what was used, so the values are
-  // multiplied here, and the operator gets no columns of them.
+  // The operator returns weights before dropout. The module must return the weights that it used, so it multiplies the
+  // values here, and the operator gets values without columns.
   const Tensor dropped =
       at::dropout(std::get<1>(sdpa_with_weights(query, key, value.narrow(-1, 0, 0), call)), dropout_p, true);
   return {dropped.matmul(value.repeat_interleave(query.size(-3) / value.size(-3), -3)),

@@ -1,4 +1,4 @@
-// The options of a call as C++ programs name them, in the form that the operators take.
+// Turns the options of the C++ API into a call of the operators.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,7 +7,7 @@
 
 namespace attn {
 
-// One number becomes a tensor of it of these sizes, on query's device.
+// Turns one number into a tensor of these sizes, on query's device.
 inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& numbers, at::IntArrayRef sizes,
                                            const at::Tensor& query) {
   if (!numbers) return std::nullopt;
@@ -16,7 +16,7 @@ inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& number
   return at::full(sizes, std::get<int64_t>(*numbers), at::TensorOptions(at::kLong).device(device));
 }
 
-// Takes Options, VarlenOptions or StatsOptions; the last make a call without a value. `entries`: sizes of an offset.
+// Takes Options, VarlenOptions or StatsOptions (a call without a value). `entries`: the sizes of an offset.
 Call call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const auto& named,
              at::IntArrayRef entries = {}) {
   Call call{.query = query,

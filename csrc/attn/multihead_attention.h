@@ -3,10 +3,9 @@
 //   attn::MultiheadAttention attention(attn::MultiheadAttentionOptions(64, 8).num_kv_heads(2).batch_first(true));
 //   auto [output, weights] = attention(x, x, x);
 //
-// It goes where torch::nn::MultiheadAttention stood: the same arguments, and parameters of the same names and values
-// from the same seed. They are the parameters of the Python modules torch.nn.MultiheadAttention and
-// torch_attn.nn.MultiheadAttention, whose state_dict fits too (docs/cpp.md loads one). Not there: add_bias_kv and
-// add_zero_attn.
+// Replaces torch::nn::MultiheadAttention: it has the same arguments, and parameters of the same names and, from the
+// same seed, the same values. The Python modules torch.nn.MultiheadAttention and torch_attn.nn.MultiheadAttention have
+// these parameters too, so their state_dict fits (docs/cpp.md loads one). It lacks add_bias_kv and add_zero_attn.
 //
 // Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2.2, https://arxiv.org/abs/1706.03762; grouped
 // heads: Ainslie et al., GQA, 2023, https://arxiv.org/abs/2305.13245.
@@ -32,7 +31,7 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(int64_t, embed_dim);
   // H; each head has head_dim = embed_dim / num_heads features.
   TORCH_ARG(int64_t, num_heads);
-  // Hk, the heads of key and value, a divisor of num_heads; absent: num_heads. H / Hk query heads in a row share one.
+  // Hk, heads of key and value, a divisor of num_heads; absent: num_heads. H / Hk consecutive query heads share one.
   TORCH_ARG(std::optional<int64_t>, num_kv_heads) = std::nullopt;
   // Probability in [0, 1] that a weight is zeroed, in training.
   TORCH_ARG(double, dropout) = 0.0;
@@ -43,8 +42,8 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, vdim) = std::nullopt;
   // Whether tensors are [B, L, embed_dim]; else they are [L, B, embed_dim].
   TORCH_ARG(bool, batch_first) = false;
-  // As of attn::Options: how many keys to the left and right of its position a query sees, -1: all; and the bound of
-  // scores, 0: none.
+  // As in attn::Options. window_size: how many keys to the left and right of its position a query sees, -1: all.
+  // softcap: the bound of scores, 0: none.
   using Window = std::array<int64_t, 2>;
   TORCH_ARG(Window, window_size) = { -1, -1 };
   TORCH_ARG(double, softcap) = 0.0;
@@ -52,8 +51,9 @@ struct MultiheadAttentionOptions {
 
 class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAttentionImpl> {
  public:
-  // Throws c10::Error if a size or a number of heads is not positive or does not divide what it must divide, or if
-  // dropout, window_size or softcap is none. The message names the option, what it was and what is allowed.
+  // Throws c10::Error if a size or a number of heads is not positive, if num_heads does not divide embed_dim, if
+  // num_kv_heads does not divide num_heads, or if dropout, window_size or softcap is out of range. The message names
+  // the option, its value and what is allowed.
   MultiheadAttentionImpl(int64_t embed_dim, int64_t num_heads)
       : MultiheadAttentionImpl(MultiheadAttentionOptions(embed_dim, num_heads)) {}
   explicit MultiheadAttentionImpl(const MultiheadAttentionOptions& options);
@@ -66,20 +66,20 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
   //   key, value            likewise, [B, S, kdim] and [B, S, vdim]
   //   key_padding_mask      [B, S], or [S] if query has no batch
   //   need_weights          whether the weights are returned, which takes memory O(L S). It is true by default only
-  //                         because it is in torch::nn
+  //                         because torch::nn has this default
   //   attn_mask             [L, S], or [B H, L, S] with the heads of a batch entry side by side
   //   average_attn_weights  whether the weights are the mean over the heads
   //   is_causal             query i attends to keys j <= i + query_offset, within attn_mask if there is one
   //   query_offset          the position of query 0 among the keys: an integer, or [B] of them; undefined: 0
-  //   key_lengths           how many of the S keys there are, likewise; undefined: S. The others are not read
+  //   key_lengths           how many of the S keys are in use, likewise; undefined: S. Further keys are not read
   //
-  // A boolean mask is torch::nn's: true hides a key (for attn::sdpa true shows it). A floating one is added to the
-  // scores and may want a gradient. An undefined tensor is no mask.
+  // In a boolean mask true hides a key, as in torch::nn (for attn::sdpa true shows it). A floating mask is added to the
+  // scores and may require a gradient. An undefined tensor is no mask.
   //
   // Returns the output, of query's shape, and the weights after dropout, [B, L, S], or [B, H, L, S] if not averaged,
   // without B if query has none; they are undefined if not needed. A query that may attend to no key gets the bias of
-  // out_proj. Without weights memory is O(L + S) a head, beside masks.
-  // Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed.
+  // out_proj. Without weights the memory is O(L + S) per head, beside masks.
+  // Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed.
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                              const at::Tensor& key_padding_mask = {}, bool need_weights = true,
                                              const at::Tensor& attn_mask = {}, bool average_attn_weights = true,
@@ -90,7 +90,7 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
 
   // The rows for query, key and value, in this order: [(H + 2 Hk) head_dim, embed_dim] and [(H + 2 Hk) head_dim].
   at::Tensor in_proj_weight, in_proj_bias;
-  // In place of in_proj_weight where kdim or vdim is not embed_dim: [embed_dim, embed_dim], [Hk head_dim, kdim] and
+  // In place of in_proj_weight if kdim or vdim is not embed_dim: [embed_dim, embed_dim], [Hk head_dim, kdim] and
   // [Hk head_dim, vdim].
   at::Tensor q_proj_weight, k_proj_weight, v_proj_weight;
   torch::nn::Linear out_proj{nullptr};  // embed_dim -> embed_dim

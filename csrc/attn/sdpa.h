@@ -5,8 +5,8 @@
 //
 //   at::Tensor output = attn::sdpa(query, key, value, {.attn_mask = mask, .dropout_p = 0.1});
 //
-// The functions call the operators torch.ops.attn.* through PyTorch's dispatcher, so that autograd, autocast and every
-// device work as they do from Python. They may be called from several threads at once.
+// The functions call the operators torch.ops.attn.* through PyTorch's dispatcher, so autograd, autocast and every
+// device work as in Python. They may be called from several threads at once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@ namespace attn {
 // One number for the whole batch, or integers that broadcast to [B...], on query's device.
 using Integers = std::variant<int64_t, at::Tensor>;
 
-// What a call takes beside query, key and value, by name; what is left out has the operator's default.
+// The arguments of a call beside query, key and value, by name. An argument left out has the operator's default.
 struct Options {
   // Broadcasts to [B..., Hq, L, S]. Boolean: true = attend. Floating, query's type or float32:
   // added to the scaled scores; it gets a gradient.
@@ -38,23 +38,23 @@ struct Options {
   // Allows Hk and Hv that divide Hq: Hq / Hk consecutive query heads share a key head, Hq / Hv a value head.
   bool enable_gqa = false;
 
-  // The built-in lacks these. Any of them may be combined.
+  // The built-in lacks the options from here on. Any of them may be combined.
   // c > 0 makes c tanh(x / c) of scaled scores x, before a mask is added; 0: none.
   double softcap = 0.0;
   // (left, right): how many keys beside its position i + query_offset a query sees; -1: all.
   std::array<int64_t, 2> window_size = {-1, -1};
-  // The position of query 0 among the keys, of any sign; absent: 0. S - L where the last query stands at the last key.
+  // The position of query 0 among the keys, of any sign; absent: 0. S - L puts the last query at the last key.
   std::optional<Integers> query_offset = std::nullopt;
   // How many of the S keys are in use; absent: S. Further keys are not read, whatever they hold.
   std::optional<Integers> key_lengths = std::nullopt;
-  // [Hq] or [B..., Hq], query's type or float32. Slope times distance is taken from each score; it gets a gradient.
+  // [Hq] or [B..., Hq], query's type or float32. Slope times distance is subtracted from scores. It gets a gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
   // The same shapes and types: one more logit in every softmax of a head, without a value; it gets a gradient.
   std::optional<at::Tensor> sinks = std::nullopt;
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
-// With the other options, query i stands at p = i + query_offset, and of the keys that nothing hides has
+// With the other options, query i stands at p = i + query_offset. Over the keys that it sees it has
 //
 //   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask
 //   weights  exp(score_j) / (exp(sink) + sum over j of exp(score_j))
@@ -63,11 +63,11 @@ struct Options {
 //   key     [B..., Hk, S, E]   at least 2 dimensions; leading ones broadcast
 //   value   [B..., Hv, S, Ev]
 //
-// Returns [B..., Hq, L, Ev] in query's type. A query that may attend to no key gives a row of 0. Results and gradients
-// have the same bits on every run and with any number of threads.
-// No mask is std::nullopt or left out, not an undefined tensor; a call without options has three arguments, as {} could
-// be either of the two forms.
-// Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed.
+// Returns [B..., Hq, L, Ev] in query's type. A query that may attend to no key has an output of 0. Results and
+// gradients have the same bits on every run and with any number of threads.
+// For no mask, pass std::nullopt or nothing, not an undefined tensor. For no options, pass three arguments, because {}
+// could be either of the two forms.
+// Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed.
 ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& attn_mask, double dropout_p = 0.0, bool is_causal = false,
                          std::optional<double> scale = std::nullopt, bool enable_gqa = false);
@@ -75,7 +75,7 @@ ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const a
 ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const Options& options = {});
 
-// Beside the output two numbers of every row of scores, float32 (float64 for float64).
+// The output, and two numbers for every row of scores, float32 (float64 for float64).
 struct OutputAndLogsumexp {
   at::Tensor output;     // [B..., Hq, L, Ev]
   at::Tensor logsumexp;  // [B..., Hq, L], of the scores and the sink, differentiable; -inf without any
@@ -85,8 +85,8 @@ ATTN_API OutputAndLogsumexp sdpa_with_logsumexp(const at::Tensor& query, const a
                                                 const Options& options = {});
 
 // Returns (output, weights, scores): sdpa's output and the matrices it went through, all differentiable.
-// scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row sums to 1 (less beside
-// a sink), or is 0 where every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
+// scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row sums to 1 (less with a
+// sink), or is 0 if every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
 ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
     double dropout_p = 0.0, bool is_causal = false, std::optional<double> scale = std::nullopt,
@@ -97,7 +97,7 @@ ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(const 
                                                                           const at::Tensor& value,
                                                                           const Options& options = {});
 
-// What a call of sdpa_stats takes beside query and key; as in Options.
+// The arguments of sdpa_stats beside query and key, as in Options.
 struct StatsOptions {
   std::optional<at::Tensor> attn_mask = std::nullopt;
   bool is_causal = false;
@@ -111,10 +111,11 @@ struct StatsOptions {
   std::optional<at::Tensor> sinks = std::nullopt;
 };
 
-// Batch invariance holds always: the bits of a row do not depend on the other entries of the batch, nor on how
-// sequences are packed. While a result of this lives, in any thread, they do not depend either on how many queries the
-// call has, nor on whether gradients are recorded: a text as a whole, in chunks, and token by token from a cache give
-// the same bits. Decoding takes longer then. The environment variable ATTN_INVARIANT=1 has it on from the start.
+// Batch invariance always holds: the bits of a row do not depend on the other entries of the batch, nor on how
+// sequences are packed. While an object of this class lives, in any thread, they also do not depend on the number of
+// queries in the call, nor on whether gradients are recorded: a sequence as a whole, in chunks, and token by token from
+// a cache give the same bits. Decoding then takes longer. The environment variable ATTN_INVARIANT=1 switches it on from
+// the start.
 //
 //   const auto on = attn::invariant();
 class ATTN_API Invariance {
@@ -126,8 +127,8 @@ class ATTN_API Invariance {
 };
 [[nodiscard]] inline Invariance invariant() { return {}; }
 
-// Statistics of the scores and weights of every head, float32 (float64 for float64). A query that may attend to no key,
-// without a sink, has -inf, 0 and -inf.
+// Statistics of the scores and weights of every head, float32 (float64 for float64). Without a sink, a query that may
+// attend to no key has -inf, 0 and -inf.
 struct Stats {
   at::Tensor largest_score;    // [B..., Hq, L], of the scores, scaled and masked
   at::Tensor entropy;          // [B..., Hq, L], of the weights, in nats
@@ -135,8 +136,8 @@ struct Stats {
   at::Tensor received_weight;  // [B..., Hq, S], the sum over the queries of the weight that a key receives
 };
 
-// In O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: inputs may require
-// a gradient, but a backward through the results throws.
+// Takes O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: inputs may
+// require a gradient, but a backward through the results throws.
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,
                           bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 

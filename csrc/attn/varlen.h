@@ -1,9 +1,9 @@
-// Attention over packed sequences, of different lengths and one behind the other, and over a cache in pages.
+// Attention over packed sequences, which have different lengths and follow one another, and over a cache in pages.
 //
 //   // Sequence n has the tokens cu_seq[n] ... cu_seq[n + 1] - 1 of the T, and sees no others.
 //   at::Tensor output = attn::varlen(query, key, value, cu_seq, cu_seq, longest, longest, {.window_size = {-1, 0}});
 //
-// It is torch_attn.varlen_attn of Python, and takes the arguments of torch.nn.attention.varlen.varlen_attn.
+// It is Python's torch_attn.varlen_attn, and takes the arguments of torch.nn.attention.varlen.varlen_attn.
 #pragma once
 
 #include <attn/sdpa.h>
@@ -13,7 +13,7 @@
 
 namespace attn {
 
-// Options of a call, by name; options of sdpa mean the same here.
+// Options of a call, by name. Options that sdpa has too mean the same here.
 struct VarlenOptions {
   // Factor of query key^T. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
@@ -21,10 +21,10 @@ struct VarlenOptions {
   std::array<int64_t, 2> window_size = {-1, -1};
   // Allows Hk and Hv that divide Hq.
   bool enable_gqa = false;
-  // Integers [N]: how many of its keys a sequence has so far. The others are not read.
+  // Integers [N]: how many keys of each sequence are in use. Further keys are not read.
   std::optional<at::Tensor> seqused_k = std::nullopt;
   // Integers [N, most pages]: key and value are pools of pages, and row r of sequence n is row r % page_size of page
-  // block_table[n][r / page_size]. Sequences may share pages. Needs seqused_k; entries behind the last page in use are
+  // block_table[n][r / page_size]. Sequences may share pages. Needs seqused_k. Entries after the last page in use are
   // not read. No derivatives.
   std::optional<at::Tensor> block_table = std::nullopt;
   // c > 0 makes c tanh(x / c) of scaled scores x, before a mask is added; 0: none.
@@ -33,7 +33,7 @@ struct VarlenOptions {
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
   std::optional<at::Tensor> sinks = std::nullopt;
   // The position of a sequence's first query among its keys: one number for all, or integers [N]. Absent: keys in use
-  // less queries, so that the last query stands at the last key (sdpa's default is 0).
+  // minus queries, so that the last query stands at the last key (sdpa's default is 0).
   std::optional<Integers> query_offset = std::nullopt;
   // Probability in [0, 1] that a weight is zeroed.
   double dropout_p = 0.0;
@@ -46,20 +46,21 @@ struct VarlenOptions {
 //   key       [T_k, Hk, E]    beside a block_table [pages, page_size, Hk, E], of any strides
 //   value     [T_k, Hv, Ev]   likewise
 //   cu_seq_q  int32 or int64 [N + 1]: 0, then the end of each of the N sequences, which may be empty. The output is 0
-//             for tokens behind the last sequence.
-//   cu_seq_k  the same for keys; std::nullopt beside a block_table only
-//   max_q     the queries of the longest sequence, or more; max_k likewise of keys. They change no result.
+//             for tokens after the last sequence.
+//   cu_seq_k  the same for keys; std::nullopt is allowed with a block_table only
+//   max_q     the queries of the longest sequence, or more; max_k likewise for keys. They change no result.
 //
-// Returns [T_q, Hq, Ev] in query's type. A query that sees no key gives 0. Without dropout a sequence and its gradients
-// have the bits of sdpa of this sequence alone with query_offset = S - L; on a GPU while a result of invariant() lives.
-// Throws c10::Error on input that does not fit; the message names the argument, what it was and what is allowed. On a
-// GPU the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are clamped instead, because looking at them would
-// synchronise: nothing outside of the tensors is read or written.
+// Returns [T_q, Hq, Ev] in query's type. A query that sees no key has an output of 0. Without dropout, the output and
+// gradients of a sequence have the same bits as from sdpa of this sequence alone with query_offset = S - L. On a GPU
+// this holds only while a result of invariant() lives.
+// Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed. On a GPU
+// the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are clamped instead, because checking them would
+// synchronise. Nothing outside the tensors is read or written.
 ATTN_API at::Tensor varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,
                            int64_t max_k, const VarlenOptions& options = {});
 
-// Beside the output logsumexp and max_score, [Hq, T_q]; as sdpa_with_logsumexp.
+// Returns also logsumexp and max_score, [Hq, T_q], as sdpa_with_logsumexp does.
 ATTN_API OutputAndLogsumexp varlen_with_logsumexp(const at::Tensor& query, const at::Tensor& key,
                                                   const at::Tensor& value, const at::Tensor& cu_seq_q,
                                                   const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,

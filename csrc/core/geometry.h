@@ -82,9 +82,8 @@ constexpr int64_t kFar = int64_t{1} << 61;
 ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64_t most) {
   return lengths ? larger(0, smaller(lengths[n], most)) : most;
 }
-// Every kernel gets the lengths of a sequence, and the alignment of its queries and keys, from here. On a GPU offsets
-// and lengths are not validated, because that would synchronise. They are clamped here, so no key out of bounds is
-// read.
+// Gives every kernel the lengths of a sequence and the alignment of its queries and keys. On a GPU offsets and lengths
+// are not validated, because that would synchronise. They are clamped here, so no key out of bounds is read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
   const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;

@@ -1,5 +1,4 @@
-// The statistics of a row of scores: the sums over the keys read so far, and the results. They are the same on every
-// device.
+// The statistics of a row of scores: the sums over the keys read so far, and the results. The same on every device.
 //
 // With m the largest score of the row, weights w_j = exp(x_j - m) and l = sum_j w_j, the probabilities are w_j / l and
 //
@@ -26,8 +25,7 @@ struct RowStatistics {
 
 constexpr double kLn2 = 0.69314718055994530942;
 
-// The exponent of a weight, clamped because -inf times a weight of 0 would be NaN. 2^-1100 is 0 in every type. Keeps
-// NaN.
+// The exponent of a weight, clamped as -inf times a weight of 0 would be NaN. 2^-1100 is 0 in every type. Keeps NaN.
 constexpr double kLeastExponent = -1100;
 template <class T>
 ATTN_INLINE constexpr T exponent_of(T x, T reference, T slope) {
@@ -73,8 +71,7 @@ ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double s
   return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;
 }
 // `largest` is the maximum over all keys. `scale` turns it and the reference into scores. A score of +inf makes the sum
-// NaN (inf - inf), though no score is NaN. The entropy leaves out the sink, so log(l) is multiplied by the keys'
-// weight.
+// NaN (inf - inf), though no score is NaN. The entropy omits the sink, so log(l) is multiplied by the keys' weight.
 template <class T>
 ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T largest, T scale, double sink,
                                               double log_sum, T infinity) {

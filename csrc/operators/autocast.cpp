@@ -1,5 +1,5 @@
-// Autocast as for the built-in: floating arguments (also a floating mask) go to the autocast dtype, float64 stays.
-// What has a number for each head stays in float32.
+// Autocast as for the built-in: casts floating arguments (also a floating mask) to the autocast dtype, except float64.
+// Does not cast slopes and sinks.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

@@ -1,6 +1,6 @@
-// Derivatives, written as torch's own generated code writes them: a Node per operator under the Autograd key.
+// Derivatives, in the form of torch's own generated code: a Node per operator under the Autograd key.
 //
-// With x the inputs, O(x) the output and the rows' logsumexp, J its Jacobian and H(u; x; t) = grad_x <u, J(x) t>:
+// With x the inputs, O(x) the output and the rows' logsumexp, J the Jacobian of O and H(u; x; t) = grad_x <u, J(x) t>:
 //
 //   operator         computes   gradient, given the gradient w of the result        derivative along a direction dx, dt
 //   _sdpa_forward    O          x: J'w         = _sdpa_backward                      J dx       = _sdpa_tangent
@@ -10,9 +10,10 @@
 //                               x: H(w; x; t)  = _sdpa_second
 //   _sdpa_second     H          formula                                              formula
 //
-// "formula": composed of ATen operators (formulas.h), O(L S) memory. What the operators take from the forward's results
-// (output, logsumexp, ...) is a function of x; its share of a derivative is contained in the above, so that it counts
-// as a constant here. sdpa and attention have no derivative of their own: where one is wanted they call _sdpa_forward.
+// "formula": composed of ATen operators (formulas.h), O(L S) memory. Operators take some of the forward's results
+// (output, logsumexp, ...), which depend on x. The derivatives above already contain this dependence, so the results
+// count as constants here. sdpa and attention have no derivative of their own. If one is needed, they call
+// _sdpa_forward.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -88,16 +89,17 @@ T primal_of(const T& tensors) {
 // ---------------------------------------------------------------------------------------------------------------
 // Reverse mode: the nodes of the graph.
 
-// The tensors of an argument, as a node keeps them for the backward.
+// The tensors of an argument that a node keeps for the backward.
 template <class T>
 class Kept {
  public:
-  // The first `outputs` of them are results of the node itself, whose history is set.
+  // The first `outputs` tensors are results of the node itself, whose history is set.
   void save(const T& argument, size_t outputs = 0) {
     for_each_of([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors_of(argument));
   }
-  // Takes pointer_to() of the node that keeps them. An absent tensor stays absent. Where the caller has changed one in
-  // place since, torch's error says so: it gets the name of the argument, which torch does not know, and the way out.
+  // `node`: pointer_to() of the node that keeps the tensors. An absent tensor stays absent. If the caller has changed a
+  // tensor in place since, torch throws. The name of the argument, which torch does not know, and a way out are added
+  // to the error.
   void unpack(T& argument, const decltype(pointer_to(nullptr))& node) const {
     const auto unpack = [&](size_t i, auto& field) {
       try {
@@ -144,8 +146,8 @@ constexpr size_t kEdges<TangentResults> = 0;
 // A node that keeps arguments of types T for the backward. One of them is the call. The node has the edges of all
 // arguments, in this order.
 //
-// Several threads may run backward through one node at once, and the first one that has done so may release what the
-// node keeps. So apply() and release_variables() hold the node's mutex, in every node, as in the nodes that torch
+// Several threads may run backward through one node at once, and the first to finish may release the tensors that the
+// node keeps. So apply() and release_variables() of every node hold the node's mutex, as in the nodes that torch
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
@@ -193,7 +195,7 @@ struct AttentionNode : torch::autograd::Node {
     ((reached = reached || std::is_same_v<T, A>, first += reached ? 0 : kEdges<T>), ...);
     return first;
   }
-  // Which inputs of A, which is Call or Direction, want a gradient.
+  // Which inputs of A (Call or Direction) need a gradient.
   template <class A>
   Wanted wanted() const {
     Wanted w;
@@ -205,11 +207,11 @@ struct AttentionNode : torch::autograd::Node {
     std::ranges::copy(list(of_argument), result.begin() + first_edge<A>());
   }
 
-  // The gradients with respect to all arguments, of which the results are this formula.
+  // The gradients with respect to all arguments. `formula` computes the results from the arguments.
   //
-  // The engine, which this calls, runs other nodes, which wait for mutexes of their own: so it holds the node's mutex
-  // only to unpack. The edges decide which gradients are asked for: after torch.func.vjp has returned, its tensors no
-  // longer say that they require one.
+  // Holds the node's mutex only to unpack, because the engine, called here, runs other nodes, which wait for their own
+  // mutexes. The edges decide which gradients are computed, because after torch.func.vjp has returned, its tensors no
+  // longer require one.
   variable_list differentiate_formula(const auto& formula, const variable_list& grads) {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);
@@ -232,7 +234,7 @@ auto record(const A&... arguments) {
   return node;
 }
 
-// Its results are the output and, where the rows' results are wanted, their logsumexp.
+// Its results are the output and, if the rows' results are wanted, their logsumexp.
 struct SdpaBackward : AttentionNode<"SdpaBackward", Call, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -244,7 +246,7 @@ struct SdpaBackward : AttentionNode<"SdpaBackward", Call, Saved> {
   }
 };
 
-// Keeps the gradients of results first, here and in SdpaSecondBackward.
+// GradResults come first, here and in SdpaSecondBackward.
 struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Call, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -292,8 +294,8 @@ struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", GradResults, Dir
   }
 };
 
-// Few who ask for weights ask for a gradient through them, too: the backward computes them again, by the formula, which
-// is differentiable to any order.
+// Gradients through weights are seldom needed, so the backward computes the weights again, by the formula, which is
+// differentiable to any order.
 struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Call> {
   WantedWeights outputs;
 
@@ -303,8 +305,8 @@ struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Call> {
   }
 };
 
-// sdpa_stats has no derivative. Its results say so when a gradient is asked of them; to read them is no error, so that
-// statistics can be logged in the middle of a training step.
+// sdpa_stats has no derivative. A backward through its results throws; reading them does not, so that statistics can be
+// logged in the middle of a training step.
 constexpr const char* kNoDerivative =
     "attn::sdpa_stats: its results have no derivatives, and one was asked for; take the scores and weights of "
     "sdpa_with_weights, which have, or call sdpa_stats with query.detach() and key.detach()";
@@ -334,14 +336,14 @@ Tensor sdpa_autograd(c10::DispatchKeySet keys, const Call& call) {
 OutputAndRows attention_autograd(c10::DispatchKeySet keys, const Call& call) {
   if (is_over_processes()) return OverProcessesOp::call(call);
   if (!requires_grad(call) && !is_dual(call)) return below_autograd<AttentionOp>(keys, call);
-  // forward_autograd decides by itself whether the residual is to be exact.
+  // forward_autograd decides by itself whether the residual must be exact.
   const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
   return {saved.output, rows};
 }
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
                                 bool with_rows, bool exact_residual) {
-  // Also if the operator that called this one said no.
+  // Even if the operator that called this one passed false.
   const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
   exact_residual = exact_residual || learned(call.alibi_slopes) || learned(call.sinks);
   ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, exact_residual);

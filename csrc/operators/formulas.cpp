@@ -22,7 +22,7 @@ Tensor widened(const Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16 ? t.to(at::kFloat) : t;
 }
 
-// Brings key or value heads to the query's: each is repeated for its group of query heads.
+// Repeats each key or value head for its group of query heads.
 Tensor repeat_heads(const Tensor& t, const Shape& shape) {
   if (t.dim() < 3) return t;
   const c10::SymInt heads = t.sym_size(-3);
@@ -35,16 +35,16 @@ Tensor at_rank(Tensor t, const Shape& shape) {
   while (t.defined() && t.dim() > shape.dims) t = t.squeeze(0);
   return t;
 }
-// Makes numbers for [*batch, heads, rows, keys] from a tensor that broadcasts to [*batch].
+// Turns a tensor that broadcasts to [*batch] into one that broadcasts to [*batch, heads, rows, keys].
 Tensor for_entries(const Tensor& of_entries) {
   return of_entries.to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
 }
-// Makes a number for each row from a tensor that broadcasts to [*batch, heads].
+// Likewise for a tensor that broadcasts to [*batch, heads].
 Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
   return at_rank(of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1), shape);
 }
 
-// The sequence that each query and key belongs to, if sequences are packed; N: to none.
+// The sequence that each query and key belongs to, if sequences are packed. N means none.
 struct Packed {
   Tensor row_sequence, key_sequence;  // [T_q], [T_k]
   Tensor position, place;             // [*batch, T_q], [T_k]: of a query and of a key in its sequence
@@ -60,7 +60,7 @@ struct Packed {
     const Tensor cu_seq_q = call.cu_seq_q->to(at::kLong), cu_seq_k = call.cu_seq_k->to(at::kLong);
     row_sequence = number_in(cu_seq_q, rows);
     key_sequence = number_in(cu_seq_k, keys);
-    // One number more, for tokens of no sequence.
+    // Appends a 0 for tokens of no sequence.
     const auto of_tokens = [](const Tensor& of_sequences, const Tensor& sequence) {
       return at::constant_pad_nd(of_sequences, {0, 1}).index_select(-1, sequence);
     };
@@ -73,7 +73,7 @@ struct Packed {
   }
 };
 
-// Keys, values, or their tangents, with zeros beyond the length of their sequence, where they may hold anything.
+// Keys, values, or their tangents, with zeros beyond the length of their sequence, because any numbers may be there.
 Tensor in_use(const Tensor& of_keys, const Shape& shape, const Call& call) {
   if (!call.key_lengths) return of_keys;
   if (call.is_packed()) {
@@ -87,9 +87,9 @@ Tensor in_use(const Tensor& of_keys, const Shape& shape, const Call& call) {
 
 // scale * query key^T, without the mask.
 //
-// The gradient runs through the finite numbers: that of a hidden score is 0, and 0 times the NaN or infinity of a key
-// (or query) would be NaN. What is not finite is added to the scores behind their product, as a constant; a NaN also as
-// a sum of its row, which gives the NaN itself a gradient.
+// The gradient runs through finite numbers only, because a hidden score has the gradient 0, and 0 times the NaN or
+// infinity of a key (or query) would be NaN. Scores that are not finite are added to the product as constants. A NaN is
+// also added as the sum of its row, which gives the NaN itself a gradient.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const Call& call) {
   const double s = scale_or_default(call.scale, shape.head_dim.guard_int(__FILE__, __LINE__));
   const Tensor q = widened(query) * s;
@@ -109,7 +109,7 @@ void check_no_dropout(double dropout_p) {
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
 }
 
-// The mask, or a direction of it, as it broadcasts to the scores: of packed sequences a column for each of their keys.
+// The mask, or a direction of it, in a shape that broadcasts to the scores: with packed sequences, one column per key.
 std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const Call& call) {
   if (!mask || !call.is_packed()) return mask;
   const Packed packed(shape, call, mask->options());
@@ -147,8 +147,8 @@ Distances distances(const Shape& shape, const Call& call) {
   return {at_rank(ahead.abs(), shape), hidden};
 }
 
-// The scores of products, before ALiBi and masks, or their derivative. No gradient runs through hidden scores, because
-// that of tanh times the NaN of a hidden key would be NaN.
+// Scores from products, before ALiBi and masks, or their derivative. No gradient runs through hidden scores, because
+// the gradient of tanh times the NaN of a hidden key would be NaN.
 Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
   Tensor result = derivative ? at::ones_like(products) : products;
   if (const double cap = softcap_for(call.query, call.softcap); cap > 0) {
@@ -158,13 +158,13 @@ Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bo
   return result;
 }
 
-// What the formulas have in common: scores, weights, and the logsumexp of the rows, -inf without keys and a sink.
+// The common part of the formulas: scores, weights, and the logsumexp of the rows, -inf without keys and a sink.
 struct WideWeights {
   Tensor weights, scores, logsumexp;
 };
-// In float32 where the query has a half type.
+// In float32 if the query has a half type.
 //
-// Autocast is off here and in the formulas below: their inputs have the type to compute in.
+// Autocast is off here and in the formulas below, because their inputs already have the right type.
 WideWeights wide_weights(const Shape& shape, const Call& call) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [attn_mask, alibi_slopes, sinks] = std::tie(call.attn_mask, call.alibi_slopes, call.sinks);
@@ -174,7 +174,7 @@ WideWeights wide_weights(const Shape& shape, const Call& call) {
   if (attn_mask && attn_mask->scalar_type() != at::kBool)
     scores = scores + mask_of(attn_mask, shape, call)->to(scores.scalar_type());
   if (hidden.defined()) scores = scores.masked_fill(hidden, kMinusInfinity);
-  // softmax where a fully masked row gives 0 and finite gradients
+  // A softmax that gives 0 and finite gradients in a fully masked row.
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
   Tensor logits = scores.masked_fill(empty_row, 0);
   if (sinks) {
@@ -244,7 +244,7 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
   if (const auto mask = mask_of(direction.attn_mask, shape, call))
     tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
-  // Scores of -inf, which hidden ones are, have no tangent, whatever their keys hold.
+  // Scores of -inf, hidden ones among them, have no tangent, whatever their keys hold.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
@@ -283,8 +283,8 @@ Gradients second_formula(const GradResults& u, const Direction& direction, const
 
 namespace {
 
-// Whether these are tensors of a device with a kernel and nothing else: no sample of vmap, no symbol of a compiler, no
-// dual number.
+// Whether all tensors are plain tensors on a device with a kernel: no samples of vmap, no symbols of a compiler, no
+// dual numbers.
 bool has_kernel(const Call& call) {
   static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
   if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
@@ -301,8 +301,8 @@ bool learns(const Call& call) {
   return at::GradMode::is_enabled() && std::apply(any_requires, inputs_of(call));
 }
 
-// The weights come first: they check the arguments, in the operator's name. Where scores are wanted, the output is
-// sdpa's to the bit.
+// Computes weights first, which checks the arguments in the operator's name. If scores are wanted, the output has the
+// bits of sdpa's output.
 WeightsAndScores weights_and_output(const Call& call, WantedWeights wanted) {
   WeightsAndScores results;
   if (has_kernel(call)) {
@@ -337,8 +337,8 @@ void register_both(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { register_both(m); }
 
-// Under vmap too they are what they call: torch 2.15 would call them for one sample after the other. Nested tensors are
-// refused by what they call.
+// Decomposes them under vmap too, because torch 2.15 would call them for one sample after the other. The operators that
+// they call refuse nested tensors.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCPU, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCUDA, m) { register_both(m); }

@@ -1,5 +1,5 @@
-// Merges calls over different keys, which different processes hold: the logsumexp of rows in float64, and
-// from it the pair that the derivatives of every part take (params.h).
+// For merging calls over different keys, which different processes hold: converts a part's pair (params.h) to a
+// logsumexp in float64, and the merged logsumexp to the pair that the derivatives of every part take.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -15,8 +15,8 @@ using at::Tensor;
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// What a number of the CPU's pair has to be multiplied by to be a score, as rounded as the kernels have it. Sinks do
-// not count: parts are called without them.
+// The factor that turns the first number of the CPU's pair into a score, rounded as in the kernels. Sinks do not count,
+// because parts are called without them.
 double unit_of_pair(const Call& call) {
   Problem p;
   describe_scores(p, call);
@@ -32,12 +32,12 @@ Tensor logsumexp_of_pair(const Tensor& pair, const Call& call) {
   const Tensor first = pair.select(-1, 0).to(at::kDouble), second = pair.select(-1, 1).to(at::kDouble);
   return call.query.is_cpu() ? first * unit_of_pair(call) + second / kLog2E : first + second;
 }
-// The way back. `reference`: the first numbers of the parts' pairs, the largest of them; differences from it are small.
+// The inverse. `reference`: the largest first number of the parts' pairs. Differences from it are small.
 Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const Call& call) {
   const auto dtype = compute_dtype(call.query);
   const bool is_cpu = call.query.is_cpu();
   const double unit = is_cpu ? unit_of_pair(call) : 1;
-  constexpr double kFarAbove = 64;  // a sink may be
+  constexpr double kFarAbove = 64;  // a sink may be this far above the scores
   const Tensor value = logsumexp / unit;
   const Tensor near = is_cpu ? at::where((value - reference) * unit < kFarAbove, reference, value) : value;
   const Tensor first = near.masked_fill(logsumexp.isinf(), -std::numeric_limits<double>::infinity()).to(dtype);

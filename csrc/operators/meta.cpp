@@ -1,5 +1,5 @@
-// Shapes without data: Meta, FakeTensor, dynamic shapes. And tensors that are not dense, which the argument checker
-// refuses: it names the argument, which the dispatcher's own error, of an operator without a kernel, would not.
+// Shapes without data: Meta, FakeTensor, dynamic shapes. Also tensors that are not dense: the argument checker refuses
+// them and names the argument. The dispatcher's own error, for an operator without a kernel, would not name it.
 #include "operators/run.h"
 
 namespace attn {

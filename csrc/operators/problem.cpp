@@ -20,7 +20,7 @@ int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
   switch (dtype) {
     case at::kDouble:
       return 53;
-    case at::kFloat:  // as torch.set_float32_matmul_precision has it for matrix products
+    case at::kFloat:  // as torch.set_float32_matmul_precision sets it for matrix products
       switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
         case at::Float32Precision::BF16:
           return 8;
@@ -31,7 +31,7 @@ int factor_bits_of(at::ScalarType dtype, at::ScalarType mask_dtype) {
       }
     case at::kHalf:
       return 16;
-    default:  // bfloat16; but a float32 mask, and its gradient, ask for weights that are not rounded to it
+    default:  // bfloat16; but a float32 mask and its gradient need weights that are not rounded to bfloat16
       return mask_dtype == at::kFloat ? 16 : 8;
   }
 }
@@ -128,8 +128,8 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
 
 namespace {
 
-// query_starts, queries, key_starts, keys and offset of each packed sequence: int64 [5, *batch, sequences]. Whatever
-// the caller's numbers are, no sequence begins or ends outside of the tokens: on a GPU they are not validated.
+// query_starts, queries, key_starts, keys and offset of each packed sequence: int64 [5, *batch, sequences]. Clamps the
+// caller's numbers, because they are not validated on a GPU: no sequence begins or ends outside the tokens.
 at::Tensor sequences_on_cpu(const Call& call, int64_t tokens, int64_t all_keys, at::IntArrayRef sizes) {
   const auto expanded = [&](const auto& t) { return t ? t->expand(sizes) : at::Tensor(); };
   const at::Tensor lengths = expanded(call.key_lengths), offsets = expanded(call.query_offset);
@@ -168,7 +168,7 @@ at::Tensor sequences_on_device(const Call& call, int64_t tokens, int64_t all_key
 }  // namespace
 
 void ProblemBuilder::add_sequences(const Call& call) {
-  const int64_t tokens = problem_.queries, all_keys = problem_.keys;  // in pages, the keys of one
+  const int64_t tokens = problem_.queries, all_keys = problem_.keys;  // in pages: the keys of one page
   int64_t room = all_keys;                                            // for the keys of a sequence
   if (call.block_table && __builtin_mul_overflow(call.block_table->size(1), all_keys, &room))
     room = std::numeric_limits<int64_t>::max();
@@ -197,7 +197,7 @@ void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Axis
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
   at::Tensor& numbers = contiguous_.emplace_back(tensor.contiguous());
-  // A view of float32 may begin where no pair of them may, which CUDA reads at once.
+  // CUDA reads pairs of float32 at once, and a view may begin at an address where no pair may.
   if (reinterpret_cast<uintptr_t>(numbers.const_data_ptr()) % (2 * sizeof(float)) != 0) numbers = numbers.clone();
   return numbers.const_data_ptr();
 }
@@ -205,7 +205,7 @@ const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
 const void* ProblemBuilder::of_heads(const std::optional<at::Tensor>& tensor) {
   if (!tensor) return nullptr;
   at::Tensor numbers = tensor->to(compute_dtype(query_)).expand_symint(shape_.of_heads());
-  if (shape_.sequences) {  // for each of them
+  if (shape_.sequences) {  // one number per sequence and head
     auto sizes = shape_.of_entries();
     sizes.push_back(shape_.heads);
     numbers = numbers.unsqueeze(-2).expand_symint(sizes);
@@ -239,7 +239,7 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
 
 void ProblemBuilder::merge_batch_dims() {
   int merged = 0;
-  // Whether all operands walk through dimension d and the one kept last as through a single dimension.
+  // Whether in all operands the strides of dimension d and of the one kept last are compatible with a single dimension.
   const auto mergeable = [&](size_t d) {
     return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
              return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];
@@ -263,7 +263,7 @@ std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& qu
   if (p.splits == 1) return {};
   const auto options = compute_options(query);
   const int64_t rows = p.splits * number_of_rows(p);
-  const int64_t columns = p.value_dim * (p.exact_residual ? 2 : 1);  // the rest of an output stands beside it
+  const int64_t columns = p.value_dim * (p.exact_residual ? 2 : 1);  // the residual of an output is beside it
   std::array<at::Tensor, 3> partial = {at::empty({rows, columns}, options), at::empty({rows, 2}, options)};
   p.partial_output = partial[0].mutable_data_ptr();
   p.partial_logsumexp = partial[1].mutable_data_ptr();

@@ -1,9 +1,9 @@
 // The switch that puts attn::sdpa in the place of the built-in, for every caller in the process.
 //
 // PyTorch has one kernel of aten::scaled_dot_product_attention for all devices: a function composed of other operators
-// (CompositeImplicitAutograd). It runs above autograd, and tracers take the operator apart by it. Another function
-// stands there from the first use of the switch on, composed of operators as well: it calls attn::sdpa, or what stood
-// there before. It stays there, for other threads may be reading the dispatcher's tables; the switch is a number.
+// (CompositeImplicitAutograd). It runs above autograd, and tracers decompose the operator with it. The first use of the
+// switch puts another composed function in its place, which calls attn::sdpa or the original function. That function
+// stays there, because other threads may be reading the dispatcher's tables. Switching changes only a number.
 #include <ATen/ATen.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <torch/library.h>
@@ -41,7 +41,7 @@ void count_replaced_call() { calls.fetch_add(1, std::memory_order_relaxed); }
 
 namespace {
 
-// The CPU, or CUDA if the library has kernels for it. Tensors without data say which device they stand for.
+// The CPU, or CUDA if the library has kernels for it. Tensors without data name the device that they stand for.
 bool has_kernels(c10::Device device) {
   static const bool with_cuda = SdpaOp::handle().hasKernelForDispatchKey(DispatchKey::CUDA);
   const auto runs_on = runs_on_of_type[static_cast<size_t>(device.type())];
@@ -50,7 +50,8 @@ bool has_kernels(c10::Device device) {
 
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
-// The kinds of tensors that attn::sdpa is for. Of these it refuses only what the built-in refuses as well, or should.
+// Whether attn::sdpa is for these kinds of tensors. If so, it refuses only calls that the built-in refuses or should
+// refuse.
 bool serves(const Call& x) {
   const auto dtype = x.query.scalar_type();
   return has_kernels(x.query.device()) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
@@ -75,15 +76,15 @@ torch::Library put_in_place(DispatchKey key) {
   return library;
 }
 
-// PyTorch warns of the first kernel in a process that takes another's place; this one does so because it was told to.
-// With warnings always on, that first time is not used up.
+// PyTorch warns once in a process, when the first kernel replaces another. This replacement is intended, so its warning
+// is silenced. WarnAlways keeps the single warning for another replacement.
 std::array<torch::Library, 3> put_in_place() {
   struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
   const c10::WarningUtils::WarnAlways always;
-  // Under vmap, PyTorch registers the same function once more.
+  // PyTorch registers the same function once more for vmap.
   return {put_in_place(DispatchKey::CompositeImplicitAutograd), put_in_place(DispatchKey::FuncTorchVmapMode),
           put_flash_attention_in_place()};
 }

@@ -1,8 +1,8 @@
-// The switch for torch.nn.attention.varlen: the operators of aten that it is made of, for CPU tensors.
+// The switch for torch.nn.attention.varlen: replaces the aten operators that it calls, for CPU tensors.
 //
-// PyTorch has kernels of aten::_flash_attention_forward and its kin for GPUs only. From the first use of the switch on
-// there are some for the CPU, below autograd, that call attn::attention. Releases of torch differ in what these
-// operators take: arguments are looked up by their names. An unknown argument is refused unless it has its default
+// PyTorch has kernels of aten::_flash_attention_forward and related operators for GPUs only. The first use of the
+// switch adds kernels for the CPU, below autograd, that call attn::attention. The arguments of these operators differ
+// between releases of torch, so they are looked up by name. An unknown argument is refused unless it has its default
 // value.
 #include <ATen/ATen.h>
 
@@ -21,7 +21,7 @@ using c10::IValue;
 
 constexpr const char* kOurs = "; `import torch_attn` and call torch_attn.varlen_attn instead";
 
-// The arguments of one call, by name. One that this release of torch does not have is None.
+// The arguments of one call, by name. An argument that this release of torch lacks is None.
 class FlashArguments {
  public:
   FlashArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
@@ -61,16 +61,16 @@ class FlashArguments {
   at::ArrayRef<IValue> values_;
 };
 
-// [tokens, heads, E] or [batch, length, heads, E], as flash attention has them, and as ours has.
+// Converts between flash attention's layout, [tokens, heads, E] or [batch, length, heads, E], and ours.
 Tensor swap_heads(const Tensor& t) { return t.transpose(-3, -2); }
 
-// The window of both, where causality is the window (left, 0).
+// The window of the call. Causality is the window (left, 0).
 std::array<int64_t, 2> window_of(const FlashArguments& a) {
   const auto size = [](const IValue& value) { return value.isNone() ? -1 : value.toInt(); };
   return {size(a.get("window_size_left")), a.get("is_causal").toBool() ? 0 : size(a.get("window_size_right"))};
 }
 
-// Without packed sequences the last query stands at the last key, too.
+// The last query stands at the last key, also without packed sequences.
 Call call_of(const FlashArguments& a) {
   const auto cu_seq_q = a.tensor_if_any("cum_seq_q"), lengths = a.tensor_if_any("seqused_k");
   std::optional<Tensor> offset;
@@ -78,7 +78,7 @@ Call call_of(const FlashArguments& a) {
     const Tensor keys = lengths ? *lengths : at::scalar_tensor(a.tensor("key").size(-3), at::dtype(at::kLong));
     offset = keys - a.tensor("query").size(-3);
   }
-  // Torch has them beside dense sequences, too, of which attn says that they are packed.
+  // Torch passes max_q and max_k for dense sequences too, but attn takes them for packed sequences only.
   const auto length = [&](const char* name) { return cu_seq_q ? a.get(name).toSymInt() : c10::SymInt(0); };
   return {.query = swap_heads(a.tensor("query")),
           .key = swap_heads(a.tensor("key")),
@@ -96,13 +96,13 @@ Call call_of(const FlashArguments& a) {
           .alibi_slopes = a.tensor_if_any("alibi_slopes")};
 }
 
-// As the fake results of torch are, by which a compiled graph was made.
+// Returns t with the strides of `like`, because torch's fake results, which compiled graphs rely on, have them.
 Tensor with_strides_of(const Tensor& like, const Tensor& t) {
   const Tensor result = at::empty_like(like);
   return t.strides() == result.strides() ? t : result.copy_(t);
 }
 
-// The output as query, and the logsumexp [heads, tokens] or [batch, heads, length].
+// Returns the output, in query's layout, and the logsumexp, [heads, tokens] or [batch, heads, length].
 std::pair<Tensor, Tensor> flash_forward(const FlashArguments& a) {
   const auto &query = a.tensor("query"), &value = a.tensor("value");
   const Call call = call_of(a);
@@ -111,7 +111,7 @@ std::pair<Tensor, Tensor> flash_forward(const FlashArguments& a) {
               "; it must be [tokens, heads, head_dim] beside cum_seq_q, else [batch, length, heads, head_dim]");
   TORCH_CHECK(value.size(-1) == query.size(-1), a.name(), ": value has head_dim ", value.size(-1), " but query has ",
               query.size(-1), "; here they must be equal", kOurs);
-  // Torch's callers have cast already what they want cast.
+  // Torch's callers have already cast their tensors.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const auto [output, rows] = AttentionOp::call(call);
   count_replaced_call();
@@ -125,7 +125,8 @@ void flash_forward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stac
               "block_table", "num_splits"});
   const auto [output, logsumexp] = flash_forward(a);
   const auto numbers = output.options().dtype(at::kUInt64);
-  // Torch's formula of the derivative leaves these three out, but hands on the fourth result, which says so.
+  // Torch's formula of the derivative drops these three arguments. It passes on the fourth result, which says if any
+  // was given.
   const bool more = !a.get("seqused_k").isNone() || !a.get("alibi_slopes").isNone() || !a.get("block_table").isNone();
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, output, logsumexp, at::zeros({2}, numbers), at::full({}, more, numbers),
@@ -147,8 +148,7 @@ void flash_forward_out_kernel(const c10::OperatorHandle& op, torch::jit::Stack* 
   torch::jit::push(*stack, logsumexp);
 }
 
-// Computes the forward a second time, because our backward starts from a pair of numbers for each row, where torch
-// saves the logsumexp.
+// Computes the forward a second time, because our backward needs a pair of numbers per row, and torch saves one.
 void flash_backward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const FlashArguments a(op, *stack);
   a.check(3, {"grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",

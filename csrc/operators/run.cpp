@@ -12,8 +12,9 @@ namespace {
 
 using at::Tensor;
 
-// No task writes rows outside of every packed sequence, nor keys past the length of theirs: their results are 0. No
-// task writes gradients of a sequence that lacks keys, or queries, either.
+// No task writes rows outside all packed sequences, keys beyond the length of their sequence, or gradients of a
+// sequence that lacks keys or queries. These results are 0, so the caller zeroes results if leaves_rows_out() or
+// leaves_some_out().
 bool leaves_rows_out(const Problem& p, const Tensor& query) {
   if (p.sequences == 0 || !query.is_cpu()) return p.tokens > 0;
   const int64_t* const lengths = p.visibility.query_lengths;
@@ -45,8 +46,8 @@ Gradients empty_gradients(const Call& call, Wanted wanted) {
   return grads;
 }
 
-// The sums over the rows of every head, [batch, heads, L] -> [*batch, heads]: in float64, and in one order whatever the
-// number of threads.
+// Sums over the rows of every head, [batch, heads, L] -> [*batch, heads], in float64 and, on a CPU, in one fixed order
+// for any number of threads.
 Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
   const Tensor numbers = rows.to(at::kDouble).contiguous();
   if (!rows.is_cpu()) return numbers.sum(-1).view_symint(shape.of_heads());
@@ -58,8 +59,9 @@ Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
   return sums;
 }
 
-// Where kernels write gradients: tensors of the shape that the input is broadcast to, or numbers of rows. Rounded to a
-// half type before they are summed to the input's shape, large gradients of opposite signs would be infinities.
+// Tensors for kernels to write gradients to, of the shape that the input is broadcast to, or with one number per row.
+// They have the compute dtype if they are summed to the input's shape later, because in a half type large gradients of
+// opposite signs would become infinities.
 class RoomForGradients {
  public:
   RoomForGradients(ProblemBuilder& builder, const Shape& shape, const Tensor& query, bool leaves_some_out)
@@ -90,7 +92,7 @@ class RoomForGradients {
   bool leaves_some_out_;
 };
 
-// Sums what was written to the gradients of the inputs.
+// Sums the written gradients to the shapes of the inputs.
 void sum_to_inputs(const Gradients& grads, const Gradients& written) {
   const auto sum = [](size_t i, const Tensor& grad, const Tensor& found) {
     TORCH_INTERNAL_ASSERT(found.defined() || !grad.defined(), "attn: no kernel writes the gradient of ",
@@ -100,7 +102,7 @@ void sum_to_inputs(const Gradients& grads, const Gradients& written) {
   for_each_input(sum, grads, written);
 }
 
-// Takes `p` and `builder` with everything but the gradients, and `grads` uninitialised.
+// `p` and `builder` have everything but the gradients. `grads` is uninitialised.
 template <class Params>
 Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
                     const Call& call, const Gradients& grads) {
@@ -108,7 +110,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
   if (no_rows(p) || (p.keys == 0 && !call.is_packed())) {
     zero(grads);
-    // A row without keys has the sink for its logsumexp.
+    // The logsumexp of a row without keys is the sink.
     if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp && !call.is_packed())
       grads.sinks.copy_(
           at::sum_to(sum_of_rows(*u.logsumexp, shape).masked_fill(call.sinks->isneginf(), 0), grads.sinks.sizes()));
@@ -123,14 +125,14 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
       room.add(p.grad_value, grads.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
   Tensor mask_of_rows;
   if (Tensor mask = grads.attn_mask; mask.defined()) {
-    if (call.is_packed())  // shared by heads alone, so that each sequence has its own part
+    if (call.is_packed())  // only heads share it, so each sequence has its own part
       mask = room.of_shape(mask, shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1)));
-    mask.zero_();  // tiles that positions hide are never written
+    mask.zero_();  // tasks skip tiles that positions hide
     written.attn_mask = mask;
     if (mask.dim() > 0 && mask.size(-1) != 1)
       builder.add_result(p.grad_mask, mask);
     else if (p.terms.sinks || p.grad_logsumexp)
-      // A number added to all scores of a row changes its logsumexp alone and, beside a sink, the sum of its weights.
+      // A number added to all scores of a row changes only its logsumexp and, with a sink, the sum of its weights.
       mask_of_rows = room.of_rows(p.grad_mask_rows);
   }
   const Tensor slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();
@@ -145,7 +147,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   return grads;
 }
 
-// Describes the point at which a derivative is taken, in any of the params.
+// Describes the point at which a derivative is taken.
 template <class Params>
 void describe_point(Params& p, ProblemBuilder& builder, const Saved& saved) {
   builder.add(p.output, saved.output);

@@ -12,7 +12,8 @@ namespace attn {
 // Chooses the plan (tasks, splits, chunks), allocates its workspaces on the device and in the type of
 // compute_options(query), and runs the kernels, which write every element of every result that is not null.
 // ProblemBuilder has filled `p` and merged its batch dimensions. The pointers named below are set, the plan and the
-// workspaces are not. There is at least one row. There is at least one key, unless the function says otherwise.
+// workspaces are not. There is at least one row. There is at least one key, unless the function's comment says
+// otherwise.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 

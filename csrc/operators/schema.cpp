@@ -8,7 +8,7 @@
 namespace attn {
 namespace {
 
-// The parts of a schema that are made of the arguments of a call (call.h), such as "Tensor query", "Tensor?
+// The parts of a schema that come from the arguments of a call (call.h), such as "Tensor query", "Tensor?
 // attn_mask=None" or "int[2] window_size=[-1, -1]".
 
 std::string type_of(const at::Tensor&) { return "Tensor"; }
@@ -28,7 +28,7 @@ std::string text_of(bool is) { return is ? "True" : "False"; }
 std::string text_of(const c10::SymInt& number) { return std::to_string(number.expect_int()); }
 std::string text_of(const std::array<int64_t, 2>& pair) { return c10::str("[", pair[0], ", ", pair[1], "]"); }
 
-// With the defaults of Call. From `scale` on, they are given by name alone.
+// Has the defaults of Call. From `scale` on, arguments are keyword-only.
 template <class Some>
 std::string arguments(const char* About::* name = &About::name, bool with_defaults = true) {
   const Call by_default;
@@ -64,11 +64,11 @@ TORCH_LIBRARY(attn, m) {
   const std::string call = arguments<All>(), dense = arguments<Dense>();
   const std::string rows = "Tensor logsumexp, Tensor max_score";
 
-  // What users call. sdpa has exactly the schema of the built-in; attention has more options (functional.py), and
-  // returns with the output the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
+  // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py). It
+  // also returns the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
   define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
-  // With cu_seq_q, sequences of different lengths are packed one behind the other (call.h), [heads, T, E];
-  // varlen_attention takes [T, heads, E], with the arguments of torch.nn.attention.varlen.varlen_attn, and more.
+  // With cu_seq_q, sequences of different lengths are packed one after the other (call.h), [heads, T, E].
+  // varlen_attention takes [T, heads, E], the arguments of torch.nn.attention.varlen.varlen_attn, and more.
   define("attention(" + call + ") -> (Tensor output, " + rows + ")", random);
   define("varlen_attention(" + arguments<FirstOfVarlen>(&About::name_in_varlen, /*with_defaults=*/false) + ", *, " +
              arguments<RestOfVarlen>(&About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
@@ -83,16 +83,16 @@ TORCH_LIBRARY(attn, m) {
              ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
          plain);
 
-  // With x the arguments that may have derivatives, in the order of a call, O(x) the output and the rows' logsumexp,
-  // and J its Jacobian, four operators give every derivative.
+  // Four operators give every derivative. x: the arguments that may have derivatives, in the order of a call. O(x): the
+  // output and the rows' logsumexp. J: the Jacobian of O.
   //
-  // O(x), if with_rows also of the logsumexp, and what derivatives need:
-  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): a pair, whose meaning is each
-  //             device's own (params.h)
+  // O(x), with the rows' results only if with_rows, and what derivatives need:
+  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): a pair, whose meaning depends on
+  //             the device (params.h)
   // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
-  // residual    exact output - rounded output, float32, where derivatives of half types need it (validate.h); else it
-  //             is empty. With exact_residual, which autograd asks for where slopes or sinks want a derivative, the
-  //             exact output has weights that are not rounded either (params.h)
+  // residual    exact output - rounded output, float32, if derivatives of half types need it (validate.h), else empty.
+  //             Autograd asks for exact_residual if slopes or sinks need a derivative: then the weights of the exact
+  //             output are not rounded either (params.h)
   const std::string saved = "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual";
   const std::string grads = "Tensor grad_output, Tensor? grad_logsumexp";
   const std::string directions = of_inputs("Tensor?", "tangent_");
@@ -104,8 +104,8 @@ TORCH_LIBRARY(attn, m) {
   // J'u for u = (grad_output, grad_logsumexp). Gradients not asked for in grad_input_mask are undefined.
   define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
          plain);
-  // J t for a direction t, with the derivative of logsumexp along it (a sum of two, [*, H, L, 2]) and the
-  // residual of J t.
+  // J t for a direction t, with the derivative of logsumexp along t (a sum of two, [*, H, L, 2]) and the residual of
+  // J t.
   define("_sdpa_tangent(" + saved + ", " + directions + ", " + call + ") -> (" + tangents + ")", plain);
   // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
   // reverse J'du + H, reverse over forward (J'u, H): the Hessian is symmetric, so the same H serves all three.
@@ -113,15 +113,15 @@ TORCH_LIBRARY(attn, m) {
              ") -> (" + of_inputs("Tensor") + ")",
          plain);
 
-  // Merge calls over different keys: from the forward's pair to the logsumexp, float64 [*, H, L], and back. The call
-  // says what the pair means.
+  // For merging calls over different keys: convert the forward's pair to the logsumexp, float64 [*, H, L], and back.
+  // The meaning of the pair depends on the call.
   define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
   define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 
   // sdpa_with_weights without scores: weights, or their mean over the heads, [*, L, S].
   define("_sdpa_and_weights(" + dense + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
   // The kernel of both, for devices that have one, without dropout. Results that are not wanted are empty. The output
-  // has no derivatives: where they are wanted, sdpa computes it, and the value's shape alone counts here.
+  // has no derivatives. If they are wanted, sdpa computes the output, and only the value's shape counts here.
   define("_sdpa_weights(" + dense +
              ", bool mean, bool with_scores, bool with_output) -> (Tensor weights, Tensor scores, Tensor output)",
          plain);
@@ -131,16 +131,16 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
-  // Answers sdpa and attention while they are parts of calls over several processes (over_processes.h). Python
-  // implements it, and returns the output alone.
+  // Called in place of sdpa and attention while calls are over several processes (over_processes.h). Python implements
+  // it, and returns only the output.
   define("_attend_over_processes(" + call + ") -> (Tensor output, " + rows + ")", {});
-  // Calls are over several processes while the sum of all changes is positive; returns the sum. Other operators raise.
+  // Calls are over several processes while the sum of all changes is positive. Returns it. Other operators then raise.
   m.def("_over_processes(int change) -> int");
 
-  // attn::invariant() holds while the sum of all changes is positive; returns the sum.
+  // attn::invariant() holds while the sum of all changes is positive. Returns the sum.
   m.def("_invariant(int change) -> int");
 
-  // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive, and returns that sum.
+  // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive. Returns the sum.
   m.def("_replace_sdpa(int change) -> int");
   // Whether the switch works for tensors of a device.
   m.def("_has_kernels(Device device) -> bool");

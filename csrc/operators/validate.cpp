@@ -19,8 +19,8 @@ using c10::SymInt;
 
 SymInt extent(const Tensor& t, int64_t dim_from_end) { return t.sym_sizes()[t.dim() - dim_from_end]; }
 
-// A program may be compiled for a size that only its run tells. Such a size counts as other than 1, and what it must
-// equal is checked in the run.
+// A program may be compiled for a size that is known only at run time. Such a size counts as not 1, and the program
+// checks at run time that it equals the required size.
 bool is_one(const SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); }
 bool must_equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
@@ -30,7 +30,7 @@ bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
 
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
-// `least_dims`: as in `shape`.
+// `least_dims`: the dimensions that `shape` requires.
 void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& query, int64_t least_dims = 2,
                   const char* shape = "[..., length, head_dim]") {
   TORCH_CHECK(t.defined(), op, ": ", name, " is undefined; a tensor is needed");
@@ -60,8 +60,8 @@ void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const 
               mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype, ") or float32");
 }
 
-// What to say of numbers of heads that do not fit, where they look like lengths: [B, L, H, E] and [B, S, H, E]. Asked
-// only for an error: a question about sizes becomes a condition of what torch.export makes.
+// The hint for numbers of heads that do not fit and look like lengths: [B, L, H, E] and [B, S, H, E]. Called only for
+// an error, because a comparison of sizes becomes a condition of an exported program.
 const char* layout_hint(const Tensor& query, const Tensor& key) {
   const bool looks_like_it = query.dim() == 4 && key.dim() == 4 &&
                              TORCH_GUARD_OR_FALSE(extent(query, 2).sym_eq(extent(key, 2))) &&
@@ -69,7 +69,7 @@ const char* layout_hint(const Tensor& query, const Tensor& key) {
   return looks_like_it ? "; tensors [batch, length, heads, head_dim] are given as x.transpose(1, 2)" : "";
 }
 
-// Query heads are shared out evenly: with grouped-query attention consecutive query heads share a key (value) head.
+// With grouped-query attention, equally many consecutive query heads share each key (value) head.
 void check_heads(const char* op, const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa,
                  const Tensor& query, const Tensor& key) {
   if (!enable_gqa) {
@@ -112,7 +112,7 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
   TORCH_CHECK(!packed, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
               "; it must be [Hq or 1, T_q, max_k] = ", c10::SymIntArrayRef(allowed),
               ": a row for each query, over the keys of its own sequence");
-  // One row of keys a sample, as tokenizers give it, or one matrix, lacks the dimensions between.
+  // A mask with one row of keys per sample, as from a tokenizer, or with one matrix, lacks the dimensions between.
   const bool of_samples = shape.dims >= 3 && mask.sym_sizes()[0] == allowed[0] && extent(mask, 1) == shape.keys;
   const char* hint = "";
   if (of_samples && mask.dim() == 2 && shape.dims == 3) {
@@ -130,7 +130,7 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
               "; it must broadcast to the scores' shape [..., L, S] = ", c10::SymIntArrayRef(allowed), hint);
 }
 
-// Numbers of batch entries or heads: sizes that broadcast to `allowed`, the last of which are `exact` in number.
+// Checks numbers of batch entries or heads. Sizes must broadcast to `allowed`, and the last `exact` be equal.
 void check_numbers(const Shape& shape, const char* name, const Tensor& t, const Tensor& query,
                    c10::SymIntArrayRef allowed, int64_t exact, const char* what) {
   TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested(), shape.op, ": ", name,
@@ -163,7 +163,7 @@ void check_is_integer(const Shape& shape, const char* name, const Tensor& t) {
               t.scalar_type(), "; it must be int32 or int64");
 }
 
-// Also its numbers, where they can be read. `most(i)`: of entry i.
+// Checks the numbers too, if they can be read. `most(i)`: the most that entry i may be.
 void check_integers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query,
                     int64_t least, const auto& most) {
   if (!t) return;
@@ -178,7 +178,7 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
   }
 }
 
-// Checks where sequences begin among `tokens` tokens; none may be longer than `most`.
+// Checks where sequences begin among `tokens` tokens. No sequence may be longer than `most`.
 void check_starts(const Shape& shape, const char* name, const Tensor& t, const Tensor& query, const char* tokens_name,
                   const SymInt& tokens, const char* most_name, const SymInt& most) {
   TORCH_CHECK(t.defined(), shape.op, ": ", name, " is undefined; a tensor is needed");
@@ -213,14 +213,14 @@ void check_packing(Shape& shape, const Call& call) {
     TORCH_CHECK(block_table, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
     return;
   }
-  // Beside a block_table seqused_k says how many keys there are: then these name no rows, but are starts all the same.
+  // With a block_table, seqused_k says how many keys there are. cu_seq_k then names no rows, but is checked too.
   const SymInt tokens = block_table ? SymInt(std::numeric_limits<int64_t>::max()) : shape.keys;
   check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", tokens, "max_k", block_table ? tokens : max_k);
   TORCH_CHECK(must_equal(cu_seq_q->sym_numel(), cu_seq_k->sym_numel()), shape.op, ": cu_seq_k has ",
               cu_seq_k->sym_numel(), " entries but cu_seq_q has ", cu_seq_q->sym_numel(), "; they must be as many");
 }
 
-// After check_packing(), and once seqused_k is known to be integers [N].
+// Call it after check_packing() and after the check that seqused_k is integers [N].
 void check_pages(const Shape& shape, const Call& call) {
   const Tensor &query = call.query, &key = call.key, &table = *call.block_table;
   const std::optional<Tensor>& seqused_k = call.key_lengths;
@@ -370,7 +370,7 @@ void Checker::residual(const char* name, const Tensor& t) const {
 
 void Checker::rng_state(const Tensor& t) const {
   if (call.dropout_p == 0) return;
-  // One for all samples, or one for each along the leading dimensions that vmap put in front.
+  // One for all samples, or one for each along the leading dimensions that vmap added.
   const auto allowed = shape.expanded(1, 1, 3);
   bool fits = t.dim() >= 1 && t.dim() <= shape.dims && must_equal(extent(t, 1), 3);
   for (int64_t d = 2; fits && d <= t.dim(); ++d)
@@ -443,7 +443,7 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
   for (int64_t d = 0; follow && d < dims - 1; ++d)
     follow = TORCH_GUARD_OR_FALSE(query.sym_sizes()[d].sym_eq(sizes[d])) &&
              TORCH_GUARD_OR_TRUE(query.sym_strides()[d].sym_ne(0));
-  // Sorted by insertion: strides of sizes that only a run tells are not always comparable, and then keep their order.
+  // Insertion sort. Strides that depend on sizes known only at run time may not be comparable. They keep their order.
   for (int64_t d = 1; follow && d < dims - 1; ++d)
     for (int64_t i = d; i > 0; --i) {
       const auto &outer = query.sym_strides()[order[i - 1]], &inner = query.sym_strides()[order[i]];

@@ -1,5 +1,5 @@
-// attn::varlen_attention: packed sequences, token by token as torch.nn.attention.varlen has them, [T, heads, E]. It is
-// attn::attention of the same numbers seen as [heads, T, E].
+// attn::varlen_attention: packed sequences in the layout of torch.nn.attention.varlen, [T, heads, E]. It calls
+// attn::attention with the same tensors viewed as [heads, T, E].
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -15,7 +15,7 @@ void check_dense(const char* name, const Tensor& t) {
               "; it must be a dense (strided) tensor");
 }
 
-// What attention would say of the shapes in its own order of dimensions, and of layouts in its own name.
+// Checks here, because attention's errors would show its own order of dimensions and its own name.
 void check_shapes(const Call& c) {
   const auto check = [](const char* name, const Tensor& t, int64_t dims) {
     TORCH_CHECK(t.defined(), VarlenOp::name, ": ", name, " is undefined; a tensor is needed");

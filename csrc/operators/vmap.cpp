@@ -19,7 +19,7 @@ using at::functorch::RandomnessType;
 // The innermost vmap, and the rank of a mapped call: [mapped, leading dimensions..., head, L, E].
 class Batch {
  public:
-  const Shape sample;  // the call as one sample makes it
+  const Shape sample;  // the shape of one sample's call
 
   Batch(const char* op, const Call& call)
       : sample(validate(op, call)),
@@ -45,8 +45,8 @@ class Batch {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     return dim ? padded(x.movedim(*dim, 0), less) : x;
   }
-  // Returns physical(t) with the mapped dimension: a tensor that is not mapped is expanded, by a view. One of a single
-  // dimension, an rng_state for all samples or no residual, stays as it is.
+  // Returns physical(t), expanded by a view if t is not mapped. A tensor of one dimension (an rng_state for all
+  // samples, or an empty residual) is not expanded.
   Tensor expanded(const Tensor& t, int64_t less = 0) const {
     if (is_mapped(t) || t.dim() + less < 2) return physical(t, less);
     const Tensor x = padded(std::get<0>(at::functorch::unwrapTensorAtLevel(t, layer_.layerId())).unsqueeze(0), less);
@@ -61,7 +61,7 @@ class Batch {
     return t ? std::optional(expanded(*t, less)) : std::nullopt;
   }
 
-  // The same of all tensors of a struct, and of a call's inputs alone: integers are never expanded.
+  // Likewise for all tensors of a struct. In a call only the inputs are expanded, never integers.
   template <Struct T>
   T physical(T x) const {
     for_each_of([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors_of(x));
@@ -85,7 +85,8 @@ class Batch {
     return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, tensors_of(x));
   }
 
-  // Wraps a mapped result, of `dims` dimensions above vmap. One with a single dimension (no residual) is shared by all.
+  // Wraps a mapped result, which has `dims` dimensions above vmap. All samples share one of a single dimension (no
+  // residual).
   Tensor logical(Tensor t, int64_t dims) const {
     if (t.dim() < 2) return t;
     while (t.dim() > dims + 1) {
@@ -109,7 +110,7 @@ class Batch {
   }
 
  private:
-  // How many of the dimensions head, L and E a tensor lacks: of this kind; tensor number i of a struct.
+  // How many of the dimensions head, L and E a tensor of this kind, or tensor number i of a struct, lacks.
   static constexpr int64_t less_of(Kind kind) { return kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0; }
   template <class T>
   static constexpr int64_t less_of(size_t i) {
@@ -130,8 +131,8 @@ class Batch {
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
-// Seeds of dropout for a mapped call: one for all samples, or one each. Every sample counts its heads from 0, so that
-// derivatives taken under another nesting of vmap find the numbers of the forward again.
+// Draws dropout's seeds for a mapped call: one for all samples, or one each. Every sample counts its heads from 0, so
+// that derivatives under another nesting of vmap get the random numbers of the forward.
 Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   c10::SymInt heads = batch.sample.heads;
   for (const c10::SymInt& size : batch.sample.batch) heads = heads * size;
@@ -146,7 +147,7 @@ Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   return one_each ? state : state.reshape({3});
 }
 
-// The forward as it is called below vmap.
+// The call of the forward below vmap.
 struct ForwardCall {
   Call call;
   std::optional<Tensor> rng_state;
@@ -162,7 +163,7 @@ ForwardCall forward_call(const Batch& batch, const Call& call, const std::option
   const bool sizes_mapped = batch.is_mapped(call.query) || batch.is_mapped(call.key) || batch.is_mapped(call.value);
   const bool mapped = batch.is_mapped(call) || batch.is_mapped(rng_state) || different;
   ForwardCall below{batch.physical(call), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
-  // The query carries the mapped dimension where neither key nor value does: nothing else may enlarge the scores.
+  // If query, key and value are not mapped, the query gets the mapped dimension: nothing else may enlarge the scores.
   if (mapped && !sizes_mapped) below.call.query = batch.expanded(call.query);
   if (random && mapped) below.rng_state = draw_rng_state(batch, different, below.call.query);
   return below;
@@ -202,7 +203,7 @@ OutputAndRows attention_vmap(const Call& call) {
   return {batch.logical(results.output, batch.sample.dims), batch.logical(results.rows, batch.sample.dims - 1)};
 }
 
-// The derivatives return something for every sample, so every tensor they take is mapped, if only by a view.
+// The derivatives return results for every sample, so every tensor that they take is mapped or expanded by a view.
 
 Gradients backward_vmap(const GradResults& u, const Saved& saved, const Call& call, Wanted wanted) {
   const Batch batch(SdpaOp::name, call);
@@ -246,7 +247,7 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("sdpa_stats", StatsOp::kernel<stats_vmap>);
 }
 
-// Called inside vmap with nothing mapped: dropout must heed `randomness` all the same.
+// For calls inside vmap with nothing mapped, because dropout must follow `randomness` there too.
 TORCH_LIBRARY_IMPL(attn, FuncTorchVmapMode, m) {
   m.impl("sdpa", SdpaOp::kernel<sdpa_vmap>);
   m.impl("attention", AttentionOp::kernel<attention_vmap>);

@@ -1,26 +1,24 @@
 """Pictures of attention, drawn with matplotlib: the extra ``lesson``.
 
-One of a matrix of weights, as a file::
+This writes a picture of a matrix of weights to a file::
 
     from torch_attn import plots
     plots.heatmap(weights, tokens).savefig("weights.png")
 
 All functions take tensors of any dtype and device, or what :func:`torch.as_tensor` takes, and
-return a :class:`matplotlib.figure.Figure`. They draw on the axes given as `ax`, or else make a
-figure that is at most 4.8 inches wide, for a page that is also read on a phone. They neither show
-anything nor change a setting of matplotlib. Colours of text, axes and background are those of
-``matplotlib.rcParams`` at the time of the call, so that ``matplotlib.rc_context`` makes a theme;
-all others, such as those of ``PALETTE``, can be told apart with every kind of colour vision. Sizes
-of text follow ``font.size``.
+return a :class:`matplotlib.figure.Figure`. They draw on the axes given as `ax`. Without `ax` they
+make a figure at most 4.8 inches wide, which also fits a phone. They neither show the figure nor
+change matplotlib's settings. Text, axes and background have the colours of ``matplotlib.rcParams``
+at the time of the call, so ``matplotlib.rc_context`` sets a theme. All other colours, such as the
+``PALETTE``, can be told apart with every kind of colour vision. Text sizes follow ``font.size``.
 
-Texts are written as they are; nothing is taken for a formula. The font that matplotlib starts with
-has no Chinese letters and no emoji, and draws boxes in their place. Name installed fonts that have
-them after it::
+Text is drawn literally, never as a formula. Matplotlib's default font lacks Chinese characters and
+emoji, and draws boxes in their place. List installed fonts that have them after the default::
 
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Emoji"]
 
-Wrong shapes, counts of tokens and options raise ValueError, arguments of a wrong type TypeError;
-both name the argument and what is allowed.
+Wrong shapes, token counts and options raise ValueError. Arguments of a wrong type raise TypeError.
+Both errors name the argument and what is allowed.
 """
 
 from torch_attn._import import import_of

@@ -1,4 +1,4 @@
-"""A colour bar that keeps clear of labels in figures that no layout engine arranges."""
+"""A colour bar that does not cover labels in figures without a layout engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from matplotlib.transforms import Bbox
 
 from torch_attn.plots._style import font, plain
 
-_THICK, _GAP = 8.0, 5.0  # points, of the bar and above it
-_LEAST = 0.3  # of the place of the axes is left to the picture, whatever the labels need
+_THICK, _GAP = 8.0, 5.0  # height of the bar and the gap above it, in points
+_LEAST = 0.3  # the picture keeps at least this fraction of the axes' original box
 
 
 def laid_out(ax: Axes) -> bool:
-    """Whether matplotlib makes room for a colour bar and labels of these axes."""
+    """Whether matplotlib makes room for the colour bar and the labels of these axes."""
     figure: Any = ax.get_figure(root=True)
     engine = figure.get_layout_engine()
     return isinstance(engine, ConstrainedLayoutEngine) and ax.get_subplotspec() is not None
@@ -32,10 +32,10 @@ def style_bar(bar: Colorbar, label: str) -> None:
 
 
 def add_bar_within(ax: Axes, mappable: ScalarMappable, label: str) -> tuple[float, float]:
-    """A bar below the axes; returns the size in points that it leaves them.
+    """Adds a bar below the axes; returns the size in points that remains for the axes.
 
-    Axes, their labels, the bar and its labels together then take the place that the axes alone
-    had, whenever they are drawn and however large the labels are at that time.
+    At every draw, whatever the size of the labels, the axes, the bar and the labels of both fit
+    into the box that the axes alone had before.
     """
     place = _Place(ax)
     root: Any = ax.get_figure(root=True)
@@ -51,11 +51,11 @@ def add_bar_within(ax: Axes, mappable: ScalarMappable, label: str) -> tuple[floa
 
 
 class _Place:
-    """Says where the axes and their bar are when they are drawn: matplotlib's axes locator."""
+    """An axes locator for matplotlib: places the axes and their bar at every draw."""
 
     def __init__(self, ax: Axes) -> None:
         self._ax = ax
-        figure: Any = ax.get_figure(root=False)  # a figure, or a part of one
+        figure: Any = ax.get_figure(root=False)  # a figure or a subfigure
         self._to_pixels = figure.transSubfigure
         self._locator = ax.get_axes_locator()  # inset axes have one
         self.bar = ax.inset_axes((0, 0, 1, 1))
@@ -64,11 +64,11 @@ class _Place:
         return self._to_figure(self.of_axes(renderer))
 
     def get_subplotspec(self) -> Any:
-        """What `Figure.tight_layout` asks a locator for."""
+        """`Figure.tight_layout` calls this."""
         return self._ax.get_subplotspec()
 
     def of_axes(self, renderer: Any) -> Bbox:
-        """The axes' own box in pixels: the whole without the labels and the bar."""
+        """The axes' own box in pixels: the original box less the labels and the bar."""
         whole = self._whole(renderer)
         bar = renderer.points_to_pixels(_GAP + _THICK)
         below = _below(self._ax, renderer) + (_below(self.bar, renderer) + bar)
@@ -82,7 +82,7 @@ class _Place:
         )
 
     def locate_bar(self, bar: Any, renderer: Any) -> Bbox:
-        """Below the labels of the keys, of the width that the axes may have."""
+        """The bar's box: below the labels of the keys, nearly as wide as the axes."""
         room = self.of_axes(renderer)
         point = renderer.points_to_pixels(1.0)
         top = self._ax.bbox.y0 - _below(self._ax, renderer) - _GAP * point
@@ -92,7 +92,7 @@ class _Place:
         )
 
     def _whole(self, renderer: Any) -> Bbox:
-        """What the axes would take without labels and bar, in pixels."""
+        """The axes' original box, before the bar was added, in pixels."""
         if self._locator is None:
             box = self._ax.get_position(original=True)
         else:

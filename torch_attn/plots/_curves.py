@@ -1,4 +1,4 @@
-"""Numbers of tokens as bars, and measurements over a size as curves."""
+"""Bars of one number per token, and curves of measurements over a size."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def activations(
     label: str = "L2 norm of the output",
     ax: Axes | None = None,
 ) -> Figure:
-    """One number a token, as bars; several are groups of bars.
+    """Bars of one number per token; several numbers per token stand side by side.
 
     Args:
-        values: ``[N]``, or a mapping of names to such: a bar a name for each token, and a legend.
-        tokens: N names; None: their numbers.
+        values: ``[N]``, or a mapping of names to ``[N]``: each token has one bar per name, and a
+            legend shows the names.
+        tokens: N names; None: their indices.
         title: over the picture.
         label: what the numbers are.
         ax: where to draw; None makes a figure.
@@ -94,20 +95,20 @@ def scaling(
     ax: Axes | None = None,
     logy: bool = True,
 ) -> Figure:
-    """What was measured over a size that doubles, against theory.
+    """Measurements over a size on a logarithmic axis, beside theory.
 
     Args:
         sizes: ``[N]``, positive; on a logarithmic axis.
-        measured: names to ``[N]``, drawn as markers, joined by a line if there is no theory of that
-            name; or to ``[N, 3]``: the quantiles of 25, 50 and 75 %, of which the middle has the
-            markers and the others bound a band.
+        measured: names to ``[N]`` or ``[N, 3]``. ``[N]`` is drawn as markers, joined by a line if
+            `theory` lacks the name. ``[N, 3]`` are the quantiles 25, 50 and 75 %: the median is
+            drawn like ``[N]``, the other two bound a band.
         ylabel: what was measured, with its unit.
-        theory: names to ``[N]``, dashed lines; those with the name of a measurement in its colour.
+        theory: names to ``[N]``, dashed lines in the colour of the measurement with the same name.
         xlabel: what the sizes are.
         title: over the picture.
         ax: where to draw; None makes a figure.
-        logy: a logarithmic vertical axis. Zeros and negative numbers are drawn all the same: below
-            the least positive number the axis is then linear.
+        logy: a logarithmic vertical axis. Zeros and negative numbers are drawn too: the axis is
+            then linear near 0, below the least positive number.
 
     Example:
         >>> sizes = torch.tensor([1, 4, 16, 64])
@@ -174,7 +175,7 @@ def scaling(
 
 
 def _named(argument: str, values: Any, shape: str) -> ItemsView[str, Any]:
-    """The items of an argument that must be a mapping of names to numbers of that shape."""
+    """The items of an argument, which must be a mapping of names to numbers of `shape`."""
     if not isinstance(values, Mapping):
         raise TypeError(
             f"plots.scaling: {argument} is {reprlib.repr(values)}; it must be a mapping of "
@@ -184,7 +185,7 @@ def _named(argument: str, values: Any, shape: str) -> ItemsView[str, Any]:
 
 
 def _quantiles(argument: str, values: Any, count: int) -> Array:
-    """`[N]` or `[N, 3]`, as the argument is."""
+    """The argument as an array, `[N]` or `[N, 3]`."""
     tensor = tensor_of("scaling", argument, values, "[N] or [N, 3]")
     result = array("scaling", argument, tensor, "[N]" if tensor.dim() == 1 else "[N, 3]")
     if result.shape not in ((count,), (count, 3)):
@@ -196,7 +197,7 @@ def _quantiles(argument: str, values: Any, count: int) -> Array:
 
 
 def _sizes(ax: Axes, x: Array) -> None:
-    """A tick at each size, with its number where there is room."""
+    """Sets a tick at each size, and labels it where there is room."""
     width, _ = size_in_points(ax)
     labels = [f"{value:g}" for value in x]
     span = max(float(np.log2(x[-1] / x[0])), 1e-9)
@@ -225,8 +226,8 @@ def _logarithmic(ax: Axes, drawn: Array) -> None:
             ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
             ax.yaxis.set_minor_locator(NullLocator())
         return
-    # Logarithmic down to the power of ten below the least positive number, and from there, over the
-    # length of one power of ten, linear to 0.
+    # Logarithmic down to the power of ten below the least positive number. From there linear to 0,
+    # over the length of one power of ten.
     first = int(np.floor(np.log10(positive.min())))
     last = int(np.ceil(np.log10(positive.max())))
     bottom = float(drawn.min())

@@ -1,4 +1,4 @@
-"""Attention as a graph: what flows from the keys to the queries."""
+"""Attention as a graph with edges from keys to queries."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch_attn.plots._style import (
     token_names,
 )
 
-_WIDEST = 5.0  # points, of an edge of weight 1
-_UPRIGHT = 10  # tokens in a ring whose names are horizontal; those of more point outwards
+_WIDEST = 5.0  # width of an edge of weight 1, in points
+_UPRIGHT = 10  # names are horizontal in a ring of up to 10 tokens, else point outwards
 
 
 def graph(
@@ -36,16 +36,16 @@ def graph(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Weights as edges from keys to queries, each as wide as its weight and of its key's colour.
+    """Weights as edges from keys to queries; weight sets the width, the key sets the colour.
 
-    Tokens that are queries and keys at once, because `queries` and `keys` are the same or `keys` is
-    left out with L = S, stand in a ring, where a token's edge to itself is a loop. Otherwise the
-    keys are in a column on the left, the queries in one on the right.
+    If L = S and `keys` equals `queries` or is left out, each token is a query and a key. The tokens
+    then form a ring, where the edge from a token to itself is a loop. Otherwise the keys form a
+    column on the left, and the queries one on the right.
 
     Args:
         weights: ``[L, S]``, from 0 to 1.
-        queries: L tokens; None: their numbers.
-        keys: S tokens; None: as above, else their numbers.
+        queries: L tokens; None: their indices.
+        keys: S tokens; None: the queries' if L = S, else their indices.
         least: smaller weights are not drawn; the picture says so.
         title: over the picture.
         ax: where to draw; None makes a figure.
@@ -56,7 +56,7 @@ def graph(
         >>> figure = plots.graph(weights, "the cat sat down".split())
     """
     values = array("graph", "weights", weights, "[L, S]")
-    if not ((values >= 0) & (values <= 1 + 1e-2)).all():  # half types round above 1
+    if not ((values >= 0) & (values <= 1 + 1e-2)).all():  # half types may round above 1
         raise ValueError(
             f"plots.graph: weights reach from {values.min():g} to {values.max():g}; "
             "they must be from 0 to 1, as softmax gives them"
@@ -89,7 +89,7 @@ def _columns(
 ) -> None:
     rows = max(len(receivers), len(senders))
     palette = colors(len(senders))
-    # From top to bottom, each column in the middle.
+    # From top to bottom, both columns equally high.
     counts = len(senders), len(receivers)
     lefts, rights = (rows / 2 - (np.arange(n) + 0.5) * rows / n for n in counts)
     for i, j in _edges(values, least):
@@ -116,7 +116,7 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
     angles = np.pi / 2 - 2 * np.pi * np.arange(count) / count
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     radial = count > _UPRIGHT
-    # Labels start outside of the loops, and the longest has room before the axes end.
+    # Labels start outside the loops, and the longest label ends within the axes.
     apart = 1.26 if (np.diag(values) >= least).any() else 1.12
     half = 0.6 * min(size_in_points(ax))  # the axes become wider: they show no ticks
     longest = min(0.6 * font(0.85) * max(map(len, senders)), 0.6 * half)
@@ -148,7 +148,7 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
 
 
 def _edges(values: Array, least: float) -> Any:
-    """Pairs of query and key, the heaviest last so that they lie on top."""
+    """Pairs of query and key; the heaviest come last and are drawn on top."""
     pairs = np.argwhere(values >= max(least, 1e-12))
     return pairs[np.argsort(values[tuple(pairs.T)], kind="stable")]
 
@@ -173,9 +173,9 @@ def _edge(ax: Axes, start: Any, end: Any, weight: float, color: str, curve: floa
 
 
 def _loop(ax: Axes, place: Array, weight: float, color: str, count: int) -> None:
-    """A small circle outside of the ring, through the token."""
+    """Draws a small circle outside the ring, through the token."""
     radius = min(0.1, 1.3 / count)
     around = np.linspace(0, 2 * np.pi, 60)
-    x, y = (1 + radius) * place  # of the center, as the token is on a circle of radius 1
+    x, y = (1 + radius) * place  # the loop's center: the ring has radius 1
     xs, ys = x + radius * np.cos(around), y + radius * np.sin(around)
     ax.plot(xs, ys, color=color, linewidth=_WIDEST * weight, alpha=0.75, zorder=2)

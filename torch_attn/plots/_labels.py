@@ -1,4 +1,4 @@
-"""Labels of points that cover neither each other nor the points."""
+"""Labels of points. They never overlap each other, and avoid the points."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from matplotlib.text import Annotation, Text
 
 from torch_attn.plots._style import Array, font, muted
 
-# Distances of a label from its point, in points of 1/72 inch, and directions to try.
+# Distances from point to label (in 1/72 inch) and directions to try.
 _DISTANCES = (4.0, 9.0, 16.0, 25.0, 36.0, 50.0, 66.0)
-_LEADS_FROM = 9.0  # a label as far away as that is led to by a line
+_LEADS_FROM = 9.0  # from this distance on, a line joins point and label
 _DIRECTIONS = np.linspace(0, 2 * np.pi, 24, endpoint=False)
 
 
 class Labels(Artist):
-    """Places the labels of points whenever the axes are drawn, and draws nothing itself.
+    """Places the labels of points at every draw of the axes; draws nothing itself.
 
-    When it is drawn, sizes of texts and axes are known. Artists of an axes are drawn in the order
-    of their `zorder`, of which this one has the least, so that the labels come after it.
+    The sizes of text and axes are known only at a draw. Matplotlib draws artists in the order of
+    their `zorder`. This artist has the least, so it places the labels before they are drawn.
 
-    A label goes to the place near its point that costs least, those given first before the others.
-    One that would cover another or leave the axes everywhere is left out.
+    Labels are placed in the order given, each at the cheapest place near its point. A label is left
+    out if every place would cover another label or leave the axes.
 
     Args:
         ax: the axes.
         points: `[N, 2]`, in the coordinates of the data.
         names: N labels.
-        away: `[N, 2]`, the direction in which each label should rather stand.
+        away: `[N, 2]`, the preferred direction from each point to its label.
         covered: `[M, 2]`, further places that labels should not cover.
-        radius: of the points' markers, in points of 1/72 inch.
-        bold: which labels are bold, and placed before the others.
+        radius: of the points' markers, in 1/72 inch.
+        bold: which labels are bold; they are placed first.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Labels(Artist):
         covered = ax.transData.transform(self._covered)
         covered = covered[covered[:, 0].argsort()]
         anchors = ax.transData.transform([a.xy for a in self.annotations])
-        boxes = np.empty((0, 4))  # left, bottom, right, top of the labels that have their places
+        boxes = np.empty((0, 4))  # left, bottom, right, top of the labels placed so far
         for i in self._order:
             annotation = self.annotations[i]
             annotation.set_visible(True)
@@ -100,7 +100,7 @@ class Labels(Artist):
             size = np.array([extent.width, extent.height]) + 2 * point
             center, distance = self._candidates(anchors[i], self._away[i], size, point)
             candidates = np.concatenate([center - size / 2, center + size / 2], axis=1)
-            # Most labels of a full picture fit nowhere, which costs little to find out.
+            # Most labels of a crowded picture fit nowhere, so this cheap test comes first.
             free = np.flatnonzero(
                 ~(_overlaps(candidates, boxes).any(1) | _outside(candidates, frame))
             )
@@ -119,10 +119,10 @@ class Labels(Artist):
             boxes = np.concatenate([boxes, candidates[best : best + 1]])
 
     def _cheapest(self, boxes: Array, cost: Array, covered: Array, point: float) -> int:
-        """Which box `[C, 4]` costs least, when what it covers is added to its cost.
+        """The index of the cheapest of the boxes `[C, 4]`, with a penalty for what each covers.
 
-        What is covered is `[M, 2]`, sorted by its first coordinate. Costs only grow by it: boxes
-        are looked at from the cheapest on, until none of those left can be cheaper than the best.
+        `covered` is `[M, 2]`, sorted by its first coordinate. Penalties are never negative: the
+        search starts at the lowest cost and stops when no remaining box can be cheaper.
         """
         reach = self._radius * point
         low, high = boxes[:, 1].min() - reach, boxes[:, 3].max() + reach
@@ -141,7 +141,7 @@ class Labels(Artist):
     def _candidates(
         self, anchor: Array, away: float, size: Array, point: float
     ) -> tuple[Array, Array]:
-        """Centers `[C, 2]` in pixels where a label may be, and how far it then is in points."""
+        """Possible centers `[C, 2]` of a label, in pixels, and its distances, in points."""
         angles = away + _DIRECTIONS
         towards = np.stack([np.cos(angles), np.sin(angles)], axis=1)
         distances = np.repeat(_DISTANCES, len(angles))
@@ -151,7 +151,7 @@ class Labels(Artist):
 
 
 def _overlaps(a: Array, b: Array) -> Any:
-    """Which of the boxes a `[N, 4]` and b `[M, 4]` cover each other: `[N, M]`."""
+    """Whether boxes a `[N, 4]` and b `[M, 4]` overlap, pair by pair: `[N, M]`."""
     apart = (a[:, None, :2] >= b[None, :, 2:]) | (b[None, :, :2] >= a[:, None, 2:])
     return ~apart.any(-1)
 
@@ -161,6 +161,6 @@ def _outside(boxes: Array, frame: Any) -> Any:
 
 
 def _distances(boxes: Array, points: Array) -> Any:
-    """From boxes `[N, 4]` to points `[M, 2]`, 0 inside: `[N, M]`."""
+    """Distances from boxes `[N, 4]` to points `[M, 2]`, 0 inside: `[N, M]`."""
     beside = np.maximum(boxes[:, None, :2] - points, points - boxes[:, None, 2:])
     return np.linalg.norm(np.maximum(beside, 0), axis=-1)

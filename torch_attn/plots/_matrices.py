@@ -41,25 +41,26 @@ def heatmap(
     center: float | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """A matrix of weights or scores: rows are queries, columns keys.
+    """A heat map of weights or scores: rows are queries, columns are keys.
 
-    Cells of -inf, which masked scores are, are hatched, and those that are NaN or +inf crossed;
-    the picture then says so.
+    Cells of -inf (masked scores) are hatched. Cells of NaN or +inf are crossed. The picture then
+    says so.
 
     Args:
         matrix: ``[L, S]``.
-        queries: L tokens; None: the keys' if L = S, else their numbers.
-        keys: S tokens; None: the queries' if L = S, else their numbers.
+        queries: L tokens; None: the keys' if L = S, else their indices.
+        keys: S tokens; None: the queries' if L = S, else their indices.
         title: over the picture.
-        label: of the colour bar; None: "attention weight" if all numbers are from 0 to 1, as
-            weights are, else "score".
-        digits: decimals of the numbers in the cells. None writes two where they fit, else none; a
-            negative count is no number, too.
-        vmin: the value of the first colour. "auto": 0, or the least value where that is negative;
-            None: the least value in any case.
+        label: of the colour bar. None: "attention weight" if all numbers are from 0 to 1, else
+            "score".
+        digits: decimals of the numbers in the cells. None: two if they fit, otherwise no numbers.
+            Negative: no numbers.
+        vmin: the value of the first colour. "auto": 0, or the least value if it is negative. None:
+            the least value.
         vmax: the value of the last colour; None: the largest value.
-        center: the value of the middle colour, from which two colours lead away equally far, as
-            far as `vmin` and `vmax` reach, or where these are not given, the values.
+        center: the value of the middle colour of a two-sided colour map. Both sides reach equally
+            far: as far as `vmin` or `vmax`, whichever is farther. By default these are the least
+            and the largest value.
         ax: where to draw; None makes a figure.
 
     Example:
@@ -109,20 +110,20 @@ def heads(
     title: str | None = None,
     vmax: float | None = None,
 ) -> Figure:
-    """One small heat map a head, all with the same colours.
+    """One small heat map per head, all on the same colour scale.
 
-    Weights of exactly 0, as those of hidden keys are, are left blank.
+    Weights of exactly 0, such as the weights of masked keys, are left blank.
 
     Args:
         weights: ``[H, L, S]``.
-        queries: L tokens; None: the keys' if L = S, else their numbers.
-        keys: S tokens; None: the queries' if L = S, else their numbers.
+        queries: L tokens; None: the keys' if L = S, else their indices.
+        keys: S tokens; None: the queries' if L = S, else their indices.
         names: H titles; None: "head 0" and so on.
-        columns: heat maps beside each other, at least 1.
+        columns: how many heat maps stand side by side, at least 1.
         title: over the picture.
-        vmax: the value of the last colour; None: the largest weight of the queries that attend to
-            more than one key, for one key alone has a weight of 1. The first is that of 0, or of
-            the least number where that is negative.
+        vmax: the value of the last colour. None: the largest weight of the queries that attend to
+            more than one key, because a lone key has weight 1. The first colour is 0, or the least
+            number if it is negative.
 
     Example:
         >>> query, key, value = torch.randn(3, 4, 6, 8)
@@ -190,7 +191,7 @@ def _scale(
     vmax: float | None,
     center: float | None,
 ) -> ScalarMappable:
-    """From what value to which, in what colours."""
+    """The range of values and its colour map."""
     for argument, value in (("vmin", vmin), ("vmax", vmax), ("center", center)):
         left = value is None or (argument == "vmin" and value == "auto")
         if not left and not (isinstance(value, Real) and math.isfinite(value)):
@@ -214,19 +215,19 @@ def _scale(
             f"plots.{function}: vmax is {vmax}; it must be larger than the first colour's value, "
             f"{low}"
         )
-    if high <= low:  # nothing but one value, or none above vmin
+    if high <= low:  # all values are equal, or none is above vmin
         low, high = min(low, least), max(low, most) + (1.0 if most <= least else 0.0)
     return ScalarMappable(Normalize(low, high), "viridis")
 
 
 def _kind(values: Array) -> str:
-    """What the numbers are, as far as they tell; weights of half types may round above 1."""
+    """Guesses from their range what the numbers are; half-type weights may round above 1."""
     known = values[~np.isnan(values)]
     return "attention weight" if ((known >= 0) & (known <= 1 + 1e-2)).all() else "score"
 
 
 def _own_size(shape: tuple[int, ...], rows: list[str]) -> tuple[float, float]:
-    """The width of a figure and of its cells, in inches."""
+    """The widths of a figure and of its cells, in inches."""
     beside = 0.55 + max(map(len, rows)) * 0.6 * font(0.85) / 72
     cell = min((WIDTH - beside) / shape[1], 0.75)
     return max(beside + cell * shape[1], 3.2), max(cell, (3.2 - beside) / shape[1])
@@ -263,7 +264,7 @@ def _notes(values: Array) -> list[str]:
 def _write(
     ax: Axes, values: Array, scale: ScalarMappable, digits: int | None, cell: tuple[float, float]
 ) -> None:
-    """The numbers into the cells, whose size is in points."""
+    """Writes the numbers into the cells; the size of a cell is in points."""
     finite = values[np.isfinite(values)]
     decimals = 2 if digits is None else digits
     if decimals < 0 or not finite.size:
@@ -274,8 +275,8 @@ def _write(
         if digits is None:
             return
         size = font(0.6)
-    # Relative luminance, https://www.w3.org/TR/WCAG21/#dfn-relative-luminance; black and white
-    # stand out equally at 0.18.
+    # Relative luminance, https://www.w3.org/TR/WCAG21/#dfn-relative-luminance. At 0.18 black and
+    # white text have the same contrast.
     rgb = scale.to_rgba(values)[..., :3]
     linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
     colors = np.where(linear @ (0.2126, 0.7152, 0.0722) > 0.18, "black", "white")
@@ -285,7 +286,7 @@ def _write(
 
 
 def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, float]) -> None:
-    """The tokens' names; every second, third, ... where there is no room for all."""
+    """Labels the axes with the tokens, or every n-th token if there is no room for all."""
     size = font(0.85)
     tilted = max(map(len, columns)) * 0.6 * size > cell[0] - 4
     for axis, names, room, needed in (
@@ -300,13 +301,13 @@ def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, flo
 
 
 def _cells(size: tuple[float, float], shape: tuple[int, ...], square: bool) -> tuple[float, float]:
-    """The width and the height of a cell of axes of that size."""
+    """The width and the height of a cell of axes of this size."""
     width, height = size[0] / shape[1], size[1] / shape[0]
     return (min(width, height),) * 2 if square else (width, height)
 
 
 def _bar(figure: Figure, axes: list[Axes], scale: ScalarMappable, label: str) -> None:
-    # matplotlib wants sizes as parts of the height of the axes.
+    # matplotlib takes sizes as fractions of the height of the axes.
     height = sum({ax.get_position().y0: ax.get_position().height for ax in axes}.values())
     inch = 1 / max(height * figure.get_figheight(), 0.5)
     thick, gap = min(0.2 * inch, 0.3), min(0.08 * inch, 0.2)

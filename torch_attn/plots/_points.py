@@ -1,4 +1,4 @@
-"""Vectors as points of the plane."""
+"""Vectors as points in the plane."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def embeddings(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Vectors of two numbers as arrows from the origin.
+    """Two-dimensional vectors as arrows from the origin.
 
     Args:
         vectors: ``[N, 2]``.
-        tokens: N names; None: their numbers. A label that fits nowhere is left out.
-        before: ``[N, 2]``, what the vectors were before, drawn as dots that dotted lines join to
+        tokens: N names; None: their indices. A label that fits nowhere is left out.
+        before: ``[N, 2]``, the vectors' earlier values, drawn as dots. Dotted lines join them to
             the arrows' tips.
         title: over the picture.
         ax: where to draw; None makes a figure.
@@ -64,7 +64,7 @@ def embeddings(
 
     ends = tips if starts is None else np.concatenate([tips, starts])
     low, high = np.minimum(ends.min(0), 0), np.maximum(ends.max(0), 0)
-    # The same length both ways, with room for labels.
+    # Both axes have the same length, with room for labels.
     half = 0.5 * max(float((high - low).max()), 1e-12) * 1.3
     center = (low + high) / 2
     ax.set(
@@ -126,30 +126,30 @@ def tsne(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Queries and keys of one head together in the plane: neighbours stay neighbours.
+    """Queries and keys of one head in one plane: neighbours stay neighbours.
 
-    t-SNE keeps who is near whom; distances between far points, sizes of groups and directions mean
-    nothing, so that the axes have no numbers. A label that fits nowhere is left out. Needs
-    scikit-learn.
+    t-SNE preserves neighbourhoods. Distances between far points, sizes of groups and directions
+    mean nothing, so the axes have no numbers. A label that fits nowhere is left out. This function
+    needs scikit-learn.
 
     Args:
         query: ``[L, E]``, drawn as triangles.
         key: ``[S, E]``, drawn as circles.
-        queries: L tokens; None: their numbers. Equal tokens have one colour.
-        keys: S tokens; None: the queries' if L = S, else their numbers.
-        perplexity: about how many neighbours count, positive and below L + S.
-        metric: of distances between vectors: "cosine", "euclidean", "manhattan" or "chebyshev". A
-            vector of zeros has no cosine with another.
+        queries: L tokens; None: their indices. Equal tokens have one colour.
+        keys: S tokens; None: the queries' if L = S, else their indices.
+        perplexity: roughly how many neighbours each vector has, positive and below L + S.
+        metric: the distance between vectors: "cosine", "euclidean", "manhattan" or "chebyshev".
+            "cosine" does not allow vectors of zeros.
         seed: of the random numbers; the same seed gives the same picture.
-        highlight: tokens that are drawn large, the others faint.
+        highlight: tokens to draw large; the other tokens are faint.
         title: over the picture.
         ax: where to draw; None makes a figure.
 
     Raises:
         ImportError: scikit-learn is missing or does not import.
-        ValueError: of shapes and options as everywhere; and query or key has a number that is not
-            finite or, with cosines, a vector whose numbers are all 0, or below 1e-18 of the largest
-            number there is.
+        ValueError: a shape or option is wrong; query or key has a number that is not finite; or,
+            with "cosine", all numbers of a vector are 0 or below about 1e-18 of the largest number
+            in query and key.
 
     Source: van der Maaten & Hinton, *Visualizing Data using t-SNE*, 2008,
     https://jmlr.org/papers/v9/vandermaaten08a.html
@@ -209,7 +209,7 @@ def tsne(
                 alpha=0.6 if chosen and not highlighted else 1.0,
                 zorder=3 if highlighted else 2,
             )
-        # What the legend shows: the marker without any token's colour.
+        # The legend shows the marker in the colour of text, not of a token.
         dot = ax.scatter([], [], marker=marker, color=mpl.rcParams["text.color"], s=30, label=label)
         handles.append(dot)
     ax.margins(0.12)
@@ -222,16 +222,16 @@ def tsne(
 
 
 def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
-    """Places `[N, 2]` of vectors `[N, E]`."""
+    """Positions `[N, 2]` in the plane of vectors `[N, E]`."""
     try:
         manifold: Any = importlib.import_module("sklearn.manifold")
     except ImportError as error:
         raise ImportError(
             f"plots.tsne needs scikit-learn: {install('lesson')} ({error})", name=error.name
         ) from error
-    # scikit-learn starts from the two main directions, which it divides by the standard deviation
-    # along the first. Where that is 0, its compiled code reads outside of its memory. Differences
-    # that float32 may round away count as none.
+    # scikit-learn starts from the two principal components, divided by the first one's standard
+    # deviation. If it is 0, scikit-learn's compiled code reads out of bounds. Differences that
+    # float32 may round away count as 0.
     spread = np.abs(vectors - vectors.mean(0)).max()
     directed = min(vectors.shape) > 1 and spread > 16 * np.finfo(np.float32).eps
     reduction = manifold.TSNE(
@@ -246,9 +246,9 @@ def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
 
 
 def _comparable(query: Array, key: Array, metric: str) -> Array:
-    """Both, checked, of numbers from -1 to 1, so that float32 holds their squares.
+    """Checks query and key; returns both, scaled to -1 to 1 so that float32 holds their squares.
 
-    All are divided by one power of two, which rounds nothing and changes no ratio of distances.
+    All numbers are divided by the same power of two. This is exact and keeps ratios of distances.
     """
     for argument, vectors in (("query", query), ("key", key)):
         if not np.isfinite(vectors).all():

@@ -1,4 +1,4 @@
-"""What the pictures have in common: checks of arguments, figures, colours and names of tokens."""
+"""Shared by all pictures: checks of arguments, figures, colours and names of tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from matplotlib.figure import Figure
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-WIDTH = 4.8  # inches, of a figure that is made here
+WIDTH = 4.8  # inches, of a figure made here
 
-# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/) without its black and its yellow, which
-# would vanish on a dark and on a white page.
+# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/) without black, which vanishes on a dark
+# page, and yellow, which vanishes on a white page.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 
 
 def array(function: str, argument: str, values: Any, shape: str) -> Array:
-    """The argument as float64 on the CPU, of as many dimensions as `shape` names: "[L, S]"."""
+    """The argument as a float64 array with the dimensions that `shape` names, such as "[L, S]"."""
     tensor = tensor_of(function, argument, values, shape)
     dimensions = shape.count(",") + 1
     if tensor.dim() != dimensions or tensor.is_complex():
@@ -41,11 +41,11 @@ def array(function: str, argument: str, values: Any, shape: str) -> Array:
 
 
 def tensor_of(function: str, argument: str, values: Any, shape: str) -> torch.Tensor:
-    """What :func:`torch.as_tensor` makes of the argument."""
+    """Converts the argument with :func:`torch.as_tensor`."""
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        # A list whose rows differ in length is of the right type.
+        # A list with rows of different lengths has the right type, so it is a ValueError.
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(
             f"plots.{function}: {argument} is {reprlib.repr(values)}; it must be real numbers of "
@@ -56,7 +56,7 @@ def tensor_of(function: str, argument: str, values: Any, shape: str) -> torch.Te
 def token_names(
     function: str, argument: str, tokens: Sequence[str] | None, count: int, longest: int = 18
 ) -> list[str]:
-    """The tokens as they are written in a picture; their numbers if there are none."""
+    """The tokens as a picture shows them; None gives their indices."""
     if tokens is None:
         return [str(i) for i in range(count)]
     if not isinstance(tokens, Sized):
@@ -73,7 +73,7 @@ def token_names(
 
 
 def shown(token: str, longest: int) -> str:
-    """A token as it is written: spaces visible, of one line, not too long, never a formula."""
+    """A token as a picture shows it: on one line, shortened, whitespace visible, no formula."""
     token = token.replace("\n", "↵").replace("\t", "⇥")
     if not token.strip():
         token = "␣" * len(token)
@@ -83,25 +83,25 @@ def shown(token: str, longest: int) -> str:
 
 
 def plain(text: str) -> str:
-    """A text as it is, for matplotlib takes what stands between two dollars for a formula."""
+    """Escapes "$", because matplotlib takes text between two dollar signs for a formula."""
     return text.replace("$", r"\$")
 
 
 def font(factor: float = 0.9) -> float:
-    """A size of text, in points."""
+    """A text size in points."""
     return factor * float(mpl.rcParams["font.size"])
 
 
 def muted() -> Any:
-    """The colour of what should step back, such as the lines that lead to labels."""
+    """The colour of secondary elements, such as lines from points to labels."""
     return mpl.rcParams["axes.edgecolor"]
 
 
 def colors(count: int) -> list[str]:
-    """As many colours, for that many things that are told apart; many are a sequence."""
+    """`count` distinct colours; beyond the palette, steps along a colour map."""
     if count <= len(PALETTE):
         return list(PALETTE[:count])
-    # Its two ends would vanish on a dark and on a white page.
+    # Viridis's dark end vanishes on a dark page, its light end on a white page.
     scale = mpl.colormaps["viridis"]
     return [to_hex(scale(x)) for x in np.linspace(0.28, 0.88, count)]
 
@@ -109,7 +109,7 @@ def colors(count: int) -> list[str]:
 def axes_of(
     function: str, ax: Axes | None, height: float, width: float = WIDTH
 ) -> tuple[Figure, Any, Axes | None]:
-    """The figure, the axes to draw on, and `ax` as it was given; sizes in inches."""
+    """The figure, the axes to draw on, and the caller's `ax`; sizes are in inches."""
     if ax is not None:
         if not isinstance(ax, Axes):
             raise TypeError(
@@ -129,14 +129,14 @@ def axes_of(
 
 
 def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
-    """Within the axes, or below a whole figure, where it covers nothing.
+    """Adds a legend within `ax`. If `ax` is None: below the figure, where it covers nothing.
 
-    It shows the artists given, and before them what else is labelled in the axes.
+    The legend lists all other labelled artists of the axes first, then `ours`.
     """
     labelled, _ = (ax or figure.axes[0]).get_legend_handles_labels()
     handles = [*(handle for handle in labelled if handle not in ours), *ours]
     labels = [handle.get_label() for handle in handles]
-    # matplotlib leaves out names that start with "_": these get theirs afterwards.
+    # matplotlib leaves out names that start with "_", so the real names are set afterwards.
     allowed = [f"-{label}" for label in labels]
     columns = 2 if max(map(len, labels)) < 26 else 1
     owner: Any = figure if ax is None else ax
@@ -149,7 +149,7 @@ def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
 
 
 def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
-    """A title over the axes, or over a whole figure, in which it has more room."""
+    """Sets a title over `ax`, or over the whole figure, which is wider, if `ax` is None."""
     if title is not None and ax is not None:
         ax.set_title(plain(title))
     elif title is not None:
@@ -159,7 +159,7 @@ def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
 
 
 def size_in_points(ax: Axes) -> tuple[float, float]:
-    """About how large the axes are, before the layout is known."""
+    """The approximate size of the axes, before the layout is known."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     width, height = figure.get_size_inches() * 72
