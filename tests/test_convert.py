@@ -459,7 +459,7 @@ def test_there_and_back(variant: str, hooks: bool, training: bool) -> None:
     before, parameters = pickle.dumps(attention), list(attention.parameters())
     convert(attention)
     assert pickle.dumps(attention) != before
-    assert unconvert(attention) == (("",), {})
+    assert unconvert(attention) == torch_attn.Converted(("",), {})
     assert pickle.dumps(attention) == before
     assert all(a is b for a, b in zip(attention.parameters(), parameters, strict=True))
 
@@ -472,7 +472,7 @@ def test_never_been_there(variant: str) -> None:
     torch.manual_seed(SEED)
     ours = MultiheadAttention(E, H, **VARIANTS[variant])
     for attention in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
-        assert unconvert(attention) == (("",), {})
+        assert unconvert(attention) == torch_attn.Converted(("",), {})
         assert type(attention) is nn.MultiheadAttention
         assert repr(vars(attention)) == repr(vars(theirs))
 
