@@ -67,7 +67,7 @@ test-as-%: $(INSTALLED) $(LIBRARY)
 	@echo "==> Testing as on a processor with $*"
 	@ATTN_CPU_CAPABILITY=$* $(AS_$*) $(PYTEST) --tiers quick $(or $(TESTS),tests)
 
-test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, sanitize and test-arm: three quarters of an hour
+test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, sanitize and test-arm: a good hour
 	@$(PYTEST) $(ONLY) tests
 	@$(SANITIZE)
 	@$(ARM)
