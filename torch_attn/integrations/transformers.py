@@ -193,8 +193,8 @@ def attention_forward(
         key: `[B, H / num_key_value_groups, S, E]`, neither repeated nor expanded for its group.
         value: `[B, H / num_key_value_groups, S, Ev]`.
         attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). Or
-            a window, an offset, the mask of padding and where packed texts begin, as the mask
-            function of this name hands them on; `is_causal` does not count then.
+            the pattern that the mask function of this name returns: a window, an offset, the mask
+            of padding, starts of packed sequences. `is_causal` does not count then.
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
         is_causal: overrides `module.is_causal`, which a decoder that supports "sdpa" need not have.
@@ -585,7 +585,7 @@ class _Texts:
 
 
 def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | None:
-    """The mask function of one text, and where texts begin, of one for several in a row."""
+    """Returns one sequence's mask function and, if several are packed, where they begin."""
     if torch.compiler.is_dynamo_compiling() or not isinstance(function, FunctionType):
         return None
     parts = _around(function).get("mask_functions", ())
