@@ -99,7 +99,7 @@ class Call:
     whole_queries: bool = False  # each process has all queries, and its own keys
 
     def options_of(self, rows: Piece, keys: Piece) -> dict[str, Any]:
-        """Returns a call's options for these rows and keys; positions count from the first of them."""
+        """Returns a call's options for these rows and keys; positions count from their first."""
         q, k = self.cu_seq_q, self.cu_seq_k
         (a, _), (c, m) = _entries(q, rows), _entries(k, keys)
         offset, window = self._nearer
