@@ -1,4 +1,4 @@
-"""The numbers of the lesson: those that its sources print, and those of their own NumPy code."""
+"""The lesson's numbers equal the numbers that its sources print or that their NumPy code gives."""
 
 from __future__ import annotations
 

@@ -181,21 +181,25 @@ def test_output_attentions_as_a_call_argument(name: str) -> None:
         assert_close(ours_layer, eager_layer)
 
 
-def test_register_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "builtin"), [("sdpa", 1), ("eager", 0)])
+def test_register_in_place_of_transformers_own(
+    monkeypatch: pytest.MonkeyPatch, name: str, builtin: int
+) -> None:
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     interfaces = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
-    before = [interface["sdpa"] for interface in interfaces]
-    assert register("sdpa") == register("sdpa") == "sdpa"
+    before = [dict(interface) for interface in interfaces]
+    assert register(name) == register(name) == name
     model = transformers.BertModel(build("bert")[0].config.__class__(num_hidden_layers=1)).eval()
+    model.set_attn_implementation(name)
     with Calls() as operators:
         model(input_ids=torch.tensor([[1, 2, 3]]))
     assert (operators.forward, operators.builtin) == (1, 0)
-    unregister("sdpa")
-    assert [interface["sdpa"] for interface in interfaces] == before
+    unregister(name)
+    assert [dict(interface) for interface in interfaces] == before
     with Calls() as operators:
         model(input_ids=torch.tensor([[1, 2, 3]]))
-    assert (operators.forward, operators.builtin) == (0, 1)
+    assert (operators.forward, operators.builtin) == (0, builtin)
 
 
 @pytest.mark.parametrize("name", ["attn", "sdpa", "of nothing"])

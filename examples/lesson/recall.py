@@ -51,7 +51,7 @@ class Attention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.mask = None
         if self.watching:
-            # Zeros: they change nothing, and their gradient is that of the scores.
+            # Adding zeros changes nothing; the gradient of the zeros is the gradient of the scores.
             shape = (*query.shape[:-1], key.size(-2))
             self.mask = torch.zeros(shape, requires_grad=True)
             self.query, self.key = query.detach(), key.detach()

@@ -93,9 +93,9 @@ def register(name: str = "attn") -> str:
         ImportError: transformers is not installed, is older than 5 or does not import. In the last
             case the message is the one of the failed import.
     """
-    of_before = tuple(interface().get(name) for interface in _interfaces())
-    if of_before[0] not in (None, attention_forward):
-        _taken[name] = of_before
+    attention, mask = (interface().get(name) for interface in _interfaces())
+    if attention is not attention_forward and (attention or mask):
+        _taken[name] = attention, mask
     _register(name, attention_forward)
     return name
 
@@ -115,7 +115,10 @@ def unregister(name: str) -> None:
         taken = ", ".join(map(repr, _taken)) or "none"
         raise ValueError(f"name is {name!r}; register() took these from transformers: {taken}")
     for interface, function in zip(_interfaces(), _taken.pop(name), strict=True):
-        interface.register(name, function)
+        if function is None:  # "eager" names a mask alone; there is no public way to remove a name
+            del interface._global_mapping[name]
+        else:
+            interface.register(name, function)
 
 
 def _register(name: str, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
