@@ -141,14 +141,14 @@ def sdpa(
         _refuse_others("attn::sdpa", query=query, key=key, value=value)
     scale = None if scale is None else _number("attn::sdpa", "scale", scale)
     dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
-    softcap = _number("attn::sdpa", "softcap", softcap)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
     # In a tuple, TorchScript takes no None that might be a number.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
     no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
+    softcap = _number("attn::sdpa", "softcap", softcap)
     more = (softcap, window_size, offset, lengths, alibi_slopes, sinks)
-    if not softcap and window_size == (-1, -1) and no_tensors:
+    if no_tensors and window_size == (-1, -1) and not softcap:
         output: Tensor = torch.ops.attn.sdpa(*plain, scale=scale, enable_gqa=enable_gqa)
         return output
     return sdpa_with_logsumexp(*plain, scale, enable_gqa, *more)[0]
@@ -325,8 +325,8 @@ def sdpa_stats(
         is_causal: query i sees keys 0 ... i. If `attn_mask` is given too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
-        softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks: as for :func:`sdpa`.
-            A sink is no score, but part of the logsumexp and of the softmax's denominator.
+        sinks: and every argument without a line here, as for :func:`sdpa`. A sink is no score, but
+            part of the logsumexp and of the softmax's denominator.
 
     Returns:
         :class:`Stats`. For half types, too, statistics are computed in float32, from the scores of

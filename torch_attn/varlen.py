@@ -78,8 +78,8 @@ def varlen_attn(
             has no derivatives. Entries behind the last page in use are not read.
         num_splits: changes nothing, because the other sequences of a call never change the bits of
             a sequence (see below).
-        softcap, alibi_slopes, sinks, dropout_p: as of :func:`torch_attn.sdpa`; slopes and sinks
-            are ``[Hq]``.
+        alibi_slopes, sinks: ``[Hq]``. They, and every argument without a line here, are as of
+            :func:`torch_attn.sdpa`.
         query_offset: the position of each sequence's first query among its keys: integers ``[N]``,
             or an int for all. None: the number of keys in use minus the number of queries.
         attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: each query has a row over the

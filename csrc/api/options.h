@@ -16,7 +16,7 @@ inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& number
   return at::full(sizes, std::get<int64_t>(*numbers), at::TensorOptions(at::kLong).device(device));
 }
 
-// Takes Options, VarlenOptions or StatsOptions (a call without a value). `entries`: the sizes of an offset.
+// Takes Options or VarlenOptions; statistics are a call without a value. `entries`: the sizes of an offset.
 Call call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const auto& named,
              at::IntArrayRef entries = {}) {
   Call call{.query = query,

@@ -31,13 +31,15 @@ std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const 
   return sdpa_with_weights(query, key, value, Options{attn_mask, dropout_p, is_causal, scale, enable_gqa});
 }
 
-Stats sdpa_stats(const Tensor& query, const Tensor& key, const StatsOptions& o) {
+Stats sdpa_stats(const Tensor& query, const Tensor& key, const Options& o) {
+  TORCH_CHECK(o.dropout_p == 0, StatsOp::name, ": dropout_p is ", o.dropout_p,
+              "; it must be 0, because statistics are of the weights before dropout");
   return StatsOp::call(call_of(query, key, {}, o));
 }
 
 Stats sdpa_stats(const Tensor& query, const Tensor& key, const std::optional<Tensor>& attn_mask, bool is_causal,
                  std::optional<double> scale, bool enable_gqa) {
-  return sdpa_stats(query, key, StatsOptions{attn_mask, is_causal, scale, enable_gqa});
+  return sdpa_stats(query, key, Options{attn_mask, 0.0, is_causal, scale, enable_gqa});
 }
 
 }  // namespace attn

@@ -97,19 +97,7 @@ ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(const 
                                                                           const at::Tensor& value,
                                                                           const Options& options = {});
 
-// The arguments of sdpa_stats beside query and key, as in Options.
-struct StatsOptions {
-  std::optional<at::Tensor> attn_mask = std::nullopt;
-  bool is_causal = false;
-  std::optional<double> scale = std::nullopt;
-  bool enable_gqa = false;
-  double softcap = 0.0;
-  std::array<int64_t, 2> window_size = {-1, -1};
-  std::optional<Integers> query_offset = std::nullopt;
-  std::optional<Integers> key_lengths = std::nullopt;
-  std::optional<at::Tensor> alibi_slopes = std::nullopt;
-  std::optional<at::Tensor> sinks = std::nullopt;
-};
+using StatsOptions = Options;  // an earlier name for the options of sdpa_stats
 
 // Batch invariance always holds: the bits of a row do not depend on the other entries of the batch, nor on how
 // sequences are packed. While an object of this class lives, in any thread, they also do not depend on the number of
@@ -137,10 +125,11 @@ struct Stats {
 };
 
 // Takes O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: inputs may
-// require a gradient, but a backward through the results throws.
+// require a gradient, but a backward through the results throws. A dropout_p throws, because weights before dropout
+// are what is counted.
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,
                           bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 
-ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const StatsOptions& options = {});
+ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const Options& options = {});
 
 }  // namespace attn

@@ -27,7 +27,7 @@ void tell_error(const std::string& door, const std::string& argument, const auto
   }
 }
 
-// Of Options, StatsOptions or VarlenOptions; `base` is causal.
+// Takes Options or VarlenOptions; `base` is causal.
 void tell_options(const std::string& door, const auto& base, const auto& call) {
   const auto one = [&](const char* argument, const auto& change) {
     auto options = base;
@@ -56,8 +56,7 @@ void dense() {
                [&](const auto& o) { return attn::sdpa_with_logsumexp(query, key, value, o).logsumexp; });
   tell_options("sdpa_with_weights", causal,
                [&](const auto& o) { return std::get<1>(attn::sdpa_with_weights(query, key, value, o)); });
-  tell_options("sdpa_stats", attn::StatsOptions{.is_causal = true, .enable_gqa = true},
-               [&](const auto& o) { return attn::sdpa_stats(query, key, o).entropy; });
+  tell_options("sdpa_stats", causal, [&](const auto& o) { return attn::sdpa_stats(query, key, o).entropy; });
 }
 
 void packed() {

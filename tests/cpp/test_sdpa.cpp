@@ -51,12 +51,13 @@ TEST_F(Sdpa, NamedOptionsAreTheFlatOnes) {
   EXPECT_FALSE(at::equal(dropped, attn::sdpa(query, key, value, {.enable_gqa = true})));
 }
 
-// The members of Options or StatsOptions, by the names of the operators' arguments.
-std::map<std::string, c10::IValue> members(const auto& options) {
+// The members of Options, by the names of the operators' arguments.
+std::map<std::string, c10::IValue> members(const attn::Options& options) {
   const auto absent = [](const auto& member) { return member ? c10::IValue("given") : c10::IValue(); };
   const auto& o = options;
-  std::map<std::string, c10::IValue> found = {
+  return {
       {"attn_mask", absent(o.attn_mask)},
+      {"dropout_p", o.dropout_p},
       {"is_causal", o.is_causal},
       {"scale", absent(o.scale)},
       {"enable_gqa", o.enable_gqa},
@@ -67,8 +68,6 @@ std::map<std::string, c10::IValue> members(const auto& options) {
       {"alibi_slopes", absent(o.alibi_slopes)},
       {"sinks", absent(o.sinks)},
   };
-  if constexpr (requires { o.dropout_p; }) found["dropout_p"] = o.dropout_p;
-  return found;
 }
 
 // Every argument of the operators has a member of its name and default; a new one fails here.
@@ -80,7 +79,9 @@ TEST_F(Sdpa, DefaultsAreTheOperators) {
       EXPECT_EQ(*arguments[i].default_value(), options.at(arguments[i].name())) << op << ": " << arguments[i].name();
   };
   compare("attn::sdpa_with_weights", 3, members(attn::Options()));
-  compare("attn::sdpa_stats", 2, members(attn::StatsOptions()));
+  auto without_dropout = members(attn::Options());
+  without_dropout.erase("dropout_p");
+  compare("attn::sdpa_stats", 2, without_dropout);
   expect_same_bits(attn::sdpa(query, query, query), attn::sdpa(query, query, query, std::nullopt));
 }
 
@@ -110,14 +111,6 @@ struct WithOptions : Sdpa {
                                  .key_lengths = lengths,
                                  .alibi_slopes = slopes,
                                  .sinks = sinks};
-  const attn::StatsOptions stats_options = {.attn_mask = mask,
-                                            .enable_gqa = true,
-                                            .softcap = kCap,
-                                            .window_size = {kLeft, kRight},
-                                            .query_offset = kOffset,
-                                            .key_lengths = lengths,
-                                            .alibi_slopes = slopes,
-                                            .sinks = sinks};
 };
 
 TEST_F(WithOptions, IsTheFormula) {
@@ -143,10 +136,11 @@ TEST_F(WithOptions, IsTheFormula) {
   expect_close(given_weights, weights);
   expect_same_bits(given_scores.isinf(), hidden.expand({2, 4, 70, 90}));
 
-  const attn::Stats stats = attn::sdpa_stats(query, key, stats_options);
+  const attn::Stats stats = attn::sdpa_stats(query, key, options);
   expect_close(stats.logsumexp, logsumexp);
   expect_close(stats.entropy, -at::xlogy(weights, weights).sum(-1));
   expect_close(stats.received_weight, weights.sum(-2));
+  EXPECT_THROW(attn::sdpa_stats(query, key, {.dropout_p = 0.1, .enable_gqa = true}), c10::Error);
 }
 
 TEST_F(WithOptions, OneOffsetIsThatOfEveryEntry) {
