@@ -53,19 +53,8 @@ def sdpa_with_weights(
         value: `[..., Hv, S, Ev]`, of the query's dtype.
         attn_mask: broadcasts to `[..., Hq, L, S]`. Boolean: True may attend. Floating: added to the
             scaled scores; where it is -inf the key is masked.
-        dropout_p: the probability in [0, 1] with which each weight was dropped; the kept ones are
-            divided by 1 - dropout_p.
-        is_causal: no query sees a key after its own position. `attn_mask` applies as well.
-        scale: the factor of the scores, 1 / sqrt(E) if None.
-        enable_gqa: Hk and Hv may be divisors of Hq; one key (value) head then serves Hq / Hk
-            (Hq / Hv) neighbouring query heads.
-        softcap: c > 0 replaces a scaled score by c tanh(score / c).
-        window_size: how many keys to the left and right of its position a query sees; -1: all.
-        query_offset: the position of query 0 among the keys, `[...]` or one number; None: 0.
-        key_lengths: how many keys are used, `[...]` or one number; the remaining keys are hidden.
-        alibi_slopes: `[..., Hq]`: slope times the distance of query and key is subtracted from
-            each score.
-        sinks: `[..., Hq]`: one more logit in the softmax of every row, without a value.
+        sinks: `[..., Hq]`. It, and every argument without a line here, means what it means for
+            :func:`torch_attn.sdpa`.
         dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept.
             Nothing is drawn at random here: the caller says what was dropped.
 
