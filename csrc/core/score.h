@@ -10,6 +10,7 @@
 #pragma once
 
 #include "core/geometry.h"
+#include "core/program.h"
 
 namespace attn {
 
@@ -72,7 +73,10 @@ struct SoftCap {
   }
 };
 // Whether a visible score, before the mask is added, is not just a multiple of its product.
-ATTN_INLINE constexpr bool has_score_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
+ATTN_INLINE constexpr bool has_score_mod(const Problem& p) { return p.program && p.program->score; }
+ATTN_INLINE constexpr bool has_score_terms(const Problem& p) {
+  return p.softcap > 0 || p.terms.alibi_slopes || has_score_mod(p);
+}
 // Whether the CPU leaves products in a tile instead of scores, which saves a pass over the tile. It may if the largest
 // product has the largest score and nothing is added to scores.
 template <class T>

@@ -68,6 +68,43 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   return bytes;
 }
 
+// Looks once at a mask_mod: at all pairs of the heads that do not share it. Tiles that show some pairs and hide others
+// are looked at again, for their bits. p.pair_mask points into `m`, and that into the results.
+std::array<Tensor, 2> look_at_pairs(Problem& p, PairMask& m, const Tensor& query) {
+  if (!p.pair_mask) return {};
+  m = *p.pair_mask;
+  p.pair_mask = &m;
+  const int64_t tasks = m.entries * m.heads * m.row_tiles, tiles = tasks * m.key_tiles;
+  const Tensor numbers = at::empty({tiles}, query.options().dtype(at::kInt));
+  m.tiles = numbers.mutable_data_ptr<int32_t>();
+  const double work = 16.0 * static_cast<double>(tiles) * kScoreTile * kScoreTile;
+  const auto look = [&](bool wants_bits) {
+    run_tasks(tasks, work, kernels().pair_workspace(p, m), {},
+              [&](int64_t task, char* workspace) { kernels().look_at_pairs(p, m, task, wants_bits, workspace); });
+  };
+  look(false);
+  int32_t with_bits = 0;
+  for (int64_t i = 0; i < tiles; ++i)
+    if (m.tiles[i] >= 0) m.tiles[i] = with_bits++;
+  const Tensor bits = at::empty({with_bits, kScoreTile}, query.options().dtype(at::kLong));
+  m.bits = static_cast<uint64_t*>(bits.mutable_data_ptr());
+  if (with_bits > 0) look(true);
+  return {numbers, bits};
+}
+
+// What is known of the masks of a call.
+class Masks {
+ public:
+  Masks(Problem& p, const Tensor& query)
+      : tiles_(look_at_mask(p, query)), pairs_(look_at_pairs(p, pair_mask_, query)) {}
+  Masks(const Masks&) = delete;
+
+ private:
+  Tensor tiles_;
+  PairMask pair_mask_;
+  std::array<Tensor, 2> pairs_;
+};
+
 // Some entries of a call, with what is known of their masks.
 template <auto kKernel, class Params>
 class EntriesAndMasks : public Entries<kKernel, Params> {
@@ -147,7 +184,7 @@ void forward(const auto& entries, const Tensor& query) {
 }
 
 void run_forward(ForwardParams& call, const Tensor& query) {
-  const Tensor mask_tiles = look_at_mask(call, query);
+  const Masks masks(call, query);
   each_group_of_entries<&Kernels::forward>(call, query, [&](const auto& entries) { forward(entries, query); });
 }
 
@@ -168,11 +205,19 @@ void plan(BackwardParams& p, double share) {
   p.all_chunks_at_once = p.chunks < 2 || p.spans() >= kEnoughChunks * share;
 }
 
+// The gradients of distance terms, of one chunk of keys.
+int64_t size_of_distance_terms(const BackwardParams& p) {
+  constexpr int kKind = static_cast<int>(Leaf::distance_term) - static_cast<int>(Leaf::row_term);
+  const PairProgram& program = *p.program;
+  return program.batch * program.heads * program.columns[kKind] * (program.queries + program.keys - 1);
+}
+
 // Returns the size of the workspace.
 template <class Params>
 int64_t gradients(const Params& call, const auto& entries, const Tensor& query) {
   c10::SmallVector<Tensor, 2> memory;
-  const bool has_rows = call.grad_query.data || call.grad_slopes;
+  const bool has_rows = call.grad_query.data || call.grad_slopes || call.grad_row_terms;
+  void* const distance_terms = call.grad_distance_terms;
   Take take = Take::neighbours;
   double all_pairs = 0;
   for (const auto& [p, _] : entries) all_pairs += pairs(*p);
@@ -189,12 +234,24 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     const Tensor& sum = memory.back();
     p->grad_query_sum = operand_of_rows(*p, sum.mutable_data_ptr(), dtype_of(sum), p->head_dim);
   }
+  Tensor of_chunks;
+  if (call.grad_distance_terms) {
+    int64_t chunks = 1;
+    for (const auto& [p, _] : entries) chunks = std::max(chunks, p->chunks);
+    of_chunks = at::zeros({chunks, size_of_distance_terms(call)}, compute_options(query));
+    for (const auto& [p, _] : entries) p->grad_distance_terms = of_chunks.mutable_data_ptr();
+  }
   const int64_t workspace = entries.workspace();
   const bool direct_mask = call.grad_mask.data && !call.mask_is_shared;
-  if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask)
+  if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask || call.grad_key_terms ||
+      call.grad_distance_terms)
     entries.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
                 [](const auto& p) { return 5 * product_flops(p); }, workspace,
                 [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
+  if (of_chunks.defined()) {
+    Tensor sums = at::from_blob(distance_terms, {size_of_distance_terms(call)}, compute_options(query));
+    for (int64_t chunk = 0; chunk < of_chunks.size(0); ++chunk) sums.add_(of_chunks[chunk]);
+  }
   // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
   if (call.mask_is_shared && call.sequences > 0)
     entries.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
@@ -209,7 +266,7 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
 
 template <auto kKernel, class Params>
 void run_gradients(Params& call, const Tensor& query) {
-  const Tensor mask_tiles = look_at_mask(call, query);
+  const Masks masks(call, query);
   int64_t workspace = 0;
   each_group_of_entries<kKernel>(
       call, query, [&](const auto& entries) { workspace = std::max(workspace, gradients(call, entries, query)); });
@@ -227,7 +284,7 @@ void run_second(SecondParams& p, const Tensor& query) { run_gradients<&Kernels::
 // Tangent
 
 void run_tangent(TangentParams& call, const Tensor& query) {
-  const Tensor mask_tiles = look_at_mask(call, query);
+  const Masks masks(call, query);
   each_group_of_entries<&Kernels::tangent>(call, query, [&](const auto& entries) {
     for (const auto& [p, _] : entries) p->rows_per_task = kRowTile;
     entries.run([](const auto& p) { return p.tasks(); }, [](const auto& p) { return 4 * product_flops(p); },

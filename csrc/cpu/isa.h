@@ -94,6 +94,10 @@ struct StatsKernels {
 struct Kernels {
   const Kernels* (*falls_back_to)();  // a function, as the other table is another file's, and no constant in this one
   void (*look_at_mask)(const Problem&, int64_t task);  // fills in p.mask_tiles
+  // Fills in the tiles or the bits of a PairMask for a problem's query.dtype, for one of entries * heads * row_tiles
+  // tasks, in a workspace of pair_workspace() bytes.
+  void (*look_at_pairs)(const Problem&, const PairMask&, int64_t task, bool wants_bits, char* workspace);
+  int64_t (*pair_workspace)(const Problem&, const PairMask&);
   // Each returns the kernels for a problem, or null where the set does not support it: then falls_back_to() is asked.
   const ForwardKernels* (*forward)(const ForwardParams&);
   const OnePassKernels<TangentParams>* (*tangent)(const TangentParams&);

@@ -23,6 +23,7 @@ template <at::DeviceType device>
 void register_autocast(torch::Library& m) {
   m.impl("sdpa", SdpaOp::kernel<cast_and_call<SdpaOp, device>>);
   m.impl("attention", AttentionOp::kernel<cast_and_call<AttentionOp, device>>);
+  m.impl("flex_attention", FlexOp::kernel<cast_and_call<FlexOp, device>>);
   m.impl("sdpa_with_weights", WeightsOp::kernel<cast_and_call<WeightsOp, device>>);
   m.impl("_sdpa_and_weights", ModuleOp::kernel<cast_and_call<ModuleOp, device>>);
   m.impl("sdpa_stats", StatsOp::kernel<cast_and_call<StatsOp, device>>);

@@ -341,6 +341,13 @@ OutputAndRows attention_autograd(c10::DispatchKeySet keys, const Call& call) {
   return {saved.output, rows};
 }
 
+OutputAndRows flex_autograd(c10::DispatchKeySet keys, const Call& call) {
+  refuse_over_processes(FlexOp::name);
+  if (!requires_grad(call) && !is_dual(call)) return below_autograd<FlexOp>(keys, call);
+  const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
+  return {saved.output, rows};
+}
+
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
                                 bool with_rows, bool exact_residual) {
   // Even if the operator that called this one passed false.
@@ -446,6 +453,7 @@ Statistics stats_autograd(c10::DispatchKeySet keys, const Call& scores) {
 TORCH_LIBRARY_IMPL(attn, Autograd, m) {
   m.impl("sdpa", SdpaOp::kernel_with_keys<sdpa_autograd>);
   m.impl("attention", AttentionOp::kernel_with_keys<attention_autograd>);
+  m.impl("flex_attention", FlexOp::kernel_with_keys<flex_autograd>);
   m.impl("_sdpa_forward", ForwardOp::kernel_with_keys<forward_autograd>);
   m.impl("_sdpa_backward", BackwardOp::kernel_with_keys<backward_autograd>);
   m.impl("_sdpa_tangent", TangentOp::kernel_with_keys<tangent_autograd>);

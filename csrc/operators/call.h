@@ -12,6 +12,7 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -27,13 +28,16 @@ enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]
   value_rows,  // likewise, and no score depends on it
   mask,        // [*batch, heads, L, S]: boolean, or floating; the last kind that autocast casts
-  heads,       // [*batch, heads]; the last kind that may have a derivative
+  heads,       // [*batch, heads]
+  terms,       // of a program: [*batch, heads, L or S or L + S - 1, columns]; the last kind that may have a derivative
   entries,     // [*batch]: integers
+  numbers,     // of a program, likewise, integers
   starts,      // of packed sequences
   pages,       // of packed sequences; the last kind of tensors
   longest,     // of packed sequences
   number,      // of every call
   dropout,     // a number that no score depends on
+  program,     // a string
 };
 
 struct About {
@@ -74,6 +78,11 @@ struct Call {
   std::optional<at::Tensor> block_table{};
   // Both broadcast to [*batch, heads]. core/score.h defines their effect on scores and softmax.
   std::optional<at::Tensor> alibi_slopes{}, sinks{};
+  // Functions of the pair (program.h), and what they read: numbers of the compute dtype and int32 that broadcast to
+  // [*batch, heads, n, columns], with n = L, S or L + S - 1. Pair (i, j) has distance i - j + S - 1.
+  std::optional<std::string> score_mod{}, mask_mod{};
+  std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};
+  std::optional<at::Tensor> row_numbers{}, key_numbers{}, distance_numbers{};
 
   // In the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
@@ -96,10 +105,19 @@ struct Call {
       Argument({"block_table", Kind::pages}, &Call::block_table),
       Argument({"alibi_slopes", Kind::heads}, &Call::alibi_slopes),
       Argument({"sinks", Kind::heads}, &Call::sinks),
+      Argument({"score_mod", Kind::program}, &Call::score_mod),
+      Argument({"mask_mod", Kind::program}, &Call::mask_mod),
+      Argument({"row_terms", Kind::terms}, &Call::row_terms),
+      Argument({"key_terms", Kind::terms}, &Call::key_terms),
+      Argument({"distance_terms", Kind::terms}, &Call::distance_terms),
+      Argument({"row_numbers", Kind::numbers}, &Call::row_numbers),
+      Argument({"key_numbers", Kind::numbers}, &Call::key_numbers),
+      Argument({"distance_numbers", Kind::numbers}, &Call::distance_numbers),
   };
   static auto fields(auto& call);
 
   bool is_packed() const { return cu_seq_q.has_value(); }
+  bool has_program() const { return score_mod || mask_mod; }
 };
 
 constexpr auto kAbout =
@@ -134,8 +152,17 @@ constexpr bool is_any(size_t, Kind) { return true; }
 constexpr bool is_of_builtin(size_t i, Kind) { return i < kOfBuiltin; }
 constexpr bool is_beyond_builtin(size_t i, Kind) { return i >= kOfBuiltin; }
 constexpr bool is_tensor(size_t, Kind kind) { return kind <= Kind::pages; }
-constexpr bool is_input(size_t, Kind kind) { return kind <= Kind::heads; }
-constexpr bool is_dense(size_t, Kind kind) { return kind < Kind::starts || kind > Kind::longest; }
+constexpr bool is_input(size_t, Kind kind) { return kind <= Kind::terms; }
+constexpr bool is_without_program(size_t, Kind kind) {
+  return kind != Kind::terms && kind != Kind::numbers && kind != Kind::program;
+}
+constexpr bool is_in_sequence(Kind kind) { return kind < Kind::starts || kind > Kind::longest; }
+constexpr bool is_dense(size_t i, Kind kind) { return is_without_program(i, kind) && is_in_sequence(kind); }
+// A function of the pair says what a mask, a cap and slopes say.
+constexpr bool is_beside_program(size_t i, Kind kind) {
+  const std::string_view name = kAbout[i].name;
+  return is_in_sequence(kind) && kind != Kind::mask && name != "softcap" && name != "alibi_slopes";
+}
 constexpr bool is_of_scores(size_t i, Kind kind) {
   return is_dense(i, kind) && kind != Kind::value_rows && kind != Kind::dropout;
 }
@@ -145,7 +172,9 @@ using Tensors = Arguments<is_tensor>;
 using Inputs = Arguments<is_input>;  // which may have derivatives
 using Builtin = Arguments<is_of_builtin>;
 using BeyondBuiltin = Arguments<is_beyond_builtin>;
+using WithoutProgram = Arguments<is_without_program>;
 using Dense = Arguments<is_dense>;  // of operators that take no packed sequences
+using Flex = Arguments<is_beside_program>;
 using Scores = Arguments<is_of_scores>;
 
 // varlen_attention always packs. Its arguments begin like torch.nn.attention.varlen.varlen_attn's.
@@ -153,7 +182,8 @@ constexpr bool is_first_of_varlen(size_t i, Kind kind) {
   return i < 3 || kind == Kind::starts || kind == Kind::longest;
 }
 constexpr bool is_rest_of_varlen(size_t i, Kind kind) {
-  return !is_first_of_varlen(i, kind) && kAbout[i].name != std::string_view("is_causal");  // window_size says it
+  return is_without_program(i, kind) && !is_first_of_varlen(i, kind) &&
+         kAbout[i].name != std::string_view("is_causal");  // window_size says it
 }
 using FirstOfVarlen = Arguments<is_first_of_varlen>;
 using RestOfVarlen = Arguments<is_rest_of_varlen>;
@@ -208,11 +238,14 @@ inline Call with_key_as_value(Call scores) {
 // One T for every input.
 template <class T>
 struct OfInputs {
-  T query, key, value, attn_mask, alibi_slopes, sinks;
+  T query, key, value, attn_mask, alibi_slopes, sinks, row_terms, key_terms, distance_terms;
 
-  static constexpr auto kInputNames =
-      std::to_array<std::string_view>({"query", "key", "value", "attn_mask", "alibi_slopes", "sinks"});
-  static auto fields(auto& x) { return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks); }
+  static constexpr auto kInputNames = std::to_array<std::string_view>(
+      {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "row_terms", "key_terms", "distance_terms"});
+  static auto fields(auto& x) {
+    return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks, x.row_terms, x.key_terms,
+                    x.distance_terms);
+  }
 };
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent if it is zero.
 using Direction = OfInputs<std::optional<at::Tensor>>;

@@ -193,6 +193,12 @@ Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& 
   return at::matmul(weights, repeat_heads(widened(in_use(value, shape, call)), shape));
 }
 
+void check_no_program(const Call& call) {
+  TORCH_CHECK(!call.has_program(), FlexOp::name,
+              ": a third derivative, or forward mode over forward mode, is asked for; functions of the pair have first "
+              "and second derivatives");
+}
+
 }  // namespace
 
 Tensor independent(const Tensor& t) {
@@ -231,6 +237,7 @@ WeightsAndScores weights_formula(const Call& call, const WantedWeights& wanted) 
 
 TangentResults tangent_formula(const Direction& direction, const Call& call) {
   check_no_dropout(call.dropout_p);
+  check_no_program(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, call);
   const auto [weights, scores, logsumexp] = wide_weights(shape, call);
@@ -262,6 +269,7 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
 
 Gradients second_formula(const GradResults& u, const Direction& direction, const Call& call, Wanted wanted) {
   check_no_dropout(call.dropout_p);
+  check_no_program(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.

@@ -95,8 +95,9 @@ struct TangentResults {
 };
 
 using SdpaOp = Operator<"attn::sdpa", at::Tensor(Builtin)>;
-using AttentionOp = Operator<"attn::attention", OutputAndRows(Call)>;
-using OverProcessesOp = Operator<"attn::_attend_over_processes", OutputAndRows(Call)>;
+using AttentionOp = Operator<"attn::attention", OutputAndRows(WithoutProgram)>;
+using FlexOp = Operator<"attn::flex_attention", OutputAndRows(Flex)>;
+using OverProcessesOp = Operator<"attn::_attend_over_processes", OutputAndRows(WithoutProgram)>;
 using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(Varlen)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Dense)>;
 using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(Dense, bool)>;

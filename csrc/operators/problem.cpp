@@ -103,6 +103,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
     problem.visibility.key_lengths = of_entries(call.key_lengths);
   }
   problem.terms = {of_heads(call.alibi_slopes), of_heads(call.sinks)};
+  if (call.has_program()) add_program(call);
   problem.invariant = is_invariant();
   problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
@@ -185,6 +186,86 @@ void ProblemBuilder::add_sequences(const Call& call) {
   if (!call.block_table) problem_.key_starts = numbers + 2 * batch;
   problem_.visibility.key_lengths = numbers + 3 * batch;
   problem_.visibility.offsets = numbers + 4 * batch;
+}
+
+void ProblemBuilder::add_program(const Call& call) {
+  problem_.group = 1;
+  problem_.program = &program_;
+  program_.batch = problem_.batch;
+  program_.heads = problem_.heads;
+  program_.queries = problem_.queries;
+  program_.keys = problem_.keys;
+  const auto add = [&](Leaf leaf, const std::optional<at::Tensor>& tensor) {
+    const int kind = static_cast<int>(leaf) - static_cast<int>(Leaf::row_term);
+    program_.terms[kind] = terms_of(tensor);
+    program_.columns[kind] = tensor ? static_cast<int>(tensor->size(-1)) : 0;
+  };
+  add(Leaf::row_term, call.row_terms);
+  add(Leaf::key_term, call.key_terms);
+  add(Leaf::distance_term, call.distance_terms);
+  add(Leaf::row_number, call.row_numbers);
+  add(Leaf::key_number, call.key_numbers);
+  add(Leaf::distance_number, call.distance_numbers);
+  if (call.score_mod) {
+    score_ = compile(shape_.op, "score_mod", *call.score_mod);
+    program_.score = &score_->list;
+    program_.gradient = &score_->gradient;
+  }
+  if (!call.mask_mod) return;
+  mask_ = compile(shape_.op, "mask_mod", *call.mask_mod);
+  problem_.pair_mask = &pair_mask_;
+  pair_mask_.list = &mask_->list;
+  for (int i = 0; i < mask_->list.leaf_count; ++i) {
+    const int kind = static_cast<int>(mask_->list.leaves[i].leaf) - static_cast<int>(Leaf::row_term);
+    if (kind < 0 || kind >= kTermKinds) continue;
+    if (program_.terms[kind].entry != 0) pair_mask_.entries = problem_.batch;
+    if (program_.terms[kind].head != 0) pair_mask_.heads = problem_.heads;
+  }
+  pair_mask_.row_tiles = divide_up(problem_.queries, kScoreTile);
+  pair_mask_.key_tiles = divide_up(problem_.keys, kScoreTile);
+}
+
+void ProblemBuilder::add_tangents(const Direction& direction) {
+  if (!problem_.program) return;
+  program_.tangent = score_ ? &score_->tangent : nullptr;
+  program_.tangent_gradient = score_ ? &score_->tangent_gradient : nullptr;
+  const auto add = [&](Leaf leaf, const std::optional<at::Tensor>& tensor) {
+    static constexpr double kZero = 0;
+    program_.terms[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)] =
+        tensor ? terms_of(tensor) : Terms{&kZero};
+  };
+  add(Leaf::row_tangent, direction.row_terms);
+  add(Leaf::key_tangent, direction.key_terms);
+  add(Leaf::distance_tangent, direction.distance_terms);
+}
+
+// Entries that share their terms have the stride 0; else each entry has its own, one after the other.
+Terms ProblemBuilder::terms_of(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) return {};
+  at::Tensor terms = *tensor;
+  while (terms.dim() < 3) terms = terms.unsqueeze(0);
+  const auto leading = terms.sizes().slice(0, terms.dim() - 3);
+  const bool is_shared = std::ranges::all_of(leading, [](int64_t size) { return size == 1; });
+  c10::DimVector sizes(is_shared ? c10::DimVector{1} : batch_size_);
+  sizes.append(terms.sizes().end() - 3, terms.sizes().end());
+  if (!is_shared) terms = terms.expand(sizes);
+  terms = terms.reshape({-1, terms.size(-3), terms.size(-2), terms.size(-1)});
+  contiguous_.push_back(terms);
+  const auto stride = [&](int64_t d) { return terms.size(d) == 1 ? 0 : terms.stride(d); };
+  return {terms.const_data_ptr(), is_shared ? 0 : stride(0), stride(1), stride(2), terms.stride(3)};
+}
+
+ProblemBuilder::GradientOfTerms ProblemBuilder::gradient_of_terms(Leaf leaf) const {
+  const bool of_distances = leaf == Leaf::distance_term;
+  const int64_t columns = program_.columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+  const int64_t rows = of_distances             ? program_.queries + program_.keys - 1
+                       : leaf == Leaf::row_term ? program_.queries
+                                                : program_.keys;
+  std::vector<int64_t> sizes(batch_size_.begin(), batch_size_.end());
+  for (const int64_t size : {program_.heads, of_distances ? columns : rows, of_distances ? rows : columns})
+    sizes.push_back(size);
+  const at::Tensor written = at::zeros(sizes, compute_options(query_));
+  return {written, of_distances ? written.transpose(-1, -2) : written};
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Axis axis) {

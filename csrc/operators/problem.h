@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/geometry.h"
+#include "operators/program.h"
 #include "operators/validate.h"
 
 namespace attn {
@@ -34,6 +35,14 @@ class ProblemBuilder {
   // Likewise for a tensor with one number per head, in the compute dtype: [batch, heads]. Null if there is no tensor.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
 
+  // Describes a direction of the terms of a program. A term without a tangent has the tangent 0.
+  void add_tangents(const Direction& direction);
+  // The gradients that a kernel writes for the terms of a program, and what they are in the caller's order, both zeros.
+  struct GradientOfTerms {
+    at::Tensor written, seen;
+  };
+  GradientOfTerms gradient_of_terms(Leaf leaf) const;
+
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
   void merge_batch_dims();
 
@@ -46,6 +55,8 @@ class ProblemBuilder {
     c10::DimVector batch;
   };
   const int64_t* of_entries(const std::optional<at::Tensor>& tensor);
+  void add_program(const Call& call);
+  Terms terms_of(const std::optional<at::Tensor>& tensor);
 
   const Shape& shape_;
   const at::Tensor query_;
@@ -53,6 +64,9 @@ class ProblemBuilder {
   c10::DimVector batch_size_;
   c10::SmallVector<Strides, 8> operands_;
   c10::SmallVector<at::Tensor, 4> contiguous_;
+  PairProgram program_;
+  PairMask pair_mask_;
+  std::shared_ptr<const Compiled> score_, mask_;
 };
 
 // Allocates the partial results of a plan with several splits of the keys. One split needs none.

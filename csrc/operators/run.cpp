@@ -137,6 +137,15 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   }
   const Tensor slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();
   const Tensor sinks = grads.sinks.defined() ? room.of_rows(p.grad_sinks) : Tensor();
+  const auto of_terms = [&](Leaf leaf, const Tensor& grad, Tensor& found, void*& data) {
+    if (!grad.defined()) return;
+    const auto [memory, seen] = builder.gradient_of_terms(leaf);
+    data = memory.mutable_data_ptr();
+    found = seen;
+  };
+  of_terms(Leaf::row_term, grads.row_terms, written.row_terms, p.grad_row_terms);
+  of_terms(Leaf::key_term, grads.key_terms, written.key_terms, p.grad_key_terms);
+  of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, p.grad_distance_terms);
   builder.merge_batch_dims();
   plan_mask(p);
   run(p, call.query);
@@ -165,6 +174,7 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   add(t.value, direction.value, keys);
   add(t.mask, direction.attn_mask);
   t.terms = {builder.of_heads(direction.alibi_slopes), builder.of_heads(direction.sinks)};
+  builder.add_tangents(direction);
 }
 
 }  // namespace

@@ -67,6 +67,12 @@ void register_kernels(torch::Library& m) {
         compute_forward(device, false, call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
     return OutputAndRows{saved.output, rows};
   };
+  constexpr auto flex = [](const Call& call) {
+    refuse_over_processes(FlexOp::name);
+    const auto [saved, rows] =
+        compute_forward(device, false, call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
+    return OutputAndRows{saved.output, rows};
+  };
   constexpr auto forward = [](const auto&... a) { return compute_forward(device, true, a...); };
   constexpr auto backward = [](const auto&... a) { return compute_backward(device, a...); };
   constexpr auto tangent = [](const auto&... a) { return compute_tangent(device, a...); };
@@ -74,6 +80,7 @@ void register_kernels(torch::Library& m) {
   constexpr auto stats = [](const auto&... a) { return compute_stats(device, a...); };
   m.impl("sdpa", SdpaOp::kernel<sdpa>);
   m.impl("attention", AttentionOp::kernel<attention>);
+  m.impl("flex_attention", FlexOp::kernel<flex>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward>);
   m.impl("_sdpa_backward", BackwardOp::kernel<backward>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent>);

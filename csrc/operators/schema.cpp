@@ -14,6 +14,7 @@ namespace {
 std::string type_of(const at::Tensor&) { return "Tensor"; }
 std::string type_of(const std::optional<at::Tensor>&) { return "Tensor?"; }
 std::string type_of(const std::optional<double>&) { return "float?"; }
+std::string type_of(const std::optional<std::string>&) { return "str?"; }
 std::string type_of(double) { return "float"; }
 std::string type_of(bool) { return "bool"; }
 std::string type_of(const c10::SymInt&) { return "SymInt"; }
@@ -61,7 +62,7 @@ TORCH_LIBRARY(attn, m) {
   const std::vector<at::Tag> plain = {at::Tag::pt2_compliant_tag};
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
   const auto define = [&](const std::string& schema, const std::vector<at::Tag>& tags) { m.def(schema.c_str(), tags); };
-  const std::string call = arguments<All>(), dense = arguments<Dense>();
+  const std::string call = arguments<All>(), plain_call = arguments<WithoutProgram>(), dense = arguments<Dense>();
   const std::string rows = "Tensor logsumexp, Tensor max_score";
 
   // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py). It
@@ -69,10 +70,12 @@ TORCH_LIBRARY(attn, m) {
   define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
   // With cu_seq_q, sequences of different lengths are packed one after the other (call.h), [heads, T, E].
   // varlen_attention takes [T, heads, E], the arguments of torch.nn.attention.varlen.varlen_attn, and more.
-  define("attention(" + call + ") -> (Tensor output, " + rows + ")", random);
+  define("attention(" + plain_call + ") -> (Tensor output, " + rows + ")", random);
   define("varlen_attention(" + arguments<FirstOfVarlen>(&About::name_in_varlen, /*with_defaults=*/false) + ", *, " +
              arguments<RestOfVarlen>(&About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
          random);
+  // Attention with functions of the pair, as strings (program.h).
+  define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
   define("sdpa_with_weights(" + dense + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
   // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
@@ -133,7 +136,7 @@ TORCH_LIBRARY(attn, m) {
 
   // Called in place of sdpa and attention while calls are over several processes (over_processes.h). Python implements
   // it, and returns only the output.
-  define("_attend_over_processes(" + call + ") -> (Tensor output, " + rows + ")", {});
+  define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
   // Calls are over several processes while the sum of all changes is positive. Returns it. Other operators then raise.
   m.def("_over_processes(int change) -> int");
 

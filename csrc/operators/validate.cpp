@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "core/geometry.h"
+#include "operators/program.h"
 
 namespace attn {
 
@@ -152,6 +153,51 @@ void check_head_numbers(const Shape& shape, const char* name, const std::optiona
   const auto dtype = query.scalar_type(), own = t->scalar_type();
   TORCH_CHECK(own == dtype || (own == at::kFloat && dtype != at::kDouble), shape.op, ": ", name, " has dtype ", own,
               "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
+}
+
+// Checks the strings of a program, and that its tensors have what they read.
+void check_program(const Shape& shape, const Call& call) {
+  const auto refuse = [&](bool is, const char* name, const char* instead) {
+    TORCH_CHECK(!is, shape.op, ": ", call.score_mod ? "score_mod" : "mask_mod", " is given beside ", name, "; ",
+                instead);
+  };
+  refuse(call.attn_mask.has_value(), "attn_mask", "say it in the function: score + attn_mask[b, h, q_idx, kv_idx]");
+  refuse(call.softcap > 0, "softcap", "say it in the function: softcap * torch.tanh(score / softcap)");
+  refuse(call.alibi_slopes.has_value(), "alibi_slopes",
+         "say it in the function: score - slopes[h] * (q_idx - kv_idx).abs()");
+  refuse(call.is_packed(), "cu_seq_q", "packed sequences take no function of the pair");
+  TORCH_CHECK(!call.query.is_cuda(), shape.op, ": query is on ", call.query.device(),
+              "; functions of the pair run on a CPU, and torch.nn.attention.flex_attention on a GPU");
+  int columns[kTermKinds] = {};
+  for (const auto& [name, text] : {std::pair("score_mod", &call.score_mod), std::pair("mask_mod", &call.mask_mod)}) {
+    if (!*text) continue;
+    const auto compiled = compile(shape.op, name, **text);
+    for (int i = 0; i < kTermKinds; ++i) columns[i] = std::max(columns[i], compiled->columns[i]);
+  }
+  const auto check = [&](const char* name, const std::optional<Tensor>& t, Leaf leaf, const SymInt& rows, bool whole) {
+    const int least = columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+    if (!t) {
+      TORCH_CHECK(least == 0, shape.op, ": ", name, " is None; the program reads ", least, " of its columns");
+      return;
+    }
+    check_tensor(shape.op, name, *t, call.query, 2, "[..., H, length, columns]");
+    const auto dtype = whole ? at::kInt : compute_dtype(call.query);
+    TORCH_CHECK(t->scalar_type() == dtype, shape.op, ": ", name, " has dtype ", t->scalar_type(), "; it must be ",
+                dtype);
+    const auto allowed = shape.expanded(shape.heads, rows, extent(*t, 1));
+    bool fits = t->dim() <= static_cast<int64_t>(allowed.size()) && TORCH_GUARD_OR_TRUE(extent(*t, 1).sym_ge(least));
+    for (int64_t d = 2; fits && d <= t->dim(); ++d)
+      fits = (d > 2 && is_one(extent(*t, d))) || must_equal(extent(*t, d), allowed[allowed.size() - d]);
+    TORCH_CHECK(fits, shape.op, ": ", name, " has shape ", t->sym_sizes(), "; it must broadcast to ",
+                c10::SymIntArrayRef(allowed), " and have at least ", least, " columns");
+  };
+  const SymInt distances = (shape.queries + shape.keys - 1).max(0);
+  check("row_terms", call.row_terms, Leaf::row_term, shape.queries, false);
+  check("key_terms", call.key_terms, Leaf::key_term, shape.keys, false);
+  check("distance_terms", call.distance_terms, Leaf::distance_term, distances, false);
+  check("row_numbers", call.row_numbers, Leaf::row_number, shape.queries, true);
+  check("key_numbers", call.key_numbers, Leaf::key_number, shape.keys, true);
+  check("distance_numbers", call.distance_numbers, Leaf::distance_number, distances, true);
 }
 
 // Whether the numbers of a tensor of integers can be read without waiting for a device.
@@ -329,6 +375,7 @@ Shape validate(const char* op, const Call& call) {
       if (Inputs::about(i).kind == Kind::heads) check_head_numbers(shape, Inputs::about(i).name, t, query);
   };
   for_each_input(check_heads_of, call);
+  if (call.has_program()) check_program(shape, call);
   constexpr int64_t kMostOffset = 2 * kFar - 1;
   check_integers(shape, "query_offset", call.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
   const auto& cu_seq_k = call.cu_seq_k;
@@ -471,7 +518,7 @@ bool has_residual(const Call& call) {
   const auto dtype = call.query.scalar_type();
   const bool floating_mask = call.attn_mask && call.attn_mask->is_floating_point();
   return (dtype == at::kBFloat16 || dtype == at::kHalf) &&
-         (floating_mask || call.alibi_slopes || call.sinks || call.dropout_p > 0);
+         (floating_mask || call.alibi_slopes || call.sinks || call.score_mod || call.dropout_p > 0);
 }
 
 Tensor empty_residual(const Tensor& output, const Call& call) {

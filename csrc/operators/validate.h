@@ -35,7 +35,10 @@ Shape validate(const char* op, const Call& call);
 // Checks the other arguments of the private operators.
 struct Checker {
   const Call& call;
-  const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, call);
+  const Shape shape = validate(call.is_packed()     ? VarlenOp::name
+                               : call.has_program() ? FlexOp::name
+                                                    : SdpaOp::name,
+                               call);
 
   void grads(const GradResults& u) const;
   void rng_state(const at::Tensor& t) const;

@@ -189,15 +189,16 @@ ForwardResults forward_vmap(const Call& call, const std::optional<Tensor>& rng_s
   return {saved, batch.logical(results.rows, batch.sample.dims - 1)};
 }
 
+template <class Op>
 OutputAndRows attention_vmap(const Call& call) {
-  const Batch batch(AttentionOp::name, call);
+  const Batch batch(Op::name, call);
   const ForwardCall below = forward_call(batch, call, std::nullopt);
   OutputAndRows results;
   if (below.rng_state) {
     const auto [saved, rows] = ForwardOp::call(below.call, below.rng_state, /*with_rows=*/true, false);
     results = {saved.output, rows};
   } else {
-    results = AttentionOp::call(below.call);
+    results = Op::call(below.call);
   }
   if (!below.mapped) return results;
   return {batch.logical(results.output, batch.sample.dims), batch.logical(results.rows, batch.sample.dims - 1)};
@@ -239,7 +240,8 @@ Statistics stats_vmap(const Call& scores) {
 
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("sdpa", SdpaOp::kernel<sdpa_vmap>);
-  m.impl("attention", AttentionOp::kernel<attention_vmap>);
+  m.impl("attention", AttentionOp::kernel<attention_vmap<AttentionOp>>);
+  m.impl("flex_attention", FlexOp::kernel<attention_vmap<FlexOp>>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward_vmap>);
   m.impl("_sdpa_backward", BackwardOp::kernel<backward_vmap>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent_vmap>);
@@ -250,7 +252,8 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
 // For calls inside vmap with nothing mapped, because dropout must follow `randomness` there too.
 TORCH_LIBRARY_IMPL(attn, FuncTorchVmapMode, m) {
   m.impl("sdpa", SdpaOp::kernel<sdpa_vmap>);
-  m.impl("attention", AttentionOp::kernel<attention_vmap>);
+  m.impl("attention", AttentionOp::kernel<attention_vmap<AttentionOp>>);
+  m.impl("flex_attention", FlexOp::kernel<attention_vmap<FlexOp>>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward_vmap>);
 }
 

@@ -57,6 +57,7 @@ struct Backward {
     T *shift, *shifted_sum;  // [kRowTile]: c is the sum of both, see tangent.inl
     T* tangent_delta;        // [kRowTile]
     T* grad_slopes;          // [kRowTile]
+    T* grad_row_terms;       // [columns][kRowTile]
     // for kRoundsScores
     T* score_query_t;  // [slots of E][kRowTile]
   };
@@ -71,10 +72,11 @@ struct Backward {
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
     T* factor;
-    T* tanhs;       // for a soft cap, as x: see SoftCap
-    T* tz;          // for it and kSecond: the derivative of what is capped
-    T* grad_key;    // [keys of a task][E]
-    T* grad_value;  // [keys of a task][Ev]
+    T* kept;            // for a soft cap or a score_mod, as x: see add_score_terms()
+    T* tz;              // for them and kSecond: the derivative of what they take
+    T* grad_key;        // [keys of a task][E]
+    T* grad_value;      // [keys of a task][Ev]
+    T* grad_key_terms;  // [keys of a task][columns]
     // for kSecond
     T *tangent_key, *tangent_key_finite, *tangent_value;
     T* tx;   // [kKeyTile][kRowTile]
@@ -98,12 +100,13 @@ struct Backward {
       weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
       x = arena.take<T>(tile);
       dx = arena.take<T>(tile);
-      bias = arena.take<T>(p.has_mask ? tile : 0);
+      bias = arena.take<T>(room_of_tile<T>(p));
       factor = arena.take<T>(p.has_dropout ? tile : 0);
-      tanhs = p.softcap > 0 ? arena.take<T>(tile) : nullptr;
-      tz = kSecond && p.softcap > 0 ? arena.take<T>(tile) : nullptr;
+      kept = keeps_scores(p) ? arena.take<T>(tile) : nullptr;
+      tz = kSecond && keeps_scores(p) ? arena.take<T>(tile) : nullptr;
       grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
       grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
+      grad_key_terms = arena.take<T>(p.grad_key_terms ? accumulated_keys * columns_of(p, Leaf::key_term) : 0);
       tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
       tangent_key_finite = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
       tangent_value = arena.take<T>(kSecond ? kKeyTile * ld_value : 0);
@@ -121,6 +124,7 @@ struct Backward {
         state.delta = arena.take<T>(kRowTile);
         state.grad_logsumexp = arena.take<T>(kRowTile);
         state.grad_slopes = arena.take<T>(p.grad_slopes ? kRowTile : 0);
+        state.grad_row_terms = arena.take<T>(p.grad_row_terms ? columns_of(p, Leaf::row_term) * kRowTile : 0);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
         state.shift = arena.take<T>(kSecond ? kRowTile : 0);
@@ -253,7 +257,7 @@ struct Backward {
   static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, const ScoreTile<T>& tile,
                       bool want_dx) {
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-    scores<S>(p, tile, state.score_query_t, k.score_key, b.x, b.tanhs);
+    scores<S>(p, tile, state.score_query_t, k.score_key, b.x, b.kept);
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
       each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
@@ -263,7 +267,7 @@ struct Backward {
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
     if constexpr (kSecond) {
-      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.tanhs, b.tz,
+      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.kept, b.tz,
                         b.tx);
       if (p.t.value.data)
         dot_with_grad_output(k.tangent_value, b.tdx);
@@ -314,7 +318,7 @@ struct Backward {
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {
-      const Vec<T> zero{}, y = load<T>(b.tanhs + j * kRowTile + i), slope = cap.slope(y);
+      const Vec<T> zero{}, y = load<T>(b.kept + j * kRowTile + i), slope = cap.slope(y);
       if constexpr (kSecond) {
         T* const at = b.tdx + j * kRowTile + i;
         const Vec<T> tds = load<T>(at), bent = ds == zero ? zero : ds * cap.bend(y) * load<T>(b.tz + j * kRowTile + i);
@@ -322,6 +326,48 @@ struct Backward {
       }
       return ds == zero ? zero : ds * slope;
     });
+  }
+
+  // dS becomes the gradient of scale * product, and t(dS) its derivative. Adds the gradients of the terms, or for kSecond
+  // their derivatives. `grad_key_terms`: those of the tile's keys.
+  static void differentiate_program(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile,
+                                    int64_t chunk, T* grad_key_terms) {
+    const PairProgram& program = *p.program;
+    const PairTiles<T> tiles = {b.kept, b.dx, b.tz, b.tdx};
+    Evaluation<T> first_order(p, *program.gradient, tile, tiles, tile.workspace);
+    Evaluation<T> second_order(p, kSecond ? *program.tangent_gradient : *program.gradient, tile, tiles,
+                               tile.workspace + Evaluation<T>::room(program.gradient));
+    const Evaluation<T>& found = kSecond ? second_order : first_order;
+    const List& list = kSecond ? *program.tangent_gradient : *program.gradient;
+    const RowTile& rows = *tile.rows;
+    const int64_t entry = p.first_entry + rows.n, head = rows.head[0];
+    const auto add_term = [&](const ResultOfList& result, int64_t first, int64_t count) {
+      const Values<T> grad = found.at(result.from);
+      const int column = result.of.column;
+      if (grad.lanes == 0) return;  // the number 0
+      if (result.of.leaf == Leaf::row_term && p.grad_row_terms) {
+        add_rows<T>(grad, count, tile.lanes(), state.grad_row_terms + column * kRowTile);
+      } else if (result.of.leaf == Leaf::key_term && p.grad_key_terms) {
+        const int64_t columns = columns_of(p, Leaf::key_term);
+        add_lanes<T>(grad, count, tile.lanes(), grad_key_terms + first * columns + column, columns);
+      } else if (result.of.leaf == Leaf::distance_term && p.grad_distance_terms) {
+        const int64_t columns = columns_of(p, Leaf::distance_term), distances = program.queries + program.keys - 1;
+        const int64_t strip = ((chunk * program.batch + entry) * program.heads + head) * columns + column;
+        const int64_t of_first = rows.position[0] - tile.keys.first - first + program.keys - 1;
+        add_diagonals<T>(grad, count, rows.count,
+                         static_cast<T*>(p.grad_distance_terms) + strip * distances + of_first);
+      }
+    };
+    each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
+      first_order.run(first, count);
+      if (kSecond) second_order.run(first, count);
+      for (int i = 1; i < list.result_count; ++i) add_term(list.results[i], first, count);
+      first_order.copy(program.gradient->results[0].from, count, b.dx + first * kRowTile);
+      if (kSecond) second_order.copy(list.results[0].from, count, b.tdx + first * kRowTile);
+    });
+  }
+  static int64_t columns_of(const Params& p, Leaf leaf) {
+    return p.program ? p.program->columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)] : 0;
   }
 
   // Adds -sum_j dS_ij |position - j| of the tile.
@@ -348,8 +394,15 @@ struct Backward {
     for (int64_t head = first_head; head < first_head + p.span; head += p.group) {
       if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
       if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
+      const int64_t key_columns = columns_of(p, Leaf::key_term);
+      if (p.grad_key_terms) fill_zero(b.grad_key_terms, keys * key_columns);
       for (int64_t row = 0; row < rows; row += p.rows_per_pass)
         pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}});
+      if (p.grad_key_terms) {
+        const int64_t of_head = (p.first_entry + n) * p.heads + head;
+        __builtin_memcpy(static_cast<T*>(p.grad_key_terms) + (of_head * p.program->keys + first_key) * key_columns,
+                         b.grad_key_terms, static_cast<size_t>(keys * key_columns) * sizeof(T));
+      }
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
         scale_tile<T>(b.grad_key, keys * b.ld_key, ScoreFunction<T>::of(p).slope());
@@ -363,8 +416,9 @@ struct Backward {
   }
 
   static void pass(const Params& p, const Buffers& b, const RowTask& own) {
-    const bool direct_mask = p.grad_mask.data && !p.mask_is_shared, has_rows = p.grad_query.data || p.grad_slopes;
-    const bool want_dx = has_rows || p.grad_key.data || direct_mask;
+    const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
+    const bool has_rows = p.grad_query.data || p.grad_slopes || p.grad_row_terms;
+    const bool want_dx = has_rows || p.grad_key.data || direct_mask || p.grad_key_terms || p.grad_distance_terms;
     const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
     const Range own_chunks =
         common(chunks, {own.keys.first / p.keys_per_chunk, divide_up(own.keys.last, p.keys_per_chunk)});
@@ -373,6 +427,7 @@ struct Backward {
       if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
     });
     Keys k;
+    int64_t chunk = own_chunks.first;
     const auto load = [&](Range keys) { k = load_keys(p, b, own.n, own.first_head, keys); };
     const auto visit = [&](RowState& state, const ScoreTile<T>& tile) {
       weights(p, b, state, k, tile, want_dx);
@@ -399,6 +454,8 @@ struct Backward {
       if (direct_mask) rows.unpack_transposed(p, p.grad_mask, tile.keys.size(), b.ds(), tile.keys.first);
       if (p.grad_slopes) add_grad_slopes(p, b, state, tile);
       if (p.softcap > 0 && want_dx) differentiate_cap(p, b, tile);
+      if (has_score_mod(p) && want_dx)
+        differentiate_program(p, b, state, tile, chunk, b.grad_key_terms + first * columns_of(p, Leaf::key_term));
       if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
       if (p.grad_query.data) add_to_queries(b.ds(), k.key_finite);
       if constexpr (kSecond) {
@@ -406,10 +463,11 @@ struct Backward {
         if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, k.tangent_key_finite);
       }
     };
-    for (int64_t chunk = own_chunks.first; chunk < own_chunks.last; ++chunk) {
+    for (; chunk < own_chunks.last; ++chunk) {
       for (RowState& state : row_tiles) {
         if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
         if (p.grad_slopes) fill_zero(state.grad_slopes, kRowTile);
+        if (p.grad_row_terms) fill_zero(state.grad_row_terms, columns_of(p, Leaf::row_term) * kRowTile);
       }
       const Range keys = common(own.keys, {chunk * p.keys_per_chunk, (chunk + 1) * p.keys_per_chunk});
       const RowTask part(own.n, own.first_head, own.rows, keys);
@@ -437,6 +495,13 @@ struct Backward {
         T& sum = static_cast<T*>(p.grad_slopes)[state.rows.number(p, i)];
         sum = is_first ? state.grad_slopes[i] : sum + state.grad_slopes[i];
       }
+      const int64_t columns = p.grad_row_terms ? columns_of(p, Leaf::row_term) : 0;
+      for (int64_t i = 0; i < state.rows.count; ++i)
+        for (int64_t c = 0; c < columns; ++c) {
+          const int64_t row = ((p.first_entry + own.n) * p.heads + state.rows.head[i]) * p.program->queries;
+          T& sum = static_cast<T*>(p.grad_row_terms)[(row + state.rows.position[i]) * columns + c];
+          sum = is_first ? state.grad_row_terms[c * kRowTile + i] : sum + state.grad_row_terms[c * kRowTile + i];
+        }
       if (!p.grad_query.data) continue;
       scale_tile<T>(state.grad_query_t, p.head_dim * kRowTile, ScoreFunction<T>::of(p).slope());
       if (p.all_chunks_at_once) {

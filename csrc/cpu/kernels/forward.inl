@@ -72,7 +72,7 @@ struct Forward {
       x = arena.take<T>(kKeyTile * kRowTile);
       weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
       rest = has_rest(p) ? arena.take<T>(slots_of<F>(kKeyTile) * kRowTile) : nullptr;
-      bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
+      bias = arena.take<T>(room_of_tile<T>(p));
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
       key_copy = arena.take<char>(bytes_of_copy(p, p.head_dim));
       value_copy = arena.take<char>(bytes_of_copy(p, p.value_dim));

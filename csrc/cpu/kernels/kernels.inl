@@ -99,8 +99,26 @@ struct KernelTable {
   static const OnePassKernels<WeightsParams>* weights(const WeightsParams& p) {
     return chosen(p, []<class F>(F) { return &kOnePass<WeightsParams, Weights<F>>; });
   }
-  static constexpr Kernels table = {
-      Formats::falls_back_to, look_at_mask, forward, tangent, backward, second, stats, weights};
+  static void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants_bits, char* workspace) {
+    if (p.query.dtype == DType::f64)
+      ATTN_ISA::look_at_pairs<double>(p, m, task, wants_bits, reinterpret_cast<double*>(workspace));
+    else
+      ATTN_ISA::look_at_pairs<float>(p, m, task, wants_bits, reinterpret_cast<float*>(workspace));
+  }
+  static int64_t pair_workspace(const Problem& p, const PairMask& m) {
+    return p.query.dtype == DType::f64 ? Evaluation<double>::room(m.list) * static_cast<int64_t>(sizeof(double))
+                                       : Evaluation<float>::room(m.list) * static_cast<int64_t>(sizeof(float));
+  }
+  static constexpr Kernels table = {Formats::falls_back_to,
+                                    look_at_mask,
+                                    look_at_pairs,
+                                    pair_workspace,
+                                    forward,
+                                    tangent,
+                                    backward,
+                                    second,
+                                    stats,
+                                    weights};
 };
 
 }  // namespace attn::ATTN_ISA

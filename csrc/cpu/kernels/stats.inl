@@ -142,7 +142,7 @@ struct Stats {
       ld_key = row_of<F>(p.head_dim) + W;
       key = arena.take<T>(p.keys_per_task * ld_key);
       x = arena.take<T>(kKeyTile * kRowTile);
-      bias = arena.take<T>(p.has_mask ? kKeyTile * kRowTile : 0);
+      bias = arena.take<T>(room_of_tile<T>(p));
       received = arena.take<T>(p.keys_per_task * W);
       arena.take_for_each(states, tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);

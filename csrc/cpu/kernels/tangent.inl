@@ -43,7 +43,7 @@ struct Tangent {
     T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
     T *x, *tx;                                     // [kKeyTile][kRowTile]
     T *bias, *factor;
-    T* tanhs;  // for a soft cap, as x: see SoftCap
+    T* kept;  // for a soft cap or a score_mod, as x: see add_score_terms()
     int64_t ld_key, ld_value, ld_score_key;
     int64_t size;
 
@@ -72,9 +72,9 @@ struct Tangent {
       score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
       x = arena.take<T>(kKeyTile * kRowTile);
       tx = arena.take<T>(kKeyTile * kRowTile);
-      bias = arena.take<T>(kKeyTile * kRowTile);
+      bias = arena.take<T>(kKeyTile * kRowTile + room_of_tile<T>(p));
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      tanhs = p.softcap > 0 ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
+      kept = keeps_scores(p) ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
       size = arena.used();
     }
   };
@@ -162,12 +162,12 @@ struct Tangent {
       if constexpr (kRoundsScores) {
         const Block block = block_of(p, p.key, rows.n, key_head, keys.first);
         const Rows<T> score_key = F::along_columns(block, keys.size(), p.head_dim, b.score_key, b.ld_score_key);
-        scores<F>(p, tile, b.score_query_t, score_key, b.x, b.tanhs);
+        scores<F>(p, tile, b.score_query_t, score_key, b.x, b.kept);
       } else {
-        scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x, b.tanhs);
+        scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x, b.kept);
       }
       tangent_scores<Singles<T>>(p, p.t, tile, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
-                                 {b.tangent_key, b.ld_key}, b.bias, b.tanhs, nullptr, b.tx);
+                                 {b.tangent_key, b.ld_key}, b.bias, b.kept, nullptr, b.tx);
       weights(p, b, tile);
       const auto add_average = [&](const T* value, const T* weights) {
         multiply_transposed<Singles<T>>({p.value_dim, lanes, keys.size()}, {value, b.ld_value}, {weights, kRowTile},
@@ -176,11 +176,13 @@ struct Tangent {
       add_average(b.value, b.tx);
       if (p.t.value.data) add_average(b.tangent_value, b.x);
     };
-    // With ALiBi the keys nearest to the rows weigh most, and come first: they make the better r.
+    // With ALiBi, which a score_mod may be too, the keys nearest to the rows weigh most, and come first: they make the
+    // better r.
     const Range keys = own.keys_seen(p, rows.positions);
     const int64_t nearest = rows.positions.first + rows.sequence.offset;
-    const int64_t first =
-        p.terms.alibi_slopes && keys.contains(nearest) ? in_tiles({nearest, keys.last}, kKeyTile).first : keys.first;
+    const int64_t first = (p.terms.alibi_slopes || has_score_mod(p)) && keys.contains(nearest)
+                              ? in_tiles({nearest, keys.last}, kKeyTile).first
+                              : keys.first;
     each_tile_of_keys({first, keys.last}, visit);
     each_tile_of_keys({keys.first, first}, visit);
 

@@ -15,7 +15,7 @@ struct FewRows {
   // Short rows of keys leave it sooner to products whose vectors lie along the rows: here every score is a sum across a
   // vector. `most` is measured by each kernel, with keys in memory: here they are prefetched.
   static bool takes(const Problem& p, int64_t most) {
-    return p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
+    return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
 
   RowTile rows;

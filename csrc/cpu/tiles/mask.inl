@@ -1,6 +1,7 @@
 // A tile of scores: its rows and keys, and which of them see each other, by their positions and by a mask.
 #pragma once
 
+#include "core/program.h"
 #include "cpu/tiles/rows.inl"
 
 namespace attn::ATTN_ISA {
@@ -109,15 +110,18 @@ struct ScoreTile {
   Mask mask;
   bool invariant;           // Problem::invariant
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
+  T* workspace;             // room_of_tile()
 
   // Sets rows and keys, and reads the mask, before all else of the tile. Returns whether some row sees some key:
-  // otherwise nothing else is to be read or computed. `workspace`: room for a tile, where p.has_mask.
-  bool set(const Problem& p, const RowTile& its_rows, Range its_keys, T* workspace) {
+  // otherwise nothing else is to be read or computed. `room`: for room_of_tile() numbers.
+  bool set(const Problem& p, const RowTile& its_rows, Range its_keys, T* room) {
     rows = &its_rows;
     keys = its_keys;
+    workspace = room;
     mask = Mask::nothing;
     invariant = p.invariant;
     if (!any_visible(rows->sequence, rows->positions, keys)) return false;
+    if (p.pair_mask) return copy_bits(p, *p.pair_mask);
     if (!p.has_mask) return true;
     const bool is_known = p.mask_tiles.data;
     if (is_known) {
@@ -127,10 +131,10 @@ struct ScoreTile {
     }
     if (mask_in_bits(p.mask)) return read_bits(p, is_known);
     mask = Mask::numbers;
-    numbers_ = workspace;
+    numbers_ = room;
     is_packed_ = !is_known;
     if (is_known) return true;
-    pack_mask<T>(p, p.mask, *rows, keys, workspace);
+    pack_mask<T>(p, p.mask, *rows, keys, room);
     return any_number_visible();
   }
 
@@ -155,6 +159,19 @@ struct ScoreTile {
         effect |= *block_of(p, p.mask_tiles, rows->n, h, tile, keys.first / kKeyTile).data;
     });
     return effect;
+  }
+
+  // The rows may be a part of one of the mask's tiles.
+  bool copy_bits(const Problem& p, const PairMask& m) {
+    const int64_t entry = m.entries == 1 ? 0 : p.first_entry + rows->n, head = m.heads == 1 ? 0 : rows->head[0];
+    const int64_t row_tile = (entry * m.heads + head) * m.row_tiles + rows->position[0] / kRowTile;
+    const int32_t at = m.tiles[row_tile * m.key_tiles + keys.first / kKeyTile];
+    if (at < 0) return at == kAllPairs;
+    const int64_t shift = rows->position[0] % kRowTile;
+    uint64_t some = 0;
+    for (int64_t j = 0; j < keys.size(); ++j) some |= bits[j] = m.bits[at * kKeyTile + j] >> shift;
+    mask = Mask::bits;
+    return some & all_bits(rows->count);
   }
 
   bool read_bits(const Problem& p, bool is_known) {

@@ -3,6 +3,7 @@
 
 #include "cpu/tiles/gemm.inl"
 #include "cpu/tiles/mask.inl"
+#include "cpu/tiles/program.inl"
 
 namespace attn::ATTN_ISA {
 
@@ -44,6 +45,28 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
       T* at = x + j * kRowTile + i;
       store<T>(at, f(load<T>(at), j, i));
     }
+}
+
+// What a ScoreTile needs room for: a mask in numbers, or the lists of a program.
+template <class T>
+int64_t room_of_tile(const Problem& p) {
+  return (p.has_mask ? kKeyTile * kRowTile : 0) + room_of_program<T>(p);
+}
+
+// Calls f(first, count) for each strip of the keys of a tile.
+template <class F>
+ATTN_INLINE void each_strip(int64_t keys, F f) {
+  for (int64_t first = 0; first < keys; first += kStrip) f(first, smaller(kStrip, keys - first));
+}
+// Evaluates a list with one result over a tile, in place of `to`, which the list may read.
+template <class T>
+void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, const PairTiles<T>& tiles, T* to) {
+  Evaluation<T> pairs(p, list, tile, tiles, tile.workspace);
+  each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
+    T* const at = to + first * kRowTile;
+    pairs.run(first, count, at);
+    if (list.step_count == 0) pairs.copy(list.results[0].from, count, at);
+  });
 }
 
 // -inf where a row does not see a key.
@@ -127,6 +150,9 @@ struct Distances {
   }
 };
 
+// Whether derivatives read what add_score_terms() keeps.
+ATTN_INLINE bool keeps_scores(const Problem& p) { return p.softcap > 0 || has_score_mod(p); }
+
 // What makes an argument of tanh_of_exponent() of a product: finite, for 0 times it must be 0.
 template <class T>
 ATTN_INLINE T exponent_of_cap(const Problem& p) {
@@ -135,16 +161,20 @@ ATTN_INLINE T exponent_of_cap(const Problem& p) {
   return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
 }
 
-// Turns products into scores as far as the cap and ALiBi go (has_score_terms). `tanhs`: gets what SoftCap takes, if it
-// is not null.
+// Turns products into scores as far as the cap, ALiBi and a score_mod go (has_score_terms). `kept`: gets what their
+// derivatives read, unless it is null: of a cap what SoftCap takes, of a score_mod the products.
 template <class T>
-void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* tanhs) {
+void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
+  if (has_score_mod(p)) {
+    if (kept) __builtin_memcpy(kept, x, static_cast<size_t>(keys * kRowTile) * sizeof(T));
+    return evaluate<T>(p, *p.program->score, tile, {.product = x}, x);
+  }
   auto score = ScoreFunction<T>::of(p);
   if (p.softcap > 0) {
     const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) __attribute__((always_inline)) {
-      if (tanhs) store<T>(tanhs + j * kRowTile + i, tanh_of_exponent<T>(product * exponent, 1));
+      if (kept) store<T>(kept + j * kRowTile + i, tanh_of_exponent<T>(product * exponent, 1));
       return tanh_of_exponent<T>(product * exponent, cap);
     });
     score = ScoreFunction<T>::identity();
@@ -156,10 +186,10 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* tanhs)
 
 // Turns the products of a tile into scores, but leaves them where leaves_products(); -inf where a key is hidden.
 template <class T>
-void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* tanhs) {
+void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   const bool is_scaled = has_score_terms(p);
-  if (is_scaled) add_score_terms<T>(p, tile, x, tanhs);
+  if (is_scaled) add_score_terms<T>(p, tile, x, kept);
   const bool is_done = is_scaled || leaves_products<T>(p);
   const auto score = is_done ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
@@ -180,23 +210,24 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* tan
 }
 
 // x[j * kRowTile + lane], see score.h; products instead of scores where leaves_products(). `query_t`: the tile of
-// queries, transposed. `tanhs`: see add_score_terms().
+// queries, transposed. `kept`: see add_score_terms().
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
-            typename F::Number* tanhs = nullptr, Between& between = kNothingBetween) {
+            typename F::Number* kept = nullptr, Between& between = kNothingBetween) {
   each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
     multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
                 {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, between);
   });
-  products_to_scores<T>(p, tile, x, tanhs);
+  products_to_scores<T>(p, tile, x, kept);
 }
 
 // tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with tz = slope * (tQ K^T + Q tK^T).
-// Meaningless where a key is hidden. Beside a cap, scores() has filled `tanhs`, and `tz` gets its tile if not null.
+// Meaningless where a key is hidden. Beside a cap or a score_mod, scores() has filled `kept`, and `tz` gets its tile if
+// not null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,
-                    const typename F::Number* tanhs, typename F::Number* tz, T* tx) {
+                    const typename F::Number* kept, typename F::Number* tz, T* tx) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   Store store = Store::set;
   const auto put = [&](const Rows<T>& keys_of, const T* queries) {
@@ -207,10 +238,14 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
   if (t.key.data) put(tangent_key_rows, query_t);
   if (store == Store::set) fill_zero(tx, keys * kRowTile);
   scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
+  if (has_score_mod(p)) {
+    if (tz) __builtin_memcpy(tz, tx, static_cast<size_t>(keys * kRowTile) * sizeof(T));
+    return evaluate<T>(p, *p.program->tangent, tile, {.product = kept, .tangent = tx}, tx);
+  }
   if (p.softcap > 0) {
     each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) {
       if (tz) ATTN_ISA::store<T>(tz + j * kRowTile + i, x);
-      return x * SoftCap<T>::slope(load<T>(tanhs + j * kRowTile + i));
+      return x * SoftCap<T>::slope(load<T>(kept + j * kRowTile + i));
     });
   }
   if (t.terms.alibi_slopes) {

@@ -1,0 +1,145 @@
+// A function of the pair, such as a score_mod, as kernels evaluate it: a list of operations on tiles.
+//
+// The caller's string is checked, differentiated and turned into lists on the host (operators/program.h). A kernel only
+// evaluates lists. A value is a number of the compute dtype, a whole number of the same size, or a boolean: all bits
+// set, or none.
+#pragma once
+
+#include "core/params.h"
+
+namespace attn {
+
+enum class Op : uint8_t {
+  leaf,
+  // numbers
+  add,
+  sub,
+  mul,
+  div,
+  neg,
+  abs,
+  minimum,
+  maximum,
+  clamp,  // x, least, most
+  sqrt,
+  exp,
+  exp2,
+  log,
+  log1p,
+  tanh,
+  floor,
+  times,  // x * y, but 0 if x is 0, whatever y is
+  fma,    // x * y + z
+  // whole numbers
+  add_whole,
+  sub_whole,
+  mul_whole,
+  minimum_whole,
+  maximum_whole,
+  floor_divide,  // rounds down; by 0: 0
+  remainder,     // has the sign of the divisor; by 0: 0
+  // all bits of whole numbers and booleans
+  bit_and,
+  bit_or,
+  bit_xor,
+  bit_not,
+  // booleans
+  eq,
+  ne,
+  lt,
+  le,
+  eq_whole,
+  ne_whole,
+  lt_whole,
+  le_whole,
+  // of any kind
+  where,
+  float_of,  // of a whole number
+  whole_of,  // of a number, rounded towards 0
+};
+
+// What a list reads.
+enum class Leaf : uint8_t {
+  number,        // a constant
+  whole_number,  // likewise
+  boolean,       // likewise
+  scale,         // Problem::scale
+  product,       // <q, k> of the pair
+  grad,          // the gradient of the score
+  tangent,       // of scale * product, along a direction
+  tangent_grad,  // of the gradient
+  // a column of the tensors of leaves (PairProgram)
+  row_term,
+  key_term,
+  distance_term,
+  row_tangent,
+  key_tangent,
+  distance_tangent,
+  row_number,
+  key_number,
+  distance_number,
+  query,  // i
+  key,    // j
+};
+// The leaves in tensors, in the order of Leaf.
+constexpr int kTermKinds = static_cast<int>(Leaf::query) - static_cast<int>(Leaf::row_term);
+
+struct LeafOfList {
+  Leaf leaf;
+  int column = 0;     // of its tensor
+  double number = 0;  // a constant
+};
+
+// An operation. An operand is the number of a slot, which holds the result of an earlier step, or -1 - the number of a
+// leaf.
+struct Step {
+  Op op;
+  int16_t to;
+  int16_t from[3] = {};
+};
+struct ResultOfList {
+  int16_t from;
+  LeafOfList of;  // a gradient: what it is the gradient of; product stands for scale * product
+};
+
+struct List {
+  const Step* steps;
+  int step_count;
+  const LeafOfList* leaves;
+  int leaf_count;
+  const ResultOfList* results;
+  int result_count;
+  int slots;
+};
+
+// One tensor of leaves, [batch, heads, L or S or L + S - 1, columns], of the compute dtype or, with whole numbers,
+// int32. Strides in elements, 0 where it is broadcast.
+struct Terms {
+  const void* data = nullptr;
+  int64_t entry = 0, head = 0, row = 0, col = 0;
+};
+
+// What the kernels of a call with a program share. Pair (i, j) has distance i - j + keys - 1.
+struct PairProgram {
+  int64_t batch = 1, heads = 1, queries = 0, keys = 0;  // of the whole call: entries, H, L and S
+  int columns[kTermKinds] = {};
+  Terms terms[kTermKinds];
+  // Null if there is no score_mod, or the kernel needs none.
+  const List* score = nullptr;
+  const List* gradient = nullptr;          // of dS: its results are the gradients of scale * product and of leaves
+  const List* tangent = nullptr;           // of the score, along a direction
+  const List* tangent_gradient = nullptr;  // of the results of `gradient`, in their order
+};
+
+// What a mask_mod shows, tile by tile of kScoreTile queries and keys: kNoPair, kAllPairs, or where its bits begin.
+// Word j of a tile has a bit for each of its queries. Strides in tiles, 0 where the mask is shared.
+constexpr int32_t kNoPair = -1, kAllPairs = -2;
+struct PairMask {
+  const List* list = nullptr;
+  int64_t entries = 1, heads = 1;  // different ones
+  int64_t row_tiles = 0, key_tiles = 0;
+  int32_t* tiles = nullptr;  // [entries, heads, row_tiles, key_tiles]
+  uint64_t* bits = nullptr;  // [tiles with bits, kScoreTile]
+};
+
+}  // namespace attn

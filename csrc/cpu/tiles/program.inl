@@ -1,0 +1,425 @@
+// Lists of operations of the pair (core/program.h), evaluated over tiles of scores.
+//
+// A list runs over kStrip keys and the rows of a tile at a time: all its operations, then the next keys. Its values, 4
+// KiB each in float32, stay in the first cache. The rows of a tile are of one head.
+#pragma once
+
+#include "core/program.h"
+#include "cpu/simd/exp.inl"
+#include "cpu/tiles/rows.inl"
+
+namespace attn::ATTN_ISA {
+
+constexpr int64_t kStrip = 16;
+
+// x as vectors of bits, and back.
+template <class T>
+ATTN_INLINE Vec<Int<T>> whole(Vec<T> x) {
+  return bit_cast<Vec<Int<T>>>(x);
+}
+template <class T, class V>
+ATTN_INLINE Vec<T> as_number(V x) {
+  return bit_cast<Vec<T>>(x);
+}
+
+template <class T>
+ATTN_INLINE Vec<T> bounded(Vec<T> x, Vec<T> least, Vec<T> most) {
+  const Vec<T> above = x < least ? least : x;
+  return above > most ? most : above;
+}
+
+// Calls f for each lane, for operations that no vector has.
+template <class T, class F>
+ATTN_INLINE Vec<T> each_lane(Vec<T> x, F f) {
+  for (int i = 0; i < kLanes<T>; ++i) x[i] = static_cast<T>(f(x[i]));
+  return x;
+}
+template <class T, class F>
+ATTN_INLINE Vec<T> each_whole(Vec<T> x, Vec<T> y, F f) {
+  Vec<Int<T>> a = whole<T>(x), b = whole<T>(y);
+  for (int i = 0; i < kLanes<T>; ++i) a[i] = f(a[i], b[i]);
+  return as_number<T>(a);
+}
+
+// 2^x for every x, also where the result is infinite.
+template <class T>
+ATTN_INLINE Vec<T> exp2_of_any(Vec<T> x) {
+  constexpr T kMost = sizeof(T) == 4 ? 190 : 1086, kLarge = sizeof(T) == 4 ? 120 : 1000, kPart = 64;
+  const Vec<T> bounded = x > kMost ? splat<T>(kMost) : x;
+  const auto is_large = bounded > kLarge;
+  const Vec<T> power = exp2<T>(is_large ? bounded - kPart : bounded);
+  return is_large ? power * static_cast<T>(0x1p64) : power;
+}
+// e^x: 2^(x log2(e)), corrected by what the product was rounded by.
+template <class T>
+ATTN_INLINE Vec<T> exp_of_any(Vec<T> x) {
+  constexpr T kHigh = static_cast<T>(kLog2E), kLow = static_cast<T>(kLog2E - static_cast<double>(kHigh));
+  const Vec<T> y = x * kHigh;
+  Vec<T> rest = x * kHigh - y;  // contracted to one operation, where a set has it
+  rest += x * (sizeof(T) == 4 ? kLow : static_cast<T>(2.0355273740931033e-17));
+  const Vec<T> power = exp2_of_any<T>(y);
+  const auto is_usual = absolute<T>(y) < (sizeof(T) == 4 ? T{1000} : T{10000});
+  return is_usual ? power + power * (rest * static_cast<T>(0.69314718055994530942)) : power;
+}
+
+// An operand: number (j, lane) of a strip at data[j * step + (lane & lanes)].
+template <class T>
+struct Values {
+  const T* data;
+  int64_t step;
+  int64_t lanes;  // all bits, or 0 where all lanes are the same
+};
+
+// What a list reads beside the leaves in tensors: tiles [key][kRowTile]. Null if it does not read them.
+template <class T>
+struct PairTiles {
+  const T* product = nullptr;
+  const T* grad = nullptr;
+  const T* tangent = nullptr;
+  const T* tangent_grad = nullptr;
+};
+
+template <class T>
+class Evaluation {
+ public:
+  static constexpr int W = kLanes<T>;
+  // A leaf has room for a number of each row, distance or, W times, key of a tile.
+  static constexpr int64_t kLeaf = larger(kKeyTile * W, 2 * kRowTile), kSlot = kStrip * kRowTile;
+
+  static int64_t room(const List* list) {
+    return list ? round_up(list->leaf_count * kPlaces, W) + list->leaf_count * kLeaf + list->slots * kSlot : 0;
+  }
+
+  Evaluation(const Problem& p, const List& list, const auto& tile, const PairTiles<T>& tiles, T* workspace)
+      : Evaluation(p, list, tile.rows->n, tile.rows->head[0],
+                   {tile.rows->position[0], tile.rows->position[0] + tile.rows->count}, tile.keys, tiles, workspace) {}
+  Evaluation(const Problem& p, const List& list, int64_t n, int64_t head, Range rows, Range keys,
+             const PairTiles<T>& tiles, T* workspace)
+      : list_(list), leaves_(reinterpret_cast<Values<T>*>(workspace)), lanes_(round_up(rows.size(), W)) {
+    workspace += round_up(list.leaf_count * kPlaces, W);
+    slots_ = workspace + list.leaf_count * kLeaf;
+    for (int i = 0; i < list.leaf_count; ++i)
+      leaves_[i] = read(p, list.leaves[i], p.first_entry + n, head, rows, keys, tiles, workspace + i * kLeaf);
+  }
+
+  // Evaluates keys [first, first + count) of the tile. The last operation writes to `to`, unless it is null.
+  void run(int64_t first, int64_t count, T* to = nullptr) {
+    first_ = first;
+    for (int i = 0; i < list_.step_count; ++i) {
+      const Step& step = list_.steps[i];
+      apply(step, at(step.from[0]), at(step.from[1]), at(step.from[2]), count,
+            to && i + 1 == list_.step_count ? to : slots_ + step.to * kSlot);
+    }
+  }
+
+  // Copies a result of count keys to a strip of a tile, which run() may have read.
+  void copy(int16_t from, int64_t count, T* to) const {
+    const Values<T> x = at(from);
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t i = 0; i < lanes_; i += W)
+        store<T>(to + j * kRowTile + i, load<T>(x.data + j * x.step + (i & x.lanes)));
+  }
+  // An operand, or a result once run() has found it.
+  Values<T> at(int16_t from) const {
+    if (from >= 0) return {slots_ + from * kSlot, kRowTile, -1};
+    Values<T> leaf = leaves_[-1 - from];
+    leaf.data += first_ * leaf.step;
+    return leaf;
+  }
+  int64_t lanes() const { return lanes_; }
+
+ private:
+  static constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T));
+
+  static T as_lane(Int<T> x) { return bit_cast<T>(x); }
+
+  static Values<T> read(const Problem& p, const LeafOfList& leaf, int64_t n, int64_t head, Range rows, Range keys,
+                        const PairTiles<T>& tiles, T* to) {
+    const auto everywhere = [&](T x) {
+      for (int i = 0; i < W; ++i) to[i] = x;
+      return Values<T>{to, 0, 0};
+    };
+    const auto of_rows = [&](auto number) {
+      for (int64_t i = 0; i < kRowTile; ++i) to[i] = i < rows.size() ? number(rows.first + i) : T{};
+      return Values<T>{to, 0, -1};
+    };
+    const auto of_keys = [&](auto number) {
+      for (int64_t j = 0; j < keys.size(); ++j) {
+        const T x = number(keys.first + j);
+        for (int i = 0; i < W; ++i) to[j * W + i] = x;
+      }
+      return Values<T>{to, W, 0};
+    };
+    const auto of_distances = [&](auto number) {
+      const int64_t first = rows.first - keys.first - (kKeyTile - 1) + p.program->keys - 1;
+      const int64_t last = p.program->queries + p.program->keys - 1;
+      for (int64_t i = 0; i < 2 * kRowTile; ++i) to[i] = 0 <= first + i && first + i < last ? number(first + i) : T{};
+      return Values<T>{to + kKeyTile - 1, -1, -1};
+    };
+    const auto tile = [](const T* data) { return Values<T>{data, kRowTile, -1}; };
+    const int kind = static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term);
+    const auto term = [&](int64_t row) {
+      const Terms& t = p.program->terms[kind];
+      return static_cast<const T*>(t.data)[n * t.entry + head * t.head + row * t.row + leaf.column * t.col];
+    };
+    const auto number = [&](int64_t row) {
+      const Terms& t = p.program->terms[kind];
+      return as_lane(
+          static_cast<const int32_t*>(t.data)[n * t.entry + head * t.head + row * t.row + leaf.column * t.col]);
+    };
+    switch (leaf.leaf) {
+      case Leaf::number:
+        return everywhere(static_cast<T>(leaf.number));
+      case Leaf::whole_number:
+        return everywhere(as_lane(static_cast<Int<T>>(leaf.number)));
+      case Leaf::boolean:
+        return everywhere(as_lane(leaf.number != 0 ? -1 : 0));
+      case Leaf::scale:
+        return everywhere(static_cast<T>(p.scale));
+      case Leaf::product:
+        return tile(tiles.product);
+      case Leaf::grad:
+        return tile(tiles.grad);
+      case Leaf::tangent:
+        return tile(tiles.tangent);
+      case Leaf::tangent_grad:
+        return tile(tiles.tangent_grad);
+      case Leaf::row_term:
+      case Leaf::row_tangent:
+        return of_rows(term);
+      case Leaf::key_term:
+      case Leaf::key_tangent:
+        return of_keys(term);
+      case Leaf::distance_term:
+      case Leaf::distance_tangent:
+        return of_distances(term);
+      case Leaf::row_number:
+        return of_rows(number);
+      case Leaf::key_number:
+        return of_keys(number);
+      case Leaf::distance_number:
+        return of_distances(number);
+      case Leaf::query:
+        return of_rows([](int64_t i) { return as_lane(static_cast<Int<T>>(i)); });
+      case Leaf::key:
+        return of_keys([](int64_t j) { return as_lane(static_cast<Int<T>>(j)); });
+    }
+    __builtin_unreachable();
+  }
+
+  void apply(const Step& step, const Values<T>& x, const Values<T>& y, const Values<T>& z, int64_t count, T* to) const {
+    using V = Vec<T>;
+    const auto each = [&](auto f) __attribute__((always_inline)) {
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t i = 0; i < lanes_; i += W) {
+          const auto of = [&](const Values<T>& v)
+                              __attribute__((always_inline)) { return load<T>(v.data + j * v.step + (i & v.lanes)); };
+          V result;
+          if constexpr (std::is_invocable_v<decltype(f), V&, V, V, V>)
+            f(result, of(x), of(y), of(z));
+          else if constexpr (std::is_invocable_v<decltype(f), V&, V, V>)
+            f(result, of(x), of(y));
+          else
+            f(result, of(x));
+          store<T>(to + j * kRowTile + i, result);
+        }
+    };
+// An operation: its result for operands a, b and c. Always inlined, because GCC compiles lambdas in templates for the
+// oldest processor.
+#define ATTN_EACH(result, ...) \
+  return each([](V& to, __VA_ARGS__) __attribute__((always_inline)) { to = as_number<T>(result); })
+#define ATTN_WHOLE(result) \
+  ATTN_EACH(each_whole<T>(a, b, [](Int<T> m, Int<T> n) { return static_cast<Int<T>>(result); }), const V& a, const V& b)
+    switch (step.op) {
+      case Op::add:
+        ATTN_EACH(a + b, const V& a, const V& b);
+      case Op::sub:
+        ATTN_EACH(a - b, const V& a, const V& b);
+      case Op::mul:
+        ATTN_EACH(a * b, const V& a, const V& b);
+      case Op::div:
+        ATTN_EACH(a / b, const V& a, const V& b);
+      case Op::neg:
+        ATTN_EACH(-a, const V& a);
+      case Op::abs:
+        ATTN_EACH(absolute<T>(a), const V& a);
+      case Op::minimum:
+        ATTN_EACH((a < b ? a : b < a ? b : a == b ? a : a + b), const V& a, const V& b);
+      case Op::maximum:
+        ATTN_EACH((a > b ? a : b > a ? b : a == b ? a : a + b), const V& a, const V& b);
+      case Op::clamp:
+        ATTN_EACH(bounded<T>(a, b, c), const V& a, const V& b, const V& c);
+      case Op::sqrt:
+        ATTN_EACH(each_lane<T>(a, [](T n) { return sizeof(T) == 4 ? __builtin_sqrtf(n) : __builtin_sqrt(n); }),
+                  const V& a);
+      case Op::exp:
+        ATTN_EACH(exp_of_any<T>(a), const V& a);
+      case Op::exp2:
+        ATTN_EACH(exp2_of_any<T>(a), const V& a);
+      case Op::log:
+        ATTN_EACH(each_lane<T>(a, [](T n) { return __builtin_log(n); }), const V& a);
+      case Op::log1p:
+        ATTN_EACH(each_lane<T>(a, [](T n) { return __builtin_log1p(n); }), const V& a);
+      case Op::tanh:
+        ATTN_EACH(tanh_of_exponent<T>(a * static_cast<T>(2 * kLog2E), 1), const V& a);
+      case Op::floor:
+        ATTN_EACH(each_lane<T>(a, [](T n) { return sizeof(T) == 4 ? __builtin_floorf(n) : __builtin_floor(n); }),
+                  const V& a);
+      case Op::times:
+        ATTN_EACH((a == V{} ? V{} : a * b), const V& a, const V& b);
+      case Op::fma:
+        ATTN_EACH(a * b + c, const V& a, const V& b, const V& c);
+      case Op::add_whole:
+        ATTN_WHOLE(unsigned_of(m) + unsigned_of(n));
+      case Op::sub_whole:
+        ATTN_WHOLE(unsigned_of(m) - unsigned_of(n));
+      case Op::mul_whole:
+        ATTN_WHOLE(unsigned_of(m) * unsigned_of(n));
+      case Op::minimum_whole:
+        ATTN_EACH((whole<T>(a) < whole<T>(b) ? a : b), const V& a, const V& b);
+      case Op::maximum_whole:
+        ATTN_EACH((whole<T>(a) > whole<T>(b) ? a : b), const V& a, const V& b);
+      case Op::floor_divide:
+        ATTN_WHOLE(quotient(m, n));
+      case Op::remainder:
+        ATTN_WHOLE(n == 0 ? 0 : unsigned_of(m) - unsigned_of(quotient(m, n)) * unsigned_of(n));
+      case Op::bit_and:
+        ATTN_EACH(whole<T>(a) & whole<T>(b), const V& a, const V& b);
+      case Op::bit_or:
+        ATTN_EACH(whole<T>(a) | whole<T>(b), const V& a, const V& b);
+      case Op::bit_xor:
+        ATTN_EACH(whole<T>(a) ^ whole<T>(b), const V& a, const V& b);
+      case Op::bit_not:
+        ATTN_EACH(~whole<T>(a), const V& a);
+      case Op::eq:
+        ATTN_EACH(a == b, const V& a, const V& b);
+      case Op::ne:
+        ATTN_EACH(a != b, const V& a, const V& b);
+      case Op::lt:
+        ATTN_EACH(a < b, const V& a, const V& b);
+      case Op::le:
+        ATTN_EACH(a <= b, const V& a, const V& b);
+      case Op::eq_whole:
+        ATTN_EACH(whole<T>(a) == whole<T>(b), const V& a, const V& b);
+      case Op::ne_whole:
+        ATTN_EACH(whole<T>(a) != whole<T>(b), const V& a, const V& b);
+      case Op::lt_whole:
+        ATTN_EACH(whole<T>(a) < whole<T>(b), const V& a, const V& b);
+      case Op::le_whole:
+        ATTN_EACH(whole<T>(a) <= whole<T>(b), const V& a, const V& b);
+      case Op::where:
+        ATTN_EACH((whole<T>(a) ? b : c), const V& a, const V& b, const V& c);
+      case Op::float_of:
+        ATTN_EACH(__builtin_convertvector(whole<T>(a), V), const V& a);
+      case Op::whole_of:
+        ATTN_EACH(__builtin_convertvector(a, Vec<Int<T>>), const V& a);
+      case Op::leaf:
+        break;
+    }
+#undef ATTN_EACH
+#undef ATTN_WHOLE
+    __builtin_unreachable();
+  }
+
+  // Whole numbers wrap around, as PyTorch's do.
+  static constexpr UInt<T> unsigned_of(Int<T> x) { return static_cast<UInt<T>>(x); }
+  static ATTN_INLINE Int<T> quotient(Int<T> a, Int<T> b) {
+    if (b == 0) return 0;
+    if (b == -1) return static_cast<Int<T>>(-unsigned_of(a));
+    return a / b - (a % b != 0 && (a < 0) != (b < 0) ? 1 : 0);
+  }
+
+  const List& list_;
+  Values<T>* leaves_;
+  T* slots_;
+  int64_t lanes_;
+  int64_t first_ = 0;
+};
+
+// The room that the lists of a problem need together, in numbers. Diagonals are read a vector beyond a tile's end.
+template <class T>
+int64_t room_of_program(const Problem& p) {
+  if (!p.program) return 0;
+  int64_t room = 2 * kLanes<T>;
+  const PairProgram& program = *p.program;
+  for (const List* list : {program.score, program.gradient, program.tangent, program.tangent_gradient})
+    room += Evaluation<T>::room(list);
+  return room;
+}
+
+// Sums over a strip: of each lane, of each key, and along its diagonals, which belong to one distance each. Lanes
+// without a row are 0.
+template <class T>
+void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
+  for (int64_t i = 0; i < lanes; i += kLanes<T>) {
+    Vec<T> sum{};
+    for (int64_t j = 0; j < count; ++j) sum += load<T>(x.data + j * x.step + i);
+    store<T>(sums + i, load<T>(sums + i) + sum);
+  }
+}
+template <class T>
+void add_lanes(const Values<T>& x, int64_t count, int64_t lanes, T* sums, int64_t step) {
+  for (int64_t j = 0; j < count; ++j) {
+    Vec<T> sum{};
+    for (int64_t i = 0; i < lanes; i += kLanes<T>) sum += load<T>(x.data + j * x.step + i);
+    for (int i = 0; i < kLanes<T>; ++i) sums[j * step] += sum[i];
+  }
+}
+// Adds number (j, i) of the strip to sums[i - j].
+template <class T>
+void add_diagonals(const Values<T>& x, int64_t count, int64_t rows, T* sums) {
+  constexpr int64_t W = kLanes<T>;
+  const auto numbers = lane_numbers<T>();
+  const int64_t diagonals = rows + count - 1;
+  for (int64_t first = 0; first < diagonals; first += W) {  // `first` is i - j of the first one, plus count - 1
+    Vec<T> sum{};
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t lane = first - (count - 1) + j;
+      if (lane <= -W || lane >= rows) continue;
+      const Vec<T> found = load<T>(x.data + j * x.step + lane);
+      const auto row = numbers + static_cast<Int<T>>(lane);
+      const bool inside = lane >= 0 && lane + W <= rows;
+      sum += inside ? found : ((row >= 0) & (row < static_cast<Int<T>>(rows))) ? found : Vec<T>{};
+    }
+    T* const to = sums + first - (count - 1);
+    if (first + W <= diagonals) {
+      store<T>(to, load<T>(to) + sum);
+    } else {
+      for (int64_t i = 0; i < diagonals - first; ++i) to[i] += sum[i];
+    }
+  }
+}
+
+// Fills in m.tiles for one tile of rows or, for those that have bits, the bits. `workspace`: room for the list and a
+// strip.
+template <class T>
+void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants_bits, T* workspace) {
+  const int64_t row_tile = task % m.row_tiles, head = task / m.row_tiles % m.heads, n = task / m.row_tiles / m.heads;
+  const Range rows = {row_tile * kRowTile, smaller((row_tile + 1) * kRowTile, p.program->queries)};
+  int32_t* const tiles = m.tiles + task * m.key_tiles;
+  Problem whole_call = p;
+  whole_call.first_entry = 0;
+  for (int64_t key_tile = 0; key_tile < m.key_tiles; ++key_tile) {
+    if (wants_bits && tiles[key_tile] < 0) continue;
+    const Range keys = {key_tile * kKeyTile, smaller((key_tile + 1) * kKeyTile, p.program->keys)};
+    Evaluation<T> pairs(whole_call, *m.list, n, head, rows, keys, {}, workspace);
+    uint64_t* const bits = wants_bits ? m.bits + tiles[key_tile] * kKeyTile : nullptr;
+    bool some = false, all = true;
+    for (int64_t first = 0; first < keys.size() && (wants_bits || !some || all); first += kStrip) {
+      const int64_t count = smaller(kStrip, keys.size() - first);
+      pairs.run(first, count);
+      const Values<T> visible = pairs.at(m.list->results[0].from);
+      for (int64_t j = 0; j < count; ++j) {
+        uint64_t word = 0;
+        for (int64_t i = 0; i < rows.size(); ++i)
+          word |= uint64_t{bit_cast<UInt<T>>(visible.data[j * visible.step + (i & visible.lanes)]) != 0} << i;
+        some |= word != 0;
+        all &= word == ~uint64_t{} >> (kRowTile - rows.size());
+        if (wants_bits) bits[first + j] = word;
+      }
+    }
+    if (!wants_bits) tiles[key_tile] = !some ? kNoPair : all ? kAllPairs : 0;
+  }
+}
+
+}  // namespace attn::ATTN_ISA

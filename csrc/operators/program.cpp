@@ -1,0 +1,523 @@
+#include "operators/program.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+namespace attn {
+namespace {
+
+constexpr int kMostOperations = 64, kMostColumns = 16, kMostLines = 512;
+constexpr int kNone = -1;
+
+// A value of a list under construction. Equal values are one.
+struct Value {
+  Op op = Op::leaf;
+  char type = 'f';
+  std::array<int, 3> from = {kNone, kNone, kNone};
+  LeafOfList leaf = {Leaf::number};
+
+  auto key() const {
+    uint64_t bits;
+    std::memcpy(&bits, &leaf.number, sizeof bits);
+    return std::tuple(op, type, from, leaf.leaf, leaf.column, bits);
+  }
+};
+
+class Graph {
+ public:
+  int leaf(char type, LeafOfList leaf) { return put({.type = type, .leaf = leaf}); }
+  int number(double x) { return leaf('f', {Leaf::number, 0, x}); }
+  int whole(double x) { return leaf('i', {Leaf::whole_number, 0, x}); }
+  int boolean(bool x) { return leaf('b', {Leaf::boolean, 0, x ? 1.0 : 0.0}); }
+
+  const Value& operator[](int n) const { return values_[n]; }
+  int size() const { return static_cast<int>(values_.size()); }
+  bool is_number(int n, double x) const {
+    return values_[n].leaf.leaf == Leaf::number && is_leaf(n) && number_of(n) == x;
+  }
+  bool is_leaf(int n) const { return values_[n].op == Op::leaf; }
+
+  // An operation on numbers or on `type`, simplified if that changes no bit but the sign of a zero.
+  int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
+    switch (op) {
+      case Op::add:
+        if (is_number(a, 0)) return b;
+        if (is_number(b, 0)) return a;
+        break;
+      case Op::sub:
+        if (is_number(b, 0)) return a;
+        break;
+      case Op::mul:
+      case Op::times:
+        if (is_number(a, 1)) return b;
+        if (is_number(b, 1)) return a;
+        if (is_number(a, -1)) return add(Op::neg, b);
+        if (is_number(b, -1)) return add(Op::neg, a);
+        if (op == Op::times && (is_number(a, 0) || is_number(b, 0))) return number(0);
+        break;
+      case Op::neg:
+        if (values_[a].op == Op::neg) return values_[a].from[0];
+        if (is_leaf(a) && values_[a].leaf.leaf == Leaf::number) return number(-number_of(a));
+        break;
+      case Op::where:
+        if (b == c) return b;
+        break;
+      default:
+        break;
+    }
+    return put({op, type, {a, b, c}});
+  }
+
+ private:
+  double number_of(int n) const { return values_[n].leaf.number; }
+
+  int put(const Value& value) {
+    const auto [found, is_new] = numbers_.try_emplace(value.key(), size());
+    if (is_new) values_.push_back(value);
+    return found->second;
+  }
+
+  std::vector<Value> values_;
+  std::map<decltype(Value().key()), int> numbers_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Derivatives
+
+// Partial derivative of value n by its operand number i, or kNone where that is 0.
+int partial(Graph& g, int n, int i) {
+  const Value v = g[n];
+  const auto [a, b, c] = v.from;
+  const auto choose = [&](int condition, int x, int y) { return g.add(Op::where, condition, x, y); };
+  const auto less = [&](int x, int y) { return g.add(Op::lt, x, y, kNone, 'b'); };
+  const auto number = [&](double x) { return g.number(x); };
+  switch (v.op) {
+    case Op::add:
+      return number(1);
+    case Op::sub:
+      return number(i == 0 ? 1 : -1);
+    case Op::mul:
+    case Op::times:
+      return i == 0 ? b : a;
+    case Op::div:
+      return i == 0 ? g.add(Op::div, number(1), b) : g.add(Op::neg, g.add(Op::div, n, b));
+    case Op::neg:
+      return number(-1);
+    case Op::abs:
+      return choose(less(number(0), a), number(1), choose(less(a, number(0)), number(-1), number(0)));
+    case Op::minimum:
+    case Op::maximum: {  // a half to each of two equals
+      const int own = i == 0 ? a : b, other = i == 0 ? b : a;
+      const int wins = v.op == Op::minimum ? less(own, other) : less(other, own);
+      return choose(wins, number(1), choose(g.add(Op::eq, a, b, kNone, 'b'), number(0.5), number(0)));
+    }
+    case Op::clamp: {
+      const int below = less(a, b), above = less(c, a), crossed = less(c, b);
+      if (i == 0) return choose(g.add(Op::bit_or, below, above, kNone, 'b'), number(0), number(1));
+      if (i == 1) return choose(crossed, number(0), choose(below, number(1), number(0)));
+      return choose(g.add(Op::bit_or, above, crossed, kNone, 'b'), number(1), number(0));
+    }
+    case Op::sqrt:
+      return g.add(Op::div, number(0.5), n);
+    case Op::exp:
+      return n;
+    case Op::exp2:
+      return g.add(Op::mul, n, number(0.69314718055994530942));
+    case Op::log:
+      return g.add(Op::div, number(1), a);
+    case Op::log1p:
+      return g.add(Op::div, number(1), g.add(Op::add, number(1), a));
+    case Op::tanh:
+      return g.add(Op::sub, number(1), g.add(Op::mul, n, n));
+    default:  // floor, and conversions to and from whole numbers
+      return kNone;
+  }
+}
+
+// x + y, where either may be kNone, which is 0.
+int sum(Graph& g, int x, int y) {
+  if (x == kNone || y == kNone) return x == kNone ? y : x;
+  return g.add(Op::add, x, y);
+}
+int zero_if_none(Graph& g, int n) { return n == kNone ? g.number(0) : n; }
+
+// The operands through which a derivative passes: numbers.
+bool is_differentiable(const Graph& g, int operand) { return operand != kNone && g[operand].type == 'f'; }
+
+// adjoints[n]: the gradient of value n, given that of `result`.
+std::vector<int> reverse(Graph& g, int result, int grad) {
+  std::vector<int> adjoints(g.size(), kNone);
+  adjoints[result] = grad;
+  for (int n = result; n >= 0; --n) {
+    if (adjoints[n] == kNone || g.is_leaf(n)) continue;
+    const Value v = g[n];
+    for (int i = 0; i < 3; ++i) {
+      const int operand = v.from[i];
+      if (!is_differentiable(g, operand)) continue;
+      int share = kNone;
+      if (v.op == Op::where) {
+        const int x = i == 1 ? adjoints[n] : g.number(0), y = i == 1 ? g.number(0) : adjoints[n];
+        share = g.add(Op::where, v.from[0], x, y);
+      } else if (const int p = partial(g, n, i); p != kNone) {
+        share = g.add(Op::times, adjoints[n], p);
+      }
+      adjoints[operand] = sum(g, adjoints[operand], share);
+    }
+  }
+  return adjoints;
+}
+
+// The derivative of value n along a direction. `tangents` has those of the leaves, and keeps what is found.
+int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
+  if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
+  const Value v = g[n];
+  int total = kNone;
+  if (v.op == Op::where) {
+    const int x = is_differentiable(g, v.from[1]) ? tangent(g, v.from[1], tangents) : kNone;
+    const int y = is_differentiable(g, v.from[2]) ? tangent(g, v.from[2], tangents) : kNone;
+    if (x != kNone || y != kNone) total = g.add(Op::where, v.from[0], zero_if_none(g, x), zero_if_none(g, y));
+  } else if (!g.is_leaf(n)) {
+    for (int i = 0; i < 3; ++i) {
+      if (!is_differentiable(g, v.from[i])) continue;
+      const int t = tangent(g, v.from[i], tangents);
+      const int p = t == kNone ? kNone : partial(g, n, i);
+      if (p == kNone) continue;
+      // The factor that is 0 hides the other one: of `times` that is its own first factor, else the tangent.
+      const bool hides = v.op == Op::times && i == 1;
+      total = sum(g, total, hides ? g.add(Op::times, p, t) : g.add(Op::times, t, p));
+    }
+  }
+  return tangents[n] = total;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Lists
+
+struct OwnList {
+  std::vector<Step> steps;
+  std::vector<LeafOfList> leaves;
+  std::vector<ResultOfList> results;
+  int slots = 0;
+
+  List view() const {
+    return {steps.data(),   static_cast<int>(steps.size()),   leaves.data(), static_cast<int>(leaves.size()),
+            results.data(), static_cast<int>(results.size()), slots};
+  }
+};
+
+// The operations that `results` need, in order. A slot is used again once its value is not needed any more.
+OwnList list_of(const Graph& g, const std::vector<std::pair<int, LeafOfList>>& results) {
+  std::vector<int> uses(g.size());
+  for (const auto& [n, _] : results) ++uses[n];
+  for (int n = g.size() - 1; n >= 0; --n)
+    if (uses[n] > 0)
+      for (const int operand : g[n].from)
+        if (operand != kNone) ++uses[operand];
+  // A sum of a product that nothing else needs is one operation.
+  std::vector<Value> values;
+  for (int n = 0; n < g.size(); ++n) {
+    values.push_back(g[n]);
+    Value& v = values.back();
+    if (v.op != Op::add || uses[n] == 0) continue;
+    for (const int i : {0, 1}) {
+      const int product = v.from[i], other = v.from[1 - i];
+      if (g[product].op != Op::mul || uses[product] != 1 || product == other) continue;
+      v = {Op::fma, 'f', {g[product].from[0], g[product].from[1], other}};
+      uses[product] = 0;
+      break;
+    }
+  }
+  OwnList list;
+  std::vector<int16_t> place(g.size());
+  std::vector<int16_t> free;
+  for (int n = 0; n < g.size(); ++n) {
+    if (uses[n] == 0) continue;
+    const Value& v = values[n];
+    if (v.op == Op::leaf) {
+      place[n] = static_cast<int16_t>(-1 - static_cast<int>(list.leaves.size()));
+      list.leaves.push_back(v.leaf);
+      continue;
+    }
+    Step step{v.op, 0, {}};
+    for (int i = 0; i < 3; ++i) {
+      const int operand = v.from[i];
+      if (operand == kNone) continue;
+      step.from[i] = place[operand];
+      if (--uses[operand] == 0 && place[operand] >= 0) free.push_back(place[operand]);
+    }
+    if (free.empty()) free.push_back(static_cast<int16_t>(list.slots++));
+    step.to = place[n] = free.back();
+    free.pop_back();
+    list.steps.push_back(step);
+  }
+  for (const auto& [n, of] : results) list.results.push_back({place[n], of});
+  return list;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Strings
+
+struct Operation {
+  const char* name;
+  char type;
+  const char* operands;
+  Op op;
+};
+constexpr Operation kOperations[] = {
+    {"add", 'f', "ff", Op::add},
+    {"sub", 'f', "ff", Op::sub},
+    {"mul", 'f', "ff", Op::mul},
+    {"div", 'f', "ff", Op::div},
+    {"neg", 'f', "f", Op::neg},
+    {"abs", 'f', "f", Op::abs},
+    {"minimum", 'f', "ff", Op::minimum},
+    {"maximum", 'f', "ff", Op::maximum},
+    {"clamp", 'f', "fff", Op::clamp},
+    {"sqrt", 'f', "f", Op::sqrt},
+    {"exp", 'f', "f", Op::exp},
+    {"exp2", 'f', "f", Op::exp2},
+    {"log", 'f', "f", Op::log},
+    {"log1p", 'f', "f", Op::log1p},
+    {"tanh", 'f', "f", Op::tanh},
+    {"floor", 'f', "f", Op::floor},
+    {"add", 'i', "ii", Op::add_whole},
+    {"sub", 'i', "ii", Op::sub_whole},
+    {"mul", 'i', "ii", Op::mul_whole},
+    {"minimum", 'i', "ii", Op::minimum_whole},
+    {"maximum", 'i', "ii", Op::maximum_whole},
+    {"floor_divide", 'i', "ii", Op::floor_divide},
+    {"remainder", 'i', "ii", Op::remainder},
+    {"and", 'i', "ii", Op::bit_and},
+    {"or", 'i', "ii", Op::bit_or},
+    {"xor", 'i', "ii", Op::bit_xor},
+    {"not", 'i', "i", Op::bit_not},
+    {"and", 'b', "bb", Op::bit_and},
+    {"or", 'b', "bb", Op::bit_or},
+    {"xor", 'b', "bb", Op::bit_xor},
+    {"not", 'b', "b", Op::bit_not},
+    {"eq", 'b', "ff", Op::eq},
+    {"ne", 'b', "ff", Op::ne},
+    {"lt", 'b', "ff", Op::lt},
+    {"le", 'b', "ff", Op::le},
+    {"eq", 'b', "ii", Op::eq_whole},
+    {"ne", 'b', "ii", Op::ne_whole},
+    {"lt", 'b', "ii", Op::lt_whole},
+    {"le", 'b', "ii", Op::le_whole},
+    {"where", 'f', "bff", Op::where},
+    {"where", 'i', "bii", Op::where},
+    {"where", 'b', "bbb", Op::where},
+    {"float", 'f', "i", Op::float_of},
+    {"int", 'i', "f", Op::whole_of},
+};
+
+class Reader {
+ public:
+  Reader(const char* op, const char* name, const std::string& text) : op_(op), name_(name), stream_(text) {}
+
+  // Returns the value that the string returns.
+  int read(Graph& g, char type, int (&columns)[kTermKinds]) {
+    next_line();
+    check(line_ == "attn.program 1", "it must be \"attn.program 1\"");
+    std::vector<int> values;
+    while (true) {
+      next_line();
+      check(++lines_ <= kMostLines, "a program has at most ", kMostLines, " lines");
+      std::istringstream words(line_);
+      std::string first, kind, name;
+      words >> first;
+      if (first == "return") {
+        words >> name;
+        const int result = operand(values, name);
+        end(words);
+        std::string more;
+        check(!(stream_ >> more), "nothing may follow");
+        check(g[result].type == type, "it must return ", spelled(type));
+        return result;
+      }
+      check(first == c10::str("%", values.size()), "a line must begin with %", values.size(), " or return");
+      check(static_cast<bool>(words >> kind >> name) && kind.size() == 1, "a type and an operation are missing");
+      values.push_back(value(g, kind[0], name, words, values, columns));
+      end(words);
+    }
+  }
+
+ private:
+  template <class... T>
+  void check(bool is, const T&... what) const {
+    TORCH_CHECK(is, op_, ": line ", number_, " of ", name_, " is \"", line_, "\"; ", what...);
+  }
+  static const char* spelled(char type) {
+    return type == 'f' ? "a number" : type == 'i' ? "a whole number" : "a boolean";
+  }
+  void next_line() {
+    ++number_;
+    if (!std::getline(stream_, line_)) {
+      line_ = "";
+      check(false, "the program ends without \"return\"");
+    }
+  }
+  void end(std::istringstream& words) const {
+    std::string more;
+    check(!(words >> more), "nothing may follow the operands");
+  }
+  int operand(const std::vector<int>& values, const std::string& word) const {
+    size_t n = 0;
+    const bool is = word.size() > 1 && word[0] == '%' &&
+                    std::from_chars(word.data() + 1, word.data() + word.size(), n).ptr == word.data() + word.size();
+    check(is && n < values.size(), "an operand must be an earlier value, %0 to %", values.size() - 1);
+    return values[n];
+  }
+  int64_t integer(std::istringstream& words, int64_t least, int64_t most) const {
+    std::string word;
+    words >> word;
+    int64_t n = 0;
+    const auto [last, error] = std::from_chars(word.data(), word.data() + word.size(), n);
+    check(error == std::errc() && last == word.data() + word.size() && !word.empty() && least <= n && n <= most,
+          "a whole number between ", least, " and ", most, " must follow");
+    return n;
+  }
+
+  int value(Graph& g, char type, const std::string& name, std::istringstream& words, const std::vector<int>& values,
+            int (&columns)[kTermKinds]) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    if (name == "score") {
+      check(type == 'f' && std::strcmp(name_, "score_mod") == 0, "the score is a number, and only score_mod has one");
+      return g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}));
+    }
+    if (name == "const") {
+      if (type == 'i') return g.whole(static_cast<double>(integer(words, -kMost - 1, kMost)));
+      if (type == 'b') return g.boolean(integer(words, 0, 1));
+      std::string word;
+      words >> word;
+      char* last = nullptr;
+      const double x = std::strtod(word.c_str(), &last);
+      check(!word.empty() && *last == 0, "a number must follow");
+      return g.number(x);
+    }
+    if (name == "query" || name == "key_index") {
+      check(type == 'i', "it is a whole number");
+      return g.leaf('i', {name == "query" ? Leaf::query : Leaf::key});
+    }
+    constexpr const char* kAxes[] = {"row", "key", "distance"};
+    for (int axis = 0; axis < 3; ++axis) {
+      if (name != kAxes[axis]) continue;
+      const int column = static_cast<int>(integer(words, 0, kMostColumns - 1));
+      const int first = static_cast<int>(type == 'f' ? Leaf::row_term : Leaf::row_number);
+      const auto leaf = static_cast<Leaf>(first + axis);
+      int& count = columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+      count = std::max(count, column + 1);
+      if (type == 'f') return g.leaf('f', {leaf, column});
+      const int whole = g.leaf('i', {leaf, column});
+      check(type == 'i' || type == 'b', "a type must be f, i or b");
+      return type == 'i' ? whole : g.add(Op::ne_whole, whole, g.whole(0), kNone, 'b');
+    }
+    check(++operations_ <= kMostOperations, "a program has at most ", kMostOperations, " operations");
+    std::array<int, 3> from = {kNone, kNone, kNone};
+    std::string types, word;
+    while (types.size() < 3 && words >> word) {
+      from[types.size()] = operand(values, word);
+      types += g[from[types.size()]].type;
+    }
+    const auto [a, b, c] = from;
+    const auto is = [&](const char* other, char result, const char* of) {
+      return name == other && type == result && types == of;
+    };
+    // Operations that are made of others.
+    if (is("gt", 'b', "ff") || is("gt", 'b', "ii"))
+      return g.add(types == "ff" ? Op::lt : Op::lt_whole, b, a, kNone, 'b');
+    if (is("ge", 'b', "ff") || is("ge", 'b', "ii"))
+      return g.add(types == "ff" ? Op::le : Op::le_whole, b, a, kNone, 'b');
+    if (is("reciprocal", 'f', "f")) return g.add(Op::div, g.number(1), a);
+    if (is("rsqrt", 'f', "f")) return g.add(Op::div, g.number(1), g.add(Op::sqrt, a));
+    if (is("square", 'f', "f")) return g.add(Op::mul, a, a);
+    if (is("sigmoid", 'f', "f"))
+      return g.add(Op::div, g.number(1), g.add(Op::add, g.number(1), g.add(Op::exp, g.add(Op::neg, a))));
+    if (is("neg", 'i', "i")) return g.add(Op::sub_whole, g.whole(0), a, kNone, 'i');
+    if (is("abs", 'i', "i"))
+      return g.add(Op::maximum_whole, a, g.add(Op::sub_whole, g.whole(0), a, kNone, 'i'), kNone, 'i');
+    if (is("clamp", 'i', "iii"))
+      return g.add(Op::minimum_whole, g.add(Op::maximum_whole, a, b, kNone, 'i'), c, kNone, 'i');
+    if (is("float", 'f', "b")) return g.add(Op::where, a, g.number(1), g.number(0));
+    if (is("int", 'i', "b")) return g.add(Op::where, a, g.whole(1), g.whole(0), 'i');
+    if (is("bool", 'b', "f")) return g.add(Op::ne, a, g.number(0), kNone, 'b');
+    if (is("bool", 'b', "i")) return g.add(Op::ne_whole, a, g.whole(0), kNone, 'b');
+    for (const Operation& o : kOperations)
+      if (is(o.name, o.type, o.operands)) return g.add(o.op, a, b, c, type);
+    check(false, "there is no operation ", name, " of type ", type, " whose operands have the types (", types, ")");
+    return kNone;
+  }
+
+  const char *op_, *name_;
+  std::istringstream stream_;
+  std::string line_;
+  int number_ = 0, lines_ = 0, operations_ = 0;
+};
+
+struct OwnCompiled : Compiled {
+  OwnList own[4];
+  void take(List& view, OwnList list) {
+    OwnList& kept = own[&view == &this->list ? 0 : &view == &gradient ? 1 : &view == &tangent ? 2 : 3];
+    kept = std::move(list);
+    view = kept.view();
+  }
+};
+
+std::shared_ptr<const Compiled> read(const char* op, const char* name, const std::string& text) {
+  auto compiled = std::make_shared<OwnCompiled>();
+  Graph g;
+  const bool is_score = std::strcmp(name, "score_mod") == 0;
+  const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', compiled->columns);
+  compiled->take(compiled->list, list_of(g, {{result, {}}}));
+  if (!is_score) return compiled;
+
+  const int read_values = g.size();
+  const int z = g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}));
+  const int grad = g.leaf('f', {Leaf::grad});
+  const std::vector<int> adjoints = reverse(g, result, grad);
+  const auto adjoint = [&](int n) {
+    return zero_if_none(g, n < static_cast<int>(adjoints.size()) ? adjoints[n] : kNone);
+  };
+  std::vector<std::pair<int, LeafOfList>> gradients = {{adjoint(z), {Leaf::product}}};
+  std::unordered_map<int, int> tangents = {{z, g.leaf('f', {Leaf::tangent})},
+                                           {grad, g.leaf('f', {Leaf::tangent_grad})}};
+  for (int n = 0; n < read_values; ++n) {
+    const LeafOfList leaf = g[n].leaf;
+    if (!g.is_leaf(n) || leaf.leaf < Leaf::row_term || leaf.leaf > Leaf::distance_term) continue;
+    gradients.push_back({adjoint(n), leaf});
+    constexpr int kToTangent = static_cast<int>(Leaf::row_tangent) - static_cast<int>(Leaf::row_term);
+    tangents[n] = g.leaf('f', {static_cast<Leaf>(static_cast<int>(leaf.leaf) + kToTangent), leaf.column});
+  }
+  compiled->take(compiled->gradient, list_of(g, gradients));
+  compiled->take(compiled->tangent, list_of(g, {{zero_if_none(g, tangent(g, result, tangents)), {}}}));
+  for (auto& [n, _] : gradients) n = zero_if_none(g, tangent(g, n, tangents));
+  compiled->take(compiled->tangent_gradient, list_of(g, gradients));
+  return compiled;
+}
+
+}  // namespace
+
+std::shared_ptr<const Compiled> compile(const char* op, const char* name, const std::string& text) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, std::string>, std::shared_ptr<const Compiled>> cache;
+  constexpr size_t kMost = 256;
+  const std::pair key(std::string(name), text);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = cache.find(key); found != cache.end()) return found->second;
+  auto compiled = read(op, name, text);  // before the cache changes: it may throw
+  if (cache.size() == kMost) cache.clear();
+  return cache[key] = std::move(compiled);
+}
+
+}  // namespace attn
