@@ -28,12 +28,13 @@ def arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any], dict[str
         return list(x), {**options, "with_rows": with_rows}
     saved = torch.ops.attn._sdpa_forward(*x, **options)[:4]
     output = saved[0]
-    of_heads: list[Tensor | None] = [options.get(n) for n in ("alibi_slopes", "sinks")]
-    wanted = [t is not None and t.is_floating_point() for t in (*x, *of_heads)]
+    learned = ("alibi_slopes", "sinks", "row_terms", "key_terms", "distance_terms")
+    more: list[Tensor | None] = [options.get(n) for n in learned]
+    wanted = [t is not None and t.is_floating_point() for t in (*x, *more)]
     grads = [torch.randn_like(output), torch.randn_like(saved[1][..., 0]) if with_rows else None]
     if name == "_sdpa_backward":
         return [*grads, *saved, *x], {**options, "grad_input_mask": wanted}
-    along = [*directions(x), *(None if t is None else torch.randn_like(t) for t in of_heads)]
+    along = [*directions(x), *(None if t is None else torch.randn_like(t) for t in more)]
     if name == "_sdpa_tangent":
         return [*saved, *along, *x], options
     moved = torch.ops.attn._sdpa_tangent(*saved, *along, *x, **options)

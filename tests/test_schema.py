@@ -17,10 +17,22 @@ MORE += "Tensor? key_lengths=None"
 PACKED = ", Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, "
 PACKED += "Tensor? block_table=None"
 OF_HEADS = ", Tensor? alibi_slopes=None, Tensor? sinks=None"
+PROGRAM = ", str? score_mod=None, str? mask_mod=None"
+PROGRAM += "".join(
+    f", Tensor? {of}_{what}=None"
+    for what in ("terms", "numbers")
+    for of in ("row", "key", "distance")
+)
 ROWS = "(Tensor output, Tensor logsumexp, Tensor max_score)"
 PUBLIC = {
     "sdpa": f"({BUILTIN}) -> Tensor",
     "attention": f"({BUILTIN}{MORE}{PACKED}{OF_HEADS}) -> {ROWS}",
+    "flex_attention": (
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+        "float? scale=None, bool enable_gqa=False, int[2] window_size=-1, Tensor? "
+        "query_offset=None, Tensor? key_lengths=None, Tensor? sinks=None"
+        f"{PROGRAM}) -> {ROWS}"
+    ),
     "varlen_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? cu_seq_q, Tensor? cu_seq_k, "
         "SymInt max_q, SymInt max_k, *, Tensor? attn_mask=None, float dropout_p=0., "
@@ -61,7 +73,7 @@ def test_private_operators_take_a_call(name: str) -> None:
 def test_tangents_and_gradients_are_of_the_inputs() -> None:
     tangents = [n for n, *_ in arguments(ops._sdpa_tangent) if n.startswith("tangent_")]
     inputs = [n.removeprefix("tangent_") for n in tangents]
-    names = [n for n, *_ in arguments(ops.attention)]
+    names = [n for n, *_ in arguments(ops._sdpa_forward)]
     assert inputs == [n for n in names if n in inputs]
     assert {"query", "sinks"} <= {*inputs}
     for operator in (ops._sdpa_backward, ops._sdpa_second):

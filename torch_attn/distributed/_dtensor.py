@@ -266,8 +266,10 @@ class _Sharded:
             if self.way == "gather" and "grad_input_mask" in x:
                 x = _widened(x)
             found = self.op(**x)
-        named = dict(zip(names, found, strict=True))
-        return tuple(self._result(n, named[n]) for n in wanted or names)
+        named = dict(zip(names, found, strict=False))
+        results = tuple(self._result(n, named[n]) for n in wanted or names)
+        # Functions of the pair have gradients, too, but DTensors take no such function.
+        return results + (None,) * (0 if wanted else len(self.op._schema.returns) - len(names))
 
     def _result(self, name: str, local: Tensor | None) -> Any:
         """Makes the DTensor of a result.
@@ -338,7 +340,7 @@ def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
     if name == "_sdpa_backward":
         wanted = x["grad_input_mask"]
         found = _parts.gradients(call, inputs, saved, x["grad_output"], x["grad_logsumexp"], wanted)
-        return [g if w else None for g, w in zip(found, wanted, strict=True)]
+        return [g if w else None for g, w in zip(found, wanted[: len(found)], strict=True)]
     directions = Inputs(*(x[f"tangent_{n}"] for n in Inputs._fields))
     moved, change = _parts.tangents(call, inputs, saved, directions)
     output, rest = _rounded(moved.to(saved.output.dtype), dtype)
