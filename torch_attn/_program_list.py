@@ -1,26 +1,25 @@
-"""The operations of the pair of a score program: rules that turn PyTorch's calls into a list.
+"""The list of operations of a score program, and the rules that write PyTorch's calls into it.
 
-`_programs.py` runs the user's function. Every call on a value of the pair arrives here, where a
-rule of the called function's name and signature adds operations to the list.
+`_programs.py` runs the user's functions. A call on a value that depends on query and key at once
+arrives here: `RULES` has a function for each name of PyTorch's, with its parameters.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DISTANCE", "HEAD", "KEY", "PAIR", "RULES", "ROW", "List", "Value", "letter"]
+__all__ = ["DISTANCE", "HEAD", "KEY", "PAIR", "ROW", "RULES", "List", "Value", "letter", "write"]
 
 # What a value depends on: head (b, h), row (b, h, i), key (b, h, j), distance (b, h, i - j), pair.
+# A row term holds what depends on the head alone.
 HEAD, ROW, KEY, DISTANCE, PAIR = range(5)
-LEAVES = {ROW: "row", KEY: "key", DISTANCE: "distance"}
-
-Number = bool | int | float
+_LEAF = "row", "row", "key", "distance"
 
 
 class Value:
@@ -28,393 +27,356 @@ class Value:
 
     Attributes:
         kind: HEAD, ROW, KEY, DISTANCE or PAIR.
-        dtype, shape: what the user's function sees: `()` for a number.
-        tensor: the numbers, `[B|1, H|1, N|1, *shape]`; N is L, S or L + S - 1 by `kind`. None for
-            PAIR, and for `lookup` until somebody reads it.
-        node: of a PAIR: its place in the list.
-        affine: (a, b, c) if the value is a i + b j + c; c is an int or a whole HEAD tensor.
-        lookup: a table and, for each of its dimensions, a Value that indexes it or None.
-        constant: a number that the function itself made.
-        limits: the smallest and the largest number, where they are known.
-        serial: distinguishes values.
+        dtype, shape: what the user's function sees; `()` for a number.
+        make: computes `tensor` when it is read: `[B|1, H|1, N|1, *shape]`, where N is L, S or
+            L + S - 1 by `kind`. A PAIR has none.
+        node: the place of a PAIR in the list.
+        affine: (a, b, c) if the value is a i + b j + c; c is an int or a tensor of kind HEAD.
+        lookup: a table and, for each of its dimensions, the Value that indexes it or None.
+        constant: whether the function made this number itself.
+        limits: the least and the largest number, where they are known.
+        serial: another one for every value.
     """
-
-    __slots__ = (
-        *("kind", "dtype", "shape", "tensor", "node"),
-        *("affine", "lookup", "constant", "limits", "serial"),
-    )
 
     def __init__(
         self,
         serial: int,
         kind: int,
         dtype: torch.dtype,
+        make: Callable[[], Tensor] | None = None,
         shape: tuple[int, ...] = (),
-        tensor: Tensor | None = None,
         node: int = -1,
         affine: tuple[int, int, Any] | None = None,
         constant: bool = False,
         limits: tuple[int, int] | None = None,
     ) -> None:
         self.serial, self.kind, self.dtype, self.shape = serial, kind, dtype, shape
-        self.tensor, self.node, self.affine = tensor, node, affine
+        self.make, self.node, self.affine = make, node, affine
         self.constant, self.limits = constant, limits
         self.lookup: tuple[Tensor, list[Value | None]] | None = None
+        self.made: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        if self.made is None:
+            assert self.make is not None
+            self.made = self.make()
+        return self.made
 
 
 def letter(dtype: torch.dtype) -> str:
-    """The type of the list for a dtype: f, i or b."""
-    return "f" if dtype.is_floating_point else "b" if dtype == torch.bool else "i"
+    """The type of the list that computes a dtype: f, i or b."""
+    return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
 
 
-def result_type(*arguments: Value | Number) -> torch.dtype:
-    """PyTorch's type promotion for 0-d tensors and Python's numbers."""
-    dtypes = [x.dtype for x in arguments if isinstance(x, Value)]
-    dtype = functools.reduce(torch.promote_types, dtypes, torch.bool)
-    if any(isinstance(x, float) for x in arguments) and not dtype.is_floating_point:
-        return torch.get_default_dtype()
-    if dtype == torch.bool and any(type(x) is int for x in arguments):
-        return torch.int64
-    return dtype
+_promote = functools.cache(torch.promote_types)
+
+
+def promoted(*operands: Any) -> torch.dtype:
+    """PyTorch's type promotion of Values and Python's numbers."""
+    dtype: Any = None
+    for x in operands:
+        if isinstance(x, Value) and x.dtype is not dtype:
+            dtype = _promote(dtype, x.dtype) if dtype else x.dtype
+    for x in operands:
+        if type(x) is float and not (dtype and dtype.is_floating_point):
+            return torch.get_default_dtype()
+        if type(x) is int and dtype in (None, torch.bool):
+            dtype = torch.int64
+    return dtype or torch.bool
+
+
+def _word(x: Any, type_: str) -> str:
+    """A constant of the list."""
+    if type_ != "f":
+        return str(int(bool(x) if type_ == "b" else x))
+    return float(x).hex() if math.isfinite(x) else str(float(x))
+
+
+_NEUTRAL = {  # x op this is x, for every x and in every bit
+    *((name, "f", _word(1, "f")) for name in ("mul", "div")),
+    *(("sub", "f", _word(0, "f")), ("add", "f", _word(-0.0, "f"))),
+    *((name, "i", "1") for name in ("mul", "floor_divide")),
+    *((name, "i", "0") for name in ("add", "sub", "or", "xor")),
+    *(("or", "b", "0"), ("xor", "b", "0"), ("and", "b", "1")),
+}
+_CONVERT = {"f": "float", "i": "int", "b": "bool"}
 
 
 class List:
-    """The list of operations, shared by the score and the mask; equal operations are one.
+    """The operations of both functions; equal ones are one.
 
     Args:
-        dtype: of leaves that are not whole: float32 or float64.
-        compiling: numbers cannot be read while `torch.compile` traces.
+        dtype: of leaves that are no whole numbers: float32 or float64.
+        compiling: while torch.compile traces, constants cannot be read; they become leaves.
     """
 
     def __init__(self, dtype: torch.dtype, compiling: bool) -> None:
         self.dtype, self.compiling = dtype, compiling
-        self.nodes: list[tuple[Any, ...]] = []
-        self.places: dict[tuple[Any, ...], int] = {}
-        self.leaves: dict[tuple[str, int], Tensor] = {}  # by type and serial
+        self.nodes: dict[tuple[Any, ...], int] = {}  # (type, name, operands...), in order
+        self.words: dict[int, str] = {}  # constants by place
+        self.leaves: dict[tuple[str, int], Tensor] = {}  # by stored type and serial
         self.count = 0
 
-    def value(self, kind: int, dtype: torch.dtype, **fields: Any) -> Value:
+    def value(self, kind: int, dtype: torch.dtype, make: Any = None, **fields: Any) -> Value:
         self.count += 1
-        return Value(self.count, kind, dtype, **fields)
+        return Value(self.count, kind, dtype, make, **fields)
 
-    def add(self, type_: str, name: str, *operands: Any) -> int:
-        """The place of an operation, after what is exact for every number: x 1, + 0, where."""
-        x, *rest = operands or (None,)
-        y = self.nodes[rest[0]] if rest and type(rest[0]) is int and name != "const" else ()
-        if y[1:2] == ("const",):
-            neutral = {"mul": 1, "div": 1, "sub": 0, "floor_divide": 1}
-            if type_ == "i":
-                neutral["add"] = 0
-            if y[2] == neutral.get(name) and math.copysign(1, y[2]) > 0:
-                return x  # type: ignore[no-any-return]
-        if name == "where":
-            if self.nodes[x][1] == "const":
-                return rest[0] if self.nodes[x][2] else rest[1]  # type: ignore[no-any-return]
-            if rest[0] == rest[1]:
-                return rest[0]  # type: ignore[no-any-return]
-        # Type and sign tell 1 from True and 0.0 from -0.0.
-        node = (type_, name, *operands)
-        key = (*node, str(x)) if name == "const" else node
-        place = self.places.get(key)
+    def add(self, *node: Any) -> int:
+        place = self.nodes.get(node)
         if place is None:
-            place = self.places[key] = len(self.nodes)
-            self.nodes.append(node)
+            place = self.nodes[node] = len(self.nodes)
         return place
 
-    def operand(self, x: Value | Number, type_: str) -> int:
-        """The place of a value or number as an operand of a type."""
+    def place(self, x: Any, type_: str) -> int:
+        """The place of a Value or a number as an operand of a type."""
         if not isinstance(x, Value):
-            return self.add(type_, "const", {"f": float, "i": int, "b": bool}[type_](x))
+            word = _word(x, type_)
+            place = self.add(type_, "const", word)
+            self.words[place] = word
+            return place
+        have = letter(x.dtype)
         if x.kind == PAIR:
-            have = letter(x.dtype)
-            name = {"f": "float", "i": "int", "b": "bool"}[type_]
-            return x.node if have == type_ else self.add(type_, name, x.node)
-        assert x.tensor is not None
+            return x.node if have == type_ else self.add(type_, _CONVERT[type_], x.node)
         if x.constant and not self.compiling:
-            return self.operand(x.tensor.item(), type_)
+            return self.place(x.tensor.item(), type_)
         if type_ == "i" and x.affine in ((1, 0, 0), (0, 1, 0)):
             return self.add("i", "query" if x.kind == ROW else "key_index")
-        tensor = x.tensor
-        if type_ == "f" and tensor.dtype != self.dtype:
-            tensor = tensor.to(self.dtype)
-        elif type_ == "b" and tensor.dtype != torch.bool:
-            tensor = tensor != 0
-        elif type_ == "i" and x.dtype.is_floating_point:
-            tensor = tensor.to(torch.int64)
-        # The same column holds a boolean and its 0 or 1.
-        stored = "i" if x.dtype == torch.bool and type_ != "f" else type_
-        self.leaves.setdefault((stored, x.serial), tensor)
-        return self.add(type_, LEAVES.get(x.kind, "row"), (stored, x.serial))
+        # Booleans are stored as whole numbers, so that one column serves both types.
+        stored = "i" if have == "b" and type_ == "b" else type_
+        if (stored, x.serial) not in self.leaves:
+            tensor = x.tensor if type_ != "b" or have == "b" else x.tensor != 0
+            dtype = self.dtype if type_ == "f" else torch.int32
+            self.leaves[stored, x.serial] = tensor.to(dtype)
+        return self.add(type_, _LEAF[x.kind], (stored, x.serial))
 
-    def operation(self, dtype: torch.dtype, name: str, *operands: Value | Number) -> Value:
-        """Adds an operation whose operands have the type of its result."""
+    def operation(self, dtype: torch.dtype, name: str, *operands: Any) -> Value:
+        """An operation whose operands have the type of its result."""
         type_ = letter(dtype)
-        return self.result(dtype, name, *(self.operand(x, type_) for x in operands))
+        places = [self.place(x, type_) for x in operands]
+        if len(places) == 2:
+            for x, y in (places, places[::-1]):
+                swaps = name not in ("sub", "div", "floor_divide")
+                word = self.words.get(y)
+                if word and (name, type_, word) in _NEUTRAL and (swaps or y is places[1]):
+                    return self.value(PAIR, dtype, node=x)
+        return self.value(PAIR, dtype, node=self.add(type_, name, *places))
 
-    def result(self, dtype: torch.dtype, name: str, *operands: int) -> Value:
-        return self.value(PAIR, dtype, node=self.add(letter(dtype), name, *operands))
 
-    def text(self, result: int, column: Callable[[str, int, str], int]) -> str:
-        """The string of the operations that `result` needs.
+@functools.lru_cache(maxsize=256)
+def write(
+    nodes: tuple[tuple[Any, ...], ...], results: tuple[int, ...]
+) -> tuple[list[str], list[int], list[tuple[str, str, int]]]:
+    """The strings of some results, each without what it does not need.
 
-        Args:
-            result: the place of the returned value.
-            column: gives the column of a leaf from its kind, serial and stored type.
-        """
+    Returns:
+        the strings; how many operations each has; and the leaves that they read: the kind, the
+        stored type and the serial. Those of one kind and of type f, or not, are columns in order.
+    """
+    texts, counts, columns = [], [], {}  # type: ignore[var-annotated]
+    for result in results:
         needed = {result}
         for place in range(result, -1, -1):
-            node = self.nodes[place]
-            if place in needed and node[1] != "const" and type(node[-1]) is int:
-                needed.update(node[2:])
+            if place in needed:
+                needed.update(x for x in nodes[place][2:] if type(x) is int)
         number = {place: n for n, place in enumerate(sorted(needed))}
-        lines = ["attn.program 1"]
-        for place in number:
-            type_, name, *operands = self.nodes[place]
-            if name == "const":
-                words = [_constant(operands[0], type_)]
-            elif operands and type(operands[0]) is tuple:
-                words = [str(column(name, operands[0][1], operands[0][0]))]
-            else:
-                words = [f"%{number[x]}" for x in operands]
-            lines.append(" ".join([f"%{number[place]}", type_, name, *words]))
-        return "\n".join([*lines, f"return %{number[result]}"]) + "\n"
+        lines, count = ["attn.program 1"], 0
+        for place, n in number.items():
+            type_, name, *operands = nodes[place]
+            words = []
+            for x in operands:
+                if type(x) is tuple:
+                    column = columns.setdefault((name, x[0] == "f"), {})
+                    x = column.setdefault(x, len(column))
+                    words.append(str(x))
+                elif type(x) is int:
+                    words.append(f"%{number[x]}")
+                else:
+                    words.append(x)
+            count += bool(operands) and type(operands[0]) is int
+            lines.append(" ".join([f"%{n}", type_, name, *words]))
+        texts.append("\n".join([*lines, f"return %{number[result]}\n"]))
+        counts.append(count)
+    return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
 
 
-def _constant(x: Number, type_: str) -> str:
-    return (float(x).hex() if math.isfinite(x) else str(x)) if type_ == "f" else str(int(x))
+# The rules. Each returns a Value of the pair, or raises what it cannot write.
 
 
-# Rules: a function of the list and of the arguments that PyTorch's function of that name takes.
-Rule = Callable[..., Value]
-RULES: dict[str, Rule] = {}
+def _arithmetic(name: str, of_booleans: str | None = None) -> Callable[..., Value]:
+    def rule(ops: List, input: Any, other: Any, *, alpha: Any = 1) -> Value:
+        if not (type(alpha) is int and alpha == 1):
+            other = RULES["mul"](ops, other, alpha)
+        dtype = promoted(input, other)
+        if dtype in (torch.uint8, torch.int8, torch.int16):
+            raise NotImplementedError(f"{name} in {dtype}, which wraps around; call .int() first")
+        if dtype is torch.bool:
+            if not of_booleans:
+                raise NotImplementedError(f"{name} of booleans; use & | ^ ~ or call .int() first")
+            return ops.operation(dtype, of_booleans, input, other)
+        return ops.operation(dtype, name, input, other)
+
+    return rule
 
 
-def _rule(*names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, rule))
-        return rule
+def _unary(name: str) -> Callable[..., Value]:
+    def rule(ops: List, input: Value) -> Value:
+        whole = not input.dtype.is_floating_point
+        return ops.operation(torch.get_default_dtype() if whole else input.dtype, name, input)
 
-    return register
-
-
-def _narrow(dtype: torch.dtype) -> bool:
-    return dtype in (torch.uint8, torch.int8, torch.int16)
+    return rule
 
 
-@_rule("add")
-def add(ops: List, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return _arithmetic(ops, "add", input, other if alpha == 1 else mul(ops, other, alpha))
+def _compare(name: str) -> Callable[..., Value]:
+    def rule(ops: List, input: Any, other: Any) -> Value:
+        type_ = "f" if promoted(input, other).is_floating_point else "i"
+        places = ops.place(input, type_), ops.place(other, type_)
+        return ops.value(PAIR, torch.bool, node=ops.add("b", name, *places))
+
+    return rule
 
 
-@_rule("sub", "subtract")
-def sub(ops: List, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return _arithmetic(ops, "sub", input, other if alpha == 1 else mul(ops, other, alpha))
+def _bits(name: str, logical: bool) -> Callable[..., Value]:
+    def rule(ops: List, *operands: Any) -> Value:
+        dtype = torch.bool if logical else promoted(*operands)
+        if dtype.is_floating_point:
+            raise NotImplementedError(f"bitwise {name} of floating numbers")
+        return ops.operation(dtype, name, *operands)
+
+    return rule
 
 
-@_rule("mul", "multiply")
-def mul(ops: List, input: Any, other: Any) -> Value:
-    return _arithmetic(ops, "mul", input, other)
-
-
-@_rule("minimum")
-def minimum(ops: List, input: Any, other: Any) -> Value:
-    return _arithmetic(ops, "minimum", input, other)
-
-
-@_rule("maximum")
-def maximum(ops: List, input: Any, other: Any) -> Value:
-    return _arithmetic(ops, "maximum", input, other)
-
-
-def _arithmetic(ops: List, name: str, x: Any, y: Any) -> Value:
-    dtype = result_type(x, y)
-    if _narrow(dtype) and name in ("add", "sub", "mul"):
-        raise NotImplementedError(f"{name} in {dtype}, which wraps around; call .int() first")
-    if dtype == torch.bool:
-        if name == "sub":
-            raise TypeError("sub of two booleans, which PyTorch refuses too; use ^")
-        name = {"add": "or", "maximum": "or", "mul": "and", "minimum": "and"}[name]
-    return ops.operation(dtype, name, x, y)
-
-
-@_rule("div", "divide", "true_divide")
-def div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
-    if rounding_mode == "floor":
-        return floor_divide(ops, input, other)
-    if rounding_mode is not None:
-        raise NotImplementedError(f'div(rounding_mode="{rounding_mode}")')
-    dtype = result_type(input, other)
-    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    return ops.operation(dtype, "div", input, other)
-
-
-@_rule("floor_divide")
-def floor_divide(ops: List, input: Any, other: Any) -> Value:
-    dtype = result_type(input, other)
-    if letter(dtype) == "f":
-        return ops.operation(dtype, "floor", ops.operation(dtype, "div", input, other))
-    return ops.operation(dtype, "floor_divide", input, other)
-
-
-@_rule("remainder")
-def remainder(ops: List, input: Any, other: Any) -> Value:
-    dtype = result_type(input, other)
-    if letter(dtype) == "f":
-        return sub(ops, input, mul(ops, floor_divide(ops, input, other), other))
-    return ops.operation(dtype, "remainder", input, other)
-
-
-@_rule("neg", "negative")
-def neg(ops: List, input: Any) -> Value:
-    return ops.operation(input.dtype, "neg", input)
-
-
-@_rule("abs", "absolute")
-def abs_(ops: List, input: Any) -> Value:
+def _abs(ops: List, input: Value) -> Value:
     return ops.operation(input.dtype, "abs", input)
 
 
-def _of_float(name: str) -> Rule:
-    def rule(ops: List, input: Any) -> Value:
-        dtype = input.dtype if letter(input.dtype) == "f" else torch.get_default_dtype()
-        return ops.operation(dtype, name, input)
-
-    return rule
+def _neg(ops: List, input: Value) -> Value:
+    return ops.operation(input.dtype, "neg", input)
 
 
-for _name in ("reciprocal sqrt rsqrt exp exp2 log log1p tanh sigmoid").split():
-    RULES[_name] = _of_float(_name)
+def _div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode == "floor":
+        return _floor_divide(ops, input, other)
+    if rounding_mode:
+        raise NotImplementedError(f"div with rounding_mode={rounding_mode!r}; use // or floor")
+    dtype = promoted(input, other)
+    return ops.operation(promoted(1.0) if letter(dtype) != "f" else dtype, "div", input, other)
 
 
-@_rule("floor")
-def floor(ops: List, input: Any) -> Value:
+def _floor(ops: List, input: Value) -> Value:
     return ops.operation(input.dtype, "floor", input) if letter(input.dtype) == "f" else input
 
 
-@_rule("square")
-def square(ops: List, input: Any) -> Value:
-    return power(ops, input, 2)
+def _floor_divide(ops: List, input: Any, other: Any) -> Value:
+    if letter(promoted(input, other)) == "f":
+        return _floor(ops, _div(ops, input, other))
+    return _arithmetic("floor_divide")(ops, input, other)
 
 
-@_rule("pow")
-def power(ops: List, input: Any, exponent: Any) -> Value:
-    if isinstance(input, Value) and isinstance(exponent, int | float):
-        if exponent == 2:
-            is_float = letter(input.dtype) == "f"
-            return (
-                ops.operation(input.dtype, "square", input) if is_float else mul(ops, input, input)
-            )
-        if exponent in (0.5, -0.5, -1):
-            return RULES[{0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}[exponent]](ops, input)
-    elif isinstance(input, int | float) and input == 2 and letter(exponent.dtype) == "f":
+def _remainder(ops: List, input: Any, other: Any) -> Value:
+    if letter(promoted(input, other)) == "f":
+        whole = RULES["mul"](ops, _floor_divide(ops, input, other), other)
+        return RULES["sub"](ops, input, whole)
+    return _arithmetic("remainder")(ops, input, other)
+
+
+def _square(ops: List, input: Value) -> Value:
+    if letter(input.dtype) == "f":
+        return ops.operation(input.dtype, "square", input)
+    return RULES["mul"](ops, input, input)
+
+
+def _pow(ops: List, input: Any, exponent: Any) -> Value:
+    if type(input) in (int, float) and input == 2 and letter(exponent.dtype) == "f":
         return ops.operation(exponent.dtype, "exp2", exponent)
-    raise NotImplementedError("pow (other than x ** 2, 0.5, -0.5, -1, and 2 ** x of a float x)")
+    names = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    name = names.get(exponent) if type(exponent) in (int, float) else None
+    if name is None or (name != "square" and letter(input.dtype) != "f"):
+        raise NotImplementedError("pow but x ** 2, 0.5, -0.5, -1, and 2 ** x for a floating x")
+    return RULES[name](ops, input)
 
 
-@_rule("clamp", "clip")
-def clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
-    dtype = result_type(*(x for x in (input, min, max) if x is not None))
-    if letter(dtype) == "f":
-        least, most = -math.inf if min is None else min, math.inf if max is None else max
-        return ops.operation(dtype, "clamp", input, least, most)
-    # A whole number has no infinity that stands for an absent bound.
-    if min is not None and max is not None:
-        return ops.operation(dtype, "clamp", input, min, max)
-    if min is not None:
-        return ops.operation(dtype, "maximum", input, min)
-    return ops.operation(dtype, "minimum", input, max)
+def _clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
+    dtype = promoted(*(x for x in (input, min, max) if x is not None))
+    if letter(dtype) != "f" and (min is None or max is None):  # no whole number is infinite
+        name = "maximum" if max is None else "minimum"
+        return ops.operation(dtype, name, input, min if max is None else max)
+    least, most = -math.inf if min is None else min, math.inf if max is None else max
+    return ops.operation(dtype, "clamp", input, least, most)
 
 
-@_rule("clamp_min")
-def clamp_min(ops: List, input: Any, min: Any) -> Value:
-    return clamp(ops, input, min)
+def _clamp_max(ops: List, input: Any, max: Any) -> Value:
+    return _clamp(ops, input, None, max)
 
 
-@_rule("clamp_max")
-def clamp_max(ops: List, input: Any, max: Any) -> Value:
-    return clamp(ops, input, None, max)
+def _where(ops: List, condition: Any, input: Any, other: Any) -> Value:
+    return _select(ops, promoted(input, other), condition, input, other)
 
 
-@_rule("relu")
-def relu(ops: List, input: Any, inplace: bool = False) -> Value:
-    # PyTorch's gradient at 0 is 0, that of maximum a half.
-    return where(ops, compare(ops, "gt", input, 0), input, 0)
+def _masked_fill(ops: List, input: Value, mask: Any, value: Any) -> Value:
+    return _select(ops, input.dtype, mask, value, input)
 
 
-def compare(ops: List, name: str, x: Any, y: Any) -> Value:
-    type_ = "f" if letter(result_type(x, y)) == "f" else "i"
-    return ops.result(torch.bool, name, ops.operand(x, type_), ops.operand(y, type_))
+def _select(ops: List, dtype: torch.dtype, condition: Any, input: Any, other: Any) -> Value:
+    at = ops.place(condition, "b")
+    x, y = (ops.place(x, letter(dtype)) for x in (input, other))
+    word = ops.words.get(at)
+    if word or x == y:
+        return ops.value(PAIR, dtype, node=y if word == "0" else x)
+    return ops.value(PAIR, dtype, node=ops.add(letter(dtype), "where", at, x, y))
 
 
-def _comparison(name: str) -> Rule:
-    def rule(ops: List, input: Any, other: Any) -> Value:
-        return compare(ops, name, input, other)
-
-    return rule
+def _relu(ops: List, input: Value, inplace: bool = False) -> Value:
+    # PyTorch's gradient at 0 is 0; that of maximum would be a half.
+    return _where(ops, RULES["gt"](ops, input, 0), input, 0)
 
 
-for _names in ("eq", "ne not_equal", "lt less", "le less_equal", "gt greater", "ge greater_equal"):
-    _rule(*_names.split())(_comparison(_names[:2]))
+def _to(ops: List, input: Value, *arguments: Any, dtype: Any = None, **_: Any) -> Value:
+    for x in (*arguments, dtype):
+        target = x.dtype if isinstance(x, Value) else x
+        if isinstance(target, torch.dtype):
+            # A dtype beside float32 and float64 rounds nothing: as compiled FlexAttention.
+            type_ = letter(target)
+            affine = input.affine if type_ == "i" else None
+            return ops.value(PAIR, target, node=ops.place(input, type_), affine=affine)
+    return input
 
 
-def _bitwise(name: str, logical: bool) -> Rule:
-    def rule(ops: List, input: Any, *other: Any) -> Value:
-        dtype = torch.bool if logical else result_type(input, *other)
-        if letter(dtype) == "f":
-            raise TypeError(f"bitwise {name} of a number that is not whole")
-        return ops.operation(dtype, name, input, *other)
-
-    return rule
+def _converts(dtype: torch.dtype) -> Callable[..., Value]:
+    return lambda ops, input: _to(ops, input, dtype)
 
 
-for _name in ("and", "or", "xor", "not"):
-    RULES[f"bitwise_{_name}"] = _bitwise(_name, False)
-    RULES[f"logical_{_name}"] = _bitwise(_name, True)
-
-
-@_rule("where")
-def where(ops: List, condition: Any, input: Any, other: Any) -> Value:
-    numbers = [x for x in (input, other) if not isinstance(x, Value)]
-    dtype = result_type(input, other) if len(numbers) < 2 else torch.tensor(sum(numbers)).dtype
-    operands = [ops.operand(x, letter(dtype)) for x in (input, other)]
-    return ops.result(dtype, "where", ops.operand(condition, "b"), *operands)
-
-
-@_rule("masked_fill")
-def masked_fill(ops: List, input: Any, mask: Any, value: Any) -> Value:
-    operands = [ops.operand(x, letter(input.dtype)) for x in (value, input)]
-    return ops.result(input.dtype, "where", ops.operand(mask, "b"), *operands)
-
-
-def _convert(ops: List, x: Value, dtype: torch.dtype) -> Value:
-    return ops.value(PAIR, dtype, node=ops.operand(x, letter(dtype)), affine=None)
-
-
-@_rule("to", "type")
-def to(ops: List, input: Any, *arguments: Any, dtype: Any = None, **_: Any) -> Value:
-    for x in (dtype, *arguments):
-        if isinstance(x, torch.dtype | Value):
-            return _convert(ops, input, x.dtype if isinstance(x, Value) else x)
-    return input  # type: ignore[no-any-return]
-
-
-@_rule("type_as")
-def type_as(ops: List, input: Any, other: Any) -> Value:
-    return _convert(ops, input, other.dtype)
-
-
-@_rule("clone", "contiguous")
-def clone(ops: List, input: Any, **_: Any) -> Value:
-    return input  # type: ignore[no-any-return]
-
-
-def _conversions() -> Iterator[tuple[str, torch.dtype]]:
-    yield from {"float": torch.float32, "double": torch.float64, "half": torch.float16}.items()
-    yield from {"bfloat16": torch.bfloat16, "long": torch.int64, "int": torch.int32}.items()
-    yield from {"bool": torch.bool, "short": torch.int16}.items()
-
-
-for _name, _dtype in _conversions():
-    RULES[_name] = functools.partial(
-        lambda ops, input, dtype: _convert(ops, input, dtype), dtype=_dtype
-    )
+RULES: dict[str, Callable[..., Value]] = {
+    "add": _arithmetic("add", "or"),
+    "sub": _arithmetic("sub"),
+    "mul": _arithmetic("mul", "and"),
+    "minimum": _arithmetic("minimum", "and"),
+    "maximum": _arithmetic("maximum", "or"),
+    **{name: _unary(name) for name in ("reciprocal", "sqrt", "rsqrt", "exp", "exp2")},
+    **{name: _unary(name) for name in ("log", "log1p", "tanh", "sigmoid")},
+    **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{f"bitwise_{name}": _bits(name, False) for name in ("and", "or", "xor", "not")},
+    **{f"logical_{name}": _bits(name, True) for name in ("and", "or", "xor", "not")},
+    "abs": _abs,
+    "neg": _neg,
+    "div": _div,
+    "floor": _floor,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "square": _square,
+    "pow": _pow,
+    "relu": _relu,
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": _clamp_max,
+    "where": _where,
+    "masked_fill": _masked_fill,
+    **dict.fromkeys(("to", "type", "type_as", "clone", "contiguous"), _to),
+    **{name: _converts(getattr(torch, name)) for name in ("float", "double", "half", "bfloat16")},
+    **{name: _converts(getattr(torch, name)) for name in ("bool", "int", "long", "short")},
+}
+_ALIASES = (
+    "subtract:sub multiply:mul divide:div true_divide:div negative:neg absolute:abs clip:clamp"
+)
+for _alias in f"{_ALIASES} not_equal:ne less:lt less_equal:le greater:gt greater_equal:ge".split():
+    RULES[_alias.partition(":")[0]] = RULES[_alias.partition(":")[2]]
