@@ -217,11 +217,14 @@ class _Tracer:
         if (entry := self.captured.get(id(x))) is not None:
             return entry[1]
         self.check_captured(x)
-        constant = any(x is made for made in self.made)
+        constant = self.is_made(x)
         make = functools.partial(x.view, 1, 1, 1)
         value = self.list.value(HEAD, x.dtype, make, constant=constant)
         self.captured[id(x)] = x, value
         return value
+
+    def is_made(self, x: Any) -> bool:
+        return any(x is made for made in self.made)
 
     # A call of PyTorch by the user's function
 
@@ -384,6 +387,8 @@ class _Tracer:
                 others = sum(y is not None for y in keys) - 1
                 keys[n : n + 1] = [slice(None)] * (table.dim() - others)
                 break
+        if sum(x is not None for x in keys) > table.dim():
+            self.fail(f"{len(keys)} indices of {self.name_of(table)}", "give fewer")
         # First what needs no index: numbers, slices and None.
         static = [slice(None) if isinstance(x, Tensor) else x for x in keys]
         if any(x != slice(None) for x in static):
@@ -398,8 +403,6 @@ class _Tracer:
                 indices.append(index)
             elif type(x) is not int:
                 indices.append(None)
-        if len(indices) > table.dim():
-            self.fail(f"{len(indices)} indices of {self.name_of(table)}", "give fewer")
         indices += [None] * (table.dim() - len(indices))
         value = getattr(table, "_attn", None)
         if value is None:
@@ -470,11 +473,12 @@ class _Tracer:
                 "use torch.where for if, torch.minimum for min(), a tensor for a list",
             )
         target = args[0] if args and func in _IN_PLACE else kwargs.get("out")
-        if target is not None and (values or not any(target is x for x in self.made)):
+        if target is not None and (values or not self.is_made(target)):
             self.fail(f"{name} changes a tensor in place", "compute a new one")
         if not values or (func in _MAKERS and list(values) == [0]):
             result = func(*args, **kwargs)
-            if func in _MAKERS:
+            given = [x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in values]
+            if all(map(self.is_made, given)):
                 self.made.append(result)
             return result
         kind = _together(values.values())
@@ -539,7 +543,8 @@ class _Tracer:
 
     def name_of(self, tensor: Tensor) -> str:
         frame = _frame_of_user()
-        names = [n for n, x in frame.f_locals.items() if x is tensor] if frame else []
+        known = {**frame.f_globals, **frame.f_locals} if frame else {}
+        names = [n for n, x in known.items() if x is tensor]
         return f"{names[0] if names else 'a tensor'} of shape {list(tensor.shape)}"
 
     def fail(self, what: str, hint: str = "") -> NoReturn:
