@@ -236,7 +236,7 @@ def every_operation_of_floating_numbers() -> Case:
         r = r + both.square().reciprocal() + (both**2 + 1).sqrt() + torch.rsqrt(both * both + 2)
         r = r + torch.exp(p - q) + torch.exp2(p + q) + torch.log(both * both + 1)
         r = r + torch.log1p(both * both) + torch.sigmoid(p * q) + torch.floor(both) + p % q
-        r = r + both.masked_fill(p > q, 1.5) + torch.relu(p - q) + 2 ** (p - q) + p // q
+        r = r + both.masked_fill(p > q, 1.5) + torch.relu(p - q) + 2 ** (p - q)
         r -= 1 / (3 + both) + both.clamp_max(2.0).to(s.dtype)
         return s * (2 - r) + both.half().bool()
 
@@ -268,7 +268,9 @@ def constants() -> Case:
         two = torch.full_like(s, 1.0) + s.new_ones(())
         return s * two * 1.0 - 0 + torch.where(torch.tensor(True), s, 3.0)
 
-    return Case(score, lambda b, h, i, j: b.new_ones((), dtype=torch.bool), [], "f score, f mul, f add")
+    return Case(
+        score, lambda b, h, i, j: b.new_ones((), dtype=torch.bool), [], "f score, f mul, f add"
+    )
 
 
 def traced(of: Case, **options: Any) -> Program:
@@ -410,3 +412,125 @@ def test_limits() -> None:
 
     fails(long, "65 operations of the pair; at most 64")
     fails(wide, "17 row_terms; at most 16")
+
+
+def biased(table: Tensor, ids: Tensor, scale: Tensor) -> Tensor:
+    """Row, key and distance terms with gradients to a table and to a number: their sum."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = torch.where((i - j).abs() < 2, (i - j).abs(), 3)
+        return s * scale + table[near, h] + table[ids[i], h] * table[-1, h] + table[0, h]
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ids[i] >= table[ids[j], h] * scale
+
+    program = traced(Case(score, mask))
+    assert program.score
+    score = torch.linspace(-1, 1, B * H * L * S, dtype=torch.float64).view(SHAPE)
+    return evaluate(program.score, program, SHAPE, score).sin().sum()
+
+
+def test_captured_tensors_of_torch_func() -> None:
+    table, ids = learned(4, H), torch.randint(-1, 4, (S,))
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad(biased(table, ids, scale), [table, scale])
+    got = torch.func.grad(biased, argnums=(0, 2))(table.detach(), ids, scale.detach())
+    torch.testing.assert_close(got, wanted)
+    direction = torch.randn(4, H, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    tangent = torch.func.jvp(
+        lambda t, c: biased(t, ids, c), (table.detach(), scale.detach()), direction
+    )[1]
+    torch.testing.assert_close(tangent, sum((g * d).sum() for g, d in zip(wanted, direction)))
+    torch.autograd.gradcheck(lambda t, c: biased(t, ids, c), (table, scale))
+    torch.autograd.gradgradcheck(lambda t, c: biased(t, ids, c), (table, scale))
+
+    tables = torch.randn(3, 4, H, dtype=torch.float64)
+    many, scales = torch.randint(-1, 4, (3, S)), torch.rand(3, dtype=torch.float64)
+    each = [biased(t, n, c) for t, n, c in zip(tables, many, scales)]
+    torch.testing.assert_close(torch.func.vmap(biased)(tables, many, scales), torch.stack(each))
+    per = torch.func.vmap(torch.func.grad(biased))(tables, many, scales)
+    each = [torch.func.grad(biased)(t, n, c) for t, n, c in zip(tables, many, scales)]
+    torch.testing.assert_close(per, torch.stack(each))
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_gradients_of_tables_have_the_same_bits(threads: int) -> None:
+    """The derivative of PyTorch's indexing adds by atomics from 32,768 numbers on."""
+    table = torch.randn(12, 33, requires_grad=True)
+
+    def gradient() -> Tensor:
+        mod = lambda s, b, h, i, j: s + table[h, (i - j).clamp(-16, 16) + 16]  # noqa: E731
+        terms = trace(mod, None, batch=1, heads=12, queries=2048, keys=2048).distance_terms
+        assert terms is not None
+        assert terms.numel() > 32768
+        return torch.autograd.grad((terms * weight).sum(), table)[0]
+
+    weight = torch.randn(1, 12, 4095, 1)
+    torch.set_num_threads(1)
+    one = gradient()
+    torch.set_num_threads(threads)
+    for _ in range(5):
+        assert torch.equal(gradient(), one)
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Parameter(torch.randn(H, 7)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, str | None, str | None]:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            s += self.table[h, (i - j).clamp(-3, 3) + 3] * self.scale
+            return torch.where(ids[i] == ids[j], s, -math.inf)
+
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i >= j) | (ids[j] == 0)
+
+        program = trace(score, mask, batch=B, heads=H, queries=L, keys=S)
+        assert program.distance_terms is not None
+        return (program.distance_terms.square().sum() * x).sum(), program.score, program.mask
+
+
+def test_torch_compile_without_a_graph_break() -> None:
+    model, x, ids = Compiled(), torch.randn(3), torch.randint(0, 2, (S,))
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss, *texts = call(x, ids)
+        loss.backward()
+        results.append((loss.detach(), *texts, model.table.grad, model.scale.grad))
+    for ours, theirs in zip(*results):
+        assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
+
+
+def test_reads_a_mask_without_gradients_and_stores_equal_leaves_once() -> None:
+    table, ids = learned(H, S), torch.randint(0, 2, (S,))
+    program = traced(
+        Case(
+            lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, -s),
+            lambda b, h, i, j: (ids[i] == ids[j]) & (table[h, i] > table[h, j]),
+        )
+    )
+    assert program.row_numbers is not None
+    assert program.row_numbers.shape == (1, 1, L, 1)
+    assert program.row_terms is not None
+    assert not program.row_terms.requires_grad
+
+
+def test_autocast_is_off() -> None:
+    weights = torch.randn(4, 4)
+    mod = lambda s, b, h, i, j: s + (weights @ weights)[h, 0]  # noqa: E731
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = trace(mod, None, batch=B, heads=H, queries=L, keys=S).row_terms
+    assert terms is not None
+    assert torch.equal(terms[0, :, 0, 0], (weights @ weights)[:H, 0])
+
+
+def test_in_place_changes_are_seen_by_every_name() -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        same = s
+        s *= 2
+        return same + 1
+
+    assert lines(traced(Case(score)).score or "") == "f score, f mul, f add"
+    fails(lambda s, b, h, i, j: s + i.mul_(0.5), "mul_" if False else "in place")

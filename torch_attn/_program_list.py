@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,42 +23,25 @@ HEAD, ROW, KEY, DISTANCE, PAIR = range(5)
 _LEAF = "row", "row", "key", "distance"
 
 
+@dataclass(eq=False)
 class Value:
-    """A number, or a tensor of numbers, that the user's function computes for every pair.
+    """A number, or a tensor of numbers, that the user's function computes for every pair."""
 
-    Attributes:
-        kind: HEAD, ROW, KEY, DISTANCE or PAIR.
-        dtype, shape: what the user's function sees; `()` for a number.
-        make: computes `tensor` when it is read: `[B|1, H|1, N|1, *shape]`, where N is L, S or
-            L + S - 1 by `kind`. A PAIR has none.
-        node: the place of a PAIR in the list.
-        affine: (a, b, c) if the value is a i + b j + c; c is an int or a tensor of kind HEAD.
-        lookup: a table and, for each of its dimensions, the Value that indexes it or None.
-        constant: whether the function made this number itself.
-        limits: the least and the largest number, where they are known.
-        serial: another one for every value.
-    """
-
-    def __init__(
-        self,
-        serial: int,
-        kind: int,
-        dtype: torch.dtype,
-        make: Callable[[], Tensor] | None = None,
-        shape: tuple[int, ...] = (),
-        node: int = -1,
-        affine: tuple[int, int, Any] | None = None,
-        constant: bool = False,
-        limits: tuple[int, int] | None = None,
-    ) -> None:
-        self.serial, self.kind, self.dtype, self.shape = serial, kind, dtype, shape
-        self.make, self.node, self.affine = make, node, affine
-        self.constant, self.limits = constant, limits
-        self.lookup: tuple[Tensor, list[Value | None]] | None = None
-        self.made: Tensor | None = None
+    serial: int  # another one for every value
+    kind: int
+    dtype: torch.dtype  # dtype and shape are what the function sees; () for a number
+    make: Callable[[], Tensor] | None = None  # computes `tensor` when it is read
+    shape: tuple[int, ...] = ()
+    node: int = -1  # the place of a PAIR in the list
+    affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
+    constant: bool = False  # made by the function itself
+    limits: tuple[int, int] | None = None  # least and largest number, where known
+    lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and its dimensions' indices
+    made: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
+        """`[B|1, H|1, N|1, *shape]`, where N is L, S or L + S - 1 by kind. A PAIR has none."""
         if self.made is None:
             assert self.make is not None
             self.made = self.make()
@@ -200,29 +184,23 @@ def write(
     return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
 
 
-# The rules. Each returns a Value of the pair, or raises what it cannot write.
+# The rules. Each takes the list and the arguments of PyTorch's function, and returns a PAIR.
 
 
-def _arithmetic(name: str, of_booleans: str | None = None) -> Callable[..., Value]:
-    def rule(ops: List, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-        if not (type(alpha) is int and alpha == 1):
-            other = RULES["mul"](ops, other, alpha)
-        dtype = promoted(input, other)
-        if dtype in (torch.uint8, torch.int8, torch.int16):
+def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
+    """Operands and result have the promoted type; with `floating`, a floating one."""
+
+    def rule(ops: List, *operands: Any, alpha: Any = 1) -> Value:
+        if not (type(alpha) is int and alpha == 1):  # of add and sub
+            operands = operands[0], RULES["mul"](ops, operands[1], alpha)
+        dtype = promoted(*operands, *([1.0] if floating else []))
+        if dtype in _NARROW and len(operands) == 2:
             raise NotImplementedError(f"{name} in {dtype}, which wraps around; call .int() first")
-        if dtype is torch.bool:
-            if not of_booleans:
-                raise NotImplementedError(f"{name} of booleans; use & | ^ ~ or call .int() first")
-            return ops.operation(dtype, of_booleans, input, other)
-        return ops.operation(dtype, name, input, other)
-
-    return rule
-
-
-def _unary(name: str) -> Callable[..., Value]:
-    def rule(ops: List, input: Value) -> Value:
-        whole = not input.dtype.is_floating_point
-        return ops.operation(torch.get_default_dtype() if whole else input.dtype, name, input)
+        if dtype is torch.bool and not of_booleans:
+            raise NotImplementedError(f"{name} of booleans; call .int() first")
+        if dtype.is_floating_point and name in ("and", "or", "xor", "not"):
+            raise NotImplementedError(f"bitwise {name} of floating numbers")
+        return ops.operation(dtype, of_booleans if dtype is torch.bool else name, *operands)
 
     return rule
 
@@ -236,22 +214,8 @@ def _compare(name: str) -> Callable[..., Value]:
     return rule
 
 
-def _bits(name: str, logical: bool) -> Callable[..., Value]:
-    def rule(ops: List, *operands: Any) -> Value:
-        dtype = torch.bool if logical else promoted(*operands)
-        if dtype.is_floating_point:
-            raise NotImplementedError(f"bitwise {name} of floating numbers")
-        return ops.operation(dtype, name, *operands)
-
-    return rule
-
-
-def _abs(ops: List, input: Value) -> Value:
-    return ops.operation(input.dtype, "abs", input)
-
-
-def _neg(ops: List, input: Value) -> Value:
-    return ops.operation(input.dtype, "neg", input)
+def _logical(name: str) -> Callable[..., Value]:
+    return lambda ops, *operands: ops.operation(torch.bool, name, *operands)
 
 
 def _div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
@@ -259,36 +223,34 @@ def _div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None)
         return _floor_divide(ops, input, other)
     if rounding_mode:
         raise NotImplementedError(f"div with rounding_mode={rounding_mode!r}; use // or floor")
-    dtype = promoted(input, other)
-    return ops.operation(promoted(1.0) if letter(dtype) != "f" else dtype, "div", input, other)
+    return _simple("div", floating=True)(ops, input, other)
 
 
 def _floor(ops: List, input: Value) -> Value:
-    return ops.operation(input.dtype, "floor", input) if letter(input.dtype) == "f" else input
+    return _simple("floor")(ops, input) if letter(input.dtype) == "f" else input
 
 
 def _floor_divide(ops: List, input: Any, other: Any) -> Value:
     if letter(promoted(input, other)) == "f":
         return _floor(ops, _div(ops, input, other))
-    return _arithmetic("floor_divide")(ops, input, other)
+    return _simple("floor_divide")(ops, input, other)
 
 
 def _remainder(ops: List, input: Any, other: Any) -> Value:
     if letter(promoted(input, other)) == "f":
         whole = RULES["mul"](ops, _floor_divide(ops, input, other), other)
         return RULES["sub"](ops, input, whole)
-    return _arithmetic("remainder")(ops, input, other)
+    return _simple("remainder")(ops, input, other)
 
 
 def _square(ops: List, input: Value) -> Value:
-    if letter(input.dtype) == "f":
-        return ops.operation(input.dtype, "square", input)
-    return RULES["mul"](ops, input, input)
+    floating = letter(input.dtype) == "f"
+    return _simple("square")(ops, input) if floating else RULES["mul"](ops, input, input)
 
 
 def _pow(ops: List, input: Any, exponent: Any) -> Value:
     if type(input) in (int, float) and input == 2 and letter(exponent.dtype) == "f":
-        return ops.operation(exponent.dtype, "exp2", exponent)
+        return RULES["exp2"](ops, exponent)
     names = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     name = names.get(exponent) if type(exponent) in (int, float) else None
     if name is None or (name != "square" and letter(input.dtype) != "f"):
@@ -305,21 +267,9 @@ def _clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
     return ops.operation(dtype, "clamp", input, least, most)
 
 
-def _clamp_max(ops: List, input: Any, max: Any) -> Value:
-    return _clamp(ops, input, None, max)
-
-
-def _where(ops: List, condition: Any, input: Any, other: Any) -> Value:
-    return _select(ops, promoted(input, other), condition, input, other)
-
-
-def _masked_fill(ops: List, input: Value, mask: Any, value: Any) -> Value:
-    return _select(ops, input.dtype, mask, value, input)
-
-
-def _select(ops: List, dtype: torch.dtype, condition: Any, input: Any, other: Any) -> Value:
-    at = ops.place(condition, "b")
-    x, y = (ops.place(x, letter(dtype)) for x in (input, other))
+def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None) -> Value:
+    dtype = dtype or promoted(input, other)
+    at, x, y = (ops.place(v, t) for v, t in zip((condition, input, other), "b" + 2 * letter(dtype)))
     word = ops.words.get(at)
     if word or x == y:
         return ops.value(PAIR, dtype, node=y if word == "0" else x)
@@ -335,7 +285,7 @@ def _to(ops: List, input: Value, *arguments: Any, dtype: Any = None, **_: Any) -
     for x in (*arguments, dtype):
         target = x.dtype if isinstance(x, Value) else x
         if isinstance(target, torch.dtype):
-            # A dtype beside float32 and float64 rounds nothing: as compiled FlexAttention.
+            # Neither bfloat16 nor int8 rounds: as in compiled FlexAttention.
             type_ = letter(target)
             affine = input.affine if type_ == "i" else None
             return ops.value(PAIR, target, node=ops.place(input, type_), affine=affine)
@@ -346,34 +296,23 @@ def _converts(dtype: torch.dtype) -> Callable[..., Value]:
     return lambda ops, input: _to(ops, input, dtype)
 
 
+_NARROW = torch.uint8, torch.int8, torch.int16
+_FLOATING = "reciprocal sqrt rsqrt exp exp2 log log1p tanh sigmoid"
+_CONVERSIONS = "float double half bfloat16 bool int long short"
 RULES: dict[str, Callable[..., Value]] = {
-    "add": _arithmetic("add", "or"),
-    "sub": _arithmetic("sub"),
-    "mul": _arithmetic("mul", "and"),
-    "minimum": _arithmetic("minimum", "and"),
-    "maximum": _arithmetic("maximum", "or"),
-    **{name: _unary(name) for name in ("reciprocal", "sqrt", "rsqrt", "exp", "exp2")},
-    **{name: _unary(name) for name in ("log", "log1p", "tanh", "sigmoid")},
+    **{"add": _simple("add", "or"), "sub": _simple("sub"), "mul": _simple("mul", "and")},
+    **{"minimum": _simple("minimum", "and"), "maximum": _simple("maximum", "or")},
+    **{"abs": _simple("abs"), "neg": _simple("neg"), "div": _div, "floor": _floor},
+    **{"floor_divide": _floor_divide, "remainder": _remainder, "square": _square, "pow": _pow},
+    **{name: _simple(name, floating=True) for name in _FLOATING.split()},
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{f"bitwise_{name}": _bits(name, False) for name in ("and", "or", "xor", "not")},
-    **{f"logical_{name}": _bits(name, True) for name in ("and", "or", "xor", "not")},
-    "abs": _abs,
-    "neg": _neg,
-    "div": _div,
-    "floor": _floor,
-    "floor_divide": _floor_divide,
-    "remainder": _remainder,
-    "square": _square,
-    "pow": _pow,
-    "relu": _relu,
-    "clamp": _clamp,
-    "clamp_min": _clamp,
-    "clamp_max": _clamp_max,
-    "where": _where,
-    "masked_fill": _masked_fill,
+    **{f"bitwise_{name}": _simple(name, name) for name in ("and", "or", "xor", "not")},
+    **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
+    **{"relu": _relu, "where": _where, "clamp": _clamp, "clamp_min": _clamp},
+    "clamp_max": lambda ops, input, max: _clamp(ops, input, None, max),
+    "masked_fill": lambda ops, input, mask, value: _where(ops, mask, value, input, input.dtype),
     **dict.fromkeys(("to", "type", "type_as", "clone", "contiguous"), _to),
-    **{name: _converts(getattr(torch, name)) for name in ("float", "double", "half", "bfloat16")},
-    **{name: _converts(getattr(torch, name)) for name in ("bool", "int", "long", "short")},
+    **{name: _converts(getattr(torch, name)) for name in _CONVERSIONS.split()},
 }
 _ALIASES = (
     "subtract:sub multiply:mul divide:div true_divide:div negative:neg absolute:abs clip:clamp"

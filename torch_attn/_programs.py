@@ -165,22 +165,18 @@ class _Tracer:
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
         self.made: list[Any] = []  # tensors that the functions made
         self.empty: dict[torch.dtype, Tensor] = {}
-        self.lengths = {ROW: L, KEY: S, DISTANCE: max(L + S - 1, 0)}
-        self.indices = [
-            self.index(HEAD, 0, B),
-            self.index(HEAD, 1, H),
-            self.of_affine((1, 0, 0)),
-            self.of_affine((0, 1, 0)),
-        ]
+        self.lengths = {HEAD: 1, ROW: L, KEY: S, DISTANCE: max(L + S - 1, 0)}
+        self.indices: list[Any] = [self.index(HEAD, 0, B), self.index(HEAD, 1, H)]
+        self.indices += [self.of_affine((1, 0, 0)), self.of_affine((0, 1, 0))]
 
     def index(self, kind: int, axis: int, size: int) -> Value:
         """The numbers 0, 1, ... along one of the axes b, h, n."""
-        make = functools.partial(self.arange, 0, size, axis)
-        return self.list.value(kind, torch.int64, make, limits=(0, max(size - 1, 0)))
 
-    def arange(self, begin: int, end: int, axis: int = 2) -> Tensor:
-        numbers = torch.arange(begin, max(begin, end), device=self.device)
-        return numbers.view([-1 if a == axis else 1 for a in range(3)])
+        def make() -> Tensor:
+            numbers = torch.arange(size, device=self.device)
+            return numbers.view([-1 if a == axis else 1 for a in range(3)])
+
+        return self.list.value(kind, torch.int64, make, limits=(0, max(size - 1, 0)))
 
     def put(self, value: Value) -> Tensor:
         """The place of a value: what the user's function sees."""
@@ -258,7 +254,7 @@ class _Tracer:
         """`target += x`: every name of the same tensor sees it."""
         if not hasattr(target, "_attn"):
             self.fail(f"{name} changes a captured tensor in place", "compute a new one")
-        if not torch.can_cast(value.dtype, target.dtype):
+        if "bif".index(letter(value.dtype)) > "bif".index(letter(target.dtype)):
             self.fail(f"{name} would change {target.dtype} in place to {value.dtype}")
         if value.dtype != target.dtype:
             value = self.elementwise("to", torch.Tensor.to, [value, target.dtype], {}, [value])
@@ -294,7 +290,7 @@ class _Tracer:
         key = function, grad, tuple(map(_key, values)), tuple((n, _key(named[n])) for n in named)
         found = self.computed.get(key)
         if found is None:
-            self.check_gradients()
+            self.check_gradients(function.__name__, of)
             numbers = {n: _numbers(x) for n, x in named.items() if n != "inplace"}
             tensor = function(*map(_numbers, values), **numbers)
             found = self.list.value(kind, tensor.dtype, constant=all(x.constant for x in of))
@@ -306,10 +302,7 @@ class _Tracer:
         rule = RULES.get(name)
         if rule is None:
             self.unknown(name)
-        if self.tracking and not torch.is_grad_enabled():
-            self.check_gradients()
-            if any(x.dtype.is_floating_point for x in values if isinstance(x, Value)):
-                self.fail(f"{name} of a value of the pair under no_grad", "compute it outside")
+        self.check_gradients(name, values)
         try:
             return rule(self.list, *values, **named)
         except (NotImplementedError, TypeError) as error:
@@ -333,44 +326,36 @@ class _Tracer:
                 return None
         if not any(a or b for a, b, _ in forms):
             return None
-        a, b, c = forms[0]
         if name == "neg":
-            return -a, -b, -c
-        d, e, f = forms[1]
+            forms, name = [(0, 0, 0), *forms], "sub"
+        (a, b, c), (d, e, f) = forms
         if name == "mul":
-            (a, b, c), f = (forms[0], f) if not (d or e) else (forms[1], c)
-            return (
-                (a * f, b * f, c * f)
-                if type(f) is int and not any(forms[0][:2]) + any(forms[1][:2]) > 1
-                else None
-            )
+            if a or b:
+                a, b, c, d, e, f = d, e, f, a, b, c
+            return (d * c, e * c, f * c) if not (a or b) and type(c) is int else None
         return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
 
-    def of_affine(self, affine: tuple[int, int, Any]) -> Any:
+    def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
         """The value of a form that depends on i, on j or on i - j alone; None of the others."""
         a, b, c = affine
         if a and b and a + b:
             return None
-        key = (a, b, c if type(c) is int else id(c))
+        whole = type(c) is int
+        key = "affine", a, b, c if whole else id(c)
         found = self.computed.get(key)
         if found is None:
-            kind = (DISTANCE if b else ROW) if a else KEY if b else HEAD
-            begin = 1 - self.lengths[KEY] if kind == DISTANCE else 0
-            end = self.lengths[kind if kind != DISTANCE else ROW] if kind else 1
-            factor = a or b
+            kind = DISTANCE if a and b else ROW if a else KEY if b else HEAD
+            step, count = a or b or 1, self.lengths[kind]
+            begin = (1 - self.lengths[KEY] if kind == DISTANCE else 0) * step + (c if whole else 0)
 
             def make() -> Tensor:
-                plain = (1, -1 if kind == DISTANCE else 0, 0) if kind != KEY else (0, 1, 0)
-                if key == plain or not kind:
-                    return self.arange(begin, end) + (c if not kind else 0)
-                numbers = self.of_affine(plain).tensor
-                numbers = -numbers if factor == -1 else numbers * factor if factor != 1 else numbers
-                return numbers if type(c) is int and not c else numbers + c
+                numbers = torch.arange(begin, begin + count * step, step, device=self.device)
+                return numbers.view(1, 1, -1) if whole else numbers.view(1, 1, -1) + c
 
             found = self.list.value(kind, torch.int64, make, affine=affine)
-            if type(c) is int:
-                ends = sorted((begin * factor + c, max(end - 1, begin) * factor + c))
-                found.limits = ends[0], ends[1]
+            if whole:
+                ends = begin, begin + max(count - 1, 0) * step
+                found.limits = min(ends), max(ends)
             self.computed[key] = found
             self.made.append(c)  # so that its id stays its own
         return found
@@ -484,7 +469,7 @@ class _Tracer:
         kind = _together(values.values())
         if kind == PAIR:
             self.unknown(name)
-        self.check_gradients()
+        self.check_gradients(name, values.values())
         numbers = [x.tensor for x in values.values()]
 
         def function(*numbers: Tensor) -> Any:
@@ -525,14 +510,14 @@ class _Tracer:
         if x.layout != torch.strided or x.is_complex() or x.is_quantized:
             self.fail(f"a captured tensor has layout {x.layout} and {x.dtype}", "make it dense")
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, name: str, values: Iterable[Any]) -> None:
         """autograd.Function runs its forward without gradients; its backward would be lost."""
-        if self.tracking and not torch.is_grad_enabled() and not self.list.compiling:
-            frame: Any = sys._getframe()
-            while frame is not None:
-                if frame.f_code is torch.autograd.Function.apply.__code__:
-                    self.fail("an autograd.Function is called", "write its operations out")
-                frame = frame.f_back
+        if self.tracking and not torch.is_grad_enabled():
+            if any(x.dtype.is_floating_point for x in values if isinstance(x, Value)):
+                self.fail(
+                    f"{name} runs without gradients, under no_grad or in an autograd.Function",
+                    "detach what is captured, and call PyTorch's own functions",
+                )
 
     def unknown(self, name: str) -> NoReturn:
         self.fail(
