@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torch_attn
 from tests._programs import evaluate
 from torch_attn import reference
 from torch_attn._programs import Program, trace
@@ -290,7 +291,7 @@ def test_computes_what_the_function_says(name: str) -> None:
     program = traced(of)
     if of.lines is not None:
         text = program.score or program.mask
-        assert text and lines(text) == of.lines
+        assert lines(text or "") == of.lines
     if of.mask is not None:
         assert program.mask
         visible = evaluate(program.mask, program, SHAPE, None)
@@ -440,16 +441,18 @@ def test_captured_tensors_of_torch_func() -> None:
     tangent = torch.func.jvp(
         lambda t, c: biased(t, ids, c), (table.detach(), scale.detach()), direction
     )[1]
-    torch.testing.assert_close(tangent, sum((g * d).sum() for g, d in zip(wanted, direction)))
+    torch.testing.assert_close(
+        tangent, sum((g * d).sum() for g, d in zip(wanted, direction, strict=True))
+    )
     torch.autograd.gradcheck(lambda t, c: biased(t, ids, c), (table, scale))
     torch.autograd.gradgradcheck(lambda t, c: biased(t, ids, c), (table, scale))
 
     tables = torch.randn(3, 4, H, dtype=torch.float64)
     many, scales = torch.randint(-1, 4, (3, S)), torch.rand(3, dtype=torch.float64)
-    each = [biased(t, n, c) for t, n, c in zip(tables, many, scales)]
+    each = [biased(t, n, c) for t, n, c in zip(tables, many, scales, strict=True)]
     torch.testing.assert_close(torch.func.vmap(biased)(tables, many, scales), torch.stack(each))
     per = torch.func.vmap(torch.func.grad(biased))(tables, many, scales)
-    each = [torch.func.grad(biased)(t, n, c) for t, n, c in zip(tables, many, scales)]
+    each = [torch.func.grad(biased)(t, n, c) for t, n, c in zip(tables, many, scales, strict=True)]
     torch.testing.assert_close(per, torch.stack(each))
 
 
@@ -499,7 +502,7 @@ def test_torch_compile_without_a_graph_break() -> None:
         loss, *texts = call(x, ids)
         loss.backward()
         results.append((loss.detach(), *texts, model.table.grad, model.scale.grad))
-    for ours, theirs in zip(*results):
+    for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
 
 
@@ -528,9 +531,68 @@ def test_autocast_is_off() -> None:
 
 def test_in_place_changes_are_seen_by_every_name() -> None:
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        same = s
+        same, total = s, torch.zeros_like(s)
         s *= 2
-        return same + 1
+        nn.functional.relu(s, inplace=True)
+        total += same
+        return total - 1
 
-    assert lines(traced(Case(score)).score or "") == "f score, f mul, f add"
-    fails(lambda s, b, h, i, j: s + i.mul_(0.5), "mul_" if False else "in place")
+    expected = "f score, f mul, b gt, f where, f sub"
+    assert lines(traced(Case(score)).score or "") == expected.replace("f sub", "f add, f sub")
+    fails(lambda s, b, h, i, j: s + i.mul_(0.5), "mul_ would change" if False else "in place")
+    fails(lambda s, b, h, i, j: s + torch.add(i, 1, out=torch.zeros(())), "add changes")
+    fails(lambda s, b, h, i, j: s + torch.zeros(()).add_(TABLE[0, 0]), "add_ changes")
+
+
+def test_whole_numbers_beyond_32_bits() -> None:
+    large = torch.tensor([2**31, *range(S - 1)])
+    fails(None, "beyond 32 bits", mask=lambda b, h, i, j: large[i] == large[j])
+    same = traced(Case(mask=lambda b, h, i, j: large[i] % 2**20 == large[j] % 2**20))
+    assert lines(same.mask or "") == "i row 0, i key 0, b eq"
+
+
+def test_prints_what_runs() -> None:
+    slopes = torch.rand(H)
+    mod = lambda s, b, h, i, j: s - (i - j).abs() * slopes[h]  # noqa: E731
+    program = torch_attn.score_program(mod, lambda b, h, i, j: i >= j, shape=SHAPE)
+    assert (
+        str(program)
+        == """score: attn.program 1
+%0 f score
+%1 f distance 0
+%2 f sub %0 %1
+return %2
+mask: attn.program 1
+%0 b distance 0
+return %0
+distance_terms: [1, 3, 12, 1] torch.float32
+distance_numbers: [1, 1, 12, 1] torch.int32
+"""
+    )
+
+
+def test_what_the_text_says_of_types_constants_and_order() -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        unused = torch.tanh(s) + s
+        del unused
+        return torch.where((i + j) % 3 > 1, s * 1.5 + s * 1.5, -math.inf)
+
+    assert (
+        traced(Case(score)).score
+        == """attn.program 1
+%0 f score
+%1 i query
+%2 i key_index
+%3 i add %1 %2
+%4 i const 3
+%5 i remainder %3 %4
+%6 i const 1
+%7 b gt %5 %6
+%8 f const 0x1.8000000000000p+0
+%9 f mul %0 %8
+%10 f add %9 %9
+%11 f const -inf
+%12 f where %7 %10 %11
+return %12
+"""
+    )

@@ -6,6 +6,7 @@ arrives here: `RULES` has a function for each name of PyTorch's, with its parame
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -123,15 +124,17 @@ class List:
         if x.kind == PAIR:
             return x.node if have == type_ else self.add(type_, _CONVERT[type_], x.node)
         if x.constant and not self.compiling:
-            return self.place(x.tensor.item(), type_)
+            with contextlib.suppress(RuntimeError):  # a fake tensor has no number
+                return self.place(x.tensor.item(), type_)
         if type_ == "i" and x.affine in ((1, 0, 0), (0, 1, 0)):
             return self.add("i", "query" if x.kind == ROW else "key_index")
         # Booleans are stored as whole numbers, so that one column serves both types.
         stored = "i" if have == "b" and type_ == "b" else type_
         if (stored, x.serial) not in self.leaves:
             tensor = x.tensor if type_ != "b" or have == "b" else x.tensor != 0
-            dtype = self.dtype if type_ == "f" else torch.int32
-            self.leaves[stored, x.serial] = tensor.to(dtype)
+            if type_ == "f" or x.limits or tensor.dtype != torch.int64:
+                tensor = tensor.to(self.dtype if type_ == "f" else torch.int32)
+            self.leaves[stored, x.serial] = tensor
         return self.add(type_, _LEAF[x.kind], (stored, x.serial))
 
     def operation(self, dtype: torch.dtype, name: str, *operands: Any) -> Value:
@@ -269,7 +272,8 @@ def _clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
 
 def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None) -> Value:
     dtype = dtype or promoted(input, other)
-    at, x, y = (ops.place(v, t) for v, t in zip((condition, input, other), "b" + 2 * letter(dtype)))
+    at = ops.place(condition, "b")
+    x, y = (ops.place(v, letter(dtype)) for v in (input, other))
     word = ops.words.get(at)
     if word or x == y:
         return ops.value(PAIR, dtype, node=y if word == "0" else x)
@@ -300,15 +304,27 @@ _NARROW = torch.uint8, torch.int8, torch.int16
 _FLOATING = "reciprocal sqrt rsqrt exp exp2 log log1p tanh sigmoid"
 _CONVERSIONS = "float double half bfloat16 bool int long short"
 RULES: dict[str, Callable[..., Value]] = {
-    **{"add": _simple("add", "or"), "sub": _simple("sub"), "mul": _simple("mul", "and")},
-    **{"minimum": _simple("minimum", "and"), "maximum": _simple("maximum", "or")},
-    **{"abs": _simple("abs"), "neg": _simple("neg"), "div": _div, "floor": _floor},
-    **{"floor_divide": _floor_divide, "remainder": _remainder, "square": _square, "pow": _pow},
+    "add": _simple("add", "or"),
+    "sub": _simple("sub"),
+    "mul": _simple("mul", "and"),
+    "minimum": _simple("minimum", "and"),
+    "maximum": _simple("maximum", "or"),
+    "abs": _simple("abs"),
+    "neg": _simple("neg"),
+    "div": _div,
+    "floor": _floor,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "square": _square,
+    "pow": _pow,
     **{name: _simple(name, floating=True) for name in _FLOATING.split()},
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{f"bitwise_{name}": _simple(name, name) for name in ("and", "or", "xor", "not")},
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
-    **{"relu": _relu, "where": _where, "clamp": _clamp, "clamp_min": _clamp},
+    "relu": _relu,
+    "where": _where,
+    "clamp": _clamp,
+    "clamp_min": _clamp,
     "clamp_max": lambda ops, input, max: _clamp(ops, input, None, max),
     "masked_fill": lambda ops, input, mask, value: _where(ops, mask, value, input, input.dtype),
     **dict.fromkeys(("to", "type", "type_as", "clone", "contiguous"), _to),

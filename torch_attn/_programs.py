@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_attn._program_list import (
     DISTANCE,
@@ -39,7 +40,7 @@ from torch_attn._program_list import (
     write,
 )
 
-__all__ = ["Program", "trace"]
+__all__ = ["Program", "score_program", "trace"]
 
 MOST_OPERATIONS, MOST_LEAVES = 64, 16
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -142,6 +143,33 @@ def trace(
     return Program(score_text, texts[-1] if mask_mod is not None else None, **leaves)
 
 
+def score_program(
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype = torch.float32,
+) -> Program:
+    """What :func:`flex_attention` would run for every pair; print it to read it.
+
+    Args:
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, as of PyTorch's FlexAttention.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, likewise.
+        shape: ``(B, H, L, S)``: batch, heads of the query, queries and keys.
+        dtype: of query, key and value.
+
+    Returns:
+        the two lists of operations as strings, and the tensors that they read. These hold what the
+        functions captured at this call; they do not follow later changes.
+
+    Raises:
+        RuntimeError: what a function does cannot be run for every pair. The message names the
+            operation and the line, and says what to do instead.
+    """
+    B, H, L, S = shape
+    return trace(score_mod, mask_mod, batch=B, heads=H, queries=L, keys=S, dtype=dtype)
+
+
 class _Mode(TorchFunctionMode):
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -176,7 +204,7 @@ class _Tracer:
             numbers = torch.arange(size, device=self.device)
             return numbers.view([-1 if a == axis else 1 for a in range(3)])
 
-        return self.list.value(kind, torch.int64, make, limits=(0, max(size - 1, 0)))
+        return self.list.value(kind, torch.int64, make, limits=(0, size - 1) if size else None)
 
     def put(self, value: Value) -> Tensor:
         """The place of a value: what the user's function sees."""
@@ -225,7 +253,7 @@ class _Tracer:
     # A call of PyTorch by the user's function
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = _KNOWN.get(func)
+        known = None if "out" in kwargs else _KNOWN.get(func)
         if known is None:
             if func is torch.Tensor.__getitem__:
                 return self.getitem(*args)
@@ -248,11 +276,13 @@ class _Tracer:
         if reflected:
             values.reverse()
         result = self.elementwise(name, function, values, named, operands)
-        return self.assign(args[0], result, name) if in_place else self.put(result)
+        if in_place or kwargs.get("inplace"):
+            return self.assign(args[0], result, name)
+        return self.put(result)
 
     def assign(self, target: Any, value: Value, name: str) -> Any:
         """`target += x`: every name of the same tensor sees it."""
-        if not hasattr(target, "_attn"):
+        if not (hasattr(target, "_attn") or self.is_made(target)):
             self.fail(f"{name} changes a captured tensor in place", "compute a new one")
         if "bif".index(letter(value.dtype)) > "bif".index(letter(target.dtype)):
             self.fail(f"{name} would change {target.dtype} in place to {value.dtype}")
@@ -279,7 +309,7 @@ class _Tracer:
             result.affine = result.affine or affine
             return result
         result = self.vector(kind, function, values, named)
-        if name in _CONVERSIONS and letter(result.dtype) == "i":
+        if name in _CONVERSIONS and result.dtype in (torch.int32, torch.int64):
             result.affine, result.limits = values[0].affine, values[0].limits
         return result
 
@@ -321,7 +351,7 @@ class _Tracer:
             elif x.affine is not None:
                 forms.append(x.affine)
             elif x.kind == HEAD:
-                forms.append((0, 0, x.tensor))
+                forms.append((0, 0, x.tensor.to(torch.int64)))
             else:
                 return None
         if not any(a or b for a, b, _ in forms):
@@ -458,12 +488,13 @@ class _Tracer:
                 "use torch.where for if, torch.minimum for min(), a tensor for a list",
             )
         target = args[0] if args and func in _IN_PLACE else kwargs.get("out")
-        if target is not None and (values or not self.is_made(target)):
+        given = [x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in values]
+        made = all(map(self.is_made, given))
+        if target is not None and (values or not made):
             self.fail(f"{name} changes a tensor in place", "compute a new one")
         if not values or (func in _MAKERS and list(values) == [0]):
             result = func(*args, **kwargs)
-            given = [x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in values]
-            if all(map(self.is_made, given)):
+            if made:
                 self.made.append(result)
             return result
         kind = _together(values.values())
@@ -502,22 +533,32 @@ class _Tracer:
             self.fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
         length = self.lengths[_KINDS[name.partition("_")[0]]]
         B, H = (max(x.size(axis) for x in leaves) for axis in (0, 1))
-        return torch.stack([x.expand(B, H, length) for x in leaves], -2).transpose(-1, -2)
+        columns = torch.stack([x.expand(B, H, length) for x in leaves], -2)
+        if columns.dtype == torch.int64:
+            wide, columns = columns, columns.to(torch.int32)
+            fits = True
+            with contextlib.suppress(RuntimeError):  # numbers of torch.func.vmap cannot be read
+                fits = self.list.compiling or torch.equal(wide, columns.to(wide.dtype))
+            if not fits:
+                self.fail("a captured whole number is beyond 32 bits", "number the values anew")
+        return columns.transpose(-1, -2)
 
     # Errors
 
     def check_captured(self, x: Tensor) -> None:
-        if x.layout != torch.strided or x.is_complex() or x.is_quantized:
-            self.fail(f"a captured tensor has layout {x.layout} and {x.dtype}", "make it dense")
+        dense = x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
+        if not dense or x.is_complex() or x.is_quantized:
+            what = f"{type(x).__name__} of layout {x.layout} and {x.dtype}"
+            self.fail(f"a captured tensor is a {what}", "capture a dense tensor of real numbers")
 
     def check_gradients(self, name: str, values: Iterable[Any]) -> None:
         """autograd.Function runs its forward without gradients; its backward would be lost."""
-        if self.tracking and not torch.is_grad_enabled():
-            if any(x.dtype.is_floating_point for x in values if isinstance(x, Value)):
-                self.fail(
-                    f"{name} runs without gradients, under no_grad or in an autograd.Function",
-                    "detach what is captured, and call PyTorch's own functions",
-                )
+        floating = (x.dtype.is_floating_point for x in values if isinstance(x, Value))
+        if self.tracking and not torch.is_grad_enabled() and any(floating):
+            self.fail(
+                f"{name} runs without gradients, under no_grad or in an autograd.Function",
+                "detach what is captured, and call PyTorch's own functions",
+            )
 
     def unknown(self, name: str) -> NoReturn:
         self.fail(
