@@ -134,6 +134,35 @@ def negative_and_partial_indices() -> Case:
 
 
 @case
+def distances_from_the_end() -> Case:
+    table, once = learned(L + S), torch.tensor([1, 200], dtype=torch.uint8)
+    return Case(
+        lambda s, b, h, i, j: s + table[j - i] * table[(2 * (i + 1) - -j * -2) // 2],
+        lambda b, h, i, j: (i + once[0]) - (once[1] + j) > -once[1].int(),
+        [table],
+        "f score, f distance 0, f add",
+    )
+
+
+@case
+def numbers_that_wrap_around() -> Case:
+    return Case(
+        mask=lambda b, h, i, j: (i + 126).to(torch.int8) >= j + 126 - 3,
+        lines="i row 0, i key 0, b ge",
+    )
+
+
+@case
+def every_kind_at_once_by_any_function() -> Case:
+    x, y, z = learned(B), learned(H), learned(L)
+    return Case(
+        lambda s, b, h, i, j: s + torch.stack([x[b], y[h] * 2, z[i] * 3]).cumsum(0)[b + 1],
+        captured=[x, y, z],
+        lines="f score, f row 0, f add",
+    )
+
+
+@case
 def swin() -> Case:
     table, window = learned(H, 9), torch.arange(S) % 4
     return Case(
@@ -376,6 +405,7 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s, b, h, i, j: s + TABLE[h, j],
         ("index 7 is out of range in dimension 1 of TABLE of shape [3, 4]",),
     ),
+    "just out of range": (lambda s, b, h, i, j: s + TABLE[h, i], ("index 4 is out",)),
     "below range": (lambda s, b, h, i, j: s + TABLE[h, i - 5], ("index -5",)),
     "too many indices": (lambda s, b, h, i, j: s + TABLE[h, 0, i], ("indices",)),
     "floating index": (lambda s, b, h, i, j: s + TABLE[h, i / 2], ("index of torch.float32",)),
@@ -507,15 +537,15 @@ def test_torch_compile_without_a_graph_break() -> None:
 
 
 def test_reads_a_mask_without_gradients_and_stores_equal_leaves_once() -> None:
-    table, ids = learned(H, S), torch.randint(0, 2, (S,))
+    table, ids, flags = learned(H, S), torch.randint(0, 2, (S,)), torch.rand(S) > 0.5
     program = traced(
         Case(
-            lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, -s),
-            lambda b, h, i, j: (ids[i] == ids[j]) & (table[h, i] > table[h, j]),
+            lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, s + (flags[i] + ids[j])),
+            lambda b, h, i, j: (ids[i] == ids[j]) & (table[h, i] > table[h, j]) & flags[i],
         )
     )
     assert program.row_numbers is not None
-    assert program.row_numbers.shape == (1, 1, L, 1)
+    assert program.row_numbers.shape == (1, 1, L, 2)
     assert program.row_terms is not None
     assert not program.row_terms.requires_grad
 

@@ -316,8 +316,7 @@ class _Tracer:
     def vector(self, kind: int, function: Any, values: list[Any], named: dict[str, Any]) -> Value:
         """Computes numbers that are not of the pair; the same ones once."""
         of = [x for x in (*values, *named.values()) if isinstance(x, Value)]
-        grad = torch.is_grad_enabled() and any(x.dtype.is_floating_point for x in of)
-        key = function, grad, tuple(map(_key, values)), tuple((n, _key(named[n])) for n in named)
+        key = function, tuple(map(_key, values)), tuple((n, _key(named[n])) for n in named)
         found = self.computed.get(key)
         if found is None:
             self.check_gradients(function.__name__, of)
@@ -437,8 +436,7 @@ class _Tracer:
         kind = _together(x for x in places if x is not None)
         if kind == PAIR:
             self.gather_of_pair(source)
-        grad = torch.is_grad_enabled() and source.dtype.is_floating_point
-        key = id(source), grad, tuple(x and x.serial for x in places)
+        key = id(source), tuple(x and x.serial for x in places)
         found = self.computed.get(key)
         if found is None:
             for dim, x in enumerate(places):
