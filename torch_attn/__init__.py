@@ -21,6 +21,7 @@ from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._inspection import Inspection, Layer
 from torch_attn._invariance import invariant
 from torch_attn._paged import PagedCache
+from torch_attn._programs import Program, score_program
 from torch_attn.functional import (
     Stats,
     sdpa,
@@ -49,6 +50,7 @@ __all__ = [
     "Inspection",
     "Layer",
     "PagedCache",
+    "Program",
     "Replacement",
     "Stats",
     "__version__",
@@ -60,6 +62,7 @@ __all__ = [
     "replace_sdpa",
     "replacing_sdpa",
     "restore_sdpa",
+    "score_program",
     "sdpa",
     "sdpa_is_replaced",
     "sdpa_stats",

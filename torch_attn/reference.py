@@ -14,12 +14,14 @@ the precision of its inputs, so with float64 inputs it is the oracle.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
+__all__ = ["flex_attention", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -173,3 +175,67 @@ def sdpa_stats(
     _, logsumexp, largest_score = sdpa_with_logsumexp(query, key, key, **arguments)
     entropy = -torch.special.xlogy(weights, weights).sum(-1)  # 0 log 0 = 0
     return largest_score, entropy, logsumexp, weights.sum(-2)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention whose scores two functions of the pair change, as PyTorch's FlexAttention.
+
+    Args:
+        query: `[B, Hq, L, E]`. key: `[B, Hk, S, E]`. value: `[B, Hk, S, Ev]`.
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx)` returns the score of a pair.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` sees key `kv_idx`.
+
+    Returns:
+        output `[B, Hq, L, Ev]` and logsumexp `[B, Hq, L]`: 0 and -inf for a query without keys.
+    """
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale
+    if score_mod is not None:
+        scores = of_every_pair(score_mod, scores.shape, scores)
+    if mask_mod is not None:
+        visible = of_every_pair(mask_mod, scores.shape, device=scores.device)
+        scores = scores.masked_fill(~visible, -math.inf)
+    empty = (scores == -math.inf).all(dim=-1, keepdim=True)
+    finite = scores.masked_fill(empty, 0)
+    weights = finite.softmax(dim=-1).masked_fill(empty, 0)
+    logsumexp = finite.logsumexp(dim=-1).masked_fill(empty[..., 0], -math.inf)
+    return weights @ value, logsumexp
+
+
+def of_every_pair(
+    function: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    *scores: Tensor,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """A score_mod or mask_mod, mapped over b, h, q_idx and kv_idx: `[B, H, L, S]`."""
+    indices = [torch.arange(n, device=scores[0].device if scores else device) for n in shape]
+    mapped = function
+    for axis in (3, 2, 1, 0):
+        in_dims = [0] * len(scores) + [0 if n == axis else None for n in range(4)]
+        mapped = torch.vmap(mapped, in_dims=tuple(in_dims))
+    with _IndexByNumbers():
+        return mapped(*scores, *indices).expand(shape)
+
+
+class _IndexByNumbers(TorchFunctionMode):
+    """`table[i]` where i is a 0-d tensor: PyTorch would read it, which torch.vmap refuses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            table, places = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(x, Tensor) for x in places):
+                whole = [None if x == slice(None) else torch.as_tensor(x) for x in places]
+                return torch.ops.aten.index(table, whole)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,628 @@
+"""score_mod and mask_mod: the list and its leaves compute what the function says of every pair."""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_attn
+from tests._programs import evaluate
+from torch_attn import reference
+from torch_attn._programs import Program, trace
+
+# All different, so that a wrong axis or direction cannot go unseen.
+B, H, L, S = SHAPE = 2, 3, 5, 8
+
+
+@dataclass
+class Case:
+    """Functions, what they capture with a gradient, and the lines of their lists."""
+
+    score: Callable[..., Any] | None = None
+    mask: Callable[..., Any] | None = None
+    captured: list[Tensor] = field(default_factory=list)
+    lines: str | None = None  # of the score, or of the mask without one; without constants
+
+
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(make: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[make.__name__] = make
+    return make
+
+
+def learned(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@case
+def alibi() -> Case:
+    slopes = learned(H)
+    return Case(
+        lambda s, b, h, i, j: s - (i - j).abs() * slopes[h],
+        lambda b, h, i, j: i >= j,
+        [slopes],
+        "f score, f distance 0, f sub",
+    )
+
+
+@case
+def causal() -> Case:
+    return Case(mask=lambda b, h, i, j: i >= j, lines="b distance 0")
+
+
+@case
+def causal_with_an_offset_in_a_tensor() -> Case:
+    offset = torch.tensor(2)
+    return Case(mask=lambda b, h, i, j: i + offset >= j, lines="b distance 0")
+
+
+@case
+def sliding_window() -> Case:
+    return Case(mask=lambda b, h, i, j: (j <= i) & (i - j < 3), lines="b distance 0")
+
+
+@case
+def dilated() -> Case:
+    return Case(mask=lambda b, h, i, j: (i - j) % 2 == 0, lines="b distance 0")
+
+
+@case
+def prefix() -> Case:
+    lengths = torch.tensor([2, 4])
+    return Case(
+        mask=lambda b, h, i, j: (i >= j) | (j < lengths[b]),
+        lines="b distance 0, b key 0, b or",
+    )
+
+
+@case
+def documents() -> Case:
+    ids = torch.randint(0, 2, (B, S))
+    return Case(
+        lambda s, b, h, i, j: torch.where(ids[b, i] == ids[b][j], s, -math.inf),
+        lambda b, h, i, j: ids[b, i] == ids[b, j],
+        lines="f score, i row 0, i key 0, b eq, f where",
+    )
+
+
+@case
+def soft_cap() -> Case:
+    return Case(lambda s, b, h, i, j: 3 * torch.tanh(s / 3), lines="f score, f div, f tanh, f mul")
+
+
+@case
+def t5() -> Case:
+    table = learned(32, H)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = j - i
+        near = distance.abs()
+        far = torch.log(near.float() / 2) / math.log(16 / 2) * 2
+        far = torch.min(2 + far.to(torch.long), torch.full_like(near, 15))
+        s += table[torch.where(distance > 0, 16, 0) + torch.where(near < 2, near, far), h]
+        return s
+
+    return Case(score, captured=[table], lines="f score, f distance 0, f add")
+
+
+@case
+def clamped_distances() -> Case:
+    table = learned(H, 7)
+    return Case(
+        lambda s, b, h, i, j: s + table[h, (i - j).clamp(-3, 3) + 3],
+        captured=[table],
+        lines="f score, f distance 0, f add",
+    )
+
+
+@case
+def negative_and_partial_indices() -> Case:
+    table = learned(4, 3, H, 2)
+    return Case(
+        lambda s, b, h, i, j: s * table[-2, :, h, 1][-1 - (j % 2)] + table[0][1][h][0],
+        captured=[table],
+        lines="f score, f key 0, f mul, f row 0, f add",
+    )
+
+
+@case
+def distances_from_the_end() -> Case:
+    table, once = learned(L + S), torch.tensor([1, 200], dtype=torch.uint8)
+    return Case(
+        lambda s, b, h, i, j: s + table[j - i] * table[(2 * (i + 1) - -j * -2) // 2],
+        lambda b, h, i, j: (i + once[0]) - (once[1] + j) > -once[1].int(),
+        [table],
+        "f score, f distance 0, f add",
+    )
+
+
+@case
+def numbers_that_wrap_around() -> Case:
+    return Case(
+        mask=lambda b, h, i, j: (i + 126).to(torch.int8) >= j + 126 - 3,
+        lines="i row 0, i key 0, b ge",
+    )
+
+
+@case
+def every_kind_at_once_by_any_function() -> Case:
+    x, y, z = learned(B), learned(H), learned(L)
+    return Case(
+        lambda s, b, h, i, j: s + torch.stack([x[b], y[h] * 2, z[i] * 3]).cumsum(0)[b + 1],
+        captured=[x, y, z],
+        lines="f score, f row 0, f add",
+    )
+
+
+@case
+def swin() -> Case:
+    table, window = learned(H, 9), torch.arange(S) % 4
+    return Case(
+        lambda s, b, h, i, j: torch.where(window[i] == window[j], s, s + table[h, i % 9]),
+        captured=[table],
+    )
+
+
+@case
+def temperature() -> Case:
+    scale, bias = learned(), learned(1)
+    return Case(
+        lambda s, b, h, i, j: s * scale.exp() + bias[0],
+        captured=[scale, bias],
+        lines="f score, f row 0, f mul, f row 1, f add",
+    )
+
+
+@case
+def booleans() -> Case:
+    flags = torch.rand(S) > 0.5
+    return Case(
+        lambda s, b, h, i, j: s + (flags[i] ^ ~flags[j]) * 2.0 + (flags[j] + flags[i] * True),
+        lambda b, h, i, j: (flags[i] | flags[j]).logical_not() | (flags[j] & (i != j)),
+    )
+
+
+@case
+def embedding() -> Case:
+    torch.manual_seed(0)
+    layer = nn.Embedding(S + L, H, dtype=torch.float64)
+    return Case(
+        lambda s, b, h, i, j: s + layer(i - j + S - 1)[h],
+        captured=[layer.weight],
+        lines="f score, f distance 0, f add",
+    )
+
+
+@case
+def mlp() -> Case:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(2, 4), nn.GELU(), nn.Linear(4, H)).double()
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = (i - j).double()
+        return s + layers(torch.stack([distance, distance.abs()]))[h]
+
+    parameters = list(layers.parameters())
+    return Case(score, captured=parameters, lines="f score, f distance 0, f add")
+
+
+@case
+def sink() -> Case:
+    strength = learned(H, S)
+    return Case(
+        lambda s, b, h, i, j: torch.where(j < 2, s + strength[h, j], s),
+        captured=[strength],
+        lines="f score, f key 0, f add, b key 0, f where",
+    )
+
+
+def shifted(
+    s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *, by: Tensor, of: Any
+) -> Tensor:
+    return of(s, b, h, i, j) + by[b]
+
+
+@case
+def nested() -> Case:
+    by, slopes = learned(B), learned(H)
+    inner = lambda s, b, h, i, j: s * slopes[h]  # noqa: E731
+    return Case(functools.partial(shifted, by=by, of=inner), captured=[by, slopes])
+
+
+class Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(learned(H, L))
+
+    def forward(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + self.table[h, i] * torch.exp(-(i - j).square() / 9.0)
+
+    def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (self.table[h, i] > 0) | (j == 0)
+
+
+@case
+def module_and_bound_method() -> Case:
+    bias = Bias()
+    return Case(bias, bias.visible, [bias.table])
+
+
+@case
+def every_operation_of_floating_numbers() -> Case:
+    x, y = learned(S), learned(H, S)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        p, q = x[i] * 0.5, y[h, j] * 2
+        both = p * q + 3.1
+        r = both.abs() + torch.minimum(p, q) - torch.maximum(q, p) + (-both).clamp(-4, 1)
+        r = r + both.square().reciprocal() + (both**2 + 1).sqrt() + torch.rsqrt(both * both + 2)
+        r = r + torch.exp(p - q) + torch.exp2(p + q) + torch.log(both * both + 1)
+        r = r + torch.log1p(both * both) + torch.sigmoid(p * q) + torch.floor(both) + p % q
+        r = r + both.masked_fill(p > q, 1.5) + torch.relu(p - q) + 2 ** (p - q)
+        r -= 1 / (3 + both) + both.clamp_max(2.0).to(s.dtype)
+        return s * (2 - r) + both.half().bool()
+
+    return Case(score, captured=[x, y])
+
+
+@case
+def every_operation_of_whole_numbers() -> Case:
+    ids = torch.randint(-9, 9, (S,))
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        n, m = ids[i] * 3 - ids[j], i + j
+        r = n // 4 + n % 5 + (n & 3) + (n | 4) + (n ^ 7) + (~n) + n.clamp(min=2) + m.square()
+        r = r + torch.maximum(n, m) + torch.where(n > m, -n, n.abs()) + (m % 2).bool() * 5
+        return s * (n / 7 + (n.bool() & (n <= 1)).float()) + r - n.clamp(-3, 4) + (m / 2).int()
+
+    return Case(score, lambda b, h, i, j: (~(ids[i] + j > 3)) ^ (i + j).bool())
+
+
+@case
+def of_the_head_alone() -> Case:
+    which = torch.tensor([True, False, True])
+    return Case(mask=lambda b, h, i, j: which[h] & (b < 5), lines="b row 0")
+
+
+@case
+def constants() -> Case:
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        two = torch.full_like(s, 1.0) + s.new_ones(())
+        return s * two * 1.0 - 0 + torch.where(torch.tensor(True), s, 3.0)
+
+    return Case(
+        score, lambda b, h, i, j: b.new_ones((), dtype=torch.bool), [], "f score, f mul, f add"
+    )
+
+
+def traced(of: Case, **options: Any) -> Program:
+    arguments = {"dtype": torch.float64, **options}
+    return trace(of.score, of.mask, batch=B, heads=H, queries=L, keys=S, **arguments)
+
+
+def lines(text: str) -> str:
+    """What a list does, without its constants and places."""
+    found = re.findall(r"^%\d+ (.*)$", text, flags=re.MULTILINE)
+    return ", ".join(re.sub(" %.*", "", x) for x in found if " const " not in x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_computes_what_the_function_says(name: str) -> None:
+    of = CASES[name]()
+    program = traced(of)
+    if of.lines is not None:
+        text = program.score or program.mask
+        assert lines(text or "") == of.lines
+    if of.mask is not None:
+        assert program.mask
+        visible = evaluate(program.mask, program, SHAPE, None)
+        assert torch.equal(visible, reference.of_every_pair(of.mask, SHAPE))
+    if of.score is None:
+        return
+    score = learned(*SHAPE)
+    assert program.score
+    ours = evaluate(program.score, program, SHAPE, score)
+    theirs = reference.of_every_pair(of.score, SHAPE, score.clone())
+    torch.testing.assert_close(ours, theirs)
+    wanted = [score, *of.captured]
+    weight = torch.randn(SHAPE, dtype=torch.float64)
+    finite = theirs.isfinite()
+    gradients = [
+        torch.autograd.grad((x[finite] * weight[finite]).sum(), wanted, retain_graph=True)
+        for x in (ours, theirs)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_and_both_together_compute_the_same(name: str) -> None:
+    of = CASES[name]()
+    program = traced(of, dtype=torch.bfloat16)
+    exact = traced(of)
+    assert (program.score, program.mask) == (exact.score, exact.mask)
+    for noun in ("row", "key", "distance"):
+        terms, numbers = getattr(program, f"{noun}_terms"), getattr(program, f"{noun}_numbers")
+        for leaves, dtype in ((terms, torch.float32), (numbers, torch.int32)):
+            if leaves is not None:
+                length = {"row": L, "key": S, "distance": L + S - 1}[noun]
+                assert leaves.dtype == dtype
+                assert leaves.size(0) in (1, B)
+                assert leaves.size(1) in (1, H)
+                assert leaves.size(2) == length
+                assert leaves.stride(2) == 1
+
+
+def fails(score: Any, *words: str, mask: Any = None) -> None:
+    with pytest.raises(RuntimeError, match=r"^torch_attn\.flex_attention: ") as caught:
+        traced(Case(score, mask))
+    for word in (*words, __file__):
+        assert word in str(caught.value)
+
+
+def branches(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s if s > 0 else -s
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+TABLE = torch.randn(H, 4, requires_grad=True)
+IDS = torch.randint(0, 2, (S,))
+VECTORS = torch.randn(S, 4)
+REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "control flow": (branches, ("__bool__", "return s if s > 0 else -s", "torch.where")),
+    "min": (lambda s, b, h, i, j: s * min(i, j), ("__bool__", "torch.minimum")),
+    "item": (lambda s, b, h, i, j: s * i.item(), ("item",)),
+    "list": (lambda s, b, h, i, j: s * [1, 2, 3][h], ("__index__", "a tensor")),
+    "random": (lambda s, b, h, i, j: s + torch.rand(()), ("rand",)),
+    "dropout": (lambda s, b, h, i, j: nn.functional.dropout(s), ("dropout",)),
+    "in place": (lambda s, b, h, i, j: s + VECTORS.add_(1)[i, 0], ("add_ changes",)),
+    "setitem": (lambda s, b, h, i, j: VECTORS.__setitem__((0, 0), i), ("__setitem__ changes",)),
+    "unknown": (lambda s, b, h, i, j: torch.erf(s), ("no erf", "attn_mask=")),
+    "pow": (lambda s, b, h, i, j: s**1.5, ("pow",)),
+    "dot": (
+        lambda s, b, h, i, j: s + torch.dot(VECTORS[i], VECTORS[j]),
+        ("no dot", "more columns"),
+    ),
+    "bias": (lambda s, b, h, i, j: s + TABLE[h, IDS[i] - IDS[j]], ("TABLE of shape [3, 4]",)),
+    "score as index": (lambda s, b, h, i, j: s + TABLE[h, s.int()], ("query and key at once",)),
+    "out of range": (
+        lambda s, b, h, i, j: s + TABLE[h, j],
+        ("index 7 is out of range in dimension 1 of TABLE of shape [3, 4]",),
+    ),
+    "just out of range": (lambda s, b, h, i, j: s + TABLE[h, i], ("index 4 is out",)),
+    "below range": (lambda s, b, h, i, j: s + TABLE[h, i - 5], ("index -5",)),
+    "too many indices": (lambda s, b, h, i, j: s + TABLE[h, 0, i], ("indices",)),
+    "floating index": (lambda s, b, h, i, j: s + TABLE[h, i / 2], ("index of torch.float32",)),
+    "vector": (lambda s, b, h, i, j: s + TABLE[h], ("query and key at once",)),
+    "vector result": (lambda s, b, h, i, j: TABLE[h], ("returned shape [4]",)),
+    "no tensor": (lambda s, b, h, i, j: None, ("returned NoneType",)),
+    "whole result": (lambda s, b, h, i, j: i - j, ("returned torch.int64",)),
+    "autograd.Function": (lambda s, b, h, i, j: Doubled.apply(s), ("autograd.Function",)),
+    "sparse": (lambda s, b, h, i, j: s + TABLE.detach().to_sparse()[h, i], ("sparse",)),
+    "complex": (lambda s, b, h, i, j: s + torch.tensor(1j), ("complex",)),
+    "narrow": (lambda s, b, h, i, j: s + (IDS.byte()[i] - IDS.byte()[j]), ("uint8", ".int()")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_what_it_cannot_run_and_where(name: str) -> None:
+    score, words = REFUSED[name]
+    fails(score, *words)
+
+
+def test_a_mask_is_boolean() -> None:
+    fails(None, "mask_mod returned torch.float32", mask=lambda b, h, i, j: i * 1.0)
+
+
+def test_limits() -> None:
+    def long(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        for n in range(65):
+            s = s * (n + 2)
+        return s
+
+    def wide(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        for n in range(17):
+            s = s * torch.cos(i * (n + 1))
+        return s
+
+    fails(long, "65 operations of the pair; at most 64")
+    fails(wide, "17 row_terms; at most 16")
+
+
+def biased(table: Tensor, ids: Tensor, scale: Tensor) -> Tensor:
+    """Row, key and distance terms with gradients to a table and to a number: their sum."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = torch.where((i - j).abs() < 2, (i - j).abs(), 3)
+        return s * scale + table[near, h] + table[ids[i], h] * table[-1, h] + table[0, h]
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ids[i] >= table[ids[j], h] * scale
+
+    program = traced(Case(score, mask))
+    assert program.score
+    score = torch.linspace(-1, 1, B * H * L * S, dtype=torch.float64).view(SHAPE)
+    return evaluate(program.score, program, SHAPE, score).sin().sum()
+
+
+def test_captured_tensors_of_torch_func() -> None:
+    table, ids = learned(4, H), torch.randint(-1, 4, (S,))
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad(biased(table, ids, scale), [table, scale])
+    got = torch.func.grad(biased, argnums=(0, 2))(table.detach(), ids, scale.detach())
+    torch.testing.assert_close(got, wanted)
+    direction = torch.randn(4, H, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    tangent = torch.func.jvp(
+        lambda t, c: biased(t, ids, c), (table.detach(), scale.detach()), direction
+    )[1]
+    torch.testing.assert_close(
+        tangent, sum((g * d).sum() for g, d in zip(wanted, direction, strict=True))
+    )
+    torch.autograd.gradcheck(lambda t, c: biased(t, ids, c), (table, scale))
+    torch.autograd.gradgradcheck(lambda t, c: biased(t, ids, c), (table, scale))
+
+    tables = torch.randn(3, 4, H, dtype=torch.float64)
+    many, scales = torch.randint(-1, 4, (3, S)), torch.rand(3, dtype=torch.float64)
+    each = [biased(t, n, c) for t, n, c in zip(tables, many, scales, strict=True)]
+    torch.testing.assert_close(torch.func.vmap(biased)(tables, many, scales), torch.stack(each))
+    per = torch.func.vmap(torch.func.grad(biased))(tables, many, scales)
+    each = [torch.func.grad(biased)(t, n, c) for t, n, c in zip(tables, many, scales, strict=True)]
+    torch.testing.assert_close(per, torch.stack(each))
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_gradients_of_tables_have_the_same_bits(threads: int) -> None:
+    """The derivative of PyTorch's indexing adds by atomics from 32,768 numbers on."""
+    table = torch.randn(12, 33, requires_grad=True)
+
+    def gradient() -> Tensor:
+        mod = lambda s, b, h, i, j: s + table[h, (i - j).clamp(-16, 16) + 16]  # noqa: E731
+        terms = trace(mod, None, batch=1, heads=12, queries=2048, keys=2048).distance_terms
+        assert terms is not None
+        assert terms.numel() > 32768
+        return torch.autograd.grad((terms * weight).sum(), table)[0]
+
+    weight = torch.randn(1, 12, 4095, 1)
+    torch.set_num_threads(1)
+    one = gradient()
+    torch.set_num_threads(threads)
+    for _ in range(5):
+        assert torch.equal(gradient(), one)
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Parameter(torch.randn(H, 7)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, str | None, str | None]:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            s += self.table[h, (i - j).clamp(-3, 3) + 3] * self.scale
+            return torch.where(ids[i] == ids[j], s, -math.inf)
+
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i >= j) | (ids[j] == 0)
+
+        program = trace(score, mask, batch=B, heads=H, queries=L, keys=S)
+        assert program.distance_terms is not None
+        return (program.distance_terms.square().sum() * x).sum(), program.score, program.mask
+
+
+def test_torch_compile_without_a_graph_break() -> None:
+    model, x, ids = Compiled(), torch.randn(3), torch.randint(0, 2, (S,))
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss, *texts = call(x, ids)
+        loss.backward()
+        results.append((loss.detach(), *texts, model.table.grad, model.scale.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
+
+
+def test_reads_a_mask_without_gradients_and_stores_equal_leaves_once() -> None:
+    table, ids, flags = learned(H, S), torch.randint(0, 2, (S,)), torch.rand(S) > 0.5
+    program = traced(
+        Case(
+            lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, s + (flags[i] + ids[j])),
+            lambda b, h, i, j: (ids[i] == ids[j]) & (table[h, i] > table[h, j]) & flags[i],
+        )
+    )
+    assert program.row_numbers is not None
+    assert program.row_numbers.shape == (1, 1, L, 2)
+    assert program.row_terms is not None
+    assert not program.row_terms.requires_grad
+
+
+def test_autocast_is_off() -> None:
+    weights = torch.randn(4, 4)
+    mod = lambda s, b, h, i, j: s + (weights @ weights)[h, 0]  # noqa: E731
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = trace(mod, None, batch=B, heads=H, queries=L, keys=S).row_terms
+    assert terms is not None
+    assert torch.equal(terms[0, :, 0, 0], (weights @ weights)[:H, 0])
+
+
+def test_in_place_changes_are_seen_by_every_name() -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        same, total = s, torch.zeros_like(s)
+        s *= 2
+        nn.functional.relu(s, inplace=True)
+        total += same
+        return total - 1
+
+    expected = "f score, f mul, b gt, f where, f sub"
+    assert lines(traced(Case(score)).score or "") == expected.replace("f sub", "f add, f sub")
+    fails(lambda s, b, h, i, j: s + i.mul_(0.5), "mul_ would change" if False else "in place")
+    fails(lambda s, b, h, i, j: s + torch.add(i, 1, out=torch.zeros(())), "add changes")
+    fails(lambda s, b, h, i, j: s + torch.zeros(()).add_(TABLE[0, 0]), "add_ changes")
+
+
+def test_whole_numbers_beyond_32_bits() -> None:
+    large = torch.tensor([2**31, *range(S - 1)])
+    fails(None, "beyond 32 bits", mask=lambda b, h, i, j: large[i] == large[j])
+    same = traced(Case(mask=lambda b, h, i, j: large[i] % 2**20 == large[j] % 2**20))
+    assert lines(same.mask or "") == "i row 0, i key 0, b eq"
+
+
+def test_prints_what_runs() -> None:
+    slopes = torch.rand(H)
+    mod = lambda s, b, h, i, j: s - (i - j).abs() * slopes[h]  # noqa: E731
+    program = torch_attn.score_program(mod, lambda b, h, i, j: i >= j, shape=SHAPE)
+    assert (
+        str(program)
+        == """score: attn.program 1
+%0 f score
+%1 f distance 0
+%2 f sub %0 %1
+return %2
+mask: attn.program 1
+%0 b distance 0
+return %0
+distance_terms: [1, 3, 12, 1] torch.float32
+distance_numbers: [1, 1, 12, 1] torch.int32
+"""
+    )
+
+
+def test_what_the_text_says_of_types_constants_and_order() -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        unused = torch.tanh(s) + s
+        del unused
+        return torch.where((i + j) % 3 > 1, s * 1.5 + s * 1.5, -math.inf)
+
+    assert (
+        traced(Case(score)).score
+        == """attn.program 1
+%0 f score
+%1 i query
+%2 i key_index
+%3 i add %1 %2
+%4 i const 3
+%5 i remainder %3 %4
+%6 i const 1
+%7 b gt %5 %6
+%8 f const 0x1.8000000000000p+0
+%9 f mul %0 %8
+%10 f add %9 %9
+%11 f const -inf
+%12 f where %7 %10 %11
+return %12
+"""
+    )

@@ -1,0 +1,337 @@
+"""The list of operations of a score program, and the rules that write PyTorch's calls into it.
+
+`_programs.py` runs the user's functions. A call on a value that depends on query and key at once
+arrives here: `RULES` has a function for each name of PyTorch's, with its parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DISTANCE", "HEAD", "KEY", "PAIR", "ROW", "RULES", "List", "Value", "letter", "write"]
+
+# What a value depends on: head (b, h), row (b, h, i), key (b, h, j), distance (b, h, i - j), pair.
+# A row term holds what depends on the head alone.
+HEAD, ROW, KEY, DISTANCE, PAIR = range(5)
+_LEAF = "row", "row", "key", "distance"
+
+
+@dataclass(eq=False)
+class Value:
+    """A number, or a tensor of numbers, that the user's function computes for every pair."""
+
+    serial: int  # another one for every value
+    kind: int
+    dtype: torch.dtype  # dtype and shape are what the function sees; () for a number
+    make: Callable[[], Tensor] | None = None  # computes `tensor` when it is read
+    shape: tuple[int, ...] = ()
+    node: int = -1  # the place of a PAIR in the list
+    affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
+    constant: bool = False  # made by the function itself
+    limits: tuple[int, int] | None = None  # least and largest number, where known
+    lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and its dimensions' indices
+    made: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """`[B|1, H|1, N|1, *shape]`, where N is L, S or L + S - 1 by kind. A PAIR has none."""
+        if self.made is None:
+            assert self.make is not None
+            self.made = self.make()
+        return self.made
+
+
+def letter(dtype: torch.dtype) -> str:
+    """The type of the list that computes a dtype: f, i or b."""
+    return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
+
+
+_promote = functools.cache(torch.promote_types)
+
+
+def promoted(*operands: Any) -> torch.dtype:
+    """PyTorch's type promotion of Values and Python's numbers."""
+    dtype: Any = None
+    for x in operands:
+        if isinstance(x, Value) and x.dtype is not dtype:
+            dtype = _promote(dtype, x.dtype) if dtype else x.dtype
+    for x in operands:
+        if type(x) is float and not (dtype and dtype.is_floating_point):
+            return torch.get_default_dtype()
+        if type(x) is int and dtype in (None, torch.bool):
+            dtype = torch.int64
+    return dtype or torch.bool
+
+
+def _word(x: Any, type_: str) -> str:
+    """A constant of the list."""
+    if type_ != "f":
+        return str(int(bool(x) if type_ == "b" else x))
+    return float(x).hex() if math.isfinite(x) else str(float(x))
+
+
+_NEUTRAL = {  # x op this is x, for every x and in every bit
+    *((name, "f", _word(1, "f")) for name in ("mul", "div")),
+    *(("sub", "f", _word(0, "f")), ("add", "f", _word(-0.0, "f"))),
+    *((name, "i", "1") for name in ("mul", "floor_divide")),
+    *((name, "i", "0") for name in ("add", "sub", "or", "xor")),
+    *(("or", "b", "0"), ("xor", "b", "0"), ("and", "b", "1")),
+}
+_CONVERT = {"f": "float", "i": "int", "b": "bool"}
+
+
+class List:
+    """The operations of both functions; equal ones are one.
+
+    Args:
+        dtype: of leaves that are no whole numbers: float32 or float64.
+        compiling: while torch.compile traces, constants cannot be read; they become leaves.
+    """
+
+    def __init__(self, dtype: torch.dtype, compiling: bool) -> None:
+        self.dtype, self.compiling = dtype, compiling
+        self.nodes: dict[tuple[Any, ...], int] = {}  # (type, name, operands...), in order
+        self.words: dict[int, str] = {}  # constants by place
+        self.leaves: dict[tuple[str, int], Tensor] = {}  # by stored type and serial
+        self.count = 0
+
+    def value(self, kind: int, dtype: torch.dtype, make: Any = None, **fields: Any) -> Value:
+        self.count += 1
+        return Value(self.count, kind, dtype, make, **fields)
+
+    def add(self, *node: Any) -> int:
+        place = self.nodes.get(node)
+        if place is None:
+            place = self.nodes[node] = len(self.nodes)
+        return place
+
+    def place(self, x: Any, type_: str) -> int:
+        """The place of a Value or a number as an operand of a type."""
+        if not isinstance(x, Value):
+            word = _word(x, type_)
+            place = self.add(type_, "const", word)
+            self.words[place] = word
+            return place
+        have = letter(x.dtype)
+        if x.kind == PAIR:
+            return x.node if have == type_ else self.add(type_, _CONVERT[type_], x.node)
+        if x.constant and not self.compiling:
+            with contextlib.suppress(RuntimeError):  # a fake tensor has no number
+                return self.place(x.tensor.item(), type_)
+        if type_ == "i" and x.affine in ((1, 0, 0), (0, 1, 0)):
+            return self.add("i", "query" if x.kind == ROW else "key_index")
+        # Booleans are stored as whole numbers, so that one column serves both types.
+        stored = "i" if have == "b" and type_ == "b" else type_
+        if (stored, x.serial) not in self.leaves:
+            tensor = x.tensor if type_ != "b" or have == "b" else x.tensor != 0
+            if type_ == "f" or x.limits or tensor.dtype != torch.int64:
+                tensor = tensor.to(self.dtype if type_ == "f" else torch.int32)
+            self.leaves[stored, x.serial] = tensor
+        return self.add(type_, _LEAF[x.kind], (stored, x.serial))
+
+    def operation(self, dtype: torch.dtype, name: str, *operands: Any) -> Value:
+        """An operation whose operands have the type of its result."""
+        type_ = letter(dtype)
+        places = [self.place(x, type_) for x in operands]
+        if len(places) == 2:
+            for x, y in (places, places[::-1]):
+                swaps = name not in ("sub", "div", "floor_divide")
+                word = self.words.get(y)
+                if word and (name, type_, word) in _NEUTRAL and (swaps or y is places[1]):
+                    return self.value(PAIR, dtype, node=x)
+        return self.value(PAIR, dtype, node=self.add(type_, name, *places))
+
+
+@functools.lru_cache(maxsize=256)
+def write(
+    nodes: tuple[tuple[Any, ...], ...], results: tuple[int, ...]
+) -> tuple[list[str], list[int], list[tuple[str, str, int]]]:
+    """The strings of some results, each without what it does not need.
+
+    Returns:
+        the strings; how many operations each has; and the leaves that they read: the kind, the
+        stored type and the serial. Those of one kind and of type f, or not, are columns in order.
+    """
+    texts, counts, columns = [], [], {}  # type: ignore[var-annotated]
+    for result in results:
+        needed = {result}
+        for place in range(result, -1, -1):
+            if place in needed:
+                needed.update(x for x in nodes[place][2:] if type(x) is int)
+        number = {place: n for n, place in enumerate(sorted(needed))}
+        lines, count = ["attn.program 1"], 0
+        for place, n in number.items():
+            type_, name, *operands = nodes[place]
+            words = []
+            for x in operands:
+                if type(x) is tuple:
+                    column = columns.setdefault((name, x[0] == "f"), {})
+                    x = column.setdefault(x, len(column))
+                    words.append(str(x))
+                elif type(x) is int:
+                    words.append(f"%{number[x]}")
+                else:
+                    words.append(x)
+            count += bool(operands) and type(operands[0]) is int
+            lines.append(" ".join([f"%{n}", type_, name, *words]))
+        texts.append("\n".join([*lines, f"return %{number[result]}\n"]))
+        counts.append(count)
+    return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
+
+
+# The rules. Each takes the list and the arguments of PyTorch's function, and returns a PAIR.
+
+
+def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
+    """Operands and result have the promoted type; with `floating`, a floating one."""
+
+    def rule(ops: List, *operands: Any, alpha: Any = 1) -> Value:
+        if not (type(alpha) is int and alpha == 1):  # of add and sub
+            operands = operands[0], RULES["mul"](ops, operands[1], alpha)
+        dtype = promoted(*operands, *([1.0] if floating else []))
+        if dtype in _NARROW and len(operands) == 2:
+            raise NotImplementedError(f"{name} in {dtype}, which wraps around; call .int() first")
+        if dtype is torch.bool and not of_booleans:
+            raise NotImplementedError(f"{name} of booleans; call .int() first")
+        if dtype.is_floating_point and name in ("and", "or", "xor", "not"):
+            raise NotImplementedError(f"bitwise {name} of floating numbers")
+        return ops.operation(dtype, of_booleans if dtype is torch.bool else name, *operands)
+
+    return rule
+
+
+def _compare(name: str) -> Callable[..., Value]:
+    def rule(ops: List, input: Any, other: Any) -> Value:
+        type_ = "f" if promoted(input, other).is_floating_point else "i"
+        places = ops.place(input, type_), ops.place(other, type_)
+        return ops.value(PAIR, torch.bool, node=ops.add("b", name, *places))
+
+    return rule
+
+
+def _logical(name: str) -> Callable[..., Value]:
+    return lambda ops, *operands: ops.operation(torch.bool, name, *operands)
+
+
+def _div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode == "floor":
+        return _floor_divide(ops, input, other)
+    if rounding_mode:
+        raise NotImplementedError(f"div with rounding_mode={rounding_mode!r}; use // or floor")
+    return _simple("div", floating=True)(ops, input, other)
+
+
+def _floor(ops: List, input: Value) -> Value:
+    return _simple("floor")(ops, input) if letter(input.dtype) == "f" else input
+
+
+def _floor_divide(ops: List, input: Any, other: Any) -> Value:
+    if letter(promoted(input, other)) == "f":
+        return _floor(ops, _div(ops, input, other))
+    return _simple("floor_divide")(ops, input, other)
+
+
+def _remainder(ops: List, input: Any, other: Any) -> Value:
+    if letter(promoted(input, other)) == "f":
+        whole = RULES["mul"](ops, _floor_divide(ops, input, other), other)
+        return RULES["sub"](ops, input, whole)
+    return _simple("remainder")(ops, input, other)
+
+
+def _square(ops: List, input: Value) -> Value:
+    floating = letter(input.dtype) == "f"
+    return _simple("square")(ops, input) if floating else RULES["mul"](ops, input, input)
+
+
+def _pow(ops: List, input: Any, exponent: Any) -> Value:
+    if type(input) in (int, float) and input == 2 and letter(exponent.dtype) == "f":
+        return RULES["exp2"](ops, exponent)
+    names = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    name = names.get(exponent) if type(exponent) in (int, float) else None
+    if name is None or (name != "square" and letter(input.dtype) != "f"):
+        raise NotImplementedError("pow but x ** 2, 0.5, -0.5, -1, and 2 ** x for a floating x")
+    return RULES[name](ops, input)
+
+
+def _clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
+    dtype = promoted(*(x for x in (input, min, max) if x is not None))
+    if letter(dtype) != "f" and (min is None or max is None):  # no whole number is infinite
+        name = "maximum" if max is None else "minimum"
+        return ops.operation(dtype, name, input, min if max is None else max)
+    least, most = -math.inf if min is None else min, math.inf if max is None else max
+    return ops.operation(dtype, "clamp", input, least, most)
+
+
+def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None) -> Value:
+    dtype = dtype or promoted(input, other)
+    at = ops.place(condition, "b")
+    x, y = (ops.place(v, letter(dtype)) for v in (input, other))
+    word = ops.words.get(at)
+    if word or x == y:
+        return ops.value(PAIR, dtype, node=y if word == "0" else x)
+    return ops.value(PAIR, dtype, node=ops.add(letter(dtype), "where", at, x, y))
+
+
+def _relu(ops: List, input: Value, inplace: bool = False) -> Value:
+    # PyTorch's gradient at 0 is 0; that of maximum would be a half.
+    return _where(ops, RULES["gt"](ops, input, 0), input, 0)
+
+
+def _to(ops: List, input: Value, *arguments: Any, dtype: Any = None, **_: Any) -> Value:
+    for x in (*arguments, dtype):
+        target = x.dtype if isinstance(x, Value) else x
+        if isinstance(target, torch.dtype):
+            # Neither bfloat16 nor int8 rounds: as in compiled FlexAttention.
+            type_ = letter(target)
+            affine = input.affine if type_ == "i" else None
+            return ops.value(PAIR, target, node=ops.place(input, type_), affine=affine)
+    return input
+
+
+def _converts(dtype: torch.dtype) -> Callable[..., Value]:
+    return lambda ops, input: _to(ops, input, dtype)
+
+
+_NARROW = torch.uint8, torch.int8, torch.int16
+_FLOATING = "reciprocal sqrt rsqrt exp exp2 log log1p tanh sigmoid"
+_CONVERSIONS = "float double half bfloat16 bool int long short"
+RULES: dict[str, Callable[..., Value]] = {
+    "add": _simple("add", "or"),
+    "sub": _simple("sub"),
+    "mul": _simple("mul", "and"),
+    "minimum": _simple("minimum", "and"),
+    "maximum": _simple("maximum", "or"),
+    "abs": _simple("abs"),
+    "neg": _simple("neg"),
+    "div": _div,
+    "floor": _floor,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "square": _square,
+    "pow": _pow,
+    **{name: _simple(name, floating=True) for name in _FLOATING.split()},
+    **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{f"bitwise_{name}": _simple(name, name) for name in ("and", "or", "xor", "not")},
+    **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
+    "relu": _relu,
+    "where": _where,
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": lambda ops, input, max: _clamp(ops, input, None, max),
+    "masked_fill": lambda ops, input, mask, value: _where(ops, mask, value, input, input.dtype),
+    **dict.fromkeys(("to", "type", "type_as", "clone", "contiguous"), _to),
+    **{name: _converts(getattr(torch, name)) for name in _CONVERSIONS.split()},
+}
+_ALIASES = (
+    "subtract:sub multiply:mul divide:div true_divide:div negative:neg absolute:abs clip:clamp"
+)
+for _alias in f"{_ALIASES} not_equal:ne less:lt less_equal:le greater:gt greater_equal:ge".split():
+    RULES[_alias.partition(":")[0]] = RULES[_alias.partition(":")[2]]
