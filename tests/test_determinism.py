@@ -131,7 +131,7 @@ def forward_and_backward() -> list[bytes]:
     output = saved[0]
     gradients = torch.ops.attn._sdpa_backward(
         *[output, None, *saved, *inputs],
-        grad_input_mask=[True] * 3 + [False] * 6,
+        grad_input_mask=[True] * 3 + [False] * 7,
     )
     return [t.numpy().tobytes() for t in (output, *gradients[:3])]
 

@@ -29,7 +29,7 @@ def forward_and_backward(inputs: Inputs, **options: Any) -> list[Tensor | None]:
         **options,
         grad_input_mask=[
             *[True, True, True, mask is not None and mask.is_floating_point()],
-            *[False] * 5,
+            *[False] * 6,
         ],
     )
     return [plain, *detailed, *saved, *gradients]

@@ -452,7 +452,7 @@ def test_errors_in_python() -> None:
             block_table=torch.tensor([[0, 1]]),
             max_q=8,
             max_k=8,
-            grad_input_mask=[True] * 3 + [False] * 6,
+            grad_input_mask=[True] * 3 + [False] * 7,
         )
 
 

@@ -209,6 +209,10 @@ struct BackwardParams : Problem {
   void* grad_row_terms = nullptr;       // [batch, heads, L, columns]
   void* grad_key_terms = nullptr;       // [batch, heads, S, columns]
   void* grad_distance_terms = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
+  // Task t adds to copy t % table_copies, once table_turns[copy] says that the tasks before it have.
+  void* grad_table = nullptr;  // [copies, batch or 1, table_size]
+  int64_t table_copies = 1;
+  int32_t* table_turns = nullptr;
 
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;

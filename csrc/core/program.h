@@ -54,8 +54,10 @@ enum class Op : uint8_t {
   le_whole,
   // of any kind
   where,
-  float_of,  // of a whole number
-  whole_of,  // of a number, rounded towards 0
+  gather,          // number i of the table
+  gather_tangent,  // of its derivative along a direction
+  float_of,        // of a whole number
+  whole_of,        // of a number, rounded towards 0
 };
 
 // What a list reads.
@@ -68,6 +70,8 @@ enum class Leaf : uint8_t {
   grad,          // the gradient of the score
   tangent,       // of scale * product, along a direction
   tangent_grad,  // of the gradient
+  pair_term,     // Problem::mask at the pair, and its derivative along a direction
+  pair_tangent,
   // a column of the tensors of leaves (PairProgram)
   row_term,
   key_term,
@@ -85,7 +89,7 @@ enum class Leaf : uint8_t {
 constexpr int kTermKinds = static_cast<int>(Leaf::query) - static_cast<int>(Leaf::row_term);
 
 struct LeafOfList {
-  Leaf leaf;
+  Leaf leaf = Leaf::number;
   int column = 0;     // of its tensor
   double number = 0;  // a constant
 };
@@ -100,6 +104,9 @@ struct Step {
 struct ResultOfList {
   int16_t from;
   LeafOfList of;  // a gradient: what it is the gradient of; product stands for scale * product
+  // The gradient of a number of the table: the index. `of` then means nothing.
+  bool is_of_table = false;
+  int16_t index = 0;
 };
 
 struct List {
@@ -110,6 +117,7 @@ struct List {
   const ResultOfList* results;
   int result_count;
   int slots;
+  bool reads_pairs;  // pair_term or pair_tangent
 };
 
 // One tensor of leaves, [batch, heads, L or S or L + S - 1, columns], of the compute dtype or, with whole numbers,
@@ -124,6 +132,13 @@ struct PairProgram {
   int64_t batch = 1, heads = 1, queries = 0, keys = 0;  // of the whole call: entries, H, L and S
   int columns[kTermKinds] = {};
   Terms terms[kTermKinds];
+  // Numbers of the compute dtype, the same for all entries (table_entry = 0) or [batch, table_size].
+  const void* table = nullptr;
+  const void* table_tangent = nullptr;
+  int64_t table_size = 0;
+  int64_t table_entry = 0;
+  // An index outside of the table, of the least pair that has one: i * S + j, and the index; -1 if there is none.
+  int64_t* wrong = nullptr;
   // Null if there is no score_mod, or the kernel needs none.
   const List* score = nullptr;
   const List* gradient = nullptr;          // of dS: its results are the gradients of scale * product and of leaves
@@ -131,11 +146,21 @@ struct PairProgram {
   const List* tangent_gradient = nullptr;  // of the results of `gradient`, in their order
 };
 
+// The numbers of the tables of all entries.
+ATTN_INLINE constexpr int64_t all_of_table(const PairProgram& p) {
+  return p.table_size * (p.table_entry == 0 ? 1 : p.batch);
+}
+
 // What a mask_mod shows, tile by tile of kScoreTile queries and keys: kNoPair, kAllPairs, or where its bits begin.
 // Word j of a tile has a bit for each of its queries. Strides in tiles, 0 where the mask is shared.
+//
+// Blocks of a caller's own size may be hidden, shown, or left to the list.
 constexpr int32_t kNoPair = -1, kAllPairs = -2;
+constexpr uint8_t kHiddenBlock = 0, kPartialBlock = 1, kFullBlock = 2;
 struct PairMask {
-  const List* list = nullptr;
+  const List* list = nullptr;  // null: all pairs are visible
+  Terms blocks;                // uint8 [batch, heads, blocks of queries, blocks of keys]; null data: all are partial
+  int64_t block_rows = 0, block_keys = 0;
   int64_t entries = 1, heads = 1;  // different ones
   int64_t row_tiles = 0, key_tiles = 0;
   int32_t* tiles = nullptr;  // [entries, heads, row_tiles, key_tiles]

@@ -241,16 +241,38 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     of_chunks = at::zeros({chunks, size_of_distance_terms(call)}, compute_options(query));
     for (const auto& [p, _] : entries) p->grad_distance_terms = of_chunks.mutable_data_ptr();
   }
+  Tensor tables;
+  void* const table = call.grad_table;
+  if (table) {
+    // Entries of their own lengths have a copy each; else a call's tasks share up to 16 copies of up to 64 MB.
+    constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
+    const int64_t size = all_of_table(*call.program), count = static_cast<int64_t>(entries.end() - entries.begin());
+    const int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;
+    tables = at::zeros({count * each, size}, compute_options(query));
+    memory.push_back(at::zeros({count * each}, query.options().dtype(at::kInt)));
+    take = Take::one;
+    int64_t first = 0;
+    for (const auto& [p, _] : entries) {
+      p->table_copies = each;
+      p->grad_table = static_cast<char*>(tables.mutable_data_ptr()) + first * size * tables.element_size();
+      p->table_turns = memory.back().template mutable_data_ptr<int32_t>() + first;
+      first += each;
+    }
+  }
   const int64_t workspace = entries.workspace();
   const bool direct_mask = call.grad_mask.data && !call.mask_is_shared;
   if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask || call.grad_key_terms ||
-      call.grad_distance_terms)
+      call.grad_distance_terms || table)
     entries.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
                 [](const auto& p) { return 5 * product_flops(p); }, workspace,
                 [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
   if (of_chunks.defined()) {
     Tensor sums = at::from_blob(distance_terms, {size_of_distance_terms(call)}, compute_options(query));
     for (int64_t chunk = 0; chunk < of_chunks.size(0); ++chunk) sums.add_(of_chunks[chunk]);
+  }
+  if (table) {
+    Tensor sums = at::from_blob(table, {tables.size(1)}, compute_options(query));
+    for (int64_t copy = 0; copy < tables.size(0); ++copy) sums.add_(tables[copy]);
   }
   // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
   if (call.mask_is_shared && call.sequences > 0)

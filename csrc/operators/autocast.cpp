@@ -13,7 +13,9 @@ constexpr auto cast_and_call = [](Call call, const auto&... more) {
   const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   const auto cast = [&](size_t i, auto& t) {
-    if (Inputs::about(i).kind <= Kind::mask) t = at::autocast::cached_cast(dtype, t, device);
+    // What a program reads of a pair keeps its type.
+    const Kind last = std::is_same_v<Op, FlexOp> ? Kind::value_rows : Kind::mask;
+    if (Inputs::about(i).kind <= last) t = at::autocast::cached_cast(dtype, t, device);
   };
   for_each_input(cast, call);
   return Op::call(call, more...);

@@ -37,7 +37,7 @@ enum class Kind {
   longest,     // of packed sequences
   number,      // of every call
   dropout,     // a number that no score depends on
-  program,     // a string
+  program,     // of a program: strings, and a size
 };
 
 struct About {
@@ -81,8 +81,13 @@ struct Call {
   // Functions of the pair (program.h), and what they read: numbers of the compute dtype and int32 that broadcast to
   // [*batch, heads, n, columns], with n = L, S or L + S - 1. Pair (i, j) has distance i - j + S - 1.
   std::optional<std::string> score_mod{}, mask_mod{};
+  // attn_mask then is not a mask, but what score_mod reads of each pair.
   std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};
+  std::optional<at::Tensor> table{};  // [*batch, 1, 1, numbers]: score_mod computes an index
   std::optional<at::Tensor> row_numbers{}, key_numbers{}, distance_numbers{};
+  // uint8 [*batch, heads, blocks of queries, blocks of keys]: 0 hides a block, 1 leaves it to mask_mod, 2 shows it.
+  std::optional<at::Tensor> blocks{};
+  std::array<int64_t, 2> block_size = {0, 0};  // queries and keys of a block
 
   // In the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
@@ -110,14 +115,17 @@ struct Call {
       Argument({"row_terms", Kind::terms}, &Call::row_terms),
       Argument({"key_terms", Kind::terms}, &Call::key_terms),
       Argument({"distance_terms", Kind::terms}, &Call::distance_terms),
+      Argument({"table", Kind::terms}, &Call::table),
       Argument({"row_numbers", Kind::numbers}, &Call::row_numbers),
       Argument({"key_numbers", Kind::numbers}, &Call::key_numbers),
       Argument({"distance_numbers", Kind::numbers}, &Call::distance_numbers),
+      Argument({"blocks", Kind::numbers}, &Call::blocks),
+      Argument({"block_size", Kind::program}, &Call::block_size),
   };
   static auto fields(auto& call);
 
   bool is_packed() const { return cu_seq_q.has_value(); }
-  bool has_program() const { return score_mod || mask_mod; }
+  bool has_program() const { return score_mod || mask_mod || blocks; }
 };
 
 constexpr auto kAbout =
@@ -158,10 +166,10 @@ constexpr bool is_without_program(size_t, Kind kind) {
 }
 constexpr bool is_in_sequence(Kind kind) { return kind < Kind::starts || kind > Kind::longest; }
 constexpr bool is_dense(size_t i, Kind kind) { return is_without_program(i, kind) && is_in_sequence(kind); }
-// A function of the pair says what a mask, a cap and slopes say.
+// A function of the pair says what a cap and slopes say.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;
-  return is_in_sequence(kind) && kind != Kind::mask && name != "softcap" && name != "alibi_slopes";
+  return is_in_sequence(kind) && name != "softcap" && name != "alibi_slopes";
 }
 constexpr bool is_of_scores(size_t i, Kind kind) {
   return is_dense(i, kind) && kind != Kind::value_rows && kind != Kind::dropout;
@@ -238,13 +246,14 @@ inline Call with_key_as_value(Call scores) {
 // One T for every input.
 template <class T>
 struct OfInputs {
-  T query, key, value, attn_mask, alibi_slopes, sinks, row_terms, key_terms, distance_terms;
+  T query, key, value, attn_mask, alibi_slopes, sinks, row_terms, key_terms, distance_terms, table;
 
-  static constexpr auto kInputNames = std::to_array<std::string_view>(
-      {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "row_terms", "key_terms", "distance_terms"});
+  static constexpr auto kInputNames =
+      std::to_array<std::string_view>({"query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "row_terms",
+                                       "key_terms", "distance_terms", "table"});
   static auto fields(auto& x) {
     return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks, x.row_terms, x.key_terms,
-                    x.distance_terms);
+                    x.distance_terms, x.table);
   }
 };
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent if it is zero.

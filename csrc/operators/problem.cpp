@@ -72,7 +72,7 @@ double softcap_for(const at::Tensor& query, double softcap) {
 void describe_scores(Problem& problem, const Call& call) {
   problem.scale = scale_or_default(call.scale, call.query.size(-1));
   problem.softcap = softcap_for(call.query, call.softcap);
-  problem.has_mask = call.attn_mask.has_value();
+  problem.has_mask = call.attn_mask && !call.score_mod;
 }
 
 ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state)
@@ -105,7 +105,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
   problem.terms = {of_heads(call.alibi_slopes), of_heads(call.sinks)};
   if (call.has_program()) add_program(call);
   problem.invariant = is_invariant();
-  problem.factor_bits = factor_bits_of(query.scalar_type(), attn_mask ? attn_mask->scalar_type() : at::kBool);
+  problem.factor_bits = factor_bits_of(query.scalar_type(), problem.has_mask ? attn_mask->scalar_type() : at::kBool);
   add(problem.query, query);
   add(problem.key, key, Axis::keys);
   add(problem.value, value, Axis::keys);
@@ -206,23 +206,67 @@ void ProblemBuilder::add_program(const Call& call) {
   add(Leaf::row_number, call.row_numbers);
   add(Leaf::key_number, call.key_numbers);
   add(Leaf::distance_number, call.distance_numbers);
+  const Terms table = terms_of(call.table ? std::optional(call.table->contiguous()) : std::nullopt);
+  program_.table = table.data;
+  program_.table_size = call.table ? call.table->size(-1) : 0;
+  program_.table_entry = table.entry;
+  program_.wrong = wrong_index_;
   if (call.score_mod) {
     score_ = compile(shape_.op, "score_mod", *call.score_mod);
     program_.score = &score_->list;
     program_.gradient = &score_->gradient;
   }
-  if (!call.mask_mod) return;
-  mask_ = compile(shape_.op, "mask_mod", *call.mask_mod);
+  if (!call.mask_mod && !call.blocks) return;
+  if (call.mask_mod) mask_ = compile(shape_.op, "mask_mod", *call.mask_mod);
+  if (!call.blocks && is_window(call)) return;
   problem_.pair_mask = &pair_mask_;
-  pair_mask_.list = &mask_->list;
-  for (int i = 0; i < mask_->list.leaf_count; ++i) {
-    const int kind = static_cast<int>(mask_->list.leaves[i].leaf) - static_cast<int>(Leaf::row_term);
-    if (kind < 0 || kind >= kTermKinds) continue;
-    if (program_.terms[kind].entry != 0) pair_mask_.entries = problem_.batch;
-    if (program_.terms[kind].head != 0) pair_mask_.heads = problem_.heads;
+  const auto depends_on = [&](const Terms& terms) {
+    if (terms.entry != 0) pair_mask_.entries = problem_.batch;
+    if (terms.head != 0) pair_mask_.heads = problem_.heads;
+  };
+  if (mask_) {
+    pair_mask_.list = &mask_->list;
+    for (int i = 0; i < mask_->list.leaf_count; ++i) {
+      const int kind = static_cast<int>(mask_->list.leaves[i].leaf) - static_cast<int>(Leaf::row_term);
+      if (0 <= kind && kind < kTermKinds) depends_on(program_.terms[kind]);
+    }
+  }
+  if (call.blocks) {
+    pair_mask_.blocks = terms_of(call.blocks);
+    pair_mask_.block_rows = call.block_size[0];
+    pair_mask_.block_keys = call.block_size[1];
+    depends_on(pair_mask_.blocks);
   }
   pair_mask_.row_tiles = divide_up(problem_.queries, kScoreTile);
   pair_mask_.key_tiles = divide_up(problem_.keys, kScoreTile);
+}
+
+// A mask of distances that shows one interval of them, 0 among it, is a window, and costs what a window costs.
+bool ProblemBuilder::is_window(const Call& call) {
+  const List& list = mask_->list;
+  Visibility& v = problem_.visibility;
+  const bool is_free = v.left < 0 && v.right < 0 && !call.query_offset && problem_.queries > 0 && problem_.keys > 0;
+  if (!is_free || list.step_count != 1 || list.steps[0].op != Op::ne_whole) return false;
+  int column = -1;
+  for (int i = 0; i < list.leaf_count; ++i) {
+    const LeafOfList& leaf = list.leaves[i];
+    if (leaf.leaf == Leaf::distance_number) column = leaf.column;
+    if (leaf.leaf != Leaf::distance_number && (leaf.leaf != Leaf::whole_number || leaf.number != 0)) return false;
+  }
+  const Terms& t = program_.terms[static_cast<int>(Leaf::distance_number) - static_cast<int>(Leaf::row_term)];
+  if (column < 0 || t.entry != 0 || t.head != 0 || !query_.is_cpu()) return false;
+  const int64_t first = 1 - problem_.keys, last = problem_.queries - 1;  // i - j
+  const auto is_visible = [&](int64_t distance) {
+    return static_cast<const int32_t*>(t.data)[(distance - first) * t.row + column * t.col] != 0;
+  };
+  int64_t least = 0, most = 0;
+  while (least > first && is_visible(least - 1)) --least;
+  while (most < last && is_visible(most + 1)) ++most;
+  for (int64_t distance = first; distance <= last; ++distance)
+    if (is_visible(distance) != (least <= distance && distance <= most)) return false;
+  v.left = most == last ? -1 : most;
+  v.right = least == first ? -1 : -least;
+  return true;
 }
 
 void ProblemBuilder::add_tangents(const Direction& direction) {
@@ -237,6 +281,14 @@ void ProblemBuilder::add_tangents(const Direction& direction) {
   add(Leaf::row_tangent, direction.row_terms);
   add(Leaf::key_tangent, direction.key_terms);
   add(Leaf::distance_tangent, direction.distance_terms);
+  if (direction.table) program_.table_tangent = terms_of(direction.table->contiguous()).data;
+}
+
+void ProblemBuilder::check_indices() const {
+  const auto [pair, index] = wrong_index_;
+  if (pair < 0) return;
+  TORCH_CHECK(false, shape_.op, ": score_mod has the index ", index, " for query ", pair / program_.keys, " and key ",
+              pair % program_.keys, "; the table has ", program_.table_size, " numbers, from index 0 on");
 }
 
 // Entries that share their terms have the stride 0; else each entry has its own, one after the other.
@@ -266,6 +318,12 @@ ProblemBuilder::GradientOfTerms ProblemBuilder::gradient_of_terms(Leaf leaf) con
     sizes.push_back(size);
   const at::Tensor written = at::zeros(sizes, compute_options(query_));
   return {written, of_distances ? written.transpose(-1, -2) : written};
+}
+
+at::Tensor ProblemBuilder::gradient_of_table() const {
+  std::vector<int64_t> sizes{1, 1, program_.table_size};
+  if (program_.table_entry != 0) sizes.insert(sizes.begin(), batch_size_.begin(), batch_size_.end());
+  return at::zeros(sizes, compute_options(query_));
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Axis axis) {

@@ -37,11 +37,14 @@ class ProblemBuilder {
 
   // Describes a direction of the terms of a program. A term without a tangent has the tangent 0.
   void add_tangents(const Direction& direction);
+  // Throws if a kernel has found an index outside of the table of a program.
+  void check_indices() const;
   // The gradients that a kernel writes for the terms of a program, and what they are in the caller's order, both zeros.
   struct GradientOfTerms {
     at::Tensor written, seen;
   };
   GradientOfTerms gradient_of_terms(Leaf leaf) const;
+  at::Tensor gradient_of_table() const;
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
   void merge_batch_dims();
@@ -56,6 +59,7 @@ class ProblemBuilder {
   };
   const int64_t* of_entries(const std::optional<at::Tensor>& tensor);
   void add_program(const Call& call);
+  bool is_window(const Call& call);
   Terms terms_of(const std::optional<at::Tensor>& tensor);
 
   const Shape& shape_;
@@ -66,6 +70,7 @@ class ProblemBuilder {
   c10::SmallVector<at::Tensor, 4> contiguous_;
   PairProgram program_;
   PairMask pair_mask_;
+  int64_t wrong_index_[2] = {-1, 0};
   std::shared_ptr<const Compiled> score_, mask_;
 };
 

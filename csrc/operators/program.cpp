@@ -161,7 +161,7 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   std::vector<int> adjoints(g.size(), kNone);
   adjoints[result] = grad;
   for (int n = result; n >= 0; --n) {
-    if (adjoints[n] == kNone || g.is_leaf(n)) continue;
+    if (adjoints[n] == kNone || g.is_leaf(n) || g[n].op == Op::gather) continue;
     const Value v = g[n];
     for (int i = 0; i < 3; ++i) {
       const int operand = v.from[i];
@@ -184,7 +184,9 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
   const Value v = g[n];
   int total = kNone;
-  if (v.op == Op::where) {
+  if (v.op == Op::gather) {
+    total = g.add(Op::gather_tangent, v.from[0]);
+  } else if (v.op == Op::where) {
     const int x = is_differentiable(g, v.from[1]) ? tangent(g, v.from[1], tangents) : kNone;
     const int y = is_differentiable(g, v.from[2]) ? tangent(g, v.from[2], tangents) : kNone;
     if (x != kNone || y != kNone) total = g.add(Op::where, v.from[0], zero_if_none(g, x), zero_if_none(g, y));
@@ -212,15 +214,30 @@ struct OwnList {
   int slots = 0;
 
   List view() const {
-    return {steps.data(),   static_cast<int>(steps.size()),   leaves.data(), static_cast<int>(leaves.size()),
-            results.data(), static_cast<int>(results.size()), slots};
+    return {steps.data(),
+            static_cast<int>(steps.size()),
+            leaves.data(),
+            static_cast<int>(leaves.size()),
+            results.data(),
+            static_cast<int>(results.size()),
+            slots,
+            std::ranges::any_of(
+                leaves, [](const LeafOfList& l) { return l.leaf == Leaf::pair_term || l.leaf == Leaf::pair_tangent; })};
   }
 };
 
+struct Result {
+  int value;
+  LeafOfList of = {Leaf::number};
+  int index = kNone;  // of a number of the table
+};
 // The operations that `results` need, in order. A slot is used again once its value is not needed any more.
-OwnList list_of(const Graph& g, const std::vector<std::pair<int, LeafOfList>>& results) {
+OwnList list_of(const Graph& g, const std::vector<Result>& results) {
   std::vector<int> uses(g.size());
-  for (const auto& [n, _] : results) ++uses[n];
+  for (const auto& [n, _, index] : results) {
+    ++uses[n];
+    if (index != kNone) ++uses[index];
+  }
   for (int n = g.size() - 1; n >= 0; --n)
     if (uses[n] > 0)
       for (const int operand : g[n].from)
@@ -262,7 +279,8 @@ OwnList list_of(const Graph& g, const std::vector<std::pair<int, LeafOfList>>& r
     free.pop_back();
     list.steps.push_back(step);
   }
-  for (const auto& [n, of] : results) list.results.push_back({place[n], of});
+  for (const auto& [n, of, index] : results)
+    list.results.push_back({place[n], of, index != kNone, index != kNone ? place[index] : int16_t{0}});
   return list;
 }
 
@@ -315,6 +333,7 @@ constexpr Operation kOperations[] = {
     {"ne", 'b', "ii", Op::ne_whole},
     {"lt", 'b', "ii", Op::lt_whole},
     {"le", 'b', "ii", Op::le_whole},
+    {"table", 'f', "i", Op::gather},
     {"where", 'f', "bff", Op::where},
     {"where", 'i', "bii", Op::where},
     {"where", 'b', "bbb", Op::where},
@@ -410,6 +429,10 @@ class Reader {
       check(type == 'i', "it is a whole number");
       return g.leaf('i', {name == "query" ? Leaf::query : Leaf::key});
     }
+    if (name == "pair") {
+      check(type == 'f', "it is a number");
+      return g.leaf('f', {Leaf::pair_term});
+    }
     constexpr const char* kAxes[] = {"row", "key", "distance"};
     for (int axis = 0; axis < 3; ++axis) {
       if (name != kAxes[axis]) continue;
@@ -479,7 +502,7 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   Graph g;
   const bool is_score = std::strcmp(name, "score_mod") == 0;
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', compiled->columns);
-  compiled->take(compiled->list, list_of(g, {{result, {}}}));
+  compiled->take(compiled->list, list_of(g, {{result}}));
   if (!is_score) return compiled;
 
   const int read_values = g.size();
@@ -489,19 +512,28 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   const auto adjoint = [&](int n) {
     return zero_if_none(g, n < static_cast<int>(adjoints.size()) ? adjoints[n] : kNone);
   };
-  std::vector<std::pair<int, LeafOfList>> gradients = {{adjoint(z), {Leaf::product}}};
+  std::vector<Result> gradients = {{adjoint(z), {Leaf::product}}};
   std::unordered_map<int, int> tangents = {{z, g.leaf('f', {Leaf::tangent})},
                                            {grad, g.leaf('f', {Leaf::tangent_grad})}};
   for (int n = 0; n < read_values; ++n) {
     const LeafOfList leaf = g[n].leaf;
+    if (g[n].op == Op::gather) {
+      compiled->reads_table = true;
+      gradients.push_back({adjoint(n), {}, g[n].from[0]});
+      continue;
+    }
+    if (g.is_leaf(n) && leaf.leaf == Leaf::pair_term) {
+      gradients.push_back({adjoint(n), leaf});
+      tangents[n] = g.leaf('f', {Leaf::pair_tangent});
+    }
     if (!g.is_leaf(n) || leaf.leaf < Leaf::row_term || leaf.leaf > Leaf::distance_term) continue;
     gradients.push_back({adjoint(n), leaf});
     constexpr int kToTangent = static_cast<int>(Leaf::row_tangent) - static_cast<int>(Leaf::row_term);
     tangents[n] = g.leaf('f', {static_cast<Leaf>(static_cast<int>(leaf.leaf) + kToTangent), leaf.column});
   }
   compiled->take(compiled->gradient, list_of(g, gradients));
-  compiled->take(compiled->tangent, list_of(g, {{zero_if_none(g, tangent(g, result, tangents)), {}}}));
-  for (auto& [n, _] : gradients) n = zero_if_none(g, tangent(g, n, tangents));
+  compiled->take(compiled->tangent, list_of(g, {{zero_if_none(g, tangent(g, result, tangents))}}));
+  for (Result& r : gradients) r.value = zero_if_none(g, tangent(g, r.value, tangents));
   compiled->take(compiled->tangent_gradient, list_of(g, gradients));
   return compiled;
 }

@@ -25,6 +25,7 @@ class Compiled {
   List tangent{};
   List tangent_gradient{};
   int columns[kTermKinds] = {};  // that each tensor of leaves must have at least
+  bool reads_table = false;
 };
 
 // Reads the string of argument `name`, "score_mod" or "mask_mod". Throws c10::Error, which begins with `op` and names

@@ -129,7 +129,7 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
       mask = room.of_shape(mask, shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1)));
     mask.zero_();  // tasks skip tiles that positions hide
     written.attn_mask = mask;
-    if (mask.dim() > 0 && mask.size(-1) != 1)
+    if ((mask.dim() > 0 && mask.size(-1) != 1) || call.score_mod)
       builder.add_result(p.grad_mask, mask);
     else if (p.terms.sinks || p.grad_logsumexp)
       // A number added to all scores of a row changes only its logsumexp and, with a sink, the sum of its weights.
@@ -146,9 +146,14 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   of_terms(Leaf::row_term, grads.row_terms, written.row_terms, p.grad_row_terms);
   of_terms(Leaf::key_term, grads.key_terms, written.key_terms, p.grad_key_terms);
   of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, p.grad_distance_terms);
+  if (grads.table.defined()) {
+    written.table = builder.gradient_of_table();
+    p.grad_table = written.table.mutable_data_ptr();
+  }
   builder.merge_batch_dims();
   plan_mask(p);
   run(p, call.query);
+  builder.check_indices();
   if (mask_of_rows.defined()) written.attn_mask = mask_of_rows.unsqueeze(-1);
   if (slopes.defined()) written.alibi_slopes = sum_of_rows(slopes, shape);
   if (sinks.defined()) written.sinks = sum_of_rows(sinks, shape);
@@ -218,6 +223,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   if (!no_rows(p)) {
     builder.merge_batch_dims();
     device.forward(p, query);
+    builder.check_indices();
   }
   return all;
 }
@@ -278,6 +284,7 @@ TangentResults compute_tangent(const Device& device, const Saved& saved, const D
   if (!no_rows(p)) {
     builder.merge_batch_dims();
     device.tangent(p, call.query);
+    builder.check_indices();
   }
   return results;
 }

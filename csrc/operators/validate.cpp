@@ -161,30 +161,38 @@ void check_program(const Shape& shape, const Call& call) {
     TORCH_CHECK(!is, shape.op, ": ", call.score_mod ? "score_mod" : "mask_mod", " is given beside ", name, "; ",
                 instead);
   };
-  refuse(call.attn_mask.has_value(), "attn_mask", "say it in the function: score + attn_mask[b, h, q_idx, kv_idx]");
+  refuse(call.attn_mask && !call.score_mod, "attn_mask",
+         "give it as a score_mod: score + attn_mask[b, h, q_idx, kv_idx]");
   refuse(call.softcap > 0, "softcap", "say it in the function: softcap * torch.tanh(score / softcap)");
   refuse(call.alibi_slopes.has_value(), "alibi_slopes",
          "say it in the function: score - slopes[h] * (q_idx - kv_idx).abs()");
   refuse(call.is_packed(), "cu_seq_q", "packed sequences take no function of the pair");
   TORCH_CHECK(!call.query.is_cuda(), shape.op, ": query is on ", call.query.device(),
               "; functions of the pair run on a CPU, and torch.nn.attention.flex_attention on a GPU");
+  TORCH_CHECK(shape.dims >= 3, shape.op, ": query has shape ", call.query.sym_sizes(), "; it must have heads");
   int columns[kTermKinds] = {};
+  bool reads_table = false, reads_pairs = false;
   for (const auto& [name, text] : {std::pair("score_mod", &call.score_mod), std::pair("mask_mod", &call.mask_mod)}) {
     if (!*text) continue;
     const auto compiled = compile(shape.op, name, **text);
     for (int i = 0; i < kTermKinds; ++i) columns[i] = std::max(columns[i], compiled->columns[i]);
+    reads_table |= compiled->reads_table;
+    reads_pairs |= compiled->list.reads_pairs;
   }
-  const auto check = [&](const char* name, const std::optional<Tensor>& t, Leaf leaf, const SymInt& rows, bool whole) {
-    const int least = columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+  TORCH_CHECK(reads_pairs == call.attn_mask.has_value(), shape.op, ": attn_mask is ",
+              reads_pairs ? "None, but score_mod reads it" : "given, but score_mod does not read it");
+  TORCH_CHECK(!call.attn_mask || call.attn_mask->is_floating_point(), shape.op, ": attn_mask has dtype ",
+              call.attn_mask->scalar_type(), "; score_mod reads numbers, so it must be floating");
+  const auto check = [&](const char* name, const std::optional<Tensor>& t, int least, const SymInt& heads,
+                         const SymInt& rows, at::ScalarType dtype) {
     if (!t) {
       TORCH_CHECK(least == 0, shape.op, ": ", name, " is None; the program reads ", least, " of its columns");
       return;
     }
     check_tensor(shape.op, name, *t, call.query, 2, "[..., H, length, columns]");
-    const auto dtype = whole ? at::kInt : compute_dtype(call.query);
     TORCH_CHECK(t->scalar_type() == dtype, shape.op, ": ", name, " has dtype ", t->scalar_type(), "; it must be ",
                 dtype);
-    const auto allowed = shape.expanded(shape.heads, rows, extent(*t, 1));
+    const auto allowed = shape.expanded(heads, rows, extent(*t, 1));
     bool fits = t->dim() <= static_cast<int64_t>(allowed.size()) && TORCH_GUARD_OR_TRUE(extent(*t, 1).sym_ge(least));
     for (int64_t d = 2; fits && d <= t->dim(); ++d)
       fits = (d > 2 && is_one(extent(*t, d))) || must_equal(extent(*t, d), allowed[allowed.size() - d]);
@@ -192,12 +200,24 @@ void check_program(const Shape& shape, const Call& call) {
                 c10::SymIntArrayRef(allowed), " and have at least ", least, " columns");
   };
   const SymInt distances = (shape.queries + shape.keys - 1).max(0);
-  check("row_terms", call.row_terms, Leaf::row_term, shape.queries, false);
-  check("key_terms", call.key_terms, Leaf::key_term, shape.keys, false);
-  check("distance_terms", call.distance_terms, Leaf::distance_term, distances, false);
-  check("row_numbers", call.row_numbers, Leaf::row_number, shape.queries, true);
-  check("key_numbers", call.key_numbers, Leaf::key_number, shape.keys, true);
-  check("distance_numbers", call.distance_numbers, Leaf::distance_number, distances, true);
+  const auto check_terms = [&](const char* name, const std::optional<Tensor>& t, Leaf leaf, const SymInt& rows) {
+    const auto dtype = leaf < Leaf::row_number ? compute_dtype(call.query) : at::kInt;
+    check(name, t, columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)], shape.heads, rows, dtype);
+  };
+  check_terms("row_terms", call.row_terms, Leaf::row_term, shape.queries);
+  check_terms("key_terms", call.key_terms, Leaf::key_term, shape.keys);
+  check_terms("distance_terms", call.distance_terms, Leaf::distance_term, distances);
+  check_terms("row_numbers", call.row_numbers, Leaf::row_number, shape.queries);
+  check_terms("key_numbers", call.key_numbers, Leaf::key_number, shape.keys);
+  check_terms("distance_numbers", call.distance_numbers, Leaf::distance_number, distances);
+  check("table", call.table, reads_table ? 1 : 0, 1, 1, compute_dtype(call.query));
+  if (!call.blocks) return;
+  const auto [rows, keys] = call.block_size;
+  TORCH_CHECK(rows > 0 && keys > 0, shape.op, ": block_size is (", rows, ", ", keys, "); both must be positive");
+  check("blocks", call.blocks, 0, shape.heads, (shape.queries + (rows - 1)) / rows, at::kByte);
+  TORCH_CHECK(must_equal(extent(*call.blocks, 1), (shape.keys + (keys - 1)) / keys), shape.op, ": blocks has shape ",
+              call.blocks->sym_sizes(), "; its last two sizes must be the numbers of blocks of ", shape.queries,
+              " queries and ", shape.keys, " keys");
 }
 
 // Whether the numbers of a tensor of integers can be read without waiting for a device.

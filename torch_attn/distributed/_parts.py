@@ -202,7 +202,7 @@ def gradients(
                 *(q, k, v, columns),
                 **options,
                 alibi_slopes=slopes,
-                grad_input_mask=[wanted[0], True, True, of_keys, wanted[4], *[False] * 4],
+                grad_input_mask=[wanted[0], True, True, of_keys, wanted[4], *[False] * 5],
             )
             if of_query is not None:
                 of_query[..., part.rows, :] += found[0]
@@ -257,7 +257,7 @@ def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tu
                 *found[:4],
                 None if of_query is None else of_query[..., part.rows, :],
                 *(None if t is None else more.pop(0) for t in (of_key, of_value)),
-                *(_mask(part, of_mask), of_slopes, *[None] * 4),
+                *(_mask(part, of_mask), of_slopes, *[None] * 5),
                 *own,
                 **options,
             )

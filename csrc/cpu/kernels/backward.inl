@@ -77,6 +77,7 @@ struct Backward {
     T* grad_key;        // [keys of a task][E]
     T* grad_value;      // [keys of a task][Ev]
     T* grad_key_terms;  // [keys of a task][columns]
+    T* pair_terms;      // as x: the gradients of the pair terms
     // for kSecond
     T *tangent_key, *tangent_key_finite, *tangent_value;
     T* tx;   // [kKeyTile][kRowTile]
@@ -107,6 +108,7 @@ struct Backward {
       grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
       grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
       grad_key_terms = arena.take<T>(p.grad_key_terms ? accumulated_keys * columns_of(p, Leaf::key_term) : 0);
+      pair_terms = arena.take<T>(p.program && p.grad_mask.data ? tile : 0);
       tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
       tangent_key_finite = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
       tangent_value = arena.take<T>(kSecond ? kKeyTile * ld_value : 0);
@@ -137,6 +139,7 @@ struct Backward {
 
     // What is multiplied with K and Q, and what the mask receives.
     T* ds() const { return kSecond ? tdx : dx; }
+    T* of_mask(const Params& p) const { return p.program ? pair_terms : ds(); }
   };
 
   static void load_rows(const Params& p, const Buffers& b, RowState& state) {
@@ -328,34 +331,47 @@ struct Backward {
     });
   }
 
+  // Where the gradients of the terms of a task belong.
+  struct Place {
+    int64_t first_key, chunk, table_copy;
+  };
+
   // dS becomes the gradient of scale * product, and t(dS) its derivative. Adds the gradients of the terms, or for kSecond
-  // their derivatives. `grad_key_terms`: those of the tile's keys.
+  // their derivatives: those of rows, keys, distances and the table only with `of_all`, and of pairs to `pair_terms`.
   static void differentiate_program(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile,
-                                    int64_t chunk, T* grad_key_terms) {
+                                    const Place* of_all) {
     const PairProgram& program = *p.program;
-    const PairTiles<T> tiles = {b.kept, b.dx, b.tz, b.tdx};
-    Evaluation<T> first_order(p, *program.gradient, tile, tiles, tile.workspace);
-    Evaluation<T> second_order(p, kSecond ? *program.tangent_gradient : *program.gradient, tile, tiles,
-                               tile.workspace + Evaluation<T>::room(program.gradient));
-    const Evaluation<T>& found = kSecond ? second_order : first_order;
     const List& list = kSecond ? *program.tangent_gradient : *program.gradient;
+    const Operand* tangent = nullptr;
+    if constexpr (kSecond) tangent = &p.t.mask;
+    PairTiles<T> tiles = {b.kept, b.dx, b.tz, b.tdx};
+    tiles = with_pairs(p, list.reads_pairs ? list : *program.gradient, tile, tiles, tangent);
+    T* const room = room_of_lists(p, tile);
+    Evaluation<T> first_order(p, *program.gradient, tile, tiles, room);
+    Evaluation<T> second_order(p, list, tile, tiles, room + Evaluation<T>::room(program.gradient));
+    const Evaluation<T>& found = kSecond ? second_order : first_order;
     const RowTile& rows = *tile.rows;
-    const int64_t entry = p.first_entry + rows.n, head = rows.head[0];
     const auto add_term = [&](const ResultOfList& result, int64_t first, int64_t count) {
       const Values<T> grad = found.at(result.from);
       const int column = result.of.column;
-      if (grad.lanes == 0) return;  // the number 0
-      if (result.of.leaf == Leaf::row_term && p.grad_row_terms) {
+      if (result.is_of_table) {
+        if (of_all && p.grad_table && grad.lanes != 0)
+          found.scatter(grad, found.at(result.index), count,
+                        static_cast<T*>(p.grad_table) + of_all->table_copy * all_of_table(program));
+      } else if (result.of.leaf == Leaf::pair_term) {
+        if (p.grad_mask.data) found.copy(result.from, count, b.pair_terms + first * kRowTile);
+      } else if (!of_all || grad.lanes == 0) {  // the number 0
+      } else if (result.of.leaf == Leaf::row_term && p.grad_row_terms) {
         add_rows<T>(grad, count, tile.lanes(), state.grad_row_terms + column * kRowTile);
       } else if (result.of.leaf == Leaf::key_term && p.grad_key_terms) {
-        const int64_t columns = columns_of(p, Leaf::key_term);
-        add_lanes<T>(grad, count, tile.lanes(), grad_key_terms + first * columns + column, columns);
+        const int64_t columns = columns_of(p, Leaf::key_term), key = tile.keys.first - of_all->first_key + first;
+        add_lanes<T>(grad, count, tile.lanes(), b.grad_key_terms + key * columns + column, columns);
       } else if (result.of.leaf == Leaf::distance_term && p.grad_distance_terms) {
         const int64_t columns = columns_of(p, Leaf::distance_term), distances = program.queries + program.keys - 1;
-        const int64_t strip = ((chunk * program.batch + entry) * program.heads + head) * columns + column;
-        const int64_t of_first = rows.position[0] - tile.keys.first - first + program.keys - 1;
+        const int64_t of_head = (of_all->chunk * program.batch + p.first_entry + rows.n) * program.heads + rows.head[0];
+        const int64_t distance = rows.position[0] - tile.keys.first - first + program.keys - 1;
         add_diagonals<T>(grad, count, rows.count,
-                         static_cast<T*>(p.grad_distance_terms) + strip * distances + of_first);
+                         static_cast<T*>(p.grad_distance_terms) + (of_head * columns + column) * distances + distance);
       }
     };
     each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
@@ -382,6 +398,10 @@ struct Backward {
 
   static void run(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_task());
+    // Tasks of the same copy of the table add to it one after the other.
+    const int64_t table_copy = p.grad_table ? task % p.table_copies : 0;
+    const auto turn = static_cast<int32_t>(p.grad_table ? task / p.table_copies : 0);
+    if (p.grad_table) wait_for_turn(p.table_turns + table_copy, turn);
     const int64_t first_key = task / p.spans() * p.keys_per_task(), spans = p.heads / p.span;
     task %= p.spans();
     const int64_t n = task / spans;
@@ -397,7 +417,7 @@ struct Backward {
       const int64_t key_columns = columns_of(p, Leaf::key_term);
       if (p.grad_key_terms) fill_zero(b.grad_key_terms, keys * key_columns);
       for (int64_t row = 0; row < rows; row += p.rows_per_pass)
-        pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}});
+        pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}}, table_copy);
       if (p.grad_key_terms) {
         const int64_t of_head = (p.first_entry + n) * p.heads + head;
         __builtin_memcpy(static_cast<T*>(p.grad_key_terms) + (of_head * p.program->keys + first_key) * key_columns,
@@ -413,12 +433,14 @@ struct Backward {
         unpack_rows<T>(block_of(p, p.grad_value, n, head / per_value_head, first_key), b.grad_value, b.ld_value, keys,
                        p.value_dim);
     }
+    if (p.grad_table) end_turn(p.table_turns + table_copy);
   }
 
-  static void pass(const Params& p, const Buffers& b, const RowTask& own) {
+  static void pass(const Params& p, const Buffers& b, const RowTask& own, int64_t table_copy) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool has_rows = p.grad_query.data || p.grad_slopes || p.grad_row_terms;
-    const bool want_dx = has_rows || p.grad_key.data || direct_mask || p.grad_key_terms || p.grad_distance_terms;
+    const bool want_dx =
+        has_rows || p.grad_key.data || direct_mask || p.grad_key_terms || p.grad_distance_terms || p.grad_table;
     const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
     const Range own_chunks =
         common(chunks, {own.keys.first / p.keys_per_chunk, divide_up(own.keys.last, p.keys_per_chunk)});
@@ -427,7 +449,7 @@ struct Backward {
       if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
     });
     Keys k;
-    int64_t chunk = own_chunks.first;
+    Place place{own.keys.first, own_chunks.first, table_copy};
     const auto load = [&](Range keys) { k = load_keys(p, b, own.n, own.first_head, keys); };
     const auto visit = [&](RowState& state, const ScoreTile<T>& tile) {
       weights(p, b, state, k, tile, want_dx);
@@ -450,12 +472,15 @@ struct Backward {
                                  Store::add);
         });
       };
+      const auto unpack_mask = [&] {
+        rows.unpack_transposed(p, p.grad_mask, tile.keys.size(), b.of_mask(p), tile.keys.first);
+      };
       if (p.grad_value.data) add_to_keys(grad_value, p.value_dim, b.ld_value, b.x, state.grad_output);
-      if (direct_mask) rows.unpack_transposed(p, p.grad_mask, tile.keys.size(), b.ds(), tile.keys.first);
       if (p.grad_slopes) add_grad_slopes(p, b, state, tile);
+      if (direct_mask && !p.program) unpack_mask();
       if (p.softcap > 0 && want_dx) differentiate_cap(p, b, tile);
-      if (has_score_mod(p) && want_dx)
-        differentiate_program(p, b, state, tile, chunk, b.grad_key_terms + first * columns_of(p, Leaf::key_term));
+      if (has_score_mod(p) && want_dx) differentiate_program(p, b, state, tile, &place);
+      if (direct_mask && p.program) unpack_mask();
       if (p.grad_key.data) add_to_keys(grad_key, p.head_dim, b.ld_key, b.ds(), state.query);
       if (p.grad_query.data) add_to_queries(b.ds(), k.key_finite);
       if constexpr (kSecond) {
@@ -463,7 +488,7 @@ struct Backward {
         if (p.grad_query.data && p.t.key.data) add_to_queries(b.dx, k.tangent_key_finite);
       }
     };
-    for (; chunk < own_chunks.last; ++chunk) {
+    for (int64_t& chunk = place.chunk; chunk < own_chunks.last; ++chunk) {
       for (RowState& state : row_tiles) {
         if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
         if (p.grad_slopes) fill_zero(state.grad_slopes, kRowTile);
@@ -586,9 +611,11 @@ struct Backward {
         if (seen.empty() || !tile.set(p, state.rows, {first_key, seen.last}, b.bias)) continue;
         load_rows(p, b, state);
         weights(p, b, state, load_keys(p, b, at.n, at.head, tile.keys), tile, true);
-        state.rows.fill_empty_lanes(b.ds(), tile.keys.size(), T{0});
+        if (has_score_mod(p)) differentiate_program(p, b, state, tile, nullptr);
+        T* const shares = b.of_mask(p);
+        state.rows.fill_empty_lanes(shares, tile.keys.size(), T{0});
         each_vector(sum, tile.keys.size(), tile.lanes(),
-                    [&](Vec<T> s, int64_t j, int64_t i) { return s + load<T>(b.ds() + j * kRowTile + i); });
+                    [&](Vec<T> s, int64_t j, int64_t i) { return s + load<T>(shares + j * kRowTile + i); });
       }
     }
     const Row target = sharer_of_mask(p, p.grad_mask, slice, 0);

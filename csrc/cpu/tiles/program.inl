@@ -77,6 +77,8 @@ struct PairTiles {
   const T* grad = nullptr;
   const T* tangent = nullptr;
   const T* tangent_grad = nullptr;
+  const T* pair = nullptr;
+  const T* pair_tangent = nullptr;
 };
 
 template <class T>
@@ -95,7 +97,13 @@ class Evaluation {
                    {tile.rows->position[0], tile.rows->position[0] + tile.rows->count}, tile.keys, tiles, workspace) {}
   Evaluation(const Problem& p, const List& list, int64_t n, int64_t head, Range rows, Range keys,
              const PairTiles<T>& tiles, T* workspace)
-      : list_(list), leaves_(reinterpret_cast<Values<T>*>(workspace)), lanes_(round_up(rows.size(), W)) {
+      : program_(*p.program),
+        list_(list),
+        entry_of_table_((p.first_entry + n) * p.program->table_entry),
+        leaves_(reinterpret_cast<Values<T>*>(workspace)),
+        rows_(rows),
+        first_key_(keys.first),
+        lanes_(round_up(rows.size(), W)) {
     workspace += round_up(list.leaf_count * kPlaces, W);
     slots_ = workspace + list.leaf_count * kLeaf;
     for (int i = 0; i < list.leaf_count; ++i)
@@ -127,6 +135,23 @@ class Evaluation {
     return leaf;
   }
   int64_t lanes() const { return lanes_; }
+  // The booleans of a key of the strip, as bits.
+  uint64_t word(int16_t from, int64_t j) const {
+    const Values<T> x = at(from);
+    uint64_t word = 0;
+    for (int64_t i = 0; i < rows_.size(); ++i)
+      word |= uint64_t{bit_cast<UInt<T>>(x.data[j * x.step + (i & x.lanes)]) != 0} << i;
+    return word;
+  }
+
+  // Adds a strip to the numbers of `table` that its indices name.
+  void scatter(const Values<T>& x, const Values<T>& index, int64_t count, T* table) const {
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t i = 0; i < rows_.size(); ++i) {
+        const int64_t at = index_at(index, j, i);
+        if (at >= 0) table[entry_of_table_ + at] += x.data[j * x.step + (i & x.lanes)];
+      }
+  }
 
  private:
   static constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T));
@@ -184,6 +209,10 @@ class Evaluation {
         return tile(tiles.tangent);
       case Leaf::tangent_grad:
         return tile(tiles.tangent_grad);
+      case Leaf::pair_term:
+        return tile(tiles.pair);
+      case Leaf::pair_tangent:
+        return tile(tiles.pair_tangent);
       case Leaf::row_term:
       case Leaf::row_tangent:
         return of_rows(term);
@@ -309,6 +338,10 @@ class Evaluation {
         ATTN_EACH(whole<T>(a) <= whole<T>(b), const V& a, const V& b);
       case Op::where:
         ATTN_EACH((whole<T>(a) ? b : c), const V& a, const V& b, const V& c);
+      case Op::gather:
+        return gather(static_cast<const T*>(program_.table), x, count, to);
+      case Op::gather_tangent:
+        return gather(static_cast<const T*>(program_.table_tangent), x, count, to);
       case Op::float_of:
         ATTN_EACH(__builtin_convertvector(whole<T>(a), V), const V& a);
       case Op::whole_of:
@@ -321,6 +354,30 @@ class Evaluation {
     __builtin_unreachable();
   }
 
+  // The index that number (j, lane) of a strip of whole numbers is; -1 if it is outside of the table.
+  int64_t index_at(const Values<T>& index, int64_t j, int64_t lane) const {
+    const int64_t at = bit_cast<Int<T>>(index.data[j * index.step + (lane & index.lanes)]);
+    return 0 <= at && at < program_.table_size ? at : -1;
+  }
+  void gather(const T* table, const Values<T>& index, int64_t count, T* to) const {
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t i = 0; i < rows_.size(); ++i) {
+        const int64_t at = index_at(index, j, i);
+        if (at < 0) report(rows_.first + i, first_key_ + first_ + j, index.data[j * index.step + (i & index.lanes)]);
+        to[j * kRowTile + i] = at < 0 || !table ? T{} : table[entry_of_table_ + at];
+      }
+  }
+  // Remembers the least pair with a wrong index. Nothing may be thrown here.
+  void report(int64_t row, int64_t key, T index) const {
+    const int64_t pair = row * program_.keys + key;
+    int64_t known = __atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED);
+    while ((known < 0 || pair < known) &&
+           !__atomic_compare_exchange_n(&program_.wrong[0], &known, pair, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    if (__atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED) == pair)
+      __atomic_store_n(&program_.wrong[1], int64_t{bit_cast<Int<T>>(index)}, __ATOMIC_RELAXED);
+  }
+
   // Whole numbers wrap around, as PyTorch's do.
   static constexpr UInt<T> unsigned_of(Int<T> x) { return static_cast<UInt<T>>(x); }
   static ATTN_INLINE Int<T> quotient(Int<T> a, Int<T> b) {
@@ -329,9 +386,13 @@ class Evaluation {
     return a / b - (a % b != 0 && (a < 0) != (b < 0) ? 1 : 0);
   }
 
+  const PairProgram& program_;
   const List& list_;
+  int64_t entry_of_table_;
   Values<T>* leaves_;
   T* slots_;
+  Range rows_;
+  int64_t first_key_;
   int64_t lanes_;
   int64_t first_ = 0;
 };
@@ -346,6 +407,8 @@ int64_t room_of_program(const Problem& p) {
     room += Evaluation<T>::room(list);
   return room;
 }
+
+ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
 // Sums over a strip: of each lane, of each key, and along its diagonals, which belong to one distance each. Lanes
 // without a row are 0.
@@ -390,8 +453,7 @@ void add_diagonals(const Values<T>& x, int64_t count, int64_t rows, T* sums) {
   }
 }
 
-// Fills in m.tiles for one tile of rows or, for those that have bits, the bits. `workspace`: room for the list and a
-// strip.
+// Fills in m.tiles for one tile of rows or, for those that have bits, the bits. `workspace`: room for the list.
 template <class T>
 void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants_bits, T* workspace) {
   const int64_t row_tile = task % m.row_tiles, head = task / m.row_tiles % m.heads, n = task / m.row_tiles / m.heads;
@@ -399,22 +461,43 @@ void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants
   int32_t* const tiles = m.tiles + task * m.key_tiles;
   Problem whole_call = p;
   whole_call.first_entry = 0;
+  const auto block_at = [&](int64_t row, int64_t key) {
+    const Terms& t = m.blocks;
+    const int64_t at = n * t.entry + head * t.head + row / m.block_rows * t.row + key / m.block_keys * t.col;
+    return static_cast<const uint8_t*>(t.data)[at];
+  };
+  // Calls f(first, last, kind) for the parts of the rows whose blocks end at the same row.
+  const auto each_part = [&](int64_t key, auto f) {
+    for (int64_t row = rows.first; row < rows.last;) {
+      const int64_t last = smaller(rows.last, (row / m.block_rows + 1) * m.block_rows);
+      f(row - rows.first, last - rows.first, block_at(row, key));
+      row = last;
+    }
+  };
   for (int64_t key_tile = 0; key_tile < m.key_tiles; ++key_tile) {
     if (wants_bits && tiles[key_tile] < 0) continue;
     const Range keys = {key_tile * kKeyTile, smaller((key_tile + 1) * kKeyTile, p.program->keys)};
-    Evaluation<T> pairs(whole_call, *m.list, n, head, rows, keys, {}, workspace);
+    bool any_partial = !m.blocks.data;
+    for (int64_t key = keys.first; m.blocks.data && key < keys.last; key = (key / m.block_keys + 1) * m.block_keys)
+      each_part(key, [&](int64_t, int64_t, uint8_t kind) { any_partial |= kind == kPartialBlock; });
+    const bool evaluates = any_partial && m.list;
+    const List nothing{};
+    Evaluation<T> pairs(whole_call, evaluates ? *m.list : nothing, n, head, rows, keys, {}, workspace);
     uint64_t* const bits = wants_bits ? m.bits + tiles[key_tile] * kKeyTile : nullptr;
     bool some = false, all = true;
     for (int64_t first = 0; first < keys.size() && (wants_bits || !some || all); first += kStrip) {
       const int64_t count = smaller(kStrip, keys.size() - first);
       pairs.run(first, count);
-      const Values<T> visible = pairs.at(m.list->results[0].from);
       for (int64_t j = 0; j < count; ++j) {
-        uint64_t word = 0;
-        for (int64_t i = 0; i < rows.size(); ++i)
-          word |= uint64_t{bit_cast<UInt<T>>(visible.data[j * visible.step + (i & visible.lanes)]) != 0} << i;
+        uint64_t word = evaluates ? pairs.word(m.list->results[0].from, j) : all_lanes(rows.size());
+        if (m.blocks.data)
+          each_part(keys.first + first + j, [&](int64_t from, int64_t to, uint8_t kind) {
+            const uint64_t part = all_lanes(to) & ~(from == 0 ? 0 : all_lanes(from));
+            if (kind == kHiddenBlock) word &= ~part;
+            if (kind == kFullBlock) word |= part;
+          });
         some |= word != 0;
-        all &= word == ~uint64_t{} >> (kRowTile - rows.size());
+        all &= word == all_lanes(rows.size());
         if (wants_bits) bits[first + j] = word;
       }
     }

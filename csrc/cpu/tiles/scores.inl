@@ -47,10 +47,32 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
     }
 }
 
-// What a ScoreTile needs room for: a mask in numbers, or the lists of a program.
+// What a ScoreTile needs room for: a mask in numbers, or the lists of a program behind its pair terms and their
+// tangents.
+ATTN_INLINE int64_t room_of_pairs(const Problem& p) { return p.program && p.mask.data ? 2 * kKeyTile * kRowTile : 0; }
 template <class T>
 int64_t room_of_tile(const Problem& p) {
-  return (p.has_mask ? kKeyTile * kRowTile : 0) + room_of_program<T>(p);
+  return (p.has_mask ? kKeyTile * kRowTile : 0) + room_of_pairs(p) + room_of_program<T>(p);
+}
+template <class T>
+T* room_of_lists(const Problem& p, const ScoreTile<T>& tile) {
+  return tile.workspace + room_of_pairs(p);
+}
+// Adds the pair terms and, of `tangent` unless it is null, their derivatives, if the list reads them.
+template <class T>
+PairTiles<T> with_pairs(const Problem& p, const List& list, const ScoreTile<T>& tile, PairTiles<T> tiles,
+                        const Operand* tangent) {
+  if (!list.reads_pairs) return tiles;
+  T *const pair = tile.workspace, *const moved = pair + kKeyTile * kRowTile;
+  pack_mask<T>(p, p.mask, *tile.rows, tile.keys, pair);
+  tiles.pair = pair;
+  if (!tangent) return tiles;
+  if (tangent->data)
+    pack_mask<T>(p, *tangent, *tile.rows, tile.keys, moved);
+  else
+    fill_zero(moved, kKeyTile * kRowTile);
+  tiles.pair_tangent = moved;
+  return tiles;
 }
 
 // Calls f(first, count) for each strip of the keys of a tile.
@@ -60,8 +82,9 @@ ATTN_INLINE void each_strip(int64_t keys, F f) {
 }
 // Evaluates a list with one result over a tile, in place of `to`, which the list may read.
 template <class T>
-void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, const PairTiles<T>& tiles, T* to) {
-  Evaluation<T> pairs(p, list, tile, tiles, tile.workspace);
+void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, const PairTiles<T>& tiles, T* to,
+              const Operand* tangent = nullptr) {
+  Evaluation<T> pairs(p, list, tile, with_pairs(p, list, tile, tiles, tangent), room_of_lists(p, tile));
   each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
     T* const at = to + first * kRowTile;
     pairs.run(first, count, at);
@@ -240,7 +263,7 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
   scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
   if (has_score_mod(p)) {
     if (tz) __builtin_memcpy(tz, tx, static_cast<size_t>(keys * kRowTile) * sizeof(T));
-    return evaluate<T>(p, *p.program->tangent, tile, {.product = kept, .tangent = tx}, tx);
+    return evaluate<T>(p, *p.program->tangent, tile, {.product = kept, .tangent = tx}, tx, &t.mask);
   }
   if (p.softcap > 0) {
     each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) {
