@@ -1,0 +1,336 @@
+"""flex_attention: functions of the pair run inside the kernels, with every derivative."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+
+import torch_attn
+from helpers import ulp
+from tests.test_programs_trace import CASES, SHAPE, Case
+from torch_attn import reference
+
+B, H, L, S = SHAPE
+E = 8
+
+
+def tensors(
+    *, batch: int = B, heads: int = H, key_heads: int = H, queries: int = L, keys: int = S,
+    dtype: torch.dtype = torch.float64, head_dim: int = E,
+) -> list[Tensor]:  # fmt: skip
+    torch.manual_seed(1)
+    sizes = (heads, queries), (key_heads, keys), (key_heads, keys)
+    return [torch.randn(batch, *s, head_dim, dtype=dtype, requires_grad=True) for s in sizes]
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    pairs = zip(a, b, strict=True)
+    return max((x.double() - y.double()).nan_to_num(0, 0, 0).abs().max().item() for x, y in pairs)
+
+
+def results(
+    attention: Callable[..., Any], x: list[Tensor], case: Case, **options: Any
+) -> list[Tensor]:
+    """The output and the logsumexp, and the gradients of the inputs and of what is captured."""
+    found = attention(*x, case.score, case.mask, **options)
+    learned = [*x, *case.captured]
+    torch.manual_seed(2)
+    grads = [torch.randn_like(found[0]), torch.randn(found[1].shape).to(found[1].dtype)]
+    grads[1] = grads[1].masked_fill(found[1].isinf(), 0)
+    derivatives = torch.autograd.grad(found, learned, grads, materialize_grads=True)
+    return [*found, *derivatives]
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_textbook(name: str) -> None:
+    case, x = CASES[name](), tensors()
+    found = results(torch_attn.flex_attention, x, case, return_lse=True)
+    expected = results(reference.flex_attention, x, case)
+    assert [t.isinf().tolist() for t in found[:2]] == [t.isinf().tolist() for t in expected[:2]]
+    assert largest_difference(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (70, 1), (1, 70), (130, 200), (65, 64), (64, 129)])
+@pytest.mark.usefixtures("cpu_capability")
+def test_tiles(shape: tuple[int, int]) -> None:
+    """Every kind of leaf over several tiles, with and without a part at their ends."""
+    queries, keys = shape
+    torch.manual_seed(0)
+    learned = [torch.randn(n, dtype=torch.float64, requires_grad=True) for n in (keys, queries)]
+    distances = torch.randn(4, queries + keys, dtype=torch.float64, requires_grad=True)
+    pairs = torch.randn(4, queries, keys, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 25, (max(shape),))
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        s = torch.tanh(s + learned[0][j] * learned[1][i]) + distances[h, i - j + keys]
+        return s * table[ids[i] + ids[j]] + pairs[h, i, j]
+
+    case = Case(
+        score, lambda b, h, i, j: (i + j) % (h + 3) > 0, [*learned, distances, pairs, table]
+    )
+    x = tensors(heads=4, key_heads=2, queries=queries, keys=keys)
+    found = results(torch_attn.flex_attention, x, case, return_lse=True, enable_gqa=True)
+    expected = results(reference.flex_attention, x, case, enable_gqa=True)
+    assert largest_difference(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("cpu_capability")
+def test_dtypes(dtype: torch.dtype) -> None:
+    """No further from float64 than twice the same formulas in this precision, and one ulp."""
+    torch.manual_seed(0)
+    table = torch.randn(H, 200, requires_grad=True)
+    bound = torch.randn(H, requires_grad=True)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(i > j, s + table[h, i - j + 100], s.sigmoid() * bound[h])
+
+    x = tensors(queries=70, keys=90, dtype=dtype)
+    case = Case(score, lambda b, h, i, j: i + 30 >= j, [table, bound])
+    exact = [t.detach().double().requires_grad_() for t in x]
+    expected = results(reference.flex_attention, exact, case)
+    found = results(torch_attn.flex_attention, x, case, return_lse=True)
+    formula = results(reference.flex_attention, x, case)
+    for n, (a, b, e) in enumerate(zip(found, formula, expected, strict=True)):
+        allowed = 2 * largest_difference([b], [e]) + ulp(e.nan_to_num(0, 0, 0).abs().max(), a.dtype)
+        assert largest_difference([a], [e]) <= allowed, n
+
+
+def test_gradcheck() -> None:
+    torch.manual_seed(0)
+    x = tensors(batch=1, heads=2, key_heads=1, queries=4, keys=5, head_dim=3)
+    learned = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 9), (4,), (3,))]
+    pairs = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+
+    def function(*leaves: Tensor) -> Any:
+        q, k, v, table, rows, index, pairs = leaves
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            s = torch.tanh(s * rows[i] + table[h, i - j + 4]) * s
+            return s.exp() * index[(i + j) % 3] + pairs[h, i, j].square()
+
+        mask = lambda b, h, i, j: i >= j - 2  # noqa: E731
+        return torch_attn.flex_attention(
+            q, k, v, score, mask, enable_gqa=True, return_lse=True
+        )
+
+    leaves = (*x, *learned, pairs)
+    assert gradcheck(
+        function, leaves, check_forward_ad=True, check_batched_grad=True,
+        check_batched_forward_grad=True,
+    )  # fmt: skip
+    assert gradgradcheck(function, leaves, check_fwd_over_rev=True)
+
+
+def test_torch_func() -> None:
+    """Per-sample gradients of a captured table, and samples with tables of their own."""
+    q, k, v = (t.detach() for t in tensors(batch=3, queries=4, keys=4))
+    tables = torch.randn(3, H, 7, dtype=torch.float64)
+
+    def loss(table: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        score = lambda s, b, h, i, j: s + table[h, i - j + 3]  # noqa: E731
+        out = torch_attn.flex_attention(q[None], k[None], v[None], score)
+        assert isinstance(out, Tensor)
+        return out.square().sum()
+
+    for in_dims, table in (((0, 0, 0, 0), tables), ((None, 0, 0, 0), tables[0])):
+        found = torch.func.vmap(torch.func.grad(loss), in_dims)(table, q, k, v)
+        one_by_one = [
+            torch.func.grad(loss)(table[n] if in_dims[0] == 0 else table, q[n], k[n], v[n])
+            for n in range(3)
+        ]
+        assert torch.allclose(found, torch.stack(one_by_one))
+    hessian = torch.func.hessian(loss)(tables[0], q[0], k[0], v[0]).reshape(H * 7, H * 7)
+    assert torch.allclose(hessian, hessian.T)
+
+
+@pytest.mark.usefixtures("cpu_capability")
+def test_same_bits_with_any_number_of_threads() -> None:
+    """Of tables above the size where PyTorch's own indexing adds by atomics, too."""
+    torch.manual_seed(0)
+    distances = torch.randn(12, 4000, requires_grad=True)
+    table, ids = torch.randn(40000, requires_grad=True), torch.randint(0, 200, (600,))
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + distances[h, i - j + 2000] + table[ids[i] * 200 + ids[j]]
+
+    case = Case(score, lambda b, h, i, j: i - j < 300, [distances, table])
+    x = tensors(batch=1, heads=12, key_heads=12, queries=600, keys=600, dtype=torch.float32)
+    found = []
+    threads = torch.get_num_threads()
+    for number in (1, 2, 5):
+        torch.set_num_threads(number)
+        found.append(results(torch_attn.flex_attention, x, case, return_lse=True))
+    torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_causal_mask_has_the_bits_of_is_causal() -> None:
+    x = tensors(queries=300, keys=300, dtype=torch.float32)
+    found = torch_attn.flex_attention(*x, block_mask=lambda b, h, i, j: i >= j)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, torch_attn.sdpa(*x, is_causal=True))
+    window = lambda b, h, i, j: (i >= j) & (i - j < 50)  # noqa: E731
+    found = torch_attn.flex_attention(*x, block_mask=window)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, torch_attn.sdpa(*x, window_size=(49, 0)))
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "documents": lambda b, h, i, j: i // 37 == j // 37,
+    "of heads": lambda b, h, i, j: (i - j).abs() < 30 * (h + 1),
+    "of entries": lambda b, h, i, j: (j < 100 * (b + 1)) & (i >= j),
+    "none": lambda b, h, i, j: i >= 0,
+}
+
+
+@pytest.mark.parametrize("size", [(128, 128), (64, 32), (48, 100)])
+@pytest.mark.parametrize("name", MASKS)
+def test_block_mask(name: str, size: tuple[int, int]) -> None:
+    x, mask = tensors(queries=200, keys=230), MASKS[name]
+    blocks = create_block_mask(mask, B, H, 200, 230, device="cpu", BLOCK_SIZE=size)
+    found = results(torch_attn.flex_attention, x, Case(None, blocks), return_lse=True)
+    expected = results(reference.flex_attention, x, Case(None, mask))
+    assert largest_difference(found, expected) < 1e-12
+
+
+def test_blocks_decide_before_their_mask_mod() -> None:
+    """As in compiled FlexAttention: unlisted blocks are hidden, full ones are not asked."""
+    x = tensors(queries=96, keys=96)
+    numbers, indices = torch.tensor([[[1, 2, 1]]]), torch.tensor([[[[0, 9, 9], [5, 1, 0], [2, 0, 0]]]])
+    full = torch.tensor([[[0, 1, 1]]]), torch.tensor([[[[0, 0, 0], [0, 0, 0], [2, 0, 0]]]])
+    odd = lambda b, h, i, j: (i + j) % 2 == 1  # noqa: E731
+    blocks = BlockMask.from_kv_blocks(
+        numbers.int(), indices.int(), *(t.int() for t in full), BLOCK_SIZE=32, mask_mod=odd,
+        seq_lengths=(96, 96),
+    )  # fmt: skip
+    i, j = torch.arange(96)[:, None], torch.arange(96)
+    partial = torch.zeros(3, 3, dtype=torch.bool)
+    partial[0, 0] = partial[1, 1] = partial[2, 2] = True  # 5 and 9 are not there; partial wins
+    whole = torch.zeros(3, 3, dtype=torch.bool)
+    whole[1, 0] = True
+    visible = whole[i // 32, j // 32] | (partial[i // 32, j // 32] & ((i + j) % 2 == 1))
+    expected = torch_attn.sdpa(*x, visible)
+    found = torch_attn.flex_attention(*x, block_mask=blocks)
+    assert isinstance(found, Tensor)
+    assert torch.allclose(found, expected)
+
+
+def test_auxiliary_results() -> None:
+    x = tensors()
+    output, lse = torch_attn.flex_attention(*x, lambda s, b, h, i, j: 2 * s, return_lse=True)
+    asked = AuxRequest(lse=True, max_scores=True)
+    same, aux = torch_attn.flex_attention(*x, lambda s, b, h, i, j: 2 * s, return_aux=asked)
+    scores = 2 * (x[0] @ x[1].mT) / math.sqrt(E)
+    assert torch.equal(output, same)
+    assert torch.allclose(aux.lse, scores.logsumexp(-1))
+    assert torch.equal(aux.lse, lse)
+    assert torch.allclose(aux.max_scores, scores.amax(-1))
+    _, aux = torch_attn.flex_attention(*x, return_aux=AuxRequest(max_scores=True))
+    assert aux.lse is None
+
+
+class Relative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(H, L + S))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + self.table[h, i - j + S] * torch.tanh(s)
+
+        out = torch_attn.flex_attention(q, k, v, score, lambda b, h, i, j: i + 2 >= j)
+        assert isinstance(out, Tensor)
+        return out
+
+
+@pytest.mark.slow
+def test_compile_and_export() -> None:
+    """Without a graph break, with the gradient of a captured parameter."""
+    module, x = Relative(), tensors(dtype=torch.float32)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for function in (module, compiled):
+        module.zero_grad()
+        function(*x).square().sum().backward()
+        assert module.table.grad is not None
+        gradients.append(module.table.grad.clone())
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
+    with torch.no_grad():
+        program = torch.export.export(module, tuple(x))
+        assert torch.equal(program.module()(*x), module(*x))
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown operation": ({"score_mod": lambda s, b, h, i, j: s.cos()}, "cos"),
+    "control flow": ({"score_mod": lambda s, b, h, i, j: s if i > j else -s}, "torch.where"),
+    "no boolean": ({"block_mask": lambda b, h, i, j: i - j}, "mask_mod returned torch.int64"),
+    "no function": ({"block_mask": 3}, "block_mask is a int"),
+    "both": ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_aux says it all"),
+    "index of a pair": (
+        {"score_mod": lambda s, b, h, i, j: s + torch.ones(4)[i * j]},
+        r"index 4 for query 1 and key 4; the table has 4 numbers",
+    ),
+    "lengths": (
+        {"block_mask": create_block_mask(MASKS["none"], 1, 1, 16, 8, device="cpu")},
+        "block_mask is of 16 queries and 8 keys, but query has 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    options, message = ERRORS[name]
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+        torch_attn.flex_attention(*tensors(), **options)
+
+
+STRINGS = {
+    "version": ("attn.program 2\n%0 f score\nreturn %0", "line 1"),
+    "later operand": ("attn.program 1\n%0 f neg %1\nreturn %0", "line 2.*earlier value"),
+    "type": ("attn.program 1\n%0 f score\n%1 b not %0\nreturn %0", "line 3.*no operation not"),
+    "returns": ("attn.program 1\n%0 i query\nreturn %0", "must return a number"),
+    "end": ("attn.program 1\n%0 f score", "ends without"),
+    "number": ("attn.program 1\n%1 f score\nreturn %1", "begin with %0"),
+    "column": ("attn.program 1\n%0 f row 16\nreturn %0", "between 0 and 15"),
+    "missing leaf": ("attn.program 1\n%0 f row 0\nreturn %0", "row_terms is None"),
+    "long": (
+        "attn.program 1\n%0 f score\n" + "".join(f"%{n + 1} f neg %{n}\n" for n in range(65))
+        + "return %65", "at most 64 operations",
+    ),
+    "garbage": ("attn.program 1\n%0 f const 1e\nreturn %0", "number must follow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRINGS)
+def test_strings_made_by_hand(name: str) -> None:
+    text, message = STRINGS[name]
+    with pytest.raises(RuntimeError, match=f"attn::flex_attention.*{message}"):
+        torch.ops.attn.flex_attention(*tensors(), score_mod=text)
+
+
+def test_what_a_program_does_not_stand_beside() -> None:
+    score = "attn.program 1\n%0 f score\nreturn %0"
+    x = [t.detach() for t in tensors()]
+    for name, value in {"softcap": 1.0, "alibi_slopes": torch.ones(H, dtype=torch.float64)}.items():
+        with pytest.raises(RuntimeError, match=f"score_mod is given beside {name}"):
+            torch.ops.attn._sdpa_forward(*x, score_mod=score, **{name: value})
+
+
+def test_third_derivatives_are_refused() -> None:
+    x = tensors()
+    out = torch_attn.flex_attention(*x, lambda s, b, h, i, j: s * s)
+    assert isinstance(out, Tensor)
+    (first,) = torch.autograd.grad(out.sum(), x[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="first and second derivatives"):
+        second.sum().backward()

@@ -1,0 +1,171 @@
+"""FlexAttention: attention with functions of the pair of a query and a key, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_attn._programs import MaskMod, Program, ScoreMod, trace
+from torch_attn.functional import _number, _refuse_others
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+__all__ = ["flex_attention"]
+
+_NAME = "attn::flex_attention"
+_NO_MASK = 1 << 30  # the block size of a BlockMask that hides nothing
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | MaskMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention whose scores and mask are functions of the pair of a query and a key.
+
+    Takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention` and replaces it
+    on a CPU, where that one has no derivatives. Nothing is compiled: the function runs once a call,
+    and the kernels evaluate what depends on query and key at once inside their tiles. With
+    ``z = scale <query, key>``, ``score = score_mod(z, b, h, q_idx, kv_idx)``. A pair is hidden where
+    ``mask_mod(b, h, q_idx, kv_idx)`` is False.
+
+    Args:
+        query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.
+        key: ``[B, Hk, S, E]``, query's dtype and device.
+        value: ``[B, Hk, S, Ev]``, query's dtype and device.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx) -> score``, on 0-d tensors. `score` is
+            float32 (float64 for float64). `h` is the head of the query.
+        block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask`, or a mask_mod itself,
+            ``mask_mod(b, h, q_idx, kv_idx) -> bool``. Blocks that a BlockMask does not list are
+            hidden, full ones are visible, and its mask_mod decides in the others, as in compiled
+            FlexAttention.
+        scale: factor of the scores; None means ``1 / sqrt(E)``.
+        enable_gqa: allows Hk to be a divisor of Hq.
+        return_lse: returns the logsumexp, too.
+        kernel_options: is accepted and changes nothing.
+        return_aux: an ``AuxRequest(lse=..., max_scores=...)`` of PyTorch: what to return, too.
+
+    Returns:
+        ``[B, Hq, L, Ev]`` in query's dtype. With `return_lse` a pair: the output, and the logsumexp
+        ``[B, Hq, L]``, float32 (float64 for float64), differentiable. With `return_aux` a pair: the
+        output, and an ``AuxOutput`` with what was asked for. A query that sees no key has the
+        output 0 and the logsumexp -inf.
+
+    Raises:
+        RuntimeError: a function does what cannot be computed for every pair: the message names the
+            operation and the line. Or shapes, dtypes or indices do not fit.
+        TypeError: query, key or value is no tensor, or `scale` is a tensor that wants a derivative.
+        ValueError: `return_lse` together with `return_aux`.
+
+    Derivatives: of query, key, value and everything that `score_mod` captures; first and second
+    ones, in reverse mode and forward mode, in memory O(L + S) beside what is captured. They are
+    PyTorch's, but 0 times anything is 0.
+
+    Determinism: the same bits on every run and with any number of threads.
+
+    Example:
+        >>> table = torch.zeros(8, 33, requires_grad=True)  # a bias for each head and distance
+        >>> def relative(score, b, h, i, j):
+        ...     return score + table[h, (i - j).clamp(-16, 16) + 16]
+        >>> query, key, value = torch.randn(3, 1, 8, 100, 64)
+        >>> causal = lambda b, h, i, j: i >= j
+        >>> torch_attn.flex_attention(query, key, value, relative, causal).sum().backward()
+        >>> table.grad.shape
+        torch.Size([8, 33])
+    """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others(_NAME, query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise RuntimeError(
+                f"{_NAME}: {name} has shape {list(tensor.shape)}; it must have four dimensions: "
+                "[batch, heads, length, head_dim]"
+            )
+    if return_lse and return_aux is not None:
+        raise ValueError(f"{_NAME}: return_lse and return_aux are given; return_aux says it all")
+    if query.is_cuda:
+        from torch.nn.attention import flex_attention as of_torch
+
+        if callable(block_mask):
+            block_mask = of_torch.create_block_mask(
+                block_mask, None, None, query.size(2), key.size(2), device=query.device
+            )
+        options = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+        return of_torch.flex_attention(query, key, value, *options, return_aux=return_aux)
+    blocks, block_size, mask_mod = _parts(block_mask, query, key)
+    sizes = {"batch": max(query.size(0), key.size(0)), "heads": query.size(1)}
+    program = Program(None, None)
+    if score_mod is not None or mask_mod is not None:
+        lengths = {"queries": query.size(2), "keys": key.size(2)}
+        program = trace(
+            score_mod, mask_mod, **sizes, **lengths, dtype=query.dtype, device=query.device
+        )
+    output, logsumexp, max_score = torch.ops.attn.flex_attention(
+        query,
+        key,
+        value,
+        scale=None if scale is None else _number(_NAME, "scale", scale),
+        enable_gqa=enable_gqa,
+        blocks=blocks,
+        block_size=block_size,
+        **program.arguments(),
+    )
+    if return_lse:
+        return output, logsumexp
+    if return_aux is None:
+        return output  # type: ignore[no-any-return]
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    most = return_aux.max_scores
+    return output, AuxOutput(logsumexp if return_aux.lse else None, max_score if most else None)
+
+
+def _parts(
+    block_mask: Any, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, tuple[int, int], Callable[..., Tensor] | None]:
+    """The blocks of a mask, their size, and the mask_mod."""
+    if block_mask is None or not hasattr(block_mask, "kv_num_blocks"):
+        if block_mask is not None and not callable(block_mask):
+            raise TypeError(
+                f"{_NAME}: block_mask is a {type(block_mask).__qualname__}; it must be a BlockMask "
+                "or a function mask_mod(b, h, q_idx, kv_idx)"
+            )
+        return None, (0, 0), block_mask
+    rows, keys = block_mask.BLOCK_SIZE
+    if (rows, keys) == (_NO_MASK, _NO_MASK):
+        return None, (0, 0), block_mask.mask_mod
+    lengths = query.size(2), key.size(2)
+    if tuple(block_mask.seq_lengths) != lengths:
+        raise RuntimeError(
+            f"{_NAME}: block_mask is of {block_mask.seq_lengths[0]} queries and "
+            f"{block_mask.seq_lengths[1]} keys, but query has {lengths[0]} and key has "
+            f"{lengths[1]}; make one of these lengths"
+        )
+    count = -(-lengths[1] // keys)
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, count)
+    states = partial.to(torch.uint8)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, count)
+        states = torch.where(full & ~partial, 2, states)
+    return states[..., : -(-lengths[0] // rows), :].to(torch.uint8), (rows, keys), block_mask.mask_mod
+
+
+def _listed(numbers: Tensor, indices: Tensor, count: int) -> Tensor:
+    """Whether a block is among the first `numbers` of `indices`, ``[B, H, rows, count]``."""
+    places = torch.arange(indices.size(-1), device=indices.device)
+    is_there = (places < numbers[..., None]) & (indices >= 0) & (indices < count)
+    listed = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
+    at = torch.where(is_there, indices, count).to(torch.int64)
+    return listed.scatter(-1, at, True)[..., :count]
