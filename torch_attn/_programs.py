@@ -36,6 +36,7 @@ from torch_attn._program_list import (
     RULES,
     List,
     Value,
+    as_dtype,
     letter,
     write,
 )
@@ -123,9 +124,9 @@ def trace(
             if letter(result.dtype) != "f":
                 tracer.fail(f"score_mod returned {result.dtype}", "return a floating number")
             results.append(tracer.list.place(result, "f"))
-        tracer.tracking = False
-        with torch.no_grad():
-            if mask_mod is not None:
+        if mask_mod is not None:
+            tracer.tracking = False
+            with torch.no_grad():
                 result = tracer.run(mask_mod, tracer.indices)
                 if result.dtype != torch.bool:
                     tracer.fail(f"mask_mod returned {result.dtype}", "return a boolean")
@@ -350,7 +351,7 @@ class _Tracer:
             elif x.affine is not None:
                 forms.append(x.affine)
             elif x.kind == HEAD:
-                forms.append((0, 0, x.tensor.to(torch.int64)))
+                forms.append((0, 0, as_dtype(x.tensor, torch.int64)))
             else:
                 return None
         if not any(a or b for a, b, _ in forms):
@@ -531,7 +532,8 @@ class _Tracer:
             self.fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
         length = self.lengths[_KINDS[name.partition("_")[0]]]
         B, H = (max(x.size(axis) for x in leaves) for axis in (0, 1))
-        columns = torch.stack([x.expand(B, H, length) for x in leaves], -2)
+        whole = [x.expand(B, H, length) for x in leaves]
+        columns = torch.stack(whole, -2) if len(whole) > 1 else whole[0].contiguous().unsqueeze(-2)
         if columns.dtype == torch.int64:
             wide, columns = columns, columns.to(torch.int32)
             fits = True
