@@ -78,7 +78,10 @@ def promoted(*operands: Any) -> torch.dtype:
 def _word(x: Any, type_: str) -> str:
     """A constant of the list."""
     if type_ != "f":
-        return str(int(bool(x) if type_ == "b" else x))
+        whole = int(bool(x) if type_ == "b" else x)
+        if not -(2**31) <= whole < 2**31:
+            raise NotImplementedError(f"the whole number {whole}, which is beyond 32 bits")
+        return str(whole)
     return float(x).hex() if math.isfinite(x) else str(float(x))
 
 
@@ -136,7 +139,9 @@ class List:
         stored = "i" if have == "b" and type_ == "b" else type_
         if (stored, x.serial) not in self.leaves:
             tensor = x.tensor if type_ != "b" or have == "b" else x.tensor != 0
-            if type_ == "f" or x.limits or tensor.dtype != torch.int64:
+            least, most = x.limits or (-math.inf, math.inf)
+            small = tensor.dtype != torch.int64 or max(-least - 1, most) < 2**31
+            if type_ == "f" or small:  # else their size is checked when leaves are stacked
                 tensor = as_dtype(tensor, self.dtype if type_ == "f" else torch.int32)
             self.leaves[stored, x.serial] = tensor
         return self.add(type_, _LEAF[x.kind], (stored, x.serial))

@@ -491,7 +491,7 @@ class _Tracer:
         made = all(map(self.is_made, given))
         if target is not None and (values or not made):
             self.fail(f"{name} changes a tensor in place", "compute a new one")
-        if not values or (func in _MAKERS and list(values) == [0]):
+        if not values or (func in _LIKE and list(values) == [0]):
             result = func(*args, **kwargs)
             if made:
                 self.made.append(result)
@@ -687,10 +687,10 @@ _QUESTIONS = _named(_HOLDERS, "dim size stride numel is_floating_point is_comple
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad")
 }
-_MAKERS = _named(
+# They read no number of their first argument.
+_LIKE = _named(
     _HOLDERS,
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like scalar_tensor "
-    "tensor zeros zeros_like new_empty new_full new_ones new_tensor new_zeros",
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros",
 )
 _READS = _named(
     _HOLDERS,
