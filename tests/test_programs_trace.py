@@ -65,6 +65,15 @@ def causal_with_an_offset_in_a_tensor() -> Case:
 
 
 @case
+def offset_without_a_distance() -> Case:
+    offset = torch.tensor(2)
+    return Case(
+        mask=lambda b, h, i, j: (i + offset) ^ j > 3,
+        lines="i row 0, i key_index, i xor, b gt",
+    )
+
+
+@case
 def sliding_window() -> Case:
     return Case(mask=lambda b, h, i, j: (j <= i) & (i - j < 3), lines="b distance 0")
 

@@ -133,8 +133,9 @@ class List:
         if x.constant and not self.compiling:
             with contextlib.suppress(RuntimeError):  # a fake tensor has no number
                 return self.place(x.tensor.item(), type_)
-        if type_ == "i" and x.affine in ((1, 0, 0), (0, 1, 0)):
-            return self.add("i", "query" if x.kind == ROW else "key_index")
+        a, b, c = x.affine or (0, 0, 0)
+        if type_ == "i" and a + b == 1 and type(c) is int and c == 0:
+            return self.add("i", "query" if a else "key_index")
         # Booleans are stored as whole numbers, so that one column serves both types.
         stored = "i" if have == "b" and type_ == "b" else type_
         if (stored, x.serial) not in self.leaves:
