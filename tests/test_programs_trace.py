@@ -549,6 +549,14 @@ def test_torch_compile_without_a_graph_break() -> None:
         assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export(strict: bool) -> None:
+    model, x, ids = Compiled(), torch.randn(3), torch.randint(0, 2, (S,))
+    exported = torch.export.export(model, (x, ids), strict=strict).module()
+    other = torch.flip(ids, [0])
+    assert torch.equal(exported(x, other)[0], model(x, other)[0])
+
+
 def test_reads_a_mask_without_gradients_and_stores_equal_leaves_once() -> None:
     table, ids, flags = learned(H, S), torch.randint(0, 2, (S,)), torch.rand(S) > 0.5
     program = traced(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import operator as operators
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -256,7 +257,7 @@ class _Tracer:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = None if "out" in kwargs else _KNOWN.get(func)
         if known is None:
-            if func is torch.Tensor.__getitem__:
+            if func is torch.Tensor.__getitem__ or func is operators.getitem:
                 return self.getitem(*args)
             return func(*args, **kwargs) if func in _QUESTIONS else self.general(func, args, kwargs)
         name, function, reflected, in_place = known
@@ -664,8 +665,9 @@ def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
     for word in _OPERATORS.split():
         operator, _, name = word.partition(":")
         plain = getattr(torch, name or operator)
+        # torch.export(strict=True) calls Python's own operators.
         for prefix in ("", "r", "i"):
-            for function in _named([torch.Tensor], f"__{prefix}{operator}__"):
+            for function in _named([torch.Tensor, operators], f"__{prefix}{operator}__"):
                 yield function, (name or operator, plain, prefix == "r", prefix == "i")
     yield torch.rsub, ("sub", torch.sub, True, False)
     for of in (torch, torch.Tensor):  # of two tensors; of one they reduce
