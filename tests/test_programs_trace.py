@@ -65,6 +65,15 @@ def causal_with_an_offset_in_a_tensor() -> Case:
 
 
 @case
+def offset_without_a_distance() -> Case:
+    offset = torch.tensor(2)
+    return Case(
+        mask=lambda b, h, i, j: (i + offset) ^ j > 3,
+        lines="i row 0, i key_index, i xor, b gt",
+    )
+
+
+@case
 def sliding_window() -> Case:
     return Case(mask=lambda b, h, i, j: (j <= i) & (i - j < 3), lines="b distance 0")
 
@@ -389,6 +398,10 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "min": (lambda s, b, h, i, j: s * min(i, j), ("__bool__", "torch.minimum")),
     "item": (lambda s, b, h, i, j: s * i.item(), ("item",)),
     "list": (lambda s, b, h, i, j: s * [1, 2, 3][h], ("__index__", "a tensor")),
+    "tensor of a place": (lambda s, b, h, i, j: s * torch.tensor(s), ("no tensor of",)),
+    "range": (lambda s, b, h, i, j: s * torch.arange(s)[0], ("no arange of",)),
+    "large constant": (lambda s, b, h, i, j: s + (i + j) * 2**31, ("beyond 32 bits",)),
+    "large numbers": (lambda s, b, h, i, j: s + (i * 2**30 ^ j), ("beyond 32 bits",)),
     "random": (lambda s, b, h, i, j: s + torch.rand(()), ("rand",)),
     "dropout": (lambda s, b, h, i, j: nn.functional.dropout(s), ("dropout",)),
     "in place": (lambda s, b, h, i, j: s + VECTORS.add_(1)[i, 0], ("add_ changes",)),
@@ -534,6 +547,14 @@ def test_torch_compile_without_a_graph_break() -> None:
         results.append((loss.detach(), *texts, model.table.grad, model.scale.grad))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export(strict: bool) -> None:
+    model, x, ids = Compiled(), torch.randn(3), torch.randint(0, 2, (S,))
+    exported = torch.export.export(model, (x, ids), strict=strict).module()
+    other = torch.flip(ids, [0])
+    assert torch.equal(exported(x, other)[0], model(x, other)[0])
 
 
 def test_reads_a_mask_without_gradients_and_stores_equal_leaves_once() -> None:

@@ -54,6 +54,10 @@ def letter(dtype: torch.dtype) -> str:
     return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)  # a call that changes nothing takes 3 us
+
+
 _promote = functools.cache(torch.promote_types)
 
 
@@ -74,7 +78,10 @@ def promoted(*operands: Any) -> torch.dtype:
 def _word(x: Any, type_: str) -> str:
     """A constant of the list."""
     if type_ != "f":
-        return str(int(bool(x) if type_ == "b" else x))
+        whole = int(bool(x) if type_ == "b" else x)
+        if not -(2**31) <= whole < 2**31:
+            raise NotImplementedError(f"the whole number {whole}, which is beyond 32 bits")
+        return str(whole)
     return float(x).hex() if math.isfinite(x) else str(float(x))
 
 
@@ -126,14 +133,17 @@ class List:
         if x.constant and not self.compiling:
             with contextlib.suppress(RuntimeError):  # a fake tensor has no number
                 return self.place(x.tensor.item(), type_)
-        if type_ == "i" and x.affine in ((1, 0, 0), (0, 1, 0)):
-            return self.add("i", "query" if x.kind == ROW else "key_index")
+        a, b, c = x.affine or (0, 0, 0)
+        if type_ == "i" and a + b == 1 and type(c) is int and c == 0:
+            return self.add("i", "query" if a else "key_index")
         # Booleans are stored as whole numbers, so that one column serves both types.
         stored = "i" if have == "b" and type_ == "b" else type_
         if (stored, x.serial) not in self.leaves:
             tensor = x.tensor if type_ != "b" or have == "b" else x.tensor != 0
-            if type_ == "f" or x.limits or tensor.dtype != torch.int64:
-                tensor = tensor.to(self.dtype if type_ == "f" else torch.int32)
+            least, most = x.limits or (-math.inf, math.inf)
+            small = tensor.dtype != torch.int64 or max(-least - 1, most) < 2**31
+            if type_ == "f" or small:  # else their size is checked when leaves are stacked
+                tensor = as_dtype(tensor, self.dtype if type_ == "f" else torch.int32)
             self.leaves[stored, x.serial] = tensor
         return self.add(type_, _LEAF[x.kind], (stored, x.serial))
 

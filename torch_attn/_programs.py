@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import operator as operators
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,7 @@ from torch_attn._program_list import (
     RULES,
     List,
     Value,
+    as_dtype,
     letter,
     write,
 )
@@ -123,9 +125,9 @@ def trace(
             if letter(result.dtype) != "f":
                 tracer.fail(f"score_mod returned {result.dtype}", "return a floating number")
             results.append(tracer.list.place(result, "f"))
-        tracer.tracking = False
-        with torch.no_grad():
-            if mask_mod is not None:
+        if mask_mod is not None:
+            tracer.tracking = False
+            with torch.no_grad():
                 result = tracer.run(mask_mod, tracer.indices)
                 if result.dtype != torch.bool:
                     tracer.fail(f"mask_mod returned {result.dtype}", "return a boolean")
@@ -255,7 +257,7 @@ class _Tracer:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = None if "out" in kwargs else _KNOWN.get(func)
         if known is None:
-            if func is torch.Tensor.__getitem__:
+            if func is torch.Tensor.__getitem__ or func is operators.getitem:
                 return self.getitem(*args)
             return func(*args, **kwargs) if func in _QUESTIONS else self.general(func, args, kwargs)
         name, function, reflected, in_place = known
@@ -350,7 +352,7 @@ class _Tracer:
             elif x.affine is not None:
                 forms.append(x.affine)
             elif x.kind == HEAD:
-                forms.append((0, 0, x.tensor.to(torch.int64)))
+                forms.append((0, 0, as_dtype(x.tensor, torch.int64)))
             else:
                 return None
         if not any(a or b for a, b, _ in forms):
@@ -490,7 +492,7 @@ class _Tracer:
         made = all(map(self.is_made, given))
         if target is not None and (values or not made):
             self.fail(f"{name} changes a tensor in place", "compute a new one")
-        if not values or (func in _MAKERS and list(values) == [0]):
+        if not values or (func in _LIKE and list(values) == [0]):
             result = func(*args, **kwargs)
             if made:
                 self.made.append(result)
@@ -531,7 +533,8 @@ class _Tracer:
             self.fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
         length = self.lengths[_KINDS[name.partition("_")[0]]]
         B, H = (max(x.size(axis) for x in leaves) for axis in (0, 1))
-        columns = torch.stack([x.expand(B, H, length) for x in leaves], -2)
+        whole = [x.expand(B, H, length) for x in leaves]
+        columns = torch.stack(whole, -2) if len(whole) > 1 else whole[0].contiguous().unsqueeze(-2)
         if columns.dtype == torch.int64:
             wide, columns = columns, columns.to(torch.int32)
             fits = True
@@ -662,8 +665,9 @@ def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
     for word in _OPERATORS.split():
         operator, _, name = word.partition(":")
         plain = getattr(torch, name or operator)
+        # torch.export(strict=True) calls Python's own operators.
         for prefix in ("", "r", "i"):
-            for function in _named([torch.Tensor], f"__{prefix}{operator}__"):
+            for function in _named([torch.Tensor, operators], f"__{prefix}{operator}__"):
                 yield function, (name or operator, plain, prefix == "r", prefix == "i")
     yield torch.rsub, ("sub", torch.sub, True, False)
     for of in (torch, torch.Tensor):  # of two tensors; of one they reduce
@@ -685,10 +689,10 @@ _QUESTIONS = _named(_HOLDERS, "dim size stride numel is_floating_point is_comple
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad")
 }
-_MAKERS = _named(
+# They read no number of their first argument.
+_LIKE = _named(
     _HOLDERS,
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like scalar_tensor "
-    "tensor zeros zeros_like new_empty new_full new_ones new_tensor new_zeros",
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros",
 )
 _READS = _named(
     _HOLDERS,
