@@ -21,15 +21,24 @@ def newest_clang() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def changed_sources(to: Path, file: str, changes: dict[str, str], *left_out: str) -> Path:
-    """A copy of csrc in `to`, without the files of these names, with lines of one replaced."""
-    csrc = to / "csrc"
-    shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns(*left_out))
-    text = (csrc / file).read_text()
+def copied_sources(to: Path, *left_out: str) -> Path:
+    """A copy of csrc in `to`, without the files of these names."""
+    return Path(
+        shutil.copytree(ROOT / "csrc", to / "csrc", ignore=shutil.ignore_patterns(*left_out))
+    )
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, f"{file} has changed: {old!r}"
+    file.write_text(text.replace(old, new))
+
+
+def changed_sources(to: Path, file: str, changes: dict[str, str]) -> Path:
+    """A copy of csrc in `to` with lines of one file replaced."""
+    csrc = copied_sources(to)
     for old, new in changes.items():
-        assert text.count(old) == 1, f"{file} has changed: {old!r}"
-        text = text.replace(old, new)
-    (csrc / file).write_text(text)
+        replace(csrc / file, old, new)
     return csrc
 
 
