@@ -13,7 +13,7 @@ COLLECT = """
 import contextlib, io, sys, pytest
 for options in sys.argv[1:]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *options.split()]) == 0
+        assert pytest.main(["--collect-only", "-q", *options.split()]) == 0
     print([line for line in said.getvalue().splitlines() if "::" in line])
 """
 

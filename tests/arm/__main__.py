@@ -48,24 +48,18 @@ def run(*command: str | Path, **environment: str) -> None:
     print(f"{time.monotonic() - start:.0f} s", flush=True)
 
 
-def test_cpp() -> None:
-    def cmake(source: str | Path, to: Path, *prefixes: Path) -> None:
-        options = [f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/cmake/aarch64-linux-gnu.cmake"]
-        options += [f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefixes))}"]
-        options += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
-        run("cmake", "--log-level=WARNING", "-G", "Ninja", "-S", source, "-B", to, *options)
-        run("cmake", "--build", to)
-
-    torch = SITE / "torch" / "share" / "cmake"
-    cmake(ROOT, HERE / "cmake", torch)
-    run("cmake", "--install", HERE / "cmake", "--prefix", HERE / "installed")
-    cmake("tests/cpp", HERE / "cpp", HERE / "installed", torch, machine.ROOT / "usr")
-    run("ctest", "--test-dir", HERE / "cpp", "--output-on-failure", "--no-tests=error")
+def test_cpp(library: Path) -> None:
+    prefixes = library.parent, SITE / "torch" / "share" / "cmake", machine.ROOT / "usr"
+    options = [f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/cmake/aarch64-linux-gnu.cmake"]
+    options += [f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefixes))}"]
+    options += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+    to = HERE / "cpp"
+    run("cmake", "--log-level=WARNING", "-G", "Ninja", "-S", "tests/cpp", "-B", to, *options)
+    run("cmake", "--build", to)
+    run("ctest", "--test-dir", to, "--output-on-failure", "--no-tests=error")
 
 
 def test_python() -> None:
-    library = build_library(HERE / "package", str(PYTHON), ATTN_CUDA="0", **COMPILERS)
-    os.environ["ATTN_LIBRARY"] = str(library)
     # On one thread: on several, the BLAS in torch's wheel has instructions of ARMv8.1.
     run(PYTHON, "tests/old_processor.py", "neon", QEMU_CPU=OLDEST, OMP_NUM_THREADS="1")
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -99,6 +93,8 @@ if __name__ == "__main__":
     os.environ.update(PATH=path, QEMU_CPU=NEOVERSE, QEMU_LD_PREFIX=str(machine.ROOT))
     os.environ.update(OMP_WAIT_POLICY="passive")
     machine.make(sys.argv[1])
+    library = build_library(HERE / "package", str(PYTHON), ATTN_CUDA="0", **COMPILERS)
+    os.environ["ATTN_LIBRARY"] = str(library)
     test_python()
     test_wheel()
-    test_cpp()
+    test_cpp(library)
