@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from _variants import ROOT, copied_sources, replace
+from _variants import ROOT, mutable_sources
 from tests.cuda.programs import PROGRAMS, compile_program, find
 
 COMPILER = shutil.which("g++") or "g++"
@@ -136,34 +135,20 @@ MUTATIONS = {
 
 
 @pytest.fixture(scope="module")
-def mutable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of csrc in which the environment chooses one of the mutations."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Compiles a program of tests/cuda, once, with a choice of mutations."""
+    to = tmp_path_factory.mktemp("programs")
     # the stand-in has its own ones of these
-    csrc = copied_sources(tmp_path_factory.mktemp("csrc"), "ptx.cuh", "device.h")
-    (csrc / "mutation.h").write_text(
-        '#include <cstdlib>\ninline const int mutation = std::atoi(std::getenv("ATTN_MUTATION"));\n'
-    )
-    for n, (file, place, wrong) in enumerate(MUTATIONS.values(), 1):
-        before, right, after = re.split("[«»]", place)
-        either = f"(mutation == {n} ? {wrong} : {right})"
-        if right.endswith(";"):
-            either = f"if (mutation == {n}) {{ {wrong} }} else {{ {right} }}"
-        replace(csrc / file, before + right + after, before + either + after)
-    return csrc
-
-
-@pytest.fixture(scope="module")
-def compiled(mutable: Path) -> Callable[[str], Path]:
-    """Compiles a program of tests/cuda over the kernels, once."""
+    csrc = mutable_sources(to, MUTATIONS.values(), "ptx.cuh", "device.h")
 
     @functools.cache
     def compile_once(name: str) -> Path:
-        program = mutable.parent / name
+        program = to / name
         subprocess.run(
             [
                 *(COMPILER, "-std=c++20", "-O1", "-Wno-unknown-pragmas"),
                 *("-fsanitize=alignment", "-fno-sanitize-recover=alignment"),  # see setup.py
-                *(f"-I{ROOT / 'tests' / 'stand_in'}", f"-I{mutable}", "-include", "mutation.h"),
+                *(f"-I{ROOT / 'tests' / 'stand_in'}", f"-I{csrc}", "-include", "mutation.h"),
                 *("-x", "c++", ROOT / "tests" / "cuda" / f"{name}.cu"),
                 *(ROOT / "tests" / "stand_in" / "fibers.cpp", "-o", program),
             ],
