@@ -74,7 +74,8 @@ PAGES = [README, *(p for p in sorted(ROOT.glob("docs/*.md")) if p != DERIVATIVES
 
 # The pages that compile, train, or import much take as long as all other pages.
 SLOW = dict.fromkeys(
-    ("any-pytorch-code", "coming-from", "deployment", "training", "transformers"), pytest.mark.slow
+    ("any-pytorch-code", "coming-from", "deployment", "diffusers", "training", "transformers"),
+    pytest.mark.slow,
 )
 
 
