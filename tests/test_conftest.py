@@ -6,8 +6,8 @@ import pytest
 
 from _variants import run_python
 
-# Has tests of each tier, and some that are marked regression.
-FILES = ["tests/test_amx.py", "tests/test_hidden_tiles.py"]
+# They have tests of each tier, and some that are marked regression.
+FILES = ["tests/test_amx.py", "tests/test_nan.py"]
 # For each of the arguments, which are options of pytest, a line with the tests that would run.
 COLLECT = """
 import contextlib, io, sys, pytest
