@@ -67,10 +67,12 @@ test-as-%: $(INSTALLED) $(LIBRARY)
 	@echo "==> Testing as on a processor with $*"
 	@ATTN_CPU_CAPABILITY=$* $(AS_$*) $(PYTEST) --tiers quick $(or $(TESTS),tests)
 
+# BESIDE: what runs after pytest.
+BESIDE := sanitize arm
 test-all: $(INSTALLED) $(LIBRARY) ## all tiers of the tests, sanitize and test-arm: a good hour
 	@$(PYTEST) $(ONLY) tests
-	@$(SANITIZE)
-	@$(ARM)
+	@$(if $(filter sanitize,$(BESIDE)),$(SANITIZE))
+	@$(if $(filter arm,$(BESIDE)),$(ARM))
 
 sanitize: $(INSTALLED) $(LIBRARY) ## the core of the tests under AddressSanitizer, UBSan and ThreadSanitizer
 	@$(SANITIZE)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,15 +22,26 @@ def newest_clang() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def changed_sources(to: Path, file: str, changes: dict[str, str], *left_out: str) -> Path:
-    """A copy of csrc in `to`, without the files of these names, with lines of one replaced."""
+def mutable_sources(to: Path, mutations: Iterable[tuple[str, str, str]], *left_out: str) -> Path:
+    """A copy of csrc in `to`, without the files of these names, in which errors can be chosen.
+
+    The program that is compiled, with `-include mutation.h`, has the error that the number
+    ATTN_MUTATION in its environment says; 0 is none. Each is a file, a place in it, which marks an
+    expression or a statement by « and », and what is there instead.
+    """
     csrc = to / "csrc"
     shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns(*left_out))
-    text = (csrc / file).read_text()
-    for old, new in changes.items():
-        assert text.count(old) == 1, f"{file} has changed: {old!r}"
-        text = text.replace(old, new)
-    (csrc / file).write_text(text)
+    (csrc / "mutation.h").write_text(
+        '#include <cstdlib>\ninline const int mutation = std::atoi(std::getenv("ATTN_MUTATION"));\n'
+    )
+    for n, (file, place, wrong) in enumerate(mutations, 1):
+        before, right, after = re.split("[«»]", place)
+        either = f"(mutation == {n} ? {wrong} : {right})"
+        if right.endswith(";"):
+            either = f"if (mutation == {n}) {{ {wrong} }} else {{ {right} }}"
+        text = (csrc / file).read_text()
+        assert text.count(before + right + after) == 1, f"{file} has changed: {place!r}"
+        (csrc / file).write_text(text.replace(before + right + after, before + either + after))
     return csrc
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -106,6 +107,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tiers", default=",".join(TIERS), help=f"those to run, with commas between ({tiers})"
     )
+    parser.addoption(
+        "--share",
+        default="1/1",
+        metavar="K/N",
+        help="of the tier rest only share K of N: runs with N successive K have every case once",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -116,13 +123,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     own = [item for item in items if _runs_functions_of_its_own(item)]
     quick = set(_one_case_of_each(own))
     tier = {i: "slow" if _slow(i) else "quick" if i in quick else "rest" for i in own}
+    share, shares = _share(config.getoption("--share"))
+    later = {i for i in own if tier[i] == "rest" and _share_of(i, shares) != share}
     sizes = collections.Counter(tier.values())
-    said = [f"{name} {sizes[name]:,}{'' if name in asked else ' (not run)'}" for name in TIERS]
+    notes = dict.fromkeys(TIERS, " (not run)") | dict.fromkeys(asked, "")
+    if shares > 1 and "rest" in asked:
+        notes["rest"] = f" (run: share {share}/{shares}, {sizes['rest'] - len(later):,})"
+    said = [f"{name} {sizes[name]:,}{notes[name]}" for name in TIERS]
     config.stash[SIZES] = f"tiers: {', '.join(said)}"
     if hasattr(config, "workerinput"):
         Path(config.workerinput["sizes"]).write_text(config.stash[SIZES])
-    config.hook.pytest_deselected(items=[i for i in items if tier.get(i) not in asked])
-    items[:] = [i for i in own if tier[i] in asked]
+    chosen = [i for i in own if tier[i] in asked and i not in later]
+    config.hook.pytest_deselected(items=[*set(items).difference(chosen)])
+    items[:] = chosen
 
 
 SIZES = pytest.StashKey[str]()
@@ -146,6 +159,19 @@ def pytest_xdist_node_collection_finished(node: Any) -> None:
         node.config.pluginmanager.get_plugin("terminalreporter").write_line(
             node.config.stash[SIZES]
         )
+
+
+def _share(given: str) -> tuple[int, int]:
+    """K and N of "K/N"; a K above N is counted modulo N, so that a number of commits will do."""
+    if not (found := re.fullmatch(r"(\d+)/([1-9]\d*)", given)):
+        raise pytest.UsageError(f"--share {given}: it must be K/N, such as 1/8")
+    k, n = map(int, found.groups())
+    return (k - 1) % n + 1, n
+
+
+def _share_of(item: pytest.Item, shares: int) -> int:
+    """The same for a test on every machine."""
+    return zlib.crc32(item.nodeid.encode()) % shares + 1
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:

@@ -218,7 +218,14 @@ def make_options(which: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("which", ["positions", "heads", "all"])
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "sdpa"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "sdpa_with_weights" else [])
+        for name in OPERATORS  # that one takes ten seconds
+        if name != "sdpa"
+    ],
+)
 def test_opcheck_of_options(name: str, which: str) -> None:
     options: dict[str, Any] = make_options(which) | ({"is_causal": True} if which == "all" else {})
     opcheck(name, make_inputs(5, 7, 6, mask=(1, 7) if which == "heads" else None), options)

@@ -239,6 +239,7 @@ def run(*arguments: str) -> str:
     return process.stdout
 
 
+@pytest.mark.slow  # a whole run
 def test_scaling_at_given_rates(tmp_path: Path) -> None:
     results, chart = tmp_path / "new" / "results.json", tmp_path / "ring.png"
     arguments = ["--tflops", "300", "--dtype", "bf16", "--json", str(results)]

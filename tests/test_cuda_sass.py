@@ -6,8 +6,10 @@ packages triton or nvidia-cuda-nvdisasm).
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -165,31 +167,31 @@ LIMITS = {
 }
 
 
-def compile_kernel(limit: Limit, csrc: Path, to: Path) -> Path:
+@functools.cache
+def compile_kernel(name: str, params: str) -> Kernel:
     """Compiles one instantiation; fails if it needs more registers than there are."""
-    source, cubin = to / "kernel.cu", to / "kernel.cubin"
-    source.write_text(
-        f'#include "cuda/mma/{limit.kernel.split("Mma")[0].lower()}.cuh"\n'
-        "namespace attn::cuda {\n"
-        f"template __global__ void run_block<{limit.kernel}>"
-        f"(const __grid_constant__ {limit.params});\n"
-        "}\n"
-    )
-    options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90", "-cubin"]
-    usage = subprocess.run(
-        [NVCC, *options, f"-I{csrc}", "-Xptxas=-v", source, "-o", cubin],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in usage, usage
-    return cubin
+    with tempfile.TemporaryDirectory() as to:
+        source, cubin = Path(to) / "kernel.cu", Path(to) / "kernel.cubin"
+        source.write_text(
+            f'#include "cuda/mma/{name.split("Mma")[0].lower()}.cuh"\n'
+            "namespace attn::cuda {\n"
+            f"template __global__ void run_block<{name}>(const __grid_constant__ {params});\n"
+            "}\n"
+        )
+        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90", "-cubin"]
+        usage = subprocess.run(
+            [NVCC, *options, f"-I{ROOT / 'csrc'}", "-Xptxas=-v", source, "-o", cubin],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in usage, usage
+        return disassemble(cubin)
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_instructions_of_a_tile(name: str, tmp_path: Path) -> None:
+def test_instructions_of_a_tile(name: str) -> None:
     limit = LIMITS[name]
-    kernel = disassemble(compile_kernel(limit, ROOT / "csrc", tmp_path))
-    path = main_loop(kernel, limit.most, limit.loop)
+    path = main_loop(compile_kernel(limit.kernel, limit.params), limit.most, limit.loop)
     assert sum(n.startswith("HMMA") for n in path) == limit.products
     assert len(path) <= limit.instructions

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 import torch_attn  # noqa: F401, registers the operators
 from _variants import ROOT, build_stand_in, run_fuzz, run_python, run_tests
+from helpers import DTYPES
 
 # The fibers switch stacks with a few instructions of x86.
 pytestmark = [
@@ -86,26 +86,22 @@ def weights_kept(dtype: torch.dtype, keys: int) -> torch.Tensor:
 
 
 SAVE_KEPT = """
-import sys, torch, test_cuda_stand_in
+import sys, torch, test_cuda_stand_in as tests
 assert torch.ops.attn._cpu_capability() == "cuda"
-dtype, keys, file = sys.argv[1:]
-torch.save(test_cuda_stand_in.weights_kept(getattr(torch, dtype), int(keys)), file)
+torch.save([tests.weights_kept(*problem) for problem in tests.PROBLEMS], sys.argv[1])
 """
+# With 128 keys, and so columns of value, tensor cores take numbers of 16 bits; 133 they do not.
+PROBLEMS = list(itertools.product(DTYPES, (128, 133)))
 
 
-@pytest.mark.parametrize("keys", [128, 133])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_dropout_is_that_of_the_cpu(library: Path, dtype: str, keys: int, tmp_path: Path) -> None:
-    """Given the state of a generator, both devices drop the same weights.
-
-    With 128 keys, and so columns of value, tensor cores take numbers of 16 bits; 133 they do not.
-    """
+def test_dropout_is_that_of_the_cpu(library: Path, tmp_path: Path) -> None:
+    """Given the state of a generator, both devices drop the same weights."""
     file = tmp_path / "kept"
-    command = [sys.executable, "-c", SAVE_KEPT, dtype, str(keys), file]
-    subprocess.run(command, env={**os.environ, **environment(library, seed=1)}, check=True)
-    expected = weights_kept(getattr(torch, dtype), keys)
-    assert 0.55 < expected.sum() / (2 * 6 * 70 * 71 / 2) < 0.65
-    assert torch.equal(torch.load(file), expected)
+    run_python("-c", SAVE_KEPT, str(file), **environment(library, seed=1))
+    for problem, kept in zip(PROBLEMS, torch.load(file), strict=True):
+        expected = weights_kept(*problem)
+        assert 0.55 < expected.sum() / (2 * 6 * 70 * 71 / 2) < 0.65
+        assert torch.equal(kept, expected), problem
 
 
 COUNT_COPIES = """

@@ -52,16 +52,20 @@ def test_docstrings(module: types.ModuleType) -> None:
     assert result.failed == 0
 
 
-# Each block is a process of its own, of one that has imported what takes longest.
+# Each block is a process of its own, of one that has imported what takes longest, and what no block
+# imports itself: torch does, and the classes of transformers do.
 RUN_BLOCKS = """
-import os, sys, types
-import torch_attn
+import gc, os, sys, types
+import torch_attn, torch._dynamo, torch._inductor.config
+if "transformers" in "".join(sys.argv): import transformers.modeling_utils
+gc.freeze()
 for block in sys.argv[1:]:
     child = os.fork()
     if child == 0:
         main = sys.modules["__main__"] = types.ModuleType("__main__")  # FlexAttention looks there
         exec(compile(block, "block", "exec"), vars(main))
-        sys.exit()
+        sys.stdout.flush()
+        os._exit(0)  # without the second that Python takes to end with so many modules
     if os.waitpid(child, 0)[1] != 0:
         sys.exit(f"in this block of the page:\\n{block}")
 """
@@ -70,7 +74,8 @@ PAGES = [README, *(p for p in sorted(ROOT.glob("docs/*.md")) if p != DERIVATIVES
 
 # The pages that compile, train, or import much take as long as all other pages.
 SLOW = dict.fromkeys(
-    ("any-pytorch-code", "coming-from", "deployment", "training", "transformers"), pytest.mark.slow
+    ("any-pytorch-code", "coming-from", "deployment", "diffusers", "training", "transformers"),
+    pytest.mark.slow,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from _variants import ROOT, changed_sources
+from _variants import ROOT, mutable_sources
 
 CSRC = ROOT / "csrc"
 ARM = shutil.which("aarch64-linux-gnu-g++")
@@ -30,8 +31,9 @@ def compiled(compiler: str, csrc: Path, sets: list[str], to: Path, *options: str
     return to
 
 
-def run(*command: str | Path) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+def run(*command: str | Path, **environment: str) -> str:
+    variables = os.environ | environment
+    return subprocess.run(command, env=variables, capture_output=True, text=True).stdout
 
 
 @pytest.mark.skipif(
@@ -46,44 +48,43 @@ def test_arm(tmp_path: Path) -> None:
     assert run(EMULATOR, *oldest, program, "neon") == "neon: right\n"
 
 
-# What the program must see: a line of a file, and what to put there instead.
+# What the program must see.
 MUTATIONS = {
     "window": (
         "core/score.h",
-        "larger(0, queries.first + s.first)",
-        "larger(0, queries.first + s.first + 1)",
+        "«larger(0, queries.first + s.first)»",
+        "queries.first + s.first + 1",
     ),
-    "halves": (
-        "cpu/isa/instructions_portable.inl",
-        "normal = (magnitude - (112u",
-        "normal = (magnitude - (111u",
-    ),
+    "halves": ("cpu/isa/instructions_portable.inl", "normal = (magnitude - («112u»", "111u"),
     "tangent": (
         "cpu/kernels/tangent.inl",
-        "load<T>(at) - shifted_sum *",
-        "load<T>(at) + shifted_sum *",
+        "load<T>(at) - «shifted_sum» *",
+        "-shifted_sum",
     ),
 }
 
 
-@pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if NATIVE is None:
+        pytest.skip("not run: no g++")
+    to = tmp_path_factory.mktemp("program")
+    csrc = mutable_sources(to, MUTATIONS.values())
+    return compiled(NATIVE, csrc, ["default"], to / "check", "-include", "mutation.h")
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_errors_are_found(name: str, tmp_path: Path) -> None:
-    assert NATIVE
-    file, right, wrong = MUTATIONS[name]
-    csrc = changed_sources(tmp_path, file, {right: wrong})
-    program = compiled(NATIVE, csrc, ["default"], tmp_path / "check")
-    assert run(program, "default") != "default: right\n"
+def test_errors_are_found(name: str, program: Path) -> None:
+    number = 1 + [*MUTATIONS].index(name)
+    assert run(program, "default", ATTN_MUTATION=str(number)) != "default: right\n"
 
 
 # The kernels heed where a sequence's queries stand among its keys: so early that the first ones see
 # no key, and so late that causality hides nothing from most, and a window shows the last nothing.
-@pytest.mark.skipif(NATIVE is None, reason="not run: no g++")
-@pytest.mark.parametrize("offset", [-30, 120])
-def test_offset_of_queries(offset: int, tmp_path: Path) -> None:
-    assert NATIVE
-    program = compiled(NATIVE, CSRC, ["default"], tmp_path / "check", f"-DATTN_OFFSET={offset}")
-    assert run(program, "default") == "default: right\n"
+@pytest.mark.parametrize("offset", [-30, 0, 120])
+def test_offset_of_queries(offset: int, program: Path) -> None:
+    chosen = {"ATTN_MUTATION": "0", "ATTN_OFFSET": str(offset)}
+    assert run(program, "default", **chosen) == "default: right\n"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,6 @@
 
 #include "cpu/isa.h"
 
-// How far before query 0 key 0 stands.
-#ifndef ATTN_OFFSET
-#define ATTN_OFFSET 0
-#endif
-
 namespace attn {
 
 // Of cpu/parallel.cpp, which needs torch. One chunk of keys never waits.
@@ -25,6 +20,8 @@ void end_turn(int32_t*) {}
 
 namespace {
 
+// How far before query 0 key 0 stands.
+const int64_t kOffset = std::getenv("ATTN_OFFSET") ? std::atoi(std::getenv("ATTN_OFFSET")) : 0;
 constexpr int64_t kHeads = 4, kKeyHeads = 2, kQueries = 70, kKeys = 150, kDim = 36, kValueDim = 20;
 
 // One of the four inputs, of the gradients, or of the outputs: [heads, rows, cols].
@@ -137,9 +134,8 @@ struct Operators {
     p.head_dim = kDim;
     p.value_dim = kValueDim;
     p.scale = 0.25;
-    static const int64_t offset = ATTN_OFFSET;
     p.visibility = visibility;
-    p.visibility.offsets = &offset;
+    p.visibility.offsets = &kOffset;
     p.has_mask = true;
     p.factor_bits = dtype == DType::f64 ? 53 : dtype == DType::f32 ? 24 : dtype == DType::f16 ? 16 : 8;
     p.query = operand(x.query, dtype);
@@ -254,7 +250,7 @@ Tensor textbook(Point& x, Visibility visibility, bool boolean_mask) {
           product += x.query.numbers[static_cast<size_t>((h * kQueries + i) * kDim + d)] *
                      x.key.numbers[static_cast<size_t>((of_key + j) * kDim + d)];
         const double mask = x.mask.numbers[static_cast<size_t>((h * kQueries + i) * kKeys + j)];
-        const int64_t ahead = j - (i + ATTN_OFFSET);  // of the query's position
+        const int64_t ahead = j - (i + kOffset);  // of the query's position
         if ((left >= 0 && ahead < -left) || (right >= 0 && ahead > right) || (boolean_mask && !(mask > -1))) continue;
         const double weight = std::exp(0.25 * product + (boolean_mask ? 0 : mask));
         total += weight;
