@@ -4,6 +4,7 @@ Importing the package registers the operators ``torch.ops.attn.sdpa``, ``attenti
 ``sdpa_with_weights`` and ``sdpa_stats``. Their documented Python functions are :func:`sdpa`,
 :func:`sdpa_with_logsumexp`, :func:`sdpa_with_weights` and :func:`sdpa_stats`. :func:`varlen_attn`
 takes packed sequences, whose keys may be stored in pages: :class:`PagedCache`.
+:func:`flex_attention` takes functions of a query and a key.
 :mod:`torch_attn.reference` is the textbook version. In existing models, :func:`replacing_sdpa`
 replaces the built-in by :func:`sdpa`, and :func:`convert` replaces torch's module by
 :class:`torch_attn.nn.MultiheadAttention` (:func:`unconvert` undoes it). :func:`inspect` shows what
@@ -22,6 +23,7 @@ from torch_attn._inspection import Inspection, Layer
 from torch_attn._invariance import invariant
 from torch_attn._paged import PagedCache
 from torch_attn._programs import Program, score_program
+from torch_attn.flex import flex_attention
 from torch_attn.functional import (
     Stats,
     sdpa,
@@ -56,6 +58,7 @@ __all__ = [
     "__version__",
     "calls",
     "convert",
+    "flex_attention",
     "inspect",
     "invariant",
     "nn",

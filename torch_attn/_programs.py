@@ -19,7 +19,7 @@ import operator as operators
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import torch
@@ -66,6 +66,8 @@ class Program:
         row_numbers: ``[B|1, H|1, L, R]``, int32: whole numbers, and booleans as 0 and 1.
         key_numbers: ``[B|1, H|1, S, K]``, likewise.
         distance_numbers: ``[B|1, H|1, L + S - 1, D]``, likewise.
+        table: ``[1, 1, 1, N]``, as the terms: what is read by an index of the pair.
+        pairs: ``[B|1, H|1, L, S]``, a view of a captured tensor that is read as it lies.
     """
 
     score: str | None
@@ -76,10 +78,18 @@ class Program:
     row_numbers: Tensor | None = None
     key_numbers: Tensor | None = None
     distance_numbers: Tensor | None = None
+    table: Tensor | None = None
+    pairs: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``torch.ops.attn.flex_attention``, by name."""
+        of_program = {"score": "score_mod", "mask": "mask_mod", "pairs": "attn_mask"}
+        return {of_program.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
         parts = [f"{n}: {text}" for n in ("score", "mask") if (text := getattr(self, n))]
         leaves = [f"{kind}_{noun}" for noun in ("terms", "numbers") for kind in _KINDS]
+        leaves += ["table", "pairs"]
         for name in leaves:
             if (tensor := getattr(self, name)) is not None:
                 parts.append(f"{name}: {list(tensor.shape)} {tensor.dtype}\n")
@@ -141,6 +151,7 @@ def trace(
         name = f"{kind}_{'terms' if type_ == 'f' else 'numbers'}"
         columns.setdefault(name, []).append(tracer.list.leaves[type_, serial])
     leaves = {name: tracer.stack(name, of) for name, of in columns.items()}
+    leaves |= tracer.of_pairs()
     score_text = texts[0] if score_mod is not None else None
     return Program(score_text, texts[-1] if mask_mod is not None else None, **leaves)
 
@@ -191,10 +202,14 @@ class _Tracer:
         self.device = device
         self.list = List(dtype, torch.compiler.is_compiling())
         self.tracking = torch.is_grad_enabled()
+        self.tracking_score = True  # while score_mod runs
         self.computed: dict[Any, Value] = {}  # by function and arguments
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
         self.made: list[Any] = []  # tensors that the functions made
         self.empty: dict[torch.dtype, Tensor] = {}
+        self.tables: dict[int, tuple[int, Tensor, Tensor]] = {}  # offset, table, its numbers
+        self.table_size = 0
+        self.pairs: Tensor | None = None
         self.lengths = {HEAD: 1, ROW: L, KEY: S, DISTANCE: max(L + S - 1, 0)}
         self.indices: list[Any] = [self.index(HEAD, 0, B), self.index(HEAD, 1, H)]
         self.indices += [self.of_affine((1, 0, 0)), self.of_affine((0, 1, 0))]
@@ -335,9 +350,52 @@ class _Tracer:
             self.unknown(name)
         self.check_gradients(name, values)
         try:
-            return rule(self.list, *values, **named)
+            result = rule(self.list, *values, **named)
         except (NotImplementedError, TypeError) as error:
             self.fail(f"{name} of a value of the pair: {error}")
+        if letter(result.dtype) == "i" and not named:
+            result.limits = result.limits or self.limits_of_result(name, values)
+        return result
+
+    def limits(self, x: Any) -> tuple[int, int] | None:
+        """The least and the largest number of a value, if they are known or can be read."""
+        if type(x) is int:
+            return x, x
+        if not isinstance(x, Value) or letter(x.dtype) != "i":
+            return None
+        unread = x.limits is None and x.kind != PAIR and not self.list.compiling
+        if unread and x.tensor.numel():
+            # Under torch.func.vmap numbers cannot be read; index_select checks them.
+            with contextlib.suppress(RuntimeError):
+                least, most = x.tensor.detach().aminmax()
+                x.limits = int(least), int(most)
+        return x.limits
+
+    def limits_of_result(self, name: str, values: list[Any]) -> tuple[int, int] | None:
+        """Those of an operation of the pair on whole numbers."""
+        of = [self.limits(x) for x in (values[1:] if name == "where" else values)]
+        if None in of:
+            return None
+        (a, b), *rest = of  # type: ignore[misc]
+        if name in ("add", "sub"):
+            ((c, d),) = rest
+            return (a + c, b + d) if name == "add" else (a - d, b - c)
+        if name == "mul":
+            ends = [x * y for x in (a, b) for y in rest[0]]
+            return min(ends), max(ends)
+        if name in ("where", "minimum", "maximum", "clamp"):
+            known = [(a, b), *rest]
+            if name == "where":
+                return min(x for x, _ in known), max(x for _, x in known)
+            if name == "clamp":
+                return max(a, known[1][0]), min(b, known[-1][1])
+            choose = min if name == "minimum" else max
+            return choose(x for x, _ in known), choose(x for _, x in known)
+        if name == "remainder" and rest[0][0] == rest[0][1] > 0:
+            return 0, rest[0][0] - 1
+        if name == "floor_divide" and rest[0][0] == rest[0][1] > 0:
+            return a // rest[0][0], b // rest[0][0]
+        return (a, b) if name in _CONVERSIONS else None
 
     # a i + b j + c
 
@@ -436,10 +494,16 @@ class _Tracer:
 
     def look_up(self, source: Tensor, places: list[Value | None]) -> Value:
         kind = _together(x for x in places if x is not None)
-        if kind == PAIR:
-            self.gather_of_pair(source)
         key = id(source), tuple(x and x.serial for x in places)
         found = self.computed.get(key)
+        if found is None and kind == PAIR:
+            if None in places:
+                shape = tuple(n for n, x in zip(source.shape, places, strict=True) if x is None)
+                found = self.list.value(PAIR, source.dtype, shape=shape)
+            else:
+                found = self.strided(source, places) or self.gathered(source, places)
+            found.lookup = source, places
+            self.computed[key] = found
         if found is None:
             for dim, x in enumerate(places):
                 if x is not None:
@@ -453,21 +517,104 @@ class _Tracer:
             self.computed[key] = found
         return found
 
-    def gather_of_pair(self, source: Tensor) -> NoReturn:
-        """Place of what is not built: strided operands, gathers from a flat table."""
-        self.fail(
-            f"{self.name_of(source)} is indexed by numbers that depend on query and key at once",
-            "pass an L x S bias as attn_mask=, or index by i, by j or by i - j",
-        )
+    def strided(self, source: Tensor, places: list[Any]) -> Value | None:
+        """`source[b, h, i, j]`, or with sums of i and j as indices: a view, read as a mask is.
+
+        None if it is none, or another one was read before.
+        """
+        if self.pairs is not None or not source.is_floating_point() or not self.tracking_score:
+            return None
+        sizes = self.indices[0].tensor.size(0), self.indices[1].tensor.size(1)
+        L, S = self.lengths[ROW], self.lengths[KEY]
+        dims: list[int | None] = [None, None]  # of b and of h
+        sums: list[tuple[int, int, int, int]] = []
+        for dim, x in enumerate(places):
+            axis = next((n for n in (0, 1) if x.serial == self.indices[n].serial), None)
+            if axis is not None and dims[axis] is None and source.size(dim) == sizes[axis]:
+                dims[axis] = dim
+                continue
+            a, b, c = x.affine or (0, 0, 0)
+            ends = [a * i + b * j + c for i in (0, L - 1) for j in (0, S - 1)]
+            inside = min(ends) >= 0 and max(ends) < source.size(dim)
+            if type(c) is not int or not (a or b) or not inside:
+                return None
+            sums.append((dim, a, b, c))
+        view = source.permute([d for d in dims if d is not None] + [d for d, *_ in sums])
+        view = view[tuple(None if d is None else slice(None) for d in dims)]
+        if [form[1:] for form in sums] != [(1, 0, 0), (0, 1, 0)] or view.shape[2:] != (L, S):
+            if torch._C._functorch.is_functorch_wrapped_tensor(source):
+                return None
+            backwards = [2 + n for n, (_, _, b, _) in enumerate(sums) if b < 0]
+            view = view.flip(backwards) if backwards else view
+            at = row = column = 0
+            for n, (dim, a, b, c) in enumerate(sums):
+                stride = view.stride(2 + n)
+                if b < 0:
+                    a, b, c = -a, -b, source.size(dim) - 1 - c
+                at, row, column = at + c * stride, row + a * stride, column + b * stride
+            if row < 0 or column < 0:
+                return None
+            shape, strides = (*view.shape[:2], L, S), (*view.stride()[:2], row, column)
+            view = view.as_strided(shape, strides, view.storage_offset() + at)
+        self.pairs = view
+        return self.list.value(PAIR, source.dtype, node=self.list.add("f", "pair"))
+
+    def gathered(self, source: Tensor, places: list[Any]) -> Value:
+        """`source[places]`, by an index of the pair into the numbers of all such tables."""
+        at = self.tables.get(id(source))
+        if at is None:
+            numbers = source.reshape(-1).to(self.list.dtype)
+            if letter(source.dtype) == "i" and not self.list.compiling:
+                with contextlib.suppress(RuntimeError):
+                    if not torch.equal(numbers.to(source.dtype), source.reshape(-1)):
+                        self.fail(f"{self.name_of(source)} has whole numbers beyond 2^24")
+            at = self.tables[id(source)] = self.table_size, source, numbers
+            self.table_size += source.numel()
+            if self.table_size >= 2**31 - 1:
+                self.fail(f"tables of {self.table_size} numbers", "they must be fewer than 2^31")
+        parts: dict[int, Any] = {}  # of the index, by kind: what is not of the pair costs nothing
+        is_inside: Any = None
+        stride = source.numel()
+        for dim, x in enumerate(places):
+            size = source.size(dim)
+            stride //= max(size, 1)
+            limits = self.limits(x)
+            if x.kind != PAIR:
+                self.check_index(source, dim, x)
+            elif limits is None or limits[0] < -size or limits[1] >= size:
+                inside = self.of("logical_and", self.of("ge", x, -size), self.of("lt", x, size))
+                is_inside = self.of("logical_and", is_inside, inside) if is_inside else inside
+            if limits is None or limits[0] < 0:
+                x = self.of("where", self.of("lt", x, 0), self.of("add", x, size), x)
+            part = self.of("mul", x, stride) if stride != 1 else x
+            parts[x.kind] = self.of("add", parts[x.kind], part) if x.kind in parts else part
+        index: Any = at[0]
+        for kind in sorted(parts):
+            index = self.of("add", parts[kind], index)
+        if is_inside is not None:
+            index = self.of("where", is_inside, index, 2**31 - 1)
+        node = self.list.add("f", "table", self.list.place(index, "i"))
+        type_ = letter(source.dtype)
+        if type_ != "f":
+            node = self.list.add(type_, "bool" if type_ == "b" else "int", node)
+        return self.list.value(PAIR, source.dtype, node=node)
+
+    def of(self, name: str, *values: Any) -> Value:
+        of = [x for x in values if isinstance(x, Value)]
+        return self.elementwise(name, getattr(torch, name), list(values), {}, of)
+
+    def of_pairs(self) -> dict[str, Tensor]:
+        """The operands that an index of the pair reads."""
+        found = {"pairs": self.pairs} if self.pairs is not None else {}
+        numbers = [x for _, _, x in self.tables.values()]
+        if numbers:
+            table = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
+            found["table"] = table.view(1, 1, 1, -1)
+        return found
 
     def check_index(self, source: Tensor, dim: int, index: Value) -> None:
-        if index.limits is None and not self.list.compiling and index.tensor.numel():
-            # Under torch.func.vmap numbers cannot be read; index_select checks them.
-            with contextlib.suppress(RuntimeError):
-                least, most = index.tensor.detach().aminmax()
-                index.limits = int(least), int(most)
         size = source.size(dim)
-        for number in index.limits or ():
+        for number in self.limits(index) or ():
             if not -size <= number < size:
                 self.fail(
                     f"index {number} is out of range in dimension {dim} of {self.name_of(source)}"

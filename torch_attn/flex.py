@@ -38,8 +38,8 @@ def flex_attention(
     Takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention` and replaces it
     on a CPU, where that one has no derivatives. Nothing is compiled: the function runs once a call,
     and the kernels evaluate what depends on query and key at once inside their tiles. With
-    ``z = scale <query, key>``, ``score = score_mod(z, b, h, q_idx, kv_idx)``. A pair is hidden where
-    ``mask_mod(b, h, q_idx, kv_idx)`` is False.
+    ``z = scale <query, key>``, ``score = score_mod(z, b, h, q_idx, kv_idx)``. A pair is hidden
+    where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
 
     Args:
         query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.
@@ -159,7 +159,11 @@ def _parts(
     if block_mask.full_kv_num_blocks is not None:
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, count)
         states = torch.where(full & ~partial, 2, states)
-    return states[..., : -(-lengths[0] // rows), :].to(torch.uint8), (rows, keys), block_mask.mask_mod
+    return (
+        states[..., : -(-lengths[0] // rows), :].to(torch.uint8),
+        (rows, keys),
+        block_mask.mask_mod,
+    )
 
 
 def _listed(numbers: Tensor, indices: Tensor, count: int) -> Tensor:

@@ -287,8 +287,11 @@ void ProblemBuilder::add_tangents(const Direction& direction) {
 void ProblemBuilder::check_indices() const {
   const auto [pair, index] = wrong_index_;
   if (pair < 0) return;
-  TORCH_CHECK(false, shape_.op, ": score_mod has the index ", index, " for query ", pair / program_.keys, " and key ",
-              pair % program_.keys, "; the table has ", program_.table_size, " numbers, from index 0 on");
+  TORCH_CHECK(
+      false, shape_.op, ": a captured tensor is indexed out of its range for query ", pair / program_.keys, " and key ",
+      pair % program_.keys,
+      index == std::numeric_limits<int32_t>::max() ? "" : c10::str(", by index ", index, " of ", program_.table_size),
+      "; clamp the index, and hide the pair by a mask_mod");
 }
 
 // Entries that share their terms have the stride 0; else each entry has its own, one after the other.
@@ -321,8 +324,9 @@ ProblemBuilder::GradientOfTerms ProblemBuilder::gradient_of_terms(Leaf leaf) con
 }
 
 at::Tensor ProblemBuilder::gradient_of_table() const {
-  std::vector<int64_t> sizes{1, 1, program_.table_size};
-  if (program_.table_entry != 0) sizes.insert(sizes.begin(), batch_size_.begin(), batch_size_.end());
+  std::vector<int64_t> sizes(batch_size_.size(), 1);
+  if (program_.table_entry != 0) std::ranges::copy(batch_size_, sizes.begin());
+  for (const int64_t size : {int64_t{1}, int64_t{1}, program_.table_size}) sizes.push_back(size);
   return at::zeros(sizes, compute_options(query_));
 }
 

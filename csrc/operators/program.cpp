@@ -430,7 +430,7 @@ class Reader {
       return g.leaf('i', {name == "query" ? Leaf::query : Leaf::key});
     }
     if (name == "pair") {
-      check(type == 'f', "it is a number");
+      check(type == 'f' && std::strcmp(name_, "score_mod") == 0, "it is a number, and only score_mod has one");
       return g.leaf('f', {Leaf::pair_term});
     }
     constexpr const char* kAxes[] = {"row", "key", "distance"};
@@ -503,6 +503,7 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   const bool is_score = std::strcmp(name, "score_mod") == 0;
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', compiled->columns);
   compiled->take(compiled->list, list_of(g, {{result}}));
+  for (int n = 0; n < g.size(); ++n) compiled->reads_table |= g[n].op == Op::gather;
   if (!is_score) return compiled;
 
   const int read_values = g.size();
@@ -518,7 +519,6 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   for (int n = 0; n < read_values; ++n) {
     const LeafOfList leaf = g[n].leaf;
     if (g[n].op == Op::gather) {
-      compiled->reads_table = true;
       gradients.push_back({adjoint(n), {}, g[n].from[0]});
       continue;
     }
