@@ -412,8 +412,10 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s, b, h, i, j: s + torch.dot(VECTORS[i], VECTORS[j]),
         ("no dot", "more columns"),
     ),
-    "bias": (lambda s, b, h, i, j: s + TABLE[h, IDS[i] - IDS[j]], ("TABLE of shape [3, 4]",)),
-    "score as index": (lambda s, b, h, i, j: s + TABLE[h, s.int()], ("query and key at once",)),
+    "score as index": (
+        lambda s, b, h, i, j: s + TABLE[h, s.int()],
+        ("TABLE of shape [3, 4] depends on the score",),
+    ),
     "out of range": (
         lambda s, b, h, i, j: s + TABLE[h, j],
         ("index 7 is out of range in dimension 1 of TABLE of shape [3, 4]",),

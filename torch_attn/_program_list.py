@@ -147,6 +147,16 @@ class List:
             self.leaves[stored, x.serial] = tensor
         return self.add(type_, _LEAF[x.kind], (stored, x.serial))
 
+    def reads(self, place: int, leaf: str) -> bool:
+        nodes = list(self.nodes)
+        needed = {place}
+        for at in range(place, -1, -1):
+            if at in needed:
+                if nodes[at][1] == leaf:
+                    return True
+                needed.update(x for x in nodes[at][2:] if type(x) is int)
+        return False
+
     def operation(self, dtype: torch.dtype, name: str, *operands: Any) -> Value:
         """An operation whose operands have the type of its result."""
         type_ = letter(dtype)

@@ -593,7 +593,10 @@ class _Tracer:
             index = self.of("add", parts[kind], index)
         if is_inside is not None:
             index = self.of("where", is_inside, index, 2**31 - 1)
-        node = self.list.add("f", "table", self.list.place(index, "i"))
+        place = self.list.place(index, "i")
+        if self.list.reads(place, "score"):
+            self.fail(f"an index of {self.name_of(source)} depends on the score")
+        node = self.list.add("f", "table", place)
         type_ = letter(source.dtype)
         if type_ != "f":
             node = self.list.add(type_, "bool" if type_ == "b" else "int", node)
