@@ -26,10 +26,12 @@ enum class Op : uint8_t {
   exp2,
   log,
   log1p,
-  tanh,
+  tanh,  // z * tanh(x * y), with y and z the same for all pairs
   floor,
   times,  // x * y, but 0 if x is 0, whatever y is
   fma,    // x * y + z
+  fms,    // x * y - z
+  fnma,   // z - x * y
   // whole numbers
   add_whole,
   sub_whole,
@@ -66,7 +68,8 @@ enum class Leaf : uint8_t {
   whole_number,  // likewise
   boolean,       // likewise
   scale,         // Problem::scale
-  product,       // <q, k> of the pair
+  score,         // scale * product; not in a list: there it is these two
+  product,       // <q, k> of the pair; in lists of derivatives, what `keeping` kept
   grad,          // the gradient of the score
   tangent,       // of scale * product, along a direction
   tangent_grad,  // of the gradient
@@ -103,7 +106,7 @@ struct Step {
 };
 struct ResultOfList {
   int16_t from;
-  LeafOfList of;  // a gradient: what it is the gradient of; product stands for scale * product
+  LeafOfList of;  // a gradient: what it is the gradient of; score stands for scale * product
   // The gradient of a number of the table: the index. `of` then means nothing.
   bool is_of_table = false;
   int16_t index = 0;
@@ -116,7 +119,9 @@ struct List {
   int leaf_count;
   const ResultOfList* results;
   int result_count;
+  // Slots. The first ones, and the first steps, which write to them, hold what is the same for all pairs.
   int slots;
+  int uniform_slots;
   bool reads_pairs;  // pair_term or pair_tangent
 };
 
@@ -141,6 +146,8 @@ struct PairProgram {
   int64_t* wrong = nullptr;
   // Null if there is no score_mod, or the kernel needs none.
   const List* score = nullptr;
+  // The score and, as a second result, the one value that the derivatives read of it; null where that is the product.
+  const List* keeping = nullptr;
   const List* gradient = nullptr;          // of dS: its results are the gradients of scale * product and of leaves
   const List* tangent = nullptr;           // of the score, along a direction
   const List* tangent_gradient = nullptr;  // of the results of `gradient`, in their order

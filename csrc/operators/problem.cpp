@@ -214,6 +214,7 @@ void ProblemBuilder::add_program(const Call& call) {
   if (call.score_mod) {
     score_ = compile(shape_.op, "score_mod", *call.score_mod);
     program_.score = &score_->list;
+    if (score_->keeping.result_count > 0) program_.keeping = &score_->keeping;
     program_.gradient = &score_->gradient;
   }
   if (!call.mask_mod && !call.blocks) return;

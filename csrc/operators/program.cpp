@@ -10,6 +10,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <memory>
 #include <sstream>
 #include <tuple>
 #include <unordered_map>
@@ -27,6 +28,7 @@ struct Value {
   char type = 'f';
   std::array<int, 3> from = {kNone, kNone, kNone};
   LeafOfList leaf = {Leaf::number};
+  bool is_uniform = false;  // the same for all pairs
 
   auto key() const {
     uint64_t bits;
@@ -48,8 +50,33 @@ class Graph {
     return values_[n].leaf.leaf == Leaf::number && is_leaf(n) && number_of(n) == x;
   }
   bool is_leaf(int n) const { return values_[n].op == Op::leaf; }
+  // Whether it is the same for all pairs.
+  bool is_uniform(int n) const { return values_[n].is_uniform; }
+  // Whether n depends on a leaf, other than through `cut`.
+  bool reads(int n, Leaf leaf, int cut = kNone) const {
+    std::vector<bool> needed(n + 1);
+    needed[n] = true;
+    for (; n >= 0; --n) {
+      const Value& v = values_[n];
+      if (!needed[n] || n == cut) continue;
+      if (v.op == Op::leaf && v.leaf.leaf == leaf) return true;
+      for (const int operand : v.from)
+        if (operand != kNone) needed[operand] = true;
+    }
+    return false;
+  }
+  // Builds what n needs again, with other values in place of some. `built`: what is there already.
+  int rebuilt(int n, std::unordered_map<int, int>& built) {
+    if (const auto found = built.find(n); found != built.end()) return found->second;
+    if (is_leaf(n)) return n;
+    Value v = values_[n];
+    for (int& operand : v.from)
+      if (operand != kNone) operand = rebuilt(operand, built);
+    return built[n] = add(v.op, v.from[0], v.from[1], v.from[2], v.type);
+  }
 
-  // An operation on numbers or on `type`, simplified if that changes no bit but the sign of a zero.
+  // An operation on numbers or on `type`, simplified where that changes a rounding at most. Factors that are the same
+  // for all pairs go outwards and meet there.
   int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
     switch (op) {
       case Op::add:
@@ -66,10 +93,35 @@ class Graph {
         if (is_number(a, -1)) return add(Op::neg, b);
         if (is_number(b, -1)) return add(Op::neg, a);
         if (op == Op::times && (is_number(a, 0) || is_number(b, 0))) return number(0);
+        if (is_number(a) && is_number(b)) return number(number_of(a) * number_of(b));
+        if (is_uniform(a) && is_uniform(b)) break;
+        if (is_uniform(a)) return add(Op::mul, b, a);
+        if (is_uniform(b)) {
+          if (has_factor(a)) {
+            const Value product = values_[a];
+            return add(Op::mul, product.from[0], add(Op::mul, product.from[1], b));
+          }
+          if (op == Op::times) return add(Op::mul, a, b);
+          break;
+        }
+        if (has_factor(a)) return with_factor(op, values_[a].from[0], b, values_[a].from[1]);
+        if (has_factor(b)) return with_factor(op, a, values_[b].from[0], values_[b].from[1]);
+        break;
+      case Op::div:
+        if (is_number(b, 1)) return a;
+        if (is_number(a) && is_number(b)) return number(number_of(a) / number_of(b));
+        if (has_factor(a) && is_uniform(b)) {
+          const Value product = values_[a];
+          return add(Op::mul, product.from[0], add(Op::div, product.from[1], b));
+        }
         break;
       case Op::neg:
         if (values_[a].op == Op::neg) return values_[a].from[0];
-        if (is_leaf(a) && values_[a].leaf.leaf == Leaf::number) return number(-number_of(a));
+        if (is_number(a)) return number(-number_of(a));
+        if (has_factor(a)) {
+          const Value product = values_[a];
+          return add(Op::mul, product.from[0], add(Op::neg, product.from[1]));
+        }
         break;
       case Op::where:
         if (b == c) return b;
@@ -82,10 +134,20 @@ class Graph {
 
  private:
   double number_of(int n) const { return values_[n].leaf.number; }
+  bool is_number(int n) const { return is_leaf(n) && values_[n].leaf.leaf == Leaf::number; }
+  // Whether it is a product whose second factor is the same for all pairs, and the first is not.
+  bool has_factor(int n) const { return values_[n].op == Op::mul && !is_uniform(n) && is_uniform(values_[n].from[1]); }
+  int with_factor(Op op, int a, int b, int factor) { return add(Op::mul, add(op, a, b), factor); }
 
   int put(const Value& value) {
     const auto [found, is_new] = numbers_.try_emplace(value.key(), size());
-    if (is_new) values_.push_back(value);
+    if (is_new) {
+      values_.push_back(value);
+      values_.back().is_uniform =
+          value.op == Op::leaf ? value.leaf.leaf <= Leaf::scale : std::ranges::all_of(value.from, [&](int operand) {
+            return operand == kNone || values_[operand].is_uniform;
+          });
+    }
     return found->second;
   }
 
@@ -211,7 +273,7 @@ struct OwnList {
   std::vector<Step> steps;
   std::vector<LeafOfList> leaves;
   std::vector<ResultOfList> results;
-  int slots = 0;
+  int slots = 0, uniform_slots = 0;
 
   List view() const {
     return {steps.data(),
@@ -221,6 +283,7 @@ struct OwnList {
             results.data(),
             static_cast<int>(results.size()),
             slots,
+            uniform_slots,
             std::ranges::any_of(
                 leaves, [](const LeafOfList& l) { return l.leaf == Leaf::pair_term || l.leaf == Leaf::pair_tangent; })};
   }
@@ -232,7 +295,8 @@ struct Result {
   int index = kNone;  // of a number of the table
 };
 // The operations that `results` need, in order. A slot is used again once its value is not needed any more.
-OwnList list_of(const Graph& g, const std::vector<Result>& results) {
+OwnList list_of(Graph& g, const std::vector<Result>& results) {
+  const int one = g.number(1);
   std::vector<int> uses(g.size());
   for (const auto& [n, _, index] : results) {
     ++uses[n];
@@ -242,42 +306,61 @@ OwnList list_of(const Graph& g, const std::vector<Result>& results) {
     if (uses[n] > 0)
       for (const int operand : g[n].from)
         if (operand != kNone) ++uses[operand];
-  // A sum of a product that nothing else needs is one operation.
+  // A sum or difference of a product that nothing else needs is one operation, and so are a tanh and the factors of its
+  // argument and of itself.
   std::vector<Value> values;
+  const auto only_use_of = [&](int n, Op op) { return g[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     values.push_back(g[n]);
     Value& v = values.back();
-    if (v.op != Op::add || uses[n] == 0) continue;
+    if (uses[n] == 0) continue;
     for (const int i : {0, 1}) {
+      if ((v.op != Op::add && v.op != Op::sub) || g.is_uniform(n)) break;
       const int product = v.from[i], other = v.from[1 - i];
-      if (g[product].op != Op::mul || uses[product] != 1 || product == other) continue;
-      v = {Op::fma, 'f', {g[product].from[0], g[product].from[1], other}};
+      if (!only_use_of(product, Op::mul) || product == other) continue;
+      const Op op = v.op == Op::add ? Op::fma : i == 0 ? Op::fms : Op::fnma;
+      v = {op, 'f', {g[product].from[0], g[product].from[1], other}};
       uses[product] = 0;
       break;
+    }
+    if (v.op == Op::tanh) {
+      const int x = v.from[0];
+      const bool has_factor = only_use_of(x, Op::mul) && g.is_uniform(g[x].from[1]);
+      v.from = {has_factor ? g[x].from[0] : x, has_factor ? g[x].from[1] : one, one};
+      if (has_factor) uses[x] = 0;
+      uses[one] += has_factor ? 1 : 2;
+    } else if (v.op == Op::mul && only_use_of(v.from[0], Op::tanh) && g.is_uniform(v.from[1])) {
+      const int inner = v.from[0];
+      v = {Op::tanh, 'f', {values[inner].from[0], values[inner].from[1], v.from[1]}};
+      uses[inner] = 0;
+      --uses[one];
     }
   }
   OwnList list;
   std::vector<int16_t> place(g.size());
   std::vector<int16_t> free;
-  for (int n = 0; n < g.size(); ++n) {
-    if (uses[n] == 0) continue;
-    const Value& v = values[n];
-    if (v.op == Op::leaf) {
+  for (int n = 0; n < g.size(); ++n)
+    if (uses[n] > 0 && values[n].op == Op::leaf) {
       place[n] = static_cast<int16_t>(-1 - static_cast<int>(list.leaves.size()));
-      list.leaves.push_back(v.leaf);
-      continue;
+      list.leaves.push_back(values[n].leaf);
     }
-    Step step{v.op, 0, {}};
-    for (int i = 0; i < 3; ++i) {
-      const int operand = v.from[i];
-      if (operand == kNone) continue;
-      step.from[i] = place[operand];
-      if (--uses[operand] == 0 && place[operand] >= 0) free.push_back(place[operand]);
+  for (const bool uniform : {true, false}) {
+    for (int n = 0; n < g.size(); ++n) {
+      const Value& v = values[n];
+      if (uses[n] == 0 || v.op == Op::leaf || g.is_uniform(n) != uniform) continue;
+      Step step{v.op, 0, {}};
+      for (int i = 0; i < 3; ++i) {
+        const int operand = v.from[i];
+        if (operand == kNone) continue;
+        step.from[i] = place[operand];
+        if (--uses[operand] == 0 && place[operand] >= list.uniform_slots && !uniform) free.push_back(place[operand]);
+      }
+      if (uniform || free.empty()) free.push_back(static_cast<int16_t>(list.slots++));
+      step.to = place[n] = free.back();
+      free.pop_back();
+      list.steps.push_back(step);
     }
-    if (free.empty()) free.push_back(static_cast<int16_t>(list.slots++));
-    step.to = place[n] = free.back();
-    free.pop_back();
-    list.steps.push_back(step);
+    if (uniform) list.uniform_slots = list.slots;
   }
   for (const auto& [n, of, index] : results)
     list.results.push_back({place[n], of, index != kNone, index != kNone ? place[index] : int16_t{0}});
@@ -413,7 +496,7 @@ class Reader {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     if (name == "score") {
       check(type == 'f' && std::strcmp(name_, "score_mod") == 0, "the score is a number, and only score_mod has one");
-      return g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}));
+      return g.leaf('f', {Leaf::score});
     }
     if (name == "const") {
       if (type == 'i') return g.whole(static_cast<double>(integer(words, -kMost - 1, kMost)));
@@ -489,52 +572,75 @@ class Reader {
 };
 
 struct OwnCompiled : Compiled {
-  OwnList own[4];
-  void take(List& view, OwnList list) {
-    OwnList& kept = own[&view == &this->list ? 0 : &view == &gradient ? 1 : &view == &tangent ? 2 : 3];
-    kept = std::move(list);
-    view = kept.view();
-  }
+  std::vector<std::unique_ptr<OwnList>> own;
 };
+
+// The one value that all these lists read of the score, if it costs more than a product to find again; else kNone.
+int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
+  for (int n = 0; n < values; ++n) {
+    const Op op = g[n].op;
+    const bool is_dear = op == Op::tanh || op == Op::exp || op == Op::exp2 || op == Op::log || op == Op::log1p;
+    const auto is_enough = [&](const Result& r) { return !g.reads(r.value, Leaf::score, n); };
+    if (is_dear && g.reads(n, Leaf::score) && std::ranges::all_of(results, is_enough)) return n;
+  }
+  return kNone;
+}
 
 std::shared_ptr<const Compiled> read(const char* op, const char* name, const std::string& text) {
   auto compiled = std::make_shared<OwnCompiled>();
   Graph g;
   const bool is_score = std::strcmp(name, "score_mod") == 0;
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', compiled->columns);
-  compiled->take(compiled->list, list_of(g, {{result}}));
-  for (int n = 0; n < g.size(); ++n) compiled->reads_table |= g[n].op == Op::gather;
+  const int values = g.size();
+  for (int n = 0; n < values; ++n) compiled->reads_table |= g[n].op == Op::gather;
+  // A list whose values are built from the product and the scale, and with `kept` in place of another value.
+  const auto take = [&](List& view, std::vector<Result> results, int kept = kNone) {
+    std::unordered_map<int, int> built = {
+        {g.leaf('f', {Leaf::score}), g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}))}};
+    if (kept != kNone) built[kept] = g.leaf('f', {Leaf::product});
+    for (Result& r : results) {
+      r.value = g.rebuilt(r.value, built);
+      if (r.index != kNone) r.index = g.rebuilt(r.index, built);
+    }
+    compiled->own.push_back(std::make_unique<OwnList>(list_of(g, results)));
+    view = compiled->own.back()->view();
+  };
+  take(compiled->list, {{result}});
   if (!is_score) return compiled;
 
-  const int read_values = g.size();
-  const int z = g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}));
-  const int grad = g.leaf('f', {Leaf::grad});
+  const int score = g.leaf('f', {Leaf::score}), grad = g.leaf('f', {Leaf::grad});
   const std::vector<int> adjoints = reverse(g, result, grad);
   const auto adjoint = [&](int n) {
     return zero_if_none(g, n < static_cast<int>(adjoints.size()) ? adjoints[n] : kNone);
   };
-  std::vector<Result> gradients = {{adjoint(z), {Leaf::product}}};
-  std::unordered_map<int, int> tangents = {{z, g.leaf('f', {Leaf::tangent})},
+  std::vector<Result> gradients = {{adjoint(score), {Leaf::score}}};
+  std::unordered_map<int, int> tangents = {{score, g.leaf('f', {Leaf::tangent})},
                                            {grad, g.leaf('f', {Leaf::tangent_grad})}};
-  for (int n = 0; n < read_values; ++n) {
+  for (int n = 0; n < values; ++n) {
     const LeafOfList leaf = g[n].leaf;
-    if (g[n].op == Op::gather) {
-      gradients.push_back({adjoint(n), {}, g[n].from[0]});
-      continue;
-    }
-    if (g.is_leaf(n) && leaf.leaf == Leaf::pair_term) {
+    if (g[n].op == Op::gather) gradients.push_back({adjoint(n), {}, g[n].from[0]});
+    if (!g.is_leaf(n)) continue;
+    if (leaf.leaf == Leaf::pair_term) {
       gradients.push_back({adjoint(n), leaf});
       tangents[n] = g.leaf('f', {Leaf::pair_tangent});
+    } else if (Leaf::row_term <= leaf.leaf && leaf.leaf <= Leaf::distance_term) {
+      gradients.push_back({adjoint(n), leaf});
+      constexpr int kToTangent = static_cast<int>(Leaf::row_tangent) - static_cast<int>(Leaf::row_term);
+      tangents[n] = g.leaf('f', {static_cast<Leaf>(static_cast<int>(leaf.leaf) + kToTangent), leaf.column});
     }
-    if (!g.is_leaf(n) || leaf.leaf < Leaf::row_term || leaf.leaf > Leaf::distance_term) continue;
-    gradients.push_back({adjoint(n), leaf});
-    constexpr int kToTangent = static_cast<int>(Leaf::row_tangent) - static_cast<int>(Leaf::row_term);
-    tangents[n] = g.leaf('f', {static_cast<Leaf>(static_cast<int>(leaf.leaf) + kToTangent), leaf.column});
   }
-  compiled->take(compiled->gradient, list_of(g, gradients));
-  compiled->take(compiled->tangent, list_of(g, {{zero_if_none(g, tangent(g, result, tangents))}}));
-  for (Result& r : gradients) r.value = zero_if_none(g, tangent(g, r.value, tangents));
-  compiled->take(compiled->tangent_gradient, list_of(g, gradients));
+  const auto moved = [&](int n) { return zero_if_none(g, tangent(g, n, tangents)); };
+  const std::vector<Result> along = {{moved(result)}};
+  std::vector<Result> gradients_along = gradients;
+  for (Result& r : gradients_along) r.value = moved(r.value);
+  std::vector<Result> all = gradients;
+  all.insert(all.end(), along.begin(), along.end());
+  all.insert(all.end(), gradients_along.begin(), gradients_along.end());
+  const int kept = kept_value(g, values, all);
+  if (kept != kNone) take(compiled->keeping, {{result}, {kept}});
+  take(compiled->gradient, gradients, kept);
+  take(compiled->tangent, along, kept);
+  take(compiled->tangent_gradient, gradients_along, kept);
   return compiled;
 }
 

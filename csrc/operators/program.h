@@ -20,8 +20,9 @@ namespace attn {
 class Compiled {
  public:
   virtual ~Compiled() = default;
-  List list{};      // of a score_mod: the score; of a mask_mod: what is visible
-  List gradient{};  // of a score_mod, as the following
+  List list{};     // of a score_mod: the score; of a mask_mod: what is visible
+  List keeping{};  // of a score_mod, as the following; without results where the product is kept
+  List gradient{};
   List tangent{};
   List tangent_gradient{};
   int columns[kTermKinds] = {};  // that each tensor of leaves must have at least

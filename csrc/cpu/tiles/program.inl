@@ -108,16 +108,18 @@ class Evaluation {
     slots_ = workspace + list.leaf_count * kLeaf;
     for (int i = 0; i < list.leaf_count; ++i)
       leaves_[i] = read(p, list.leaves[i], p.first_entry + n, head, rows, keys, tiles, workspace + i * kLeaf);
+    // What is the same for all pairs, once: a vector of it.
+    const int64_t lanes = lanes_;
+    lanes_ = W;
+    for (int i = 0; i < list.uniform_slots; ++i) apply(i, 1, nullptr);
+    lanes_ = lanes;
   }
 
   // Evaluates keys [first, first + count) of the tile. The last operation writes to `to`, unless it is null.
   void run(int64_t first, int64_t count, T* to = nullptr) {
     first_ = first;
-    for (int i = 0; i < list_.step_count; ++i) {
-      const Step& step = list_.steps[i];
-      apply(step, at(step.from[0]), at(step.from[1]), at(step.from[2]), count,
-            to && i + 1 == list_.step_count ? to : slots_ + step.to * kSlot);
-    }
+    for (int i = list_.uniform_slots; i < list_.step_count; ++i)
+      apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
   // Copies a result of count keys to a strip of a tile, which run() may have read.
@@ -129,7 +131,8 @@ class Evaluation {
   }
   // An operand, or a result once run() has found it.
   Values<T> at(int16_t from) const {
-    if (from >= 0) return {slots_ + from * kSlot, kRowTile, -1};
+    if (from >= list_.uniform_slots) return {slots_ + from * kSlot, kRowTile, -1};
+    if (from >= 0) return {slots_ + from * kSlot, 0, 0};
     Values<T> leaf = leaves_[-1 - from];
     leaf.data += first_ * leaf.step;
     return leaf;
@@ -201,6 +204,8 @@ class Evaluation {
         return everywhere(as_lane(leaf.number != 0 ? -1 : 0));
       case Leaf::scale:
         return everywhere(static_cast<T>(p.scale));
+      case Leaf::score:
+        break;
       case Leaf::product:
         return tile(tiles.product);
       case Leaf::grad:
@@ -236,8 +241,12 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  void apply(const Step& step, const Values<T>& x, const Values<T>& y, const Values<T>& z, int64_t count, T* to) const {
+  // Runs step number n for some keys. `to`: null, or where the result goes instead of a slot.
+  void apply(int n, int64_t count, T* to) const {
     using V = Vec<T>;
+    const Step& step = list_.steps[n];
+    const Values<T> x = at(step.from[0]), y = at(step.from[1]), z = at(step.from[2]);
+    if (!to) to = slots_ + step.to * kSlot;
     const auto each = [&](auto f) __attribute__((always_inline)) {
       for (int64_t j = 0; j < count; ++j)
         for (int64_t i = 0; i < lanes_; i += W) {
@@ -290,7 +299,7 @@ class Evaluation {
       case Op::log1p:
         ATTN_EACH(each_lane<T>(a, [](T n) { return __builtin_log1p(n); }), const V& a);
       case Op::tanh:
-        ATTN_EACH(tanh_of_exponent<T>(a * static_cast<T>(2 * kLog2E), 1), const V& a);
+        ATTN_EACH(tanh_of_exponent<T>(a * (b * static_cast<T>(2 * kLog2E)), c[0]), const V& a, const V& b, const V& c);
       case Op::floor:
         ATTN_EACH(each_lane<T>(a, [](T n) { return sizeof(T) == 4 ? __builtin_floorf(n) : __builtin_floor(n); }),
                   const V& a);
@@ -298,6 +307,10 @@ class Evaluation {
         ATTN_EACH((a == V{} ? V{} : a * b), const V& a, const V& b);
       case Op::fma:
         ATTN_EACH(a * b + c, const V& a, const V& b, const V& c);
+      case Op::fms:
+        ATTN_EACH(a * b - c, const V& a, const V& b, const V& c);
+      case Op::fnma:
+        ATTN_EACH(c - a * b, const V& a, const V& b, const V& c);
       case Op::add_whole:
         ATTN_WHOLE(unsigned_of(m) + unsigned_of(n));
       case Op::sub_whole:
@@ -360,12 +373,22 @@ class Evaluation {
     return 0 <= at && at < program_.table_size ? at : -1;
   }
   void gather(const T* table, const Values<T>& index, int64_t count, T* to) const {
+    table = table ? table + entry_of_table_ : nullptr;
+    const auto size = static_cast<UInt<T>>(program_.table_size);
     for (int64_t j = 0; j < count; ++j)
-      for (int64_t i = 0; i < rows_.size(); ++i) {
-        const int64_t at = index_at(index, j, i);
-        if (at < 0) report(rows_.first + i, first_key_ + first_ + j, index.data[j * index.step + (i & index.lanes)]);
-        to[j * kRowTile + i] = at < 0 || !table ? T{} : table[entry_of_table_ + at];
+      for (int64_t i = 0; i < lanes_; i += W) {
+        const Vec<T> numbers = load<T>(index.data + j * index.step + (i & index.lanes));
+        const auto at = bit_cast<Vec<UInt<T>>>(numbers);
+        store<T>(to + j * kRowTile + i, table ? gathered(table, at < size ? at : at ^ at) : Vec<T>{});
+        if (!any(at >= size)) continue;
+        for (int64_t k = i; k < smaller(i + W, rows_.size()); ++k)
+          if (at[k - i] >= size) report(rows_.first + k, first_key_ + first_ + j, numbers[k - i]);
       }
+  }
+  static ATTN_INLINE Vec<T> gathered(const T* table, Vec<UInt<T>> at) {
+    Vec<T> found;
+    for (int i = 0; i < W; ++i) found[i] = table[at[i]];
+    return found;
   }
   // Remembers the least pair with a wrong index. Nothing may be thrown here.
   void report(int64_t row, int64_t key, T index) const {
@@ -403,7 +426,7 @@ int64_t room_of_program(const Problem& p) {
   if (!p.program) return 0;
   int64_t room = 2 * kLanes<T>;
   const PairProgram& program = *p.program;
-  for (const List* list : {program.score, program.gradient, program.tangent, program.tangent_gradient})
+  for (const List* list : {program.score, program.keeping, program.gradient, program.tangent, program.tangent_gradient})
     room += Evaluation<T>::room(list);
   return room;
 }

@@ -92,6 +92,17 @@ void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, cons
   });
 }
 
+// Turns products into scores, and keeps the list's second result.
+template <class T>
+void evaluate_keeping(const Problem& p, const List& list, const ScoreTile<T>& tile, T* x, T* kept) {
+  Evaluation<T> pairs(p, list, tile, with_pairs<T>(p, list, tile, {.product = x}, nullptr), room_of_lists(p, tile));
+  each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
+    pairs.run(first, count);
+    pairs.copy(list.results[0].from, count, x + first * kRowTile);
+    pairs.copy(list.results[1].from, count, kept + first * kRowTile);
+  });
+}
+
 // -inf where a row does not see a key.
 template <class T>
 void hide_keys(const ScoreTile<T>& tile, T* x) {
@@ -190,6 +201,7 @@ template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   if (has_score_mod(p)) {
+    if (kept && p.program->keeping) return evaluate_keeping<T>(p, *p.program->keeping, tile, x, kept);
     if (kept) __builtin_memcpy(kept, x, static_cast<size_t>(keys * kRowTile) * sizeof(T));
     return evaluate<T>(p, *p.program->score, tile, {.product = x}, x);
   }
