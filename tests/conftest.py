@@ -111,7 +111,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         default="1/1",
         metavar="K/N",
-        help="of the tier rest only share K of N: runs with N successive K have every case once",
+        help="of the tiers rest and slow only share K of N: runs with N successive K have all once",
     )
 
 
@@ -124,11 +124,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     quick = set(_one_case_of_each(own))
     tier = {i: "slow" if _slow(i) else "quick" if i in quick else "rest" for i in own}
     share, shares = _share(config.getoption("--share"))
-    later = {i for i in own if tier[i] == "rest" and _share_of(i, shares) != share}
+    later = {i for i in own if _share_of(i, tier[i], shares) not in (None, share)}
     sizes = collections.Counter(tier.values())
+    left = collections.Counter(tier[i] for i in own if i not in later)
     notes = dict.fromkeys(TIERS, " (not run)") | dict.fromkeys(asked, "")
-    if shares > 1 and "rest" in asked:
-        notes["rest"] = f" (run: share {share}/{shares}, {sizes['rest'] - len(later):,})"
+    for name in {"rest", "slow"}.intersection(asked if shares > 1 else ()):
+        notes[name] = f" (run: share {share}/{shares}, {left[name]:,})"
     said = [f"{name} {sizes[name]:,}{notes[name]}" for name in TIERS]
     config.stash[SIZES] = f"tiers: {', '.join(said)}"
     if hasattr(config, "workerinput"):
@@ -169,9 +170,15 @@ def _share(given: str) -> tuple[int, int]:
     return (k - 1) % n + 1, n
 
 
-def _share_of(item: pytest.Item, shares: int) -> int:
-    """The same for a test on every machine."""
-    return zlib.crc32(item.nodeid.encode()) % shares + 1
+def _share_of(item: pytest.Item, tier: str, shares: int) -> int | None:
+    """The same for a test on every machine; None for those that every share has.
+
+    Slow tests of a file stay together, because they compile the same variants.
+    """
+    if tier == "quick" or item.get_closest_marker("regression"):
+        return None
+    name = item.nodeid if tier == "rest" else item.path.name
+    return zlib.crc32(name.encode()) % shares + 1
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:

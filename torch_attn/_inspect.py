@@ -300,6 +300,8 @@ def _batched(x: Tensor, own: int) -> Tensor:
 def _problem(attention: _Attention) -> str | None:
     """Returns why statistics cannot be computed for this attention, or None."""
     query = attention.query
+    if {"score_mod", "mask_mod", "blocks"} & attention.options.keys():
+        return "it is flex_attention, whose functions of the pair have no statistics"
     tensors = (query, attention.key, attention.attn_mask, *attention.options.values())
     if any(_is_of_vmap(x) for x in tensors if isinstance(x, Tensor)):
         return "it is called under torch.vmap; call it with a batch instead"
@@ -431,7 +433,8 @@ def _attentions() -> dict[Any, Callable[..., _Attention]]:
         F.scaled_dot_product_attention: _of_sdpa,
     }
     ops = torch.ops.attn
-    for operator in (ops.sdpa, ops.attention, ops.sdpa_with_weights, ops._sdpa_and_weights):
+    of_scores = ops.sdpa, ops.attention, ops.sdpa_with_weights, ops._sdpa_and_weights
+    for operator in (*of_scores, ops.flex_attention):
         found |= {operator: _of_sdpa, operator.default: _of_sdpa}
     return found
 

@@ -373,29 +373,29 @@ class _Tracer:
 
     def limits_of_result(self, name: str, values: list[Any]) -> tuple[int, int] | None:
         """Those of an operation of the pair on whole numbers."""
-        of = [self.limits(x) for x in (values[1:] if name == "where" else values)]
-        if None in of:
+        known = [self.limits(x) for x in (values[1:] if name == "where" else values)]
+        of = [x for x in known if x is not None]
+        if len(of) < len(known):
             return None
-        (a, b), *rest = of  # type: ignore[misc]
-        if name in ("add", "sub"):
-            ((c, d),) = rest
-            return (a + c, b + d) if name == "add" else (a - d, b - c)
+        (a, b), (c, d) = of[0], of[-1]
         if name == "mul":
-            ends = [x * y for x in (a, b) for y in rest[0]]
+            ends = a * c, a * d, b * c, b * d
             return min(ends), max(ends)
-        if name in ("where", "minimum", "maximum", "clamp"):
-            known = [(a, b), *rest]
-            if name == "where":
-                return min(x for x, _ in known), max(x for _, x in known)
-            if name == "clamp":
-                return max(a, known[1][0]), min(b, known[-1][1])
-            choose = min if name == "minimum" else max
-            return choose(x for x, _ in known), choose(x for _, x in known)
-        if name == "remainder" and rest[0][0] == rest[0][1] > 0:
-            return 0, rest[0][0] - 1
-        if name == "floor_divide" and rest[0][0] == rest[0][1] > 0:
-            return a // rest[0][0], b // rest[0][0]
-        return (a, b) if name in _CONVERSIONS else None
+        if name == "clamp" and len(of) == 2:
+            name = "maximum"
+        if name in ("remainder", "floor_divide") and not (c == d and c > 0):
+            return None
+        results = {
+            "add": (a + c, b + d),
+            "sub": (a - d, b - c),
+            "where": (min(a, c), max(b, d)),
+            "minimum": (min(a, c), min(b, d)),
+            "maximum": (max(a, c), max(b, d)),
+            "clamp": (min(max(a, of[len(of) // 2][0]), c), min(max(b, of[len(of) // 2][1]), d)),
+            "remainder": (0, c - 1),
+            "floor_divide": (a // max(c, 1), b // max(c, 1)),
+        }
+        return results.get(name, (a, b) if name in _CONVERSIONS else None)
 
     # a i + b j + c
 

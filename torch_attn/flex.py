@@ -102,8 +102,9 @@ def flex_attention(
             block_mask = of_torch.create_block_mask(
                 block_mask, None, None, query.size(2), key.size(2), device=query.device
             )
-        options = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-        return of_torch.flex_attention(query, key, value, *options, return_aux=return_aux)
+        options: Any = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+        aux: Any = return_aux
+        return of_torch.flex_attention(query, key, value, *options, return_aux=aux)  # type: ignore[no-any-return]
     blocks, block_size, mask_mod = _parts(block_mask, query, key)
     sizes = {"batch": max(query.size(0), key.size(0)), "heads": query.size(1)}
     program = Program(None, None)

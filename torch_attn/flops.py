@@ -48,6 +48,7 @@ def register() -> None:
     for op, count in (
         (ops.sdpa, _forward),
         (ops.attention, _forward),
+        (ops.flex_attention, _forward),
         (ops.sdpa_stats, _statistics),
         (ops._sdpa_forward, _forward),
         (ops._sdpa_backward, _backward),
@@ -116,8 +117,8 @@ def _forward(call: Call) -> int:
 
 
 def _backward(call: Call) -> int:
-    query, key, value, mask, slopes, *_ = call["grad_input_mask"]
-    through_softmax = query or key or mask or slopes
+    query, key, value, mask, slopes, _, *terms = call["grad_input_mask"]
+    through_softmax = query or key or mask or slopes or any(terms)
     return _products(call, 1 + query + key, through_softmax + value)
 
 
@@ -127,12 +128,13 @@ def _statistics(call: Call) -> int:
 
 def _directions(call: Call) -> list[bool]:
     names = ("query", "key", "value", "attn_mask", "alibi_slopes")
-    return [call[f"tangent_{name}"] is not None for name in names]
+    terms = ("row_terms", "key_terms", "distance_terms", "table")
+    return [call[f"tangent_{name}"] is not None for name in (*names, *terms)]
 
 
 def _tangent(call: Call) -> int:
-    query, key, value, mask, slopes = _directions(call)
-    through_softmax = query or key or mask or slopes
+    query, key, value, *others = _directions(call)
+    through_softmax = query or key or any(others)
     return _products(call, 1 + query + key, through_softmax + value)
 
 

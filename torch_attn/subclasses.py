@@ -141,7 +141,7 @@ def _register_nested() -> None:
             f"{operator}: {nested} is a nested tensor; it must be a dense one. {_instead(nested)}"
         )
 
-    public = ("sdpa", "attention", "sdpa_with_weights", "sdpa_stats")
+    public = ("sdpa", "attention", "flex_attention", "sdpa_with_weights", "sdpa_stats")
     for name in (*public, "_sdpa_and_weights", "_sdpa_forward"):
         torch.library.register_torch_dispatch(f"attn::{name}", NestedTensor, refuse)
 

@@ -181,20 +181,16 @@ class Evaluation {
     const auto of_distances = [&](auto number) {
       const int64_t first = rows.first - keys.first - (kKeyTile - 1) + p.program->keys - 1;
       const int64_t last = p.program->queries + p.program->keys - 1;
-      for (int64_t i = 0; i < 2 * kRowTile; ++i) to[i] = 0 <= first + i && first + i < last ? number(first + i) : T{};
+      fill_zero(to, 2 * kRowTile);
+      for (int64_t i = larger(0, -first); i < smaller(2 * kRowTile, last - first); ++i) to[i] = number(first + i);
       return Values<T>{to + kKeyTile - 1, -1, -1};
     };
     const auto tile = [](const T* data) { return Values<T>{data, kRowTile, -1}; };
     const int kind = static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term);
-    const auto term = [&](int64_t row) {
-      const Terms& t = p.program->terms[kind];
-      return static_cast<const T*>(t.data)[n * t.entry + head * t.head + row * t.row + leaf.column * t.col];
-    };
-    const auto number = [&](int64_t row) {
-      const Terms& t = p.program->terms[kind];
-      return as_lane(
-          static_cast<const int32_t*>(t.data)[n * t.entry + head * t.head + row * t.row + leaf.column * t.col]);
-    };
+    const Terms t = 0 <= kind && kind < kTermKinds ? p.program->terms[kind] : Terms{};
+    const int64_t column = n * t.entry + head * t.head + leaf.column * t.col;
+    const auto term = [&](int64_t row) { return static_cast<const T*>(t.data)[column + row * t.row]; };
+    const auto number = [&](int64_t row) { return as_lane(static_cast<const int32_t*>(t.data)[column + row * t.row]); };
     switch (leaf.leaf) {
       case Leaf::number:
         return everywhere(static_cast<T>(leaf.number));
@@ -247,9 +243,9 @@ class Evaluation {
     const Step& step = list_.steps[n];
     const Values<T> x = at(step.from[0]), y = at(step.from[1]), z = at(step.from[2]);
     if (!to) to = slots_ + step.to * kSlot;
-    const auto each = [&](auto f) __attribute__((always_inline)) {
+    const auto each = [&, lanes = lanes_](auto f) __attribute__((always_inline)) {
       for (int64_t j = 0; j < count; ++j)
-        for (int64_t i = 0; i < lanes_; i += W) {
+        for (int64_t i = 0; i < lanes; i += W) {
           const auto of = [&](const Values<T>& v)
                               __attribute__((always_inline)) { return load<T>(v.data + j * v.step + (i & v.lanes)); };
           V result;
