@@ -246,7 +246,7 @@ def test_torchscript_of_the_function(name: str) -> None:
 # --- docs/promises.md -----------------------------------------------------------------------------
 
 PUBLIC = {
-    *("attn::sdpa", "attn::attention", "attn::varlen_attention"),
+    *("attn::sdpa", "attn::attention", "attn::flex_attention", "attn::varlen_attention"),
     *("attn::sdpa_with_weights", "attn::sdpa_stats"),
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn
 from helpers import largest, ulp
@@ -355,3 +356,39 @@ def test_third_derivatives_are_refused() -> None:
     (second,) = torch.autograd.grad(first.square().sum(), x[0], create_graph=True)
     with pytest.raises(RuntimeError, match="first and second derivatives"):
         second.sum().backward()
+
+
+def test_what_reads_calls_of_attention_knows_it() -> None:
+    """Counting, PyTorch's checks of an operator, invariance; and the error of an inspection."""
+    q, k, v = tensors(queries=70, keys=70)
+    table = torch.randn(H, 200, dtype=torch.float64)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + table[h, i - j + 100]
+
+    with FlopCounterMode(display=False) as counter:
+        torch_attn.flex_attention(q, k, v, score).sum().backward()  # type: ignore[union-attr]
+    assert counter.get_total_flops() == 7 * 2 * B * H * 70 * 70 * E
+    program = torch_attn.score_program(score, shape=(B, H, 70, 70), dtype=torch.float64)
+    torch.library.opcheck(torch.ops.attn.flex_attention, (q, k, v), program.arguments())
+    with torch_attn.invariant():
+        whole = torch_attn.flex_attention(q, k, v, score)
+        last = torch_attn.flex_attention(
+            q[:, :, 69:], k, v, lambda s, b, h, i, j: score(s, b, h, i + 69, j)
+        )
+    assert torch.equal(whole[:, :, 69:], last)  # type: ignore[call-overload]
+    with pytest.raises(RuntimeError, match="functions of the pair have no statistics"):
+        torch_attn.inspect(Attends(score), q, k, v)
+    nested = torch.nested.nested_tensor([torch.randn(H, 4, E)])
+    with pytest.raises(RuntimeError, match="attn::flex_attention: query is a nested tensor"):
+        text = "attn.program 1\n%0 f score\nreturn %0"
+        torch.ops.attn.flex_attention(nested, nested, nested, score_mod=text)
+
+
+class Attends(nn.Module):
+    def __init__(self, score: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.score = score
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return torch_attn.flex_attention(q, k, v, self.score)

@@ -18,19 +18,16 @@ PACKED = ", Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt
 PACKED += "Tensor? block_table=None"
 OF_HEADS = ", Tensor? alibi_slopes=None, Tensor? sinks=None"
 PROGRAM = ", str? score_mod=None, str? mask_mod=None"
-PROGRAM += "".join(
-    f", Tensor? {of}_{what}=None"
-    for what in ("terms", "numbers")
-    for of in ("row", "key", "distance")
-)
+PROGRAM += ", Tensor? row_terms=None, Tensor? key_terms=None, Tensor? distance_terms=None"
+PROGRAM += ", Tensor? table=None, Tensor? row_numbers=None, Tensor? key_numbers=None"
+PROGRAM += ", Tensor? distance_numbers=None, Tensor? blocks=None, int[2] block_size=0"
 ROWS = "(Tensor output, Tensor logsumexp, Tensor max_score)"
 PUBLIC = {
     "sdpa": f"({BUILTIN}) -> Tensor",
     "attention": f"({BUILTIN}{MORE}{PACKED}{OF_HEADS}) -> {ROWS}",
     "flex_attention": (
-        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
-        "float? scale=None, bool enable_gqa=False, int[2] window_size=-1, Tensor? "
-        "query_offset=None, Tensor? key_lengths=None, Tensor? sinks=None"
+        f"({BUILTIN}, int[2] window_size=-1, Tensor? query_offset=None, "
+        "Tensor? key_lengths=None, Tensor? sinks=None"
         f"{PROGRAM}) -> {ROWS}"
     ),
     "varlen_attention": (
