@@ -380,8 +380,8 @@ def test_what_reads_calls_of_attention_knows_it() -> None:
     with pytest.raises(RuntimeError, match="functions of the pair have no statistics"):
         torch_attn.inspect(Attends(score), q, k, v)
     nested = torch.nested.nested_tensor([torch.randn(H, 4, E)])
+    text = "attn.program 1\n%0 f score\nreturn %0"
     with pytest.raises(RuntimeError, match="attn::flex_attention: query is a nested tensor"):
-        text = "attn.program 1\n%0 f score\nreturn %0"
         torch.ops.attn.flex_attention(nested, nested, nested, score_mod=text)
 
 

@@ -42,6 +42,7 @@ from torch_attn.varlen import varlen_attn, varlen_attn_out
 
 if TYPE_CHECKING:
     from torch_attn import integrations as integrations
+    from torch_attn import mods as mods
     from torch_attn import onnx as onnx
     from torch_attn import plots as plots
     from torch_attn import reference as reference
@@ -79,7 +80,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-_MODULES = ["distributed", "flops", "integrations", "onnx", "plots", "reference"]
+_MODULES = ["distributed", "flops", "integrations", "mods", "onnx", "plots", "reference"]
 
 
 def __dir__() -> list[str]:
