@@ -149,7 +149,7 @@ def neighbourhood(shape: tuple[int, ...], window: tuple[int, ...]) -> MaskMod:
         )
 
     def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        visible = None
+        visible: Tensor | None = None
         for n, w in zip(reversed(shape), reversed(window), strict=True):
             first = (i % n - w // 2).clamp(0, n - w)
             along = (j % n >= first) & (j % n < first + w)
