@@ -309,7 +309,7 @@ def train_saved(path: str) -> list[Tensor]:
 def test_training_step_holds_public_operators_only(tmp_path: Path) -> None:
     """Exported, decomposed, saved; loaded in another process it trains as the module does."""
     program = torch.export.export(Step(), (torch.randn(2, 6, 8),))
-    assert of_attn(program) == PUBLIC
+    assert of_attn(program) == PUBLIC - {"attn::flex_attention"}
     assert of_attn(program.run_decompositions()) <= PUBLIC  # without the weights', which are ATen's
     path = str(tmp_path / "step.pt2")
     torch.export.save(program, path)

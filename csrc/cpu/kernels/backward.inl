@@ -336,8 +336,9 @@ struct Backward {
     int64_t first_key, chunk, table_copy;
   };
 
-  // dS becomes the gradient of scale * product, and t(dS) its derivative. Adds the gradients of the terms, or for kSecond
-  // their derivatives: those of rows, keys, distances and the table only with `of_all`, and of pairs to `pair_terms`.
+  // dS becomes the gradient of scale * product, and t(dS) its derivative. Adds the gradients of the terms, or for
+  // kSecond their derivatives: those of rows, keys, distances and the table only with `of_all`, those of pairs to
+  // `pair_terms`.
   static void differentiate_program(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile,
                                     const Place* of_all) {
     const PairProgram& program = *p.program;
