@@ -17,6 +17,7 @@ static_assert(sizeof(void*) == 8 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 namespace attn {
 
 struct PairProgram;  // core/program.h
+struct TermGradients;
 struct PairMask;
 
 enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
@@ -127,7 +128,6 @@ struct Problem {
 
   // A score_mod and a mask_mod, on a CPU; null if there is none. Then the rows of a tile are of one head (group = 1).
   const PairProgram* program = nullptr;
-  const PairMask* pair_mask = nullptr;
 
   // Whether the bits of a row must depend only on its query and the keys that it sees (attn::invariant()).
   bool invariant = false;
@@ -204,15 +204,7 @@ struct BackwardParams : Problem {
   void* grad_slopes = nullptr;
   void* grad_sinks = nullptr;
   void* grad_mask_rows = nullptr;
-  // The gradients of the terms of `program`, in the compute dtype; null if not wanted. Those of the distances are a sum
-  // for each chunk of keys, added in order afterwards.
-  void* grad_row_terms = nullptr;       // [batch, heads, L, columns]
-  void* grad_key_terms = nullptr;       // [batch, heads, S, columns]
-  void* grad_distance_terms = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
-  // Task t adds to copy t % table_copies, once table_turns[copy] says that the tasks before it have.
-  void* grad_table = nullptr;  // [copies, batch or 1, table_size]
-  int64_t table_copies = 1;
-  int32_t* table_turns = nullptr;
+  TermGradients* grad_terms = nullptr;  // of the terms of `program`; null if none is wanted
 
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;

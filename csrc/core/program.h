@@ -132,6 +132,22 @@ struct Terms {
   int64_t entry = 0, head = 0, row = 0, col = 0;
 };
 
+// The gradients of terms, in the compute dtype; null if not wanted. Those of the distances are a sum for each chunk of
+// keys, added in order afterwards.
+struct TermGradients {
+  void* rows = nullptr;       // [batch, heads, L, columns]
+  void* keys = nullptr;       // [batch, heads, S, columns]
+  void* distances = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
+  // Task t adds to copy t % table_copies, once table_turns[copy] says that the tasks before it have.
+  void* table = nullptr;  // [copies, batch or 1, table_size]
+  int64_t table_copies = 1;
+  int32_t* table_turns = nullptr;
+};
+constexpr TermGradients kNoTermGradients;
+ATTN_INLINE const TermGradients& gradients_of_terms(const BackwardParams& p) {
+  return p.grad_terms ? *p.grad_terms : kNoTermGradients;
+}
+
 // What the kernels of a call with a program share. Pair (i, j) has distance i - j + keys - 1.
 struct PairProgram {
   int64_t batch = 1, heads = 1, queries = 0, keys = 0;  // of the whole call: entries, H, L and S
@@ -146,6 +162,7 @@ struct PairProgram {
   int64_t* wrong = nullptr;
   // Null if there is no score_mod, or the kernel needs none.
   const List* score = nullptr;
+  PairMask* mask = nullptr;  // null if there is no mask_mod
   // The score and, as a second result, the one value that the derivatives read of it; null where that is the product.
   const List* keeping = nullptr;
   const List* gradient = nullptr;          // of dS: its results are the gradients of scale * product and of leaves

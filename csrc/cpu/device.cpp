@@ -69,11 +69,10 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
 }
 
 // Looks once at a mask_mod: at all pairs of the heads that do not share it. Tiles that show some pairs and hide others
-// are looked at again, for their bits. p.pair_mask points into `m`, and that into the results.
-std::array<Tensor, 2> look_at_pairs(Problem& p, PairMask& m, const Tensor& query) {
-  if (!p.pair_mask) return {};
-  m = *p.pair_mask;
-  p.pair_mask = &m;
+// are looked at again, for their bits. The mask points into the results.
+std::array<Tensor, 2> look_at_pairs(const Problem& p, const Tensor& query) {
+  if (!p.program || !p.program->mask) return {};
+  PairMask& m = *p.program->mask;
   const int64_t tasks = m.entries * m.heads * m.row_tiles, tiles = tasks * m.key_tiles;
   const Tensor numbers = at::empty({tiles}, query.options().dtype(at::kInt));
   m.tiles = numbers.mutable_data_ptr<int32_t>();
@@ -95,13 +94,11 @@ std::array<Tensor, 2> look_at_pairs(Problem& p, PairMask& m, const Tensor& query
 // What is known of the masks of a call.
 class Masks {
  public:
-  Masks(Problem& p, const Tensor& query)
-      : tiles_(look_at_mask(p, query)), pairs_(look_at_pairs(p, pair_mask_, query)) {}
+  Masks(Problem& p, const Tensor& query) : tiles_(look_at_mask(p, query)), pairs_(look_at_pairs(p, query)) {}
   Masks(const Masks&) = delete;
 
  private:
   Tensor tiles_;
-  PairMask pair_mask_;
   std::array<Tensor, 2> pairs_;
 };
 
@@ -216,8 +213,8 @@ int64_t size_of_distance_terms(const BackwardParams& p) {
 template <class Params>
 int64_t gradients(const Params& call, const auto& entries, const Tensor& query) {
   c10::SmallVector<Tensor, 2> memory;
-  const bool has_rows = call.grad_query.data || call.grad_slopes || call.grad_row_terms;
-  void* const distance_terms = call.grad_distance_terms;
+  const TermGradients terms = gradients_of_terms(call);
+  const bool has_rows = call.grad_query.data || call.grad_slopes || terms.rows;
   Take take = Take::neighbours;
   double all_pairs = 0;
   for (const auto& [p, _] : entries) all_pairs += pairs(*p);
@@ -234,44 +231,45 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     const Tensor& sum = memory.back();
     p->grad_query_sum = operand_of_rows(*p, sum.mutable_data_ptr(), dtype_of(sum), p->head_dim);
   }
-  Tensor of_chunks;
-  if (call.grad_distance_terms) {
+  Tensor of_chunks, tables;
+  TermGradients* const given_terms = call.grad_terms;
+  std::vector<TermGradients> of_entries(entries.end() - entries.begin(), terms);
+  for (size_t i = 0; i < of_entries.size() && call.grad_terms; ++i)
+    (entries.begin() + i)->params->grad_terms = &of_entries[i];
+  if (terms.distances) {
     int64_t chunks = 1;
     for (const auto& [p, _] : entries) chunks = std::max(chunks, p->chunks);
     of_chunks = at::zeros({chunks, size_of_distance_terms(call)}, compute_options(query));
-    for (const auto& [p, _] : entries) p->grad_distance_terms = of_chunks.mutable_data_ptr();
+    for (TermGradients& own : of_entries) own.distances = of_chunks.mutable_data_ptr();
   }
-  Tensor tables;
-  void* const table = call.grad_table;
-  if (table) {
+  if (terms.table) {
     // Entries of their own lengths have a copy each; else a call's tasks share up to 16 copies of up to 64 MB.
     constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
-    const int64_t size = all_of_table(*call.program), count = static_cast<int64_t>(entries.end() - entries.begin());
+    const int64_t size = all_of_table(*call.program), count = static_cast<int64_t>(of_entries.size());
     const int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;
     tables = at::zeros({count * each, size}, compute_options(query));
     memory.push_back(at::zeros({count * each}, query.options().dtype(at::kInt)));
     take = Take::one;
-    int64_t first = 0;
-    for (const auto& [p, _] : entries) {
-      p->table_copies = each;
-      p->grad_table = static_cast<char*>(tables.mutable_data_ptr()) + first * size * tables.element_size();
-      p->table_turns = memory.back().template mutable_data_ptr<int32_t>() + first;
-      first += each;
+    for (int64_t i = 0; i < count; ++i) {
+      TermGradients& own = of_entries[i];
+      own.table_copies = each;
+      own.table = static_cast<char*>(tables.mutable_data_ptr()) + i * each * size * tables.element_size();
+      own.table_turns = memory.back().template mutable_data_ptr<int32_t>() + i * each;
     }
   }
   const int64_t workspace = entries.workspace();
   const bool direct_mask = call.grad_mask.data && !call.mask_is_shared;
-  if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask || call.grad_key_terms ||
-      call.grad_distance_terms || table)
+  if (has_rows || call.grad_key.data || call.grad_value.data || direct_mask || call.grad_terms)
     entries.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
                 [](const auto& p) { return 5 * product_flops(p); }, workspace,
                 [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
+  for (const auto& [p, _] : entries) p->grad_terms = given_terms;
   if (of_chunks.defined()) {
-    Tensor sums = at::from_blob(distance_terms, {size_of_distance_terms(call)}, compute_options(query));
+    Tensor sums = at::from_blob(terms.distances, {size_of_distance_terms(call)}, compute_options(query));
     for (int64_t chunk = 0; chunk < of_chunks.size(0); ++chunk) sums.add_(of_chunks[chunk]);
   }
-  if (table) {
-    Tensor sums = at::from_blob(table, {tables.size(1)}, compute_options(query));
+  if (terms.table) {
+    Tensor sums = at::from_blob(terms.table, {tables.size(1)}, compute_options(query));
     for (int64_t copy = 0; copy < tables.size(0); ++copy) sums.add_(tables[copy]);
   }
   // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.

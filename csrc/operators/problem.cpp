@@ -220,7 +220,7 @@ void ProblemBuilder::add_program(const Call& call) {
   if (!call.mask_mod && !call.blocks) return;
   if (call.mask_mod) mask_ = compile(shape_.op, "mask_mod", *call.mask_mod);
   if (!call.blocks && is_window(call)) return;
-  problem_.pair_mask = &pair_mask_;
+  program_.mask = &pair_mask_;
   const auto depends_on = [&](const Terms& terms) {
     if (terms.entry != 0) pair_mask_.entries = problem_.batch;
     if (terms.head != 0) pair_mask_.heads = problem_.heads;

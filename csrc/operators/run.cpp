@@ -137,18 +137,21 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   }
   const Tensor slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();
   const Tensor sinks = grads.sinks.defined() ? room.of_rows(p.grad_sinks) : Tensor();
+  TermGradients terms;
   const auto of_terms = [&](Leaf leaf, const Tensor& grad, Tensor& found, void*& data) {
     if (!grad.defined()) return;
     const auto [memory, seen] = builder.gradient_of_terms(leaf);
     data = memory.mutable_data_ptr();
     found = seen;
+    p.grad_terms = &terms;
   };
-  of_terms(Leaf::row_term, grads.row_terms, written.row_terms, p.grad_row_terms);
-  of_terms(Leaf::key_term, grads.key_terms, written.key_terms, p.grad_key_terms);
-  of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, p.grad_distance_terms);
+  of_terms(Leaf::row_term, grads.row_terms, written.row_terms, terms.rows);
+  of_terms(Leaf::key_term, grads.key_terms, written.key_terms, terms.keys);
+  of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, terms.distances);
   if (grads.table.defined()) {
     written.table = builder.gradient_of_table();
-    p.grad_table = written.table.mutable_data_ptr();
+    terms.table = written.table.mutable_data_ptr();
+    p.grad_terms = &terms;
   }
   builder.merge_batch_dims();
   plan_mask(p);

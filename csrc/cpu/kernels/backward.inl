@@ -107,7 +107,7 @@ struct Backward {
       tz = kSecond && keeps_scores(p) ? arena.take<T>(tile) : nullptr;
       grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
       grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
-      grad_key_terms = arena.take<T>(p.grad_key_terms ? accumulated_keys * columns_of(p, Leaf::key_term) : 0);
+      grad_key_terms = arena.take<T>(gradients_of_terms(p).keys ? accumulated_keys * columns_of(p, Leaf::key_term) : 0);
       pair_terms = arena.take<T>(p.program && p.grad_mask.data ? tile : 0);
       tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
       tangent_key_finite = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
@@ -126,7 +126,7 @@ struct Backward {
         state.delta = arena.take<T>(kRowTile);
         state.grad_logsumexp = arena.take<T>(kRowTile);
         state.grad_slopes = arena.take<T>(p.grad_slopes ? kRowTile : 0);
-        state.grad_row_terms = arena.take<T>(p.grad_row_terms ? columns_of(p, Leaf::row_term) * kRowTile : 0);
+        state.grad_row_terms = arena.take<T>(gradients_of_terms(p).rows ? columns_of(p, Leaf::row_term) * kRowTile : 0);
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
         state.shift = arena.take<T>(kSecond ? kRowTile : 0);
@@ -356,23 +356,24 @@ struct Backward {
       const Values<T> grad = found.at(result.from);
       const int column = result.of.column;
       if (result.is_of_table) {
-        if (of_all && p.grad_table && grad.lanes != 0)
+        if (of_all && gradients_of_terms(p).table && grad.lanes != 0)
           found.scatter(grad, found.at(result.index), count,
-                        static_cast<T*>(p.grad_table) + of_all->table_copy * all_of_table(program));
+                        static_cast<T*>(gradients_of_terms(p).table) + of_all->table_copy * all_of_table(program));
       } else if (result.of.leaf == Leaf::pair_term) {
         if (p.grad_mask.data) found.copy(result.from, count, b.pair_terms + first * kRowTile);
       } else if (!of_all || grad.lanes == 0) {  // the number 0
-      } else if (result.of.leaf == Leaf::row_term && p.grad_row_terms) {
+      } else if (result.of.leaf == Leaf::row_term && gradients_of_terms(p).rows) {
         add_rows<T>(grad, count, tile.lanes(), state.grad_row_terms + column * kRowTile);
-      } else if (result.of.leaf == Leaf::key_term && p.grad_key_terms) {
+      } else if (result.of.leaf == Leaf::key_term && gradients_of_terms(p).keys) {
         const int64_t columns = columns_of(p, Leaf::key_term), key = tile.keys.first - of_all->first_key + first;
         add_lanes<T>(grad, count, tile.lanes(), b.grad_key_terms + key * columns + column, columns);
-      } else if (result.of.leaf == Leaf::distance_term && p.grad_distance_terms) {
+      } else if (result.of.leaf == Leaf::distance_term && gradients_of_terms(p).distances) {
         const int64_t columns = columns_of(p, Leaf::distance_term), distances = program.queries + program.keys - 1;
         const int64_t of_head = (of_all->chunk * program.batch + p.first_entry + rows.n) * program.heads + rows.head[0];
         const int64_t distance = rows.position[0] - tile.keys.first - first + program.keys - 1;
-        add_diagonals<T>(grad, count, rows.count,
-                         static_cast<T*>(p.grad_distance_terms) + (of_head * columns + column) * distances + distance);
+        add_diagonals<T>(
+            grad, count, rows.count,
+            static_cast<T*>(gradients_of_terms(p).distances) + (of_head * columns + column) * distances + distance);
       }
     };
     each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
@@ -400,9 +401,9 @@ struct Backward {
   static void run(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_task());
     // Tasks of the same copy of the table add to it one after the other.
-    const int64_t table_copy = p.grad_table ? task % p.table_copies : 0;
-    const auto turn = static_cast<int32_t>(p.grad_table ? task / p.table_copies : 0);
-    if (p.grad_table) wait_for_turn(p.table_turns + table_copy, turn);
+    const int64_t table_copy = gradients_of_terms(p).table ? task % gradients_of_terms(p).table_copies : 0;
+    const auto turn = static_cast<int32_t>(gradients_of_terms(p).table ? task / gradients_of_terms(p).table_copies : 0);
+    if (gradients_of_terms(p).table) wait_for_turn(gradients_of_terms(p).table_turns + table_copy, turn);
     const int64_t first_key = task / p.spans() * p.keys_per_task(), spans = p.heads / p.span;
     task %= p.spans();
     const int64_t n = task / spans;
@@ -416,13 +417,14 @@ struct Backward {
       if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
       if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
       const int64_t key_columns = columns_of(p, Leaf::key_term);
-      if (p.grad_key_terms) fill_zero(b.grad_key_terms, keys * key_columns);
+      if (gradients_of_terms(p).keys) fill_zero(b.grad_key_terms, keys * key_columns);
       for (int64_t row = 0; row < rows; row += p.rows_per_pass)
         pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}}, table_copy);
-      if (p.grad_key_terms) {
+      if (gradients_of_terms(p).keys) {
         const int64_t of_head = (p.first_entry + n) * p.heads + head;
-        __builtin_memcpy(static_cast<T*>(p.grad_key_terms) + (of_head * p.program->keys + first_key) * key_columns,
-                         b.grad_key_terms, static_cast<size_t>(keys * key_columns) * sizeof(T));
+        __builtin_memcpy(
+            static_cast<T*>(gradients_of_terms(p).keys) + (of_head * p.program->keys + first_key) * key_columns,
+            b.grad_key_terms, static_cast<size_t>(keys * key_columns) * sizeof(T));
       }
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
@@ -434,14 +436,14 @@ struct Backward {
         unpack_rows<T>(block_of(p, p.grad_value, n, head / per_value_head, first_key), b.grad_value, b.ld_value, keys,
                        p.value_dim);
     }
-    if (p.grad_table) end_turn(p.table_turns + table_copy);
+    if (gradients_of_terms(p).table) end_turn(gradients_of_terms(p).table_turns + table_copy);
   }
 
   static void pass(const Params& p, const Buffers& b, const RowTask& own, int64_t table_copy) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
-    const bool has_rows = p.grad_query.data || p.grad_slopes || p.grad_row_terms;
-    const bool want_dx =
-        has_rows || p.grad_key.data || direct_mask || p.grad_key_terms || p.grad_distance_terms || p.grad_table;
+    const bool has_rows = p.grad_query.data || p.grad_slopes || gradients_of_terms(p).rows;
+    const bool want_dx = has_rows || p.grad_key.data || direct_mask || gradients_of_terms(p).keys ||
+                         gradients_of_terms(p).distances || gradients_of_terms(p).table;
     const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
     const Range own_chunks =
         common(chunks, {own.keys.first / p.keys_per_chunk, divide_up(own.keys.last, p.keys_per_chunk)});
@@ -493,7 +495,7 @@ struct Backward {
       for (RowState& state : row_tiles) {
         if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
         if (p.grad_slopes) fill_zero(state.grad_slopes, kRowTile);
-        if (p.grad_row_terms) fill_zero(state.grad_row_terms, columns_of(p, Leaf::row_term) * kRowTile);
+        if (gradients_of_terms(p).rows) fill_zero(state.grad_row_terms, columns_of(p, Leaf::row_term) * kRowTile);
       }
       const Range keys = common(own.keys, {chunk * p.keys_per_chunk, (chunk + 1) * p.keys_per_chunk});
       const RowTask part(own.n, own.first_head, own.rows, keys);
@@ -521,11 +523,11 @@ struct Backward {
         T& sum = static_cast<T*>(p.grad_slopes)[state.rows.number(p, i)];
         sum = is_first ? state.grad_slopes[i] : sum + state.grad_slopes[i];
       }
-      const int64_t columns = p.grad_row_terms ? columns_of(p, Leaf::row_term) : 0;
+      const int64_t columns = gradients_of_terms(p).rows ? columns_of(p, Leaf::row_term) : 0;
       for (int64_t i = 0; i < state.rows.count; ++i)
         for (int64_t c = 0; c < columns; ++c) {
           const int64_t row = ((p.first_entry + own.n) * p.heads + state.rows.head[i]) * p.program->queries;
-          T& sum = static_cast<T*>(p.grad_row_terms)[(row + state.rows.position[i]) * columns + c];
+          T& sum = static_cast<T*>(gradients_of_terms(p).rows)[(row + state.rows.position[i]) * columns + c];
           sum = is_first ? state.grad_row_terms[c * kRowTile + i] : sum + state.grad_row_terms[c * kRowTile + i];
         }
       if (!p.grad_query.data) continue;

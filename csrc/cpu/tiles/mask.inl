@@ -121,7 +121,7 @@ struct ScoreTile {
     mask = Mask::nothing;
     invariant = p.invariant;
     if (!any_visible(rows->sequence, rows->positions, keys)) return false;
-    if (p.pair_mask) return copy_bits(p, *p.pair_mask);
+    if (p.program && p.program->mask) return copy_bits(p, *p.program->mask);
     if (!p.has_mask) return true;
     const bool is_known = p.mask_tiles.data;
     if (is_known) {
