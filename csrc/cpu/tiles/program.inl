@@ -422,8 +422,9 @@ int64_t room_of_program(const Problem& p) {
   if (!p.program) return 0;
   int64_t room = 2 * kLanes<T>;
   const PairProgram& program = *p.program;
-  for (const List* list : {program.score, program.keeping, program.gradient, program.tangent, program.tangent_gradient})
-    room += Evaluation<T>::room(list);
+  const List* const lists[] = {program.score, program.keeping, program.gradient, program.tangent,
+                               program.tangent_gradient};
+  for (const List* list : lists) room += Evaluation<T>::room(list);
   return room;
 }
 
