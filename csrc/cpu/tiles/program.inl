@@ -382,7 +382,7 @@ class Evaluation {
       }
   }
   static ATTN_INLINE Vec<T> gathered(const T* table, Vec<UInt<T>> at) {
-    Vec<T> found;
+    Vec<T> found{};
     for (int i = 0; i < W; ++i) found[i] = table[at[i]];
     return found;
   }
