@@ -6,7 +6,9 @@ batch, H: heads of the query, L: queries, S: keys. Tables get gradients.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import Any
 
 import torch
@@ -15,11 +17,16 @@ from torch import Tensor
 from torch_attn._programs import MaskMod, ScoreMod
 
 __all__ = [
+    "alibi",
+    "both",
+    "causal",
     "deberta",
     "distances",
     "documents",
     "neighbourhood",
     "prefix",
+    "sliding_window",
+    "softcap",
     "t5",
     "transformer_xl",
     "two_axes",
@@ -32,6 +39,13 @@ def distances(table: Tensor) -> ScoreMod:
     Args:
         table: ``[H, 2 R + 1]``: column ``R + q_idx - kv_idx``, where a distance beyond R counts as
             R (Shaw et al., 2018, as a bias).
+
+    Example:
+        >>> table, x = torch.zeros(8, 33, requires_grad=True), torch.randn(1, 8, 50, 16)
+        >>> score_mod = torch_attn.mods.distances(table)
+        >>> torch_attn.flex_attention(x, x, x, score_mod).sum().backward()
+        >>> table.grad.shape
+        torch.Size([8, 33])
     """
     R = table.size(1) // 2
     return lambda score, b, h, i, j: score + table[h, (i - j).clamp(-R, R) + R]
@@ -44,6 +58,12 @@ def t5(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) ->
         table: ``[num_buckets, H]``, the weight of ``relative_attention_bias``.
         bidirectional: an encoder's; a decoder's has no buckets for keys after the query.
         max_distance: longer distances share the last bucket.
+
+    Example:
+        >>> x = torch.randn(1, 8, 50, 16)
+        >>> score_mod = torch_attn.mods.t5(torch.zeros(32, 8))
+        >>> torch_attn.flex_attention(x, x, x, score_mod, scale=1.0).shape  # T5 does not scale
+        torch.Size([1, 8, 50, 16])
     """
     buckets = table.size(0) // 2 if bidirectional else table.size(0)
     near = buckets // 2
@@ -61,13 +81,58 @@ def t5(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) ->
     return score_mod
 
 
+def alibi(slopes: Tensor) -> ScoreMod:
+    """A penalty that grows with the distance (Press et al., 2022): ``-slope |q_idx - kv_idx|``.
+
+    ``torch_attn.sdpa(..., alibi_slopes=slopes)`` computes the same in less time.
+
+    Args:
+        slopes: ``[H]``.
+
+    Example:
+        >>> x = torch.randn(1, 8, 50, 16)
+        >>> slopes = 0.5 ** torch.arange(1, 9)
+        >>> torch_attn.flex_attention(x, x, x, torch_attn.mods.alibi(slopes)).shape
+        torch.Size([1, 8, 50, 16])
+    """
+    return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
+
+
+def softcap(cap: float | Tensor) -> ScoreMod:
+    """Scores between -cap and cap, ``cap tanh(score / cap)`` (Gemma 2).
+
+    ``torch_attn.sdpa(..., softcap=cap)`` computes the same in less time.
+
+    Args:
+        cap: a positive number. It may be a 0-d tensor, which gets a gradient.
+
+    Example:
+        >>> x = torch.randn(1, 8, 50, 16)
+        >>> torch_attn.flex_attention(x, x, x, torch_attn.mods.softcap(50.0)).shape
+        torch.Size([1, 8, 50, 16])
+    """
+    return lambda score, b, h, i, j: cap * torch.tanh(score / cap)
+
+
 def transformer_xl(positions: Tensor) -> ScoreMod:
     """Scores of queries with relative positions (Dai et al., 2019; Conformer): the relative shift.
 
     Args:
-        positions: ``[B, H, L, L + S - 1]``, scaled; column ``L - 1 + kv_idx - q_idx`` is of a pair.
+        positions: ``[B, H, L, L + S - 1]``, or ``[1, H, L, L + S - 1]`` for all entries of the
+            batch, scaled; column ``L - 1 + kv_idx - q_idx`` is added to the score of a pair.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 8, 50, 16)
+        >>> embeddings = torch.randn(8, 99, 16)  # of the distances 49, 48, ..., -49
+        >>> positions = query @ embeddings.mT / 16**0.5
+        >>> score_mod = torch_attn.mods.transformer_xl(positions)
+        >>> torch_attn.flex_attention(query, key, value, score_mod).shape
+        torch.Size([1, 8, 50, 16])
     """
     L = positions.size(2)
+    if positions.size(0) == 1:
+        shared = positions[0]
+        return lambda score, b, h, i, j: score + shared[h, i, j - i + L - 1]
     return lambda score, b, h, i, j: score + positions[b, h, i, j - i + L - 1]
 
 
@@ -79,6 +144,13 @@ def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None 
         p2c: ``[B, H, S, 2 R]``, scaled scores of keys with the queries of relative positions.
         max_distance: distances beyond R / 2 share logarithmic buckets up to this one (v2 and v3);
             None: each distance has a bucket.
+
+    Example:
+        >>> x = torch.randn(1, 8, 50, 16)
+        >>> c2p, p2c = torch.randn(2, 1, 8, 50, 32)
+        >>> score_mod = torch_attn.mods.deberta(c2p, p2c, max_distance=64)
+        >>> torch_attn.flex_attention(x, x, x, score_mod, scale=(3 * 16) ** -0.5).shape
+        torch.Size([1, 8, 50, 16])
     """
     R = next(x.size(3) for x in (c2p, p2c) if x is not None) // 2
 
@@ -108,9 +180,59 @@ def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
     Args:
         rel_h: ``[B, H, L, height]``, scores of queries with the rows of the keys.
         rel_w: ``[B, H, L, width]``, likewise with the columns; S is height times width.
+
+    Example:
+        >>> x = torch.randn(1, 8, 4 * 6, 16)
+        >>> score_mod = torch_attn.mods.two_axes(torch.randn(1, 8, 24, 4), torch.randn(1, 8, 24, 6))
+        >>> torch_attn.flex_attention(x, x, x, score_mod).shape
+        torch.Size([1, 8, 24, 16])
     """
     width = rel_w.size(3)
     return lambda score, b, h, i, j: score + rel_h[b, h, i, j // width] + rel_w[b, h, i, j % width]
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """A query sees the keys up to its own place. It is a mask_mod itself.
+
+    Example:
+        >>> x = torch.randn(1, 8, 50, 16)
+        >>> output = torch_attn.flex_attention(x, x, x, block_mask=torch_attn.mods.causal)
+        >>> torch.equal(output, torch_attn.sdpa(x, x, x, is_causal=True))
+        True
+    """
+    return q_idx >= kv_idx
+
+
+def sliding_window(left: int, right: int = 0) -> MaskMod:
+    """A query sees `left` keys before its own place, that key, and `right` keys after it.
+
+    Args:
+        left: keys before; 0 or more.
+        right: keys after; 0 or more, 0 for a causal window.
+
+    Example:
+        >>> x = torch.randn(1, 8, 50, 16)
+        >>> mask_mod = torch_attn.mods.sliding_window(15)
+        >>> output = torch_attn.flex_attention(x, x, x, block_mask=mask_mod)
+        >>> torch.equal(output, torch_attn.sdpa(x, x, x, window_size=(15, 0)))
+        True
+    """
+    if left < 0 or right < 0:
+        raise ValueError(f"left is {left} and right is {right}; neither may be negative")
+    return lambda b, h, i, j: (i - j <= left) & (j - i <= right)
+
+
+def both(first: MaskMod, *others: MaskMod) -> MaskMod:
+    """A query sees the keys that every one of the masks shows.
+
+    Example:
+        >>> x, ids = torch.randn(1, 8, 50, 16), torch.tensor([0] * 30 + [1] * 20)
+        >>> mask_mod = torch_attn.mods.both(torch_attn.mods.causal, torch_attn.mods.documents(ids))
+        >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
+        torch.Size([1, 8, 50, 16])
+    """
+    masks = (first, *others)
+    return lambda b, h, i, j: functools.reduce(operator.and_, (mask(b, h, i, j) for mask in masks))
 
 
 def documents(ids: Tensor) -> MaskMod:
@@ -118,6 +240,12 @@ def documents(ids: Tensor) -> MaskMod:
 
     Args:
         ids: ``[L]``, or ``[B, L]``: the document of each token.
+
+    Example:
+        >>> x, ids = torch.randn(1, 8, 50, 16), torch.tensor([0] * 30 + [1] * 20)
+        >>> mask_mod = torch_attn.mods.documents(ids)
+        >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
+        torch.Size([1, 8, 50, 16])
     """
     if ids.dim() == 1:
         return lambda b, h, i, j: ids[i] == ids[j]
@@ -129,33 +257,57 @@ def prefix(lengths: Tensor) -> MaskMod:
 
     Args:
         lengths: ``[B]``, of each entry's prefix.
+
+    Example:
+        >>> x = torch.randn(2, 8, 50, 16)
+        >>> mask_mod = torch_attn.mods.prefix(torch.tensor([10, 20]))
+        >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
+        torch.Size([2, 8, 50, 16])
     """
     return lambda b, h, i, j: (i >= j) | (j < lengths[b])
 
 
-def neighbourhood(shape: tuple[int, ...], window: tuple[int, ...]) -> MaskMod:
-    """Neighbourhood attention in one to three dimensions (Hassani et al., 2023).
+def neighbourhood(
+    shape: tuple[int, ...], window: tuple[int, ...], *, causal: bool | tuple[bool, ...] = False
+) -> MaskMod:
+    """Neighbourhood attention in one to three dimensions by NATTEN's rule (Hassani et al., 2023).
 
     At a border the window is shifted inwards, so that every query has the same number of keys.
 
     Args:
         shape: of the tokens, such as ``(height, width)``; its product is L and S.
-        window: how many tokens a query sees along each dimension, odd.
+        window: how many tokens a query sees along each dimension; odd, unless causal.
+        causal: whether a query sees only tokens up to its own along a dimension, the last of
+            `window` tokens; one for all dimensions, or one for each. Such a window is not shifted:
+            at the beginning it has fewer tokens.
+
+    Example:
+        >>> x = torch.randn(1, 8, 6 * 7, 16)
+        >>> mask_mod = torch_attn.mods.neighbourhood((6, 7), (3, 5))
+        >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
+        torch.Size([1, 8, 42, 16])
     """
-    if len(shape) != len(window) or any(w % 2 == 0 or w > n for n, w in zip(shape, window)):  # noqa: B905
+    causals = (causal,) * len(shape) if isinstance(causal, bool) else causal
+    if not 0 < len(shape) == len(window) == len(causals):
         raise ValueError(
-            f"window is {window} and shape {shape}; they must have as many numbers, and each "
-            "number of window must be odd and no larger than that of shape"
+            f"shape is {shape}, window {window} and causal {causal}; they must have one value for "
+            "each dimension"
         )
+    for n, w, c in zip(shape, window, causals, strict=True):
+        if not 0 < w <= n or (w % 2 == 0 and not c):
+            raise ValueError(
+                f"window is {window} and shape {shape}; a number of window must be between 1 and "
+                "that of shape, and it must be odd unless the dimension is causal"
+            )
+    along = list(zip(shape, window, causals, strict=True))[::-1]
 
     def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        visible: Tensor | None = None
-        for n, w in zip(reversed(shape), reversed(window), strict=True):
-            first = (i % n - w // 2).clamp(0, n - w)
-            along = (j % n >= first) & (j % n < first + w)
-            visible = along if visible is None else visible & along
+        visible: list[Tensor] = []
+        for n, w, c in along:
+            row, column = i % n, j % n
+            first = row - w + 1 if c else (row - w // 2).clamp(0, n - w)
+            visible.append((column >= first) & (column <= (row if c else first + w - 1)))
             i, j = i // n, j // n
-        assert visible is not None
-        return visible
+        return functools.reduce(operator.and_, visible)
 
     return mask_mod
