@@ -22,7 +22,9 @@ from torch_attn import (
     _invariance,
     _paged,
     distributed,
+    flex,
     functional,
+    mods,
     nn,
     onnx,
     replace,
@@ -41,7 +43,7 @@ def examples(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        *(functional, varlen, nn, onnx, replace, _convert, _invariance, _paged),
+        *(functional, varlen, flex, mods, nn, onnx, replace, _convert, _invariance, _paged),
         *(distributed._context, distributed._methods, distributed._sdpa),
     ],
 )
