@@ -130,6 +130,46 @@ def _(sdpa: Sdpa) -> None:
     same(compute, sdpa)
 
 
+def of_score_mod(sdpa: Sdpa, order: int = 1, inputs: bool = False) -> bool | None:
+    """Derivatives of a table over distances that a score_mod captures, and of the inputs."""
+    if sdpa not in (flex, torch_attn.sdpa):
+        return False  # takes no score_mod
+
+    def derivative(attention: Callable[..., Any]) -> Any:
+        q, k, v = (t.requires_grad_(inputs) for t in make())
+        table = torch.linspace(-1, 1, 11, dtype=F64, requires_grad=True)
+
+        def score(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + table[i - j + 6]
+
+        found = attention(q, k, v, score)
+        loss = (found[0] if isinstance(found, tuple) else found).sin().sum()
+        of = (table, q, k, v) if inputs else (table,)
+        for _ in range(order):
+            gradients = torch.autograd.grad(loss, of, create_graph=True)
+            loss = sum((g.square().sum() for g in gradients), torch.zeros(()))
+        return gradients
+
+    attention = flex_attention if sdpa is flex else torch_attn.flex_attention
+    torch.testing.assert_close(derivative(attention), derivative(reference.flex_attention))
+    return None
+
+
+@row("gradient of what a `score_mod` captures, alone")
+def _(sdpa: Sdpa) -> bool | None:
+    return of_score_mod(sdpa)
+
+
+@row("gradient of what a `score_mod` captures, and of query, key and value")
+def _(sdpa: Sdpa) -> bool | None:
+    return of_score_mod(sdpa, inputs=True)
+
+
+@row("double backward of what a `score_mod` captures")
+def _(sdpa: Sdpa) -> bool | None:
+    return of_score_mod(sdpa, order=2)
+
+
 @row("gradient with dropout")
 def _(sdpa: Sdpa) -> None:
     query, key, value = make()
