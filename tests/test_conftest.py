@@ -7,7 +7,8 @@ import pytest
 from _variants import run_python
 
 # They have tests of each tier, and some that are marked regression.
-FILES = ["tests/test_amx.py", "tests/test_nan.py"]
+SLOW = ["tests/test_amx.py", "tests/test_conftest.py"]
+FILES = [*SLOW, "tests/test_nan.py"]
 # For each of the arguments, which are options of pytest, a line with the tests that would run.
 COLLECT = """
 import contextlib, io, sys, pytest
@@ -18,14 +19,21 @@ for options in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow  # collects tests four times
-def test_shares_have_every_case_of_rest_once_and_all_others() -> None:
-    options = ["--tiers rest", *(f"--share {k}/3" for k in (42, 43, 44))]
+@pytest.mark.slow  # collects tests six times
+def test_shares_have_quick_tests_and_regressions_always_and_all_others_once() -> None:
+    options = [
+        "--tiers quick",
+        "--tiers slow",
+        "-m regression",
+        *(f"--share {k}/3" for k in (42, 43, 44)),
+    ]
     lines = run_python("-c", COLLECT, *(f"{o} {' '.join(FILES)}" for o in options)).splitlines()
-    rest, *shares = (set(eval(line)) for line in lines)
-    of_rest = [share & rest for share in shares]
-    assert all(of_rest)
-    assert sorted(case for cases in of_rest for case in cases) == sorted(rest)
-    others = [share - rest for share in shares]
-    assert {case.partition("::")[0] for case in others[0]} == set(FILES)
-    assert others == 3 * others[:1]
+    quick, slow, regressions, *shares = (set(eval(line)) for line in lines)
+    always = quick | regressions
+    assert set.intersection(*shares) == always
+    once = [case for share in shares for case in share - always]
+    assert set(once) == set.union(*shares) - always
+    assert len(once) == len(set(once))
+    assert all(share - always - slow for share in shares)
+    files = [{case.partition("::")[0] for case in (share - always) & slow} for share in shares]
+    assert sorted(file for names in files for file in names) == sorted(SLOW)

@@ -714,8 +714,8 @@ class _Tracer:
     def unknown(self, name: str) -> NoReturn:
         self.fail(
             f"there is no {name} of a value that depends on query and key at once",
-            "pass an L x S bias as attn_mask=; append captured vectors whose dot product is "
-            "wanted to query and key, as more columns",
+            "compute it outside as a tensor and index it, bias[b, h, q_idx, kv_idx]; append "
+            "captured vectors whose dot product is wanted to query and key, as more columns",
         )
 
     def name_of(self, tensor: Tensor) -> str:

@@ -36,10 +36,10 @@ def flex_attention(
     """Attention whose scores and mask are functions of the pair of a query and a key.
 
     Takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention` and replaces it
-    on a CPU, where that one has no derivatives. Nothing is compiled: the function runs once a call,
-    and the kernels evaluate what depends on query and key at once inside their tiles. With
-    ``z = scale <query, key>``, ``score = score_mod(z, b, h, q_idx, kv_idx)``. A pair is hidden
-    where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
+    on a CPU, where that one has no derivatives of query, key and value. Nothing is compiled: the
+    function runs once a call, and the kernels evaluate what depends on query and key at once inside
+    their tiles. With ``z = scale <query, key>``, ``score = score_mod(z, b, h, q_idx, kv_idx)``. A
+    pair is hidden where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
 
     Args:
         query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.
@@ -71,7 +71,7 @@ def flex_attention(
 
     Derivatives: of query, key, value and everything that `score_mod` captures; first and second
     ones, in reverse mode and forward mode, in memory O(L + S) beside what is captured. They are
-    PyTorch's, but 0 times anything is 0.
+    PyTorch's, but for what depends on query and key at once: there 0 times anything is 0.
 
     Determinism: the same bits on every run and with any number of threads.
 
