@@ -33,6 +33,7 @@ from common import (
     write,
 )
 from cycles import Counter, UnreadableError, cycles_of
+from flex import bench_flex
 from masked import MASKED, above, bench_masked, masked_table
 from memory import BACKWARD, DOUBLE, DROPOUT, JVP, derivative_runner, memory_of
 from options import OPTIONS, bench_options, options_table
@@ -340,9 +341,16 @@ def main() -> None:
         console.print(f"{above(masked)} of {len(masked)} rows above what they should take at most")
     options = bench_options(console, OPTIONS, seconds, arguments.filter, not arguments.quick)
     if options:
-        console.print(options_table(options))
+        title = "Options; instead: causal (windows), the slice (a cache), else the plain call"
+        console.print(options_table(options, title))
         console.print(
             f"{above(options)} of {len(options)} rows above what they should take at most"
+        )
+    functions = bench_flex(console, seconds, arguments.filter, not arguments.quick)
+    if functions:
+        console.print(options_table(functions, "Functions of the pair; instead: see flex.py"))
+        console.print(
+            f"{above(functions)} of {len(functions)} rows above what they should take at most"
         )
     threads = bench_threads(console, seconds, arguments.filter)
     if threads:
@@ -358,6 +366,7 @@ def main() -> None:
         "speed": speed,
         "masked": masked,
         "options": options,
+        "functions": functions,
         "threads": threads,
         "derivatives": derivatives,
         "memory": memory,

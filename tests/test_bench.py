@@ -216,7 +216,7 @@ def test_rows_of_options(bench: Any) -> None:
         assert 0 < r["at_most"] < 1.2
     rows = [r | {"of_instead": r["at_most"]} for r in rows]
     assert bench.above(rows) == 0
-    printed = render(bench.options_table(rows))
+    printed = render(bench.options_table(rows, "Options"))
     assert all(name in printed for name in options.OPTIONS)
     cache = options.OPTIONS["half of a cache"]
     tensors, plain = cache.case.inputs(torch.float32)

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.distributed import HashStore
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn
@@ -275,7 +278,7 @@ class Relative(nn.Module):
 
 
 @pytest.mark.slow
-def test_compile_and_export() -> None:
+def test_compile_and_export(tmp_path: Path) -> None:
     """Without a graph break, with the gradient of a captured parameter."""
     module, x = Relative(), tensors(dtype=torch.float32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -290,6 +293,30 @@ def test_compile_and_export() -> None:
     with torch.no_grad():
         program = torch.export.export(module, tuple(x))
         assert torch.equal(program.module()(*x), module(*x))
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "relative.pt2")
+        )
+        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(*x), module(*x))
+
+
+def test_checkpoint_and_data_parallel() -> None:
+    """The function runs again in the backward; hooks of a wrapper see what it captures."""
+    module, x = Relative(), tensors(dtype=torch.float32)
+
+    def gradients(call: Callable[..., Tensor]) -> list[Tensor]:
+        return [*torch.autograd.grad(call(*x).square().sum(), [module.table, *x])]
+
+    expected = gradients(module)
+    found = gradients(lambda *x: checkpoint(module, *x, use_reentrant=False))
+    assert all(map(torch.equal, found, expected))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        parallel = nn.parallel.DistributedDataParallel(module)
+        parallel(*x).square().sum().backward()
+        assert module.table.grad is not None
+        assert torch.equal(module.table.grad, expected[0])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {

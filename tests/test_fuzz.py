@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_attn
-from fuzz import packed, relative
+from fuzz import functions, packed, relative
 from fuzz.bound import arithmetic, bounds
 from fuzz.check import Failure, check, shrunk
 from fuzz.drawing import MODES, draw
@@ -381,3 +381,22 @@ def test_one_problem() -> None:
     run = run_harness("--seed", "2", "--problem", "5")
     assert run.returncode == 0, run.stderr
     assert "torch.manual_seed" in run.stdout
+
+
+def test_functions_of_the_pair() -> None:
+    with cpu_capability_set_to("default"):  # and back, after those that the problems set
+        for index in range(0, 180 * functions.EVERY, functions.EVERY):
+            assert functions.check(1, index, CPU_CAPABILITIES) is None
+
+
+def test_wrong_functions_of_the_pair_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch_attn.flex_attention
+
+    def wrong(query: Any, key: Any, value: Any, score: Any, mask: Any) -> Any:
+        return right(query, key, value, lambda s, b, h, i, j: score(s * 1.00001, b, h, i, j), mask)
+
+    monkeypatch.setattr(torch_attn, "flex_attention", wrong)
+    with cpu_capability_set_to("default"):
+        found = [functions.check(1, index, CPU_CAPABILITIES) for index in range(10)]
+    known = [f"--seed 1 --problem {index} " in str(what) for index, what in enumerate(found)]
+    assert sum(known) >= 8  # a function may show each query one key or none

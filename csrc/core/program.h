@@ -138,10 +138,11 @@ struct TermGradients {
   void* rows = nullptr;       // [batch, heads, L, columns]
   void* keys = nullptr;       // [batch, heads, S, columns]
   void* distances = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
-  // Task t adds to copy t % table_copies, once table_turns[copy] says that the tasks before it have.
-  void* table = nullptr;  // [copies, batch or 1, table_size]
-  int64_t table_copies = 1;
-  int32_t* table_turns = nullptr;
+  // Task t stands in line t % lines, and adds to a copy of the table once turns[line] says that the tasks before it
+  // have. The lines of a copy add to different numbers.
+  void* table = nullptr;  // [lines / lines_of_copy, batch or 1, table_size]
+  int64_t lines = 1, lines_of_copy = 1;
+  int32_t* turns = nullptr;
 };
 constexpr TermGradients kNoTermGradients;
 ATTN_INLINE const TermGradients& gradients_of_terms(const BackwardParams& p) {

@@ -6,9 +6,13 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <limits>
 #include <mutex>
 #include <numeric>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "operators/run.h"
 #include "cpu/entries.h"
@@ -209,6 +213,84 @@ int64_t size_of_distance_terms(const BackwardParams& p) {
   return program.batch * program.heads * program.columns[kKind] * (program.queries + program.keys - 1);
 }
 
+using Limits = std::pair<int64_t, int64_t>;  // the least and the most of some whole numbers
+constexpr Limits kUnknown = {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
+
+// What a leaf is at an entry and a head.
+Limits limits_of(const PairProgram& program, const LeafOfList& leaf, int64_t n, int64_t head) {
+  const int kind = static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term);
+  const int64_t queries = program.queries, keys = program.keys;
+  switch (leaf.leaf) {
+    case Leaf::whole_number:
+      return {static_cast<int64_t>(leaf.number), static_cast<int64_t>(leaf.number)};
+    case Leaf::query:
+      return {0, queries - 1};
+    case Leaf::key:
+      return {0, keys - 1};
+    case Leaf::row_number:
+    case Leaf::key_number:
+    case Leaf::distance_number:
+      break;
+    default:
+      return kUnknown;
+  }
+  const int64_t count = leaf.leaf == Leaf::row_number   ? queries
+                        : leaf.leaf == Leaf::key_number ? keys
+                                                        : queries + keys - 1;
+  const Terms& t = program.terms[kind];
+  const auto* numbers = static_cast<const int32_t*>(t.data) + n * t.entry + head * t.head + leaf.column * t.col;
+  Limits limits = {numbers[0], numbers[0]};
+  for (int64_t i = 1; i < count; ++i) {
+    limits.first = std::min<int64_t>(limits.first, numbers[i * t.row]);
+    limits.second = std::max<int64_t>(limits.second, numbers[i * t.row]);
+  }
+  return limits;
+}
+
+// Calls f(limits) for each place where a list of gradients adds to the table: what it adds to, at an entry and a head.
+void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, auto f) {
+  const List& list = *program.gradient;
+  std::vector<Limits> slots(list.slots, kUnknown);
+  const auto of = [&](int16_t from) {
+    return from >= 0 ? slots[from] : limits_of(program, list.leaves[-1 - from], n, head);
+  };
+  for (const Step& step : std::span(list.steps, list.step_count)) {
+    const Limits x = step.op == Op::add_whole ? of(step.from[0]) : kUnknown;
+    const Limits y = step.op == Op::add_whole ? of(step.from[1]) : kUnknown;
+    const bool are_known = x != kUnknown && y != kUnknown;
+    slots[step.to] = are_known ? Limits(x.first + y.first, x.second + y.second) : kUnknown;
+  }
+  const int64_t entry = n * program.table_entry;
+  for (const ResultOfList& result : std::span(list.results, list.result_count)) {
+    if (!result.is_of_table) continue;
+    const Limits found = of(result.index);
+    f(found == kUnknown ? kUnknown : Limits(found.first + entry, found.second + entry));
+  }
+}
+
+// Whether no two spans of heads add to the same number of the table.
+bool spans_own_table(const auto& entries) {
+  std::vector<std::pair<Limits, int64_t>> all;  // with the number of the span
+  int64_t spans = 0;
+  for (const auto& [p, _] : entries) {
+    if (p->rows() == 0 || p->keys == 0) continue;
+    for (int64_t n = 0; n < p->batch; ++n)
+      for (int64_t head = 0; head < p->heads; ++head)
+        each_limits_in_table(*p->program, p->first_entry + n, head, [&](const Limits& limits) {
+          all.emplace_back(limits, spans + n * p->heads / p->span + head / p->span);
+        });
+    spans += p->spans();
+  }
+  std::ranges::sort(all);
+  int64_t last = -1, owner = -1;  // of all numbers so far
+  for (const auto& [limits, span] : all) {
+    if (limits == kUnknown || (limits.first <= last && span != owner)) return false;
+    last = std::max(last, limits.second);
+    owner = span;
+  }
+  return true;
+}
+
 // Returns the size of the workspace.
 template <class Params>
 int64_t gradients(const Params& call, const auto& entries, const Tensor& query) {
@@ -243,18 +325,24 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     for (TermGradients& own : of_entries) own.distances = of_chunks.mutable_data_ptr();
   }
   if (terms.table) {
-    // Entries of their own lengths have a copy each; else a call's tasks share up to 16 copies of up to 64 MB.
+    // One copy is enough where no two spans read the same numbers; else tasks share up to 16 copies of up to 64 MB, and
+    // entries of their own lengths have one each.
     constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
     const int64_t size = all_of_table(*call.program), count = static_cast<int64_t>(of_entries.size());
-    const int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;
-    tables = at::zeros({count * each, size}, compute_options(query));
-    memory.push_back(at::zeros({count * each}, query.options().dtype(at::kInt)));
+    const bool are_owned = spans_own_table(entries);
+    int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;
+    if (are_owned) each = std::max<int64_t>(1, each / (*entries.begin()).params->spans());
+    const bool is_direct = each == 1 && (count == 1 || are_owned);
+    if (!is_direct) tables = at::zeros({count * each, size}, compute_options(query));
     take = Take::one;
     for (int64_t i = 0; i < count; ++i) {
       TermGradients& own = of_entries[i];
-      own.table_copies = each;
-      own.table = static_cast<char*>(tables.mutable_data_ptr()) + i * each * size * tables.element_size();
-      own.table_turns = memory.back().template mutable_data_ptr<int32_t>() + i * each;
+      own.lines_of_copy = are_owned ? (entries.begin() + i)->params->spans() : 1;
+      own.lines = each * own.lines_of_copy;
+      memory.push_back(at::zeros({own.lines}, query.options().dtype(at::kInt)));
+      own.turns = memory.back().template mutable_data_ptr<int32_t>();
+      if (!is_direct)
+        own.table = static_cast<char*>(tables.mutable_data_ptr()) + i * each * size * tables.element_size();
     }
   }
   const int64_t workspace = entries.workspace();
@@ -268,7 +356,7 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     Tensor sums = at::from_blob(terms.distances, {size_of_distance_terms(call)}, compute_options(query));
     for (int64_t chunk = 0; chunk < of_chunks.size(0); ++chunk) sums.add_(of_chunks[chunk]);
   }
-  if (terms.table) {
+  if (tables.defined()) {
     Tensor sums = at::from_blob(terms.table, {tables.size(1)}, compute_options(query));
     for (int64_t copy = 0; copy < tables.size(0); ++copy) sums.add_(tables[copy]);
   }

@@ -51,6 +51,33 @@ TEST_F(Sdpa, NamedOptionsAreTheFlatOnes) {
   EXPECT_FALSE(at::equal(dropped, attn::sdpa(query, key, value, {.enable_gqa = true})));
 }
 
+// ALiBi as torch_attn.score_program prints it; a program made in Python needs its string and its leaves.
+TEST_F(Sdpa, FunctionsOfThePairComeAsStrings) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attn::flex_attention", "");
+  const Tensor slopes = at::rand({4}, f64), distances = at::arange(-89, 70, f64).abs().neg();
+  const Tensor terms = (slopes.view({4, 1}) * distances).view({1, 4, -1, 1}).requires_grad_();
+  const std::map<std::string, c10::IValue> given = {
+      {"query", query},
+      {"key", key},
+      {"value", value},
+      {"enable_gqa", true},
+      {"score_mod", "attn.program 1\n%0 f score\n%1 f distance 0\n%2 f add %0 %1\nreturn %2"},
+      {"distance_terms", terms}};
+  torch::jit::Stack stack;
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    const auto found = given.find(argument.name());
+    stack.push_back(found != given.end() ? found->second : argument.default_value().value_or(c10::IValue()));
+  }
+  op.callBoxed(stack);
+  const Tensor output = stack[0].toTensor();
+  attn::Options options{.enable_gqa = true};
+  options.alibi_slopes = slopes;
+  EXPECT_TRUE(at::allclose(output, attn::sdpa(query, key, value, options)));
+  const auto grad = torch::autograd::grad({output.sum()}, {terms})[0];
+  EXPECT_TRUE(at::allclose(grad.sum(), at::zeros({}, f64), 0, 1e-10));  // softmax ignores what is added to all
+  EXPECT_GT(grad.abs().max().item<double>(), 1e-3);
+}
+
 // The members of Options, by the names of the operators' arguments.
 std::map<std::string, c10::IValue> members(const attn::Options& options) {
   const auto absent = [](const auto& member) { return member ? c10::IValue("given") : c10::IValue(); };

@@ -129,7 +129,8 @@ def show(total: dict[str, Report], console: Console) -> None:
         calls = ", ".join(f"{name} {n:,}" for name, n in sorted(report.calls.items()))
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in report.packed.most_common())
         console.print(
-            f"{device}: {problems:,} problems, beside them {kinds or 'none packed'}; "
+            f"{device}: {problems:,} problems, beside them {kinds or 'none packed'}, and "
+            f"{report.functions:,} functions of the pair; "
             f"on {calls}; {len(report.failures)} failures; "
             f"{report.results:,} results, the bound says nothing of {report.say_nothing:,}; "
             f"{report.samples:,} problems held to twice the built-in's error, "
@@ -165,7 +166,7 @@ def one(seed: int, index: int, device: str, console: Console) -> int:
     """Problem `index` alone, with its program."""
     import torch
 
-    from . import check, relative
+    from . import check, functions, relative
 
     everything = torch.ops.attn._cpu_capabilities() if device == "cpu" else [device]
     problem = draw(seed, index, device)
@@ -186,6 +187,11 @@ def one(seed: int, index: int, device: str, console: Console) -> int:
         print(of_sequences.program(capabilities[-1], []))
         failure = packed.check(of_sequences, capabilities)[0]
         failure = failure and packed.shrunk(failure)
+    if device == "cpu" and index % functions.EVERY == 0:
+        wrong = functions.check(seed, index, everything)
+        print(wrong or "# the function of the pair agrees")
+        if wrong:
+            return 1
     if failure:
         console.print(described(failure, seed, index, device), markup=False,
                       highlight=False, soft_wrap=True)  # fmt: skip

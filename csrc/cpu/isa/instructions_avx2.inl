@@ -32,6 +32,14 @@ ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
   return bit_cast<Vec<uint32_t>>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(s)));
 }
 
+// As in simd/vectors.inl, in one instruction and a branch.
+template <class M>
+  requires(sizeof(M) == kVectorBytes)
+ATTN_INLINE bool any(M mask) {
+  const __m256i m = bit_cast<__m256i>(mask);
+  return !_mm256_testz_si256(m, m);
+}
+
 // Bit i: whether byte i of 64 is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   uint64_t zeros = 0;

@@ -37,6 +37,14 @@ ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
   return bit_cast<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(s)));
 }
 
+// As in simd/vectors.inl, in one instruction and a branch.
+template <class M>
+  requires(sizeof(M) == kVectorBytes)
+ATTN_INLINE bool any(M mask) {
+  const __m512i m = bit_cast<__m512i>(mask);
+  return _mm512_test_epi32_mask(m, m) != 0;
+}
+
 // Bit i: whether byte i of 64 is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   const __m512i v = _mm512_loadu_si512(bytes);

@@ -400,10 +400,10 @@ struct Backward {
 
   static void run(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_task());
-    // Tasks of the same copy of the table add to it one after the other.
-    const int64_t table_copy = gradients_of_terms(p).table ? task % gradients_of_terms(p).table_copies : 0;
-    const auto turn = static_cast<int32_t>(gradients_of_terms(p).table ? task / gradients_of_terms(p).table_copies : 0);
-    if (gradients_of_terms(p).table) wait_for_turn(gradients_of_terms(p).table_turns + table_copy, turn);
+    const TermGradients& terms = gradients_of_terms(p);
+    int32_t* const turns = terms.table ? terms.turns + task % terms.lines : nullptr;
+    const int64_t table_copy = task % terms.lines / terms.lines_of_copy;
+    if (turns) wait_for_turn(turns, static_cast<int32_t>(task / terms.lines));
     const int64_t first_key = task / p.spans() * p.keys_per_task(), spans = p.heads / p.span;
     task %= p.spans();
     const int64_t n = task / spans;
@@ -417,14 +417,13 @@ struct Backward {
       if (p.grad_key.data && head % per_key_head == 0) fill_zero(b.grad_key, keys * b.ld_key);
       if (p.grad_value.data && head % per_value_head == 0) fill_zero(b.grad_value, keys * b.ld_value);
       const int64_t key_columns = columns_of(p, Leaf::key_term);
-      if (gradients_of_terms(p).keys) fill_zero(b.grad_key_terms, keys * key_columns);
+      if (terms.keys) fill_zero(b.grad_key_terms, keys * key_columns);
       for (int64_t row = 0; row < rows; row += p.rows_per_pass)
         pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}}, table_copy);
-      if (gradients_of_terms(p).keys) {
+      if (terms.keys) {
         const int64_t of_head = (p.first_entry + n) * p.heads + head;
-        __builtin_memcpy(
-            static_cast<T*>(gradients_of_terms(p).keys) + (of_head * p.program->keys + first_key) * key_columns,
-            b.grad_key_terms, static_cast<size_t>(keys * key_columns) * sizeof(T));
+        __builtin_memcpy(static_cast<T*>(terms.keys) + (of_head * p.program->keys + first_key) * key_columns,
+                         b.grad_key_terms, static_cast<size_t>(keys * key_columns) * sizeof(T));
       }
       const int64_t next = head + p.group;
       if (p.grad_key.data && next % per_key_head == 0) {
@@ -436,7 +435,7 @@ struct Backward {
         unpack_rows<T>(block_of(p, p.grad_value, n, head / per_value_head, first_key), b.grad_value, b.ld_value, keys,
                        p.value_dim);
     }
-    if (gradients_of_terms(p).table) end_turn(gradients_of_terms(p).table_turns + table_copy);
+    if (turns) end_turn(turns);
   }
 
   static void pass(const Params& p, const Buffers& b, const RowTask& own, int64_t table_copy) {

@@ -56,6 +56,20 @@ ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int i = 0; i < kIn128; ++i) transpose_units<T, N / kIn128, kIn128, kIn128, N>(rows + i);
 }
 
+// The elements from the last one to the first.
+template <class T, int... I>
+ATTN_INLINE Vec<T> reversed(Vec<T> x, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, x, (kLanes<T> - 1 - I)...);
+#else
+  return __builtin_shuffle(x, Vec<Int<T>>{(kLanes<T> - 1 - I)...});
+#endif
+}
+template <class T>
+ATTN_INLINE Vec<T> reversed(Vec<T> x) {
+  return reversed<T>(x, std::make_integer_sequence<int, kLanes<T>>());
+}
+
 // Lane j: the sum of the elements of row j, of kLanes rows one after the other. As in a transposition, every other unit
 // of two vectors is taken, but the even ones and the odd ones are added: of kRows rows it makes one vector, which holds
 // kLanes / kRows sums of parts of each.

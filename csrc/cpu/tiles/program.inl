@@ -6,16 +6,21 @@
 
 #include "core/program.h"
 #include "cpu/simd/exp.inl"
+#include "cpu/simd/transpose.inl"
 #include "cpu/tiles/rows.inl"
 
 namespace attn::ATTN_ISA {
 
 constexpr int64_t kStrip = 16;
 
-// x as vectors of bits, and back.
+// x as vectors of whole numbers, those that wrap around as PyTorch's do, and back.
 template <class T>
 ATTN_INLINE Vec<Int<T>> whole(Vec<T> x) {
   return bit_cast<Vec<Int<T>>>(x);
+}
+template <class T>
+ATTN_INLINE Vec<UInt<T>> bits(Vec<T> x) {
+  return bit_cast<Vec<UInt<T>>>(x);
 }
 template <class T, class V>
 ATTN_INLINE Vec<T> as_number(V x) {
@@ -149,10 +154,26 @@ class Evaluation {
 
   // Adds a strip to the numbers of `table` that its indices name.
   void scatter(const Values<T>& x, const Values<T>& index, int64_t count, T* table) const {
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t i = 0; i < rows_.size(); ++i) {
-        const int64_t at = index_at(index, j, i);
-        if (at >= 0) table[entry_of_table_ + at] += x.data[j * x.step + (i & x.lanes)];
+    table += entry_of_table_;
+    const auto of = [&](int64_t j, int64_t i) __attribute__((always_inline)) { return x.data + j * x.step + i; };
+    for (int64_t i = 0; i < lanes_; i += W)
+      for (int64_t j = 0; j < count;) {
+        Indices at = indices(index, j, i, count, W);
+        if (!at.are_inside || i + W > rows_.size()) {
+          at.count = 1;
+          for (int64_t k = 0; k < smaller(W, rows_.size() - i); ++k)
+            if (at[k] < size_of_table()) table[at[k]] += *(of(j, i) + k);
+        } else if (at.step == 0) {
+          Vec<T> sum = load<T>(of(j, i));
+          for (int64_t k = 1; k < at.count; ++k) sum += load<T>(of(j + k, i));
+          add_to(table, at, sum);
+        } else {
+          Vec<T> columns[W];
+          for (int k = 0; k < W; ++k) columns[k] = load<T>(of(j + (at.step > 0 ? k : W - 1 - k), i));
+          transpose<T>(columns);
+          for (int k = 0; k < W; ++k) store<T>(table + at[k], load<T>(table + at[k]) + columns[k]);
+        }
+        j += at.count;
       }
   }
 
@@ -308,11 +329,11 @@ class Evaluation {
       case Op::fnma:
         ATTN_EACH(c - a * b, const V& a, const V& b, const V& c);
       case Op::add_whole:
-        ATTN_WHOLE(unsigned_of(m) + unsigned_of(n));
+        ATTN_EACH(bits<T>(a) + bits<T>(b), const V& a, const V& b);
       case Op::sub_whole:
-        ATTN_WHOLE(unsigned_of(m) - unsigned_of(n));
+        ATTN_EACH(bits<T>(a) - bits<T>(b), const V& a, const V& b);
       case Op::mul_whole:
-        ATTN_WHOLE(unsigned_of(m) * unsigned_of(n));
+        ATTN_EACH(bits<T>(a) * bits<T>(b), const V& a, const V& b);
       case Op::minimum_whole:
         ATTN_EACH((whole<T>(a) < whole<T>(b) ? a : b), const V& a, const V& b);
       case Op::maximum_whole:
@@ -363,38 +384,115 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // The index that number (j, lane) of a strip of whole numbers is; -1 if it is outside of the table.
-  int64_t index_at(const Values<T>& index, int64_t j, int64_t lane) const {
-    const int64_t at = bit_cast<Int<T>>(index.data[j * index.step + (lane & index.lanes)]);
-    return 0 <= at && at < program_.table_size ? at : -1;
+  // Indices of W lanes and `count` keys: they are the same for all these keys (step 0), or each lane's go on by 1 or -1
+  // from key to key. Tables of queries, of keys and of distances are read like that, one with another.
+  struct Indices {
+    const T* least;  // those of the key that has the least ones
+    int64_t count;
+    int step;
+    bool are_inside;  // of the table
+    UInt<T> operator[](int64_t lane) const { return bit_cast<UInt<T>>(least[lane]); }
+  };
+  // From key j of a strip of `keys` on. `least_steps`: fewer keys than that, whose step is not 0, count as one by one.
+  Indices indices(const Values<T>& index, int64_t j, int64_t lane, int64_t keys, int64_t least_steps) const {
+    const auto at = [&](int64_t key)
+                        __attribute__((always_inline)) { return index.data + key * index.step + (lane & index.lanes); };
+    const auto of = [&](int64_t key) __attribute__((always_inline)) { return bits<T>(load<T>(at(key))); };
+    const Vec<UInt<T>> first = of(j), size = Vec<UInt<T>>{} + size_of_table();
+    int64_t count = 1;
+    int step = 0;
+    if (j + 1 < keys) {
+      Vec<UInt<T>> last = of(j + 1);
+      const Vec<UInt<T>> steps = last - first;
+      step = static_cast<int>(static_cast<Int<T>>(steps[0]));
+      if (-1 <= step && step <= 1 && !any(steps != steps[0])) {
+        const int64_t most = step == 0 ? keys - j : smaller(keys - j, W);
+        for (count = 2; count < most; ++count) {
+          const Vec<UInt<T>> next = of(j + count);
+          if (any(next - last != steps)) break;
+          last = next;
+        }
+        // Numbers that follow one another are read by vectors, from the least one on.
+        const Vec<UInt<T>> beyond = step == 0 ? first : (step < 0 ? last : first) + (W - 1);
+        if ((step == 0 || count >= least_steps) && !any((first >= size) | (last >= size) | (beyond >= size)))
+          return {at(step < 0 ? j + count - 1 : j), count, step, true};
+      }
+    }
+    return {at(j), 1, 0, !any(first >= size)};
   }
+  UInt<T> size_of_table() const { return static_cast<UInt<T>>(program_.table_size); }
+
   void gather(const T* table, const Values<T>& index, int64_t count, T* to) const {
-    table = table ? table + entry_of_table_ : nullptr;
-    const auto size = static_cast<UInt<T>>(program_.table_size);
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t i = 0; i < lanes_; i += W) {
-        const Vec<T> numbers = load<T>(index.data + j * index.step + (i & index.lanes));
-        const auto at = bit_cast<Vec<UInt<T>>>(numbers);
-        store<T>(to + j * kRowTile + i, table ? gathered(table, at < size ? at : at ^ at) : Vec<T>{});
-        if (!any(at >= size)) continue;
-        for (int64_t k = i; k < smaller(i + W, rows_.size()); ++k)
-          if (at[k - i] >= size) report(rows_.first + k, first_key_ + first_ + j, numbers[k - i]);
+    if (table) table += entry_of_table_;
+    for (int64_t i = 0; i < lanes_; i += W)
+      for (int64_t j = 0; j < count;) {
+        const Indices at = indices(index, j, i, count, W / 2);
+        T* const here = to + j * kRowTile + i;
+        if (!at.are_inside) {
+          Vec<T> found{};
+          for (int k = 0; k < W; ++k) {
+            if (at[k] < size_of_table())
+              found[k] = table ? table[at[k]] : 0;
+            else if (i + k < rows_.size())
+              report(rows_.first + i + k, first_key_ + first_ + j, static_cast<Int<T>>(at[k]));
+          }
+          store<T>(here, found);
+        } else if (at.step == 0) {
+          const Vec<T> found = table ? numbers_at(table, at) : Vec<T>{};
+          for (int64_t k = 0; k < at.count; ++k) store<T>(here + k * kRowTile, found);
+        } else {
+          Vec<T> columns[W];
+          for (int k = 0; k < W; ++k) columns[k] = table ? load<T>(table + at[k]) : Vec<T>{};
+          transpose<T>(columns);
+          for (int64_t k = 0; k < at.count; ++k)
+            store<T>(here + k * kRowTile, columns[at.step > 0 ? k : at.count - 1 - k]);
+        }
+        j += at.count;
       }
   }
-  static ATTN_INLINE Vec<T> gathered(const T* table, Vec<UInt<T>> at) {
+  // How the indices of W lanes follow one another: by 1, by -1, not at all, or otherwise.
+  enum class Along { ascending, descending, same, any };
+  static ATTN_INLINE Along along(const Indices& at) {
+    const auto steps = bits<T>(load<T>(at.least)) - at[0], numbers = bit_cast<Vec<UInt<T>>>(lane_numbers<T>());
+    if (!any(steps)) return Along::same;
+    if (!any(steps - numbers)) return Along::ascending;
+    return any(steps + numbers) ? Along::any : Along::descending;
+  }
+  static ATTN_INLINE Vec<T> numbers_at(const T* table, const Indices& at) {
+    switch (along(at)) {
+      case Along::same:
+        return splat<T>(table[at[0]]);
+      case Along::ascending:
+        return load<T>(table + at[0]);
+      case Along::descending:
+        return reversed<T>(load<T>(table + at[W - 1]));
+      case Along::any:
+        break;
+    }
     Vec<T> found{};
-    for (int i = 0; i < W; ++i) found[i] = table[at[i]];
+    for (int k = 0; k < W; ++k) found[k] = table[at[k]];
     return found;
   }
+  static ATTN_INLINE void add_to(T* table, const Indices& at, Vec<T> x) {
+    const Along order = along(at);
+    if (order == Along::ascending) return store<T>(table + at[0], load<T>(table + at[0]) + x);
+    if (order == Along::descending) {
+      T* const least = table + at[W - 1];
+      return store<T>(least, load<T>(least) + reversed<T>(x));
+    }
+    T sum{};
+    for (int k = 0; k < W; ++k) order == Along::same ? sum += x[k] : table[at[k]] += x[k];
+    if (order == Along::same) table[at[0]] += sum;
+  }
   // Remembers the least pair with a wrong index. Nothing may be thrown here.
-  void report(int64_t row, int64_t key, T index) const {
+  void report(int64_t row, int64_t key, Int<T> index) const {
     const int64_t pair = row * program_.keys + key;
     int64_t known = __atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED);
     while ((known < 0 || pair < known) &&
            !__atomic_compare_exchange_n(&program_.wrong[0], &known, pair, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
     if (__atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED) == pair)
-      __atomic_store_n(&program_.wrong[1], int64_t{bit_cast<Int<T>>(index)}, __ATOMIC_RELAXED);
+      __atomic_store_n(&program_.wrong[1], int64_t{index}, __ATOMIC_RELAXED);
   }
 
   // Whole numbers wrap around, as PyTorch's do.
