@@ -56,7 +56,7 @@ enum class Op : uint8_t {
   le_whole,
   // of any kind
   where,
-  gather,          // number i of the table
+  gather,          // number i + j of the table, plus z
   gather_tangent,  // of its derivative along a direction
   float_of,        // of a whole number
   whole_of,        // of a number, rounded towards 0
@@ -107,9 +107,9 @@ struct Step {
 struct ResultOfList {
   int16_t from;
   LeafOfList of;  // a gradient: what it is the gradient of; score stands for scale * product
-  // The gradient of a number of the table: the index. `of` then means nothing.
+  // The gradient of a number of the table: its index is the sum of these. `of` then means nothing.
   bool is_of_table = false;
-  int16_t index = 0;
+  int16_t index[2] = {};
 };
 
 struct List {

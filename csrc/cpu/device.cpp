@@ -254,18 +254,15 @@ void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, a
   const auto of = [&](int16_t from) {
     return from >= 0 ? slots[from] : limits_of(program, list.leaves[-1 - from], n, head);
   };
-  for (const Step& step : std::span(list.steps, list.step_count)) {
-    const Limits x = step.op == Op::add_whole ? of(step.from[0]) : kUnknown;
-    const Limits y = step.op == Op::add_whole ? of(step.from[1]) : kUnknown;
+  const auto sum = [&](const int16_t* from, int64_t more) {
+    const Limits x = of(from[0]), y = of(from[1]);
     const bool are_known = x != kUnknown && y != kUnknown;
-    slots[step.to] = are_known ? Limits(x.first + y.first, x.second + y.second) : kUnknown;
-  }
-  const int64_t entry = n * program.table_entry;
-  for (const ResultOfList& result : std::span(list.results, list.result_count)) {
-    if (!result.is_of_table) continue;
-    const Limits found = of(result.index);
-    f(found == kUnknown ? kUnknown : Limits(found.first + entry, found.second + entry));
-  }
+    return are_known ? Limits(x.first + y.first + more, x.second + y.second + more) : kUnknown;
+  };
+  for (const Step& step : std::span(list.steps, list.step_count))
+    slots[step.to] = step.op == Op::add_whole ? sum(step.from, 0) : kUnknown;
+  for (const ResultOfList& result : std::span(list.results, list.result_count))
+    if (result.is_of_table) f(sum(result.index, n * program.table_entry));
 }
 
 // Whether no two spans of heads add to the same number of the table.

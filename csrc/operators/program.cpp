@@ -296,23 +296,35 @@ struct Result {
 };
 // The operations that `results` need, in order. A slot is used again once its value is not needed any more.
 OwnList list_of(Graph& g, const std::vector<Result>& results) {
-  const int one = g.number(1);
-  std::vector<int> uses(g.size());
-  for (const auto& [n, _, index] : results) {
-    ++uses[n];
-    if (index != kNone) ++uses[index];
-  }
-  for (int n = g.size() - 1; n >= 0; --n)
-    if (uses[n] > 0)
-      for (const int operand : g[n].from)
-        if (operand != kNone) ++uses[operand];
-  // A sum or difference of a product that nothing else needs is one operation, and so are a tanh and the factors of its
-  // argument and of itself.
+  const int one = g.number(1), nothing = g.number(-0.0), no_index = g.whole(0);
+  // The two parts of an index.
+  const auto parts_of = [&](int n) {
+    return g[n].op == Op::add_whole ? std::pair(g[n].from[0], g[n].from[1]) : std::pair(n, no_index);
+  };
   std::vector<Value> values;
-  const auto only_use_of = [&](int n, Op op) { return g[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     values.push_back(g[n]);
     Value& v = values.back();
+    if (v.op != Op::gather && v.op != Op::gather_tangent) continue;
+    const auto [a, b] = parts_of(v.from[0]);
+    v.from = {a, b, nothing};
+  }
+  std::vector<int> uses(g.size());
+  for (const auto& [n, _, index] : results) {
+    ++uses[n];
+    if (index == kNone) continue;
+    const auto [a, b] = parts_of(index);
+    ++uses[a], ++uses[b];
+  }
+  for (int n = g.size() - 1; n >= 0; --n)
+    if (uses[n] > 0)
+      for (const int operand : values[n].from)
+        if (operand != kNone) ++uses[operand];
+  // A sum or difference of a product that nothing else needs is one operation, and so are a sum with a number of the
+  // table, and a tanh and the factors of its argument and of itself.
+  const auto only_use_of = [&](int n, Op op) { return g[n].op == op && uses[n] == 1; };
+  for (int n = 0; n < g.size(); ++n) {
+    Value& v = values[n];
     if (uses[n] == 0) continue;
     for (const int i : {0, 1}) {
       if ((v.op != Op::add && v.op != Op::sub) || g.is_uniform(n)) break;
@@ -322,6 +334,15 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
       v = {op, 'f', {g[product].from[0], g[product].from[1], other}};
       uses[product] = 0;
       break;
+    }
+    for (const int i : {0, 1}) {
+      if (v.op != Op::add) break;
+      const int found = v.from[i], other = v.from[1 - i];
+      if ((!only_use_of(found, Op::gather) && !only_use_of(found, Op::gather_tangent)) || found == other) continue;
+      v = values[found];
+      v.from[2] = other;
+      uses[found] = 0;
+      --uses[nothing];
     }
     if (v.op == Op::tanh) {
       const int x = v.from[0];
@@ -362,8 +383,13 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     }
     if (uniform) list.uniform_slots = list.slots;
   }
-  for (const auto& [n, of, index] : results)
-    list.results.push_back({place[n], of, index != kNone, index != kNone ? place[index] : int16_t{0}});
+  for (const auto& [n, of, index] : results) {
+    list.results.push_back({place[n], of, index != kNone});
+    if (index == kNone) continue;
+    const auto [a, b] = parts_of(index);
+    list.results.back().index[0] = place[a];
+    list.results.back().index[1] = place[b];
+  }
   return list;
 }
 

@@ -357,7 +357,7 @@ struct Backward {
       const int column = result.of.column;
       if (result.is_of_table) {
         if (of_all && gradients_of_terms(p).table && grad.lanes != 0)
-          found.scatter(grad, found.at(result.index), count,
+          found.scatter(grad, result.index, count,
                         static_cast<T*>(gradients_of_terms(p).table) + of_all->table_copy * all_of_table(program));
       } else if (result.of.leaf == Leaf::pair_term) {
         if (p.grad_mask.data) found.copy(result.from, count, b.pair_terms + first * kRowTile);

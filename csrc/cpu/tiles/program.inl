@@ -94,7 +94,8 @@ class Evaluation {
   static constexpr int64_t kLeaf = larger(kKeyTile * W, 2 * kRowTile), kSlot = kStrip * kRowTile;
 
   static int64_t room(const List* list) {
-    return list ? round_up(list->leaf_count * kPlaces, W) + list->leaf_count * kLeaf + list->slots * kSlot : 0;
+    return list ? round_up(list->leaf_count * (kPlaces + kRuns), W) + list->leaf_count * kLeaf + list->slots * kSlot
+                : 0;
   }
 
   Evaluation(const Problem& p, const List& list, const auto& tile, const PairTiles<T>& tiles, T* workspace)
@@ -109,10 +110,17 @@ class Evaluation {
         rows_(rows),
         first_key_(keys.first),
         lanes_(round_up(rows.size(), W)) {
-    workspace += round_up(list.leaf_count * kPlaces, W);
+    runs_ = reinterpret_cast<uint8_t*>(workspace + list.leaf_count * kPlaces);
+    workspace += round_up(list.leaf_count * (kPlaces + kRuns), W);
     slots_ = workspace + list.leaf_count * kLeaf;
-    for (int i = 0; i < list.leaf_count; ++i)
+    for (int i = 0; i < list.leaf_count; ++i) {
+      const Leaf leaf = list.leaves[i].leaf;
       leaves_[i] = read(p, list.leaves[i], p.first_entry + n, head, rows, keys, tiles, workspace + i * kLeaf);
+      const bool is_distance = leaf == Leaf::distance_number;
+      if (program_.table && (is_distance || leaf == Leaf::key_number))
+        follow(workspace + i * kLeaf, is_distance ? 2 * kRowTile : keys.size(), is_distance ? 1 : W,
+               runs_ + i * 2 * kRowTile);
+    }
     // What is the same for all pairs, once: a vector of it.
     const int64_t lanes = lanes_;
     lanes_ = W;
@@ -152,8 +160,9 @@ class Evaluation {
     return word;
   }
 
-  // Adds a strip to the numbers of `table` that its indices name.
-  void scatter(const Values<T>& x, const Values<T>& index, int64_t count, T* table) const {
+  // Adds a strip to the numbers of `table` that its indices name, sums of two operands.
+  void scatter(const Values<T>& x, const int16_t (&parts)[2], int64_t count, T* table) const {
+    const Index index = index_of(parts);
     table += entry_of_table_;
     const auto of = [&](int64_t j, int64_t i) __attribute__((always_inline)) { return x.data + j * x.step + i; };
     for (int64_t i = 0; i < lanes_; i += W)
@@ -161,8 +170,9 @@ class Evaluation {
         Indices at = indices(index, j, i, count, W);
         if (!at.are_inside || i + W > rows_.size()) {
           at.count = 1;
+          find(index, j, i, at);
           for (int64_t k = 0; k < smaller(W, rows_.size() - i); ++k)
-            if (at[k] < size_of_table()) table[at[k]] += *(of(j, i) + k);
+            if (at.least[k] < size_of_table()) table[at.least[k]] += *(of(j, i) + k);
         } else if (at.step == 0) {
           Vec<T> sum = load<T>(of(j, i));
           for (int64_t k = 1; k < at.count; ++k) sum += load<T>(of(j + k, i));
@@ -171,14 +181,27 @@ class Evaluation {
           Vec<T> columns[W];
           for (int k = 0; k < W; ++k) columns[k] = load<T>(of(j + (at.step > 0 ? k : W - 1 - k), i));
           transpose<T>(columns);
-          for (int k = 0; k < W; ++k) store<T>(table + at[k], load<T>(table + at[k]) + columns[k]);
+          for (int k = 0; k < W; ++k) {
+            T* const to = table + at.least[k];
+            store<T>(to, load<T>(to) + columns[k]);
+          }
         }
         j += at.count;
       }
   }
 
  private:
-  static constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T));
+  static constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T)), kRuns = 2 * kRowTile / sizeof(T);
+
+  // runs[n]: by how many further whole numbers the difference between numbers n and n + 1 goes on, that one included.
+  static void follow(const T* numbers, int64_t count, int64_t step, uint8_t* runs) {
+    const auto difference = [&](int64_t n) {
+      return bit_cast<UInt<T>>(numbers[(n + 1) * step]) - bit_cast<UInt<T>>(numbers[n * step]);
+    };
+    runs[count - 1] = 0;
+    for (int64_t n = count - 2; n >= 0; --n)
+      runs[n] = n + 2 < count && difference(n) == difference(n + 1) ? static_cast<uint8_t>(runs[n + 1] + 1) : 1;
+  }
 
   static T as_lane(Int<T> x) { return bit_cast<T>(x); }
 
@@ -369,9 +392,9 @@ class Evaluation {
       case Op::where:
         ATTN_EACH((whole<T>(a) ? b : c), const V& a, const V& b, const V& c);
       case Op::gather:
-        return gather(static_cast<const T*>(program_.table), x, count, to);
+        return gather(static_cast<const T*>(program_.table), step.from, z, count, to);
       case Op::gather_tangent:
-        return gather(static_cast<const T*>(program_.table_tangent), x, count, to);
+        return gather(static_cast<const T*>(program_.table_tangent), step.from, z, count, to);
       case Op::float_of:
         ATTN_EACH(__builtin_convertvector(whole<T>(a), V), const V& a);
       case Op::whole_of:
@@ -384,105 +407,160 @@ class Evaluation {
     __builtin_unreachable();
   }
 
+  // An index of the table is the sum of two operands. Where the second one is a number of keys or distances, and the
+  // first one of rows, keys or nothing, its `runs` say how indices follow one another.
+  struct Index {
+    Values<T> first, second;
+    const uint8_t* runs;  // see follow(); may be null
+    Vec<UInt<T>> at(int64_t j, int64_t i) const {
+      return bits<T>(load<T>(first.data + j * first.step + (i & first.lanes))) +
+             bits<T>(load<T>(second.data + j * second.step + (i & second.lanes)));
+    }
+  };
+  Index index_of(const int16_t* parts) const {
+    const auto kind = [&](int16_t from) { return from < 0 ? list_.leaves[-1 - from].leaf : Leaf::score; };
+    const auto rank = [&](int16_t from) {
+      return kind(from) == Leaf::distance_number ? 2 : kind(from) == Leaf::key_number ? 1 : 0;
+    };
+    const bool in_order = rank(parts[0]) <= rank(parts[1]);
+    const int16_t first = parts[in_order ? 0 : 1], second = parts[in_order ? 1 : 0];
+    const Values<T> a = at(first);
+    const bool is_known = rank(second) > 0 && (a.step == 0 || a.lanes == 0);
+    return {a, at(second), is_known ? runs_ + (-1 - second) * 2 * kRowTile : nullptr};
+  }
+  // How the indices of W lanes follow one another: by 1, by -1, not at all, or otherwise.
+  enum class Along { ascending, descending, same, any };
+  static Along along(int step) {
+    return step == 0 ? Along::same : step == 1 ? Along::ascending : step == -1 ? Along::descending : Along::any;
+  }
   // Indices of W lanes and `count` keys: they are the same for all these keys (step 0), or each lane's go on by 1 or -1
-  // from key to key. Tables of queries, of keys and of distances are read like that, one with another.
+  // from key to key.
   struct Indices {
-    const T* least;  // those of the key that has the least ones
+    UInt<T> least[W];  // those of the key that has the least ones
     int64_t count;
     int step;
+    Along along;      // of each key, where count is 1
     bool are_inside;  // of the table
-    UInt<T> operator[](int64_t lane) const { return bit_cast<UInt<T>>(least[lane]); }
   };
   // From key j of a strip of `keys` on. `least_steps`: fewer keys than that, whose step is not 0, count as one by one.
-  Indices indices(const Values<T>& index, int64_t j, int64_t lane, int64_t keys, int64_t least_steps) const {
-    const auto at = [&](int64_t key)
-                        __attribute__((always_inline)) { return index.data + key * index.step + (lane & index.lanes); };
-    const auto of = [&](int64_t key) __attribute__((always_inline)) { return bits<T>(load<T>(at(key))); };
-    const Vec<UInt<T>> first = of(j), size = Vec<UInt<T>>{} + size_of_table();
-    int64_t count = 1;
-    int step = 0;
-    if (j + 1 < keys) {
-      Vec<UInt<T>> last = of(j + 1);
-      const Vec<UInt<T>> steps = last - first;
-      step = static_cast<int>(static_cast<Int<T>>(steps[0]));
-      if (-1 <= step && step <= 1 && !any(steps != steps[0])) {
-        const int64_t most = step == 0 ? keys - j : smaller(keys - j, W);
-        for (count = 2; count < most; ++count) {
-          const Vec<UInt<T>> next = of(j + count);
-          if (any(next - last != steps)) break;
-          last = next;
-        }
-        // Numbers that follow one another are read by vectors, from the least one on.
-        const Vec<UInt<T>> beyond = step == 0 ? first : (step < 0 ? last : first) + (W - 1);
-        if ((step == 0 || count >= least_steps) && !any((first >= size) | (last >= size) | (beyond >= size)))
-          return {at(step < 0 ? j + count - 1 : j), count, step, true};
+  ATTN_INLINE Indices indices(const Index& index, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
+    Indices at{{}, 1, 0, Along::any, true};
+    const auto second = [&](int64_t key, int64_t lane) {
+      return bit_cast<Int<T>>(index.second.data[key * index.second.step + lane]);
+    };
+    const int64_t key = first_ + j, most = keys - j;
+    if (index.runs && index.second.lanes == 0) {  // numbers of keys
+      const int64_t run = index.first.step == 0 ? smaller(most, index.runs[key] + 1) : 1;
+      const Int<T> step = run > 1 ? second(j + 1, 0) - second(j, 0) : 0;
+      if (-1 <= step && step <= 1) {
+        at.count = run;
+        at.step = static_cast<int>(step);
       }
+      if (index.first.lanes == 0) at.along = Along::same;
+    } else if (index.runs) {  // numbers of distances, which descend from key to key
+      const int64_t place = kKeyTile - 1 + i - key;
+      const bool is_block = index.first.step == 0 && index.runs[place - most + 1] >= W + most - 2;
+      const bool is_line = is_block || index.runs[place] >= W - 1;
+      const Int<T> step = is_line ? second(j, i + 1) - second(j, i) : 2;
+      if (is_block && -1 <= step && step <= 1) {
+        at.count = most;
+        at.step = static_cast<int>(-step);
+      }
+      if (index.first.lanes == 0 && is_line) at.along = along(static_cast<int>(smaller(larger(step, -2), 2)));
+    } else {
+      const Vec<UInt<T>> here = index.at(j, i), steps = most > 1 ? index.at(j + 1, i) - here : here + 2;
+      const auto step = static_cast<Int<T>>(steps[0]);
+      if (most > 1 && -1 <= step && step <= 1 && !any(steps - steps[0])) {
+        at.step = static_cast<int>(step);
+        for (at.count = 2; at.count < most; ++at.count)
+          if (any(index.at(j + at.count, i) - index.at(j + at.count - 1, i) - steps)) break;
+      }
+      const Vec<UInt<T>> of_lanes = here - here[0], numbers = bit_cast<Vec<UInt<T>>>(lane_numbers<T>());
+      if (!any(of_lanes)) at.along = Along::same;
+      if (!any(of_lanes - numbers)) at.along = Along::ascending;
+      if (!any(of_lanes + numbers)) at.along = Along::descending;
     }
-    return {at(j), 1, 0, !any(first >= size)};
+    if (at.step != 0) at.count = smaller(at.count, W);
+    if (at.step != 0 && at.count < least_steps) at.count = 1, at.step = 0;
+    find(index, j, i, at);
+    if (!at.are_inside && at.count > 1) {
+      at.count = 1, at.step = 0;
+      find(index, j, i, at);
+    }
+    return at;
+  }
+  // Fills in which indices they are. Numbers that follow one another are read by vectors, from the least one on.
+  ATTN_INLINE void find(const Index& index, int64_t j, int64_t i, Indices& at) const {
+    const Vec<UInt<T>> size = Vec<UInt<T>>{} + size_of_table();
+    const Vec<UInt<T>> least = index.at(at.step < 0 ? j + at.count - 1 : j, i);
+    const Vec<UInt<T>> most = at.step == 0 ? least : least + static_cast<UInt<T>>(W - 1);
+    at.are_inside = !any((least >= size) | (most >= size));
+    __builtin_memcpy(at.least, &least, sizeof least);
   }
   UInt<T> size_of_table() const { return static_cast<UInt<T>>(program_.table_size); }
 
-  void gather(const T* table, const Values<T>& index, int64_t count, T* to) const {
+  void gather(const T* table, const int16_t* parts, const Values<T>& z, int64_t count, T* to) const {
+    const Index index = index_of(parts);
     if (table) table += entry_of_table_;
     for (int64_t i = 0; i < lanes_; i += W)
       for (int64_t j = 0; j < count;) {
         const Indices at = indices(index, j, i, count, W / 2);
-        T* const here = to + j * kRowTile + i;
+        const auto put = [&](int64_t k, Vec<T> found) __attribute__((always_inline)) {
+          store<T>(to + (j + k) * kRowTile + i, load<T>(z.data + (j + k) * z.step + (i & z.lanes)) + found);
+        };
         if (!at.are_inside) {
           Vec<T> found{};
           for (int k = 0; k < W; ++k) {
-            if (at[k] < size_of_table())
-              found[k] = table ? table[at[k]] : 0;
+            if (at.least[k] < size_of_table())
+              found[k] = table ? table[at.least[k]] : 0;
             else if (i + k < rows_.size())
-              report(rows_.first + i + k, first_key_ + first_ + j, static_cast<Int<T>>(at[k]));
+              report(rows_.first + i + k, first_key_ + first_ + j, static_cast<Int<T>>(at.least[k]));
           }
-          store<T>(here, found);
+          put(0, found);
         } else if (at.step == 0) {
           const Vec<T> found = table ? numbers_at(table, at) : Vec<T>{};
-          for (int64_t k = 0; k < at.count; ++k) store<T>(here + k * kRowTile, found);
+          for (int64_t k = 0; k < at.count; ++k) put(k, found);
         } else {
           Vec<T> columns[W];
-          for (int k = 0; k < W; ++k) columns[k] = table ? load<T>(table + at[k]) : Vec<T>{};
+          for (int k = 0; k < W; ++k) columns[k] = table ? load<T>(table + at.least[k]) : Vec<T>{};
           transpose<T>(columns);
-          for (int64_t k = 0; k < at.count; ++k)
-            store<T>(here + k * kRowTile, columns[at.step > 0 ? k : at.count - 1 - k]);
+          for (int64_t k = 0; k < at.count; ++k) put(k, columns[at.step > 0 ? k : at.count - 1 - k]);
         }
         j += at.count;
       }
   }
-  // How the indices of W lanes follow one another: by 1, by -1, not at all, or otherwise.
-  enum class Along { ascending, descending, same, any };
-  static ATTN_INLINE Along along(const Indices& at) {
-    const auto steps = bits<T>(load<T>(at.least)) - at[0], numbers = bit_cast<Vec<UInt<T>>>(lane_numbers<T>());
-    if (!any(steps)) return Along::same;
-    if (!any(steps - numbers)) return Along::ascending;
-    return any(steps + numbers) ? Along::any : Along::descending;
-  }
   static ATTN_INLINE Vec<T> numbers_at(const T* table, const Indices& at) {
-    switch (along(at)) {
+    switch (at.along) {
       case Along::same:
-        return splat<T>(table[at[0]]);
+        return splat<T>(table[at.least[0]]);
       case Along::ascending:
-        return load<T>(table + at[0]);
+        return load<T>(table + at.least[0]);
       case Along::descending:
-        return reversed<T>(load<T>(table + at[W - 1]));
+        return reversed<T>(load<T>(table + at.least[W - 1]));
       case Along::any:
         break;
     }
     Vec<T> found{};
-    for (int k = 0; k < W; ++k) found[k] = table[at[k]];
+    for (int k = 0; k < W; ++k) found[k] = table[at.least[k]];
     return found;
   }
   static ATTN_INLINE void add_to(T* table, const Indices& at, Vec<T> x) {
-    const Along order = along(at);
-    if (order == Along::ascending) return store<T>(table + at[0], load<T>(table + at[0]) + x);
-    if (order == Along::descending) {
-      T* const least = table + at[W - 1];
-      return store<T>(least, load<T>(least) + reversed<T>(x));
-    }
+    T* const first = table + at.least[0];
+    T* const last = table + at.least[W - 1];
     T sum{};
-    for (int k = 0; k < W; ++k) order == Along::same ? sum += x[k] : table[at[k]] += x[k];
-    if (order == Along::same) table[at[0]] += sum;
+    switch (at.along) {
+      case Along::same:
+        for (int k = 0; k < W; ++k) sum += x[k];
+        *first += sum;
+        return;
+      case Along::ascending:
+        return store<T>(first, load<T>(first) + x);
+      case Along::descending:
+        return store<T>(last, load<T>(last) + reversed<T>(x));
+      case Along::any:
+        break;
+    }
+    for (int k = 0; k < W; ++k) table[at.least[k]] += x[k];
   }
   // Remembers the least pair with a wrong index. Nothing may be thrown here.
   void report(int64_t row, int64_t key, Int<T> index) const {
@@ -507,6 +585,7 @@ class Evaluation {
   const List& list_;
   int64_t entry_of_table_;
   Values<T>* leaves_;
+  uint8_t* runs_;  // [leaf][2 * kRowTile]
   T* slots_;
   Range rows_;
   int64_t first_key_;
