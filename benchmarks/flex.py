@@ -140,9 +140,7 @@ def jobs() -> dict[str, tuple[Callable[[], Job], dict[str, float]]]:
             both(1.06, 1.09) | {"bf16 backward": 1.1},
         ),
         "two axes": (
-            lambda: scored(
-                mods.two_axes, learned(1, H, L, 32), learned(1, H, L, 64), flex=mods.two_axes
-            ),
+            lambda: scored(mods.two_axes, learned(1, H, L, 32), learned(1, H, L, 64)),
             both(1.08, 1.15),
         ),
         "DeBERTa": (lambda: deberta(None), four(1.2, 1.25, 1.35, 1.4)),

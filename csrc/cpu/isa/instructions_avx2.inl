@@ -32,12 +32,21 @@ ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
   return bit_cast<Vec<uint32_t>>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(s)));
 }
 
-// As in simd/vectors.inl, in one instruction and a branch.
+// As in simd/vectors.inl, in one instruction, and a branch.
 template <class M>
   requires(sizeof(M) == kVectorBytes)
 ATTN_INLINE bool any(M mask) {
   const __m256i m = bit_cast<__m256i>(mask);
   return !_mm256_testz_si256(m, m);
+}
+
+template <class M>
+  requires(sizeof(M) == kVectorBytes)
+ATTN_INLINE uint64_t bits_of(M mask) {
+  if constexpr (sizeof mask[0] == 4)
+    return static_cast<uint64_t>(_mm256_movemask_ps(bit_cast<__m256>(mask)));
+  else
+    return static_cast<uint64_t>(_mm256_movemask_pd(bit_cast<__m256d>(mask)));
 }
 
 // Bit i: whether byte i of 64 is not 0.

@@ -37,12 +37,21 @@ ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
   return bit_cast<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(s)));
 }
 
-// As in simd/vectors.inl, in one instruction and a branch.
+// As in simd/vectors.inl, in one instruction, and a branch.
 template <class M>
   requires(sizeof(M) == kVectorBytes)
 ATTN_INLINE bool any(M mask) {
   const __m512i m = bit_cast<__m512i>(mask);
   return _mm512_test_epi32_mask(m, m) != 0;
+}
+
+template <class M>
+  requires(sizeof(M) == kVectorBytes)
+ATTN_INLINE uint64_t bits_of(M mask) {
+  if constexpr (sizeof mask[0] == 4)
+    return static_cast<uint64_t>(_mm512_movepi32_mask(bit_cast<__m512i>(mask)));
+  else
+    return static_cast<uint64_t>(_mm512_movepi64_mask(bit_cast<__m512i>(mask)));
 }
 
 // Bit i: whether byte i of 64 is not 0.

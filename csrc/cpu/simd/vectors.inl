@@ -117,6 +117,14 @@ ATTN_INLINE bool any(M mask) {
   return all != 0;
 }
 
+// Bit i: whether lane i of a mask is set.
+template <class M>
+ATTN_INLINE uint64_t bits_of(M mask) {
+  uint64_t bits = 0;
+  for (size_t i = 0; i < sizeof(M) / sizeof mask[0]; ++i) bits |= uint64_t{mask[i] != 0} << i;
+  return bits;
+}
+
 }  // namespace attn::ATTN_ISA
 
 #endif

@@ -86,6 +86,8 @@ struct PairTiles {
   const T* pair_tangent = nullptr;
 };
 
+ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
+
 template <class T>
 class Evaluation {
  public:
@@ -155,11 +157,10 @@ class Evaluation {
   uint64_t word(int16_t from, int64_t j) const {
     const Values<T> x = at(from);
     uint64_t word = 0;
-    for (int64_t i = 0; i < rows_.size(); ++i)
-      word |= uint64_t{bit_cast<UInt<T>>(x.data[j * x.step + (i & x.lanes)]) != 0} << i;
-    return word;
+    for (int64_t i = 0; i < lanes_; i += W)
+      word |= bits_of(whole<T>(load<T>(x.data + j * x.step + (i & x.lanes)))) << i;
+    return word & all_lanes(rows_.size());
   }
-
   // Adds a strip to the numbers of `table` that its indices name, sums of two operands.
   void scatter(const Values<T>& x, const int16_t (&parts)[2], int64_t count, T* table) const {
     const Index index = index_of(parts);
@@ -604,8 +605,6 @@ int64_t room_of_program(const Problem& p) {
   for (const List* list : lists) room += Evaluation<T>::room(list);
   return room;
 }
-
-ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
 // Sums over a strip: of each lane, of each key, and along its diagonals, which belong to one distance each. Lanes
 // without a row are 0.
