@@ -42,14 +42,17 @@ def learned(*sizes: int) -> Tensor:
     return torch.randn(*sizes, requires_grad=True)
 
 
-def scored(make: Callable[..., Any], *captured: Tensor, **more: Any) -> Job:
+def scored(
+    make: Callable[..., Any], *captured: Tensor, scale: float | None = None, **more: Any
+) -> Job:
     """With a score_mod that `make` makes of what it captures, beside the plain call."""
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
 
     def ours(q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:
-        return torch_attn.flex_attention(q, k, v, make(*own), enable_gqa=q.size(1) != k.size(1))
+        return torch_attn.flex_attention(q, k, v, make(*own), **options)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch_attn.sdpa(q, k, v, enable_gqa=q.size(1) != k.size(1))
+        return torch_attn.sdpa(q, k, v, **options)
 
     return Job(ours, plain, captured, **more)
 
@@ -115,14 +118,14 @@ def jobs() -> dict[str, tuple[Callable[[], Job], dict[str, float]]]:
         return mods.alibi(slopes)
 
     def t5(length: int, **more: Any) -> Job:
-        return scored(mods.t5, learned(32, H), shape=(1, H, length, length), **more)
+        return scored(mods.t5, learned(32, H), scale=1.0, shape=(1, H, length, length), **more)
 
     def deberta(most: int | None, length: int = L) -> Job:
         def make(*own: Tensor) -> Any:
             return mods.deberta(*own, max_distance=most)
 
         own = (learned(1, H, length, 512), learned(1, H, length, 512))
-        return scored(make, *own, shape=(1, H, length, length))
+        return scored(make, *own, scale=192**-0.5, shape=(1, H, length, length))
 
     def beside(job: Job, eager: Call) -> Job:
         return Job(job.ours, eager, job.captured, job.shape, eager=True)
@@ -133,7 +136,7 @@ def jobs() -> dict[str, tuple[Callable[[], Job], dict[str, float]]]:
             lambda: scored(alibi, torch.rand(H) / 8, flex=alibi),
             four(1.05, 1.03, 1.08, 1.05),
         ),
-        "soft cap": (lambda: scored(mods.softcap, torch.tensor(50.0)), four(1.2, 1.1, 1.35, 1.18)),
+        "soft cap": (lambda: scored(lambda: mods.softcap(50.0)), four(1.2, 1.1, 1.35, 1.18)),
         "T5": (lambda: t5(L, flex=mods.t5), both(1.06, 1.09) | {"bf16 backward": 1.1}),
         "distances": (
             lambda: scored(mods.distances, learned(H, 2 * L + 1)),

@@ -152,12 +152,13 @@ def tables(result: dict[str, Any]) -> list[str]:
         "speed": speed,
         "masked": masked,
         "options": options,
+        "functions": options,
         "derivatives": derivatives,
         "memory": memory,
         "threads": threads,
     }
     made = [make(result[name]) for name, make in makers.items() if result.get(name)]
-    return [*made, readme(result["speed"])]
+    return [*made, readme(result["speed"])] if result["speed"] else made
 
 
 if __name__ == "__main__":

@@ -341,7 +341,7 @@ def in_the_documentation() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
     text = "".join((ROOT / name).read_text() for name in ("docs/performance.md", "README.md"))
     (name,) = set(re.findall(r"benchmarks/results/([\w-]+)\.png", text))
     directory = BENCHMARKS / "results"
-    others = (max(directory.glob(f"*-{kind}.json")) for kind in ("peers", "models"))
+    others = (max(directory.glob(f"*-{kind}.json")) for kind in ("peers", "models", "functions"))
     files = (directory / f"{name}.json", *others)
     results = [json.loads(file.read_text()) for file in files]
     return results[0], results, text
@@ -359,6 +359,21 @@ def test_tables_are_those_of_the_documentation(bench: Any) -> None:
     assert len(written) > 50
     assert written <= made
     assert made <= set(text.splitlines())
+
+
+def test_functions_of_the_pair_and_what_stands_beside_them(bench: Any) -> None:
+    """Both compute the same, but beside the plain call."""
+    import flex
+
+    torch.manual_seed(0)
+    same = ("causal", "16 documents", "neighbourhood 13 of 64 x 64")
+    same += ("T5, L = 512, eager", "DeBERTa, L = 512, eager")
+    assert set(same) < set(flex.jobs())
+    for name in same:
+        job = flex.jobs()[name][0]()
+        heads = job.shape[1] if job.captured else 1
+        x = [torch.randn(1, heads, n, 16) for n in (job.shape[2], job.shape[3], job.shape[3])]
+        torch.testing.assert_close(job.ours(*x, *job.captured), job.instead(*x, *job.captured))
 
 
 def test_tables_of_what_is_new(bench: Any) -> None:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn
-from helpers import largest, ulp
+from _memory import GuardedMemory
+from helpers import largest, threads_set_to, ulp
 from tests.test_programs_trace import CASES, SHAPE, Case
 from torch_attn import reference
 
@@ -195,6 +196,62 @@ def test_same_bits_with_any_number_of_threads() -> None:
     torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_more_threads_than_copies_of_a_table() -> None:
+    """Tasks that add to one copy wait for each other: 40 tasks on 20 threads, 16 copies."""
+    table = torch.randn(50, requires_grad=True)
+    x = tensors(batch=5, heads=8, key_heads=8, queries=70, keys=70, dtype=torch.float32)
+    case = Case(lambda s, b, h, i, j: s + table[(i * j + 7 * j) % 50], None, [table])
+    expected = results(torch_attn.flex_attention, x, case, return_lse=True)
+    with threads_set_to(20):
+        for _ in range(10):
+            found = results(torch_attn.flex_attention, x, case, return_lse=True)
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("at_end", [False, True])
+def test_tables_are_read_inside(at_end: bool) -> None:
+    """Whole vectors are read where indices go on, but nothing beside the table."""
+    x = [t.detach() for t in tensors(batch=1, heads=1, key_heads=1, queries=70, keys=70)]
+    for step in (1, -1):
+        table = torch.randn(70 * 70, dtype=torch.float64)
+        guarded = GuardedMemory(table.nbytes, at_end).tensor(table)
+
+        def output(table: Tensor, step: int = step) -> Any:
+            def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                place = j if step > 0 else 69 - j
+                return s + table[i * 70 + place % 70] + table[place % 70 * 70 + i]
+
+            return torch_attn.flex_attention(*x, score)
+
+        assert torch.equal(output(guarded), output(table))
+
+
+def test_nothing_times_infinity_is_nothing() -> None:
+    """Where PyTorch's gradient is NaN: the score at 0, whose root has an infinite slope."""
+    x = [torch.zeros_like(t).requires_grad_() for t in tensors()]
+    out = torch_attn.flex_attention(
+        *x, lambda s, b, h, i, j: torch.where(s > 0, s.sqrt(), torch.where(i > j, s, -s))
+    )
+    assert isinstance(out, Tensor)
+    first = torch.autograd.grad(out.square().sum() + out.sum(), x, create_graph=True)
+    second = torch.autograd.grad(sum(g.sum() for g in first), x)
+    assert all(g.isfinite().all() for g in (*first, *second))
+
+
+def test_compiled_functions_are_refused() -> None:
+    """TorchScript computes past the tracer: the place of a number would be taken for a number."""
+
+    @torch.jit.script
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    traced = torch.jit.trace(lambda x: 3 * x, torch.zeros(()))
+    for function in (doubled, traced):
+        with pytest.raises(RuntimeError, match=r"aten.mul\S* was computed unseen .*test_flex.py"):
+            torch_attn.flex_attention(*tensors(), lambda s, b, h, i, j: function(s) - s)  # noqa: B023
 
 
 def test_causal_mask_has_the_bits_of_is_causal() -> None:
