@@ -241,17 +241,51 @@ def test_nothing_times_infinity_is_nothing() -> None:
     assert all(g.isfinite().all() for g in (*first, *second))
 
 
-def test_compiled_functions_are_refused() -> None:
-    """TorchScript computes past the tracer: the place of a number would be taken for a number."""
+def of_tanh(x: Tensor, j: Tensor) -> dict[str, Tensor]:
+    """A tanh with a factor, whose product is used again."""
+    return {
+        "and a bias": 20 * torch.tanh(x / 20) + j * 0.125,
+        "less a bias": j * 0.125 - 2 * torch.tanh(x),
+        "of a tanh": torch.tanh(3 * torch.tanh(x)),
+        "twice": 3 * torch.tanh(x) * (2 * torch.tanh(x) + x),
+    }
 
-    @torch.jit.script
-    def doubled(x: Tensor) -> Tensor:
-        return 2 * x
 
-    traced = torch.jit.trace(lambda x: 3 * x, torch.zeros(()))
-    for function in (doubled, traced):
-        with pytest.raises(RuntimeError, match=r"aten.mul\S* was computed unseen .*test_flex.py"):
-            torch_attn.flex_attention(*tensors(), lambda s, b, h, i, j: function(s) - s)  # noqa: B023
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("name", of_tanh(torch.zeros(()), torch.zeros(())))
+def test_factors_of_tanh(name: str) -> None:
+    x = tensors()
+    case = Case(lambda s, b, h, i, j: of_tanh(s, j)[name], None, [])
+    found = results(torch_attn.flex_attention, x, case, return_lse=True)
+    expected = results(reference.flex_attention, x, case)
+    assert largest_difference(found, expected) < 1e-12
+    with torch.no_grad():  # the list that keeps nothing
+        alone = torch_attn.flex_attention(*x, case.score)
+    assert error(alone, expected[0]) < 1e-12  # type: ignore[arg-type]
+
+
+def test_programs_of_no_pair_and_masks_from_tables() -> None:
+    x = [t.detach() for t in tensors()]
+    same = "attn.program 1\n%0 f const 1\n%1 f exp %0\nreturn %1"
+    mean = torch.ops.attn.flex_attention(*x, score_mod=same)[0]
+    assert torch.allclose(mean, x[2].mean(-2, keepdim=True).expand_as(mean))
+    masks = torch.rand(3, L, S) > 0.3
+    found = torch.vmap(lambda m: torch_attn.flex_attention(*x, None, lambda b, h, i, j: m[i, j]))(
+        masks
+    )
+    assert torch.allclose(found, torch.stack([torch_attn.sdpa(*x, m) for m in masks]))
+    large = torch.full((L, S), 2**24 + 1)
+    single = [t.float() for t in x]
+    with pytest.raises(RuntimeError, match=r"large .*has whole numbers beyond 2\^24"):
+        torch_attn.flex_attention(*single, None, lambda b, h, i, j: large[i, j] == 2**24 + 1)
+    # A table that a mask reads has no gradient, though it asks for one.
+    mask = "attn.program 1\n%0 i query\n%1 f table %0\n%2 f const 0\n%3 b lt %2 %1\nreturn %3"
+    table = torch.ones(1, 1, 1, L, dtype=torch.float64, requires_grad=True)
+    query = x[0].clone().requires_grad_()
+    output = torch.ops.attn.flex_attention(query, *x[1:], mask_mod=mask, table=table)[0]
+    of_query, of_table = torch.autograd.grad(output.sum(), [query, table], materialize_grads=True)
+    assert of_query.any()
+    assert not of_table.any()
 
 
 def test_causal_mask_has_the_bits_of_is_causal() -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_attn._program_list import (
     DISTANCE,
@@ -97,10 +97,6 @@ class Program:
 
 
 _KINDS = {"row": ROW, "key": KEY, "distance": DISTANCE}
-_NOTHING = contextlib.nullcontext()
-_DISPATCH_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.PythonTLSSnapshot
-)
 
 
 def trace(
@@ -195,24 +191,7 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with (
-            torch._C._ExcludeDispatchKeyGuard(_DISPATCH_MODES) if self.tracer.watches else _NOTHING
-        ):
-            return self.tracer.call(func, args, kwargs or {})
-
-
-class _Unseen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what the function computes past `_Mode`: in TorchScript, or in an extension."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracer = tracer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.tracer.unseen = str(func), _frame_of_user()
-        raise RuntimeError(f"{func} was computed unseen")  # TorchScript keeps nothing of this
+        return self.tracer.call(func, args, kwargs or {})
 
 
 class _Tracer:
@@ -224,9 +203,6 @@ class _Tracer:
         self.list = List(dtype, torch.compiler.is_compiling())
         self.tracking = torch.is_grad_enabled()
         self.tracking_score = True  # while score_mod runs
-        # Beside another mode, such as that of fake tensors, what is computed unseen is not noticed.
-        self.watches = not (self.list.compiling or torch._C._len_torch_dispatch_stack())
-        self.unseen: tuple[str, Any] | None = None
         self.computed: dict[Any, Value] = {}  # by function and arguments
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
         self.made: list[Any] = []  # tensors that the functions made
@@ -262,14 +238,8 @@ class _Tracer:
 
     def run(self, function: Callable[..., Any], arguments: list[Value]) -> Value:
         places = [self.put(x) for x in arguments]
-        try:
-            with _Unseen(self) if self.watches else _NOTHING, _Mode(self):
-                result = function(*places)
-        except Exception:
-            if self.unseen is None:
-                raise
-            name, frame = self.unseen
-            self.fail(f"{name} was computed unseen", "call no TorchScript", frame)
+        with _Mode(self):
+            result = function(*places)
         if isinstance(result, bool | int | float):
             result = torch.tensor(result, device=self.device)
             self.made.append(result)
@@ -595,9 +565,11 @@ class _Tracer:
         if at is None:
             numbers = source.reshape(-1).to(self.list.dtype)
             if letter(source.dtype) == "i" and not self.list.compiling:
-                with contextlib.suppress(RuntimeError):
-                    if not torch.equal(numbers.to(source.dtype), source.reshape(-1)):
-                        self.fail(f"{self.name_of(source)} has whole numbers beyond 2^24")
+                fits = True
+                with contextlib.suppress(RuntimeError):  # as in stack()
+                    fits = torch.equal(numbers.to(source.dtype), source.reshape(-1))
+                if not fits:
+                    self.fail(f"{self.name_of(source)} has whole numbers beyond 2^24")
             at = self.tables[id(source)] = self.table_size, source, numbers
             self.table_size += source.numel()
             if self.table_size >= 2**31 - 1:
@@ -754,9 +726,9 @@ class _Tracer:
         names = [n for n, x in known.items() if x is tensor]
         return f"{names[0] if names else 'a tensor'} of shape {list(tensor.shape)}"
 
-    def fail(self, what: str, hint: str = "", frame: Any = None) -> NoReturn:
+    def fail(self, what: str, hint: str = "") -> NoReturn:
         where = ""
-        if not self.list.compiling and (frame := frame or _frame_of_user()):
+        if not self.list.compiling and (frame := _frame_of_user()):
             file, line = frame.f_code.co_filename, frame.f_lineno
             where = f" ({file}, line {line}: {linecache.getline(file, line).strip()})"
         raise RuntimeError(f"torch_attn.flex_attention: {what}{where}{hint and f'; {hint}'}")

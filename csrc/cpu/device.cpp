@@ -249,6 +249,7 @@ Limits limits_of(const PairProgram& program, const LeafOfList& leaf, int64_t n, 
 
 // Calls f(limits) for each place where a list of gradients adds to the table: what it adds to, at an entry and a head.
 void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, auto f) {
+  if (!program.gradient) return;
   const List& list = *program.gradient;
   std::vector<Limits> slots(list.slots, kUnknown);
   const auto of = [&](int16_t from) {
@@ -256,8 +257,10 @@ void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, a
   };
   const auto sum = [&](const int16_t* from, int64_t more) {
     const Limits x = of(from[0]), y = of(from[1]);
-    const bool are_known = x != kUnknown && y != kUnknown;
-    return are_known ? Limits(x.first + y.first + more, x.second + y.second + more) : kUnknown;
+    const Limits sum = x == kUnknown || y == kUnknown ? kUnknown : Limits(x.first + y.first, x.second + y.second);
+    const bool wraps =
+        sum.first < std::numeric_limits<int32_t>::min() || sum.second > std::numeric_limits<int32_t>::max();
+    return wraps ? kUnknown : Limits(sum.first + more, sum.second + more);
   };
   for (const Step& step : std::span(list.steps, list.step_count))
     slots[step.to] = step.op == Op::add_whole ? sum(step.from, 0) : kUnknown;

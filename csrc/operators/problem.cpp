@@ -227,6 +227,7 @@ void ProblemBuilder::add_program(const Call& call) {
   };
   if (mask_) {
     pair_mask_.list = &mask_->list;
+    if (mask_->reads_table && program_.table_entry != 0) pair_mask_.entries = problem_.batch;
     for (int i = 0; i < mask_->list.leaf_count; ++i) {
       const int kind = static_cast<int>(mask_->list.leaves[i].leaf) - static_cast<int>(Leaf::row_term);
       if (0 <= kind && kind < kTermKinds) depends_on(program_.terms[kind]);

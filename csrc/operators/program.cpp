@@ -322,7 +322,7 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
         if (operand != kNone) ++uses[operand];
   // A sum or difference of a product that nothing else needs is one operation, and so are a sum with a number of the
   // table, and a tanh and the factors of its argument and of itself.
-  const auto only_use_of = [&](int n, Op op) { return g[n].op == op && uses[n] == 1; };
+  const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     Value& v = values[n];
     if (uses[n] == 0) continue;

@@ -99,6 +99,7 @@ class Functions:
             lambda e: x(e) + y(e),
             lambda e: x(e) * y(e) - n(e) * 0.25,
             lambda e: torch.tanh(x(e)),
+            lambda e: 3 * torch.tanh(x(e) / 3) - y(e),
             lambda e: torch.sigmoid(x(e)) * 2,
             lambda e: (-x(e).square()).exp() - y(e),
             lambda e: x(e) / (y(e).abs() + 1),

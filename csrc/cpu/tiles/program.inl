@@ -447,12 +447,12 @@ class Evaluation {
   ATTN_INLINE Indices indices(const Index& index, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
     Indices at{{}, 1, 0, Along::any, true};
     const auto second = [&](int64_t key, int64_t lane) {
-      return bit_cast<Int<T>>(index.second.data[key * index.second.step + lane]);
+      return bit_cast<UInt<T>>(index.second.data[key * index.second.step + lane]);
     };
     const int64_t key = first_ + j, most = keys - j;
     if (index.runs && index.second.lanes == 0) {  // numbers of keys
       const int64_t run = index.first.step == 0 ? smaller(most, index.runs[key] + 1) : 1;
-      const Int<T> step = run > 1 ? second(j + 1, 0) - second(j, 0) : 0;
+      const auto step = static_cast<Int<T>>(run > 1 ? second(j + 1, 0) - second(j, 0) : 0);
       if (-1 <= step && step <= 1) {
         at.count = run;
         at.step = static_cast<int>(step);
@@ -462,7 +462,7 @@ class Evaluation {
       const int64_t place = kKeyTile - 1 + i - key;
       const bool is_block = index.first.step == 0 && index.runs[place - most + 1] >= W + most - 2;
       const bool is_line = is_block || index.runs[place] >= W - 1;
-      const Int<T> step = is_line ? second(j, i + 1) - second(j, i) : 2;
+      const auto step = static_cast<Int<T>>(is_line ? second(j, i + 1) - second(j, i) : 2);
       if (is_block && -1 <= step && step <= 1) {
         at.count = most;
         at.step = static_cast<int>(-step);

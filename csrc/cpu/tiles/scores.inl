@@ -88,7 +88,7 @@ void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, cons
   each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
     T* const at = to + first * kRowTile;
     pairs.run(first, count, at);
-    if (list.step_count == 0) pairs.copy(list.results[0].from, count, at);
+    if (list.step_count == list.uniform_slots) pairs.copy(list.results[0].from, count, at);
   });
 }
 
