@@ -196,7 +196,7 @@ def compiled_flex(make: Callable[..., Any], tensors: list[Tensor]) -> Callable[[
 def bench_flex(
     console: Console, seconds: float, wanted: str, with_flex: bool
 ) -> list[dict[str, Any]]:
-    """Rows as those of the options."""
+    """A row for each function, pass and dtype, with the columns that options_table() prints."""
     wanted_jobs = [
         (name, which, dtype)
         for name in jobs()

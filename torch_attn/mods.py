@@ -296,8 +296,8 @@ def neighbourhood(
     for n, w, c in zip(shape, window, causals, strict=True):
         if not 0 < w <= n or (w % 2 == 0 and not c):
             raise ValueError(
-                f"window is {window} and shape {shape}; a number of window must be between 1 and "
-                "that of shape, and it must be odd unless the dimension is causal"
+                f"window is {window} and shape {shape}; in each dimension the window must be "
+                "between 1 and the shape. It must be odd where the dimension is not causal"
             )
     along = list(zip(shape, window, causals, strict=True))[::-1]
 

@@ -1,7 +1,7 @@
 """Random functions of the pair in flex_attention, against the textbook in float64.
 
-A problem beside those of drawing.py, for one index in `EVERY`. Both sides compute in float64, so
-that a relative difference of 1e-7 is no rounding.
+One index in `EVERY` has such a problem, in addition to that of drawing.py. The operator and the
+textbook both compute in float64. A relative difference above 1e-7 is then an error, not a rounding.
 """
 
 from __future__ import annotations

@@ -437,7 +437,7 @@ class Evaluation {
   // Indices of W lanes and `count` keys: they are the same for all these keys (step 0), or each lane's go on by 1 or -1
   // from key to key.
   struct Indices {
-    UInt<T> least[W];  // those of the key that has the least ones
+    UInt<T> least[W];  // of the first key or, with step -1, of the last one
     int64_t count;
     int step;
     Along along;      // of each key, where count is 1
