@@ -255,17 +255,23 @@ void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, a
   const auto of = [&](int16_t from) {
     return from >= 0 ? slots[from] : limits_of(program, list.leaves[-1 - from], n, head);
   };
-  const auto sum = [&](const int16_t* from, int64_t more) {
+  // Of the two operands at `from`. The kernels' sums wrap around beyond 32 bits.
+  const auto sum = [&](const int16_t* from) {
     const Limits x = of(from[0]), y = of(from[1]);
-    const Limits sum = x == kUnknown || y == kUnknown ? kUnknown : Limits(x.first + y.first, x.second + y.second);
+    if (x == kUnknown || y == kUnknown) return kUnknown;
+    const Limits found = {x.first + y.first, x.second + y.second};
     const bool wraps =
-        sum.first < std::numeric_limits<int32_t>::min() || sum.second > std::numeric_limits<int32_t>::max();
-    return wraps ? kUnknown : Limits(sum.first + more, sum.second + more);
+        found.first != static_cast<int32_t>(found.first) || found.second != static_cast<int32_t>(found.second);
+    return wraps ? kUnknown : found;
   };
   for (const Step& step : std::span(list.steps, list.step_count))
-    slots[step.to] = step.op == Op::add_whole ? sum(step.from, 0) : kUnknown;
-  for (const ResultOfList& result : std::span(list.results, list.result_count))
-    if (result.is_of_table) f(sum(result.index, n * program.table_entry));
+    slots[step.to] = step.op == Op::add_whole ? sum(step.from) : kUnknown;
+  const int64_t entry = n * program.table_entry;
+  for (const ResultOfList& result : std::span(list.results, list.result_count)) {
+    if (!result.is_of_table) continue;
+    const Limits found = sum(result.index);
+    f(found == kUnknown ? kUnknown : Limits(found.first + entry, found.second + entry));
+  }
 }
 
 // Whether no two spans of heads add to the same number of the table.
