@@ -195,6 +195,17 @@ class BuildLibrary(BuildExtension):
             (package / template.stem).write_text(text)
 
 
+# Binaries for A100 and H100, PTX for whatever comes after them; or those of TORCH_CUDA_ARCH_LIST,
+# which torch reads.
+ARCHITECTURES = (
+    []
+    if os.environ.get("TORCH_CUDA_ARCH_LIST")
+    else [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    ]
+)
+
 # A stand-in's headers come before those of the same name.
 includes = [
     str(path.resolve()) for path in ([STAND_INS] if STAND_IN else []) + [CSRC, CSRC / "torch_lacks"]
@@ -220,9 +231,10 @@ library = (CUDAExtension if CUDA else CppExtension)(
             "-O3",
             "--expt-relaxed-constexpr",
             "-Xcompiler=-fvisibility=hidden",
-            # Binaries for A100 and H100, PTX for whatever comes after them.
-            "-gencode=arch=compute_80,code=sm_80",
-            "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+            # No multiply-adds but those that the sources name, because kernels that share a formula
+            # promise the same bits.
+            "-fmad=false",
+            *ARCHITECTURES,
         ],
     },
     # With a soname a C++ program and Python, in one process, have one copy of the library.

@@ -136,6 +136,76 @@ void check_products() {
     }
 }
 
+// A [16 x 16], B [16 x 8] and C [16 x 8], row by row: C + A B.
+template <class S>
+struct Product {
+  Array<uint16_t> numbers{16 * 16 + 16 * 8};
+  Array<float> floats{16 * 8}, results{16 * 8};
+
+  uint16_t& a(int i, int k) { return numbers[16 * i + k]; }
+  uint16_t& b(int k, int j) { return numbers[256 + 8 * k + j]; }
+  float& c(int i, int j) { return floats[8 * i + j]; }
+  float operator()(int i, int j) { return results[8 * i + j]; }
+  void compute() {
+    run([&] {
+      return launch<Nothing>(multiply<S>, Buffers{floats.data(), numbers.data(), nullptr, results.data()}, 1, 32,
+                             nullptr);
+    });
+  }
+};
+
+// What the kernels rest on: tensor cores give the bits of a product whatever its place in a tile is and whichever
+// factor comes first, and adding zeros changes nothing. How they round is printed: PTX does not say it.
+template <class S, bool kIsHalf>
+void check_rounding() {
+  std::mt19937 random(3);
+  const uint16_t one = kIsHalf ? 0x3c00 : 0x3f80;
+  const uint16_t fraction = kIsHalf ? 0x3ff : 0x7f;
+  Product<S> x, swapped, moved, zeros;
+  double most = 0, mean = 0;
+  constexpr int kRounds = 64;
+  for (int round = 0; round < kRounds; ++round) {
+    const bool one_sign = round % 2 == 0;
+    const auto draw = [&] {  // between 1 and 2
+      return static_cast<uint16_t>((one | (random() & fraction)) ^ (one_sign ? 0 : random() % 2 << 15));
+    };
+    for (int64_t i = 0; i < x.numbers.size(); ++i) x.numbers[i] = draw();
+    for (int64_t i = 0; i < x.floats.size(); ++i) x.floats[i] = static_cast<float>(random() % 4096) / 37;
+    for (int i = 0; i < 16; ++i)
+      for (int k = 0; k < 16; ++k) {
+        moved.a((i + 5) % 16, k) = x.a(i, k);
+        zeros.a(i, k) = 0;
+        if (i < 8) swapped.b(k, i) = x.a(i, k);
+        for (int j = 0; j < 8; ++j) {
+          moved.b(k, (j + 3) % 8) = zeros.b(k, j) = x.b(k, j);
+          swapped.a(j, k) = x.b(k, j);
+          moved.c((i + 5) % 16, (j + 3) % 8) = x.c(i, j);
+          if (i < 8) swapped.c(j, i) = x.c(i, j);
+          zeros.c(i, j) = round % 4 == 3 ? x.c(i, j) * 0x1p-140f : x.c(i, j);
+        }
+      }
+    for (Product<S>* product : {&x, &swapped, &moved, &zeros}) product->compute();
+    for (int i = 0; i < 16; ++i)
+      for (int j = 0; j < 8; ++j) {
+        require(moved((i + 5) % 16, (j + 3) % 8) == x(i, j), "multiply_add depends on the place in a tile");
+        require(i >= 8 || swapped(j, i) == x(i, j), "multiply_add depends on which factor comes first");
+        require(zeros(i, j) == zeros.c(i, j), "multiply_add of zeros changes a number");
+        double exact = x.c(i, j), size = std::fabs(exact);
+        for (int k = 0; k < 16; ++k) {
+          const double term = static_cast<double>(host_float(x.a(i, k), kIsHalf)) * host_float(x.b(k, j), kIsHalf);
+          exact += term;
+          size += std::fabs(term);
+        }
+        const double error = (x(i, j) - exact) / (size * 0x1p-24);
+        most = std::max(most, std::fabs(error));
+        if (one_sign) mean += error / (kRounds / 2 * 16 * 8);
+      }
+  }
+  std::printf("%s: sums of 16 products are off by at most %.2f units (2^-24 of the sum of sizes), %+.3f in the mean\n",
+              kIsHalf ? "float16" : "bfloat16", most, mean);
+  require(most <= 16, "multiply_add is less accurate than sixteen sums");
+}
+
 // Lane l copies 16 bytes, of them those that `l % 17` says, in one of two groups.
 __global__ void copy(const __grid_constant__ Buffers b) {
   auto* shared = reinterpret_cast<uint32_t*>(shared_memory());
@@ -177,6 +247,8 @@ int main() {
   check_fragments();
   check_products<Half, true>();
   check_products<BFloat16, false>();
+  check_rounding<Half, true>();
+  check_rounding<BFloat16, false>();
   check_copies();
   std::printf("right\n");
 }

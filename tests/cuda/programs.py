@@ -35,7 +35,8 @@ def find(tool: str) -> str:
 def compile_program(name: str, to: Path, *options: str) -> Path:
     """Compiles one for sm_90 and later; with nvcc's words for what it refuses, if it does."""
     program = to / name
-    command = [find("nvcc"), "-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_90", *options]
+    command = [find("nvcc"), "-std=c++20", "--expt-relaxed-constexpr", "-fmad=false"]
+    command += ["-arch=sm_90", *options]
     run = subprocess.run(
         [*command, f"-I{CSRC}", HERE / f"{name}.cu", "-o", program],
         capture_output=True,

@@ -328,6 +328,7 @@ struct ForwardMma {
 
   // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
   __device__ __forceinline__ void write(const Output& output) {
+    __syncwarp();  // the maxima are there
     const MmaThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);
     const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;

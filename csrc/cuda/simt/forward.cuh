@@ -66,7 +66,8 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
       for (T& score : x[i]) total += score = exp(score - shift);
       total = sum_over_x(total);
       const T correction = exp(old - shift);
-      if (thread.x == 0) {  // all of the row have read: the shuffles have brought them together
+      __syncwarp();  // all of the row have read: the shuffles say so, but no order of memory
+      if (thread.x == 0) {
         shared.maximum[row] = best;
         shared.sum[row] = old_sum * correction + total;
       }

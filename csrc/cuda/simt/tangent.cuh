@@ -99,7 +99,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
         shifted_sum += tangent[i][j] = weight == 0 ? 0 : weight * (tangent[i][j] - shift);
       }
       shifted_sum = sum_over_x(shifted_sum);
-      if (thread.x == 0) {  // all of the row have read: the shuffles have brought them together
+      __syncwarp();  // all of the row have read: the shuffles say so, but no order of memory
+      if (thread.x == 0) {
         shared.row[row].shift = shift;
         shared.row[row].shifted_sum = old.shifted_sum + shifted_sum;
         shared.row[row].has_shift = old.has_shift || begins;
