@@ -51,6 +51,11 @@ MUTATIONS = {
         "      «__syncwarp();»  // the last one has been read\n",
         ";",
     ),
+    "merge: the sums of other warps are read before they are there": (
+        "cuda/simt/merge.cuh",
+        "    «__syncthreads();»\n    if (warp > 0) return;",
+        ";",
+    ),
     "delta: rows past the end are written": (
         "cuda/mma/delta.cuh",
         "if («own + k * kRowsAtOnce < rows»)",
@@ -191,6 +196,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     """An error put into a kernel gives a wrong result or a message, with one order of threads."""
     programs = {
         "delta": "check_delta",
+        "merge": "check_merge",
         "backward": "check_backward",
         "backward without tensor cores": "check_backward_simt",
     }

@@ -1,6 +1,8 @@
-// Puts the splits of the keys together, a warp a row (of packed sequences as many for each as the longest has), which
-// reads each partial output once and, for every 32 columns, computes the weights of all splits anew:
-// O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
+// Puts the splits of the keys together: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
+//
+// A warp loads the outputs of several splits at once, and does so before it knows their weights, because nearly all time
+// is spent waiting for memory. It may do so because every split writes every row: 0 if it saw no key of it. Each lane
+// computes the weights of some splits; shuffles bring them to the others.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -10,54 +12,132 @@
 namespace attn::cuda {
 
 constexpr int kMergeThreads = 128;
-constexpr int kMergeRows = kMergeThreads / 32;  // of a block, a warp each
+
+// How a row is shared out. kWarps: warps of a block that take turns at the splits. kCols: columns of a lane, 32 apart;
+// further columns are another block's or warp's. kSplits: splits that a warp loads at once.
+template <int kWarps_, int kCols_, int kSplits_>
+struct MergeShape {
+  static constexpr int kWarps = kWarps_, kCols = kCols_, kSplits = kSplits_;
+
+  // The parts that the columns of a row are cut into, each for kWarps warps; one even if there is no column.
+  ATTN_INLINE static constexpr int64_t parts(const ForwardParams& p) {
+    return larger(1, divide_up(p.value_dim, 32 * kCols));
+  }
+  ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) {
+    return divide_up(p.batch * p.heads * p.queries * parts(p) * kWarps, kMergeThreads / 32);
+  }
+};
+using MergeFewRows = MergeShape<4, 1, 16>;  // as many warps as possible
+using MergeManyRows = MergeShape<1, 4, 8>;  // as few instructions as possible
+
+// The sums of the warps but the first.
+template <class T, class Shape>
+struct MergeShared {
+  T total[Shape::kWarps - 1][32];
+};
 
 template <class T>
+__device__ __forceinline__ Pair<T> larger_pair(Pair<T> a, Pair<T> b) {
+  return a.high > b.high || (a.high == b.high && a.low > b.low) ? a : b;
+}
+
+template <class T, class Shape>
 __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
-  const int64_t all_rows = number_of_rows(p);
-  const int64_t number = block_number() * kMergeRows + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const Row row = row_of_number(p, number);
+  constexpr int kWarps = Shape::kWarps, kCols = Shape::kCols, kSplits = Shape::kSplits;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
+  // Of packed sequences there are as many rows for each as the longest has.
+  const int64_t number = (block_number() * kMergeThreads + threadIdx.x) / (32 * kWarps), parts = Shape::parts(p);
+  const Row row = row_of_number(p, number / parts);
   if (row.n >= p.batch || row.position >= sequence_of(p, row.n).queries) return;
-  const int64_t r = row_number(p, row.n, row.head, row.position);
-  const auto part = [&](int64_t s) { return static_cast<const Pair<T>*>(p.partial_logsumexp)[s * all_rows + r]; };
-  Pair<T> best = part(0);
-  for (int64_t s = 1; s < p.splits; ++s) {
-    const Pair<T> x = part(s);
-    if (x.high > best.high || (x.high == best.high && x.low > best.low)) best = x;
-  }
+  const int64_t part = number % parts, first_col = part * (32 * kCols) + lane;
+  const int64_t all_rows = number_of_rows(p), r = row_number(p, row.n, row.head, row.position);
+  const int splits = static_cast<int>(p.splits);
+
+  // Of splits first, first + kWarps, ...; those that do not exist have weight 0.
+  T x[kSplits][kCols];
+  const auto load = [&](int first) {
+    const T* from = static_cast<const T*>(p.partial_output) + (first * all_rows + r) * p.value_dim + first_col;
+#pragma unroll
+    for (int k = 0; k < kSplits; ++k, from += kWarps * all_rows * p.value_dim)
+#pragma unroll
+      for (int c = 0; c < kCols; ++c)
+        x[k][c] = first + k * kWarps < splits && first_col + 32 * c < p.value_dim ? from[32 * c] : 0;
+  };
+  load(warp);
+
+  const auto logsumexp_of_split = [&](int s) {
+    return s < splits ? static_cast<const Pair<T>*>(p.partial_logsumexp)[s * all_rows + r] : Pair<T>{-infinity<T>(), 0};
+  };
+  Pair<T> best = logsumexp_of_split(lane);
+#pragma unroll 4
+  for (int s = lane + 32; s < splits; s += 32) best = larger_pair(logsumexp_of_split(s), best);
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2)
+    best = larger_pair({__shfl_xor_sync(~0u, best.high, lanes), __shfl_xor_sync(~0u, best.low, lanes)}, best);
   const T shift = shift_of(best.high);
-  const auto weight = [&](int64_t s) { return exp((part(s).high - shift) + (part(s).low - best.low)); };
-  T sum = 0;
-  for (int64_t s = 0; s < p.splits; ++s) sum += weight(s);
+  const auto weight = [&](int s) {
+    const Pair<T> of_split = logsumexp_of_split(s);
+    return exp((of_split.high - shift) + (of_split.low - best.low));
+  };
+  T sum = 0;  // NaN if a split is NaN, though the largest may not be
+  for (int s = lane; s < splits; s += 32) sum += weight(s);
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+
+  T total[kCols] = {};
+  for (int first = warp; first < splits;) {
+    const T of_lane = weight(first + lane % kSplits * kWarps);
+#pragma unroll
+    for (int k = 0; k < kSplits; ++k) {
+      const T w = __shfl_sync(~0u, of_lane, k);
+#pragma unroll
+      for (int c = 0; c < kCols; ++c)
+        if (w != 0) total[c] += w * x[k][c];
+    }
+    first += kWarps * kSplits;
+    if (first < splits) load(first);
+  }
+  if constexpr (kWarps > 1) {
+    static_assert(kMergeThreads == 32 * kWarps && kCols == 1);  // all of the block have the same row
+    auto& shared = *reinterpret_cast<MergeShared<T, Shape>*>(shared_memory());
+    if (warp > 0) shared.total[warp - 1][lane] = total[0];
+    __syncthreads();
+    if (warp > 0) return;
+    for (const auto& of_warp : shared.total) total[0] += of_warp[lane];
+  }
+
   Pair<T> logsumexp = logsumexp_of(shift, best.low, sum);
   const T left = add_sink(p, row, logsumexp);
-
   const auto offset_in = [&](const Operand& x) {
     return batch_offset(p, x, row.n) + row.head * x.head + row.position * x.row;
   };
-  const int64_t output_at = offset_in(p.output), residual_at = offset_in(p.residual);
-  for (int64_t d = lane; d < p.value_dim; d += 32) {
-    T total = 0;
-    for (int64_t s = 0; s < p.splits; ++s) {
-      const T w = weight(s);  // 0 where the split saw no key
-      if (w != 0) total += w * static_cast<const T*>(p.partial_output)[(s * all_rows + r) * p.value_dim + d];
-    }
-    store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col,
-                  sum == 0 ? 0 * left : total / sum * left);
-  }
-  if (lane > 0) return;
+  const int64_t output_at = offset_in(p.output), residual_at = p.residual.data ? offset_in(p.residual) : 0;
+#pragma unroll
+  for (int c = 0; c < kCols; ++c)
+    if (const int64_t d = first_col + 32 * c; d < p.value_dim)
+      store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col,
+                    sum == 0 ? 0 * left : total[c] / sum * left);
+  if (part > 0) return;
   T max_score = -infinity<T>();
-  if (p.partial_max)
-    for (int64_t s = 0; s < p.splits; ++s)
+  if (p.partial_max) {
+    for (int s = lane; s < splits; s += 32)
       max_score = max_or_nan(static_cast<const T*>(p.partial_max)[s * all_rows + r], max_score);
-  write_statistics(p, row, logsumexp, max_score);
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2)
+      max_score = max_or_nan(__shfl_xor_sync(~0u, max_score, lanes), max_score);
+  }
+  if (lane == 0) write_statistics(p, row, logsumexp, max_score);
 }
 
+// Shares a row among warps only if it has many splits and rows are few. Every warp finds its row and the weights anew:
+// with many rows, that takes longer than waiting for memory a few times more.
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream) {
-  return launch<Nothing>(merge_splits<T>, p, divide_up(p.batch * p.heads * p.queries, kMergeRows), kMergeThreads,
-                         stream);
+  constexpr int64_t kFewBlocks = 1024;  // an H100 runs about this many at a time
+  if (p.splits > 2 * MergeManyRows::kSplits && MergeFewRows::blocks(p) <= kFewBlocks)
+    return launch<MergeShared<T, MergeFewRows>>(merge_splits<T, MergeFewRows>, p, MergeFewRows::blocks(p),
+                                                kMergeThreads, stream);
+  return launch<Nothing>(merge_splits<T, MergeManyRows>, p, MergeManyRows::blocks(p), kMergeThreads, stream);
 }
 
 }  // namespace attn::cuda
