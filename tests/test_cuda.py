@@ -5,20 +5,22 @@ The cases of the other files run on a GPU as well, by the fixtures `kernels` and
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_attn
-from _second_order import Sdpa, directions, make_grad_output, named, present
+from _second_order import directions, make_grad_output
 from helpers import (
     DTYPES,
     GPU,
@@ -33,6 +35,7 @@ from test_cuda_stand_in import weights_kept
 from test_memory import OPTIONS, make_option
 from test_subsystems import Attention
 from torch_attn import reference
+from torch_attn.varlen import AuxRequest
 
 ROOT = Path(__file__).parents[1]
 WHY = "the library was built without CUDA" if torch.cuda.is_available() else "no GPU"
@@ -40,29 +43,193 @@ pytestmark = pytest.mark.skipif(not GPU, reason=f"not run: {WHY}")
 
 F64, F32, BF16, F16 = DTYPES
 
+Tensors = dict[str, Tensor]
+
+
+class Call(NamedTuple):
+    """What is called: a function of the tensors of `sizes` and `more`, by name, and of options."""
+
+    sizes: dict[str, Any]  # of make_inputs
+    options: dict[str, Any]
+    function: Callable[..., Any] = torch_attn.sdpa
+    more: Callable[[Inputs], Tensors] = lambda _: {}
+    has_derivatives: bool = True
+    in_graphs: bool = True  # whether a replay gives the bits of a call
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """Of sequences in a row: a head is [tokens, E] here as it is elsewhere."""
+    by_token = (a.transpose(0, 1) for a in (query, key, value))
+    aux = AuxRequest(lse=True)
+    return torch_attn.varlen_attn(*by_token, enable_gqa=True, return_aux=aux, **options)
+
+
+def paged(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """The same, the keys and values being pools of pages of 16 tokens."""
+    pools = (a.transpose(0, 1).unflatten(0, (-1, 16)) for a in (key, value))
+    by_token, aux = query.transpose(0, 1), AuxRequest(lse=True)
+    more = {"cu_seq_k": None, "enable_gqa": True, "return_aux": aux, **options}
+    return torch_attn.varlen_attn(by_token, *pools, **more)
+
+
+def cached(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Any:
+    """Of a cache of two texts and a fork, all of which then have a token more, and a query."""
+    heads, tokens, head_dim = key.shape
+    sizes = {"page_size": 16, "key_heads": heads, "head_dim": head_dim, "dtype": key.dtype}
+    cache = torch_attn.PagedCache(20, **sizes, device=key.device)
+    new = [a.transpose(0, 1) for a in (key, value)]
+    texts = [cache.add(), cache.add()]
+    cache.append(texts, *(a[3:] for a in new), torch.tensor([0, 40, tokens - 3], device="cpu"))
+    texts.append(cache.fork(texts[0]))
+    cache.append(texts, *(a[:3] for a in new), torch.arange(4, device="cpu"))
+    return cache.attend(query.transpose(0, 1), texts, starts, max_q=1)
+
+
+def starts(tokens: int, sequences: int) -> Tensor:
+    """Of sequences of any lengths, the last of which ends with the tokens."""
+    cuts = torch.randint(tokens + 1, (sequences - 1,)).sort().values
+    return torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.full((1,), tokens)])
+
+
+def positions(x: Inputs) -> Tensors:
+    return {"query_offset": torch.randint(-30, 100, x.query.shape[:1])}
+
+
+def lengths(x: Inputs) -> Tensors:
+    return {"key_lengths": torch.randint(x.key.size(-2) + 1, x.query.shape[:1])}
+
+
+def slopes(x: Inputs) -> Tensors:
+    return {"alibi_slopes": torch.rand(x.query.size(-3)).to(x.query.dtype)}
+
+
+def sinks(x: Inputs) -> Tensors:
+    return {"sinks": torch.randn(x.query.size(-3)).to(x.query.dtype)}
+
+
+def everything(x: Inputs) -> Tensors:
+    return {**positions(x), **lengths(x), **slopes(x), **sinks(x)}
+
+
+def sequences(x: Inputs) -> Tensors:
+    return {f"cu_seq_{n}": starts(a.size(-2), 3) for n, a in (("q", x.query), ("k", x.key))}
+
+
+def some_of_sequences(x: Inputs) -> Tensors:
+    """Keys that are not in use behind those that are, and positions of their own."""
+    of_keys = sequences(x)
+    used = (torch.rand(3) * (of_keys["cu_seq_k"].diff() + 1)).long()
+    return {**of_keys, **sinks(x), "seqused_k": used, "query_offset": torch.randint(-9, 99, (3,))}
+
+
+def pages(x: Inputs) -> Tensors:
+    """Those of three sequences, in any order."""
+    number = x.key.size(-2) // 16
+    table = torch.randperm(number).view(3, -1).int()
+    used = torch.randint(16 * table.size(1) + 1, (3,)).int()
+    return {"cu_seq_q": starts(x.query.size(-2), 3), "seqused_k": used, "block_table": table}
+
+
+def statistics(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    return torch_attn.sdpa_stats(query, key, **options)
+
+
+ALL = {"softcap": 2.0, "window_size": (40, 10), "is_causal": True}
+PACKED = {"L": 201, "S": 288, "E": 64, "batch": (), "heads": (4, 2, 2)}
+MOST = {"max_q": 201, "max_k": 288}
+
 # One of each kernel, at sizes that fill no tile.
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "float64": ({"L": 33, "S": 70, "mask": (33, 70), "dtype": F64}, {}),
-    "float32": ({"L": 70, "S": 131, "E": 65, "Ev": 20, "mask": (2, 3, 70, 131)}, {}),
-    "float32, causal": ({"L": 131, "S": 70, "E": 300, "heads": 1}, {"is_causal": True}),
-    "bfloat16": ({"L": 201, "S": 301, "E": 64, "dtype": BF16}, {}),
-    "bfloat16, 128": ({"L": 201, "S": 301, "E": 128, "dtype": BF16}, {"is_causal": True}),
-    "float16, 256": ({"L": 131, "S": 201, "E": 256, "Ev": 80, "dtype": F16}, {}),
-    "float16, 300": ({"L": 33, "S": 70, "E": 300, "heads": 1, "dtype": F16}, {}),
-    "odd sizes": ({"L": 7, "S": 13, "E": 9, "Ev": 3, "mask": (7, 13), "dtype": F16}, {}),
-    "bool mask": ({"L": 70, "S": 131, "mask": (70, 131), "kind": "bool", "dtype": F16}, {}),
-    "mask of keys": ({"L": 70, "S": 131, "mask": (1, 131), "dtype": BF16}, {}),
-    "float32 mask": ({"L": 70, "S": 131, "mask": (70, 131), "kind": "float32", "dtype": BF16}, {}),
-    "head_dim 0": ({"L": 33, "S": 70, "E": 0, "Ev": 8, "dtype": BF16}, {}),
-    "no columns of value": ({"L": 33, "S": 70, "E": 8, "Ev": 0, "dtype": BF16}, {}),
-    "no keys, odd head_dim": ({"L": 33, "S": 0, "E": 9, "Ev": 8, "dtype": BF16}, {}),
-    "no keys, odd value": ({"L": 33, "S": 0, "E": 8, "Ev": 9, "dtype": BF16}, {}),
-    "grouped heads": ({"L": 90, "S": 150, "heads": (6, 2, 3), "dtype": BF16}, {"enable_gqa": True}),
-    "one query": ({"L": 1, "S": 5001, "heads": (8, 1, 1), "dtype": BF16}, {"enable_gqa": True}),
-    "one float32 query": ({"L": 1, "S": 5001, "batch": ()}, {}),
-    "dropout": ({"L": 201, "S": 301, "mask": (1, 301), "dtype": BF16}, {"dropout_p": 0.3}),
-    "float32 dropout": ({"L": 70, "S": 131}, {"dropout_p": 0.3, "is_causal": True}),
-}  # fmt: skip
+CALLS: dict[str, Call] = {
+    "float64": Call({"L": 33, "S": 70, "mask": (33, 70), "dtype": F64}, {}),
+    "float32": Call({"L": 70, "S": 131, "E": 65, "Ev": 20, "mask": (2, 3, 70, 131)}, {}),
+    "float32, causal": Call({"L": 131, "S": 70, "E": 300, "heads": 1}, {"is_causal": True}),
+    "bfloat16": Call({"L": 201, "S": 301, "E": 64, "dtype": BF16}, {}),
+    "bfloat16, 128": Call({"L": 201, "S": 301, "E": 128, "dtype": BF16}, {"is_causal": True}),
+    "float16, 256": Call({"L": 131, "S": 201, "E": 256, "Ev": 80, "dtype": F16}, {}),
+    "float16, 300": Call({"L": 33, "S": 70, "E": 300, "heads": 1, "dtype": F16}, {}),
+    "odd sizes": Call({"L": 7, "S": 13, "E": 9, "Ev": 3, "mask": (7, 13), "dtype": F16}, {}),
+    "bool mask": Call({"L": 70, "S": 131, "mask": (70, 131), "kind": "bool", "dtype": F16}, {}),
+    "mask of keys": Call({"L": 70, "S": 131, "mask": (1, 131), "dtype": BF16}, {}),
+    "float32 mask": Call(
+        {"L": 70, "S": 131, "mask": (70, 131), "kind": "float32", "dtype": BF16}, {}
+    ),
+    "head_dim 0": Call({"L": 33, "S": 70, "E": 0, "Ev": 8, "dtype": BF16}, {}),
+    "no columns of value": Call({"L": 33, "S": 70, "E": 8, "Ev": 0, "dtype": BF16}, {}),
+    "no keys, odd head_dim": Call({"L": 33, "S": 0, "E": 9, "Ev": 8, "dtype": BF16}, {}),
+    "no keys, odd value": Call({"L": 33, "S": 0, "E": 8, "Ev": 9, "dtype": BF16}, {}),
+    "grouped heads": Call(
+        {"L": 90, "S": 150, "heads": (6, 2, 3), "dtype": BF16}, {"enable_gqa": True}
+    ),
+    "one query": Call({"L": 1, "S": 5001, "heads": (8, 1, 1), "dtype": BF16}, {"enable_gqa": True}),
+    "one float32 query": Call({"L": 1, "S": 5001, "batch": ()}, {}),
+    "dropout": Call(
+        {"L": 201, "S": 301, "mask": (1, 301), "dtype": BF16}, {"dropout_p": 0.3}, in_graphs=False
+    ),
+    "float32 dropout": Call(
+        {"L": 70, "S": 131}, {"dropout_p": 0.3, "is_causal": True}, in_graphs=False
+    ),
+    "softcap": Call({"L": 70, "S": 131, "E": 64, "dtype": BF16}, {"softcap": 2.0}),
+    "float32 softcap": Call({"L": 33, "S": 70, "mask": (70,)}, {"softcap": 2.0}),
+    "window": Call({"L": 201, "S": 301, "E": 64, "dtype": BF16}, {"window_size": (37, 20)}),
+    "float32 window": Call({"L": 70, "S": 131}, {"window_size": (20, -1)}),
+    "offset": Call(
+        {"L": 90, "S": 150, "E": 64, "dtype": BF16}, {"is_causal": True}, more=positions
+    ),
+    "key lengths": Call({"L": 90, "S": 150, "E": 64, "dtype": F16}, {}, more=lengths),
+    "key lengths, mask": Call(
+        {"L": 70, "S": 131, "mask": (70, 131), "dtype": BF16}, {}, more=lengths
+    ),
+    "few queries, key lengths": Call({"L": 2, "S": 3001, "dtype": BF16}, {}, more=lengths),
+    "sinks": Call({"L": 201, "S": 301, "E": 128, "dtype": BF16}, {}, more=sinks),
+    "slopes": Call({"L": 70, "S": 131, "E": 64, "dtype": F16}, {}, more=slopes),
+    "all": Call({"L": 70, "S": 131, "mask": (70, 131)}, ALL, more=everything),
+    "float16, all": Call(
+        {"L": 70, "S": 131, "mask": (3, 70, 131), "dtype": F16}, ALL, more=everything
+    ),
+    "packed": Call({**PACKED, "dtype": BF16}, MOST, packed, sequences),
+    "packed, causal": Call(
+        {**PACKED, "dtype": F16}, {**MOST, "window_size": (-1, 0)}, packed, sequences
+    ),
+    "packed, float32": Call(
+        {**PACKED, "mask": (4, 201, 288)}, {**MOST, "softcap": 2.0}, packed, some_of_sequences
+    ),
+    "packed, some keys": Call(
+        {**PACKED, "mask": (1, 201, 288), "dtype": BF16}, MOST, packed, some_of_sequences
+    ),
+    "packed, dropout": Call(
+        {**PACKED, "dtype": BF16}, {**MOST, "dropout_p": 0.3}, packed, sequences, in_graphs=False
+    ),
+    "pages": Call({**PACKED, "dtype": BF16}, MOST, paged, pages, has_derivatives=False),
+    "pages, float32": Call(
+        PACKED, {**MOST, "window_size": (70, 0)}, paged, pages, has_derivatives=False
+    ),
+    "cache": Call(
+        {"L": 3, "S": 123, "E": 64, "batch": (), "heads": (4, 2, 2), "dtype": BF16},
+        {},
+        cached,
+        lambda _: {"starts": torch.arange(4)},
+        has_derivatives=False,
+        in_graphs=False,
+    ),
+    "logsumexp": Call(
+        {"L": 201, "S": 301, "E": 64, "dtype": BF16}, {}, torch_attn.sdpa_with_logsumexp, sinks
+    ),
+    "statistics": Call(
+        {"L": 90, "S": 150, "E": 64, "dtype": BF16},
+        {"is_causal": True},
+        statistics,
+        has_derivatives=False,
+    ),
+    "statistics, float32": Call(
+        {"L": 70, "S": 131}, {"softcap": 2.0}, statistics, everything, has_derivatives=False
+    ),
+    "invariant": Call(
+        {"L": 3, "S": 5001, "E": 64, "dtype": BF16},
+        {},
+        torch_attn.invariant()(torch_attn.sdpa),
+        lengths,
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -71,33 +238,55 @@ def _on_cuda() -> Iterator[None]:
         yield
 
 
-def make_call(call: str) -> tuple[Inputs, Tensor, Inputs, dict[str, Any]]:
-    """A point, a gradient of the output, a direction, options."""
-    sizes, options = CALLS[call]
-    x = make_inputs(**sizes)
-    return x, make_grad_output(x, **options), directions(x), options
+def make_call(call: str) -> tuple[Callable[..., Any], Tensors, list[Tensor], Tensors]:
+    """What is called, at a point; gradients of its results; a direction."""
+    sizes, options, function, more, has_derivatives, _ = CALLS[call]
+    inputs = make_inputs(**sizes)
+    x = {**present(inputs), **more(inputs)}
+    named = functools.partial(function, **options)
+    u = [torch.randn_like(a) for a in results_of(named, x)]
+    floating = {n: a for n, a in x.items() if a.is_floating_point() and has_derivatives}
+    return named, x, u, {n: torch.randn_like(a) for n, a in floating.items()}
 
 
-def compute(sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
-    """What the kernels give: the output, all gradients, J t and H(u; x; t)."""
-    x, u = x.require_grad(), u.detach().requires_grad_()
-    wanted = [a for a, d in zip(x, t, strict=True) if d is not None]
-    output = sdpa(*x, **options)
-    gradients = torch.autograd.grad(output, wanted, u, create_graph=True)
-    tangent, *second = torch.autograd.grad(
-        gradients, [u, *wanted], present(t), materialize_grads=True
-    )
-    return {
-        "output": output.detach(),
-        "tangent": tangent.detach(),
-        **named("grad_", t, gradients),
-        **named("second_", t, second),
-    }
+def present(x: Inputs) -> Tensors:
+    return {name: a for name, a in x._asdict().items() if a is not None}
 
 
-def compute_seeded(*arguments: Any, **options: Any) -> dict[str, Tensor]:
+def results_of(function: Callable[..., Any], x: Tensors) -> Sequence[Tensor]:
+    found = function(**x)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def compute(
+    function: Callable[..., Any], x: Tensors, u: Sequence[Tensor], t: Tensors
+) -> dict[str, Tensor]:
+    """What the kernels give: the results, all gradients, J t and H(u; x; t).
+
+    Without a direction the results alone.
+    """
+    x = {n: a.detach().requires_grad_(n in t) for n, a in x.items()}
+    results = results_of(function, x)
+    found = {f"result {i}": a for i, a in enumerate(results)}
+    if t:
+        smooth = [i for i, a in enumerate(results) if a.requires_grad]
+        upstream = [u[i].detach().requires_grad_() for i in smooth]
+        wanted = [x[n] for n in t]
+        gradients = torch.autograd.grad(
+            [results[i] for i in smooth], wanted, upstream, create_graph=True
+        )
+        further = torch.autograd.grad(
+            gradients, [*upstream, *wanted], [*t.values()], materialize_grads=True
+        )
+        names = [f"tangent {i}" for i in smooth] + [f"second_{n}" for n in t]
+        found |= {f"grad_{n}": a for n, a in zip(t, gradients, strict=True)}
+        found |= dict(zip(names, further, strict=True))
+    return {n: a.detach() for n, a in found.items()}
+
+
+def compute_seeded(*arguments: Any) -> dict[str, Tensor]:
     torch.manual_seed(SEED)
-    return compute(torch_attn.sdpa, *arguments, **options)
+    return compute(*arguments)
 
 
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
@@ -113,27 +302,26 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: f
 @pytest.mark.parametrize("call", CALLS)
 def test_current_stream(call: str) -> None:
     """What was queued before on the stream is there, though nobody waits for it."""
-    x, u, t, options = make_call(call)
-    expected = compute_seeded(x, u, t, **options)
-    late = x.map(torch.zeros_like)
+    function, x, u, t = make_call(call)
+    expected = compute_seeded(function, x, u, t)
+    late = {name: torch.zeros_like(a) for name, a in x.items()}
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)  # cycles, in which any other stream goes on
-        for destination, source in zip(late, x, strict=True):
-            if source is not None:
-                destination.copy_(source)
-        actual = compute_seeded(late, u, t, **options)
+        for name, source in x.items():
+            late[name].copy_(source)
+        actual = compute_seeded(function, late, u, t)
     stream.synchronize()
     assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_waits_for_the_device(call: str) -> None:
-    x, u, t, options = make_call(call)
+    of_call = make_call(call)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        compute_seeded(x, u, t, **options)
+        compute_seeded(*of_call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -161,32 +349,36 @@ def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return graph.replay, result
 
 
-def change(*tensors: Tensor | None) -> None:
-    """Other values in the same memory."""
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.copy_(tensor.flip(-2, -1))
+def change(tensors: Any, call: str) -> None:
+    """Other numbers in the same memory: those of another draw."""
+    _, *drawn = make_call(call)
+    for old, new in zip(tree_leaves(tensors), tree_leaves(drawn), strict=True):
+        old.copy_(new)
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if "dropout" not in name])
+IN_GRAPHS = [name for name, call in CALLS.items() if call.in_graphs]
+
+
+@pytest.mark.parametrize("call", IN_GRAPHS)
 def test_graph(call: str) -> None:
     """Forward and all derivatives, replayed with other numbers: the bits of a call."""
-    x, u, t, options = make_call(call)
-    replay, actual = captured(lambda: compute(torch_attn.sdpa, x, u, t, **options))
+    function, *tensors = make_call(call)
+    replay, actual = captured(lambda: compute(function, *tensors))
     for _ in range(2):
-        change(*x, u, *t)
+        change(tensors, call)
         replay()
-        assert_same_bits(actual, compute(torch_attn.sdpa, x, u, t, **options))
+        assert_same_bits(actual, compute(function, *tensors))
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if "dropout" not in name])
+@pytest.mark.parametrize("call", IN_GRAPHS)
 def test_graph_without_gradients(call: str) -> None:
-    x, _, _, options = make_call(call)
-    replay, actual = captured(lambda: torch_attn.sdpa(*x, **options))
+    function, *tensors = make_call(call)
+    x, u, _ = tensors
+    replay, actual = captured(lambda: compute(function, x, u, {}))
     for _ in range(2):
-        change(*x)
+        change(tensors, call)
         replay()
-        assert torch.equal(actual, torch_attn.sdpa(*x, **options))
+        assert_same_bits(actual, compute(function, x, u, {}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -235,14 +427,14 @@ def test_gradients_of_dropout_in_a_graph(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_repeats(call: str) -> None:
     """The same bits on every run, also while the GPU is busy with something else."""
-    x, u, t, options = make_call(call)
-    expected = compute_seeded(x, u, t, **options)
+    of_call = make_call(call)
+    expected = compute_seeded(*of_call)
     matrix, other = torch.randn(2048, 2048), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     for _ in range(20):
         with torch.cuda.stream(other):
             torch.mm(matrix, matrix)
-        assert_same_bits(compute_seeded(x, u, t, **options), expected)
+        assert_same_bits(compute_seeded(*of_call), expected)
     other.synchronize()
 
 
@@ -294,13 +486,13 @@ def test_model_moves_to_the_gpu(dtype: torch.dtype, bound: float) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_second_device(call: str) -> None:
     """Tensors on a GPU that is not the current one."""
-    x, u, t, options = make_call(call)
+    function, *tensors = make_call(call)
     there = torch.device("cuda:1")
-    moved = x.map(lambda a: a.to(there)), u.to(there), t.map(lambda a: a.to(there))
-    actual = compute_seeded(*moved, **options)
+    moved = tree_map(lambda a: a.to(there), tensors)
+    actual = compute_seeded(function, *moved)
     assert torch.cuda.current_device() == 0
     assert all(tensor.device == there for tensor in actual.values())
-    expected = compute_seeded(x, u, t, **options)
+    expected = compute_seeded(function, *tensors)
     alike = torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1)
     on_cpu = ({name: a.cpu() for name, a in some.items()} for some in (actual, expected))
     assert_near(*on_cpu, bound=0 if alike else 2e-2)
@@ -324,8 +516,9 @@ def test_peak_grows_linearly(option: str, dtype: torch.dtype) -> None:
     growth = []
     for length in (2048, 16384):
         x, options = make_option(option, length, length, dtype), OPTIONS[option][1]
-        u, t = make_grad_output(x, **options), directions(x)
-        growth.append(peak_growth(lambda: compute(torch_attn.sdpa, x, u, t, **options)))  # noqa: B023
+        function = functools.partial(torch_attn.sdpa, **options)
+        u, t = [make_grad_output(x, **options)], present(directions(x))
+        growth.append(peak_growth(lambda: compute(function, present(x), u, t)))  # noqa: B023
     small, large = growth
     assert 0 < large <= 10 * small, (small, large)
     assert large <= 64 << 20, (small, large)
@@ -383,9 +576,9 @@ def test_more_than_65535_blocks(sizes: dict[str, Any], dtype: torch.dtype) -> No
     """As many as two of a grid's three dimensions may not have."""
     needs(24)
     x = make_inputs(**sizes, dtype=dtype)
-    u, t = torch.randn_like(x.query), directions(x)
-    doubles = (x.map(Tensor.double), u.double(), t.map(Tensor.double))
-    actual = compute(torch_attn.sdpa, x, u, t)
+    given = present(x), [torch.randn_like(x.query)], present(directions(x))
+    doubles = tree_map(Tensor.double, given)
+    actual = compute(torch_attn.sdpa, *given)
     assert_near(actual, compute(reference.sdpa, *doubles), 2e-2)
 
 
