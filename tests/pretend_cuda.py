@@ -7,6 +7,7 @@ error, as on a GPU. The CPU computes. It shows that the tests run, not that the 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,17 @@ FACTORIES = _device_constructors()
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__}
 
 
+# What asks for numbers of a tensor, and of data of Python.
+ASK = {Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.nonzero, torch.equal}
+ASK |= {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
 class PretendCuda(TorchFunctionMode):
+    """Waiting is an error if set_sync_debug_mode says so."""
+
+    sync_debug_mode = "default"
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = dict(kwargs or {})
         # What torch.func gives back has lost its class.
@@ -77,6 +88,9 @@ class PretendCuda(TorchFunctionMode):
         places = function in FACTORIES or function in MOVES or "device" in kwargs
         if wanted and places:
             result_kind = {"cpu": OnCpu, "cuda": OnCuda, "meta": None}[wanted[0]]
+        pinned = kwargs.pop("pin_memory", False)
+        if self.sync_debug_mode == "error" and waits(function, args, kwargs, result_kind):
+            raise RuntimeError(f"{function.__name__}: called a synchronizing CUDA operation")
         generator = kwargs.get("generator")
         if generator is not None and result_kind is not None:
             found = getattr(generator, "made_for", "cpu")
@@ -104,6 +118,9 @@ class PretendCuda(TorchFunctionMode):
             for t in tree_leaves(result):
                 if type(t) in (Tensor, OnCpu, OnCuda):
                     t.__class__ = result_kind
+        if pinned:
+            assert result_kind is OnCpu
+            result.pinned = True
         return result
 
     def sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any, **more):
@@ -131,6 +148,21 @@ class PretendCuda(TorchFunctionMode):
         return output + (of_mask - of_mask.detach())
 
 
+def waits(function: Any, args: Any, kwargs: Any, result_kind: Any) -> bool:
+    """Whether a call copies between the devices and is over only when that is."""
+    first = type(args[0]) if args else None
+    if result_kind is OnCuda and function in FROM_PYTHON:
+        return not isinstance(args[0], Tensor) or first is OnCpu
+    if function in ASK:
+        return first is OnCuda
+    if function not in (Tensor.to, Tensor.copy_, Tensor.cuda):
+        return False
+    source = args[1] if function is Tensor.copy_ else args[0]
+    if {type(source), result_kind} != {OnCpu, OnCuda}:
+        return False
+    return not kwargs.get("non_blocking") or not hasattr(source, "pinned")
+
+
 class Autocast(torch.autocast):
     def __init__(self, device_type: str, *args: Any, **options: Any) -> None:
         assert device_type == "cuda"
@@ -138,6 +170,9 @@ class Autocast(torch.autocast):
 
 
 class Stream:
+    def __init__(self, *_: Any) -> None:
+        pass
+
     def wait_stream(self, _: Stream) -> None:
         pass
 
@@ -165,9 +200,12 @@ def pytest_configure() -> None:
     torch.Generator, torch.autocast = Generator, Autocast
     cuda = torch.cuda
     cuda.get_rng_state = lambda _: torch.get_rng_state()
-    cuda.Stream, cuda.current_stream = Stream, Stream
+    stream = Stream()
+    cuda.Stream, cuda.current_stream = Stream, lambda *_: stream
     cuda.stream = lambda _: contextlib.nullcontext()
-    cuda.synchronize = cuda._sleep = cuda.set_sync_debug_mode = lambda *_: None
+    cuda.synchronize = cuda._sleep = lambda *_: None
+    cuda.set_sync_debug_mode = functools.partial(setattr, PretendCuda, "sync_debug_mode")
+    cuda.is_current_stream_capturing = lambda: False
     cuda.mem_get_info = lambda: (0, 0)
     PretendCuda().__enter__()
 

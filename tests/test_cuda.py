@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_attn
@@ -334,6 +335,75 @@ def test_waiting_would_be_noticed() -> None:
             number.item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Copies(TorchFunctionMode):
+    """Counts calls that copy to the device, of tensors or of Python's numbers."""
+
+    number = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_cuda:
+            moved = function is Tensor.to and not args[0].is_cuda
+            self.number += moved or function in (torch.tensor, torch.as_tensor)
+        return result
+
+
+def small_cache(layers: int = 1) -> tuple[torch_attn.PagedCache, list[int]]:
+    """A cache, and texts of 40, 3 and 17 tokens in it."""
+    cache = torch_attn.PagedCache(30, page_size=4, key_heads=2, head_dim=64, layers=layers)
+    texts = [cache.add() for _ in range(3)]
+    for layer in range(layers):
+        starts = torch.tensor([0, 40, 43, 60], device="cpu")
+        cache.append(texts, *torch.randn(2, 60, 2, 64), starts, layer=layer)
+    return cache, texts
+
+
+def test_a_model_that_generates_waits_for_nothing() -> None:
+    """Of four layers the first copies what is new to the device: rows, lengths, at times tables.
+
+    And, when one of two texts writes into a page of both, which pages are copied.
+    """
+    layers = 4
+    cache, texts = small_cache(layers)
+    texts.append(cache.fork(texts[1]))
+    starts, host_starts = torch.arange(5), torch.arange(5, device="cpu")
+    query, new = torch.randn(4, 4, 64), torch.randn(2, 4, 2, 64)
+    copies = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            with Copies() as counted:
+                for layer in range(layers):
+                    cache.append(texts, *new, host_starts, layer=layer)
+                    cache.attend(query, texts, starts, layer=layer, max_q=1)
+            copies.append(counted.number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert copies[0] == 4, copies
+    assert {*copies[1:]} == {2, 3}, copies
+
+
+def test_a_cache_in_a_graph() -> None:
+    """Its replays read the tables of the call, whatever the cache has been asked for since."""
+    cache, texts = small_cache()
+    starts, query = torch.arange(4), torch.randn(3, 4, 64)
+
+    def attend() -> Tensor:
+        return cache.attend(query, texts, starts, max_q=1)
+
+    replay, actual = captured(attend)
+    for _ in range(2):
+        query.copy_(torch.randn_like(query))
+        cache.key.copy_(torch.randn_like(cache.key))
+        expected = attend()
+        for others in (texts[::-1], texts[:1] * 3):
+            cache.attend(query, others, starts, max_q=1)
+        # what is in memory that was freed, if any was
+        _others = [torch.full((100,), 2**30, dtype=torch.int32) for _ in range(20)]
+        replay()
+        assert torch.equal(actual, expected)
 
 
 def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

@@ -22,6 +22,12 @@ class _Sequence(NamedTuple):
     lengths: list[int]  # of each layer
 
 
+class _Copy(NamedTuple):
+    numbers: list[Any]
+    stream: Any  # of CUDA, on which they were copied
+    tensor: Tensor
+
+
 class PagedCache:
     """The keys and values of sequences that grow while a model generates, in pages of one pool.
 
@@ -107,6 +113,8 @@ class PagedCache:
         self._free = list(reversed(range(pages)))  # pages without use; the last is taken next
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0  # handles are never reused, so a freed one stays unknown
+        self._copies: dict[str, _Copy] = {}  # the last ones, which serve other layers, too
+        self._of_graphs: list[Tensor] = []  # what replays of CUDA graphs read
 
     def __repr__(self) -> str:
         layers, pages, page_size, heads, head_dim = self.key.shape
@@ -167,7 +175,8 @@ class PagedCache:
             value: ``[T, Hv, Ev]``, likewise.
             cu_seq: int32 or int64 ``[N + 1]``: 0, then where each sequence ends, as
                 :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last end
-                are not stored. The numbers are read, which synchronises with a GPU.
+                are not stored. The numbers are read, which synchronises with a GPU if they are
+                there; on the CPU they serve as well.
             layer: whose keys and values these are.
         """
         handles = list(handles)
@@ -239,14 +248,9 @@ class PagedCache:
             `block_table`, int32 ``[N, most pages]``, -1 after the last page of a sequence, and
             `seqused_k`, int32 ``[N]``, both on the cache's device.
         """
-        handles = list(handles)
-        lengths = self.lengths(handles, layer=layer)
-        tables = [self._sequences[handle].pages for handle in handles]
-        most = max(map(len, tables), default=0)
-        padded = [table + [-1] * (most - len(table)) for table in tables]
-        block_table = torch.tensor(padded, dtype=torch.int32, device=self.key.device)
-        used = torch.tensor(lengths, dtype=torch.int32, device=self.key.device)
-        return block_table.view(len(tables), most), used
+        # Clones, because the caller may write into them.
+        block_table, used = self._tables(handles, layer)
+        return block_table.clone(), used.clone()
 
     def attend(
         self,
@@ -280,7 +284,7 @@ class PagedCache:
             RuntimeError: as for :func:`varlen_attn`.
         """
         handles = list(handles)
-        block_table, used = self.block_table(handles, layer=layer)
+        block_table, used = self._tables(handles, layer)
         _check_starts("cu_seq_q", cu_seq_q, len(handles))
         if max_q is None:
             max_q = int(cu_seq_q.diff().max()) if cu_seq_q.numel() > 1 else 0
@@ -297,6 +301,42 @@ class PagedCache:
             **{"window_size": (-1, 0), "enable_gqa": True, **options},
         )
 
+    def _tables(self, handles: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
+        """Returns what :meth:`block_table` does, in tensors that nobody may write into."""
+        handles = list(handles)
+        lengths = self.lengths(handles, layer=layer)
+        tables = [self._sequences[handle].pages for handle in handles]
+        most = max(map(len, tables), default=0)
+        padded = [table + [-1] * (most - len(table)) for table in tables]
+        block_table = self._copied("tables", padded, torch.int32)
+        return block_table.view(len(tables), most), self._copied("lengths", lengths, torch.int32)
+
+    def _copied(self, name: str, numbers: list[Any], dtype: torch.dtype) -> Tensor:
+        """Returns numbers on the cache's device, without waiting for a GPU.
+
+        Keeps the last ones of each name: most layers need those of the layer before.
+        """
+        device, kept = self.key.device, self._copies.get(name)
+        on_cuda = device.type == "cuda"
+        # Nothing orders the work of two streams, so each has its own copy. A graph takes any copy
+        # from before, because its capture begins when all streams are done.
+        stream = torch.cuda.current_stream(device) if on_cuda else None
+        capturing = on_cuda and torch.cuda.is_current_stream_capturing()
+        if kept and kept.numbers == numbers and (capturing or kept.stream == stream):
+            tensor = kept.tensor
+        else:
+            # Pinned memory is copied while Python goes on. It is new each time, so that nothing is
+            # written over what is still being copied.
+            host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_cuda)
+            tensor = host.to(device, non_blocking=True)
+            if capturing:  # nothing is copied before a replay, and by each replay then
+                self._of_graphs.append(host)
+            else:
+                self._copies[name] = _Copy(numbers, stream, tensor)
+        if capturing:
+            self._of_graphs.append(tensor)
+        return tensor
+
     def _new(self, sequence: _Sequence) -> int:
         self._sequences[self._next] = sequence
         self._next += 1
@@ -312,9 +352,10 @@ class PagedCache:
         self, key: Tensor, value: Tensor, layer: int, copies: dict[int, int], slots: list[int]
     ) -> None:
         """Changes only pages that are still free, and rows that no sequence reads."""
-        device = self.key.device
-        to, source = torch.tensor([[*copies], [*copies.values()]], dtype=torch.int64, device=device)
-        rows = torch.tensor(slots, dtype=torch.int64, device=device)
+        if copies:
+            pages = [[*copies], [*copies.values()]]
+            to, source = self._copied("pages", pages, torch.int64)
+        rows = self._copied("rows", slots, torch.int64)
         for pool, new in ((self.key, key), (self.value, value)):
             new = new.detach()[: len(slots)]
             if new.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
