@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import glob
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +40,13 @@ FILES = [
     )
 ]
 LARGE = "2_31 or 65535 or peak"
-PROFILED = "SpeedOfLight Occupancy SchedulerStats WarpStateStats MemoryWorkloadAnalysis".split()
+PROFILED = (
+    "SpeedOfLight",
+    "Occupancy",
+    "SchedulerStats",
+    "WarpStateStats",
+    "MemoryWorkloadAnalysis",
+)
 
 
 class Step(NamedTuple):
@@ -67,32 +74,38 @@ def find_ncu() -> str:
 
 
 def beside_each_other(programs: Path, out: Path, pretended: bool) -> Iterator[Step]:
-    """Those that look at results alone."""
-    sanitizer = find("compute-sanitizer")
-    for name in PROGRAMS:
-        lacking = "" if (programs / name).exists() else f"{programs / name}: make check-cuda"
-        yield Step(name, [str(programs / name)], 30, lacking)
-    for dtype in DTYPES:
-        yield Step(f"smoke, {dtype}", [*MODULE, "tests.cuda.smoke", "--dtype", dtype], 120)
-    for name in SANITIZED:
-        for tool in TOOLS:
-            lacking = "" if (programs / name).exists() else f"{programs / name}: make check-cuda"
-            command = [sanitizer, "--tool", tool, "--print-limit", "20", "--error-exitcode", "1"]
-            yield Step(
-                f"{tool}, {name}",
-                [*command, str(programs / name)],
-                120,
-                lacking or ("" if sanitizer else "compute-sanitizer"),
-                {"ATTN_GUARD_BYTES": "0"},
-            )
-    plugins = ["-p", "pretend_cuda"] if pretended else []
+    """Those that look at results alone, the longest first."""
     processes = ["-n", str(min(6, os.cpu_count() or 1))] if has("xdist") else []
-    pytest = [*MODULE, "pytest", "-q", "-p", "no:cacheprovider", *plugins, *processes]
-    some = f"cuda and not (sanitizer or {LARGE})"
-    tests = [*FILES, "--tiers", "quick,rest", "-k", some, f"--junitxml={out / 'tests.xml'}"]
-    yield Step("tests", [*pytest, *tests], 300, "" if has("pytest") else "pytest")
+    some = ["--tiers", "quick,rest", "-k", f"cuda and not (sanitizer or {LARGE})"]
+    arguments = [*processes, *FILES, *some, f"--junitxml={out / 'tests.xml'}"]
+    yield pytest_step("tests", arguments, pretended, 300)
     device = ["--device", "gpu", "--seconds", "40", "--processes", "3"]
     yield Step("fuzz", [*MODULE, "tests.fuzz", *device], 120, "" if has("rich") else "rich")
+    for dtype in DTYPES:
+        yield Step(f"smoke, {dtype}", [*MODULE, "tests.cuda.smoke", "--dtype", dtype], 120)
+    for name in PROGRAMS:
+        yield Step(name, [str(programs / name)], 30, unbuilt(programs / name))
+    sanitizer = find("compute-sanitizer")
+    options = ["--print-limit", "20", "--error-exitcode", "1"]
+    for name, tool in itertools.product(SANITIZED, TOOLS):
+        yield Step(
+            f"{tool}, {name}",
+            [sanitizer, "--tool", tool, *options, str(programs / name)],
+            120,
+            unbuilt(programs / name) or ("" if sanitizer else "compute-sanitizer"),
+            {"ATTN_GUARD_BYTES": "0"},
+        )
+
+
+def unbuilt(program: Path) -> str:
+    return "" if program.exists() else f"{program}: make check-cuda"
+
+
+def pytest_step(name: str, arguments: list[str], pretended: bool, seconds: float) -> Step:
+    plugins = ["-p", "pretend_cuda"] if pretended else []
+    plugins += ["--timeout", "100"] if has("pytest_timeout") else []
+    command = [*MODULE, "pytest", "-q", "-p", "no:cacheprovider", *plugins, *arguments]
+    return Step(name, command, seconds, "" if has("pytest") else "pytest")
 
 
 def alone(out: Path, pretended: bool) -> Iterator[Step]:
@@ -105,9 +118,7 @@ def alone(out: Path, pretended: bool) -> Iterator[Step]:
     profile = [ncu, "--clock-control", "none", "-f", "-o", str(kernels), *sections]
     profile += ["-k", "regex:run_block|merge|delta", *MODULE, "tests.cuda.smoke", "--profile"]
     yield Step("ncu", profile, 90, "" if ncu else "ncu")
-    plugins = ["-p", "pretend_cuda"] if pretended else []
-    pytest = [*MODULE, "pytest", "-q", "-p", "no:cacheprovider", *plugins, "tests/test_cuda.py"]
-    yield Step("large", [*pytest, "-k", LARGE], 120, "" if has("pytest") else "pytest")
+    yield pytest_step("large", ["tests/test_cuda.py", "-k", LARGE], pretended, 120)
 
 
 class Report:
@@ -178,7 +189,12 @@ def main() -> None:
     out, programs = given.out.resolve(), given.programs.resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    os.environ.update({"OMP_WAIT_POLICY": "passive"} | ({"ATTN_PRETEND": "1"} if given.pretend else {}))
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    if given.pretend:
+        os.environ["ATTN_PRETEND"] = "1"
+    built = sorted(Path("build", "cuda", "torch_attn").glob("*/libattn.so"))
+    if built and "ATTN_LIBRARY" not in os.environ:  # make check-cuda was here
+        os.environ["ATTN_LIBRARY"] = str(built[-1].resolve())
     end = time.monotonic() + given.seconds
     report, outcomes = Report(out / "report.txt"), []
     wanted = given.only.split(",") if given.only else []
@@ -188,7 +204,8 @@ def main() -> None:
 
     def do(step: Step) -> Outcome:
         outcome = run(step, report, end)
-        print(f"{outcome.state:8} {outcome.seconds:4.0f} s  {step.name}: {outcome.said[:100]}", flush=True)
+        line = f"{outcome.state:8} {outcome.seconds:4.0f} s  {step.name}: {outcome.said[:100]}"
+        print(line, flush=True)
         return outcome
 
     start = Step("environment", [*MODULE, "tests.cuda.smoke", "--environment"], 60)

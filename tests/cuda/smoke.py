@@ -1,8 +1,8 @@
 """One call of every kind on a GPU, with all derivatives, against the same in float64 on the CPU.
 
-`python -m tests.cuda.smoke --dtype bfloat16`, a step of first_run.py. Errors are a number's
-distance from the exact one, divided by the largest of its tensor and by the unit of its dtype: large
-enough to see wrong addresses and factors, while `make fuzz` and the tests have bounds.
+`python -m tests.cuda.smoke --dtype bfloat16`, a step of first_run.py. An error is a number's
+distance from the exact one, divided by the largest of its tensor and by the unit roundoff of its
+dtype. It shows wrong addresses and factors; the fuzzer and the tests have tighter bounds.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def errors(call: str, dtype: torch.dtype) -> dict[str, float]:
     with torch.device("cpu"):
         expected = test_cuda.compute(function, *exact)
     assert actual.keys() == expected.keys()
+    units = {name: torch.finfo(a.dtype).eps / 2 for name, a in actual.items()}
     return {
-        name: relative(actual[name].cpu().double(), e.double()) / (torch.finfo(actual[name].dtype).eps / 2)
-        for name, e in expected.items()
+        n: relative(actual[n].cpu().double(), e.double()) / units[n] for n, e in expected.items()
     }
 
 
