@@ -283,6 +283,11 @@ def kernels_set_to(name: str) -> contextlib.AbstractContextManager[Any]:
     return cpu_capability_set_to(name) if name in CPU_CAPABILITIES else torch.device("cuda")
 
 
+def bits_promised(kernels: str) -> contextlib.AbstractContextManager[None]:
+    """Where the bits of a row depend on nothing beside it: on a GPU only if that is asked for."""
+    return torch_attn.invariant() if kernels == "cuda" else contextlib.nullcontext()
+
+
 def rng_state(device: torch.device) -> Tensor:
     """Of the generator from which calls on the device draw."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

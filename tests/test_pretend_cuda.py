@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # Some of every file, without what would take long or asks the device itself.
 TESTS = {
-    "test_cuda.py": "not (repeats or peak or would_be or mixed or second_device or sanitizer)",
+    "test_cuda.py": "not (repeats or peak or scores_would_be or mixed or second_device or sanitizer)",
     "test_forward.py": "packed or expanded or lowest or no_keys or need",
     "test_backward.py": "masked or several or expanded",
     "test_nan.py": "many or fully or infinite",
@@ -30,6 +30,9 @@ TESTS = {
     "test_memory.py": "cuda",
     "test_replace.py": "that_of_attn",
     "test_validate.py": "bad_input",
+    "test_varlen.py": "each_sequence or third or vmap or shared",
+    "test_paged.py": "generation or table or page",
+    "test_invariance.py": "entries or asked",
 }
 
 
