@@ -207,6 +207,8 @@ def pytest_configure() -> None:
     cuda.set_sync_debug_mode = functools.partial(setattr, PretendCuda, "sync_debug_mode")
     cuda.is_current_stream_capturing = lambda: False
     cuda.mem_get_info = lambda: (0, 0)
+    # torch's own is below the modes that are entered, and asks CUDA itself
+    torch.set_default_device = lambda device: torch.device(device).__enter__()
     PretendCuda().__enter__()
 
 

@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests._variants import build_stand_in
+from tests._variants import STAND_INS, build_stand_in
 
 from . import packed
 from .drawing import draw
 from .problem import DTYPES, OF_BUILTIN, OPTIONS
 from .worker import SAMPLE, Report, described, work
 
-SHARES = {"cpu": 0.75, "cuda": 0.15, "amx": 0.1}  # of the time
+SHARES = {"cpu": 0.75, "cuda": 0.15, "amx": 0.1, "gpu": 1.0}  # of the time
 
 
 def devices() -> list[str]:
@@ -37,11 +37,21 @@ def devices() -> list[str]:
     return ["cpu", *on_x86, *(["amx"] if has_bf16 else [])]
 
 
+def has_gpu() -> bool:
+    """Whether there is one, and kernels for it in the library."""
+    import torch
+
+    import torch_attn  # noqa: F401, registers the operators
+
+    built = torch._C._dispatch_has_kernel_for_dispatch_key("attn::sdpa", "CUDA")
+    return bool(built and torch.cuda.is_available())
+
+
 def fuzz(
     device: str, seed: int, problems: int, seconds: float, processes: int, console: Console
 ) -> Report:
     """All processes of one device, to their end."""
-    built = None if device == "cpu" else str(build_stand_in(device))
+    built = str(build_stand_in(device)) if device in STAND_INS else None
     # Read when a process loads the library.
     os.environ.update(OMP_WAIT_POLICY="passive", ATTN_STAND_IN_SEED=str(seed))
     os.environ.update({"ATTN_LIBRARY": built} if built else {})
@@ -169,6 +179,8 @@ def one(seed: int, index: int, device: str, console: Console) -> int:
     from . import check, functions, relative
 
     everything = torch.ops.attn._cpu_capabilities() if device == "cpu" else [device]
+    if device == "gpu":
+        torch.set_default_device("cuda")
     problem = draw(seed, index, device)
     capabilities = problem.capabilities(everything)
     print(problem.program(capabilities[-1], []))
@@ -205,14 +217,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problems", type=int, default=10**12, help="at most so many")
     parser.add_argument("--problem", type=int, help="only this one of the seed, with its program")
     parser.add_argument("--only", choices=list(SHARES), help="one kind of kernels")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: on a GPU, as --only gpu"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(arguments)
+    if options.device == "cuda":
+        options.only = "gpu"
+    if options.only == "gpu" and not has_gpu():
+        parser.error("--only gpu: there is no GPU, or no kernels for it in the library")
     console = Console(width=None if sys.stdout.isatty() else 150)
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     if options.problem is not None:
         return one(seed, options.problem, options.only or "cpu", console)
     run = [options.only] if options.only else devices()
-    left_out = [d for d in SHARES if d not in run and not options.only]
+    left_out = [d for d in SHARES if d not in (*run, "gpu") and not options.only]
     console.print(f"seed {seed}, {options.processes} processes: {', '.join(run)}")
     if left_out:
         console.print(f"not run, this machine cannot: {', '.join(left_out)}")

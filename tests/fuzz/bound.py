@@ -28,7 +28,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .problem import RESULTS, Problem
+from .problem import ON_CUDA, RESULTS, Problem
 from .textbook import INF, Textbook
 
 SLACK = 1.02
@@ -64,7 +64,7 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
     u = 2.0**-24
     plain = Arithmetic(u, 4 * u)
     exact_weights = "attn_mask" in problem.dtypes
-    if capability == "cuda":
+    if capability in ON_CUDA:
         large = max(problem.sizes["E"], problem.sizes["Ev"]) > 256
         # of scores beside product and mask; a cap that float32 does not hold is none
         has_terms = 0 < problem.softcap < 2.0**128 or "alibi_slopes" in problem.dims

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .bound import arithmetic, bounds
-from .problem import LACKS, Integers, Problem
+from .problem import LACKS, ON_CUDA, Integers, Problem
 from .textbook import Textbook
 
 # What is said of a problem beside its tensors and its call: lines that end with an assertion.
@@ -113,7 +113,7 @@ class Ratio:
 def apply_settings(problem: Problem, capability: str) -> None:
     if torch.get_num_threads() != problem.threads:
         torch.set_num_threads(problem.threads)
-    if capability != "cuda":
+    if capability not in ON_CUDA:
         torch.ops.attn._set_cpu_capability(capability)
     if torch.get_float32_matmul_precision() != problem.precision:
         torch.set_float32_matmul_precision(problem.precision)

@@ -16,7 +16,7 @@ EDGES = [
 ]
 MODES = {"forward": 66, "backward": 22, "jvp": 3, "second": 3, "over_forward": 3, "over_reverse": 3}
 # The cost of a problem, in multiplications, that one in twenty exceeds by a factor of ten.
-COSTS = {"cpu": 500_000, "cuda": 50_000, "amx": 200_000}
+COSTS = {"cpu": 500_000, "cuda": 50_000, "gpu": 5_000_000, "amx": 200_000}
 
 
 def size(rng: random.Random) -> int:
@@ -53,7 +53,7 @@ def draw_builtin(seed: int, index: int, device: str, plain: bool) -> Problem:
     on_tiles = {"float32": 5, "bfloat16": 30, "float16": 20}  # float32 where it may be rounded
     dtype = weighted(rng, on_tiles if device == "amx" else DTYPES)
     sizes = {name: size(rng) for name in ("L", "S", "E", "Ev")}
-    if device == "cpu" and rng.random() < 0.02:  # keys of a query are cut among tasks
+    if device in ("cpu", "gpu") and rng.random() < 0.02:  # keys of a query are cut among tasks
         sizes["L"], sizes["S"] = rng.randint(1, 9), rng.randint(256, 4200)
     batch = [f"B{i}" for i in range(rng.choices([0, 1, 2, 3], [4, 5, 3, 1])[0])]
     for name in batch:

@@ -18,11 +18,11 @@ from . import check as check_module
 from .check import Failure, apply_settings
 from .drawing import EDGES, MODES
 from .options import length, offset, softcap, weighted, window
-from .problem import DTYPES, MASKS, SINKS, SLOPES, VALUES, Problem
+from .problem import DTYPES, MASKS, ON_CUDA, SINKS, SLOPES, VALUES, Problem
 
 EVERY = 5  # one index in so many has such a problem, too; odd, for all processes
 # The cost of a problem, in multiplications, that one in twenty exceeds by a factor of ten.
-COSTS = {"cpu": 2_000_000, "cuda": 50_000, "amx": 400_000}
+COSTS = {"cpu": 2_000_000, "cuda": 50_000, "gpu": 5_000_000, "amx": 400_000}
 
 # What is said of a problem beside its numbers and tensors.
 SEQUENCES = """
@@ -329,7 +329,7 @@ class Packed:
             "",
             *self.settings(capability),
             # Which takes other kernels for 16 bits where lengths and rows of no 16 bytes meet.
-            f"ON_CUDA = {capability == 'cuda'}",
+            f"ON_CUDA = {capability in ON_CUDA}",
             *self.setup(),
             *calls,
         ]
@@ -393,12 +393,12 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
         inner = rng.sample(range(1, queries[cut]), rng.randint(1, min(4, queries[cut] - 1)))
         cuts = (0, *sorted(inner), queries[cut])
         pair = (pair[0], rng.choice((0, 0, 0, pair[1])))
-    if device == "cuda" and dtype in ("bfloat16", "float16"):
+    if device in ON_CUDA and dtype in ("bfloat16", "float16"):
         page = 0  # which tensor cores do not take
     shared = [(n, rng.randrange(n)) for n in range(1, len(queries)) if rng.random() < 0.4]
     layouts = {n: rng.randrange(2**31) for n in (*tables, "query", "key", "value", "u")
                if rng.random() < 0.35}  # fmt: skip
-    if device == "cuda" and dtype in ("bfloat16", "float16"):
+    if device in ON_CUDA and dtype in ("bfloat16", "float16"):
         layouts = {}  # nor, of packed sequences, rows that begin anywhere
     scale = rng.choice((0.0, 1.0, -0.37, 0.1, 2.5, 12.0)) if rng.random() < 0.2 else None
     precision = "highest"
@@ -416,7 +416,7 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
         dtypes=dtypes, mask_heads=rng.choice((1, Hq)), spoil=rng.choice(("nan", "nan", "inf")),
         page=page, shared=tuple(shared) if page and rng.random() < 0.6 else (),
         interleaved=bool(page) and rng.random() < 0.3, cut=cut, cuts=cuts if cut >= 0 else (),
-        invariant=device == "cuda" or rng.random() < 0.15,
+        invariant=device in ON_CUDA or rng.random() < 0.15,
         threads=rng.choices([1, 2, 3], [8, 1, 1])[0], precision=precision,
     )  # fmt: skip
 

@@ -26,6 +26,8 @@ OPTIONS = ("softcap", "window_size", *INTEGERS, "alibi_slopes", "sinks", "logsum
 OF_BUILTIN = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 RESULTS = ("output", "logsumexp", "max_score")
 
+ON_CUDA = ("cuda", "gpu")  # capabilities of the same kernels: over the stand-in, and on a GPU
+
 DTYPES = {"float32": 35, "bfloat16": 30, "float16": 20, "float64": 15}  # how often
 # How the numbers of a tensor are drawn; `s` stands for its shape, `d` for its dtype.
 VALUES = {
@@ -450,7 +452,9 @@ class Problem:
 
     def settings(self, capability: str) -> list[str]:
         lines = [f"torch.set_num_threads({self.threads})"]
-        if capability != "cuda":
+        if capability == "gpu":
+            lines.append('torch.set_default_device("cuda")')
+        if capability not in ON_CUDA:
             lines.append(f'torch.ops.attn._set_cpu_capability("{capability}")')
         if self.precision != "highest":
             lines.append(f'torch.set_float32_matmul_precision("{self.precision}")')

@@ -94,7 +94,7 @@ def contiguous(tensor: Tensor) -> Tensor:
 def more_errors(call: _accuracy.Problem) -> dict[str, float]:
     worst: dict[str, float] = {}
     for seed in range(MORE_NEIGHBOURS):
-        generator = torch.Generator().manual_seed(1000 + seed)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1000 + seed)
         problem = call
         for change in [False] * 8 + [True] * 4:
             problem = problem.neighbour(generator, change=change)

@@ -69,8 +69,10 @@ def work(
     from . import check, functions, packed, relative
 
     torch.set_num_threads(1)
+    if device == "gpu":
+        torch.set_default_device("cuda")
     # Without a device, each call of torch.manual_seed is kept, with its stack, for a later device.
-    for module in (torch.cuda, torch.xpu, torch.mtia):
+    for module in (torch.xpu, torch.mtia, *([] if device == "gpu" else [torch.cuda])):
         setattr(module, "manual_seed_all", lambda _: None)  # noqa: B010, not what it is typed as
     everything = torch.ops.attn._cpu_capabilities()
     if device != "cpu":
@@ -97,6 +99,8 @@ def work(
             report.say_nothing += r.says_nothing
         if failure:
             failures += 1
+            if device == "gpu":
+                torch.cuda.synchronize()  # after an error of memory the process ends here
             if failures <= MADE_SMALL:
                 failure = check.shrunk(failure)
         elif index % SAMPLE == 0:
@@ -119,6 +123,8 @@ def work(
             failure, _ = packed.check(of_sequences, of_sequences.capabilities(everything))
             if failure:
                 failures += 1
+                if device == "gpu":
+                    torch.cuda.synchronize()
                 failure = packed.shrunk(failure) if failures <= MADE_SMALL else failure
                 report.failures.append(described(failure, seed, index, device))
         if device == "cpu" and index % functions.EVERY == 0:
