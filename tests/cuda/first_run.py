@@ -79,7 +79,7 @@ def beside_each_other(programs: Path, out: Path, pretended: bool) -> Iterator[St
     some = ["--tiers", "quick,rest", "-k", f"cuda and not (sanitizer or {LARGE})"]
     arguments = [*processes, *FILES, *some, f"--junitxml={out / 'tests.xml'}"]
     yield pytest_step("tests", arguments, pretended, 300)
-    device = ["--device", "gpu", "--seconds", "40", "--processes", "3"]
+    device = ["--only", "gpu", "--seconds", "40", "--processes", "3"]
     yield Step("fuzz", [*MODULE, "tests.fuzz", *device], 120, "" if has("rich") else "rich")
     for dtype in DTYPES:
         yield Step(f"smoke, {dtype}", [*MODULE, "tests.cuda.smoke", "--dtype", dtype], 120)
