@@ -178,9 +178,9 @@ def compile_kernel(name: str, params: str) -> Kernel:
             f"template __global__ void run_block<{name}>(const __grid_constant__ {params});\n"
             "}\n"
         )
-        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", "-arch=sm_90", "-cubin"]
+        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", "-arch=sm_90"]
         usage = subprocess.run(
-            [NVCC, *options, f"-I{ROOT / 'csrc'}", "-Xptxas=-v", source, "-o", cubin],
+            [NVCC, *options, f"-I{ROOT / 'csrc'}", "-Xptxas=-v", "-cubin", source, "-o", cubin],
             capture_output=True,
             text=True,
             check=True,
