@@ -1,8 +1,8 @@
 // Puts the splits of the keys together: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
 //
-// A warp loads the outputs of several splits at once, and does so before it knows their weights, because nearly all time
-// is spent waiting for memory. It may do so because every split writes every row: 0 if it saw no key of it. Each lane
-// computes the weights of some splits; shuffles bring them to the others.
+// A warp loads the outputs of several splits at once, before it knows their weights, because nearly all time is spent
+// waiting for memory. It may do so because every split writes every row: 0 if it saw no key of it. Each lane computes
+// the weights of some splits; shuffles bring them to the others.
 #pragma once
 
 #include "cuda/kernels.h"
