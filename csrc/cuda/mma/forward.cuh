@@ -38,7 +38,7 @@ struct ForwardMma {
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];                         // of dropout's counters
     alignas(16) const unsigned char* in_mask[kCopiesMask ? kRows : 1];  // where the row begins
-    [[no_unique_address]] std::conditional_t<kCopiesMask, MaskTile<S, kTiles, !kFewRegisters>, Nothing> mask;
+    std::conditional_t<kCopiesMask, MaskTile<S, kTiles, !kFewRegisters>, Nothing> mask;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];

@@ -133,7 +133,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     int64_t first_head;  // of those that read these keys
     int64_t slice;       // of dM, see sharer_of_mask()
     RowLoop loop;
-    [[no_unique_address]] std::conditional_t<kSecond, Tangent, Nothing> tangent;
+    std::conditional_t<kSecond, Tangent, Nothing> tangent;
   };
 
   Shared& shared;

@@ -58,7 +58,7 @@ struct ScoresSimt {
     int64_t grad_output_base;  // for those that have it
     RowTile<kSimtTile> rows;
     uint32_t head_number[kSimtTile];  // of dropout's counters
-    [[no_unique_address]] std::conditional_t<kPaged, RowsInPages, Nothing> in_pages;
+    std::conditional_t<kPaged, RowsInPages, Nothing> in_pages;
   };
 
   const Params& p;
