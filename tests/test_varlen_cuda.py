@@ -175,14 +175,22 @@ def differing_by_token(dtype: torch.dtype) -> list[int]:
     return [i for i in tokens if not of_token(i).equal(whole[:, :, i : i + 1])]
 
 
-def differing_in_pages(dtype: torch.dtype, page: int, **options: Any) -> list[str]:
+def differing_in_pages(
+    dtype: torch.dtype,
+    page: int,
+    dims: tuple[int, int] = (72, 136),
+    lengths: tuple[int, ...] = (5, 2, 130, 0, 1),
+    keys: tuple[int, ...] = (70, 0, 129, 2, 300),
+    with_mask: bool = False,
+    **options: Any,
+) -> list[str]:
     """Whether output or logsumexp depend on where keys and values lie: in pages, or in a row.
 
     Whatever of the pool is not in use is NaN.
     """
     generator = torch.Generator().manual_seed(SEED)
-    used, lengths = torch.tensor([70, 0, 129, 2, 300]), [5, 2, 130, 0, 1]
-    sizes = [(sum(lengths), 4, 72), (int(used.sum()), 2, 72), (int(used.sum()), 1, 136)]
+    used, most = torch.tensor(keys), (max(lengths), max(keys))
+    sizes = [(sum(lengths), 4, dims[0]), (sum(keys), 2, dims[0]), (sum(keys), 1, dims[1])]
     query, *in_a_row = (torch.randn(*s, generator=generator).to(dtype) for s in sizes)
     pages_of = (used + page - 1) // page
     order = torch.randperm(int(pages_of.sum()) + 3, generator=generator)
@@ -194,16 +202,18 @@ def differing_in_pages(dtype: torch.dtype, page: int, **options: Any) -> list[st
         for pool, t in zip(pools, in_a_row, strict=True):
             pool[of_sequence[rows // page], rows % page] = t[used[:n].sum() + rows]
     common = {"return_aux": torch_attn.varlen.AuxRequest(lse=True), "enable_gqa": True, **options}
-    starts, most = cu_seq(lengths), (max(lengths), int(used.max()))
+    if with_mask:
+        common["attn_mask"] = torch.rand(1, sum(lengths), most[1], generator=generator) < 0.5
+        common["attn_mask"][..., 64:128] = False  # nothing of a tile is read
+    starts = cu_seq([*lengths])
     torch.manual_seed(SEED)
     paged = torch_attn.varlen_attn(
         query, *pools, starts, None, *most, seqused_k=used, block_table=table, **common
     )
     torch.manual_seed(SEED)
-    expected = torch_attn.varlen_attn(
-        query, *in_a_row, starts, cu_seq(used.tolist()), *most, **common
-    )
-    names = [f"{dtype}, pages of {page}, {options}: {name}" for name in ("output", "lse")]
+    expected = torch_attn.varlen_attn(query, *in_a_row, starts, cu_seq([*keys]), *most, **common)
+    call = f"{dtype}, pages of {page}, {dims}, mask {with_mask}, {options}"
+    names = [f"{call}: {name}" for name in ("output", "lse")]
     return [name for name, a, b in zip(names, paged, expected, strict=True) if not a.equal(b)]
 
 
@@ -342,11 +352,58 @@ def test_bits_of_a_token_are_those_of_the_text(variables: dict[str, str]) -> Non
 
 @pytest.mark.parametrize("page", [1, 16, 48, 64, 256])
 def test_bits_do_not_depend_on_pages(page: int, variables: dict[str, str]) -> None:
-    """In float32 and float64: in 16 bits tensor cores compute what is not in pages."""
+    """On tensor cores, which take numbers of 16 bits, and without."""
     options = "{}, {'window_size': (-1, 0), 'dropout_p': 0.3}, {'softcap': 2.0}"
-    call = f"differing_in_pages(d, {page}, **o)"
-    loops = f"for d in (torch.float64, torch.float32) for o in ({options})"
+    call = f"differing_in_pages(getattr(torch, d), {page}, **o)"
+    loops = f"for d in DTYPES for o in ({options})"
     assert run_over_stand_in(f"print(sum([{call} {loops}], []))", variables) == "[]\n"
+
+
+PAGED: dict[str, dict[str, Any]] = {  # arguments of differing_in_pages()
+    "blocks of many rows": {"lengths": (70, 130, 3), "keys": (70, 150, 300)},
+    "decoding": {"lengths": (1, 1, 1), "keys": (700, 3, 1500)},
+    "mask": {"with_mask": True},
+    "mask and splits": {"lengths": (40, 1), "keys": (1100, 200), "with_mask": True},
+    "scale": {"scale": -0.3, "window_size": (70, 3)},
+}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (72, 128), (72, 136), (20, 24)])
+@pytest.mark.parametrize("case", PAGED)
+def test_bits_on_tensor_cores_do_not_depend_on_pages(
+    case: str, dims: tuple[int, int], variables: dict[str, str]
+) -> None:
+    """Keys that are no whole vectors are left to the other kernels, in pages and in a row."""
+    call = f"differing_in_pages(d, p, {dims}, **PAGED[{case!r}])"
+    loops = "for d in (torch.bfloat16, torch.float16) for p in (7, 16)"
+    assert run_over_stand_in(f"print(sum([{call} {loops}], []))", variables) == "[]\n"
+
+
+def far_in_odd_pages(dtype: torch.dtype) -> float:
+    """How far results are from those of aligned pages where 16 bytes lie anywhere in a pool."""
+    generator = torch.Generator().manual_seed(SEED)
+    query, *pools = (
+        torch.randn(*s, 64, generator=generator).to(dtype) for s in ((9, 2), (5, 16, 2), (5, 16, 2))
+    )
+    table, used = torch.tensor([[3, 0, 4]]), torch.tensor([40])
+    results = []
+    for beyond, first in ((0, 0), (1, 0), (0, 1)):  # between pages, before the pool
+        odd = []
+        for pool in pools:
+            strides = (pool.stride(0) + beyond, *pool.stride()[1:])
+            memory = torch.full((first + 5 * strides[0],), torch.nan, dtype=dtype)
+            odd.append(memory.as_strided(pool.shape, strides, first).copy_(pool))
+        numbers = (cu_seq([9]), None, 9, 40)
+        results.append(
+            torch_attn.varlen_attn(query, *odd, *numbers, seqused_k=used, block_table=table)
+        )
+    return max(largest(r.double() - results[0].double()) for r in results)
+
+
+def test_pages_that_are_not_aligned(variables: dict[str, str]) -> None:
+    """The stand-in fails if a copy of 16 bytes is not: the other kernels have to serve them."""
+    far = run_over_stand_in("print(far_in_odd_pages(torch.bfloat16))", variables)
+    assert 0 < float(far) < 0.02
 
 
 def test_numbers_that_nobody_has_checked(variables: dict[str, str]) -> None:

@@ -38,14 +38,19 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
   return offset;
 }
 
-// Where row `row` of the keys or values of batch entry n begins. On a GPU page numbers are not validated, because that
-// would synchronise. They are clamped here, so nothing outside the pool is read.
-ATTN_INLINE constexpr int64_t key_row_offset(const Problem& p, const Operand& x, int64_t n, int64_t row) {
+// Where row `row` of batch entry n begins in a pool, whose pages and their rows have these strides. On a GPU page
+// numbers are not validated, because that would synchronise. They are clamped here, so nothing outside the pool is read.
+ATTN_INLINE constexpr int64_t offset_in_pages(const Problem& p, int64_t page_stride, int64_t row_stride, int64_t n,
+                                              int64_t row) {
   const auto [table, is_wide, per_entry, per_page, rows, pages] = p.paging;
-  if (!table) return batch_offset(p, x, n) + row * x.row;
-  const int64_t at = n * per_entry + row / rows * per_page;
+  const int64_t number = row / rows, at = n * per_entry + number * per_page;
   const int64_t page = is_wide ? static_cast<const int64_t*>(table)[at] : static_cast<const int32_t*>(table)[at];
-  return larger(0, smaller(page, pages - 1)) * x.page + row % rows * x.row;
+  return larger(0, smaller(page, pages - 1)) * page_stride + (row - number * rows) * row_stride;
+}
+// Where row `row` of the keys or values of batch entry n begins.
+ATTN_INLINE constexpr int64_t key_row_offset(const Problem& p, const Operand& x, int64_t n, int64_t row) {
+  if (!p.paging.table) return batch_offset(p, x, n) + row * x.row;
+  return offset_in_pages(p, x.page, x.row, n, row);
 }
 
 // Whether dimension d of the batch counts packed sequences.

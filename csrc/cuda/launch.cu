@@ -70,15 +70,16 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }  // namespace
 
 // A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
-// cores know product and mask. Keys that are no vectors would be copied, beyond the end of a short sequence too. Those
-// in pages are left to the other kernels as long as no GPU is at hand to measure what tensor cores gain there.
+// cores know product and mask. Keys that are no vectors would be copied, beyond the end of a short sequence and in pages
+// that are not in use too.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
-  const bool is_paged = p.paging.table;
-  const bool reads_in_place = in_vectors(p, p.key, p.head_dim) && in_vectors(p, p.value, p.value_dim);
-  return is_16_bits && !exact_weights && !is_paged && !has_score_terms(p) &&
-         (!p.visibility.key_lengths || reads_in_place) && larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
+  const bool may_be_copied = !p.visibility.key_lengths && !p.paging.table;
+  const bool reads_in_place = in_vectors(p, p.key, p.head_dim) && in_vectors(p, p.value, p.value_dim) &&
+                              p.key.page % kVector == 0 && p.value.page % kVector == 0;
+  return is_16_bits && !exact_weights && !has_score_terms(p) && (may_be_copied || reads_in_place) &&
+         larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
 // Counts the keys that a task's rows see at most, from the first of a tile on, which is where splits begin (Task::set).
@@ -112,9 +113,11 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
 }
 
 Error launch_forward(const ForwardParams& p, Stream stream) {
-  const Error error = uses_mma(p)
-                          ? with_mma(p, [&]<class S, int kDim>() { return launch_forward_mma<S, kDim>(p, stream); })
-                          : with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, stream); });
+  const auto on_tensor_cores = [&]<class S, int kDim>() {
+    return p.paging.table ? launch_forward_mma<S, kDim, true>(p, stream) : launch_forward_mma<S, kDim>(p, stream);
+  };
+  const Error error = uses_mma(p) ? with_mma(p, on_tensor_cores)
+                                  : with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, stream); });
   if (error || p.splits == 1) return error;
   return with_simt(p, [&]<class T>() { return launch_merge_splits<T>(p, stream); });
 }

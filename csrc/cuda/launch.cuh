@@ -20,10 +20,11 @@ inline dim3 grid_of(int64_t blocks) {
 // This block's number in such a grid.
 __device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
 
-// A kernel that keeps nothing in shared memory.
+// A kernel that keeps nothing in shared memory, or the place of what some instances keep there.
 struct Nothing {};
 
-// Shared: all that a block keeps in shared memory, on every device that is supported.
+// Shared: all that a block keeps in shared memory, on every device that is supported. No member of it may be
+// [[no_unique_address]], because nvcc 13.0 then puts members of derived structs where sizeof() does not reach.
 template <class Shared, class Params>
 [[nodiscard]] Error launch(void (*kernel)(Params), const Params& p, int64_t blocks, int threads, Stream stream) {
   static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");

@@ -393,13 +393,11 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
         inner = rng.sample(range(1, queries[cut]), rng.randint(1, min(4, queries[cut] - 1)))
         cuts = (0, *sorted(inner), queries[cut])
         pair = (pair[0], rng.choice((0, 0, 0, pair[1])))
-    if device in ON_CUDA and dtype in ("bfloat16", "float16"):
-        page = 0  # which tensor cores do not take
     shared = [(n, rng.randrange(n)) for n in range(1, len(queries)) if rng.random() < 0.4]
     layouts = {n: rng.randrange(2**31) for n in (*tables, "query", "key", "value", "u")
                if rng.random() < 0.35}  # fmt: skip
     if device in ON_CUDA and dtype in ("bfloat16", "float16"):
-        layouts = {}  # nor, of packed sequences, rows that begin anywhere
+        layouts = {}  # rows of packed sequences that begin anywhere: tensor cores do not take them
     scale = rng.choice((0.0, 1.0, -0.37, 0.1, 2.5, 12.0)) if rng.random() < 0.2 else None
     precision = "highest"
     if dtype == "float32" and (device == "amx" or rng.random() < 0.15):

@@ -65,13 +65,14 @@ inline void __syncwarp(unsigned mask = ~0u) {
   stand_in::collective("__syncwarp", nullptr, [](void**) {});
 }
 
+// `from`, in the part of `width` lanes that this lane is in.
 template <class T>
-T __shfl_sync(unsigned mask, T value, int from) {
+T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
   if (mask != ~0u) stand_in::fail("a shuffle of a part of a warp");
   struct Lane {
     T value, result;
     int from;
-  } lane{value, {}, from};
+  } lane{value, {}, stand_in::lane() / width * width + from};
   stand_in::collective("a shuffle", &lane, [](void** of_lane) {
     for (int l = 0; l < 32; ++l) {
       auto* to = static_cast<Lane*>(of_lane[l]);

@@ -182,7 +182,7 @@ struct BackwardMma {
   // when it is there.
   static_assert(kRows <= kMmaThreads);
   __device__ __forceinline__ BackwardRow read_row(const TileOfRows& tile, int count) const {
-    BackwardRow row;
+    BackwardRow row{};
     const int i = thread_index();
     if (i >= kRows) return row;
     const int at = RowTile<kRows>::last_repeated(i, count);

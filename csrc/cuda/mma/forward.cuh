@@ -11,8 +11,8 @@
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: of 16 rows, of a warp. kGeneral:
-// with a mask, dropout or a scale that is not positive.
-template <class S, int kDim, int kTiles, bool kGeneral>
+// with a mask, dropout or a scale that is not positive. kPaged: whether keys and values lie in pages.
+template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
   static constexpr int kThreads = kMmaThreads, kBlocks = 0;  // as many as shared memory holds
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
@@ -45,10 +45,13 @@ struct ForwardMma {
   // The mask of one tile of keys, where it is not in shared memory.
   using Mask = std::conditional_t<kCopiesMask, Nothing, typename Fragments::Mask[kTiles]>;
   using Output = float[kTiles][kDim / 8][4];
+  using InPages = PagedRows<kDim>;
 
   const ForwardParams& p;
   Shared& shared;
   const Task& task;
+  // Of the keys that are copied next, and of their values.
+  [[no_unique_address]] std::conditional_t<kPaged, InPages, Nothing> in_pages;
 
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
 
@@ -74,14 +77,19 @@ struct ForwardMma {
   }
 
   // Where registers are fewest, the address of each row is a product of its own: a sum would keep the
-  // row before it in registers.
+  // row before it in registers. `place`: see PagedRows.
   template <class Tile>
   __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
-                                            int64_t cols) {
-    if constexpr (kGeneral && kFewRegisters)
+                                            int64_t cols, int place) {
+    if constexpr (kPaged)
+      in_pages.load(tile, data, keys, cols, place);
+    else if constexpr (kGeneral && kFewRegisters)
       load_tile(tile, data + key * stride, keys, cols, [&](int j) { return j * stride; });
     else
       load_tile(tile, data + key * stride, keys, cols, stride);
+  }
+  __device__ __forceinline__ void find_in_pages(int64_t key) {
+    if constexpr (kPaged) in_pages.find(p, task.n, key, task.last_key);
   }
   // Of the tile that begins with `key`; none and less than none beyond the last one.
   __device__ __forceinline__ int keys_from(int64_t key) const {
@@ -127,13 +135,15 @@ struct ForwardMma {
     if (keys > 0) {
       load_tile(shared.query, head_of<S>(p, p.query, task.n, 0), task.rows, p.head_dim,
                 [&](int i) { return shared.rows.offset(p.query, i); });
+      find_in_pages(key);
       start_key(key, keys);
     }
     while (keys > 0) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are there, and the last values have been read
-      load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim);
+      load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim, InPages::kOfValues);
       commit_copies();
+      if constexpr (!kHasMask) find_in_pages(key + kKeys);  // arrives during the products
       Scores x = {};
       if (has_rows()) add_dots<kTiles>(x, shared.query, row(MmaThread(), 0), shared.key);
       if constexpr (!kHasMask) {
@@ -153,6 +163,7 @@ struct ForwardMma {
       if constexpr (kHasMask) {
         wait_for_copies<0>();
         find_shown<M>(mask, key, keys);
+        find_in_pages(key);
         start_key(key, keys);
       }
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
@@ -162,7 +173,7 @@ struct ForwardMma {
 
   __device__ __forceinline__ void start_key(int64_t key, int keys) {
     if (keys <= 0) return;
-    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim);
+    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim, InPages::kOfKeys);
     commit_copies();
   }
 
@@ -366,11 +377,20 @@ struct ForwardMma {
   }
 };
 
-template <class S, int kDim>
+// With a mask, keys in pages are read by blocks of few rows only. That is rare, and saves time of the compiler. Splits
+// are planned before, so that it changes no bits.
+template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
+  if constexpr (kPaged)
+    if (is_general(p)) {
+      ForwardParams of_few_rows = p;
+      of_few_rows.rows_per_task = forward_mma_rows(1);
+      return launch_blocks<ForwardMma<S, kDim, 1, true, kPaged>>(of_few_rows, stream);
+    }
   const auto run = [&]<int kTiles>() {
-    return is_general(p) ? launch_blocks<ForwardMma<S, kDim, kTiles, true>>(p, stream)
-                         : launch_blocks<ForwardMma<S, kDim, kTiles, false>>(p, stream);
+    if constexpr (!kPaged)
+      if (is_general(p)) return launch_blocks<ForwardMma<S, kDim, kTiles, true>>(p, stream);
+    return launch_blocks<ForwardMma<S, kDim, kTiles, false, kPaged>>(p, stream);
   };
   constexpr int kMostTiles = forward_mma_tiles(kDim);
   return p.rows_per_task == forward_mma_rows(kMostTiles) ? run.template operator()<kMostTiles>()
