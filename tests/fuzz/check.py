@@ -181,7 +181,7 @@ def compare(
         ratio = torch.where(bound == math.inf, 0, ratio).nan_to_num_(nan=math.inf)
         worst = ratio.max().item()
     if worst > 1:
-        at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+        at = tuple(int(i) for i in torch.unravel_index(ratio.argmax().cpu(), ratio.shape))
         limit = bound[at].item()
         what = (
             f"{name}{list(at)} is {actual[at].item():.6g}, exact {expected[at].item():.6g}: "
