@@ -35,6 +35,7 @@ from helpers import (
 from test_cuda_stand_in import weights_kept
 from test_memory import OPTIONS, make_option
 from test_subsystems import Attention
+from tests.cuda.programs import PROGRAMS, compile_program, find
 from torch_attn import reference
 from torch_attn.varlen import AuxRequest
 
@@ -652,7 +653,25 @@ def test_more_than_65535_blocks(sizes: dict[str, Any], dtype: torch.dtype) -> No
     assert_near(actual, compute(reference.sdpa, *doubles), 2e-2)
 
 
-# --- compute-sanitizer ----------------------------------------------------------------------------
+# --- programs that need no torch, and compute-sanitizer -------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a program of tests/cuda is: in ATTN_CUDA_PROGRAMS, if set, or else compiled, once."""
+    if built := os.environ.get("ATTN_CUDA_PROGRAMS"):
+        return lambda name: Path(built).resolve() / name
+    if not find("nvcc"):
+        pytest.skip("not run: ATTN_CUDA_PROGRAMS is not set, and nvcc is not there")
+    to = tmp_path_factory.mktemp("programs")
+    return functools.cache(lambda name: compile_program(name, to, "-lineinfo"))
+
+
+@pytest.mark.slow  # may compile
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name: str, program: Callable[[str], Path]) -> None:
+    run = subprocess.run([program(name)], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.returncode) == ("right\n", 0), run.stdout + run.stderr
 
 
 def find_sanitizer() -> str | None:
@@ -662,23 +681,45 @@ def find_sanitizer() -> str | None:
 
 
 SANITIZER = find_sanitizer()
+needs_sanitizer = pytest.mark.skipif(
+    GPU and SANITIZER is None, reason="not run: compute-sanitizer is not there"
+)
 
 
-@pytest.mark.skipif(GPU and SANITIZER is None, reason="not run: compute-sanitizer is not there")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool: str) -> None:
+def sanitize(tool: str, *command: str | Path, timeout: float, **environment: str) -> None:
+    """Of our kernels alone, because those of torch take minutes."""
     options = ["--tool", tool, "--error-exitcode", "1", "--report-api-errors", "no"]
     run = subprocess.run(
-        [SANITIZER, *options, sys.executable, "-m", "tests.cuda.small_run"],
+        [SANITIZER, *options, "--kernel-name", "kns=attn", *command],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-            # every tensor in memory of its own, so that a read beyond it is seen
-            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        },
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        timeout=timeout,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     assert "SUMMARY: 0 " in run.stdout, run.stdout[-1000:]
+
+
+@needs_sanitizer
+@pytest.mark.slow  # may compile
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_sanitizer(name: str, tool: str, program: Callable[[str], Path]) -> None:
+    """Every array is an allocation of its own, so that a read beyond it is seen."""
+    sanitize(tool, program(name), timeout=180, ATTN_GUARD_BYTES="0")
+
+
+@needs_sanitizer
+@pytest.mark.slow  # minutes
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_of_all_calls(tool: str) -> None:
+    """The kernels that no program has, too, such as those of second derivatives and statistics."""
+    sanitize(
+        tool,
+        *(sys.executable, "-m", "tests.cuda.small_run"),
+        timeout=900,
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        # every tensor in memory of its own
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+    )

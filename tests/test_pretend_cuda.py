@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # Some of every file, without what would take long or asks the device itself.
 TESTS = {
-    "test_cuda.py": "not (repeats or peak or scores or mixed or second_device or sanitizer)",
+    "test_cuda.py": "not (repeats or peak or scores or mixed or second or program or sanitizer)",
     "test_forward.py": "packed or expanded or lowest or no_keys or need",
     "test_backward.py": "masked or several or expanded",
     "test_nan.py": "many or fully or infinite",
