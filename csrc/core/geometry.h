@@ -39,7 +39,8 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
 }
 
 // Where row `row` of batch entry n begins in a pool, whose pages and their rows have these strides. On a GPU page
-// numbers are not validated, because that would synchronise. They are clamped here, so nothing outside the pool is read.
+// numbers are not validated, because that would synchronise. They are clamped here, so that nothing outside the pool is
+// read.
 ATTN_INLINE constexpr int64_t offset_in_pages(const Problem& p, int64_t page_stride, int64_t row_stride, int64_t n,
                                               int64_t row) {
   const auto [table, is_wide, per_entry, per_page, rows, pages] = p.paging;

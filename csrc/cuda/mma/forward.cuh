@@ -51,7 +51,7 @@ struct ForwardMma {
   Shared& shared;
   const Task& task;
   // Of the keys that are copied next, and of their values.
-  [[no_unique_address]] std::conditional_t<kPaged, InPages, Nothing> in_pages;
+  std::conditional_t<kPaged, InPages, Nothing> in_pages;
 
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
 
