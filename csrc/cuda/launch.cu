@@ -70,8 +70,8 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }  // namespace
 
 // A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
-// cores know product and mask. Keys that are no vectors would be copied, those beyond the end of a short sequence and in
-// pages out of use too.
+// cores know product and mask. Keys that are no vectors would be copied, and so would those that are not in use: beyond
+// the end of a short sequence, or in pages.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
