@@ -21,6 +21,7 @@ from hypothesis.internal.conjecture import providers
 from helpers import (
     CPU_CAPABILITIES,
     DEVICES,
+    GPU,
     KERNELS,
     cpu_capability_set_to,
     kernels_set_to,
@@ -92,6 +93,20 @@ def switched_off() -> Iterator[None]:
     left = torch.ops.attn._replace_sdpa(0)
     replace.restore_sdpa()
     assert left == 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Ends a process whose GPU has met an illegal access: after it every test would fail.
+
+    xdist then says which test it was and goes on in another process.
+    """
+    yield
+    if GPU and torch.cuda.is_initialized() and hasattr(item.config, "workerinput"):
+        try:
+            torch.cuda.synchronize()
+        except torch.AcceleratorError:
+            os._exit(1)
 
 
 # Every test is in one of them.

@@ -35,8 +35,17 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 FILES = [
     f"tests/test_{name}.py"
     for name in (
-        *("cuda", "options", "options_promises", "forward", "backward", "derivatives", "nan"),
-        *("dropout", "stats", "varlen", "paged", "invariance", "determinism", "memory"),
+        *("options", "options_promises", "forward", "backward", "derivatives", "nan"),
+        *(
+            "dropout",
+            "stats",
+            "varlen",
+            "paged",
+            "invariance",
+            "determinism",
+            "memory",
+            "precision",
+        ),
     )
 ]
 LARGE = "2_31 or 65535 or peak"
@@ -75,10 +84,10 @@ def find_ncu() -> str:
 
 def beside_each_other(programs: Path, out: Path, pretended: bool) -> Iterator[Step]:
     """Those that look at results alone, the longest first."""
-    processes = ["-n", str(min(6, os.cpu_count() or 1))] if has("xdist") else []
-    some = ["--tiers", "quick,rest", "-k", f"cuda and not (sanitizer or {LARGE})"]
-    arguments = [*processes, *FILES, *some, f"--junitxml={out / 'tests.xml'}"]
-    yield pytest_step("tests", arguments, pretended, 300)
+    some = ["-k", f"cuda and not (program or sanitizer or {LARGE})"]
+    junit = f"--junitxml={out / 'tests.xml'}"
+    yield pytest_step("tests of a GPU", ["tests/test_cuda.py", *some], pretended, 130)
+    yield pytest_step("tests", [*FILES, "--tiers", "quick", *some, junit], pretended, 130)
     device = ["--only", "gpu", "--seconds", "40", "--processes", "3"]
     yield Step("fuzz", [*MODULE, "tests.fuzz", *device], 120, "" if has("rich") else "rich")
     for dtype in DTYPES:
@@ -103,7 +112,9 @@ def unbuilt(program: Path) -> str:
 
 def pytest_step(name: str, arguments: list[str], pretended: bool, seconds: float) -> Step:
     plugins = ["-p", "pretend_cuda"] if pretended else []
-    plugins += ["--timeout", "100"] if has("pytest_timeout") else []
+    plugins += ["--timeout", "60"] if has("pytest_timeout") else []
+    processes = min(6, os.cpu_count() or 1)
+    plugins += ["-n", str(processes), "--max-worker-restart", "40"] if has("xdist") else []
     command = [*MODULE, "pytest", "-q", "-p", "no:cacheprovider", *plugins, *arguments]
     return Step(name, command, seconds, "" if has("pytest") else "pytest")
 
@@ -153,18 +164,23 @@ def run(step: Step, report: Report, end: float) -> Outcome:
     )
     late = threading.Event()
 
-    def stop() -> None:
+    def interrupt() -> None:
         late.set()
-        os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGINT)  # pytest then says what has failed so far
 
-    timer = threading.Timer(limit, stop)
-    timer.start()
+    timers = [
+        threading.Timer(limit, interrupt),
+        threading.Timer(limit + 10, os.killpg, (process.pid, signal.SIGKILL)),
+    ]
+    for timer in timers:
+        timer.start()
     said = ""
     for line in process.stdout or ():
         report.write(step.name, line.rstrip())
         said = line.strip() or said
     code = process.wait()
-    timer.cancel()
+    for timer in timers:
+        timer.cancel()
     state = "too long" if late.is_set() else "right" if code == 0 else "wrong"
     return Outcome(step, state, time.monotonic() - start, said)
 
