@@ -34,7 +34,7 @@ Error with_padded_dim(int64_t dim, F f) {
 }
 
 // S: Half or BFloat16. kPaged: whether keys and values lie in pages.
-template <class S, int kDim, bool kPaged = false>
+template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
 
 // grad_query, grad_key, grad_value, and grad_mask where each number of it belongs to one score. `delta` is there.

@@ -114,7 +114,8 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
 
 Error launch_forward(const ForwardParams& p, Stream stream) {
   const auto on_tensor_cores = [&]<class S, int kDim>() {
-    return p.paging.table ? launch_forward_mma<S, kDim, true>(p, stream) : launch_forward_mma<S, kDim>(p, stream);
+    return p.paging.table ? launch_forward_mma<S, kDim, true>(p, stream)
+                          : launch_forward_mma<S, kDim, false>(p, stream);
   };
   const Error error = uses_mma(p) ? with_mma(p, on_tensor_cores)
                                   : with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, stream); });

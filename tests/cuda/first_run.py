@@ -86,8 +86,8 @@ def beside_each_other(programs: Path, out: Path, pretended: bool) -> Iterator[St
     """Those that look at results alone, the longest first."""
     some = ["-k", f"cuda and not (program or sanitizer or {LARGE})"]
     junit = f"--junitxml={out / 'tests.xml'}"
-    yield pytest_step("tests of a GPU", ["tests/test_cuda.py", *some], pretended, 130)
-    yield pytest_step("tests", [*FILES, "--tiers", "quick", *some, junit], pretended, 130)
+    yield pytest_step("tests of a GPU", ["tests/test_cuda.py", *some], pretended, 105)
+    yield pytest_step("tests", [*FILES, "--tiers", "quick", *some, junit], pretended, 105)
     device = ["--only", "gpu", "--seconds", "40", "--processes", "3"]
     yield Step("fuzz", [*MODULE, "tests.fuzz", *device], 120, "" if has("rich") else "rich")
     for dtype in DTYPES:
