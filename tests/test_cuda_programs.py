@@ -91,6 +91,11 @@ MUTATIONS = {
         "      «__syncthreads();»  // the values are there, and the keys have been read\n",
         ";",
     ),
+    "pages are looked up that the table does not have": (
+        "cuda/mma/mma.cuh",
+        "if («key >= last_key») return;",
+        "false",
+    ),
     "a row past the end is written": (
         "cuda/mma/mma.cuh",
         "if («there» && col < cols)",

@@ -156,6 +156,12 @@ def masked(dim: int, instructions: int, boolean: bool) -> Limit:
 LIMITS = {
     "forward, 64": Limit("ForwardMma<BFloat16, 64, 2, false>", "ForwardParams", 128, 720),
     "forward, 128": Limit("ForwardMma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1020),
+    "forward in pages, 64": Limit(
+        "ForwardMma<BFloat16, 64, 2, false, true>", "ForwardParams", 128, 860
+    ),
+    "forward in pages, 128": Limit(
+        "ForwardMma<BFloat16, 128, 2, false, true>", "ForwardParams", 256, 1160
+    ),
     "forward with a mask, 64": masked(64, 1045, boolean=False),
     "forward with a mask, 128": masked(128, 1450, boolean=False),
     "forward with a boolean mask, 64": masked(64, 1059, boolean=True),

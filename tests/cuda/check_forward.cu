@@ -32,10 +32,10 @@ void store_bias(M* to, float x) {
 
 // `causal`, with keys left over in the last tile and rows in the last block. M: the type of the mask, if there is one;
 // it hides a tile of keys wholly. Of kMaskStride numbers between its rows some are copied in vectors, and others one by
-// one.
+// one. `paged`: keys and values lie in pages.
 template <class S, class M = void, int kMaskStride = 150>
 void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), double tolerance,
-           int rows_per_task = sizeof(S) == 2 ? 128 : 64) {
+           int rows_per_task = sizeof(S) == 2 ? 128 : 64, bool paged = false) {
   constexpr bool mask = !std::is_void_v<M>;
   using Mask = std::conditional_t<mask, M, bool>;
   constexpr int kQueries = 150, kKeys = 150, kDim = 64, kHeads = 2;
@@ -86,6 +86,24 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   p.output = operand(output, DType::f32, kQueries, kDim);
   p.mask = operand(of_mask, std::is_same_v<Mask, bool> ? DType::boolean : dtype, 0, kKeys);
   p.mask.row = kMaskStride;
+  // A pool [pages, heads, kPage, kDim], in which the first page is of nobody and the others are in disorder.
+  constexpr int kPage = 8, kInUse = (kKeys + kPage - 1) / kPage;
+  Array<S> key_pool((kInUse + 1) * kHeads * kPage * kDim), value_pool(key_pool.size());
+  Array<int32_t> table(kInUse);
+  for (int64_t i = 0; i < key_pool.size(); ++i) store_nan(&key_pool[i]), store_nan(&value_pool[i]);
+  for (int i = 0; i < kInUse; ++i) table[i] = 1 + i * 7 % kInUse;
+  for (int i = 0; i < kHeads * kKeys * kDim; ++i) {
+    const int head = i / kDim / kKeys, row = i / kDim % kKeys;
+    const int to = ((table[row / kPage] * kHeads + head) * kPage + row % kPage) * kDim + i % kDim;
+    key_pool[to] = key[i];
+    value_pool[to] = value[i];
+  }
+  if (paged) {
+    p.paging = {table.data(), false, kInUse, 1, kPage, kInUse + 1};
+    p.key = operand(key_pool, dtype, kPage, kDim);
+    p.value = operand(value_pool, dtype, kPage, kDim);
+    p.key.page = p.value.page = int64_t{kHeads} * kPage * kDim;
+  }
   p.rows_per_task = rows_per_task;
   p.keys_per_split = 192;
   run([&] { return kernel(p, nullptr); });
@@ -124,15 +142,18 @@ int main() {
   // Of values up to 2: weights are rounded to bfloat16 (2^-9), the rest is float32's rounding.
   check<float>("simt", DType::f32, launch_forward_simt<float>, 1e-5);
   check<float, float>("simt, mask", DType::f32, launch_forward_simt<float>, 1e-5);
-  check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
-  check<BFloat16, BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
-  check<BFloat16, bool>("mma, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
-  check<BFloat16, BFloat16, 160>("mma, aligned mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
-  check<BFloat16, bool, 160>("mma, aligned boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
-  check<BFloat16, BFloat16, 160>("mma 128, mask", DType::bf16, launch_forward_mma<BFloat16, 128, false>, 0x1p-8);
-  check<BFloat16, bool, 160>("mma 128, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 128, false>, 0x1p-8);
-  check<BFloat16, bool, 160>("mma, few rows, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>,
-                             0x1p-8, 64);
-  check<BFloat16, BFloat16>("mma 256, mask", DType::bf16, launch_forward_mma<BFloat16, 256, false>, 0x1p-8, 64);
+  check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, bool>("mma, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, BFloat16, 160>("mma, aligned mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma, aligned boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
+  check<BFloat16, BFloat16, 160>("mma 128, mask", DType::bf16, launch_forward_mma<BFloat16, 128>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma 128, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 128>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma, few rows, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8, 64);
+  check<BFloat16, BFloat16>("mma 256, mask", DType::bf16, launch_forward_mma<BFloat16, 256>, 0x1p-8, 64);
+  check<float>("simt, pages", DType::f32, launch_forward_simt<float>, 1e-5, 64, true);
+  check<BFloat16>("mma, pages", DType::bf16, launch_forward_mma<BFloat16, 64, true>, 0x1p-8, 128, true);
+  check<BFloat16>("mma, few rows, pages", DType::bf16, launch_forward_mma<BFloat16, 64, true>, 0x1p-8, 64, true);
+  check<BFloat16, bool>("mma, mask, pages", DType::bf16, launch_forward_mma<BFloat16, 64, true>, 0x1p-8, 64, true);
   std::printf("right\n");
 }
