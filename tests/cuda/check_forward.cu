@@ -142,15 +142,16 @@ int main() {
   // Of values up to 2: weights are rounded to bfloat16 (2^-9), the rest is float32's rounding.
   check<float>("simt", DType::f32, launch_forward_simt<float>, 1e-5);
   check<float, float>("simt, mask", DType::f32, launch_forward_simt<float>, 1e-5);
-  check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
-  check<BFloat16, BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
-  check<BFloat16, bool>("mma, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
-  check<BFloat16, BFloat16, 160>("mma, aligned mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
-  check<BFloat16, bool, 160>("mma, aligned boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8);
-  check<BFloat16, BFloat16, 160>("mma 128, mask", DType::bf16, launch_forward_mma<BFloat16, 128>, 0x1p-8);
-  check<BFloat16, bool, 160>("mma 128, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 128>, 0x1p-8);
-  check<BFloat16, bool, 160>("mma, few rows, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64>, 0x1p-8, 64);
-  check<BFloat16, BFloat16>("mma 256, mask", DType::bf16, launch_forward_mma<BFloat16, 256>, 0x1p-8, 64);
+  check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
+  check<BFloat16, BFloat16>("mma, mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
+  check<BFloat16, bool>("mma, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
+  check<BFloat16, BFloat16, 160>("mma, aligned mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma, aligned boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);
+  check<BFloat16, BFloat16, 160>("mma 128, mask", DType::bf16, launch_forward_mma<BFloat16, 128, false>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma 128, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 128, false>, 0x1p-8);
+  check<BFloat16, bool, 160>("mma, few rows, boolean mask", DType::bf16, launch_forward_mma<BFloat16, 64, false>,
+                             0x1p-8, 64);
+  check<BFloat16, BFloat16>("mma 256, mask", DType::bf16, launch_forward_mma<BFloat16, 256, false>, 0x1p-8, 64);
   check<float>("simt, pages", DType::f32, launch_forward_simt<float>, 1e-5, 64, true);
   check<BFloat16>("mma, pages", DType::bf16, launch_forward_mma<BFloat16, 64, true>, 0x1p-8, 128, true);
   check<BFloat16>("mma, few rows, pages", DType::bf16, launch_forward_mma<BFloat16, 64, true>, 0x1p-8, 64, true);
