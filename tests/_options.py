@@ -26,13 +26,19 @@ class Case:
     kind: str = "float"
     slopes: tuple[int, ...] | None = None
     sinks: tuple[int, ...] | None = None
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    given: dict[str, Any] = dataclasses.field(default_factory=dict)  # see options
     steep: float = 1 / 8  # of the order of the slopes
     spread: float = 1.0  # about the standard deviation of scaled products
     of_output: bool = False  # gradients of the output alone: a row of dS sums to 0, but for a sink
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Tensors among them are on the device on which tensors are made now."""
+        device = torch.empty(0).device
+        return {n: o.to(device) if isinstance(o, Tensor) else o for n, o in self.given.items()}
 
     def tensors(self, dtype: torch.dtype) -> Tensors:
         """What may have a gradient, in memory that is otherwise NaN, and a boolean mask."""
@@ -76,31 +82,31 @@ FAR: list[tuple[int, int, int, tuple[int] | None]] = [
 # In this order those of 900 are not float16, which may not hold their second derivatives.
 NEAR_THE_CAP = [(36.0, 50.0), (100.0, 30.0), (900.0, 30.0), (900.0, 1e10), (1.0, 1e-5)]
 CASES = [
-    Case("softcap", options={"softcap": 1.5}),
-    Case("softcap with a mask", mask=(1, 4, 70, 90), options={"softcap": 1.5}),
-    Case("window", options=_window(37, 20)),
-    Case("window to the left", options=_window(40, 0)),
-    Case("window to the right", mask=(2, 1, 1, 90), kind="bool", options=_window(-1, 5)),
-    Case("window of one key", options=_window(0, 0)),
-    Case("offset", options={"query_offset": torch.tensor([37, -5]), "is_causal": True}),
-    Case("offset beyond all keys", options={**_window(3, 3), "query_offset": 1000}),
-    Case("lengths", options={"key_lengths": torch.tensor([77, 0], dtype=torch.int32)}),
-    Case("lengths with a mask", mask=(2, 1, 1, 90), options={"key_lengths": 77}),
+    Case("softcap", given={"softcap": 1.5}),
+    Case("softcap with a mask", mask=(1, 4, 70, 90), given={"softcap": 1.5}),
+    Case("window", given=_window(37, 20)),
+    Case("window to the left", given=_window(40, 0)),
+    Case("window to the right", mask=(2, 1, 1, 90), kind="bool", given=_window(-1, 5)),
+    Case("window of one key", given=_window(0, 0)),
+    Case("offset", given={"query_offset": torch.tensor([37, -5]), "is_causal": True}),
+    Case("offset beyond all keys", given={**_window(3, 3), "query_offset": 1000}),
+    Case("lengths", given={"key_lengths": torch.tensor([77, 0], dtype=torch.int32)}),
+    Case("lengths with a mask", mask=(2, 1, 1, 90), given={"key_lengths": 77}),
     Case("ALiBi", slopes=(4,)),
-    Case("ALiBi, one a sample", slopes=(2, 4), mask=(4, 70, 90), options={"is_causal": True}),
+    Case("ALiBi, one a sample", slopes=(2, 4), mask=(4, 70, 90), given={"is_causal": True}),
     Case("sinks", sinks=(4,)),
     Case("sinks, one a sample", (2, 4, 2, 70, 90, 16), (70, 90), "-inf", sinks=(2, 4)),
     Case("sinks alone", (2, 2, 2, 70, 90, 32), sinks=(2,)),
-    Case("sinks and a mask of rows", sinks=(4,), mask=(4, 70, 1), options={"is_causal": True}),
-    Case("sinks without keys", sinks=(4,), options={**_window(5, 5), "query_offset": -70}),
-    Case("all", mask=(70, 90), slopes=(4,), sinks=(4,), options=ALL),
-    Case("all, no mask", (2, 3, 3, 65, 90, 20), None, slopes=(2, 3), sinks=(3,), options=ALL),
-    Case("negative scale", slopes=(4,), sinks=(4,), options={"softcap": 3.0, "scale": -0.5}),
+    Case("sinks and a mask of rows", sinks=(4,), mask=(4, 70, 1), given={"is_causal": True}),
+    Case("sinks without keys", sinks=(4,), given={**_window(5, 5), "query_offset": -70}),
+    Case("all", mask=(70, 90), slopes=(4,), sinks=(4,), given=ALL),
+    Case("all, no mask", (2, 3, 3, 65, 90, 20), None, slopes=(2, 3), sinks=(3,), given=ALL),
+    Case("negative scale", slopes=(4,), sinks=(4,), given={"softcap": 3.0, "scale": -0.5}),
     Case("few queries", (2, 4, 2, 2, 150, 64), None, "", (4,), (4,), {**ALL, "query_offset": 140}),
     Case(
         "few queries, a window",
         (2, 4, 1, 1, 900, 40),
-        options={**_window(200, 0), "query_offset": 850},
+        given={**_window(200, 0), "query_offset": 850},
     ),
     *(
         Case(
@@ -120,16 +126,16 @@ CASES = [
         Case(
             f"scores of {spread} and a cap of {cap}",
             (1, 2, 2, 40, 50, 64),
-            options={"softcap": cap},
+            given={"softcap": cap},
             spread=spread,
         )
         for spread, cap in NEAR_THE_CAP
     ),
-    Case("many keys", (1, 2, 1, 3, 2100, 32), sinks=(2,), options={"key_lengths": 1999}),
+    Case("many keys", (1, 2, 1, 3, 2100, 32), sinks=(2,), given={"key_lengths": 1999}),
     Case(
         "many keys, a window",
         (1, 1, 1, 70, 2100, 8),
-        options={**_window(600, 0), "query_offset": 1600},
+        given={**_window(600, 0), "query_offset": 1600},
     ),
 ]
 

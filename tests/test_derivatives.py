@@ -269,9 +269,8 @@ def test_nan_of_a_masked_key_stays_hidden(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.regression
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_key_has_all_the_weight(dtype: torch.dtype) -> None:
+def test_one_key_has_all_the_weight(dtype: torch.dtype, kernels: str) -> None:
     """However large its score: the output moves as the value does."""
     query, key = 1000 * torch.randn(2, 3, 8, 17).to(dtype), torch.randn(2, 3, 1, 17).to(dtype)
     value, tangent = torch.randn(2, 2, 3, 1, 5).to(dtype)
@@ -280,7 +279,11 @@ def test_one_key_has_all_the_weight(dtype: torch.dtype) -> None:
         return torch_attn.sdpa(query, key, v)
 
     moved = torch.func.jvp(attend, (value,), (tangent,))[1]
-    assert torch.equal(moved, tangent.expand_as(moved))
+    if kernels == "cuda" and dtype.itemsize == 2:
+        # tensor cores have summed the score, up to 1e4, for the logsumexp, and others sum it anew
+        torch.testing.assert_close(moved, tangent.expand_as(moved), rtol=2e-3, atol=0)
+    else:
+        assert torch.equal(moved, tangent.expand_as(moved))
 
 
 # --- subsets, layouts, bits -----------------------------------------------------------------------

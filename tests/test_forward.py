@@ -224,8 +224,8 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_fewer_than_two_dimensions(name: str) -> None:
     """As the built-in has them, at every door; a gradient has the mask's own shape."""
-    mask, doubles = MASKS[name], torch.float64
-    query, key, value, _ = make_inputs(5, 7, 8, dtype=doubles)
+    query, key, value, _ = make_inputs(5, 7, 8, dtype=(doubles := torch.float64))
+    mask = MASKS[name].to(query.device)
     whole = mask.expand(5, 7)
     expected = torch_attn.sdpa(
         query, key, value, whole.to(doubles) if mask.is_floating_point() else whole

@@ -33,7 +33,7 @@ def test_nothing_beyond_the_length_is_read(L: int, dtype: torch.dtype) -> None:
     """Keys, values and the mask may hold anything there; the same bits, and gradients of 0."""
     S, lengths = 260, torch.tensor([130, 70])
     case = Case(
-        "x", (2, 4, 2, L, S, 16), mask=(2, 1, L, S), sinks=(4,), options={"key_lengths": lengths}
+        "x", (2, 4, 2, L, S, 16), mask=(2, 1, L, S), sinks=(4,), given={"key_lengths": lengths}
     )
     x, u, t = drawn(case, dtype)
     clean = everything(attention, x, u, t, **case.options)
@@ -96,7 +96,7 @@ def attend_up_to_lengths(capability: str) -> None:
     lengths = ((0, 1), (64, 133), (197, 200))
     for n, (used, L) in enumerate(itertools.product(lengths, (1, 7, 100))):
         options = {"key_lengths": torch.tensor(used)}
-        case = Case("x", (2, 4, 2, L, S, 20), (2, 1, 1, S) if n % 2 else None, options=options)
+        case = Case("x", (2, 4, 2, L, S, 20), (2, 1, 1, S) if n % 2 else None, given=options)
         for dtype in DTYPES:
             x, u, t = drawn(case, dtype)
             for tensors, name in itertools.product((x, t), {"key", "value", "attn_mask"} & {*x}):
