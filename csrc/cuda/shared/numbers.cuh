@@ -37,23 +37,47 @@ __device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset
 // How the factor of a weight is taken: `finite` has 0 in place of infinities and NaNs.
 enum class Factor { as_it_is, finite };
 
-// Number `index` of an operand, not boolean. A kernel that computes in double meets no 16-bit numbers. The dtype is
-// looked at for each number and not once outside of a loop: the loop is compiled once, the loads are predicated.
+// Calls f.template operator()<N>() with the type that numbers of an operand are loaded as; those of a mask may be
+// boolean. A kernel that computes in double meets no 16-bit numbers. Whoever loads many calls this outside of the loop,
+// because behind a branch each load would wait for the one before.
+template <class T, class F>
+__device__ __forceinline__ void with_loaded(const Operand& x, F f) {
+  if (x.dtype == DType::f32)
+    f.template operator()<float>();
+  else if constexpr (sizeof(T) == 8)
+    f.template operator()<double>();
+  else
+    f.template operator()<uint16_t>();
+}
+template <class T, class F>
+__device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
+  if (x.dtype == DType::boolean)
+    f.template operator()<uint8_t>();
+  else
+    with_loaded<T>(x, f);
+}
+// What such a number is; of a boolean one, what a mask adds to the score.
+template <class T, class N>
+__device__ __forceinline__ T value_of(const Operand& x, N loaded) {
+  if constexpr (std::is_same_v<N, uint8_t>)
+    return loaded ? static_cast<T>(0) : -infinity<T>();
+  else if constexpr (std::is_same_v<N, uint16_t>)
+    return x.dtype == DType::bf16 ? to_float(BFloat16{loaded}) : to_float(Half{loaded});
+  else
+    return static_cast<T>(loaded);
+}
+// Number `index` of an operand.
 template <class T>
 __device__ __forceinline__ T read(const Operand& x, int64_t index) {
-  if (x.dtype == DType::f32) return static_cast<const float*>(x.data)[index];
-  if constexpr (sizeof(T) == 8) {
-    return static_cast<const double*>(x.data)[index];
-  } else {
-    const uint16_t bits = static_cast<const uint16_t*>(x.data)[index];
-    return x.dtype == DType::bf16 ? to_float(BFloat16{bits}) : to_float(Half{bits});
-  }
+  T value;
+  with_loaded<T>(x, [&]<class N>() { value = value_of<T>(x, static_cast<const N*>(x.data)[index]); });
+  return value;
 }
-// What a mask adds to the score.
 template <class T>
 __device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
-  if (x.dtype != DType::boolean) return read<T>(x, index);
-  return static_cast<const uint8_t*>(x.data)[index] ? static_cast<T>(0) : -infinity<T>();
+  T value;
+  with_loaded_mask<T>(x, [&]<class N>() { value = value_of<T>(x, static_cast<const N*>(x.data)[index]); });
+  return value;
 }
 
 // The score of a product, its mask added; -inf by selection. Rounded once, and the same wherever it is computed:

@@ -216,15 +216,22 @@ struct ScoresSimt {
   template <class F>
   __device__ __forceinline__ void each_of_mask(Scores& x, const Operand& mask, int64_t base, int64_t key, F f) {
     const SimtThread thread;
+    const int64_t keys = task.last_key - key;
+    with_loaded_mask<T>(mask, [&]<class N>() {
+      N loaded[kRows][kKeys];
 #pragma unroll
-    for (int a = 0; a < kRows; ++a) {
-      const int64_t row = base + shared_scores.rows.offset(mask, row_of(thread, a)) + key * mask.col;
+      for (int a = 0; a < kRows; ++a) {
+        const N* row = static_cast<const N*>(mask.data) + base + shared_scores.rows.offset(mask, row_of(thread, a));
 #pragma unroll
-      for (int b = 0; b < kKeys; ++b) {
-        if (key + key_of(thread, b) >= task.last_key) continue;
-        f(of(x, a, b), read_mask<T>(mask, row + key_of(thread, b) * mask.col));
+        for (int b = 0; b < kKeys; ++b)
+          loaded[a][b] = key_of(thread, b) < keys ? row[(key + key_of(thread, b)) * mask.col] : static_cast<N>(0);
       }
-    }
+#pragma unroll
+      for (int a = 0; a < kRows; ++a)
+#pragma unroll
+        for (int b = 0; b < kKeys; ++b)
+          if (key_of(thread, b) < keys) f(of(x, a, b), value_of<T>(mask, loaded[a][b]));
+    });
   }
 
   // Says whether some row sees some key of the tile from `key` on, the mask included, which alone is read of others.

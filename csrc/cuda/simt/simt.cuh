@@ -72,17 +72,33 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t
     for (int j = 0; j < N; ++j) sum[i][j] = kShortChains<T> ? sum[i][j] + chain[i][j] : chain[i][j];
 }
 
-// Fills tile[outer * stride + inner], outer < outers, inner < inners, from x(outer, inner), 0 beyond `outer_count` and
-// `inner_count`. `outer_is_fast`: neighbouring threads read neighbours along the outer dimension.
-template <class T, class Source>
-__device__ __forceinline__ void fill_tile(T* tile, int stride, int outers, int inners, int64_t outer_count,
-                                          int64_t inner_count, bool outer_is_fast, Source x) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < outers * inners; i += kSimtThreads) {
-    const int outer = outer_is_fast ? i % outers : i / inners;
-    const int inner = outer_is_fast ? i / outers : i % inners;
-    tile[outer * stride + inner] = outer < outer_count && inner < inner_count ? x(outer, inner) : static_cast<T>(0);
-  }
+// Fills tile[outer * stride + inner], outer < kOuters, inner < kInners, from the numbers at(outer, inner) of an operand,
+// 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: neighbouring threads read neighbours along the outer
+// dimension. All loads of a batch are under way before one is waited for.
+template <int kOuters, int kInners, class T, class At, class Convert>
+__device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x, int64_t outer_count,
+                                          int64_t inner_count, bool outer_is_fast, At at, Convert convert) {
+  constexpr int kAll = kOuters * kInners, kMost = 16 * kSimtThreads, kBatch = kAll < kMost ? kAll : kMost;
+  const auto each = [&](int first, auto f) {  // f(number in the batch, outer, inner)
+#pragma unroll
+    for (int k = 0; k < kBatch / kSimtThreads; ++k) {
+      const int i = first + k * kSimtThreads;
+      f(k, outer_is_fast ? i % kOuters : i / kInners, outer_is_fast ? i / kOuters : i % kInners);
+    }
+  };
+  with_loaded<T>(x, [&]<class N>() {
+    const N* data = static_cast<const N*>(x.data);
+#pragma unroll 1
+    for (int first = threadIdx.x; first < kAll; first += kBatch) {
+      N loaded[kBatch / kSimtThreads];
+      each(first, [&](int k, int outer, int inner) {
+        const int64_t index = at(outer, inner);  // in any case: only the load depends on the condition
+        loaded[k] = outer < outer_count && inner < inner_count ? data[index] : static_cast<N>(0);
+      });
+      each(first,
+           [&](int k, int outer, int inner) { tile[outer * stride + inner] = convert(value_of<T>(x, loaded[k])); });
+    }
+  });
 }
 
 // tile[d * kSimtStride + i] = x(row i, first_col + d), d < kSimtDepth<T>; row i lies offset(i) elements behind `base`.
@@ -90,8 +106,9 @@ template <class T, class Offset>
 __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                                 int64_t first_col, Offset offset) {
   base += first_col * x.col;
-  fill_tile(tile, kSimtStride<T>, kSimtDepth<T>, kSimtTile, cols - first_col, rows, x.col <= 1,
-            [&](int d, int i) { return read<T>(x, base + offset(i) + d * x.col); });
+  fill_tile<kSimtDepth<T>, kSimtTile>(
+      tile, kSimtStride<T>, x, cols - first_col, rows, x.col <= 1,
+      [&](int d, int i) { return base + offset(i) + d * x.col; }, [](T number) { return number; });
 }
 
 // Adds up, or finds the largest of, what the 16 threads with the same rows have.
@@ -122,11 +139,10 @@ template <int kCols, Factor kFactor, class T, class Offset>
 __device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                           int64_t first_col, Offset offset) {
   base += first_col * x.col;
-  fill_tile(tile, kCols + kSimtStride<T> - kSimtTile, kSimtDepth<T>, kCols, rows, cols - first_col, x.col > 1,
-            [&](int i, int d) {
-              const T number = read<T>(x, base + offset(i) + d * x.col);
-              return kFactor == Factor::finite && number - number != 0 ? 0 : number;
-            });
+  fill_tile<kSimtDepth<T>, kCols>(
+      tile, kCols + kSimtStride<T> - kSimtTile, x, rows, cols - first_col, x.col > 1,
+      [&](int i, int d) { return base + offset(i) + d * x.col; },
+      [](T number) { return kFactor == Factor::finite && number - number != 0 ? 0 : number; });
 }
 
 }  // namespace attn::cuda
