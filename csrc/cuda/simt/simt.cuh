@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t
 }
 
 // Fills tile[outer * stride + inner], outer < kOuters, inner < kInners, from the numbers at(outer, inner) of an operand,
-// 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: neighbouring threads read neighbours along the outer
+// with 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: neighbouring threads read neighbours along the outer
 // dimension. All loads of a batch are under way before one is waited for.
 template <int kOuters, int kInners, class T, class At, class Convert>
 __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x, int64_t outer_count,
