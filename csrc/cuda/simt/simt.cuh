@@ -72,9 +72,9 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t
     for (int j = 0; j < N; ++j) sum[i][j] = kShortChains<T> ? sum[i][j] + chain[i][j] : chain[i][j];
 }
 
-// Fills tile[outer * stride + inner], outer < kOuters, inner < kInners, from the numbers at(outer, inner) of an operand,
-// with 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: neighbouring threads read neighbours along the outer
-// dimension. All loads of a batch are under way before one is waited for.
+// Fills tile[outer * stride + inner], outer < kOuters, inner < kInners, with the numbers at(outer, inner) of an
+// operand, and with 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: neighbouring threads read neighbours
+// along the outer dimension. All loads of a batch are under way before one is waited for.
 template <int kOuters, int kInners, class T, class At, class Convert>
 __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x, int64_t outer_count,
                                           int64_t inner_count, bool outer_is_fast, At at, Convert convert) {
