@@ -1,6 +1,6 @@
 """The tables of figures in the documentation, from results: ``python benchmarks/tables.py FILE``.
 
-FILE is what bench.py, peers.py or models.py has written, of a CPU. Prints Markdown, to be pasted
+FILE is what bench.py, peers.py or models.py has written. Prints Markdown, to be pasted
 into docs/performance.md and, the last of bench.py's, into README.md.
 """
 
@@ -139,8 +139,31 @@ def models(rows: list[Row]) -> str:
     return table(["model", "pass", "counted", what, "bf16"], lines)
 
 
+def gpu(rows: list[Row]) -> str:
+    """Of a GPU: the time of each backend of the built-in divided by ours."""
+    backends = {"FLASH": "FLASH", "FLASH det.": "FLASH, deterministic"}
+    backends |= {"EFFICIENT": "EFFICIENT", "CUDNN": "cuDNN", "MATH": "math"}
+
+    def rate(r: Row) -> str:
+        unit = (
+            f"{r['gbytes']:.0f} GB/s"
+            if "gbytes" in r
+            else f"{r.get('tflops', {}).get('attn', 0):.0f}"
+        )
+        return f"{unit}, {r['of_peak']:.0%}" if "of_peak" in r else ""
+
+    def cells(r: Row) -> Iterable[str]:
+        ratios = (f"{r['ratio'][b]:.2f}" if b in r["ratio"] else "" for b in backends)
+        return (r["case"], r["pass"], f"{r['ms']['attn']:.3g}", rate(r), *ratios)
+
+    headings = ["bf16", "pass", "ms", "TFLOP/s, of peak", *backends.values()]
+    return table(headings, map(cells, rows))
+
+
 def tables(result: dict[str, Any]) -> list[str]:
     """Of what there is in the result; older ones have less."""
+    if "gpu" in result.get("machine", {}):
+        return [gpu(result["speed"])]
     if "models" in result:
         return [models(result["models"])]
     if "peers" in result:
