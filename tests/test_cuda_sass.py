@@ -87,17 +87,25 @@ def in_order(kernel: Kernel) -> tuple[list[int], set[tuple[int, int]]]:
     return postorder[::-1], closing
 
 
+# What a cap (tanh), ALiBi (distances) and numbers that are not finite take.
+SELDOM = r"MUFU\.RCP|I2F|.*\b0x7f80\b"
+
+
 def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[str]:
     """The names of the instructions of one pass through the loop over tiles.
 
     Of the loops with most products it is the one with most of `loop`, and the shortest. The pass is
-    one with most of each of `most`, and else with fewest instructions: what a tile takes in which
-    nothing is hidden or left over. Loops within count once.
+    one with fewest of `SELDOM`, then most of each of `most`, and else with fewest instructions: what
+    a tile takes in which nothing is hidden or left over. Loops within count once.
     """
     names = [instruction.name for instruction in kernel.instructions]
     counted = [re.compile(pattern) for pattern in ("HMMA", *most)]
+    seldom, texts = re.compile(SELDOM), [f"{i.name} {i.operands}" for i in kernel.instructions]
     order, closing = in_order(kernel)
-    costs = {at: (*(int(bool(c.match(names[at]))) for c in counted), -1) for at in order}
+    costs = {
+        at: (-int(bool(seldom.match(texts[at]))), *(int(bool(c.match(names[at]))) for c in counted), -1)
+        for at in order
+    }
 
     def passes() -> Iterator[list[str]]:
         for head in {to for _, to in closing}:

@@ -16,10 +16,10 @@ static_assert(kSimtTile == kScoreTile && kSimtTile == kKeysPerTile);
 
 // Head sizes up to this one run on tensor cores, padded to 64, 128 or 256.
 constexpr int64_t kMmaMaxDim = 256;
-// Says whether forward and backward take the kernels for masks, dropout or a score that falls as the product grows
-// (kGeneral); the others save registers: a weight is 2^(product * slope - shift) with a positive slope.
+// Says whether forward and backward take the kernels for masks, dropout, a cap, ALiBi or a score that falls as the
+// product grows (kGeneral); the others save registers: a weight is 2^(product * slope - shift) with a positive slope.
 constexpr bool is_general(const Problem& p) {
-  return p.has_mask || p.has_dropout || !ScoreFunction<float>::of(p).keeps_order();
+  return p.has_mask || p.has_dropout || has_score_terms(p) || !ScoreFunction<float>::of(p).keeps_order();
 }
 // Tiles of 16 rows of a warp: as many as its registers hold.
 constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }

@@ -32,8 +32,8 @@ Error run_gradients_simt(const Params& p, Stream stream) {
 // Whether what `delta` is computed from can be read in vectors. Not where the kernels without tensor cores read it too,
 // see DeltaSimt.
 bool delta_takes_vectors(const BackwardParams& p) {
-  return !p.mask_is_shared && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
-         (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
+  return !p.mask_is_shared && !p.grad_slopes && p.output.dtype == p.query.dtype &&
+         in_vectors(p, p.output, p.value_dim) && (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
 }
 
 // Written on the device: under capture of a graph the host does not know it.
@@ -53,7 +53,7 @@ __global__ void write_rng_state(const __grid_constant__ RngState r) {
   r.state[2] = r.period;
 }
 
-// The tensor cores' kernels, and for a mask that several scores share the one that sums over them.
+// The tensor cores' kernels, and those that sum over a mask that several scores share, and over what slopes multiply.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
   const auto run = [&]<class S, int kDim>() -> Error {
     if (Error error = delta_takes_vectors(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
@@ -61,24 +61,24 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
     return launch_backward_mma<S, kDim>(p, stream);
   };
   if (Error error = with_mma(p, run)) return error;
-  if (!p.mask_is_shared) return nullptr;
-  BackwardParams only_mask = p;
-  only_mask.grad_query.data = only_mask.grad_key.data = only_mask.grad_value.data = nullptr;
-  return launch_gradients_simt<float>(only_mask, stream);
+  if (!p.mask_is_shared && !p.grad_slopes) return nullptr;
+  BackwardParams only_sums = p;
+  only_sums.grad_query.data = only_sums.grad_key.data = only_sums.grad_value.data = nullptr;
+  if (!p.mask_is_shared) only_sums.grad_mask.data = nullptr;
+  return launch_gradients_simt<float>(only_sums, stream);
 }
 
 }  // namespace
 
-// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Of a score the kernels for tensor
-// cores know product and mask. Keys that are no vectors would be copied, and so would those that are not in use: beyond
-// the end of a short sequence, or in pages.
+// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Keys that are no vectors would be
+// copied, and so would those that are not in use: beyond the end of a short sequence, or in pages.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
   const bool may_be_copied = !p.visibility.key_lengths && !p.paging.table;
   const bool reads_in_place = in_vectors(p, p.key, p.head_dim) && in_vectors(p, p.value, p.value_dim) &&
                               p.key.page % kVector == 0 && p.value.page % kVector == 0;
-  return is_16_bits && !exact_weights && !has_score_terms(p) && (may_be_copied || reads_in_place) &&
+  return is_16_bits && !exact_weights && !has_score_mod(p) && (may_be_copied || reads_in_place) &&
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 

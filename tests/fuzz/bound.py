@@ -66,14 +66,12 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
     exact_weights = "attn_mask" in problem.dtypes
     if capability in ON_CUDA:
         large = max(problem.sizes["E"], problem.sizes["Ev"]) > 256
-        # of scores beside product and mask; a cap that float32 does not hold is none
-        has_terms = 0 < problem.softcap < 2.0**128 or "alibi_slopes" in problem.dims
-        of_tensor_cores = not (large or exact_weights or has_terms)
-        if problem.dtype == "bfloat16" and of_tensor_cores:
-            return Arithmetic(u, 4 * u, weight=BF16, known=BF16)
-        if problem.dtype == "float16" and of_tensor_cores:
-            return Arithmetic(u, 4 * u, weight=F16, smallest=2.0**-25, known=F16)
-        return plain
+        if large or exact_weights or problem.dtype not in ("bfloat16", "float16"):
+            return plain
+        unit, smallest = (BF16, 0.0) if problem.dtype == "bfloat16" else (F16, 2.0**-25)
+        # Where there are slopes, what rounding takes from a weight is multiplied, too, rounded itself.
+        known = unit**2 if "alibi_slopes" in problem.dims else unit
+        return Arithmetic(u, 4 * u, weight=unit, smallest=smallest, known=known)
     if capability not in ("avx512_bf16", "amx"):
         return plain
     # The bits that factors of products may be rounded to, as csrc/operators/problem.cpp has them.

@@ -24,12 +24,18 @@ struct alignas(16) BackwardRow {
   uint32_t head_number;  // of dropout's counters
 };
 
+// Of ALiBi: the slope of a row's head, and how far its position is ahead of the first key that the block owns.
+struct alignas(8) BackwardSlope {
+  float slope, ahead;
+};
+
 // Up to kRows consecutive rows of a group of heads, in shared memory.
-template <int kRows, bool kHasMask>
+template <int kRows, bool kHasMask, bool kHasSlopes>
 struct BackwardRows {
   RowTile<kRows> rows;
   BackwardRow of_row[kRows];
   int64_t in_mask[kHasMask ? kRows : 1];  // where it begins in the mask
+  BackwardSlope alibi[kHasSlopes ? kRows : 1];
 };
 
 // Keys of a block that owns keys, and rows of one that owns rows.
@@ -53,13 +59,14 @@ struct BackwardMma {
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
+  using Rows = BackwardRows<kRows, kGeneral, kGeneral && kOwnsKeys>;
   struct Shared {
     // The left factors of the products K Q^T and V G^T, or Q K^T and G V^T, which the block owns, and the right ones.
     Own own_score, own_dp;
     struct {
       Other score, dp;
     } other[kStages];
-    BackwardRows<kRows, kGeneral> rows[kOwnsKeys ? kStages : 1];
+    Rows rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
     Task task;           // of a block that owns keys: their batch entry and they themselves
     int64_t own_head;    // of these keys
@@ -77,7 +84,6 @@ struct BackwardMma {
   using Kept = typename Fragments::Kept;
   using Mask = typename Fragments::Mask;
   using Sums = float[kDim / 8][4];
-  using Rows = BackwardRows<kRows, kGeneral>;
 
   const BackwardParams& p;
   Shared& shared;
@@ -213,6 +219,15 @@ struct BackwardMma {
     if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.task.n, rows.rows.head[i]);
     rows.of_row[i] = row;
     if (kGeneral && p.has_mask) rows.in_mask[i] = shared.mask_base + rows.rows.offset(p.mask, i);
+    if constexpr (kGeneral && kOwnsKeys)
+      if (p.terms.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
+  }
+
+  __device__ __forceinline__ float slope_of(const Rows& rows, int i) const {
+    return static_cast<const float*>(p.terms.alibi_slopes)[shared.task.n * p.heads + rows.rows.head[i]];
+  }
+  __device__ __forceinline__ float ahead_of(const Rows& rows, int i, int64_t key) const {
+    return static_cast<float>(rows.rows.position[i] + shared.task.sequence.offset - key);
   }
 
   __device__ __forceinline__ void run(int64_t number) {
@@ -356,7 +371,8 @@ struct BackwardMma {
     Scores x = {};
     add_dots<1>(&x, shared.own_score, own(MmaThread()), other.score);
     const bool finite = Fragments::all_finite(&x);
-    make_exponents(x, rows, mask, finite);
+    Scores capped;  // what SoftCap takes
+    make_exponents(x, capped, rows, mask, finite, key);
     if (hides) Fragments::hide_keys(x, own(MmaThread()), shared.task.sequence, rows.rows, count, key);
     each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
     Kept kept = {~0u, ~0u};
@@ -378,6 +394,10 @@ struct BackwardMma {
       if constexpr (!kOwnsKeys)
         if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
       if (!kOwnsKeys && !p.grad_query.data) return;
+      if (kGeneral && p.softcap > 0)  // 0, by selection, where it was: a hidden product may be a NaN
+        each(x, [&](float& ds, int, int, int half, int bit) {
+          ds = ds == 0 ? 0 : ds * SoftCap<float>::slope(Fragments::at(capped, half, bit));
+        });
       // A NaN reaches dQ and dK through dS, and only where a row attends to the key.
       const auto ds = [&](int, int n, int half, int c) { return x[n][2 * half + c]; };
       if (finite)
@@ -388,16 +408,21 @@ struct BackwardMma {
   }
 
   // Products become exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key.
-  __device__ __forceinline__ void make_exponents(Scores& x, const Rows& rows, const Mask& mask, bool finite) {
+  // `finite`: whether all products are.
+  __device__ __forceinline__ void make_exponents(Scores& x, Scores& capped, const Rows& rows, const Mask& mask,
+                                                 bool finite, int64_t key) {
     if constexpr (kGeneral) {
-      const float scale = slope();
+      const bool terms = has_terms(p);
+      if (terms || !p.has_mask)
+        Fragments::add_terms(
+            x, own(MmaThread()), p, [&](float y, int half, int bit) { Fragments::at(capped, half, bit) = y; },
+            [&](int i) { return kOwnsKeys ? rows.alibi[i].ahead : ahead_of(rows, i, key); },
+            [&](int i) { return kOwnsKeys ? rows.alibi[i].slope : slope_of(rows, i); });
       if (p.has_mask)
         with_mask_number(p, [&]<class M>() {
-          const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, scale); };
-          Fragments::template choose_add<M>([&] { return finite; }, add);
+          const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, terms ? 1 : slope()); };
+          Fragments::template choose_add<M>([&] { return terms ? Fragments::all_finite(&x) : finite; }, add);
         });
-      else
-        each(x, [&](float& score, int, int, int, int) { score *= scale; });
       each(x, [&](float& score, int i, int, int, int) {
         const BackwardRow& row = rows.of_row[i];
         const float shifted = (score - row.logsumexp) - row.logsumexp_low;

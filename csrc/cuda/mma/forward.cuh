@@ -11,7 +11,7 @@
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: of 16 rows, of a warp. kGeneral:
-// with a mask, dropout or a scale that is not positive. kPaged: whether keys and values lie in pages.
+// see is_general(). kPaged: whether keys and values lie in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
   static constexpr int kThreads = kMmaThreads, kBlocks = 0;  // as many as shared memory holds
@@ -168,6 +168,13 @@ struct ForwardMma {
       }
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
       if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
+      // Gradients of slopes weight dS by distances: they need what rounding takes from a weight, too. An infinite value
+      // has done its part, and the rest of its weight may be 0.
+      if constexpr (kGeneral)
+        if (p.terms.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
+          add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {
+            return weight(t, n, half, c) - to_float(from_float<S>(weight(t, n, half, c)));
+          });
     }
   }
 
@@ -222,8 +229,20 @@ struct ForwardMma {
   // -inf where a key is hidden or there is none.
   template <class M>
   __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
-    const float slope = ScoreFunction<float>::of(p).slope();
-    if constexpr (!std::is_same_v<M, NoMask>) {
+    constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
+    float slope = ScoreFunction<float>::of(p).slope();
+    if (kGeneral && (!kHasMask || has_terms(p))) {
+      slope = 1;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+        Fragments::add_terms(
+            x[t], row(MmaThread(), t), p, [](float, int, int) {},
+            [&](int i) { return static_cast<float>(shared.rows.position[i] + task.sequence.offset - key); },
+            [&](int i) {
+              return static_cast<const float*>(p.terms.alibi_slopes)[task.n * p.heads + shared.rows.head[i]];
+            });
+    }
+    if constexpr (kHasMask) {
       const auto finite = [&] { return Fragments::template all_finite<kTiles>(x); };
       const auto add = [&]<auto kHow>() {
 #pragma unroll
@@ -237,10 +256,6 @@ struct ForwardMma {
           }
       };
       Fragments::template choose_add<M>(finite, add);
-    } else if constexpr (kGeneral) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-        Fragments::each(x[t], row(MmaThread(), t), [&](float& score, int, int, int, int) { score *= slope; });
     }
     if (task.all_visible(key, kKeys)) return;
 #pragma unroll

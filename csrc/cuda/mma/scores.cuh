@@ -1,5 +1,5 @@
-// Scores (score.h) in the fragments of tensor cores, for forward and backward: the mask, hidden keys, what dropout
-// keeps.
+// Scores (score.h) in the fragments of tensor cores, for forward and backward: cap and ALiBi, the mask, hidden keys,
+// what dropout keeps.
 #pragma once
 
 #include <type_traits>
@@ -30,6 +30,9 @@ __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
     f.template operator()<uint16_t>();
 }
 
+// Whether products become scores by ScoresMma::add_terms() before the mask is added.
+__device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
+
 // Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8
 // kFragments rows. S: the type of query and key, and of a mask that is not boolean.
 template <class S, int kFragments, bool kOwnsKeys>
@@ -52,6 +55,27 @@ struct ScoresMma {
           const int mine = own + thread.group + 8 * half, other = thread.col(n) + c;
           f(x[n][2 * half + c], kOwnsKeys ? other : mine, kOwnsKeys ? mine : other, half, 2 * n + c);
         }
+  }
+
+  // Products become scores but for the mask: scaled, and what a cap and ALiBi make of them. If there is a cap, calls
+  // on_cap(what SoftCap takes, half, bit of Kept). ahead(i): how far the position of row i is ahead of the tile's first
+  // key. steepness(i): the slope of its head.
+  template <class OnCap, class Ahead, class Steepness>
+  static __device__ __forceinline__ void add_terms(Scores& x, int own, const Problem& p, OnCap on_cap, Ahead ahead,
+                                                   Steepness steepness) {
+    const float slope = ScoreFunction<float>::of(p).slope(), cap = static_cast<float>(p.softcap), inverse = 1 / cap;
+    if (p.softcap > 0)
+      each(x, own, [&](float& score, int, int, int half, int bit) {
+        const float y = tanhf(score * slope * inverse);
+        on_cap(y, half, bit);
+        score = cap * y;
+      });
+    else
+      each(x, own, [&](float& score, int, int, int, int) { score *= slope; });
+    if (p.terms.alibi_slopes)
+      each(x, own, [&](float& score, int i, int j, int, int) {
+        score = fmaf(-steepness(i), fabsf(ahead(i) - static_cast<float>(j)), score);
+      });
   }
 
   // What a mask adds to the scores: two neighbours, as they lie in memory, in each word.
@@ -132,7 +156,7 @@ struct ScoresMma {
     else
       f.template operator()<Add::to_any>();
   }
-  // Products become scores.
+  // Products become scores; what add_terms() has made has the slope 1.
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
     each(x, 0, [&](float& score, int, int, int half, int bit) {
@@ -185,7 +209,7 @@ struct ScoresMma {
       // element, and all get the bits of all.
       const int mine = thread.group % 4;
       const int64_t quad = (key + own + thread.group + 8 * (mine / 2)) / 4;
-#pragma unroll
+#pragma unroll kAtOnce
       for (int n = 0; n < kFragments; ++n) {
         const int i = thread.col(n) + mine % 2;
         uint32_t bits = dropout.kept(quad, rows.position[i], head_number(i)) << 4 * mine;
