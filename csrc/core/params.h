@@ -98,6 +98,10 @@ struct Problem {
   HeadTerms terms;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
+  // Whether the bits of a row must depend only on its query and the keys that it sees (attn::invariant()).
+  bool invariant = false;
+  // Factors of products may be rounded to this number of bits: 53, 24, 16, or 8 as in bfloat16.
+  int factor_bits = 53;
 
   // The last dimension of the batch counts packed sequences and has stride 0. Sequence n begins at row query_starts[n]
   // (key_starts[n]) of an operand. The starts are [batch], on the device. sequences = 0: none are packed.
@@ -106,9 +110,11 @@ struct Problem {
   const int64_t* key_starts = nullptr;  // null where keys are in pages
   Paging paging;                        // forward only: derivatives refuse pages
   // If a CPU runs one entry of a call by itself, first_entry is its number in the batch. If sequences are packed,
-  // tokens is the number of rows of a head in the whole call, else 0.
+  // tokens is the number of rows of a head in the whole call and key_tokens that of its keys, if these are not in
+  // pages; else 0.
   int64_t first_entry = 0;
   int64_t tokens = 0;
+  int64_t key_tokens = 0;
 
   Operand query;
   Operand key;
@@ -128,12 +134,6 @@ struct Problem {
 
   // A score_mod and a mask_mod, on a CPU; null if there is none. Then the rows of a tile are of one head (group = 1).
   const PairProgram* program = nullptr;
-
-  // Whether the bits of a row must depend only on its query and the keys that it sees (attn::invariant()).
-  bool invariant = false;
-
-  // Factors of products may be rounded to this number of bits: 53, 24, 16, or 8 as in bfloat16.
-  int factor_bits = 53;
 
   // Heads [g * group, (g + 1) * group) read the same key head and the same value head. Their rows form one list: row r
   // is query r % L of head g * group + r / L.

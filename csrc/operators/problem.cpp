@@ -183,7 +183,10 @@ void ProblemBuilder::add_sequences(const Call& call) {
   const int64_t batch = problem_.batch;
   problem_.query_starts = numbers;
   problem_.visibility.query_lengths = numbers + batch;
-  if (!call.block_table) problem_.key_starts = numbers + 2 * batch;
+  if (!call.block_table) {
+    problem_.key_starts = numbers + 2 * batch;
+    problem_.key_tokens = all_keys;
+  }
   problem_.visibility.key_lengths = numbers + 3 * batch;
   problem_.visibility.offsets = numbers + 4 * batch;
 }

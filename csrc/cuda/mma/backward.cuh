@@ -242,10 +242,14 @@ struct BackwardMma {
     const Task& task = shared.task;
     if (thread_index() == 0) {
       shared.own_head = shared.task.set_own_keys(p, number, heads, kOwn);
-      set();
       const Range keys{task.first_key, task.last_key};
-      shared.rows_seen = keys.empty() ? Range{0, 0} : visible_rows(task.sequence, keys);
+      if (!keys.empty()) {
+        set();
+        shared.rows_seen = visible_rows(task.sequence, keys);
+      }
     }
+    __syncthreads();
+    if (task.first_key >= task.last_key) return;
     Sums of_ds = {}, of_weights = {};
     for (int64_t reader = 0; reader < readers; reader += p.group) {
       if (thread_index() == 0) set_heads(shared.own_head * readers + reader);
@@ -304,8 +308,10 @@ struct BackwardMma {
     const Task& task = shared.task;
     if (thread_index() == 0) {
       shared.task.set(p, number, kOwn, kOther);
-      set();
-      set_heads(task.first_head);
+      if (task.rows > 0) {
+        set();
+        set_heads(task.first_head);
+      }
     }
     __syncthreads();
     const int count = task.rows;

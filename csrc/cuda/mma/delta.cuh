@@ -19,17 +19,19 @@ constexpr int kDeltaRows = kDeltaSteps * kDeltaThreads / kDeltaLanes<kDim>;
 
 template <int kDim>
 __host__ __device__ int64_t delta_tasks(const BackwardParams& p) {
-  return p.batch * p.heads * divide_up(p.queries, kDeltaRows<kDim>);
+  return entries_of(p) * p.heads * tiles_of_rows(p, 1, kDeltaRows<kDim>);
 }
 
 // Sums are short and always in the same order: eight products of a lane, then those of the lanes in pairs.
 template <class S, int kDim>
 __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant__ BackwardParams p) {
   constexpr int kLanes = kDeltaLanes<kDim>, kRowsAtOnce = kDeltaThreads / kLanes;
-  const int64_t number = block_number(), tiles = divide_up(p.queries, kDeltaRows<kDim>);
+  const int64_t number = block_number(), places = tiles_of_rows(p, 1, kDeltaRows<kDim>), head = number / places;
   if (number >= delta_tasks<kDim>(p)) return;
-  const Row first{number / tiles / p.heads, number / tiles % p.heads, number % tiles * kDeltaRows<kDim>};
-  const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, sequence_of(p, first.n).queries - first.position));
+  const Tile tile = Tile::at(p, head / p.heads, number % places, p.query_starts, 1, kDeltaRows<kDim>);
+  const int64_t queries = length_of(p.visibility.query_lengths, tile.n, p.queries);
+  const Row first{tile.n, head % p.heads, tile.first(queries, kDeltaRows<kDim>)};
+  const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, queries - first.position));
   if (rows <= 0) return;
   const int col = threadIdx.x % kLanes * kVector, own = threadIdx.x / kLanes;
   const int own_rows = col < p.value_dim ? rows : 0;  // with numbers in this thread's columns

@@ -55,11 +55,12 @@ struct ForwardMma {
 
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
 
-  ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) { return p.tasks(); }
+  ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) { return p.splits * blocks_of_rows(p, kRows); }
 
   // Called by one thread, followed by a barrier.
   __device__ void set(int64_t number) {
     shared.task.set(p, number, kRows, kKeys);
+    if (task.rows == 0) return;
     const int64_t n = task.n;
     if (p.has_dropout) shared.dropout.set(p, n);
     shared.key_data = head_of<S>(p, p.key, n, task.key_head);

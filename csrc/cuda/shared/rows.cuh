@@ -12,19 +12,57 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
   return static_cast<const S*>(x.data) + batch_offset(p, x, n) + head * x.head;
 }
 
-// How many blocks there are if each owns up to `most` rows of a group of heads, or keys of one of `heads` heads. Of
-// packed sequences the host knows no lengths: there are as many for each as the longest has. A block that finds
-// nothing of its sequence left ends without reading or writing.
+// How many blocks there are if each owns a tile of up to `most` rows of a group of heads, or keys of one of `heads`
+// heads. A block that finds no tile left ends without reading or writing.
 //
 // A head of a packed sequence has its own number of rows in the list of its group, so that tiles of rows and keys are
 // cut as in a call of it alone. What else its bits depend on is planned from the most queries and keys, the number of
 // sequences and the device: the size of tiles of rows, and splits of the keys.
+//
+// Of packed sequences the host knows the length of all together. The one that begins with row or key `start` has the
+// places from start / most + its number on: as many as it has tiles, or one more.
+ATTN_INLINE constexpr int64_t tiles_of(const Problem& p, int64_t of_longest, int64_t of_all, int64_t most) {
+  return p.sequences > 0 ? of_all / most + p.sequences : divide_up(of_longest, most);
+}
+ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t group, int64_t most) {
+  return tiles_of(p, group * p.queries, group * p.tokens, most);
+}
+ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
+  return tiles_of(p, p.keys, p.key_tokens, most);
+}
+// Batch entries; packed sequences that share places are one.
+ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
-  return p.batch * p.groups() * divide_up(p.rows(), most);
+  return entries_of(p) * p.groups() * tiles_of_rows(p, p.group, most);
 }
 ATTN_INLINE constexpr int64_t blocks_of_keys(const Problem& p, int64_t heads, int64_t most) {
-  return p.batch * heads * divide_up(p.keys, most);
+  return entries_of(p) * heads * tiles_of_keys(p, most);
 }
+
+// A tile, by its number among those of a list of rows, or of the keys of a head.
+struct Tile {
+  int64_t n;  // the batch entry
+  int64_t number;
+
+  // Finds what has place `place` in an entry (entries_of). starts: of the packed sequences; each token is `of_token`
+  // rows or keys. The number is less than 0 if sequences are not in order.
+  static __device__ __forceinline__ Tile at(const Problem& p, int64_t entry, int64_t place, const int64_t* starts,
+                                            int64_t of_token, int64_t most) {
+    if (p.sequences == 0) return {entry, place};
+    starts += entry * p.sequences;
+    const auto first_place = [&](int64_t sequence) { return starts[sequence] * of_token / most + sequence; };
+    int64_t sequence = 0;
+    for (int64_t end = p.sequences; end - sequence > 1;) {
+      const int64_t middle = (sequence + end) / 2;
+      (first_place(middle) <= place ? sequence : end) = middle;
+    }
+    return {entry * p.sequences + sequence, place - first_place(sequence)};
+  }
+  // Where it begins in a list of `count`; there or behind that if it has no part of it.
+  __device__ __forceinline__ int64_t first(int64_t count, int64_t most) const {
+    return number < 0 ? count : number * most;
+  }
+};
 
 // Up to kRows consecutive rows of a group of heads (Problem::group), in shared memory.
 template <int kRows>
@@ -109,12 +147,12 @@ struct Task {
   __device__ void set_rows(const Problem& p, int64_t batch_entry, int64_t head, int64_t first, int64_t most) {
     n = batch_entry;
     sequence = sequence_of(p, n);
+    rows = static_cast<int>(larger(0, smaller(most, rows_of_group(p) - first)));
+    if (rows == 0) return;
     first_head = head;
     key_head = key_head_of(p, head);
     value_head = value_head_of(p, head);
     first_row = first;
-    rows = static_cast<int>(larger(0, smaller(most, rows_of_group(p) - first)));
-    if (rows == 0) return;
     positions = positions_of_rows(sequence, row_at(), rows);
     seen_by_all = common(visible_keys(sequence, {positions.first, positions.first + 1}),
                          visible_keys(sequence, {positions.last - 1, positions.last}));
@@ -132,14 +170,16 @@ struct Task {
   // see, or over a split of them, in tiles of `tile`. Called by one thread, followed by a barrier.
   template <class Params>
   __device__ void set(const Params& p, int64_t number, int64_t most, int64_t tile) {
-    const int64_t row_tasks = divide_up(p.rows(), most);
-    const int64_t row = (row_tasks - 1 - number % row_tasks) * most;
-    number /= row_tasks;
+    const int64_t places = tiles_of_rows(p, p.group, most), place = number % places;
+    number /= places;
     if constexpr (requires { p.splits; }) {
       split = number % p.splits;
       number /= p.splits;
     }
-    set_rows(p, number / p.groups(), number % p.groups() * p.group, row, most);
+    Tile at = Tile::at(p, number / p.groups(), place, p.query_starts, p.group, most);
+    const int64_t all = p.group * length_of(p.visibility.query_lengths, at.n, p.queries);
+    at.number = divide_up(all, most) - 1 - at.number;
+    set_rows(p, at.n, number % p.groups() * p.group, at.first(all, most), most);
     first_key = last_key = 0;
     if (rows == 0) return;
     Range keys = in_tiles(visible_keys(sequence, positions), tile);
@@ -153,12 +193,13 @@ struct Task {
   // Sets batch entry and keys, for block `number` of those that own up to `most` keys of one of `heads` heads; returns
   // that head. The rows are set afterwards, tile by tile. Called by one thread, followed by a barrier.
   __device__ int64_t set_own_keys(const Problem& p, int64_t number, int64_t heads, int64_t most) {
-    const int64_t key_tasks = divide_up(p.keys, most);
-    n = number / key_tasks / heads;
+    const int64_t places = tiles_of_keys(p, most), head = number / places;
+    const Tile at = Tile::at(p, head / heads, number % places, p.key_starts, 1, most);
+    n = at.n;
     sequence = sequence_of(p, n);
-    first_key = number % key_tasks * most;
+    first_key = at.first(sequence.keys, most);
     last_key = smaller(first_key + most, sequence.keys);
-    return number / key_tasks % heads;
+    return head % heads;
   }
 };
 

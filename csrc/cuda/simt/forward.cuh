@@ -27,15 +27,18 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
   __device__ ForwardSimt(const ForwardParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
   ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) {
-    return p.tasks() * larger(1, divide_up(p.value_dim, kValueCols));
+    return row_blocks(p) * larger(1, divide_up(p.value_dim, kValueCols));
+  }
+  ATTN_INLINE static constexpr int64_t row_blocks(const ForwardParams& p) {
+    return p.splits * blocks_of_rows(p, kSimtTile);
   }
   __device__ void run(int64_t number) {
-    first_col = number / p.tasks() * kValueCols;
+    first_col = number / row_blocks(p) * kValueCols;
     const auto begin_row = [&](int i, int64_t) {
       shared.maximum[i] = -infinity<T>();
       shared.sum[i] = 0;
     };
-    this->go_over_keys(number % p.tasks(), begin_row, [&](int64_t key) {
+    this->go_over_keys(number % row_blocks(p), begin_row, [&](int64_t key) {
       typename Base::Scores x;
       this->scores(x, key);
       softmax(x);
