@@ -129,6 +129,8 @@ def alone(out: Path, pretended: bool) -> Iterator[Step]:
     profile = [ncu, "--clock-control", "none", "-f", "-o", str(kernels), *sections]
     profile += ["-k", "regex:run_block|merge|delta", *MODULE, "tests.cuda.smoke", "--profile"]
     yield Step("ncu", profile, 90, "" if ncu else "ncu")
+    read = [ncu, "--import", f"{kernels}.ncu-rep", "--page", "details"]
+    yield Step("ncu, as text", read, 30, "" if ncu else "ncu")
     yield pytest_step("large", ["tests/test_cuda.py", "-k", LARGE], pretended, 120)
 
 

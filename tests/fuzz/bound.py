@@ -69,7 +69,8 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
         if large or exact_weights or problem.dtype not in ("bfloat16", "float16"):
             return plain
         unit, smallest = (BF16, 0.0) if problem.dtype == "bfloat16" else (F16, 2.0**-25)
-        # Where there are slopes, what rounding takes from a weight is multiplied, too, rounded itself.
+        # Where there are slopes, what rounding takes from a weight is multiplied, too, rounded
+        # itself.
         known = unit**2 if "alibi_slopes" in problem.dims else unit
         return Arithmetic(u, 4 * u, weight=unit, smallest=smallest, known=known)
     if capability not in ("avx512_bf16", "amx"):
