@@ -1,5 +1,5 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds, for what uses_mma() refuses,
-// for every second derivative and for masks that scores share: the formulas of cpu/kernels/backward.inl, whose
+// for every second derivative, for slopes and for shared masks: the formulas of cpu/kernels/backward.inl, whose
 // names are used here. Scores are computed anew from the saved logsumexp by every block that needs them; a block owns a
 // part of one gradient and adds up what belongs there in a fixed order, so that equal calls give equal bits:
 //
