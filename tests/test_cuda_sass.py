@@ -95,15 +95,19 @@ def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[str]:
     """The names of the instructions of one pass through the loop over tiles.
 
     Of the loops with most products it is the one with most of `loop`, and the shortest. The pass is
-    one with fewest of `SELDOM`, then most of each of `most`, and else with fewest instructions: what
-    a tile takes in which nothing is hidden or left over. Loops within count once.
+    one with fewest of `SELDOM`, then most of each of `most`, and else with fewest instructions:
+    what a tile takes in which nothing is hidden or left over. Loops within count once.
     """
     names = [instruction.name for instruction in kernel.instructions]
     counted = [re.compile(pattern) for pattern in ("HMMA", *most)]
     seldom, texts = re.compile(SELDOM), [f"{i.name} {i.operands}" for i in kernel.instructions]
     order, closing = in_order(kernel)
     costs = {
-        at: (-int(bool(seldom.match(texts[at]))), *(int(bool(c.match(names[at]))) for c in counted), -1)
+        at: (
+            -int(bool(seldom.match(texts[at]))),
+            *(int(bool(c.match(names[at]))) for c in counted),
+            -1,
+        )
         for at in order
     }
 
