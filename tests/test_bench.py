@@ -341,7 +341,8 @@ def in_the_documentation() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
     text = "".join((ROOT / name).read_text() for name in ("docs/performance.md", "README.md"))
     (name,) = set(re.findall(r"benchmarks/results/([\w-]+)\.png", text))
     directory = BENCHMARKS / "results"
-    others = (max(directory.glob(f"*-{kind}.json")) for kind in ("peers", "models", "functions"))
+    kinds = ("peers", "models", "functions", "gpu")
+    others = (max(directory.glob(f"*-{kind}.json")) for kind in kinds)
     files = (directory / f"{name}.json", *others)
     results = [json.loads(file.read_text()) for file in files]
     return results[0], results, text
