@@ -176,7 +176,7 @@ LIMITS = {
     ),
     "forward with a mask, 64": masked(64, 1045, boolean=False),
     "forward with a mask, 128": masked(128, 1450, boolean=False),
-    "forward with a boolean mask, 64": masked(64, 1059, boolean=True),
+    "forward with a boolean mask, 64": masked(64, 1072, boolean=True),
     "forward with a boolean mask, 128": masked(128, 1498, boolean=True),
     "grad_query, 64": backward(64, "query", 96),
     "grad_query, 128": backward(128, "query", 96),
