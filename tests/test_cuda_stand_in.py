@@ -163,3 +163,28 @@ def test_the_switch_leaves_older_gpus_to_the_builtin(
     """The kernels do not run there. Who calls them by name is told so."""
     options = {**environment(library, seed=1), "ATTN_STAND_IN_CAPABILITY": capability}
     assert run_python("-c", REPLACE, **options) == expected
+
+
+# What no row of a tile sees is not read: not even where a tile could have rows of two heads. Prints
+# how many rows hold a NaN of the value, before and behind those that see it.
+HEADS_THAT_MEET = """
+import torch, torch_attn
+L, S = 1000, 1000
+for dtype in (torch.bfloat16, torch.float32):
+    q, k, v = (torch.randn(L, heads, 64, dtype=dtype) for heads in (3, 1, 1))
+    v[450:500] = torch.nan
+    dense = (x.movedim(1, 0)[None] for x in (q, k, v))
+    options = dict(window_size=(40, 3), enable_gqa=True)
+    output = torch_attn.sdpa(*dense, **options)[0].movedim(0, 1)
+    q, k, v = (torch.cat([x[:30], x]) for x in (q, k, v))
+    starts = torch.tensor([0, 30, 1030])
+    packed = torch_attn.varlen_attn(q, k, v, starts, starts, L, S, **options)[30:]
+    for x in (output, packed):
+        print(*(part.isnan().sum().item() for part in (x[:300], x[700:])))
+"""
+
+
+@pytest.mark.regression
+def test_heads_that_meet(library: Path) -> None:
+    printed = run_python("-c", HEADS_THAT_MEET, **environment(library, seed=1))
+    assert printed == 4 * "0 0\n"

@@ -2,6 +2,7 @@
 #include "cuda/launch.cuh"
 
 #include "cuda/kernels.h"
+#include "cuda/shared/rows.cuh"
 
 namespace attn::cuda {
 
@@ -86,7 +87,8 @@ bool uses_mma(const Problem& p) {
 // What only the device knows is not asked for.
 static int64_t keys_to_split(const RowParams& p) {
   // See positions_of_rows().
-  const bool heads_meet = p.group > 1 && (p.sequences > 0 || p.queries % p.rows_per_task != 0);
+  const bool share_tiles = p.queries % p.rows_per_task != 0 && !heads_apart(p, p.queries, p.rows_per_task);
+  const bool heads_meet = p.group > 1 && (p.sequences > 0 || share_tiles);
   const int64_t rows = heads_meet ? p.queries : smaller(p.rows_per_task, p.queries);
   const int64_t keys = smaller(p.keys, most_keys(p, rows) + kKeysPerTile - 1);
   if (p.visibility.offsets || p.visibility.key_lengths) return keys;

@@ -19,15 +19,16 @@ constexpr int kDeltaRows = kDeltaSteps * kDeltaThreads / kDeltaLanes<kDim>;
 
 template <int kDim>
 __host__ __device__ int64_t delta_tasks(const BackwardParams& p) {
-  return entries_of(p) * p.heads * tiles_of_rows(p, 1, kDeltaRows<kDim>);
+  return entries_of(p) * p.heads * tiles_of(p, p.queries, p.tokens, kDeltaRows<kDim>);
 }
 
 // Sums are short and always in the same order: eight products of a lane, then those of the lanes in pairs.
 template <class S, int kDim>
 __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant__ BackwardParams p) {
   constexpr int kLanes = kDeltaLanes<kDim>, kRowsAtOnce = kDeltaThreads / kLanes;
-  const int64_t number = block_number(), places = tiles_of_rows(p, 1, kDeltaRows<kDim>), head = number / places;
+  const int64_t number = block_number(), places = tiles_of(p, p.queries, p.tokens, kDeltaRows<kDim>);
   if (number >= delta_tasks<kDim>(p)) return;
+  const int64_t head = number / places;
   const Tile tile = Tile::at(p, head / p.heads, number % places, p.query_starts, 1, kDeltaRows<kDim>);
   const int64_t queries = length_of(p.visibility.query_lengths, tile.n, p.queries);
   const Row first{tile.n, head % p.heads, tile.first(queries, kDeltaRows<kDim>)};

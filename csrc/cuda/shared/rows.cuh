@@ -24,8 +24,14 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
 ATTN_INLINE constexpr int64_t tiles_of(const Problem& p, int64_t of_longest, int64_t of_all, int64_t most) {
   return p.sequences > 0 ? of_all / most + p.sequences : divide_up(of_longest, most);
 }
-ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t group, int64_t most) {
-  return tiles_of(p, group * p.queries, group * p.tokens, most);
+// Whether tiles are cut so that none has rows of two heads, where a sequence has so many queries: in a window, the last
+// rows of a head and the first ones of the next see keys far apart, and a tile passes over all in between.
+ATTN_INLINE constexpr bool heads_apart(const Problem& p, int64_t queries, int64_t most) {
+  return p.group > 1 && most_keys(p, most) < smaller(queries, p.keys);
+}
+ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t most) {
+  return heads_apart(p, p.queries, most) ? p.group * tiles_of(p, p.queries, p.tokens, most)
+                                         : tiles_of(p, p.rows(), p.group * p.tokens, most);
 }
 ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
   return tiles_of(p, p.keys, p.key_tokens, most);
@@ -33,7 +39,7 @@ ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
 // Batch entries; packed sequences that share places are one.
 ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
-  return entries_of(p) * p.groups() * tiles_of_rows(p, p.group, most);
+  return entries_of(p) * p.groups() * tiles_of_rows(p, most);
 }
 ATTN_INLINE constexpr int64_t blocks_of_keys(const Problem& p, int64_t heads, int64_t most) {
   return entries_of(p) * heads * tiles_of_keys(p, most);
@@ -170,18 +176,24 @@ struct Task {
   // see, or over a split of them, in tiles of `tile`. Called by one thread, followed by a barrier.
   template <class Params>
   __device__ void set(const Params& p, int64_t number, int64_t most, int64_t tile) {
-    const int64_t places = tiles_of_rows(p, p.group, most), place = number % places;
+    const int64_t places = tiles_of_rows(p, most), place = number % places;
     number /= places;
     if constexpr (requires { p.splits; }) {
       split = number % p.splits;
       number /= p.splits;
     }
-    Tile at = Tile::at(p, number / p.groups(), place, p.query_starts, p.group, most);
-    const int64_t all = p.group * length_of(p.visibility.query_lengths, at.n, p.queries);
-    at.number = divide_up(all, most) - 1 - at.number;
-    set_rows(p, at.n, number % p.groups() * p.group, at.first(all, most), most);
+    const int64_t turns = heads_apart(p, p.queries, most) ? p.group : 1;  // of a place, for a tile each
+    const Tile at = Tile::at(p, number / p.groups(), place / turns, p.query_starts, turns > 1 ? 1 : p.group, most);
+    const int64_t queries = length_of(p.visibility.query_lengths, at.n, p.queries);
+    const int64_t parts = heads_apart(p, queries, most) ? p.group : 1;
+    const int64_t part_rows = parts > 1 ? queries : p.group * queries, tiles = divide_up(part_rows, most);
+    const int64_t behind = at.number * turns + place % turns;  // tiles behind this one
+    n = at.n;
+    rows = 0;
     first_key = last_key = 0;
-    if (rows == 0) return;
+    if (behind < 0 || behind >= parts * tiles) return;
+    const int64_t own = parts * tiles - 1 - behind, row = own % tiles * most;
+    set_rows(p, n, number % p.groups() * p.group, own / tiles * part_rows + row, smaller(most, part_rows - row));
     Range keys = in_tiles(visible_keys(sequence, positions), tile);
     if constexpr (requires { p.splits; }) {
       const int64_t first = keys.first + split * p.keys_per_split;

@@ -34,7 +34,7 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
 
   __device__ RowStatsSimt(const StatsParams& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
-  ATTN_INLINE static constexpr int64_t blocks(const StatsParams& p) { return p.tasks(); }
+  ATTN_INLINE static constexpr int64_t blocks(const StatsParams& p) { return p.splits * blocks_of_rows(p, kSimtTile); }
   __device__ void run(int64_t number) {
     const auto begin_row = [&](int i, int64_t) { shared.row[i] = {-infinity<T>(), 0, 0, 0}; };
     this->go_over_keys(number, begin_row, [&](int64_t key) {
