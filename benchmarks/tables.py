@@ -140,7 +140,7 @@ def models(rows: list[Row]) -> str:
 
 
 def gpu(rows: list[Row]) -> str:
-    """Of a GPU: the time of each backend of the built-in divided by ours."""
+    """The time of each backend of the built-in on a GPU, divided by ours."""
     backends = {"FLASH": "FLASH", "FLASH det.": "FLASH, deterministic"}
     backends |= {"EFFICIENT": "EFFICIENT", "CUDNN": "cuDNN", "MATH": "math"}
 

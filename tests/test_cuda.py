@@ -717,7 +717,7 @@ def test_sanitizer_of_all_calls(tool: str) -> None:
     """The kernels that no program has, too, such as those of second derivatives and statistics."""
     sanitize(
         tool,
-        *(sys.executable, "-m", "tests.cuda.small_run"),
+        *(sys.executable, "-m", "tests.cuda.smoke", "--dtype", "own"),
         timeout=900,
         PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         # every tensor in memory of its own

@@ -110,8 +110,7 @@ struct Problem {
   const int64_t* key_starts = nullptr;  // null where keys are in pages
   Paging paging;                        // forward only: derivatives refuse pages
   // If a CPU runs one entry of a call by itself, first_entry is its number in the batch. If sequences are packed,
-  // tokens is the number of rows of a head in the whole call and key_tokens that of its keys, if these are not in
-  // pages; else 0.
+  // `tokens` counts the rows of a head in the whole call, and `key_tokens` its keys. Keys in pages are not counted.
   int64_t first_entry = 0;
   int64_t tokens = 0;
   int64_t key_tokens = 0;

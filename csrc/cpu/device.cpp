@@ -255,7 +255,7 @@ void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, a
   const auto of = [&](int16_t from) {
     return from >= 0 ? slots[from] : limits_of(program, list.leaves[-1 - from], n, head);
   };
-  // Of the two operands at `from`. The kernels' sums wrap around beyond 32 bits.
+  // The two operands are those at `from`. The kernels' sums wrap around beyond 32 bits.
   const auto sum = [&](const int16_t* from) {
     const Limits x = of(from[0]), y = of(from[1]);
     if (x == kUnknown || y == kUnknown) return kUnknown;

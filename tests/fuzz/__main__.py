@@ -217,13 +217,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problems", type=int, default=10**12, help="at most so many")
     parser.add_argument("--problem", type=int, help="only this one of the seed, with its program")
     parser.add_argument("--only", choices=list(SHARES), help="one kind of kernels")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: on a GPU, as --only gpu"
-    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(arguments)
-    if options.device == "cuda":
-        options.only = "gpu"
     if options.only == "gpu" and not has_gpu():
         parser.error("--only gpu: there is no GPU, or no kernels for it in the library")
     console = Console(width=None if sys.stdout.isatty() else 150)

@@ -24,7 +24,7 @@ struct alignas(16) BackwardRow {
   uint32_t head_number;  // of dropout's counters
 };
 
-// Of ALiBi: the slope of a row's head, and how far its position is ahead of the first key that the block owns.
+// What ALiBi needs of a row: the slope of its head, and how far the row is ahead of the first key of the block.
 struct alignas(8) BackwardSlope {
   float slope, ahead;
 };

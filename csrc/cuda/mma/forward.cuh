@@ -50,7 +50,7 @@ struct ForwardMma {
   const ForwardParams& p;
   Shared& shared;
   const Task& task;
-  // Of the keys that are copied next, and of their values.
+  // Finds the keys that are copied next, and their values.
   std::conditional_t<kPaged, InPages, Nothing> in_pages;
 
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}

@@ -37,9 +37,8 @@ __device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset
 // How the factor of a weight is taken: `finite` has 0 in place of infinities and NaNs.
 enum class Factor { as_it_is, finite };
 
-// Calls f.template operator()<N>() with the type that numbers of an operand are loaded as; those of a mask may be
-// boolean. A kernel that computes in double meets no 16-bit numbers. Whoever loads many calls this outside of the loop,
-// because behind a branch each load would wait for the one before.
+// Calls f.template operator()<N>(). N is the type that a kernel loads numbers of this operand as. Kernels that compute
+// in double meet no 16-bit numbers. Loops belong into f, because behind a branch each load would wait for the last.
 template <class T, class F>
 __device__ __forceinline__ void with_loaded(const Operand& x, F f) {
   if (x.dtype == DType::f32)
@@ -49,6 +48,7 @@ __device__ __forceinline__ void with_loaded(const Operand& x, F f) {
   else
     f.template operator()<uint16_t>();
 }
+// The same for a mask, which may be boolean.
 template <class T, class F>
 __device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
   if (x.dtype == DType::boolean)

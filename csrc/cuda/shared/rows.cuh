@@ -19,8 +19,8 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
 // cut as in a call of it alone. What else its bits depend on is planned from the most queries and keys, the number of
 // sequences and the device: the size of tiles of rows, and splits of the keys.
 //
-// Of packed sequences the host knows the length of all together. The one that begins with row or key `start` has the
-// places from start / most + its number on: as many as it has tiles, or one more.
+// The host knows the sum of the lengths of packed sequences, but not each length. A sequence takes as many places as it
+// has tiles, or one more. If it begins with row or key `start`, its first place is start / most + its number.
 ATTN_INLINE constexpr int64_t tiles_of(const Problem& p, int64_t of_longest, int64_t of_all, int64_t most) {
   return p.sequences > 0 ? of_all / most + p.sequences : divide_up(of_longest, most);
 }
@@ -45,7 +45,7 @@ ATTN_INLINE constexpr int64_t blocks_of_keys(const Problem& p, int64_t heads, in
   return entries_of(p) * heads * tiles_of_keys(p, most);
 }
 
-// A tile, by its number among those of a list of rows, or of the keys of a head.
+// A tile of a list of rows, or of the keys of a head. `number` says which tile of the list it is.
 struct Tile {
   int64_t n;  // the batch entry
   int64_t number;
