@@ -147,9 +147,11 @@ class Limit(NamedTuple):
     # See main_loop(). Also what copies the next tile and reads of its rows: the last one has none.
     most: tuple[str, ...] = ("LDGSTS", r"LDG\.")
     loop: str = "HMMA"
+    spilled: int = 0  # bytes that registers have no place for
 
 
 def backward(dim: int, gradient: str, products: int) -> Limit:
+    """A pass of grad_query has twice the rows of one of the keys' gradients."""
     kernel = f"BackwardMma<BFloat16, {dim}, MmaGradient::{gradient}, false>"
     return Limit(kernel, "BackwardParams", products, 6 * products)
 
@@ -166,7 +168,11 @@ def masked(dim: int, instructions: int, boolean: bool) -> Limit:
 
 
 LIMITS = {
-    "forward, 64": Limit("ForwardMma<BFloat16, 64, 2, false>", "ForwardParams", 128, 720),
+    # Three blocks a multiprocessor took 0.83 of the time of two on an H100, though each thread
+    # reads four addresses from memory, once a tile.
+    "forward, 64": Limit(
+        "ForwardMma<BFloat16, 64, 2, false>", "ForwardParams", 128, 720, spilled=16
+    ),
     "forward, 128": Limit("ForwardMma<BFloat16, 128, 2, false>", "ForwardParams", 256, 1020),
     "forward in pages, 64": Limit(
         "ForwardMma<BFloat16, 64, 2, false, true>", "ForwardParams", 128, 860
@@ -178,15 +184,15 @@ LIMITS = {
     "forward with a mask, 128": masked(128, 1450, boolean=False),
     "forward with a boolean mask, 64": masked(64, 1072, boolean=True),
     "forward with a boolean mask, 128": masked(128, 1498, boolean=True),
-    "grad_query, 64": backward(64, "query", 96),
-    "grad_query, 128": backward(128, "query", 96),
+    "grad_query, 64": backward(64, "query", 192),
+    "grad_query, 128": backward(128, "query", 192),
     "grad_key and grad_value, 64": backward(64, "key_and_value", 128),
     "grad_key and grad_value, 128": backward(128, "key_and_value", 128),
 }
 
 
 @functools.cache
-def compile_kernel(name: str, params: str) -> Kernel:
+def compile_kernel(name: str, params: str, spilled: int = 0) -> Kernel:
     """Compiles one instantiation; fails if it needs more registers than there are."""
     with tempfile.TemporaryDirectory() as to:
         source, cubin = Path(to) / "kernel.cu", Path(to) / "kernel.cubin"
@@ -203,13 +209,16 @@ def compile_kernel(name: str, params: str) -> Kernel:
             text=True,
             check=True,
         ).stderr
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in usage, usage
+        expected = (f"{spilled} bytes {what}" for what in ("stack frame", "spill stores"))
+        assert ", ".join(expected) in usage, usage
         return disassemble(cubin)
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_instructions_of_a_tile(name: str) -> None:
     limit = LIMITS[name]
-    path = main_loop(compile_kernel(limit.kernel, limit.params), limit.most, limit.loop)
+    path = main_loop(
+        compile_kernel(limit.kernel, limit.params, limit.spilled), limit.most, limit.loop
+    )
     assert sum(n.startswith("HMMA") for n in path) == limit.products
     assert len(path) <= limit.instructions

@@ -21,6 +21,9 @@ constexpr int64_t kMmaMaxDim = 256;
 constexpr bool is_general(const Problem& p) {
   return p.has_mask || p.has_dropout || has_score_terms(p) || !ScoreFunction<float>::of(p).keeps_order();
 }
+// Says whether the kernels with tensor cores compute the gradient of a mask that several heads or batch entries share.
+// They do not sum over rows.
+constexpr bool sums_mask(const BackwardParams& p) { return p.mask_is_shared && p.grad_mask.row != 0; }
 // Tiles of 16 rows of a warp: as many as its registers hold.
 constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // Rows of a block of four warps.

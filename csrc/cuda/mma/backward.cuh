@@ -30,36 +30,40 @@ struct alignas(8) BackwardSlope {
 };
 
 // Up to kRows consecutive rows of a group of heads, in shared memory.
-template <int kRows, bool kHasMask, bool kHasSlopes>
+template <int kRows, bool kHasMask, bool kHasSlopes, bool kInRegisters>
 struct BackwardRows {
   RowTile<kRows> rows;
-  BackwardRow of_row[kRows];
+  BackwardRow of_row[kInRegisters ? 1 : kRows];
   int64_t in_mask[kHasMask ? kRows : 1];  // where it begins in the mask
   BackwardSlope alibi[kHasSlopes ? kRows : 1];
 };
 
-// Keys of a block that owns keys, and rows of one that owns rows.
-constexpr int kMmaOwn = 64;
-
 // The gradients that a block computes a part of: two at once only up to head_dim 128, as registers hold no more sums.
-enum class MmaGradient { query, key, value, key_and_value };
+enum class MmaGradient { query, key, value, key_and_value, shared_mask };
 
 template <class S, int kDim, MmaGradient kOf, bool kGeneral>
 struct BackwardMma {
-  static constexpr bool kOwnsKeys = kOf != MmaGradient::query;
+  static constexpr bool kSumsMask = kOf == MmaGradient::shared_mask;
+  static constexpr bool kOwnsKeys = kOf != MmaGradient::query && !kSumsMask;
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
-  static constexpr int kOwn = kMmaOwn;
+  // Tiles of 16 keys or rows that a warp owns, for each of which it uses what it reads of other tiles. Registers hold
+  // the sums of two where there is one gradient, and nothing of a mask.
+  static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral ? 2 : 1;
+  static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
   static constexpr bool kCrowded = kGeneral && kOf == MmaGradient::key_and_value;
-  static constexpr int kOther = kDim <= 64 ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
+  static constexpr int kOther = kDim <= (kSumsMask ? 128 : 64) ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
-  static constexpr int kThreads = kMmaThreads, kBlocks = kDim <= 64 && !kOwnsKeys && !kGeneral ? 3 : 2;
-  static constexpr int kStages = 2;  // of the tiles that it does not own: one is used while the next is copied
+  static constexpr int kThreads = kMmaThreads, kBlocks = 2;
+  // Of the tiles that it does not own: one is used while the next is copied.
+  static constexpr int kStages = kSumsMask ? 1 : 2;
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
-  using Rows = BackwardRows<kRows, kGeneral, kGeneral && kOwnsKeys>;
+  // Whether each thread keeps what is known of its own rows: shared memory has no place for it.
+  static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
+  using Rows = BackwardRows<kRows, kGeneral, kGeneral && kOwnsKeys, kInRegisters>;
   struct Shared {
     // The left factors of the products K Q^T and V G^T, or Q K^T and G V^T, which the block owns, and the right ones.
     Own own_score, own_dp;
@@ -80,15 +84,19 @@ struct BackwardMma {
     double exponent_per_score;
   };
   using Fragments = ScoresMma<S, kOther / 8, kOwnsKeys>;
-  using Scores = typename Fragments::Scores;
+  using Scores = typename Fragments::Scores[kTiles];
   using Kept = typename Fragments::Kept;
   using Mask = typename Fragments::Mask;
-  using Sums = float[kDim / 8][4];
+  using Sums = float[kTiles][(kSumsMask ? kOther : kDim) / 8][4];
 
   const BackwardParams& p;
   Shared& shared;
+  BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
+
+  __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}
 
   ATTN_INLINE static constexpr int64_t blocks(const BackwardParams& p) {
+    if (kSumsMask) return p.mask_slices * divide_up(p.queries, kOwn) * divide_up(p.keys, kOther);
     if (!kOwnsKeys) return blocks_of_rows(p, kOwn);
     return blocks_of_keys(p, kNeedsDs ? p.key_heads : p.value_heads, kOwn);
   }
@@ -160,8 +168,7 @@ struct BackwardMma {
   template <class Offset>
   __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, Offset offset) const {
     with_mask_number(p, [&]<class M>() {
-      Fragments::template read_mask<M>(mask, own(MmaThread()), p.mask, shared.mask_in_pairs, key, keys_from(key),
-                                       offset);
+      Fragments::template read_mask<M>(mask, own(), p.mask, shared.mask_in_pairs, key, keys_from(key), offset);
     });
   }
   // Of the tile that begins with `key`.
@@ -184,12 +191,10 @@ struct BackwardMma {
     int64_t number;
     Row first;
   };
-  // The row of a tile that this thread reads and stores, if there is one. Read early, as that takes long, and stored
-  // when it is there.
+  // Reads row i of a tile, if there is one: early, as that takes long. A thread stores the row of its own number.
   static_assert(kRows <= kMmaThreads);
-  __device__ __forceinline__ BackwardRow read_row(const TileOfRows& tile, int count) const {
+  __device__ __forceinline__ BackwardRow read_row(const TileOfRows& tile, int count, int i = thread_index()) const {
     BackwardRow row{};
-    const int i = thread_index();
     if (i >= kRows) return row;
     const int at = RowTile<kRows>::last_repeated(i, count);
     int64_t r = shared.first_row + tile.number + at;
@@ -208,6 +213,17 @@ struct BackwardMma {
     const int i = thread_index();
     if (i >= kRows) return;
     rows.rows.set(i, shared.task.sequence, first, count);
+    if constexpr (kInRegisters) return;
+    make_shift(row);
+    if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.task.n, rows.rows.head[i]);
+    rows.of_row[i] = row;
+    if (kGeneral && p.has_mask) rows.in_mask[i] = shared.mask_base + rows.rows.offset(p.mask, i);
+    if constexpr (kGeneral && kOwnsKeys)
+      if (p.terms.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
+  }
+
+  // The logsumexp becomes what exponents are less by.
+  __device__ __forceinline__ void make_shift(BackwardRow& row) const {
     if (row.logsumexp == -infinity<float>()) {
       row.logsumexp = infinity<float>();
       row.logsumexp_low = 0;
@@ -216,11 +232,13 @@ struct BackwardMma {
       row.logsumexp = static_cast<float>(exponent);
       row.logsumexp_low = static_cast<float>(exponent - row.logsumexp);
     }
-    if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.task.n, rows.rows.head[i]);
-    rows.of_row[i] = row;
-    if (kGeneral && p.has_mask) rows.in_mask[i] = shared.mask_base + rows.rows.offset(p.mask, i);
-    if constexpr (kGeneral && kOwnsKeys)
-      if (p.terms.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
+  }
+  // Row i of the tile; `t` and `half` say which one of a thread's own it is.
+  __device__ __forceinline__ const BackwardRow& row_of(const Rows& rows, int i, int t, int half) const {
+    if constexpr (kInRegisters)
+      return own_rows[t][half];
+    else
+      return rows.of_row[i];
   }
 
   __device__ __forceinline__ float slope_of(const Rows& rows, int i) const {
@@ -233,6 +251,8 @@ struct BackwardMma {
   __device__ __forceinline__ void run(int64_t number) {
     if constexpr (kOwnsKeys)
       run_keys(number);
+    else if constexpr (kSumsMask)
+      run_mask(number);
     else
       run_query(number);
   }
@@ -317,7 +337,10 @@ struct BackwardMma {
     const int count = task.rows;
     if (count == 0) return;
     const Row first = task.row_at();
-    store_row(shared.rows[0], first, count, read_row({task.first_row, first}, count));
+    const TileOfRows tile{task.first_row, first};
+    store_row(shared.rows[0], first, count, kInRegisters ? BackwardRow{} : read_row(tile, count));
+    if constexpr (kInRegisters)
+      each_own([&](int t, int half, int i) { make_shift(own_rows[t][half] = read_row(tile, count, i)); });
     Sums of_ds = {}, none;
     const auto first_shown_key = [&](int64_t key) {
       return first_shown(
@@ -341,28 +364,82 @@ struct BackwardMma {
       add_tile(of_ds, none, stage, count, these);
     }
     if (!p.grad_query.data) return;
-    const MmaThread thread;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = own(thread, half);
-      write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds, half, slope(),
+    each_own([&](int t, int half, int i) {
+      write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds[t], half, slope(),
             i < count);
+    });
+  }
+
+  // A block owns rows and keys, and goes over the batch entries and heads that share this part of the mask.
+  __device__ __forceinline__ void run_mask(int64_t number) {
+    const Task& task = shared.task;
+    const int64_t key = number % divide_up(p.keys, kOther) * kOther;
+    number /= divide_up(p.keys, kOther);
+    const int64_t slice = number / divide_up(p.queries, kOwn), first_row = number % divide_up(p.queries, kOwn) * kOwn;
+    Sums sum = {};
+    for (int64_t turn = 0; turn < p.batch * p.heads / p.mask_slices; ++turn) {
+      __syncthreads();  // the last tiles have been read
+      if (thread_index() == 0) {
+        const Row at = sharer_of_mask(p, p.grad_mask, slice, turn);
+        shared.task.set_rows(p, at.n, at.head, first_row, smaller(kOwn, sequence_of(p, at.n).queries - first_row));
+        if (task.rows > 0) {
+          shared.task.last_key = task.sequence.keys;
+          shared.rows_seen = common(visible_keys(task.sequence, task.positions), {key, key + keys_from(key)});
+          set();
+          set_heads(at.head);
+        }
+      }
+      __syncthreads();
+      const int count = task.rows;
+      if (count == 0 || shared.rows_seen.empty()) continue;
+      const Row first = task.row_at();
+      if (!__syncthreads_or(mask_shows_some(first, count, key))) continue;
+      load_rows(shared.own_score, shared.own_dp, first, count);
+      load_keys(shared.other[0].score, shared.other[0].dp, key);
+      commit_copies();
+      store_row(shared.rows[0], first, count, read_row({first_row, first}, count));
+      wait_for_copies<0>();
+      __syncthreads();
+      Sums none;
+      add_tile(sum, none, 0, count, key);
     }
+    const Row at = sharer_of_mask(p, p.grad_mask, slice, 0);
+    const Operand& to = p.grad_mask;
+    const int64_t base = batch_offset(p, to, at.n) + at.head * to.head + first_row * to.row + key * to.col;
+    const int64_t rows = sequence_of(p, at.n).queries - first_row, keys = p.keys - key;
+    each(sum, [&](float& gradient, int i, int j, int, int, int) {
+      if (i < rows && j < keys) store_rounded(to, base + i * to.row + j * to.col, gradient);
+    });
   }
 
   __device__ __forceinline__ float slope() const { return ScoreFunction<float>::of(p).slope(); }
   // Of the exponent of 2, per product.
   __device__ __forceinline__ float exponent_slope() const { return slope() * kLog2E<float>; }
 
-  // The first of the 16 rows or keys of the warp; and that of a thread's elements 0, 1 (half 0) or 2, 3 (half 1).
-  static __device__ __forceinline__ int own(const MmaThread& thread) { return 16 * thread.warp; }
-  static __device__ __forceinline__ int own(const MmaThread& thread, int half) {
-    return own(thread) + thread.group + 8 * half;
+  // The first of the rows or keys of the warp.
+  static __device__ __forceinline__ int own() { return 16 * kTiles * MmaThread().warp; }
+  // Calls f(t, half, i) for those of a thread: elements 0, 1 (half 0) or 2, 3 (half 1) of tile t belong to i.
+  template <class F>
+  static __device__ __forceinline__ void each_own(F f) {
+    const int first = own() + MmaThread().group;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) f(t, half, first + 16 * t + 8 * half);
   }
+  // Calls f(score, row, key, t, half, bit of Kept) for all of them: of one row or key that the block does not own,
+  // those of all that the thread owns.
   template <class F>
   static __device__ __forceinline__ void each(Scores& x, F f) {
-    Fragments::each(x, own(MmaThread()), f);
+    const MmaThread thread;
+#pragma unroll
+    for (int bit = 0; bit < kOther / 4; ++bit) {
+      const int other = thread.col(bit / 2) + bit % 2;
+      each_own([&](int t, int half, int i) {
+        f(Fragments::at(x[t], half, bit), kOwnsKeys ? other : i, kOwnsKeys ? i : other, t, half, bit);
+      });
+    }
   }
 
   // Adds what a tile contributes, whose rows or keys are those of a stage: `count` rows, and the keys from `key` on.
@@ -375,42 +452,53 @@ struct BackwardMma {
     Mask mask;  // read before products are computed, and for the second time
     if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
-    add_dots<1>(&x, shared.own_score, own(MmaThread()), other.score);
-    const bool finite = Fragments::all_finite(&x);
+    add_dots<kTiles>(x, shared.own_score, own(), other.score);
+    const bool finite = Fragments::template all_finite<kTiles>(x);
     Scores capped;  // what SoftCap takes
     make_exponents(x, capped, rows, mask, finite, key);
-    if (hides) Fragments::hide_keys(x, own(MmaThread()), shared.task.sequence, rows.rows, count, key);
-    each(x, [&](float& exponent, int, int, int, int) { exponent = exp2_approx(exponent); });
+    if (hides)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+        Fragments::hide_keys(x[t], own() + 16 * t, shared.task.sequence, rows.rows, count, key);
+    each(x, [&](float& exponent, int, int, int, int, int) { exponent = exp2_approx(exponent); });
     Kept kept = {~0u, ~0u};
     if constexpr (kGeneral)
       if (p.has_dropout)
         Fragments::dropout_mask(
-            kept, own(MmaThread()), shared.dropout, rows.rows, [&](int i) { return rows.of_row[i].head_number; }, key);
+            kept, own(), shared.dropout, rows.rows, [&](int i) { return rows.of_row[i].head_number; }, key);
     if constexpr (kSumsValue)
-      add_weighted<1, Factor::as_it_is>(&of_weights, other.dp, [&](int, int n, int half, int c) {
-        const float weight = x[n][2 * half + c];
+      add_weighted<kTiles, Factor::as_it_is>(of_weights, other.dp, [&](int t, int n, int half, int c) {
+        const float weight = x[t][n][2 * half + c];
         return kGeneral ? weight * static_cast<float>(kept[half] >> (2 * n + c) & 1) : weight;
       });
     if constexpr (kNeedsDs) {
       Scores dx = {};  // dP; or at once dP - delta, which saves subtractions
       if constexpr (kOwnsKeys && !kGeneral)
-        each(dx, [&](float& slope, int i, int, int, int) { slope = -rows.of_row[i].delta; });
-      add_dots<1>(&dx, shared.own_dp, own(MmaThread()), other.dp);
+        each(dx, [&](float& slope, int i, int, int, int, int) { slope = -rows.of_row[i].delta; });
+      add_dots<kTiles>(dx, shared.own_dp, own(), other.dp);
       compute_ds(x, dx, rows, kept, hides);
-      if constexpr (!kOwnsKeys)
-        if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
-      if (!kOwnsKeys && !p.grad_query.data) return;
-      if (kGeneral && p.softcap > 0)  // 0, by selection, where it was: a hidden product may be a NaN
-        each(x, [&](float& ds, int, int, int half, int bit) {
-          ds = ds == 0 ? 0 : ds * SoftCap<float>::slope(Fragments::at(capped, half, bit));
-        });
-      // A NaN reaches dQ and dK through dS, and only where a row attends to the key.
-      const auto ds = [&](int, int n, int half, int c) { return x[n][2 * half + c]; };
-      if (finite)
-        add_weighted<1, Factor::as_it_is>(&of_ds, other.score, ds);
+      if constexpr (kSumsMask)
+        each(x, [&](float& ds, int, int, int t, int half, int bit) { Fragments::at(of_ds[t], half, bit) += ds; });
       else
-        add_weighted<1, Factor::finite>(&of_ds, other.score, ds);
+        add_ds(of_ds, x, capped, finite, other.score, rows, count, key);
     }
+  }
+  // Adds dS K to dQ, or dS^T Q to dK; x holds dS.
+  __device__ __forceinline__ void add_ds(Sums& of_ds, Scores& x, Scores& capped, bool finite, Other& factors,
+                                         const Rows& rows, int count, int64_t key) {
+    if constexpr (!kOwnsKeys)
+      if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
+    if (!kOwnsKeys && !p.grad_query.data) return;
+    if (kGeneral && p.softcap > 0)  // 0, by selection, where it was: a hidden product may be a NaN
+      each(x, [&](float& ds, int, int, int t, int half, int bit) {
+        ds = ds == 0 ? 0 : ds * SoftCap<float>::slope(Fragments::at(capped[t], half, bit));
+      });
+    // A NaN reaches dQ and dK through dS, and only where a row attends to the key.
+    const auto ds = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
+    if (finite)
+      add_weighted<kTiles, Factor::as_it_is>(of_ds, factors, ds);
+    else
+      add_weighted<kTiles, Factor::finite>(of_ds, factors, ds);
   }
 
   // Products become exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key.
@@ -418,26 +506,27 @@ struct BackwardMma {
   __device__ __forceinline__ void make_exponents(Scores& x, Scores& capped, const Rows& rows, const Mask& mask,
                                                  bool finite, int64_t key) {
     if constexpr (kGeneral) {
+      static_assert(kTiles == 1);
       const bool terms = has_terms(p);
       if (terms || !p.has_mask)
         Fragments::add_terms(
-            x, own(MmaThread()), p, [&](float y, int half, int bit) { Fragments::at(capped, half, bit) = y; },
+            x[0], own(), p, [&](float y, int half, int bit) { Fragments::at(capped[0], half, bit) = y; },
             [&](int i) { return kOwnsKeys ? rows.alibi[i].ahead : ahead_of(rows, i, key); },
             [&](int i) { return kOwnsKeys ? rows.alibi[i].slope : slope_of(rows, i); });
       if (p.has_mask)
         with_mask_number(p, [&]<class M>() {
-          const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x, mask, terms ? 1 : slope()); };
-          Fragments::template choose_add<M>([&] { return terms ? Fragments::all_finite(&x) : finite; }, add);
+          const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x[0], mask, terms ? 1 : slope()); };
+          Fragments::template choose_add<M>([&] { return terms ? Fragments::all_finite(x) : finite; }, add);
         });
-      each(x, [&](float& score, int i, int, int, int) {
-        const BackwardRow& row = rows.of_row[i];
+      each(x, [&](float& score, int i, int, int t, int half, int) {
+        const BackwardRow& row = row_of(rows, i, t, half);
         const float shifted = (score - row.logsumexp) - row.logsumexp_low;
         score = score == -infinity<float>() ? score : shifted * kLog2E<float>;
       });
     } else {
       const float slope = exponent_slope();
-      each(x, [&](float& product, int i, int, int, int) {
-        const BackwardRow& row = rows.of_row[i];
+      each(x, [&](float& product, int i, int, int t, int half, int) {
+        const BackwardRow& row = row_of(rows, i, t, half);
         product = fmaf(product, slope, -row.logsumexp) - row.logsumexp_low;
       });
     }
@@ -448,39 +537,38 @@ struct BackwardMma {
   __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
-      each(dx, [&](float& slope, int, int, int half, int bit) { slope *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
+      each(dx,
+           [&](float& slope, int, int, int, int half, int bit) { slope *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
     }
     if constexpr (!kOwnsKeys || kGeneral)
-      each(dx, [&](float& slope, int i, int, int, int) { slope -= rows.of_row[i].delta; });
+      each(dx, [&](float& slope, int i, int, int t, int half, int) { slope -= row_of(rows, i, t, half).delta; });
     if (kGeneral || hides)
-      each(dx, [&](float& slope, int, int, int half, int bit) {
-        if (Fragments::at(x, half, bit) == 0) slope = 0;
+      each(dx, [&](float& slope, int, int, int t, int half, int bit) {
+        if (Fragments::at(x[t], half, bit) == 0) slope = 0;
       });
-    each(x, [&](float& weight, int, int, int half, int bit) { weight *= Fragments::at(dx, half, bit); });
+    each(x, [&](float& weight, int, int, int t, int half, int bit) { weight *= Fragments::at(dx[t], half, bit); });
   }
 
   __device__ __forceinline__ void write_mask(Scores& ds, const Rows& rows, int count, int64_t key) {
     const Operand& to = p.grad_mask;
     const int64_t base = shared.grad_mask_base + key * to.col, keys = shared.task.last_key - key;
-    each(ds, [&](float& gradient, int i, int j, int, int) {
+    each(ds, [&](float& gradient, int i, int j, int, int, int) {
       if (i < count && j < keys) store_rounded(to, base + rows.rows.offset(to, i) + j * to.col, gradient);
     });
   }
 
   // Not of keys beyond the length, where gradients are 0 before.
   __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, Sums& sum, float scale) {
-    const MmaThread thread;
     const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t key = shared.task.first_key + own(thread, half);
-      write(to, base + key * to.row, cols, sum, half, scale, key < shared.task.last_key);
-    }
+    each_own([&](int t, int half, int i) {
+      const int64_t key = shared.task.first_key + i;
+      write(to, base + key * to.row, cols, sum[t], half, scale, key < shared.task.last_key);
+    });
   }
 
   // Writes a row of a gradient, if it is `there`. Called by all lanes.
-  __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const Sums& sum, int half,
-                                        float scale, bool there) const {
+  __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const float (&sum)[kDim / 8][4],
+                                        int half, float scale, bool there) const {
     const MmaThread thread;
     const auto value = [&](int n, int c) { return sum[n][2 * half + c] * scale; };
     if (takes_vectors(p, to, cols)) return write_vectors<S, kDim / 8>(to, base, cols, there, value);
@@ -501,6 +589,8 @@ Error launch_backward_mma(const BackwardParams& p, Stream stream) {
   };
   if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared))
     if (Error error = run.template operator()<MmaGradient::query>()) return error;
+  if (sums_mask(p))
+    if (Error error = launch_blocks<BackwardMma<S, kDim, MmaGradient::shared_mask, true>>(p, stream)) return error;
   if constexpr (kDim <= 128)
     if (p.key_heads == p.value_heads && p.grad_key.data && p.grad_value.data)
       return run.template operator()<MmaGradient::key_and_value>();

@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
   const int64_t number = block_number(), places = tiles_of(p, p.queries, p.tokens, kDeltaRows<kDim>);
   if (number >= delta_tasks<kDim>(p)) return;
   const int64_t head = number / places;
-  const Tile tile = Tile::at(p, head / p.heads, number % places, p.query_starts, 1, kDeltaRows<kDim>);
+  const Tile tile =
+      Tile::at(p, head / p.heads, number % places, p.query_starts, p.queries, p.tokens, 1, kDeltaRows<kDim>);
   const int64_t queries = length_of(p.visibility.query_lengths, tile.n, p.queries);
   const Row first{tile.n, head % p.heads, tile.first(queries, kDeltaRows<kDim>)};
   const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, queries - first.position));

@@ -14,7 +14,8 @@ namespace attn::cuda {
 // see is_general(). kPaged: whether keys and values lie in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
-  static constexpr int kThreads = kMmaThreads, kBlocks = 0;  // as many as shared memory holds
+  // As many blocks as shared memory holds; a third of 128 rows leaves each thread four registers too few.
+  static constexpr int kThreads = kMmaThreads, kBlocks = kDim <= 64 && kTiles > 1 && !kGeneral && !kPaged ? 3 : 0;
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
 

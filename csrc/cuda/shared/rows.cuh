@@ -19,10 +19,18 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
 // cut as in a call of it alone. What else its bits depend on is planned from the most queries and keys, the number of
 // sequences and the device: the size of tiles of rows, and splits of the keys.
 //
-// The host knows the sum of the lengths of packed sequences, but not each length. A sequence takes as many places as it
-// has tiles, or one more. If it begins with row or key `start`, its first place is start / most + its number.
+// The host knows the sum of the lengths of packed sequences and the longest, but not each length. If that takes fewer
+// places, each sequence has as many as the longest has tiles. Else it has as many as it has tiles, or one more: if it
+// begins with row or key `start`, its first place is start / most + its number.
+ATTN_INLINE constexpr int64_t places_by_length(const Problem& p, int64_t of_all, int64_t most) {
+  return of_all / most + p.sequences;
+}
+ATTN_INLINE constexpr bool are_alike(const Problem& p, int64_t of_longest, int64_t of_all, int64_t most) {
+  return p.sequences * divide_up(of_longest, most) <= places_by_length(p, of_all, most);
+}
 ATTN_INLINE constexpr int64_t tiles_of(const Problem& p, int64_t of_longest, int64_t of_all, int64_t most) {
-  return p.sequences > 0 ? of_all / most + p.sequences : divide_up(of_longest, most);
+  if (p.sequences > 0 && !are_alike(p, of_longest, of_all, most)) return places_by_length(p, of_all, most);
+  return larger(1, p.sequences) * divide_up(of_longest, most);
 }
 // Whether tiles are cut so that none has rows of two heads, where a sequence has so many queries: in a window, the last
 // rows of a head and the first ones of the next see keys far apart, and a tile passes over all in between.
@@ -50,11 +58,15 @@ struct Tile {
   int64_t n;  // the batch entry
   int64_t number;
 
-  // Finds what has place `place` in an entry (entries_of). starts: of the packed sequences; each token is `of_token`
-  // rows or keys. The number is less than 0 if sequences are not in order.
+  // Finds what has place `place` in an entry (entries_of). starts: of the packed sequences, whose longest has `longest`
+  // tokens of `tokens`; each is `of_token` rows or keys. The number is less than 0 if sequences are not in order.
   static __device__ __forceinline__ Tile at(const Problem& p, int64_t entry, int64_t place, const int64_t* starts,
-                                            int64_t of_token, int64_t most) {
+                                            int64_t longest, int64_t tokens, int64_t of_token, int64_t most) {
     if (p.sequences == 0) return {entry, place};
+    if (are_alike(p, longest * of_token, tokens * of_token, most)) {
+      const int64_t tiles = divide_up(longest * of_token, most);
+      return {entry * p.sequences + place / tiles, place % tiles};
+    }
     starts += entry * p.sequences;
     const auto first_place = [&](int64_t sequence) { return starts[sequence] * of_token / most + sequence; };
     int64_t sequence = 0;
@@ -183,7 +195,8 @@ struct Task {
       number /= p.splits;
     }
     const int64_t turns = heads_apart(p, p.queries, most) ? p.group : 1;  // of a place, for a tile each
-    const Tile at = Tile::at(p, number / p.groups(), place / turns, p.query_starts, turns > 1 ? 1 : p.group, most);
+    const Tile at = Tile::at(p, number / p.groups(), place / turns, p.query_starts, p.queries, p.tokens,
+                             turns > 1 ? 1 : p.group, most);
     const int64_t queries = length_of(p.visibility.query_lengths, at.n, p.queries);
     const int64_t parts = heads_apart(p, queries, most) ? p.group : 1;
     const int64_t part_rows = parts > 1 ? queries : p.group * queries, tiles = divide_up(part_rows, most);
@@ -206,7 +219,7 @@ struct Task {
   // that head. The rows are set afterwards, tile by tile. Called by one thread, followed by a barrier.
   __device__ int64_t set_own_keys(const Problem& p, int64_t number, int64_t heads, int64_t most) {
     const int64_t places = tiles_of_keys(p, most), head = number / places;
-    const Tile at = Tile::at(p, head / heads, number % places, p.key_starts, 1, most);
+    const Tile at = Tile::at(p, head / heads, number % places, p.key_starts, p.keys, p.key_tokens, 1, most);
     n = at.n;
     sequence = sequence_of(p, n);
     first_key = at.first(sequence.keys, most);
