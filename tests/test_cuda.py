@@ -417,6 +417,9 @@ def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = function()
+    # As a capture begins, PyTorch writes the seed into the graph on the stream that captures. A
+    # replay writes its own on the caller's stream, and does not wait for the first.
+    torch.cuda.synchronize()
     return graph.replay, result
 
 
