@@ -7,18 +7,18 @@
 //   dS_ij    = P_ij (dP_ij - delta_i),   delta_i = sum_j dP_ij P_ij = <G_i, O_i>
 //   dM = dS       dQ = s dS K       dK = s dS^T Q
 //
-// Where the logsumexp has a gradient g too, dS = P (dP - delta + g): where a row attends to one key only, dP - delta is
-// exactly 0, so g is added last. Between dS and dQ, dK stands the derivative of the soft cap. The slopes of ALiBi have
-// the gradient -sum_j dS_ij |position - j|, a sink -exp(sink - logsumexp) (delta - g).
+// If the logsumexp has a gradient g too, dS = P (dP - delta + g). g is added last, because dP - delta is exactly 0 in a
+// row that attends to one key only. With a soft cap, dS is multiplied by its derivative before dQ and dK. The gradient
+// of an ALiBi slope is -sum_j dS_ij |position - j|; that of a sink is -exp(sink - logsumexp) (delta - g).
 //
-// dS is the gradient of x, the scaled score, so that the scale enters once in dQ and once in dK, by the chain rule for
-// x = s q.k. The sum over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates
-// (one weight near 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k,
-// the softmax saturates as d_k grows, and every gradient above dies. s = 1/sqrt(d_k) brings the variance of x back to 1
-// and so keeps dS at a size that does not depend on d_k (Vaswani et al., 2017, section 3.2.1).
+// dS is the gradient of x, the scaled score; by the chain rule for x = s q.k, dQ and dK have one factor s each. The sum
+// over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates (one weight near
+// 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k, the softmax
+// saturates as d_k grows, and every gradient above dies. s = 1/sqrt(d_k) brings the variance of x back to 1 and so
+// keeps dS at a size that does not depend on d_k (Vaswani et al., 2017, section 3.2.1).
 //
 // The same code gives the derivative of these gradients along a direction t = (tQ, tK, tV, tM), with u = G held fixed:
-// H(u; x; t) of schema.cpp. A prefixed t is the derivative along t; tx, c = d(logsumexp) and tO come from tangent.inl:
+// H(u; x; t) of schema.cpp. A prefix t means the derivative along t; tx, c = t(logsumexp) and tO come from tangent.inl:
 //
 //   tP = P (tx - c)
 //   t(dP)_ij = Z_ij <G_i, tV_j>,   t(delta)_i = <G_i, tO_i>
@@ -32,7 +32,7 @@
 namespace attn::ATTN_ISA {
 
 // Params: BackwardParams for the gradients, SecondParams for their derivative along t. F: the format of the operands of
-// the products. S: that of queries and keys in the forward, in which the scores are computed again.
+// the products. S: the format of queries and keys in the forward, in which the scores are computed again.
 template <class F, class Params, class S = F>
 struct Backward {
   using T = typename F::Number;
@@ -43,11 +43,11 @@ struct Backward {
   struct RowState {
     RowTile rows;
     T* query_t;        // [slots of E][kRowTile]
-    T* query;          // [slots of kRowTile][E], finite: a NaN reaches dK through dS, and only at keys attended to
+    T* query;          // [slots of kRowTile][E], with 0 for NaNs: they reach dK through dS, at visible keys only
     T* grad_output_t;  // [slots of Ev][kRowTile]
     T* grad_output;    // [slots of kRowTile][Ev]
     T* grad_query_t;   // [E][kRowTile]
-    T* sum_t;          // as that, of several chunks: the sum of their shares
+    T* sum_t;          // the same, summed over several chunks
     Logsumexp<T>* logsumexp;
     T* delta;           // [kRowTile]
     T* grad_logsumexp;  // [kRowTile]
@@ -64,16 +64,16 @@ struct Backward {
   struct Buffers {
     RowState* states;
     T* key;         // [kKeyTile][slots of E]
-    T* key_finite;  // [slots of kKeyTile][E], for dQ^T, where a NaN in a masked key must not meet dS = 0
+    T* key_finite;  // [slots of kKeyTile][E], for dQ^T, with 0 for NaNs, because a masked key's NaN times dS = 0 is NaN
     T* value;       // [kKeyTile][slots of Ev]
     T* lanes;       // [kKeyTile][slots of kRowTile]: P * Z or dS, for dV and dK
-    T* weights;     // [slots of kKeyTile][kRowTile]: dS, for dQ^T, where the format can't have it in dx
+    T* weights;     // [slots of kKeyTile][kRowTile]: dS, for dQ^T, if the format cannot keep it in dx
     T* x;           // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
     T* factor;
-    T* kept;            // for a soft cap or a score_mod, as x: see add_score_terms()
-    T* tz;              // for them and kSecond: the derivative of what they take
+    T* kept;            // as x, for a soft cap or a score_mod: see add_score_terms()
+    T* tz;              // as kept, for kSecond: the derivative of their argument
     T* grad_key;        // [keys of a task][E]
     T* grad_value;      // [keys of a task][Ev]
     T* grad_key_terms;  // [keys of a task][columns]
@@ -137,7 +137,7 @@ struct Backward {
       size = arena.used();
     }
 
-    // What is multiplied with K and Q, and what the mask receives.
+    // ds(): what is multiplied with K and Q. of_mask(): what is added to the mask's gradient.
     T* ds() const { return kSecond ? tdx : dx; }
     T* of_mask(const Params& p) const { return p.program ? pair_terms : ds(); }
   };
@@ -176,8 +176,8 @@ struct Backward {
     if (rest.data) add_numbers(p, b, state, rest, dots);
   }
 
-  // Adds <G, y> in the order in which the matrix product sums <G, V>: where a row attends to one key only, O is that V,
-  // and dP - delta is then exactly 0.
+  // Adds <G, y> in the order in which the matrix product sums <G, V>: if a row attends to one key only, O is its V, and
+  // dP - delta is exactly 0.
   static void add_products(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
     const int64_t lanes = state.rows.template lanes<T>();
     if constexpr (F::kTiles) {  // the diagonal of that product
@@ -206,7 +206,7 @@ struct Backward {
     }
   }
 
-  // The same for y that the format would round.
+  // The same for a y that the format would round.
   static void add_numbers(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
     const int64_t lanes = state.rows.template lanes<T>();
     for (int64_t first = 0; first < p.value_dim; first += kKeyTile) {
@@ -291,7 +291,7 @@ struct Backward {
         for (int i = 0; i < kKeys; ++i) {
           const int64_t at = (first + i) * kRowTile + lane;
           const Vec<T> weight = found[i], factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
-          // by selection: nothing of a masked key or its value may come through, not even a NaN
+          // selects, because not even a NaN of a masked key or its value may reach a gradient
           const auto masked = weight == zero;
           if constexpr (kSecond) {
             const Vec<T> dp = load<T>(b.dx + at) * factor - delta + grad_logsumexp;
@@ -317,7 +317,8 @@ struct Backward {
     }
   }
 
-  // dS becomes cap' dS, and t(dS) cap' t(dS) + cap'' tz dS. By selection: of a hidden key both are 0, whatever it is.
+  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Selects, because hidden keys must have 0, whatever
+  // they hold.
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {
@@ -331,14 +332,14 @@ struct Backward {
     });
   }
 
-  // Where the gradients of the terms of a task belong.
+  // Where the gradients of a task's terms are added.
   struct Place {
     int64_t first_key, chunk, table_copy;
   };
 
-  // dS becomes the gradient of scale * product, and t(dS) its derivative. Adds the gradients of the terms, or for
-  // kSecond their derivatives: those of rows, keys, distances and the table only with `of_all`, those of pairs to
-  // `pair_terms`.
+  // Turns dS into the gradient of scale * product, and t(dS) into its derivative. Adds the gradients of the terms, or
+  // for kSecond their derivatives. Terms of pairs go to `pair_terms`; terms of rows, keys, distances and the table are
+  // added only if `of_all`.
   static void differentiate_program(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile,
                                     const Place* of_all) {
     const PairProgram& program = *p.program;
@@ -446,7 +447,7 @@ struct Backward {
     const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
     const Range own_chunks =
         common(chunks, {own.keys.first / p.keys_per_chunk, divide_up(own.keys.last, p.keys_per_chunk)});
-    if (own_chunks.empty()) return;  // no row of the pass sees a key of the task
+    if (own_chunks.empty()) return;  // because no row of the pass sees a key of the task
     const RowTiles<RowState> row_tiles(p, own, b.states, [&](RowState& state) {
       if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
     });
@@ -503,14 +504,15 @@ struct Backward {
     }
   }
 
-  // The chunks of keys that queries at these positions see; the first one for those that see none.
+  // The chunks of keys that queries at these positions see, or the first chunk if they see none.
   static Range chunks_of(const Params& p, int64_t n, Range positions) {
     const Range keys = visible_keys(sequence_of(p, n), positions);
     if (keys.empty()) return {0, 1};
     return {keys.first / p.keys_per_chunk, (keys.last - 1) / p.keys_per_chunk + 1};
   }
 
-  // Writes grad_query and grad_slopes, or adds what a chunk of the keys gives to them. `chunks`: all that the rows see.
+  // Writes grad_query and grad_slopes, or adds the share of a chunk of keys to them. `chunks`: the chunks that the rows
+  // see.
   static void add_to_rows(const Params& p, const Buffers& b, const RowTask& own, const RowTiles<RowState>& row_tiles,
                           Range chunks, int64_t chunk) {
     const bool is_first = chunk == chunks.first, is_last = chunk + 1 == chunks.last;
@@ -556,9 +558,9 @@ struct Backward {
     if (p.turns) end_turn(p.turns + pass);
   }
 
-  // What belongs to whole rows: with w = exp(sink - logsumexp), the weight of the sink, its gradient is -w (delta - g),
-  // and sum_j dS_ij, the gradient of a number added to all scores, what that leaves of g. For kSecond the
-  // derivatives of both, with t(w) = w (t(sink) - c). Of a row without keys the logsumexp is the sink.
+  // The gradients of whole rows. With w = exp(sink - logsumexp), the weight of the sink, the gradient of the sink is -w
+  // (delta - g). A number added to all scores of a row has the gradient sum_j dS_ij, which is g minus that of the sink.
+  // kSecond gives the derivatives of both, with t(w) = w (t(sink) - c). A row without keys has its sink as logsumexp.
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];
@@ -584,7 +586,7 @@ struct Backward {
   }
 
   // The gradient of a mask that several heads or rows share. A task owns a block of the mask and sums dS over all of
-  // them. (A mask that all keys of a row share is no matter of tiles: rows().)
+  // them. (rows() has the gradient of a mask with one number per row.)
   static void mask(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];

@@ -1,4 +1,4 @@
-// The forward for few queries (decoding), which is bound by reading K and V: few_rows.inl.
+// The forward for few queries (decoding). Reading K and V limits its speed: see few_rows.inl.
 #pragma once
 
 #include "cpu/kernels/splits.inl"
@@ -12,17 +12,17 @@ struct Decode {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // The most rows, and the most where products take several numbers at once, which pays earlier.
+  // The most rows, and the most if the set also has products of several numbers at once, which pay from fewer rows on.
   static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
 
-  // Where derivatives follow the other kernel serves: they compute the scores in its order, and a weight that was 1 in
-  // the forward (a row with one key) is then exactly 1 again.
+  // If derivatives will be computed, forward.inl serves. They compute the scores in its order, so a weight that was 1
+  // in the forward (a row with one key) is exactly 1 again.
   static bool takes(const ForwardParams& p, bool beside_pairs) {
     return !p.logsumexp && !p.invariant && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
   }
 
-  // Vectors of a value that R queries keep a sum for: as many as there are registers, so that a row is read once. An
-  // even number, for load_two.
+  // How many vectors of columns R queries sum at once: as many as registers hold, so that a value is read once. An even
+  // number, for load_two.
   static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 4 / R * 2); }
 
   struct Buffers {
@@ -55,7 +55,7 @@ struct Decode {
   template <int R, int N, bool kPrefetch, class Values>
   static void average(const Values& rows, int64_t col, int64_t keys, const T* x, const T* correction, T* output,
                       int64_t ld_output) {
-    constexpr int kChains = R * N <= 2 ? 4 : 1;  // sums side by side: one has to wait for its last step
+    constexpr int kChains = R * N <= 2 ? 4 : 1;  // several sums, because each addition waits for the one before
     Vec<T> sum[kChains][R][N] = {};
     const auto add = [&](const auto& piece, int64_t j, const T* weights, int chain) {
       const auto* const value = piece.row(j) + col;
@@ -119,7 +119,7 @@ struct Decode {
     }
 
     Results<T> to(p, own.split, p.value_dim);
-    to.residual = {};  // wanted for derivatives alone
+    to.residual = {};  // only derivatives read it
     if (Few::takes_turns(p.value.dtype))
       for (int64_t r = 0; r < rows.count; ++r) Few::together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
@@ -127,8 +127,8 @@ struct Decode {
                    maximum[r], 1, to, nullptr);
   }
 
-  // Scores of row r become weights exp(x - maximum), after dropout; `correction` is what earlier sums are multiplied
-  // by.
+  // Turns scores of row r into weights exp(x - maximum), after dropout. Earlier sums must be multiplied by
+  // `correction`.
   static void softmax(const ForwardParams& p, const Buffers& b, int64_t r, int64_t keys, T& maximum, T& sum,
                       T& correction) {
     const T slope = log2_slope<T>(p);

@@ -1,7 +1,6 @@
 // O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
 // 2021; Dao et al., FlashAttention, 2022). Per row a reference m and the sum l of the weights exp(x - m) are kept. m is
-// the largest score so far or a little less; where a tile raises it, what was accumulated before is multiplied by
-// exp(m_old - m_new).
+// the largest score so far or a little less. If a tile raises it, earlier sums are multiplied by exp(m_old - m_new).
 #pragma once
 
 #include "cpu/kernels/prepacked.inl"
@@ -18,43 +17,43 @@ struct Forward {
   static constexpr int W = kLanes<T>;
   static constexpr T kLag = 8;  // see softmax()
 
-  // Rows are the columns of products, so that few of them leave most of a register tile empty. Up to so many, the
-  // columns are those of V: O = P V in place of O^T = V^T P^T, the same sums, bit for bit.
+  // Queries are the columns of a product, so few of them leave most of a register tile empty. With at most kFewRows
+  // queries the kernel computes O = P V instead of O^T = V^T P^T: the same sums, bit for bit.
   static constexpr int64_t kFewRows = F::kTiles ? 0 : 3 * W;
   static bool has_few_rows(const ForwardParams& p) { return p.rows() <= kFewRows; }
 
-  // Rows of a tile. Where the processor multiplies tiles, a product takes no more of them at once, and what belongs to
-  // twice as many would not stay in the first cache.
+  // Rows of a tile. With the processor's tiles a product takes at most a panel of rows at once, and the data of two
+  // panels would not stay in the L1 cache.
   static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
-  // Whether weights are rounded to one part, and what that takes from the output is summed beside it, by a product of
-  // its own: the output has twice the columns, its own first.
+  // Whether weights are rounded to one bfloat16, and a second product sums what the rounding takes from the output. The
+  // output then has twice the columns, first its own and then this rest.
   static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
   // Per tile of rows, kept while the keys pass.
   struct RowState {
     RowTile rows;
-    bool started;  // some keys were seen: reference, sum and output_t hold values
+    bool started;  // after the first keys: reference, sum and output_t hold values
     T* query_t;    // [slots of E][kRowTile]
-    T* output_t;   // [columns][kRowTile]; of few rows [kFewRows + 1][ld_output], the last one for finish()
+    T* output_t;   // [columns][kRowTile]; if few rows, [kFewRows + 1][ld_output], the last row for finish()
     T* reference;  // [kRowTile]
     T* sum;
     T* largest;  // where max_score is wanted, [kRowTile]: the largest of all scores, else null
   };
   struct Buffers {
     RowState* states;
-    T *query_t, *output_t, *reference, *sum, *largest;  // of all states: see columns()
+    T *query_t, *output_t, *reference, *sum, *largest;  // shared by all states: see columns()
     T* key;                                             // [kKeyTile][slots of E]
     T* value;                                           // [slots of kKeyTile][Ev]
     T* x;                                               // [kKeyTile][kRowTile]: scores
     T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can have them there
-    T* rest;                      // as weights, what rounding took from them; null without has_rest()
+    T* rest;                      // as weights: what rounding took from them; null without has_rest()
     T* bias;                      // as x
     T* factor;                    // as x
     char *key_copy, *value_copy;  // of key_block()
     int64_t ld_key, ld_value;
-    int64_t ld_output, rest_of_row;  // of few rows: the length of one, and where its rest begins
+    int64_t ld_output, rest_of_row;  // if few rows: the length of a row, and where its rest begins
     bool few_rows;
     int64_t size;
 
@@ -62,7 +61,7 @@ struct Forward {
       Arena arena(base);
       const int64_t blocks = divide_up(p.rows_per_task, kRowTile);
       states = arena.take<RowState>(blocks * (kRowTile / kRows));
-      // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
+      // Pads by one cache line, because a column of a power-of-two tile would use only few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       ld_value = row_of<F>(p.value_dim) + W;
       rest_of_row = round_up(p.value_dim, W);
@@ -83,14 +82,16 @@ struct Forward {
       largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
       size = arena.used();
     }
-    // Those of a state in what belongs to all, blocks [depth][kRowTile]: tiles of fewer rows lie side by side.
+    // The columns of a state in blocks [depth][kRowTile] that all states share. Tiles of fewer rows are side by side in
+    // a block.
     T* columns(T* blocks, int64_t depth, const RowState& state) const {
       const int64_t row = (&state - states) * kRows;
       return blocks + row / kRowTile * depth * kRowTile + row % kRowTile;
     }
   };
 
-  // The largest of each lane's scores, in chains of operations that do not wait for each other.
+  // Finds the largest score of each lane, in several chains of operations, because an operation waits for the one
+  // before in its chain.
   template <int N>
   static ATTN_INLINE void find_best(const T* x, int64_t keys, Vec<T> (&best)[N]) {
     constexpr int64_t kChains = N < 4 ? 4 : 1;
@@ -112,9 +113,9 @@ struct Forward {
     }
   }
 
-  // Turns N vectors of lanes, from `lane` on, of the tile of scores into unnormalised weights exp(x - reference), times
-  // the factors of dropout if there are any, with slots along the keys. A reference moves to the largest score once it
-  // lies more than kLag powers of 2 below: no weight is larger than 2^kLag, and sums are seldom corrected.
+  // Turns scores of N vectors of lanes, from `lane` on, into unnormalised weights exp(x - reference) with slots along
+  // the keys, times the factors of dropout if there are any. A reference moves to the largest score once it is more
+  // than kLag powers of 2 below it. So no weight is larger than 2^kLag, and sums are seldom corrected.
   template <int N>
   static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& values,
                                   int64_t keys, int64_t lane) {
@@ -157,7 +158,7 @@ struct Forward {
       for (int v = 0; v < N; ++v) {
         Vec<T> slot[F::kNumbers] = {};
         for (int k = 0; k < kKeys; ++k) slot[k] = weight[k * N + v];
-        F::store_along_keys(weights + v * W, j, slot);  // leaves what its rounding took
+        F::store_along_keys(weights + v * W, j, slot);  // leaves the rounding error in `slot`
         if (F::kNumbers > 1 && b.rest) F::store_along_keys(b.rest + lane + v * W, j, slot);
       }
     };
@@ -168,7 +169,7 @@ struct Forward {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, total[v]);
       return;
     }
-    bool moved = false;  // but from -inf: of such a row, without any key so far, all sums are 0
+    bool moved = false;  // unless it was -inf: such a row had no key so far, and its sums are 0
     for (int v = 0; v < N; ++v) moved |= any((best[v] != old[v]) & (old[v] != splat<T>(-kInfinity<T>)));
     if (!moved) {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) + total[v]);
@@ -190,7 +191,7 @@ struct Forward {
       }
   }
 
-  // The keys and values of a tile: where they lie, and as products take them.
+  // The keys and values of a tile: the blocks of their tensors, and the operands of products.
   struct Tile {
     Block key, value;
     Rows<T> key_rows, value_rows;
@@ -229,8 +230,8 @@ struct Forward {
     state.started = true;
   }
 
-  // Divides by the sum, multiplies by the factor of what dropout kept (a factor that a bfloat16 does not hold), and
-  // writes the rows; a row that saw no key is 0, its logsumexp -inf or that of its sink.
+  // Divides by the sum, multiplies by 1 / (1 - dropout_p) (which weights in bfloat16 could not hold), and writes the
+  // rows. A row that saw no key is 0; its logsumexp is -inf or its sink.
   static void finish(const ForwardParams& p, const Buffers& b, RowState& state, const Results<T>& to) {
     const RowTile& rows = state.rows;
     const auto largest = [&](int64_t i) { return state.largest ? state.largest[i] : 0; };
@@ -245,7 +246,7 @@ struct Forward {
     }
     const int64_t lanes = rows.template lanes<T>();
     const bool has_sinks = p.terms.sinks && to.final;
-    T sinks[kRowTile], sums[kRowTile];  // the sums with the sinks in them
+    T sinks[kRowTile], sums[kRowTile];  // the sums, including the sinks
     for (int64_t i = 0; i < lanes && has_sinks; ++i)
       sinks[i] = sink_of<T>(p, rows.n * p.heads + rows.head[smaller(i, rows.count - 1)]);
     for (int64_t i = 0; i < lanes; i += W) {
@@ -253,7 +254,7 @@ struct Forward {
       const auto empty = sum == Vec<T>{};
       Vec<T> factor = splat(static_cast<T>(p.keep_scale));
       if (has_sinks) factor *= add_sinks<T>(p, load<T>(sinks + i), reference, sum);
-      const Vec<T> of_empty = sum == sum ? Vec<T>{} : sum;  // but beside a NaN
+      const Vec<T> of_empty = sum == sum ? Vec<T>{} : sum;  // unless the sink is NaN
       const Vec<T> inverse = factor / (sum == Vec<T>{} ? splat<T>(1) : sum);
       for (int64_t d = 0; d < columns(p); ++d) {
         T* at = state.output_t + d * kRowTile + i;
@@ -270,8 +271,8 @@ struct Forward {
                        state.reference[i], sums[i], largest(i), to);
   }
 
-  // Asks for what this task writes and the next one reads, where all lies in memory and a head has few rows: processors
-  // do not foresee them.
+  // Prefetches what this task writes and the next one reads, which processors do not foresee. It pays if a head has few
+  // rows and tensors are not in the cache.
   static ATTN_INLINE void prefetch_few_rows(const ForwardParams& p, const RowTask& own) {
     const int64_t numbers = larger(p.batch * p.queries, p.tokens) * p.heads * (p.head_dim + p.value_dim);
     if (p.rows() > kRowTile || p.keys > kKeyTile || p.paging.table || numbers * size_of(p.query.dtype) <= kInCache)

@@ -1,18 +1,18 @@
 // The table of one instruction set, and which kernel runs when:
 //
-//   decode    few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for
-//             all queries of a group of heads: memory is the limit.
-//   forward   all else (KernelTable::forward). Reads keys and values once for up to 256 rows of a group, and a mask
-//             once for each head, or its tiles' bytes (look_at_mask) where heads share it: products are the limit.
+// decode few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for all
+// queries of a group of heads. Memory limits its speed.
+// forward all other calls (KernelTable::forward). Reads keys and values once for up to 256 rows of a group. Reads a
+// mask once for each head or, if heads share it, a byte per tile (look_at_mask). Products limit its speed.
 //   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
-//             the L2 cache (rows_per_pass), and each row once for every chunk of keys. What belongs to whole rows
-//             (sinks) is a pass of its own over them.
+// the L2 cache (rows_per_pass), and each row once for every chunk of keys. Gradients of whole rows (sinks) take a pass
+// of their own over the rows.
 //   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
-//   stats     one pass over the keys as the forward's, and one over the rows, which computes the scores again, or reads
-//             those of few rows (FewStats::takes).
+// stats one pass over the keys, as in the forward, and one over the rows. The second computes the scores again; if rows
+// are few (FewStats::takes), it reads stored ones.
 //   weights   one tile of rows a task, whose scores are kept.
 //
-// A set that does not support a problem (Formats::takes) leaves it to the one that it falls back to: kernels_for().
+// A set that does not support a problem (Formats::takes) falls back to another set: kernels_for().
 #pragma once
 
 #include "cpu/kernels/backward.inl"
@@ -24,15 +24,14 @@
 
 namespace attn::ATTN_ISA {
 
-// A KernelTable is told how a set multiplies by a struct, its Formats:
-//   takes(p)        whether it has a format that holds the factors of products, which may be rounded to p.factor_bits
+// The struct Formats tells a KernelTable how its set multiplies:
+//   takes(p)        whether a format holds the factors of products, which may be rounded to p.factor_bits
 //   with(p, f)      calls f with that format
-//   kOnThread       what a thread does before its first task and after its last one
-//   kDecodes        whether the table has the kernels of few rows: they read every number once, so that products do not
-//                   count
-//   falls_back_to   the table for all else; null where nothing is left
+//   kOnThread       what a thread calls before its first task and after its last one
+// kDecodes whether the table has the kernels of few rows, which gain nothing from faster products
+//   falls_back_to   the table for all other problems, or null
 //
-// SinglesOnly is that of a set without products of fewer bits.
+// SinglesOnly is for sets that have no products of fewer bits, such as bfloat16.
 struct SinglesOnly {
   static bool takes(const Problem&) { return true; }
   template <class Function>
@@ -47,8 +46,8 @@ struct SinglesOnly {
 // Each function of the table chooses, by the problem, the kernels of one format.
 template <class Formats>
 struct KernelTable {
-  // The kernels of a format F. Tangents and second derivatives take only the scores from the format, which must be the
-  // forward's.
+  // The kernels of a format F. In tangents and second derivatives only the scores are computed in it, because they must
+  // be the forward's scores.
   template <class F, class K = Forward<F>>
   static constexpr ForwardKernels kForward = {
       K::workspace, K::run, K::merge, Prepacked<F>::size, Prepacked<F>::pack, Formats::kOnThread};

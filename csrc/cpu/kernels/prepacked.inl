@@ -1,5 +1,5 @@
-// The keys and values of a call, packed once for all of its tasks: of formats that split numbers into parts, or that
-// transpose them, as the processor's tiles want it.
+// The keys and values of a call, packed once for all of its tasks. It serves the formats of the processor's tiles,
+// which transpose numbers or split them.
 #pragma once
 
 #include "cpu/tiles/formats.inl"
@@ -11,7 +11,8 @@ template <Format F>
 struct Prepacked {
   using T = typename F::Number;
 
-  // Whether it pays: several tasks read them, and they take no more memory than queries and outputs, about.
+  // Whether it pays: several tasks read the packed numbers, which take about as much memory as queries and outputs, or
+  // less.
   static bool pays(const ForwardParams& p) {
     return F::kTiles && !p.paging.table && p.row_tasks() > 1 &&
            p.keys * (p.key_heads + p.value_heads) <= 2 * p.queries * p.heads;
@@ -31,7 +32,8 @@ struct Prepacked {
       F::along_rows(block_of(p, p.value, n, head, key), count, p.value_dim, value_tile(p, n, head, key), kValueRow);
   }
 
-  // The tile that begins with a key, packed unless it is used where it lies, and that of the values.
+  // The tiles of keys and of values that begin with key number `key`. Tiles of keys are packed unless they can be used
+  // in place.
   static Rows<T> keys(const ForwardParams& p, int64_t n, int64_t head, int64_t key) {
     const Block block = block_of(p, p.key, n, head, key);
     if (F::in_place(block, smaller(kKeyTile, sequence_of(p, n).keys - key), p.head_dim)) return F::as_it_lies(block);

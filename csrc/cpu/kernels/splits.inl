@@ -1,4 +1,4 @@
-// The forward's results where the keys are cut in splits: each writes a part, and the parts are merged in order.
+// The forward's results. If the keys are cut in splits, each split writes partial results, which are merged in order.
 #pragma once
 
 #include "cpu/simd/exp.inl"
@@ -6,7 +6,8 @@
 
 namespace attn::ATTN_ISA {
 
-// Where a task writes: the results themselves, or those of its split. Null data, or null, where they are not wanted.
+// Where a task writes: the results themselves, or the partial results of its split. Unwanted results have null data or
+// are null.
 template <class T>
 struct Results {
   Operand output, residual;
@@ -37,9 +38,9 @@ struct Results {
   }
 };
 
-// What a sink does to rows, each a lane, whose weights are powers of 2 above `reference` and have this sum: it may
-// raise the reference, and is added to the sum. Returns what the sums of values are multiplied by for it. A sink of
-// -inf is none; a sum of 0 is that of a row without keys.
+// Adds a sink to the softmax of each lane: reference = max(reference, sink), and the sum gains the sink's weight.
+// Returns the factor by which to rescale sums of values. A sink of -inf changes nothing; a row without keys has the sum
+// 0.
 template <class T>
 ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, Vec<T>& sum) {
   const T slope = log2_slope<T>(p);
@@ -51,8 +52,8 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
   return none ? splat<T>(1) : of_sum;
 }
 
-// Writes the numbers of a row, whose reference and sum have the sink in them, while `largest`, of what the tiles held,
-// has not.
+// Writes the logsumexp and largest score of a row. `reference` and `sum` include the sink; `largest` does not, and is
+// in the unit of the tiles (products or scores).
 template <class T>
 void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T reference, T sum, T largest,
                    const Results<T>& to) {
@@ -68,14 +69,15 @@ void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T refer
     to.row_logsumexp[number] = infinite;
     return;
   }
-  // No less than the sink, which may lie beyond what products hold.
+  // The logsumexp is at least the sink, which may be out of range for products.
   const T sink = sink_of<T>(p, at.n * p.heads + at.head);
   const double found = static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum));
   to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
 
 // Writes the output of one row, factor * row / sum, and its numbers. `rest`: what the rounding of weights took from the
-// row, for the residual; null if that is not wanted. Overwrites both; `scratch` holds as much as `row`, for a residual.
+// row, for the residual; null if unwanted. Overwrites `row` and `rest`; a residual needs `scratch`, which is as large
+// as `row`.
 template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest, T factor,
                const Results<T>& to, T* scratch) {
@@ -87,7 +89,7 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
     sum = sums[0];
   }
   const T inverse = factor / (sum == 0 ? 1 : sum);
-  const T of_empty = sum == sum ? 0 : sum;  // NaN beside such a sink
+  const T of_empty = sum == sum ? 0 : sum;  // NaN if the sink is NaN
   for (int64_t d = 0; d < p.value_dim; ++d) row[d] = has_keys ? row[d] * inverse : of_empty;
   for (int64_t d = 0; d < p.value_dim && rest; ++d) rest[d] = has_keys ? rest[d] * inverse : 0;
   const Block block = block_of(p, to.output, at.n, at.head, at.position);
@@ -104,7 +106,7 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
 
 // Merges the splits of the rows numbered [first, last):
 // O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them). O_s has
-// `columns` columns: twice as many as O, if its rest stands beside it.
+// `columns` columns: twice as many as O if its rest follows it.
 template <class T>
 void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_t last, char* workspace) {
   T* row = reinterpret_cast<T*>(workspace);

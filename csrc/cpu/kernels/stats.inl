@@ -1,6 +1,6 @@
 // Statistics of the scores of every row and the weight that every key receives, tile by tile: statistics.h. A pass over
-// the keys finds each row's sum; a second one, over the rows, adds up each key's weights. It computes the scores again,
-// unless they are so few that the first has kept them (FewStats).
+// the keys finds each row's sum; a second one, over the rows, adds up each key's weights. The second pass computes the
+// scores again, unless rows are so few that the first pass keeps their scores (FewStats).
 #pragma once
 
 #include "core/statistics.h"
@@ -12,7 +12,7 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct LanesOfStatistics {
   static constexpr int W = kLanes<T>;
-  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // side by side, for each has four sums
+  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // at once: each has four sums, in registers
 
   T *largest, *ones, *rest, *moment;  // [kRowTile]
 
@@ -63,7 +63,7 @@ struct LanesOfStatistics {
       }
     for (int v = 0; v < N; ++v) {
       const int64_t at = lane + v * W;
-      // brought_to(), of a reference that has moved
+      // brought_to(), because the reference has moved
       const auto moved = best[v] != old[v];
       Vec<T> old_ones = load<T>(ones + at), old_rest = load<T>(rest + at), old_moment = load<T>(moment + at);
       if (any(moved)) {
@@ -74,7 +74,7 @@ struct LanesOfStatistics {
         old_moment = moved ? (old_moment + exponent * sum) * correction : old_moment;
         old_ones = moved ? zero : old_ones;
       }
-      // A sum that is NaN has met a NaN or +inf, and a row with a NaN must tell (max_number passes over it).
+      // A NaN sum comes from a NaN or +inf score. The row's largest score must show a NaN, which max_number() skips.
       if (any(new_rest[v] != new_rest[v]))
         for (int64_t j = 0; j < keys; ++j) {
           const Vec<T> score = load<T>(x + j * ld + v * W);
@@ -88,7 +88,7 @@ struct LanesOfStatistics {
   }
 };
 
-// What a task of the second pass adds up: the weights of some keys of a head, over a chunk of its rows.
+// A task of the second pass: it adds up the weights of some keys of a head, over a chunk of its rows.
 struct KeyTask {
   int64_t n, head, chunk;
   Range keys, rows;
@@ -103,7 +103,7 @@ struct KeyTask {
     keys = {first, smaller(first + p.keys_per_task, p.keys)};
     rows = {chunk * p.rows_per_chunk, smaller((chunk + 1) * p.rows_per_chunk, sequence_of(p, n).queries)};
   }
-  // Where the sums go.
+  // Where the sums are written.
   void* received(const StatsParams& p, int64_t size) const {
     const int64_t at = ((chunk * p.batch + n) * p.heads + head) * p.keys + keys.first;
     return static_cast<char*>(p.chunks > 1 ? p.partial_received : p.received_weight) + at * size;
@@ -182,7 +182,7 @@ struct Stats {
       for (int64_t i = 0; i < state.rows.count; ++i) partial[state.rows.number(p, i)] = state.sums[i];
   }
 
-  // Puts the splits of the rows numbered [first, last) together, and writes what comes out.
+  // Merges the splits of the rows numbered [first, last), and writes the results.
   static void finish(const StatsParams& p, int64_t first, int64_t last) {
     const T slope = log2_slope<T>(p), scale = leaves_products<T>(p) ? ScoreFunction<T>::of(p).slope() : 1;
     const int64_t all_rows = number_of_rows(p);
@@ -231,7 +231,7 @@ struct Stats {
     const KeyTask own(p, task);
 
     fill_zero(b.received, own.keys.size() * W);
-    Rows<T> tiles[kStatsKeyTiles] = {};  // once some row sees them
+    Rows<T> tiles[kStatsKeyTiles] = {};  // packed once a row sees them
     const Sequence sequence = sequence_of(p, own.n);
     const Range seeing = common(visible_rows(sequence, own.keys), own.rows);
     const int64_t first = own.rows.first + (seeing.first - own.rows.first) / kRowTile * kRowTile;
@@ -258,7 +258,7 @@ struct Stats {
     for (int64_t j = 0; j < own.keys.size(); ++j) to[j] = sum_of_lanes(b.received + j * W);
   }
 
-  // In pairs: one after the other, up to 16 numbers would be rounded as often.
+  // Adds in pairs, which rounds less often than adding up to 16 numbers one after the other.
   static T sum_of_lanes(const T* lanes) {
     double sums[W];
     for (int i = 0; i < W; ++i) sums[i] = lanes[i];
@@ -278,7 +278,7 @@ struct Stats {
       for (int64_t i = 0; i < lanes; i += W) {
         const Vec<T> score = load<T>(b.x + j * kRowTile + i);
         const Vec<T> weight = exp2<T>((score - load<T>(b.reference + i)) * slope) * load<T>(b.inverse_sum + i);
-        // by selection: a row whose sum is NaN gives no NaN to a key that it does not see
+        // selects: a row whose sum is NaN must not give it to a key that it does not see
         sum += score == hidden ? Vec<T>{} : weight;
       }
       store<T>(received + j * W, load<T>(received + j * W) + sum);
@@ -297,14 +297,14 @@ struct Stats {
   }
 };
 
-// The two passes over few rows: the scores are those of few_rows.inl, and the first pass keeps them in p.scores. So few
-// rows are one chunk.
+// The two passes over few rows. few_rows.inl computes the scores, and the first pass keeps them in p.scores. All rows
+// are one chunk.
 template <class T>
 struct FewStats {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // As in Decode, where products that take several numbers at once pay earlier; measured.
+  // The most rows if the set also has products of several numbers at once (measured); see Decode.
   static constexpr int64_t kRowsBesidePairs = 12;
   static bool takes(const StatsParams& p, bool beside_pairs) {
     return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);
@@ -333,9 +333,9 @@ struct FewStats {
     b.few->set(p, own);
     const RowTile& rows = b.few->rows;
     const Range seen = own.keys_seen(p, rows.positions);
-    const int64_t ld = round_up(p.keys, kKeyTile), first_row = rows.number(p, 0);  // the others follow
+    const int64_t ld = round_up(p.keys, kKeyTile), first_row = rows.number(p, 0);  // the other rows follow
     T* const x = static_cast<T*>(p.scores) + first_row * ld;
-    Range visible{};  // the tiles that a mask leaves of those
+    Range visible{};  // the tiles of those that a mask does not hide
     for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
       const int64_t keys = b.few->scores(p, key, seen.last, x + key, ld);
       if (keys > 0) visible = hull(visible, {key, key + kKeyTile});
@@ -346,7 +346,7 @@ struct FewStats {
     for (int64_t r = 0; r < rows.count; ++r) partial[r] = of_row(p, *b.sums, x + r * ld, visible);
   }
 
-  // A lane adds up every kRowTile-th score, beside the largest of all.
+  // Each of kRowTile lanes adds up every kRowTile-th score, relative to the row's largest score.
   static RowStatistics<T> of_row(const StatsParams& p, const LanesOfStatistics<T>& sums, const T* x, Range keys) {
     Vec<T> best = splat<T>(-kInfinity<T>);
     for (int64_t j = keys.first; j < keys.last; j += W) best = max_number(load<T>(x + j), best);

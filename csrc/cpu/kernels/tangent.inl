@@ -5,14 +5,14 @@
 //   tP_ij = P_ij (tx_ij - c_i),   c_i = sum_j P_ij tx_ij    (the derivative of logsumexp_i)
 //   tO = (tP * Z) V + (P * Z) tV = (P * tx * Z) V + (P * Z) tV - c O
 //
-// so that one pass over the keys is enough: c and the products are summed together. What is common to all tx of a row
-// cancels in tP. So that it does not cost digits, tx is shifted before anything is summed, by the weighted mean r of tx
-// over the first keys that the row attends to, and over its sink, which may have nearly all of the weight:
+// so one pass over the keys is enough: c and the products are summed together. A number common to all tx of a row
+// cancels in tP, but would cost digits. So before the sums tx is shifted by r, the weighted mean of tx over the first
+// tile of keys that the row attends to and over its sink, which may have nearly all of the weight:
 //
 //   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
 //
-// A sink takes part in c as one more score, without a value. The weights are divided by their own sum, which the
-// rounding of the logsumexp leaves near 1: all of them are off alike by it, and with them c.
+// A sink counts in c as one more score, which has no value. The weights are divided by their own sum, because the
+// rounding of the logsumexp changes all of them, and c, by the same factor.
 #pragma once
 
 #include "cpu/tiles/dropout.inl"
@@ -20,8 +20,8 @@
 
 namespace attn::ATTN_ISA {
 
-// F: the format in which the forward multiplied queries and keys. The scores are computed in it again: weights
-// exp(x - logsumexp) of scores that were rounded otherwise would not sum to 1. All else is computed in T.
+// F: the format in which the forward multiplied queries and keys. The scores are computed in it again, because weights
+// exp(x - logsumexp) of scores with other roundings would not sum to 1. Everything else is computed in T.
 template <class T, class F = Singles<T>>
 struct Tangent {
   static constexpr int W = kLanes<T>;
@@ -35,9 +35,9 @@ struct Tangent {
     T* tangent_output_t;  // [Ev][kRowTile]
     Logsumexp<T>* logsumexp;
     T* shift;                                      // [kRowTile]: r
-    T* has_shift;                                  // [kRowTile]: 1 once there is one, else 0
+    T* has_shift;                                  // [kRowTile]: 1 once the row has a shift, else 0
     T *shifted_sum, *total;                        // [kRowTile]: c - r, and the sum of P
-    T *sink_weight, *sink_tangent;                 // [kRowTile]: 0 where there is none
+    T *sink_weight, *sink_tangent;                 // [kRowTile]: 0 if the row has no sink
     T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
     T* score_query_t;                              // for kRoundsScores, [slots of E][kRowTile]
     T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
@@ -81,7 +81,7 @@ struct Tangent {
 
   static int64_t workspace(const TangentParams& p) { return Buffers(p, nullptr).size; }
 
-  // x becomes P * Z and tx becomes P * (tx - r) * Z; adds up c - r.
+  // Turns x into P * Z, and tx into P * (tx - r) * Z. Adds up c - r.
   static void weights(const TangentParams& p, const Buffers& b, const ScoreTile<T>& tile) {
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
     const Vec<T> zero{}, one = splat<T>(1);
@@ -105,11 +105,11 @@ struct Tangent {
       store<T>(b.shift + lane, shift);
       store<T>(b.has_shift + lane, begins ? one : had);
 
-      Vec<T> shifted_sum{};  // of the tile: many keys' small shares would each round the sum of all
+      Vec<T> shifted_sum{};  // of this tile alone: adding each key to the sum of all keys would round more
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
         const Vec<T> weight = load<T>(b.x + at);
-        // by selection: nothing of a masked key may come through, not even a NaN
+        // selects, because not even a NaN of a masked key may reach the sum
         const Vec<T> product = weight == zero ? zero : weight * (load<T>(b.tx + at) - shift);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : one;
         shifted_sum += product;
@@ -176,8 +176,8 @@ struct Tangent {
       add_average(b.value, b.tx);
       if (p.t.value.data) add_average(b.tangent_value, b.x);
     };
-    // With ALiBi, which a score_mod may be too, the keys nearest to the rows weigh most, and come first: they make the
-    // better r.
+    // With ALiBi, which may also be a score_mod, the keys nearest to the rows weigh most. They come first, because they
+    // make the better r.
     const Range keys = own.keys_seen(p, rows.positions);
     const int64_t nearest = rows.positions.first + rows.sequence.offset;
     const int64_t first = (p.terms.alibi_slopes || has_score_mod(p)) && keys.contains(nearest)

@@ -1,6 +1,6 @@
-// The weights themselves, for sdpa_with_weights, or their mean over the heads, and the output. The scores of a tile of
-// rows are kept until their sums are known, so that each is computed once: kRowTile numbers a key and thread, and as
-// many for a mean.
+// The weights or their mean over the heads, for sdpa_with_weights, and the output. The scores of a tile of rows are
+// kept until their sums are known, so each score is computed once. A thread keeps kRowTile numbers per key, and as many
+// for a mean.
 #pragma once
 
 #include "cpu/kernels/splits.inl"
@@ -19,11 +19,11 @@ struct Weights {
     T* key;         // [kKeyTile][slots of E]
     T* value;       // [slots of kKeyTile][Ev]
     T* x;           // [S][kRowTile]: scores, then weights
-    T* mean;        // as x, where it is wanted
+    T* mean;        // as x; unused unless the mean is wanted
     T* tile;        // [kKeyTile][kRowTile]: numbers of a mask, then scores to be written
     T *best, *sum;  // [kRowTile]
     T* output_t;    // [Ev][kRowTile]
-    T* slots;       // [slots of kKeyTile][kRowTile]: weights, where the format can't have them in x
+    T* slots;       // [slots of kKeyTile][kRowTile]: weights, if the format cannot keep them in x
     int64_t ld_key, ld_value;
     int64_t size;
 
@@ -76,7 +76,7 @@ struct Weights {
     });
   }
 
-  // x, and the largest of each row in `best`.
+  // Writes scores to x, and the largest of each row to `best`.
   static void find_scores(const WeightsParams& p, const Buffers& b, int64_t head) {
     const int64_t lanes = b.rows->template lanes<T>();
     const auto score = leaves_products<T>(p) ? ScoreFunction<T>::of(p) : ScoreFunction<T>::identity();
@@ -103,8 +103,7 @@ struct Weights {
     });
   }
 
-  // The weights in place of the scores. A row whose sum is NaN has weights of NaN, also where its keys are hidden:
-  // 0 * NaN.
+  // Turns scores into weights. A row whose sum is NaN has NaN weights for hidden keys too, because 0 * NaN is NaN.
   static void find_weights(const WeightsParams& p, const Buffers& b) {
     const T slope = log2_slope<T>(p);
     const int64_t lanes = b.rows->template lanes<T>();
@@ -136,7 +135,7 @@ struct Weights {
     return sinks;
   }
 
-  // O^T = V^T P^T, without the values of tiles that are hidden, as in the forward. Overwrites the weights.
+  // O^T = V^T P^T, which skips hidden tiles, as the forward does. Overwrites the weights.
   static void find_output(const WeightsParams& p, const Buffers& b, int64_t head) {
     const int64_t lanes = b.rows->template lanes<T>();
     fill_zero(b.output_t, p.value_dim * kRowTile);
