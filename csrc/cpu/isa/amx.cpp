@@ -1,5 +1,5 @@
-// AMX with bfloat16 (Sapphire Rapids and later), its vector code that of AVX-512 with VDPBF16PS. float16 is the sum of
-// two bfloat16, multiplied in four products, where sequences are long.
+// AMX with bfloat16 (Sapphire Rapids and later). Its vector code is AVX-512 with VDPBF16PS. If sequences are long, a
+// float16 is split into two bfloat16, so a product becomes four.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)

@@ -1,18 +1,17 @@
-// AMX: the tile instructions, as inline assembly and not as the compiler's intrinsics. GCC's do not tell that a load
-// reads memory, and stores to it may then be moved behind it. tests/stand_in/cpu has a file of the same name, in
-// software.
+// AMX: the tile instructions, as inline assembly, because GCC's intrinsics do not say that a load reads memory: the
+// compiler may move earlier stores after it. tests/stand_in/cpu has a file of the same name, in software.
 #pragma once
 
 #include "cpu/simd/simd.inl"
 
 namespace attn::ATTN_ISA {
 
-// Queries and keys from which on numbers of two parts are multiplied by tiles: splitting them takes as long as tiles
-// save before that (128 keys: 0.8 of the speed of FMAs; 197: 1.05; 512: 1.45).
+// From this many queries and keys on, tiles multiply numbers split in two. In shorter sequences the splitting takes
+// longer than the tiles save (128 keys: 0.8 of the speed of FMAs; 197: 1.05; 512: 1.45).
 constexpr int64_t kLongInTwoParts = 192;
 
-// Eight tiles of 16 rows of 16 slots, the kernels' from here on until they are released. What a thread leaves in them
-// would be saved and restored whenever it waits.
+// Eight tiles of 16 rows of 16 slots. A thread releases them after its last task, because the system saves and restores
+// used tiles whenever the thread waits.
 inline void configure_tiles() {
   struct alignas(64) Configuration {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};

@@ -37,7 +37,7 @@ ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
   return bit_cast<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(s)));
 }
 
-// As in simd/vectors.inl, in one instruction, and a branch.
+// As in simd/vectors.inl, but one instruction sets the flag of a branch.
 template <class M>
   requires(sizeof(M) == kVectorBytes)
 ATTN_INLINE bool any(M mask) {

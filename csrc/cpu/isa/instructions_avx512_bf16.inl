@@ -1,4 +1,4 @@
-// AVX512_BF16: operations on bfloat16, two in a lane, that GNU vector types cannot express.
+// AVX512_BF16: operations on pairs of bfloat16, a pair per lane, that GNU vector types cannot express.
 #pragma once
 
 #ifndef ATTN_ISA  // included by itself
@@ -9,7 +9,7 @@
 
 namespace attn::ATTN_ISA {
 
-// sum + a b, of both bfloat16 of every lane.
+// In every lane: sum + a[0] b[0] + a[1] b[1].
 ATTN_INLINE Vec<float> add_products_of_pairs(Vec<float> sum, Vec<float> a, Vec<float> b) {
   return bit_cast<Vec<float>>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
 }
@@ -30,7 +30,7 @@ ATTN_INLINE Vec<float> interleaved_bfloat16(Vec<float> first, Vec<float> second)
       _mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(joined_bfloat16(first, second))));
 }
 
-// The 16 bits of two vectors by turns: first[0], second[0], first[1], ..., in two vectors.
+// Interleaves the 16-bit numbers of two vectors: first[0], second[0], first[1], ..., in two vectors.
 ATTN_INLINE void interleave(Vec<float> first, Vec<float> second, Vec<float> (&by_turns)[2]) {
   using Words = VectorOf<uint16_t, 32>::type;
   const Words low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,

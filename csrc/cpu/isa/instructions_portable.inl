@@ -1,4 +1,4 @@
-// An instruction set of which only this is known: vectors of 16 bytes, on x86-64 those of SSE2.
+// Any instruction set with vectors of 16 bytes; on x86-64 it is SSE2.
 #pragma once
 
 #ifndef ATTN_ISA  // included by itself
@@ -26,7 +26,8 @@ ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
   const U magnitude = (wide & 0x7fffu) << 13;
   U bits = magnitude + (112u << 23);
   bits = magnitude >= (0x7c00u << 13) ? (magnitude | 0x7f800000u) : bits;  // infinity, NaN
-  // A subnormal half is an integer times 2^-24. No float here is subnormal: torch.set_flush_denormal would make it 0.
+  // A subnormal half is an integer times 2^-24. This uses no subnormal float, which torch.set_flush_denormal would make
+  // 0.
   const Vec<float> subnormal = __builtin_convertvector(bit_cast<Vec<int32_t>>(wide & 0x3ffu), Vec<float>) * 0x1p-24f;
   bits = magnitude < (0x0400u << 13) ? bit_cast<U>(subnormal) : bits;
   return bit_cast<Vec<float>>(bits | ((wide & 0x8000u) << 16));

@@ -32,9 +32,9 @@ struct Exp2Constants<double> {
                                     6.9314718055994531e-1};
 };
 
-// 2^x in place of every x <= 0, by a polynomial in x - floor(x) whose relative error is at most 3e-6 (degree 4), 1e-7
-// (5) or 2e-8 (6). 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the lowest held at 1.
-// For sets where kHasExp2 is true: they have fraction() and scaled().
+// Replaces every x <= 0 by 2^x, with a polynomial in x - floor(x) whose relative error is at most 3e-6 (degree 4), 1e-7
+// (5) or 2e-8 (6). 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the constant one fixed at
+// 1. Only for sets with kHasExp2, which have fraction() and scaled().
 template <int kDegree, int N>
 ATTN_INLINE void exp2_of_degree(Vec<float> (&x)[N]) {
   static constexpr float kFour[] = {0.013426683843135834f, 0.052242472767829895f, 0.241280198097229f,
@@ -62,10 +62,10 @@ ATTN_INLINE void exp2_of_degree(Vec<float> (&x)[N]) {
   for (int v = 0; v < N; ++v) x[v] = scaled(p[v], x[v]);
 }
 
-// 2^x in place of every x within 1 ulp for x <= 127 (1023), exactly 1 for 0; 0 where the result is not a normal number,
-// or hardly is one; NaN stays NaN. x = n + r with n an integer, 2^x = 2^n 2^r. If x is a product, compilers contract it
-// with the sums. Each operation waits for the one before, and processors look ahead only so far: so every step is taken
-// for all N before the next one.
+// Replaces every x <= 127 (1023 in double) by 2^x, within 1 ulp. 2^0 is exactly 1; results near or below the least
+// normal number become 0; NaN stays NaN. With x = n + r and n an integer, 2^x = 2^n 2^r. If x is a product, compilers
+// contract it with the sums. Each step is taken for all N vectors before the next step, because a step waits for the
+// one before and processors look ahead only a little.
 template <class T, int N>
 ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
   if constexpr (kHasExp2 && sizeof(T) == 4) {
@@ -108,9 +108,9 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   return power[0];
 }
 
-// most * tanh(y ln(2) / 2), also where it is small; y may be infinite or NaN. With f = 2^-|y| the tangent is
-// (1 - f) / (1 + f), where it is small: of f = 2^n (1 + r p(r)) the 1 is taken away before it can round what remains.
-// Near 1 it is 1 - 2 f / (1 + f), so that the subtraction from `most` alone rounds it.
+// most * tanh(y ln(2) / 2), accurate for small y too; y may be infinite or NaN. With f = 2^-|y| = 2^n (1 + r p(r)) it
+// is (1 - f) / (1 + f). If it is small, 1 - f is computed as (1 - 2^n) - 2^n r p(r), which does not cancel. Near 1 it
+// is 1 - 2 f / (1 + f), so only the subtraction from `most` rounds it.
 template <class T>
 ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y, T most) {
   using F = Exp2Constants<T>;
@@ -120,7 +120,7 @@ ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y, T most) {
     r = from_nearest(x);
     two_to_n = scaled(one, x - r);
   } else {
-    constexpr T kMost = sizeof(T) == 4 ? 40 : 80;  // 2^-kMost is nothing beside 1
+    constexpr T kMost = sizeof(T) == 4 ? 40 : 80;  // 1 + 2^-kMost rounds to 1
     const Vec<T> bounded = x < -kMost ? splat<T>(-kMost) : x, shifted = bounded + F::round_magic;
     r = bounded - (shifted - F::round_magic);
     const auto bits = (bit_cast<Vec<UInt<T>>>(shifted) + static_cast<UInt<T>>(F::exponent_bias)) << F::mantissa_bits;

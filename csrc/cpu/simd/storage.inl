@@ -57,8 +57,8 @@ ATTN_INLINE Vec<T> load_as(const float* p)
   return __builtin_convertvector(narrow, Vec<T>);
 }
 
-// 2 kLanes<T> neighbours, in the order of memory, or, where that takes fewer instructions (kTakesTurns<S>), those of
-// even place in `first` and those of odd place in `second`.
+// Loads 2 kLanes<T> neighbours, in the order of memory. If kTakesTurns<S>, `first` gets numbers 0, 2, 4, ... and
+// `second` 1, 3, 5, ..., which takes fewer instructions.
 template <class S>
 constexpr bool kTakesTurns = std::is_same_v<S, BFloat16>;
 template <class T, class S>

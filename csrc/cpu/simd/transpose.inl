@@ -5,15 +5,16 @@
 
 namespace attn::ATTN_ISA {
 
-// Transposition of kLanes rows of kLanes elements in registers. n rows of n units are transposed by taking, log2(n)
-// times, every other unit of neighbouring rows: of all neighbours the even ones, then of all the odd ones. Units are
-// first the elements of 128 bits, then those 128 bits: these are the shuffles that processors do in one step.
+// Transposition of kLanes rows of kLanes elements in registers. n rows of n units are transposed in log2(n) steps. A
+// step takes two neighbouring rows at a time, and makes a row of their even units and a row of their odd ones. First a
+// unit is an element of 128 bits, then the 128 bits themselves, because processors do these shuffles in one
+// instruction.
 
 template <class T, int kUnit, int kSpan, class Indices>
 struct EveryOther;
 template <class T, int kUnit, int kSpan, int... I>
 struct EveryOther<T, kUnit, kSpan, std::integer_sequence<int, I...>> {
-  // Where element i comes from, span by span of kSpan elements; those of b are counted on from kLanes.
+  // Where element i comes from, within its span of kSpan elements. Elements of b have numbers from kLanes on.
   static constexpr int source(int i, int odd) {
     const int unit = i % kSpan / kUnit, units = kSpan / kUnit;
     const int from = 2 * unit % units + odd;
@@ -70,9 +71,9 @@ ATTN_INLINE Vec<T> reversed(Vec<T> x) {
   return reversed<T>(x, std::make_integer_sequence<int, kLanes<T>>());
 }
 
-// Lane j: the sum of the elements of row j, of kLanes rows one after the other. As in a transposition, every other unit
-// of two vectors is taken, but the even ones and the odd ones are added: of kRows rows it makes one vector, which holds
-// kLanes / kRows sums of parts of each.
+// Lane j: the sum of the elements of row j; kLanes rows are contiguous. As in a transposition, a step takes even and
+// odd units of two vectors, but adds them. So kRows rows become one vector, which has kLanes / kRows partial sums of
+// each row.
 template <class T, int kRows = kLanes<T>>
 ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
   if constexpr (kRows == 1) {

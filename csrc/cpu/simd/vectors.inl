@@ -1,5 +1,5 @@
-// Vectors as GNU vector types, so that arithmetic is written once with + - * / and ?: for all instruction sets. It is
-// included by cpu/isa/instructions_*.inl, which defines kVectorBytes before; included by itself, it includes that
+// Vectors as GNU vector types, so that arithmetic is written once with + - * / and ?: for all instruction sets.
+// cpu/isa/instructions_*.inl defines kVectorBytes and then includes this file, which, included alone, includes simd.inl
 // first.
 #ifndef ATTN_ISA
 #include "cpu/simd/simd.inl"
@@ -42,8 +42,8 @@ using UInt = typename IntegersOf<T>::UInt;
 template <class T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-// GCC 12 takes some vectors that are copied by memcpy through the stack. With clang it is memcpy that its
-// ThreadSanitizer sees: it overlooks other reads of more than 16 bytes.
+// GCC 12 copies some vectors through the stack if they are loaded by memcpy. clang uses memcpy, because its
+// ThreadSanitizer overlooks other reads of more than 16 bytes.
 template <class T>
 ATTN_INLINE Vec<T> load(const T* p) {
 #if defined(__clang__)
@@ -83,7 +83,7 @@ ATTN_INLINE Vec<Int<T> > lane_numbers() {
   return numbers;
 }
 
-// |x|, and x with the sign of `of` in place of its own, which is plus.
+// |x|, and x >= 0 with the sign of `of`.
 template <class T>
 constexpr UInt<T> kSignBit = UInt<T>{1} << (8 * sizeof(T) - 1);
 template <class T>
@@ -95,7 +95,7 @@ ATTN_INLINE Vec<T> with_sign(Vec<T> x, Vec<T> of) {
   return bit_cast<Vec<T> >(bit_cast<Vec<UInt<T> > >(x) | (bit_cast<Vec<UInt<T> > >(of) & kSignBit<T>));
 }
 
-// The larger of the two; a NaN in `x` is passed over.
+// The larger of the two; skips a NaN in `x`.
 template <class V>
 ATTN_INLINE V max_number(V x, V best) {
   return x > best ? x : best;

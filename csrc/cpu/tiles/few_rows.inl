@@ -1,5 +1,6 @@
-// Scores of few rows, where reading the keys is the limit. A vector holds neighbouring entries of one key: rows of K
-// (and of V, in decode.inl) are read as they lie, whatever their type and length, once for all rows that share them.
+// Scores of few queries, where the time goes into reading the keys. A vector holds neighbouring entries of one key.
+// Rows of K (and of V, in decode.inl) are read without packing, whatever their type and length, once for all queries
+// that share them.
 #pragma once
 
 #include "cpu/tiles/scores.inl"
@@ -12,8 +13,8 @@ struct FewRows {
   static constexpr int64_t kMost = 16;  // rows of a task
   static constexpr int kAtOnce = 4;     // rows that share a load
 
-  // Short rows of keys leave it sooner to products whose vectors lie along the rows: here every score is a sum across a
-  // vector. `most` is measured by each kernel, with keys in memory: here they are prefetched.
+  // Here every score is a sum across a vector, so short rows of keys prefer the products of gemm.inl from fewer queries
+  // on. `most`: measured for each kernel with keys in memory, because this code prefetches them.
   static bool takes(const Problem& p, int64_t most) {
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
@@ -21,10 +22,10 @@ struct FewRows {
   RowTile rows;
   Block masks[kMost];
   T* query;    // [kMost][E]
-  T* key;      // [kKeyTile][E], for rows that cannot be read as they lie
+  T* key;      // [kKeyTile][E], for rows that must be packed
   T* bias;     // [kMost][kKeyTile]
   T* sums;     // [kAtOnce][W][W]
-  char* copy;  // of key_block(), for keys and then for values
+  char* copy;  // where key_block() copies keys, and then values
   int64_t ld_key;
 
   void take(const Problem& p, Arena& arena) {
@@ -45,9 +46,9 @@ struct FewRows {
       for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, own.n, rows.head[r], rows.position[r]);
   }
 
-  // x[r * ld + j]: products or scores (leaves_products), -inf where a row does not see a key, of the tile of keys that
-  // begins with `first`. Returns how many of its keys are left without those at the end that a mask hides from all
-  // rows; these are not read, and x holds anything there. Rows are read to `last`: later ones are not prefetched.
+  // Writes x[r * ld + j], products or scores (leaves_products) of the tile of keys that begins with `first`; -inf where
+  // a row does not see a key. Keys at the end of the tile that a mask hides from all rows are not read, and x is not
+  // written there: returns the number of keys before them. Keys from `last` on are not prefetched.
   int64_t scores(const Problem& p, int64_t first, int64_t last, T* x, int64_t ld) const {
     const int64_t keys = read_mask(p, first, smaller(kKeyTile, last - first));
     if (keys == 0) return 0;
@@ -72,25 +73,25 @@ struct FewRows {
     return keys;
   }
 
-  // Calls f(std::bool_constant<prefetch>). The first rows that read a key where it lies prefetch; the others find it in
+  // Calls f(std::bool_constant<prefetch>). Only the first group of queries prefetches; the later ones find the key in
   // the cache.
   template <class F>
   static ATTN_INLINE void with_prefetch(bool prefetch, F f) {
     prefetch ? f(std::true_type()) : f(std::false_type());
   }
-  // Rows that are read in whole vectors, past their end where they end within one: there follows the next row, and
-  // the last one is a copy.
+  // Rows that are read in whole vectors. A row that ends within a vector is read past its end, into the next row; the
+  // last row is read from a copy.
   template <class S>
   struct Piece {
     const S* data;
-    const S* ahead;  // the piece that is read kAhead rows later
+    const S* ahead;  // the piece that is kAhead rows later
     int64_t ld;
-    int64_t copied;  // the number of the row that was copied; not one of its rows if none was
+    int64_t copied;  // the number of the row that has a copy; outside the rows if none has
     const S* copy;
 
     ATTN_INLINE const S* row(int64_t j) const { return j == copied ? copy : data + j * ld; }
 
-    // Asks for the columns [col, col + count) of a row that is read later, while row j is.
+    // Prefetches columns [col, col + count) of the row that is kAhead rows after row j.
     ATTN_INLINE void prefetch(int64_t j, int64_t col, int64_t count) const {
       constexpr int64_t kLine = 64 / sizeof(S);
       const S* const row = ahead + j * ld + col;
@@ -110,15 +111,16 @@ struct FewRows {
   };
   static_assert(kPiece % W == 0);
 
-  // Whether R queries ask for what follows a tile. Not where one reads numbers in a row that need no conversion: there
-  // the processor itself reads far enough ahead.
+  // Whether R queries prefetch what follows a tile. One query that reads contiguous numbers without conversion does
+  // not: there the processor itself reads far enough ahead.
   template <int R, class S>
   static bool asks_ahead(std::integral_constant<int, R>, const WholeVectors<S>&, const Problem& p, int64_t first,
                          int64_t last) {
     return last - first >= kKeyTile + kAhead && (R > 1 || sizeof(S) < sizeof(T) || p.paging.table);
   }
 
-  // Calls f(std::integral_constant<int, N>, first) for groups of N = kGroup of `count`, and for the rest of them.
+  // Calls f(std::integral_constant<int, N>, first) for groups of N = kGroup of `count`, and with a smaller N for the
+  // rest.
   template <int kGroup, class F>
   static ATTN_INLINE void each_group(int64_t count, F f) {
     int64_t first = 0;
@@ -131,8 +133,8 @@ struct FewRows {
     if constexpr (N > 1) rest<N - 1>(count, first, f);
   }
 
-  // Calls f(std::integral_constant<int, V>) with the number of vectors of a short row that needs no conversion: there a
-  // loop over them would take as long as the arithmetic. V is 0 for all others.
+  // Calls f(std::integral_constant<int, V>) where V is the number of vectors of a short row that needs no conversion,
+  // because a loop over them would take as long as the arithmetic. For other rows V is 0.
   template <class S, class F>
   static ATTN_INLINE void with_vectors(int64_t cols, F f) {
     const int64_t vectors = (cols + W - 1) / W;
@@ -144,12 +146,11 @@ struct FewRows {
     f(std::integral_constant<int, 0>());
   }
 
-  // Whether rows are read as they lie.
+  // Whether rows are read without packing.
   static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
 
-  // Whether load_two takes even and odd numbers of the rows apart, so that sums are in that order. Then what they are
-  // multiplied with, or added to, is in the same order, but for a last vector without a second one, and so are rows
-  // that are packed: apart() makes it so, and together() the way back.
+  // Whether load_two() de-interleaves a row: even columns first, then odd ones. apart() puts queries and packed rows in
+  // that order, and together() restores the order of the output. A last vector without a second one stays as it is.
   static bool takes_turns(DType dtype) { return dtype == DType::bf16; }
   static void apart(T* row, int64_t cols) {
     for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
@@ -166,8 +167,8 @@ struct FewRows {
     }
   }
 
-  // Calls f(WholeVectors) with the rows of a block as they lie, or packed if they cannot be read so. Of the first
-  // `paired` columns load_two takes all.
+  // Calls f(WholeVectors) with the rows of a block: in place, or packed if they cannot be read so. load_two() reads the
+  // first `paired` columns.
   template <class F>
   static ATTN_INLINE void with_rows(const Pieces& pieces, int64_t rows, int64_t cols, int64_t paired, T* tile,
                                     int64_t ld, bool in_place, F f) {
@@ -199,8 +200,8 @@ struct FewRows {
   }
 
  private:
-  // sums[(r * W + i) * W ...]: a vector whose elements add up to <q_r, k_i>, for R queries and the keys number
-  // first + i, i < kKeys, which share the loads of the queries. V: the vectors of a row, or 0 for any number of them.
+  // Writes the vector sums[(r * W + i) * W ...], whose elements add up to <q_r, k_(first + i)>, for R queries and i <
+  // kKeys. These keys share the loads of the queries. V: the vectors of a row, or 0 for any number of them.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
   static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t cols, const T* query, int64_t ld_query,
                                    T* sums) {
@@ -225,7 +226,7 @@ struct FewRows {
       for (int i = 0; i < kKeys; ++i) k[i] = load_as<T>(key[i] + d);
       add(d, k);
     };
-    const auto add_end = [&](int64_t d) {  // by selection: what lies behind the row may be NaN
+    const auto add_end = [&](int64_t d) {  // selects, because numbers past the row may be NaN
       const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - d);
       Vec<T> k[kKeys];
 #pragma GCC unroll 2
@@ -260,16 +261,16 @@ struct FewRows {
   static void dot(const Piece<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query, int64_t ld_query,
                   T* sums, ScoreFunction<T> score, T* x, int64_t ld) {
     int64_t j = 0;
-    constexpr int kTogether = V > 0 ? 2 : 1;  // two long rows at once are read from memory more slowly
+    constexpr int kTogether = V > 0 ? 2 : 1;  // reading two long rows at once is slower
     for (; j + kTogether <= keys; j += kTogether)
       multiply<R, kTogether, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
     for (; j < keys; ++j) multiply<R, 1, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
-    for (int r = 0; r < R; ++r)  // lanes past the keys mean nothing
+    for (int r = 0; r < R; ++r)  // lanes past the last key are ignored
       store<T>(x + r * ld, score(sums_of_rows<T>(sums + r * W * W)));
   }
 
-  // Reads the rows' masks at the keys [first, first + keys). Returns how many of the keys are left without those at the
-  // end that no row sees; of these nothing else is read.
+  // Reads the rows' masks at the keys [first, first + keys). Returns the number of keys without those at the end that
+  // no row sees, which the caller need not read.
   int64_t read_mask(const Problem& p, int64_t first, int64_t keys) const {
     if (!p.has_mask) return keys;
     Block tile[kMost];
@@ -293,7 +294,7 @@ struct FewRows {
     return seen;
   }
 
-  // As that of scores.inl, along the keys.
+  // As add_score_terms() of scores.inl, but a vector holds neighbouring keys.
   void add_score_terms(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
     const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
     const auto score = ScoreFunction<T>::of(p);

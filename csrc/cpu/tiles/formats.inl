@@ -1,5 +1,5 @@
-// Formats of the operands of a matrix product. An operand is stored in slots: a slot is as large as T, the type of the
-// result, and is what one lane multiplies in one step. Along the dimension that a product sums over, a slot holds one
+// Formats of the operands of a matrix product. An operand is stored in slots: a slot has the size of T, the type of the
+// result. One lane multiplies one slot in one step. Along the dimension that a product sums over, a slot holds one
 // number (Singles) or two neighbours (formats_bf16.inl). Everything else about products is the same for all formats.
 //
 // In C = A B an operand is packed for its place:
@@ -15,41 +15,43 @@
 
 namespace attn::ATTN_ISA {
 
-// Rows that are read one slot at a time: where they lie, or packed.
+// Rows that are read one slot at a time, in place or packed.
 template <class T>
 struct Rows {
   const T* data;
   int64_t ld;
 };
 
-// What a format offers. pack_... always packs; the functions without it pack only what is not usable in place: another
-// dtype, a column stride, or rows that lie badly. `block` has `rows` x `cols` numbers, `tile` rows `ld` slots apart.
+// What a format offers. Functions named pack_... always pack. The other functions pack only what cannot be used in
+// place: another dtype, a column stride, or rows at distances that suit no cache. `block` has `rows` x `cols` numbers,
+// `tile` rows `ld` slots apart.
 template <class F>
 concept Format =
     requires(const Block& block, int64_t n, DType dtype, const typename F::Number* a, typename F::Number* tile,
              Vec<typename F::Number> v, Vec<typename F::Number> (&weights)[F::kNumbers]) {
       F::kNumbers;      // of a slot
       F::kStep;         // slots that a product sums over at a time
-      F::kSummands;     // of a number: what one slot does not hold of it is in the next
+      F::kSummands;     // slots of a number, each with what the ones before do not hold
       F::kTiles;        // whether products go through the processor's tiles
-      F::holds(dtype);  // whether the format keeps numbers of the type as they are
+      F::holds(dtype);  // whether the format holds every number of this type exactly
 
       // One step of a product: the slot *a, or a vector of slots, times a vector of slots.
       F::multiply(a, v);
       F::multiply_add(v, a, v);
       F::multiply_add(v, v, v);
 
-      // (block, rows, cols): whether along_columns() uses a block as it lies.
+      // (block, rows, cols): whether along_columns() uses a block in place.
       { F::in_place(block, n, n) } -> std::same_as<bool>;
       { F::as_it_lies(block) } -> std::same_as<Rows<typename F::Number>>;
-      // (block, rows, cols, tile, ld): slots along the columns; then along the rows, to be read transposed; then to be
-      // read in whole vectors; then transposed again, always packed, with 0 for infinities and NaNs.
+      // (block, rows, cols, tile, ld): the first has slots along the columns. The second has slots along the rows, and
+      // is read transposed; the third too, but is read in whole vectors; the last is as the second, always packed, with
+      // 0 for infinities and NaNs.
       { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::vectors_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::finite_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
-      // (block, first, rows, cols, tile, ld): rows [first, first + rows) of a tile whose row `first + rows` is not
-      // written yet.
+      // (block, first, rows, cols, tile, ld): writes rows [first, first + rows) of a tile; row `first + rows` is not
+      // written yet, so it may be overwritten.
       F::pack_along_rows(block, n, n, n, tile, n);
       // (block, rows, cols, tile, width): tile[slot of columns * kRowTile + i], zeros for rows <= i < width.
       F::pack_transposed(block, n, n, tile, n);
@@ -57,11 +59,11 @@ concept Format =
       F::kWeightsInPlace;  // whether weights [slot of keys][lane] may take the place of the tile [key][lane]
       // (tile, key, weights): stores weights of keys [key, key + kNumbers) in the lanes at `tile`.
       F::store_along_keys(tile, n, weights);
-      // (tile, keys, lanes): fills the last step of a product.
+      // (tile, keys, lanes): fills the last step of a product with zeros.
       F::end_along_keys(tile, n, n);
-      // (x, keys, lanes, tile): the tile x[key][lane] with slots along the keys, in x, which is overwritten, or in
-      // `tile`; then with slots along the lanes, [key][slot], in `tile`: slots of lanes without a row are 0, whatever x
-      // holds there.
+      // (x, keys, lanes, tile): converts the tile x[key][lane]. The first function makes slots along the keys, in x
+      // itself or in `tile`. The second makes slots along the lanes, [key][slot], in `tile`, with 0 for lanes without a
+      // row.
       { F::along_keys(tile, n, n, tile) } -> std::convertible_to<const typename F::Number*>;
       { F::along_lanes(a, n, n, tile) } -> std::same_as<Rows<typename F::Number>>;
 
@@ -71,7 +73,8 @@ concept Format =
       F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
     };
 
-// Slots that hold `numbers` neighbours: whole steps of a product, of kStep slots for each summand of a number.
+// Returns how many slots hold `numbers` neighbours. They fill whole steps of a product; a step has kStep slots for each
+// summand of a number.
 template <class F>
 constexpr int64_t slots_of(int64_t numbers) {
   constexpr int64_t kStep = F::kNumbers * F::kStep;
@@ -99,7 +102,7 @@ struct Singles {
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 
-  // Rows far apart are packed: a column of them would fall into few sets of the cache.
+  // Packs rows that are far apart, because a column of them would use only few sets of the cache.
   static bool in_place(const Block& block, int64_t rows, int64_t) {
     constexpr int64_t kFarApart = 256;
     return block.dtype == dtype_of<T> && block.col == 1 && (block.row <= kFarApart || rows == 1);

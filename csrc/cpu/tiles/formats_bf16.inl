@@ -1,6 +1,6 @@
 // Operands of bfloat16, for the instructions that multiply them: a slot holds two neighbours, the first in its low
-// half, and their products are summed in float32. A number of more bits is a sum of kSummands bfloat16, each the
-// rounding of what those before it left.
+// half, and their products are summed in float32. A number of more bits is a sum of kSummands bfloat16: each is what
+// the ones before it leave of the number, rounded.
 #pragma once
 
 #include "cpu/isa/instructions_avx512_bf16.inl"
@@ -8,8 +8,8 @@
 
 namespace attn::ATTN_ISA {
 
-// kSummandsOfNumber: bfloat16 that a number is the sum of. kSlotsOfStep: slots that one step of a product takes; the
-// summands of a number are so many slots apart, and the last step is filled up with zeros.
+// kSummandsOfNumber: how many bfloat16 add up to a number. kSlotsOfStep: the slots that one step of a product takes,
+// and the distance in slots between two summands of a number. Zeros fill the last step.
 //   Pairs         one slot a step, multiplied by VDPBF16PS
 //   Tiles<parts>  16 slots a step, multiplied by the tiles of AMX
 template <int kSummandsOfNumber, int kSlotsOfStep>
@@ -37,7 +37,7 @@ struct Bfloat16s {
   static bool in_place(const Block& block, int64_t rows, int64_t cols) {
     if (kSummands > 1 || block.dtype != DType::bf16 || block.col != 1 || cols % (kNumbers * kStep) != 0) return false;
     if (!kTiles) return block.row % kNumbers == 0;
-    // Whole tiles, in aligned rows, not so far apart that they fall into few sets of the cache.
+    // Uses whole tiles in place if their rows are aligned, and near enough not to use only few sets of the cache.
     constexpr int64_t kLine = 64 / sizeof(uint16_t), kFarApart = 512;
     return rows % kStep == 0 && reinterpret_cast<uintptr_t>(block.data) % 64 == 0 && block.row % kLine == 0 &&
            block.row <= kFarApart;
@@ -63,7 +63,7 @@ struct Bfloat16s {
   }
 
   static Rows<float> along_rows(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
-    if constexpr (kTiles) {  // tiles are not read transposed: packs A itself, [column][slots of kKeyTile]
+    if constexpr (kTiles) {  // tiles cannot be read transposed: packs A, not A', [column][slots of kKeyTile]
       constexpr int64_t kColumns = 2 * W;
       constexpr int64_t kSlots = slots_of<Bfloat16s>(kKeyTile);
       alignas(64) float packed[kSlots * kColumns];
@@ -183,7 +183,7 @@ struct Bfloat16s {
   }
 
   static ATTN_INLINE int64_t slot(int64_t i, int64_t part) {
-    const uint64_t n = static_cast<uint64_t>(i);  // divided by shifts
+    const uint64_t n = static_cast<uint64_t>(i);  // unsigned, so that divisions are shifts
     if (kSummands == 1) return static_cast<int64_t>(n / kNumbers);
     return static_cast<int64_t>((n / (kNumbers * kStep) * kSummands + static_cast<uint64_t>(part)) * kStep +
                                 n / kNumbers % kStep);
@@ -202,20 +202,20 @@ struct Bfloat16s {
     }
   }
 
-  // 2^x in place of every x, as accurate as kSummands bfloat16.
+  // Replaces every x by 2^x, as accurate as kSummands bfloat16.
   template <int N>
   static ATTN_INLINE void exp2(Vec<float> (&x)[N]) {
     exp2_of_degree<3 + kSummands>(x);
   }
 
  private:
-  // x minus a part of it. Of an infinity or a NaN, which is in the first part alone, nothing is left.
+  // Returns x - part, and 0 for an infinity or a NaN, which is in one part alone.
   static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
     const Vec<float> rest = x - part;
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};
   }
 
-  // Parts of the numbers (i, d), (i, d + 1), ... of the block, `count` of them if fewer than W, and zeros.
+  // Loads the summands of the numbers (i, d), (i, d + 1), ... of the block: W numbers, or `count` of them and zeros.
   static ATTN_INLINE void load_summands(const Block& block, int64_t i, int64_t d, int64_t count,
                                         Shorts<float> (&part)[kSummands]) {
     const int64_t at = i * block.row + d * block.col;
@@ -233,8 +233,8 @@ struct Bfloat16s {
       part[0] = round_to_bfloat16(x);
       return;
     }
-    // A part of a finite number is at most the largest finite bfloat16. Infinities and NaNs are in the last part, which
-    // is multiplied with one part only of the other factor: with a part that is 0 they would give NaN.
+    // A summand of a finite number is at most the largest finite bfloat16. Infinities and NaNs are in the last summand,
+    // which is multiplied with only one summand of the other factor: times a summand of 0 they would give NaN.
     const auto finite = x - x == Vec<float>{};
     Vec<float> rest = finite ? x : Vec<float>{};
     for (int64_t g = 0; g < kSummands; ++g) {

@@ -41,7 +41,7 @@ struct Gemm {
       }
     };
     int64_t k = 0;
-    // Where processors have 16 registers, they take as long to zero one as to multiply; later ones rename it.
+    // Processors with 16 registers take as long to zero one as to multiply; later processors zero it at no cost.
     if constexpr (kRegisters == 16) step(k++, std::true_type());
 #pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());
@@ -54,11 +54,11 @@ struct Gemm {
         store<T>(at, accumulate ? load<T>(at) + sum[m][n] : sum[m][n]);
       }
       row += ldc;
-      asm("" : "+r"(row));  // else the compiler computes all M * N addresses before the loop
+      asm("" : "+r"(row));  // without this the compiler computes all M * N addresses before the loop
     }
   }
 
-  // tile() for a number of rows, 1 ... M, that is known at run time only.
+  // Calls tile() for 1 ... M rows, a number that is known at run time only.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                                   int64_t ldc, bool accumulate) {
@@ -108,21 +108,21 @@ struct Gemm {
   }
 };
 
-// Of a product: the rows and columns of C, and the slots that are summed over.
+// The size of a product: rows and columns of C, and the slots that it sums over.
 struct Extents {
   int64_t rows, columns, slots;
 };
 enum class Store { set, add };
 constexpr auto kNothingBetween = [] {};
 
-// In a call of so many bytes, asking for what it reads costs more than it saves (measured).
+// In a call with at most this many bytes of keys and values, prefetching costs more than it saves (measured).
 constexpr int64_t kInCache = int64_t{4} << 20;
 
-// Asks for the keys or values that follow those of a tile, some lines after each register tile of a product: processors
-// do not foresee far enough what is read from memory. Not where several tiles of rows read them.
+// Prefetches the keys or values that follow those of a tile, some lines after each register tile of a product, because
+// processors by themselves do not read far enough ahead. It does nothing if several tiles of rows read the same keys.
 class RowsAhead {
  public:
-  // For a product of `rows` rows with keys of `cols` numbers. `block`: those of the tile.
+  // For a product of `rows` rows with keys of `cols` numbers. `block`: the keys of the tile.
   RowsAhead(const Problem& p, const Block& block, Range keys, int64_t cols, int64_t rows) {
     const int64_t size = size_of(block.dtype);
     const int64_t numbers = p.batch * p.keys * (p.key_heads * p.head_dim + p.value_heads * p.value_dim);
@@ -149,7 +149,7 @@ class RowsAhead {
   static constexpr int64_t kLine = 64;
   const char* row_ = nullptr;
   int64_t step_ = 0, bytes_ = 0, rows_ = 0, at_ = 0;
-  int64_t lines_ = 0;  // after each tile
+  int64_t lines_ = 0;  // prefetched after each tile
 };
 
 // C = A B or C += A B, the rows of C `ld` numbers apart. Calls between() now and then.
@@ -159,7 +159,7 @@ void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, S
   Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
                                between);
 }
-// The same for an A that is packed to be read transposed (formats.inl).
+// The same for an A that is stored transposed, as A' (formats.inl).
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
                          Between& between = kNothingBetween) {

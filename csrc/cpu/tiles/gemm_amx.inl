@@ -1,8 +1,8 @@
-// The matrix product on the processor's tiles: blocks of 32 x 32 of C, four tiles, each tile of A and B loaded for two
-// of them.
+// The matrix product on the processor's tiles. A block of C is 32 x 32 numbers, four tiles. Each tile of A and B is
+// loaded once for two of them.
 #pragma once
 
-#include "cpu/tiles/formats_bf16.inl"  // first: where no instruction set is chosen, it chooses one
+#include "cpu/tiles/formats_bf16.inl"  // first, because it chooses an instruction set if none is chosen
 
 #include "cpu/isa/instructions_amx.inl"
 #include "cpu/tiles/gemm.inl"
@@ -13,8 +13,8 @@ template <int kSummands>
 struct Gemm<Tiles<kSummands>> {
   static constexpr int64_t kTile = 16;  // rows, and slots of a row
 
-  // Which parts of A and B are multiplied: all, the largest product last. Neighbours have a part in common, whose tiles
-  // stay where they are.
+  // The summands of A and B (formats_bf16.inl) are multiplied in this order, the largest product last. Two products in
+  // a row share a summand, whose tiles need not be loaded again.
   struct Pair {
     int a, b;
   };
@@ -22,7 +22,7 @@ struct Gemm<Tiles<kSummands>> {
   static constexpr int kCount = kSummands * kSummands;
   static constexpr int kFirst = 4 - kCount;
 
-  // M x N tiles of C, tile (m, n) in the processor's tile 2 m + n.
+  // M x N tiles of C are zeroed, loaded and stored: tile (m, n) is the processor's tile 2 m + n.
   template <int M, int N>
   static ATTN_INLINE void zero() {
     tile_zero<0>();
@@ -54,7 +54,7 @@ struct Gemm<Tiles<kSummands>> {
   static ATTN_INLINE void multiply_add(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb,
                                        Between& between) {
     for (int64_t k = 0; k < K; k += kTile * kSummands) {
-      for (int i = 0; i < M; ++i) between();  // about as often as elsewhere
+      for (int i = 0; i < M; ++i) between();  // about as often as in gemm.inl
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {
         const Pair now = kProducts[kFirst + i], before = i == 0 ? Pair{-1, -1} : kProducts[kFirst + i - 1];
@@ -80,8 +80,8 @@ struct Gemm<Tiles<kSummands>> {
   template <int M, int N, class Between>
   static void block(int64_t rows, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
                     int64_t ldc, bool accumulate, Between& between) {
-    // A tile that is not whole goes through a copy: what is below it in C belongs to others. The rest of the copy does
-    // not matter, as rows do not meet.
+    // A tile with fewer than 16 rows goes through a copy, because the rows below it in C belong to another task. The
+    // other rows of the copy may hold anything, because rows do not mix in a product.
     alignas(64) float edge[N * kTile * kTile];
     const bool has_edge = rows < kTile;
     const auto copy_edge = [&](bool back) {

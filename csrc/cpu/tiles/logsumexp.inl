@@ -5,14 +5,14 @@
 
 namespace attn::ATTN_ISA {
 
-// The logsumexp of the lanes of a tile. `reference` is +inf and `log2_sum` 0 where there is no row and where a row
-// attends to no key: weights are 0 there.
+// The logsumexp of the lanes of a tile. A lane without a row, or whose row attends to no key, has the `reference` +inf
+// and the `log2_sum` 0, so its weights are 0.
 template <class T>
 struct Logsumexp {
   T reference[kRowTile];
   T log2_sum[kRowTile];
 
-  // The weights of scores of the same rows, in their place, as accurate as the format F. `slope`: log2_slope(), see
+  // Replaces scores of the same rows by weights, as accurate as the format F. `slope`: log2_slope(), see
   // scores.inl.
   template <class F, int N>
   ATTN_INLINE void weights(Vec<T> (&scores)[N], T slope, int64_t lane) const {

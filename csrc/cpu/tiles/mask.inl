@@ -1,4 +1,4 @@
-// A tile of scores: its rows and keys, and which of them see each other, by their positions and by a mask.
+// A tile of scores: its rows and keys, and which rows see which keys by their positions and by a mask.
 #pragma once
 
 #include "core/program.h"
@@ -15,7 +15,7 @@ void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, Range
   });
 }
 
-// Whether a mask is read as bits: a byte a score would have to be transposed as a float, a bit need not.
+// Whether a mask is read as bits: transposing a bit per score is faster than transposing a float.
 ATTN_INLINE bool mask_in_bits(const Operand& mask) { return mask.dtype == DType::boolean && mask.col == 1; }
 
 // Bit j: whether the row of a mask at `from` shows key j, of up to 64 keys.
@@ -39,7 +39,7 @@ ATTN_INLINE bool any_other(const char* neighbours, Bits hidden) {
   return other;
 }
 
-// Whether the first row of a block of a mask shows one of up to 64 keys: whether it has a number that is not -inf.
+// Whether the first row of a block of a mask shows one of up to 64 keys, that is, has a number that is not -inf.
 template <class T>
 bool any_visible_number(const Block& row, int64_t keys) {
   if (row.col == 1 && keys == kKeyTile) switch (row.dtype) {
@@ -68,15 +68,15 @@ inline int64_t number_of_slices(const Problem& p) {
   return slices;
 }
 
-// Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Of a tile that is known to
-// have visible and changed scores no more rows are read: a mask that hides keys here and there costs little.
+// Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Stops reading a tile once it
+// has a visible and a changed score, so a mask that hides keys here and there costs little.
 inline void look_at_mask(const Problem& p, int64_t task) {
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t first_row = task % row_tiles * kRowTile;
   const int64_t last_row = p.mask.row == 0 ? 1 : smaller(first_row + kRowTile, p.queries);
   const int64_t slice = task / row_tiles, sharers = p.batch * p.heads / number_of_slices(p);
   const Row at = sharer_of_mask(p, p.mask, slice, 0);
-  int64_t all_keys = 0;  // that some sequence has; the mask of the others is not read
+  int64_t all_keys = 0;  // the most keys of a sequence; the mask is not read beyond them
   for (int64_t i = 0; i < sharers && all_keys < p.keys; ++i)
     all_keys = larger(all_keys, sequence_of(p, sharer_of_mask(p, p.mask, slice, i).n).keys);
   const bool in_bits = mask_in_bits(p.mask);
@@ -112,8 +112,8 @@ struct ScoreTile {
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
   T* workspace;             // room_of_tile()
 
-  // Sets rows and keys, and reads the mask, before all else of the tile. Returns whether some row sees some key:
-  // otherwise nothing else is to be read or computed. `room`: for room_of_tile() numbers.
+  // Sets rows and keys, and reads the mask, before all else of the tile. Returns whether some row sees some key; if
+  // not, the caller skips the tile. `room`: for room_of_tile() numbers.
   bool set(const Problem& p, const RowTile& its_rows, Range its_keys, T* room) {
     rows = &its_rows;
     keys = its_keys;
@@ -138,9 +138,9 @@ struct ScoreTile {
     return any_number_visible();
   }
 
-  // Whether the positions hide no score.
+  // Whether causality, window and lengths hide no score.
   bool all_visible() const { return attn::all_visible(rows->sequence, rows->positions, keys); }
-  // Those of the keys that rows at these positions see, apart from the mask.
+  // The keys that rows at these positions see, apart from the mask.
   Range keys_seen(Range positions) const { return common(visible_keys(rows->sequence, positions), keys); }
   int64_t lanes() const { return rows->template lanes<T>(); }
 
@@ -211,8 +211,8 @@ struct ScoreTile {
   bool is_packed_;
 };
 
-// Calls visit(state, tile) for every tile of scores of the rows and of the keys of a range in which some row sees some
-// key, one tile of keys after the other, and load(keys) before the first visit of each.
+// Calls visit(state, tile) for every tile of scores in which some row sees some key, one tile of keys after the other.
+// Calls load(keys) before the first visit of a tile of keys.
 template <class T, class State, class Load, class Visit>
 ATTN_INLINE void each_visible_tile(const Problem& p, const RowTiles<State>& rows, Range keys, T* workspace, Load load,
                                    Visit visit) {

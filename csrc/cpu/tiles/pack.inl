@@ -1,5 +1,5 @@
-// Moving rectangles between tensors, of any dtype and strides, and workspace tiles, contiguous and of the type computed
-// in.
+// Copies rectangles between tensors of any dtype and strides and tiles of the workspace, which are contiguous and of
+// the type computed in.
 #pragma once
 
 #include "cpu/simd/storage.inl"
@@ -7,7 +7,7 @@
 
 namespace attn::ATTN_ISA {
 
-// Hands out 64-byte aligned pieces of the workspace. Over a null base it only measures.
+// Hands out 64-byte aligned pieces of the workspace. If the base is null, it only adds up the size.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -17,7 +17,8 @@ class Arena {
     used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     return reinterpret_cast<T*>(piece);
   }
-  // Calls f(object) for `count` objects that were taken, or would have been: it takes what their pointers point to.
+  // Calls f(object) for `count` objects, which takes the memory that their pointers point to. If the base is null,
+  // `objects` do not exist and f gets one object in their place.
   template <class T, class Function>
   void take_for_each(T* objects, int64_t count, Function f) {
     T measured;
@@ -36,7 +37,7 @@ struct Block {
   DType dtype;
   int64_t row;
   int64_t col;
-  const char* next = nullptr;  // the rows behind a tile of kKeyTile, where they lie elsewhere
+  const char* next = nullptr;  // the rows after a tile of kKeyTile, if they do not follow it in memory
 };
 
 template <class T>  // float or double
@@ -48,12 +49,12 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
   return {static_cast<char*>(x.data) + offset * size_of(x.dtype), x.dtype, x.row, x.col};
 }
 
-// What key_block() copies rows to, of up to `cols` numbers; none where it need not.
+// The bytes that key_block() copies rows of up to `cols` numbers to; 0 if it copies none.
 ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
   return p.paging.table && p.paging.rows % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
 }
-// A tile of keys or values, at most kKeyTile rows from row `first` on: where they lie or, from several pages, as a
-// copy.
+// A tile of keys or values, at most kKeyTile rows from row `first` on. It is in place, or a copy if it spans several
+// pages.
 inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count,
                        int64_t cols, char* copy) {
   const int64_t size = size_of(x.dtype), bytes = cols * size;
@@ -67,7 +68,8 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
     block.next = row_at(behind < last ? behind : first);
     return block;
   }
-  // A part of a page at a time. The rows of the tile behind are asked for: processors do not foresee where they lie.
+  // Copies a part of a page at a time. Prefetches the rows of the next tile, because processors cannot foresee its
+  // pages.
   for (int64_t i = 0; i < count;) {
     const int64_t in_page = smaller(p.paging.rows - (first + i) % p.paging.rows, count - i);
     const char* const from = row_at(first + i);
@@ -93,15 +95,15 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
   return {copy, x.dtype, cols, 1, copy};
 }
 
-// A tile of keys or values as pieces of kPiece rows that lie one after the other, as they do in pages of many sizes.
-// Behind its own pieces are those of the next tile that are read kAhead rows later: asked for, never read.
+// A tile of keys or values as pieces of kPiece rows that are contiguous, as they are in pages of most sizes. After its
+// own pieces come those of the next kAhead rows, which are prefetched, never read.
 constexpr int64_t kPiece = 16, kAhead = 32;
 struct Pieces {
   Block block;
   const char* at[(kKeyTile + kAhead) / kPiece];
 };
-// As key_block(), but without a copy if rows can be read as they lie. A last vector that is not full would end behind
-// the page, where there may be nothing.
+// As key_block(), but without a copy if rows can be read in place. If rows end within a vector, this needs pages of
+// whole tiles, because the last vector of a page ends past it, where memory may end.
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {
@@ -124,13 +126,13 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
   return found;
 }
 
-// Where rows are transposed, the rows behind them are prefetched: processors do not foresee reads that jump from row to
-// row.
+// While rows are transposed, the next rows are prefetched, because processors do not foresee reads that jump from row
+// to row.
 //
-// A last vector that is not full begins earlier where there are numbers enough, and moves some of them a second time: a
-// part of a vector has to go through memory, number by number.
+// A last vector that is not full begins earlier if there are enough numbers, and copies some of them a second time,
+// because a part of a vector would be copied number by number.
 
-// Where the vector begins that holds number `first`, a multiple of kLanes, of `count`.
+// Returns where the vector begins that holds number `first` (a multiple of kLanes) of `count` numbers.
 template <class T>
 ATTN_INLINE int64_t vector_at(int64_t first, int64_t count) {
   return count < kLanes<T> ? first : smaller(first, count - kLanes<T>);

@@ -1,7 +1,7 @@
 // Lists of operations of the pair (core/program.h), evaluated over tiles of scores.
 //
-// A list runs over kStrip keys and the rows of a tile at a time: all its operations, then the next keys. Its values, 4
-// KiB each in float32, stay in the first cache. The rows of a tile are of one head.
+// All operations of a list run over a strip of kStrip keys and the rows of a tile, then over the next strip. The values
+// of a strip, 4 KiB each in float32, stay in the L1 cache. The rows of a tile are of one head.
 #pragma once
 
 #include "core/program.h"
@@ -13,7 +13,7 @@ namespace attn::ATTN_ISA {
 
 constexpr int64_t kStrip = 16;
 
-// x as vectors of whole numbers, those that wrap around as PyTorch's do, and back.
+// Converts x to vectors of whole numbers, which wrap around as PyTorch's do, and back.
 template <class T>
 ATTN_INLINE Vec<Int<T>> whole(Vec<T> x) {
   return bit_cast<Vec<Int<T>>>(x);
@@ -33,7 +33,7 @@ ATTN_INLINE Vec<T> bounded(Vec<T> x, Vec<T> least, Vec<T> most) {
   return above > most ? most : above;
 }
 
-// Calls f for each lane, for operations that no vector has.
+// Calls f for each lane, for operations that vectors lack.
 template <class T, class F>
 ATTN_INLINE Vec<T> each_lane(Vec<T> x, F f) {
   for (int i = 0; i < kLanes<T>; ++i) x[i] = static_cast<T>(f(x[i]));
@@ -55,12 +55,12 @@ ATTN_INLINE Vec<T> exp2_of_any(Vec<T> x) {
   const Vec<T> power = exp2<T>(is_large ? bounded - kPart : bounded);
   return is_large ? power * static_cast<T>(0x1p64) : power;
 }
-// e^x: 2^(x log2(e)), corrected by what the product was rounded by.
+// e^x = 2^(x log2(e)), corrected by the rounding error of the product.
 template <class T>
 ATTN_INLINE Vec<T> exp_of_any(Vec<T> x) {
   constexpr T kHigh = static_cast<T>(kLog2E), kLow = static_cast<T>(kLog2E - static_cast<double>(kHigh));
   const Vec<T> y = x * kHigh;
-  Vec<T> rest = x * kHigh - y;  // contracted to one operation, where a set has it
+  Vec<T> rest = x * kHigh - y;  // one fused operation, if the instruction set has it
   rest += x * (sizeof(T) == 4 ? kLow : static_cast<T>(2.0355273740931033e-17));
   const Vec<T> power = exp2_of_any<T>(y);
   const auto is_usual = absolute<T>(y) < (sizeof(T) == 4 ? T{1000} : T{10000});
@@ -75,7 +75,7 @@ struct Values {
   int64_t lanes;  // all bits, or 0 where all lanes are the same
 };
 
-// What a list reads beside the leaves in tensors: tiles [key][kRowTile]. Null if it does not read them.
+// The tiles [key][kRowTile] that a list reads beside the leaves in tensors. Null if it does not read them.
 template <class T>
 struct PairTiles {
   const T* product = nullptr;
@@ -92,7 +92,7 @@ template <class T>
 class Evaluation {
  public:
   static constexpr int W = kLanes<T>;
-  // A leaf has room for a number of each row, distance or, W times, key of a tile.
+  // A leaf has room for a number per row or distance of a tile, or for W copies of a number per key.
   static constexpr int64_t kLeaf = larger(kKeyTile * W, 2 * kRowTile), kSlot = kStrip * kRowTile;
 
   static int64_t room(const List* list) {
@@ -123,7 +123,7 @@ class Evaluation {
         follow(workspace + i * kLeaf, is_distance ? 2 * kRowTile : keys.size(), is_distance ? 1 : W,
                runs_ + i * 2 * kRowTile);
     }
-    // What is the same for all pairs, once: a vector of it.
+    // Evaluates operations whose result is the same for all pairs once, to one vector.
     const int64_t lanes = lanes_;
     lanes_ = W;
     for (int i = 0; i < list.uniform_slots; ++i) apply(i, 1, nullptr);
@@ -137,7 +137,7 @@ class Evaluation {
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
-  // Copies a result of count keys to a strip of a tile, which run() may have read.
+  // Copies a result to a strip of `count` keys of a tile, which run() may have read.
   void copy(int16_t from, int64_t count, T* to) const {
     const Values<T> x = at(from);
     for (int64_t j = 0; j < count; ++j)
@@ -161,7 +161,7 @@ class Evaluation {
       word |= bits_of(whole<T>(load<T>(x.data + j * x.step + (i & x.lanes)))) << i;
     return word & all_lanes(rows_.size());
   }
-  // Adds a strip to the numbers of `table` that its indices name, sums of two operands.
+  // Adds a strip to the numbers of `table` at its indices, which are sums of two operands.
   void scatter(const Values<T>& x, const int16_t (&parts)[2], int64_t count, T* table) const {
     const Index index = index_of(parts);
     table += entry_of_table_;
@@ -194,7 +194,7 @@ class Evaluation {
  private:
   static constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T)), kRuns = 2 * kRowTile / sizeof(T);
 
-  // runs[n]: by how many further whole numbers the difference between numbers n and n + 1 goes on, that one included.
+  // runs[n]: how many numbers after number n follow it at equal differences. Numbers are `step` apart in memory.
   static void follow(const T* numbers, int64_t count, int64_t step, uint8_t* runs) {
     const auto difference = [&](int64_t n) {
       return bit_cast<UInt<T>>(numbers[(n + 1) * step]) - bit_cast<UInt<T>>(numbers[n * step]);
@@ -282,7 +282,7 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // Runs step number n for some keys. `to`: null, or where the result goes instead of a slot.
+  // Runs step number n for some keys. Unless `to` is null, the result goes there instead of to a slot.
   void apply(int n, int64_t count, T* to) const {
     using V = Vec<T>;
     const Step& step = list_.steps[n];
@@ -408,8 +408,8 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // An index of the table is the sum of two operands. Where the second one is a number of keys or distances, and the
-  // first one of rows, keys or nothing, its `runs` say how indices follow one another.
+  // An index of the table is the sum of two operands. If the second one varies with keys or distances, and the first
+  // one with rows, keys or nothing, `runs` of the second say how indices follow one another.
   struct Index {
     Values<T> first, second;
     const uint8_t* runs;  // see follow(); may be null
@@ -434,16 +434,16 @@ class Evaluation {
   static Along along(int step) {
     return step == 0 ? Along::same : step == 1 ? Along::ascending : step == -1 ? Along::descending : Along::any;
   }
-  // Indices of W lanes and `count` keys: they are the same for all these keys (step 0), or each lane's go on by 1 or -1
-  // from key to key.
+  // Indices of W lanes and `count` keys. From key to key the index of a lane changes by `step`: 0, 1 or -1.
   struct Indices {
     UInt<T> least[W];  // of the first key or, with step -1, of the last one
     int64_t count;
     int step;
-    Along along;      // of each key, where count is 1
+    Along along;      // within each key, if count is 1
     bool are_inside;  // of the table
   };
-  // From key j of a strip of `keys` on. `least_steps`: fewer keys than that, whose step is not 0, count as one by one.
+  // Finds the indices from key j of a strip of `keys` on. Fewer than `least_steps` keys with a step other than 0 are
+  // returned one by one.
   ATTN_INLINE Indices indices(const Index& index, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
     Indices at{{}, 1, 0, Along::any, true};
     const auto second = [&](int64_t key, int64_t lane) {
@@ -490,7 +490,7 @@ class Evaluation {
     }
     return at;
   }
-  // Fills in which indices they are. Numbers that follow one another are read by vectors, from the least one on.
+  // Fills in the indices. Vectors read numbers that follow one another, from the least index on.
   ATTN_INLINE void find(const Index& index, int64_t j, int64_t i, Indices& at) const {
     const Vec<UInt<T>> size = Vec<UInt<T>>{} + size_of_table();
     const Vec<UInt<T>> least = index.at(at.step < 0 ? j + at.count - 1 : j, i);
@@ -563,7 +563,7 @@ class Evaluation {
     }
     for (int k = 0; k < W; ++k) table[at.least[k]] += x[k];
   }
-  // Remembers the least pair with a wrong index. Nothing may be thrown here.
+  // Remembers the first pair with a wrong index, because kernels do not throw.
   void report(int64_t row, int64_t key, Int<T> index) const {
     const int64_t pair = row * program_.keys + key;
     int64_t known = __atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED);
@@ -594,7 +594,7 @@ class Evaluation {
   int64_t first_ = 0;
 };
 
-// The room that the lists of a problem need together, in numbers. Diagonals are read a vector beyond a tile's end.
+// The room for all lists of a problem, in numbers. Diagonals are read up to a vector past a tile's end.
 template <class T>
 int64_t room_of_program(const Problem& p) {
   if (!p.program) return 0;
@@ -606,8 +606,7 @@ int64_t room_of_program(const Problem& p) {
   return room;
 }
 
-// Sums over a strip: of each lane, of each key, and along its diagonals, which belong to one distance each. Lanes
-// without a row are 0.
+// Sums over a strip: per lane, per key, and per diagonal, which has one distance. Lanes without a row must be 0.
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -630,7 +629,7 @@ void add_diagonals(const Values<T>& x, int64_t count, int64_t rows, T* sums) {
   constexpr int64_t W = kLanes<T>;
   const auto numbers = lane_numbers<T>();
   const int64_t diagonals = rows + count - 1;
-  for (int64_t first = 0; first < diagonals; first += W) {  // `first` is i - j of the first one, plus count - 1
+  for (int64_t first = 0; first < diagonals; first += W) {  // `first` is i - j of the first diagonal, plus count - 1
     Vec<T> sum{};
     for (int64_t j = 0; j < count; ++j) {
       const int64_t lane = first - (count - 1) + j;
@@ -649,7 +648,7 @@ void add_diagonals(const Values<T>& x, int64_t count, int64_t rows, T* sums) {
   }
 }
 
-// Fills in m.tiles for one tile of rows or, for those that have bits, the bits. `workspace`: room for the list.
+// Fills in m.tiles for one tile of rows, or the bits of those tiles that have bits. `workspace`: room for the list.
 template <class T>
 void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants_bits, T* workspace) {
   const int64_t row_tile = task % m.row_tiles, head = task / m.row_tiles % m.heads, n = task / m.row_tiles / m.heads;

@@ -1,4 +1,4 @@
-// The rows of a tile of scores: which queries they are, and the tiles of what belongs to them.
+// The rows of a tile of scores: which queries they are, and how tensors of these queries become tiles.
 //
 // Tiles are transposed: a lane is a query. Row maximum, sum and rescaling are then vertical, without a reduction across
 // the lanes of a vector.
@@ -14,16 +14,16 @@ struct RowTile {
   int64_t n;  // the batch entry
   Sequence sequence;
   int64_t count;    // of the rows
-  Range positions;  // holds those of all rows, each counted within the sequence
+  Range positions;  // holds the positions of all rows, counted within the sequence
   int64_t head[kRowTile];
   int64_t position[kRowTile];
 
-  // Those of the list that begins with head `first_head`.
+  // Sets the rows of the group that begins with head `first_head`.
   void set(const Problem& p, int64_t batch_entry, int64_t first_head, Range rows) {
     n = batch_entry;
     sequence = sequence_of(p, n);
     count = rows.size();
-    positions = {};  // grows to hold those of all rows
+    positions = {};  // grows to hold the positions of all rows
     if (count == 0) return;
     Row at = row_after(p, {n, first_head, 0}, rows.first);
     for (int64_t i = 0; i < count; ++i) {
@@ -45,8 +45,8 @@ struct RowTile {
     }
   }
 
-  // Calls f(block, lane, rows) for every run of rows that lie at equal distances in x, from column `first_col` on:
-  // those of one head or, of single queries, of neighbouring heads.
+  // Calls f(block, lane, rows) for every run of rows at equal distances in x, from column `first_col` on: the rows of
+  // one head or, if each head has one query, of neighbouring heads.
   template <class F>
   ATTN_INLINE void each_run(const Problem& p, const Operand& x, int64_t first_col, F f) const {
     if (sequence.queries == 1) {
@@ -58,17 +58,17 @@ struct RowTile {
         [&](int64_t h, int64_t l, int64_t lane, int64_t rows) { f(block_of(p, x, n, h, l, first_col), lane, rows); });
   }
 
-  // The row's number: where its statistics stand.
+  // The row's number, by which its statistics are stored.
   int64_t number(const Problem& p, int64_t lane) const { return row_number(p, n, head[lane], position[lane]); }
 
-  // The rows, rounded up to whole vectors.
+  // The number of rows, rounded up to whole vectors.
   template <class T>
   int64_t lanes() const {
     return round_up(count, kLanes<T>);
   }
 
-  // Fills the lanes without a row of tile[key][lane], which are no numbers to add up: the product of a query of zeros
-  // with a NaN is NaN.
+  // Fills the lanes of tile[key][lane] that have no row. They must not be added up: a product of their query, which is
+  // 0, with a NaN is NaN.
   template <class T>
   void fill_empty_lanes(T* tile, int64_t keys, T value) const {
     for (int64_t j = 0; j < keys; ++j)
@@ -83,7 +83,7 @@ struct RowTile {
       ATTN_ISA::pack_transposed<T>(tile + lane, kRowTile, block, rows, cols, width);
     });
   }
-  // The way back.
+  // The reverse: x(lane, first_col + d) = tile[d * kRowTile + lane]
   template <class T>
   void unpack_transposed(const Problem& p, const Operand& x, int64_t cols, const T* tile, int64_t first_col = 0) const {
     each_run(p, x, first_col, [&](const Block& block, int64_t lane, int64_t rows) {
@@ -91,9 +91,8 @@ struct RowTile {
     });
   }
 
-  // The same, and what rounding took away to `residual`, unless its data is null, with `rest`, a tile too, added to it,
-  // unless that is null. The rows' columns of `tile` are overwritten; `scratch` has room for kKeyTile * kRowTile
-  // numbers.
+  // The same, and writes the rounding error to `residual`, unless its data is null. Adds the tile `rest` to that error,
+  // unless it is null. Overwrites `tile`; `scratch` has room for kKeyTile * kRowTile numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
                       const T* rest = nullptr) const {
@@ -148,15 +147,14 @@ struct RowTile {
   }
 };
 
-// The positions of rows of a group's list: hold those of all of them.
+// A range that holds the positions of all these rows of a group.
 ATTN_INLINE Range positions_of(const Problem& p, Range rows) {
   const int64_t first_head = rows.first / p.queries * p.queries;
   return rows.last - first_head <= p.queries ? Range{rows.first - first_head, rows.last - first_head}
                                              : Range{0, p.queries};
 }
 
-// What a task computes that goes over the keys of some rows: rows of a group of heads, of one batch entry, over a split
-// of the keys.
+// A task that goes over the keys: it has some rows of a group of heads, of one batch entry, and a split of the keys.
 struct RowTask {
   int64_t n, first_head;
   Range rows;
@@ -171,7 +169,7 @@ struct RowTask {
     first_head = group % p.groups() * p.group;
     const Sequence sequence = sequence_of(p, n);
     rows = {first_row, smaller(first_row + p.rows_per_task, p.rows())};
-    // Splits begin where the rows see their first key, so that a window costs what it shows.
+    // Splits begin at the first key that the rows see, so that keys outside of a window cost nothing.
     const Range seen = in_tiles(visible_keys(sequence, positions_of(p, rows)), kKeyTile);
     const int64_t first = seen.first + split * p.keys_per_split;
     keys = p.splits == 1 ? seen : Range{first, smaller(first + p.keys_per_split, seen.last)};
@@ -179,13 +177,14 @@ struct RowTask {
   RowTask(int64_t n, int64_t first_head, Range rows, Range keys)
       : n(n), first_head(first_head), rows(rows), keys(keys) {}
 
-  // Those of its keys that rows at these positions see, in whole tiles.
+  // The keys of the split that rows at these positions see, in whole tiles.
   Range keys_seen(const Problem& p, Range positions) const {
     return in_tiles(common(visible_keys(sequence_of(p, n), positions), keys), kKeyTile);
   }
 };
 
-// The tiles of rows of a task, each with what a kernel keeps of it while keys pass: `State` has a RowTile `rows`.
+// The tiles of rows of a task, each with the `State` that a kernel keeps of it from one tile of keys to the next. A
+// State has a RowTile `rows`.
 template <class State>
 struct RowTiles {
   State* states;

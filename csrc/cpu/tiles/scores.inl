@@ -7,20 +7,20 @@
 
 namespace attn::ATTN_ISA {
 
-// The readers of the tile: of numbers x and y in it, be they scores or products, exp(score_x - score_y) is
-// 2^((x - y) * log2_slope). The difference comes first: it is exact where it is small, and 0 for the largest score.
+// How to read a tile: for numbers x and y in it, scores or products, exp(score_x - score_y) = 2^((x - y) * log2_slope).
+// The difference comes first: it is exact where it is small, and 0 for the largest score.
 template <class T>
 ATTN_INLINE T log2_slope(const Problem& p) {
   return static_cast<T>(kLog2E * (leaves_products<T>(p) ? p.scale : 1));
 }
 
-// The sink of a head, numbered as in HeadTerms; -inf, which is none, where there are no sinks.
+// The sink of a head, numbered as in HeadTerms; -inf, which changes nothing, if there are no sinks.
 template <class T>
 ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
   return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[head] : -kInfinity<T>;
 }
-// Sinks as what the tiles hold, which may be products: rounded as such they weigh exactly 1 where they are the largest.
-// A number beyond those of products is all of the weight, or none.
+// Converts sinks to what the tiles hold, scores or products, so that a sink that is the largest weighs exactly 1.
+// Finite sinks stay finite: clamped, they still have all of the weight, or none.
 template <class T>
 ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307);
@@ -28,7 +28,7 @@ ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   const Vec<T> within = found > kMost ? splat<T>(kMost) : found < -kMost ? splat<T>(-kMost) : found;
   return absolute<T>(sinks) < kInfinity<T> ? within : sinks;
 }
-// The weight of a sink in a lane of a tile, exp(sink - logsumexp). Of a row without keys the logsumexp is the sink.
+// The weight of a sink in a lane of a tile, exp(sink - logsumexp). A row without keys has its sink as logsumexp.
 template <class T>
 double weight_of_sink(const Problem& p, T sink, const Logsumexp<T>& logsumexp, int64_t lane) {
   if (sink == -kInfinity<T>) return 0;
@@ -47,8 +47,8 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
     }
 }
 
-// What a ScoreTile needs room for: a mask in numbers, or the lists of a program behind its pair terms and their
-// tangents.
+// The room of a ScoreTile: for a mask in numbers, or for the pair terms of a program, their tangents and then its
+// lists.
 ATTN_INLINE int64_t room_of_pairs(const Problem& p) { return p.program && p.mask.data ? 2 * kKeyTile * kRowTile : 0; }
 template <class T>
 int64_t room_of_tile(const Problem& p) {
@@ -58,7 +58,7 @@ template <class T>
 T* room_of_lists(const Problem& p, const ScoreTile<T>& tile) {
   return tile.workspace + room_of_pairs(p);
 }
-// Adds the pair terms and, of `tangent` unless it is null, their derivatives, if the list reads them.
+// If the list reads pair terms, adds them and, unless `tangent` is null, their derivatives along it.
 template <class T>
 PairTiles<T> with_pairs(const Problem& p, const List& list, const ScoreTile<T>& tile, PairTiles<T> tiles,
                         const Operand* tangent) {
@@ -80,7 +80,7 @@ template <class F>
 ATTN_INLINE void each_strip(int64_t keys, F f) {
   for (int64_t first = 0; first < keys; first += kStrip) f(first, smaller(kStrip, keys - first));
 }
-// Evaluates a list with one result over a tile, in place of `to`, which the list may read.
+// Evaluates a list with one result over a tile, and writes the result to `to`, which the list may read.
 template <class T>
 void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, const PairTiles<T>& tiles, T* to,
               const Operand* tangent = nullptr) {
@@ -107,7 +107,7 @@ void evaluate_keeping(const Problem& p, const List& list, const ScoreTile<T>& ti
 template <class T>
 void hide_keys(const ScoreTile<T>& tile, T* x) {
   if (tile.all_visible()) return;
-  // The keys that a lane sees, counted from the tile's first one.
+  // The keys that each lane sees, counted from the tile's first key.
   Int<T> first[kRowTile] = {};
   UInt<T> count[kRowTile] = {};
   for (int64_t i = 0; i < tile.rows->count; ++i) {
@@ -122,9 +122,9 @@ void hide_keys(const ScoreTile<T>& tile, T* x) {
   });
 }
 
-// Where some keys of a tile are hidden from some rows by their position alone (on the diagonal, with causality),
-// products are cut into panels: of lanes, each with the keys up to the last one that it sees, or of keys, each with the
-// rows from the first one that sees them. The scores left out are hidden ones.
+// If positions hide some keys of a tile from some rows (on the diagonal, with causality), products are cut into panels,
+// which leave out hidden scores. A panel of lanes has the keys up to the last one that it sees. A panel of keys has the
+// rows from the first one that sees them.
 template <class F>
 constexpr int64_t kPanel =
     2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;
@@ -139,8 +139,8 @@ ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, 
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
       positions = hull(positions, {tile.rows->position[i], tile.rows->position[i] + 1});
     const Range seen = tile.keys_seen(positions);
-    // Whole slots of keys; tiles of the processor hold many. From the first key on, sums are cut in parts at the same
-    // keys for every row.
+    // Begins at a whole slot of keys. With tiles of the processor, or if invariant, it begins at the tile's first key,
+    // so that sums are cut at the same keys for every row.
     const int64_t first = F::kTiles || tile.invariant ? 0 : (seen.first - tile.keys.first) / F::kNumbers * F::kNumbers;
     f(lane, smaller(kPanel<F>, lanes - lane), Range{first, larger(first, seen.last - tile.keys.first)});
   }
@@ -164,7 +164,7 @@ ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, F
   }
 }
 
-// What ALiBi adds to the scores of a tile, or to what they are differentiated along, is -slope times a distance.
+// The distances of ALiBi, which adds -slope * distance to the scores of a tile, or to their tangents.
 template <class T>
 struct Distances {
   T slope[kRowTile];
@@ -187,7 +187,7 @@ struct Distances {
 // Whether derivatives read what add_score_terms() keeps.
 ATTN_INLINE bool keeps_scores(const Problem& p) { return p.softcap > 0 || has_score_mod(p); }
 
-// What makes an argument of tanh_of_exponent() of a product: finite, for 0 times it must be 0.
+// The factor that turns a product into an argument of tanh_of_exponent(). It is finite, because 0 times it must be 0.
 template <class T>
 ATTN_INLINE T exponent_of_cap(const Problem& p) {
   constexpr double kMost = sizeof(T) == 4 ? 3e38 : 1e308;
@@ -195,8 +195,8 @@ ATTN_INLINE T exponent_of_cap(const Problem& p) {
   return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
 }
 
-// Turns products into scores as far as the cap, ALiBi and a score_mod go (has_score_terms). `kept`: gets what their
-// derivatives read, unless it is null: of a cap what SoftCap takes, of a score_mod the products.
+// Turns products into scores: applies the cap, ALiBi and a score_mod (has_score_terms). Unless `kept` is null, it gets
+// what derivatives read: the tanh of a cap (see SoftCap), or the products of a score_mod.
 template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
@@ -219,7 +219,7 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) 
   each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) - penalty(j, i); });
 }
 
-// Turns the products of a tile into scores, but leaves them where leaves_products(); -inf where a key is hidden.
+// Turns the products of a tile into scores, unless leaves_products(). Hidden keys get -inf.
 template <class T>
 void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
@@ -257,8 +257,8 @@ void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const 
 }
 
 // tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with tz = slope * (tQ K^T + Q tK^T).
-// Meaningless where a key is hidden. Beside a cap or a score_mod, scores() has filled `kept`, and `tz` gets its tile if
-// not null.
+// Hidden keys get any number. With a cap or a score_mod, the caller gives what scores() put into `kept`, and `tz` gets
+// tz unless it is null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,
