@@ -22,8 +22,8 @@ namespace {
 struct Capability {
   const char* name;
   const Kernels* (*kernels)();
-  bool (*supported)();  // all that the file is compiled for
-  bool (*preferred)();  // to those above, where supported
+  bool (*supported)();  // whether this machine has every instruction that the file is compiled for
+  bool (*preferred)();  // whether, if supported, it is chosen before those above
 };
 
 bool always() { return true; }

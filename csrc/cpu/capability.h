@@ -13,7 +13,7 @@ namespace attn {
 // supported here; an empty one counts as none.
 const Kernels& kernels();
 
-// Returns the kernels for `p` of the best table that has some: kernels_for<&Kernels::forward>(p).
+// Returns the kernels for `p` from the best table that supports it: kernels_for<&Kernels::forward>(p).
 template <auto kPart, class Params>
 const auto& kernels_for(const Params& p) {
   const Kernels* table = &kernels();
@@ -23,7 +23,7 @@ const auto& kernels_for(const Params& p) {
 
 std::string cpu_capability();
 
-// All that this machine can run, slowest first.
+// The instruction sets that this machine can run, slowest first.
 std::vector<std::string> cpu_capabilities();
 
 // Switches for the whole process. For tests and comparisons; calls under way finish with the old one.

@@ -1,6 +1,6 @@
-// The operators on the CPU: work cut into tasks, threads.
+// The operators on the CPU: cuts their work into tasks for threads.
 //
-// How the work is cut depends on the shape alone. The number of threads decides only who computes a task, so the
+// The shape alone decides how the work is cut. The number of threads decides only which thread computes a task, so the
 // result has the same bits with any number of threads.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -23,17 +23,17 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
-constexpr int64_t kEnoughChunks = 16;  // of the backward: each reads all rows
+constexpr int64_t kEnoughChunks = 16;  // of keys in the backward, each of which reads all rows
 constexpr int64_t kLeastChunk = 512;   // keys of a split, rows of a chunk
 constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
 
-// The operations of one product over all pairs of queries and keys.
+// The floating-point operations of one product, such as Q K^T, over all visible pairs of queries and keys.
 double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
 
-// What everything else about a pair takes in the forward, as products would: it decides whether a second thread pays
-// where calls take ten microseconds (measured while decoding).
+// The cost of all other work on a pair in the forward, in operations of products. It decides whether a second thread
+// pays in calls of ten microseconds (measured while decoding).
 constexpr double kFlopsPerPair = 128;
 
 void draw_rng_state(const Tensor& state, int64_t heads) {
@@ -46,9 +46,10 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   values[2] = heads;
 }
 
-// Looks once at a mask that several heads share, as packed sequences do not. p.mask_tiles points into the result.
+// Reads a mask that several heads share once, before the kernels, and says what it does to each tile. Each packed
+// sequence is looked at alone. p.mask_tiles points into the result.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
-  constexpr int64_t kFewQueries = 16;  // read little of the mask, as they go
+  constexpr int64_t kFewQueries = 16;  // so few read little of the mask, while they compute
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);
@@ -72,8 +73,8 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   return bytes;
 }
 
-// Looks once at a mask_mod: at all pairs of the heads that do not share it. Tiles that show some pairs and hide others
-// are looked at again, for their bits. The mask points into the results.
+// Evaluates a mask_mod once for all pairs, and once for all heads if they share it. A second run finds the bits of
+// tiles that show some pairs and hide others. p.program->mask points into the results.
 std::array<Tensor, 2> look_at_pairs(const Problem& p, const Tensor& query) {
   if (!p.program || !p.program->mask) return {};
   PairMask& m = *p.program->mask;
@@ -95,7 +96,7 @@ std::array<Tensor, 2> look_at_pairs(const Problem& p, const Tensor& query) {
   return {numbers, bits};
 }
 
-// What is known of the masks of a call.
+// What look_at_mask() and look_at_pairs() find out, kept as long as the call runs.
 class Masks {
  public:
   Masks(Problem& p, const Tensor& query) : tiles_(look_at_mask(p, query)), pairs_(look_at_pairs(p, query)) {}
@@ -106,7 +107,7 @@ class Masks {
   std::array<Tensor, 2> pairs_;
 };
 
-// Some entries of a call, with what is known of their masks.
+// Some entries of a call, with what look_at_mask() finds out about theirs.
 template <auto kKernel, class Params>
 class EntriesAndMasks : public Entries<kKernel, Params> {
  public:
@@ -119,7 +120,7 @@ class EntriesAndMasks : public Entries<kKernel, Params> {
   c10::SmallVector<Tensor, 1> mask_tiles_;
 };
 
-// Calls f(entries) for some entries of a call at a time.
+// Calls f(entries) for each group of entries of a call.
 template <auto kKernel, class Params>
 void each_group_of_entries(Params& call, const Tensor& query, const auto& f) {
   each_group_of_entries(call, [&](Range entries) { f(EntriesAndMasks<kKernel, Params>(call, entries, query)); });
@@ -128,7 +129,8 @@ void each_group_of_entries(Params& call, const Tensor& query, const auto& f) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
-// The length of a chunk where `count` keys or rows are cut in at most `most` chunks, to make `enough` of the tasks.
+// Returns the length of a chunk if `tasks` tasks, each over `count` keys or rows, are cut in chunks until there are
+// `enough`. There are at most `most` chunks.
 int64_t chunk_length(int64_t count, int64_t tasks, int64_t enough, int64_t most) {
   if (tasks >= enough || most < 2) return count;
   const int64_t chunks = std::min(divide_up(enough, std::max<int64_t>(1, tasks)), most);
@@ -136,15 +138,15 @@ int64_t chunk_length(int64_t count, int64_t tasks, int64_t enough, int64_t most)
 }
 static_assert(kRowTile == kKeyTile);
 
-// Several tiles of rows share one pass over the keys, as long as there are tasks enough; no bit depends on that. But
-// sums depend on how keys are split, so that this is decided by what one entry of the batch has to do.
+// Several tiles of rows share one pass over the keys, as long as there are enough tasks; no bit depends on that. The
+// splits of the keys do change the bits of sums, so they depend on the size of one batch entry alone.
 void plan_rows(RowParams& p) {
   const int64_t tasks = p.groups() * divide_up(p.rows(), kRowTile);
   const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, kRowTile);
-  const int64_t keys = std::min(p.keys, most_keys(p, positions) + kKeyTile);  // from the first of a tile on
+  const int64_t keys = std::min(p.keys, most_keys(p, positions) + kKeyTile);  // counted from the first key of a tile
   p.keys_per_split = p.invariant ? keys : chunk_length(keys, tasks, kEnoughTasks, keys / kLeastChunk);
   if (keys > 0) p.splits = divide_up(keys, p.keys_per_split);
-  p.rows_per_task = p.splits > 1 ? kRowTile : 4 * kRowTile;  // splits begin with the first key that a task sees
+  p.rows_per_task = p.splits > 1 ? kRowTile : 4 * kRowTile;  // a split begins at the first key that its task sees
   while (p.rows_per_task > kRowTile && p.tasks() < 2 * kEnoughTasks) p.rows_per_task /= 2;
 }
 
@@ -190,7 +192,7 @@ void run_forward(ForwardParams& call, const Tensor& query) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Gradients, and their derivative along a direction: the same plan and passes
+// Gradients, and their derivative along a direction, which has the same plan and passes
 
 void plan(BackwardParams& p, double share) {
   p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
@@ -198,9 +200,9 @@ void plan(BackwardParams& p, double share) {
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));
-  // By what one entry has to do: the order in which gradients are summed depends on the chunks. No bit depends on
-  // whether one task has all of them, which is as fast as if there were one, where the call has tasks enough beside
-  // this `share`.
+  // The chunks set the order in which gradients are summed, so they depend on one entry alone. If the call has enough
+  // tasks, one task takes all chunks of a span, with the same bits and less work. `share`: this entry's part of the
+  // call's work.
   p.keys_per_chunk = chunk_length(p.keys, p.heads / p.span, kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
   p.chunks = p.keys > 0 ? divide_up(p.keys, p.keys_per_chunk) : 0;
   p.all_chunks_at_once = p.chunks < 2 || p.spans() >= kEnoughChunks * share;
@@ -213,10 +215,10 @@ int64_t size_of_distance_terms(const BackwardParams& p) {
   return program.batch * program.heads * program.columns[kKind] * (program.queries + program.keys - 1);
 }
 
-using Limits = std::pair<int64_t, int64_t>;  // the least and the most of some whole numbers
+using Limits = std::pair<int64_t, int64_t>;  // the least and the largest of some whole numbers
 constexpr Limits kUnknown = {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
 
-// What a leaf is at an entry and a head.
+// The least and the largest number of a leaf at an entry and a head.
 Limits limits_of(const PairProgram& program, const LeafOfList& leaf, int64_t n, int64_t head) {
   const int kind = static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term);
   const int64_t queries = program.queries, keys = program.keys;
@@ -247,7 +249,8 @@ Limits limits_of(const PairProgram& program, const LeafOfList& leaf, int64_t n, 
   return limits;
 }
 
-// Calls f(limits) for each place where a list of gradients adds to the table: what it adds to, at an entry and a head.
+// Calls f(limits) for each place where a list of gradients adds to the table, with the limits of its indices at an
+// entry and a head.
 void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, auto f) {
   if (!program.gradient) return;
   const List& list = *program.gradient;
@@ -331,8 +334,8 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     for (TermGradients& own : of_entries) own.distances = of_chunks.mutable_data_ptr();
   }
   if (terms.table) {
-    // One copy is enough where no two spans read the same numbers; else tasks share up to 16 copies of up to 64 MB, and
-    // entries of their own lengths have one each.
+    // One copy is enough if no two spans read the same numbers. Otherwise tasks share up to 16 copies of up to 64 MB;
+    // if each entry has its own lengths, it has one copy.
     constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
     const int64_t size = all_of_table(*call.program), count = static_cast<int64_t>(of_entries.size());
     const bool are_owned = spans_own_table(entries);
@@ -366,7 +369,7 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     Tensor sums = at::from_blob(terms.table, {tables.size(1)}, compute_options(query));
     for (int64_t copy = 0; copy < tables.size(0); ++copy) sums.add_(tables[copy]);
   }
-  // A sequence without queries has no part of the mask: with one token, its row is that of another sequence.
+  // Skips sequences without queries: if the call has one token, their row of the mask belongs to another sequence.
   if (call.mask_is_shared && call.sequences > 0)
     entries.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
                 [](const auto& p) { return 2 * product_flops(p); }, workspace,
@@ -384,7 +387,7 @@ void run_gradients(Params& call, const Tensor& query) {
   int64_t workspace = 0;
   each_group_of_entries<kKernel>(
       call, query, [&](const auto& entries) { workspace = std::max(workspace, gradients(call, entries, query)); });
-  // Entries of a batch may share a mask, and are summed in one task; packed sequences do not.
+  // Entries of a batch may share a mask, so one task sums over them. Packed sequences share none.
   if (!call.mask_is_shared || call.sequences > 0) return;
   const BackwardKernels<Params>& k = kernels_for<kKernel>(call);
   run_tasks(call.mask_tasks(), 2 * product_flops(call), std::max(workspace, k.workspace(call)), k.on_thread,

@@ -1,6 +1,6 @@
-// A call as the entries that are planned and run each by itself: as one, all of it, where the entries of the batch are
-// alike. A packed sequence is an entry like any other. Its bits are those of a call with it alone, because no kernel
-// knows of the entries beside it. A thousand entries are planned and run at a time, because each takes 2 KB.
+// Cuts a call into entries, which are planned and run each by itself. A call whose batch entries have the same lengths
+// is one entry. A packed sequence is an entry like any other. It has the same bits as in a call with it alone, because
+// no kernel knows of the entries beside it. A thousand entries are planned and run at a time, because each takes 2 KB.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ Params entry_of(const Params& call, int64_t n) {
   return p;
 }
 
-// Calls f(entries) for the entries that are planned at a time.
+// Calls f(range of entries) for each group of entries that is planned together.
 template <class Params>
 void each_group_of_entries(const Params& call, const auto& f) {
   constexpr int64_t kAtOnce = 1024;
@@ -81,14 +81,14 @@ class Entries {
   auto begin() const { return entries_.begin(); }
   auto end() const { return entries_.end(); }
 
-  // What the tasks of every entry have room in, once it is planned.
+  // The workspace that suffices for a task of any entry. Call it once all entries are planned.
   int64_t workspace() const {
     int64_t most = 0;
     for (const auto& [p, k] : entries_) most = std::max(most, k->workspace(*p));
     return most;
   }
 
-  // Runs f(params, kernels, task, workspace) for each of tasks(params) of all entries. flops(params): all of them.
+  // Runs f(params, kernels, task, workspace) for each of the tasks(params) of all entries, which take flops(params).
   void run(const auto& tasks, const auto& flops, int64_t workspace, const auto& f, Take take = Take::neighbours) const {
     if (entries_.size() == 1) {
       const auto [p, k] = entries_[0];

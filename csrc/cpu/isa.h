@@ -1,4 +1,4 @@
-// What one instruction set offers: a table of functions. One table per file of cpu/isa; capability.cpp chooses.
+// The table of functions of one instruction set. Each file of cpu/isa has one; capability.cpp chooses.
 #pragma once
 
 // Everything with inline code comes before the target regions of cpu/isa/*.cpp: inside them it would be compiled for
@@ -36,25 +36,24 @@ namespace attn {
 constexpr int64_t kRowTile = kScoreTile;
 constexpr int64_t kKeyTile = kScoreTile;
 
-// The most tiles of keys of a task of the statistics' second pass.
+// A task of the statistics' second pass has at most as many tiles of keys.
 constexpr int64_t kStatsKeyTiles = 4;
 
-// What a thread does before its first task and after its last one; null where that is nothing.
+// A thread calls begin() before its first task and end() after its last one, unless they are null.
 struct OnThread {
   void (*begin)() = nullptr;
   void (*end)() = nullptr;
 };
 
-// A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. Tasks are
-// independent, but for those of BackwardKernels: what a task computes depends on its number alone, so any thread may
-// run it at any time.
-// The functions over rows [first, last) go over the flat list [batch, heads, L].
+// A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. What a task computes
+// depends on its number alone, so any thread may run it at any time. (Tasks of BackwardKernels wait for each other.)
+// Functions that take rows [first, last) count them in the flat list [batch, heads, L].
 struct ForwardKernels {
   int64_t (*workspace)(const ForwardParams&);
   void (*run)(const ForwardParams&, int64_t task, char* workspace);
   void (*merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
-  // The bytes of p.prepacked, 0 where tasks pack for themselves, and who fills it in: a task for each of p.batch
-  // entries, heads of keys or values (the larger number), and tiles of keys.
+  // packed_size() is the bytes of p.prepacked, 0 where tasks pack for themselves. pack() fills it in: there is a task
+  // for each of p.batch entries, heads of keys or values (the larger number), and tiles of keys.
   int64_t (*packed_size)(const ForwardParams&);
   void (*pack)(const ForwardParams&, int64_t task);
   OnThread on_thread = {};  // around run()
@@ -83,8 +82,8 @@ struct BackwardKernels {
 
 struct StatsKernels {
   int64_t (*workspace)(const StatsParams&);
-  void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass, to p.partial and p.scores
-  void (*finish)(const StatsParams&, int64_t first, int64_t last);      // rows of it: the results, and p.pairs
+  void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass: writes p.partial, p.scores
+  void (*finish)(const StatsParams&, int64_t first, int64_t last);      // its rows: writes the results and p.pairs
   void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass
   void (*add_chunks)(const StatsParams&, int64_t first, int64_t last);  // over the flat list [batch, heads, S]
   OnThread on_thread = {};                                              // around rows() and keys()

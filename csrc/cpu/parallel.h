@@ -9,12 +9,12 @@
 namespace attn {
 
 // Runs f(task, workspace) for every task in [0, tasks), each call with `workspace_bytes` of its own, 64-byte aligned.
-// Any thread takes any task: but for those that wait in turns (below) they must not depend on each other, and then the
-// result does not depend on the number of threads (torch.get_num_threads()). Serial inside another parallel region, and
-// where all tasks together (`flops`, roughly) are less work than waking a thread.
+// Any thread takes any task. Tasks must not depend on each other, unless they wait in turns (below); so the result does
+// not depend on the number of threads (torch.get_num_threads()). Runs serially inside another parallel region, and if
+// all tasks together (`flops`, roughly) are less work than waking a thread.
 //
-// A thread takes several neighbours, which lie side by side in memory, or one task at a time, always the first that is
-// left: then a task may wait for what an earlier one does.
+// neighbours: a thread takes several tasks at once, whose memory is adjacent. one: a thread takes the first task that
+// is left, so a task may wait for an earlier one.
 enum class Take { neighbours, one };
 void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
                const std::function<void(int64_t, char*)>& f, Take take = Take::neighbours);
