@@ -68,8 +68,8 @@ enum class Leaf : uint8_t {
   whole_number,  // likewise
   boolean,       // likewise
   scale,         // Problem::scale
-  score,         // scale * product; not in a list: there it is these two
-  product,       // <q, k> of the pair; in lists of derivatives, what `keeping` kept
+  score,         // scale * product; lists have these two leaves instead
+  product,       // <q, k> of the pair; in lists of derivatives, the value that `keeping` stored
   grad,          // the gradient of the score
   tangent,       // of scale * product, along a direction
   tangent_grad,  // of the gradient
@@ -106,8 +106,9 @@ struct Step {
 };
 struct ResultOfList {
   int16_t from;
-  LeafOfList of;  // a gradient: what it is the gradient of; score stands for scale * product
-  // The gradient of a number of the table: its index is the sum of these. `of` then means nothing.
+  LeafOfList of;  // if a gradient: the leaf whose gradient it is; Leaf::score means scale * product
+  // If the result is the gradient of a number of the table, the index of that number is the sum of these two, and `of`
+  // is unused.
   bool is_of_table = false;
   int16_t index[2] = {};
 };
@@ -119,7 +120,8 @@ struct List {
   int leaf_count;
   const ResultOfList* results;
   int result_count;
-  // Slots. The first ones, and the first steps, which write to them, hold what is the same for all pairs.
+  // The number of slots. The first `uniform_slots` steps write to the first slots; their results are the same for all
+  // pairs.
   int slots;
   int uniform_slots;
   bool reads_pairs;  // pair_term or pair_tangent
@@ -132,14 +134,14 @@ struct Terms {
   int64_t entry = 0, head = 0, row = 0, col = 0;
 };
 
-// The gradients of terms, in the compute dtype; null if not wanted. Those of the distances are a sum for each chunk of
-// keys, added in order afterwards.
+// The gradients of terms, in the compute dtype; null if not wanted. The gradients of distances are one sum per chunk of
+// keys; the sums are added in order afterwards.
 struct TermGradients {
   void* rows = nullptr;       // [batch, heads, L, columns]
   void* keys = nullptr;       // [batch, heads, S, columns]
   void* distances = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
-  // Task t stands in line t % lines, and adds to a copy of the table once turns[line] says that the tasks before it
-  // have. The lines of a copy add to different numbers.
+  // Task t waits in line t % lines. It adds to a copy of the table once turns[line] says that earlier tasks of the line
+  // have added. Lines that share a copy add to different numbers.
   void* table = nullptr;  // [lines / lines_of_copy, batch or 1, table_size]
   int64_t lines = 1, lines_of_copy = 1;
   int32_t* turns = nullptr;
@@ -159,12 +161,12 @@ struct PairProgram {
   const void* table_tangent = nullptr;
   int64_t table_size = 0;
   int64_t table_entry = 0;
-  // An index outside of the table, of the least pair that has one: i * S + j, and the index; -1 if there is none.
+  // The first pair whose index is outside of the table, as i * S + j, and that index; -1 if there is none.
   int64_t* wrong = nullptr;
   // Null if there is no score_mod, or the kernel needs none.
   const List* score = nullptr;
   PairMask* mask = nullptr;  // null if there is no mask_mod
-  // The score and, as a second result, the one value that the derivatives read of it; null where that is the product.
+  // The score and, as a second result, the one value that derivatives need; null if that value is the product.
   const List* keeping = nullptr;
   const List* gradient = nullptr;          // of dS: its results are the gradients of scale * product and of leaves
   const List* tangent = nullptr;           // of the score, along a direction

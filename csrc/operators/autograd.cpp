@@ -72,7 +72,7 @@ Direction tangent_of(const Call& x) {
 }
 // The derivative of the rows' logsumexp, which _sdpa_tangent gives as a sum of two.
 Tensor tangent_of_rows(const TangentResults& tangent) { return tangent.logsumexp.sum(-1); }
-// The gradient of a sum of two is the gradient of either.
+// The gradient of a sum of two numbers is the gradient of each of them.
 GradResults grads_of_tangent(const variable_list& grads, const TangentResults& tangent) {
   GradResults u{grads[0], std::nullopt};
   if (grads[1].defined()) u.logsumexp = grads[1].select(-1, 0).contiguous();

@@ -72,7 +72,7 @@ struct Call {
   std::optional<at::Tensor> key_lengths{};        // likewise: further keys are hidden
   // Integers [N + 1], from 0, not decreasing. Without cu_seq_q nothing is packed.
   std::optional<at::Tensor> cu_seq_q{}, cu_seq_k{};
-  c10::SymInt max_q = 0, max_k = 0;  // no sequence has more queries, or keys
+  c10::SymInt max_q = 0, max_k = 0;  // bounds of the sequences' lengths
   // Integers [N, most pages]. Key and value are then pools [pages, heads, page_size, E or Ev], and row r of sequence n
   // is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed, cu_seq_k may be absent.
   std::optional<at::Tensor> block_table{};
@@ -166,7 +166,7 @@ constexpr bool is_without_program(size_t, Kind kind) {
 }
 constexpr bool is_in_sequence(Kind kind) { return kind < Kind::starts || kind > Kind::longest; }
 constexpr bool is_dense(size_t i, Kind kind) { return is_without_program(i, kind) && is_in_sequence(kind); }
-// A function of the pair says what a cap and slopes say.
+// Leaves out a cap and slopes, because a function of the pair can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;
   return is_in_sequence(kind) && name != "softcap" && name != "alibi_slopes";
@@ -191,7 +191,7 @@ constexpr bool is_first_of_varlen(size_t i, Kind kind) {
 }
 constexpr bool is_rest_of_varlen(size_t i, Kind kind) {
   return is_without_program(i, kind) && !is_first_of_varlen(i, kind) &&
-         kAbout[i].name != std::string_view("is_causal");  // window_size says it
+         kAbout[i].name != std::string_view("is_causal");  // window_size expresses it
 }
 using FirstOfVarlen = Arguments<is_first_of_varlen>;
 using RestOfVarlen = Arguments<is_rest_of_varlen>;

@@ -246,7 +246,7 @@ void ProblemBuilder::add_program(const Call& call) {
   pair_mask_.key_tiles = divide_up(problem_.keys, kScoreTile);
 }
 
-// A mask of distances that shows one interval of them, 0 among it, is a window, and costs what a window costs.
+// A mask of distances that shows one interval of them, which includes 0, becomes a window, because that is faster.
 bool ProblemBuilder::is_window(const Call& call) {
   const List& list = mask_->list;
   Visibility& v = problem_.visibility;
@@ -345,7 +345,7 @@ void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Axis
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
   at::Tensor& numbers = contiguous_.emplace_back(tensor.contiguous());
-  // CUDA reads pairs of float32 at once, and a view may begin at an address where no pair may.
+  // CUDA reads pairs of float32 at once. Copies a view whose address is not aligned for a pair.
   if (reinterpret_cast<uintptr_t>(numbers.const_data_ptr()) % (2 * sizeof(float)) != 0) numbers = numbers.clone();
   return numbers.const_data_ptr();
 }

@@ -39,7 +39,7 @@ class ProblemBuilder {
   void add_tangents(const Direction& direction);
   // Throws if a kernel has found an index outside of the table of a program.
   void check_indices() const;
-  // The gradients that a kernel writes for the terms of a program, and what they are in the caller's order, both zeros.
+  // The gradients of a program's terms, as a kernel writes them and in the caller's order. Both begin as zeros.
   struct GradientOfTerms {
     at::Tensor written, seen;
   };

@@ -65,7 +65,7 @@ class Graph {
     }
     return false;
   }
-  // Builds what n needs again, with other values in place of some. `built`: what is there already.
+  // Builds n and its operands again. `built`: the values that take the place of others.
   int rebuilt(int n, std::unordered_map<int, int>& built) {
     if (const auto found = built.find(n); found != built.end()) return found->second;
     if (is_leaf(n)) return n;
@@ -75,8 +75,8 @@ class Graph {
     return built[n] = add(v.op, v.from[0], v.from[1], v.from[2], v.type);
   }
 
-  // An operation on numbers or on `type`, simplified where that changes a rounding at most. Factors that are the same
-  // for all pairs go outwards and meet there.
+  // Adds an operation on numbers or on `type`. Simplifies it if that changes at most a rounding. Moves factors that are
+  // the same for all pairs outwards, where they merge.
   int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
     switch (op) {
       case Op::add:
@@ -180,7 +180,7 @@ int partial(Graph& g, int n, int i) {
     case Op::abs:
       return choose(less(number(0), a), number(1), choose(less(a, number(0)), number(-1), number(0)));
     case Op::minimum:
-    case Op::maximum: {  // a half to each of two equals
+    case Op::maximum: {  // equal operands get half each
       const int own = i == 0 ? a : b, other = i == 0 ? b : a;
       const int wins = v.op == Op::minimum ? less(own, other) : less(other, own);
       return choose(wins, number(1), choose(g.add(Op::eq, a, b, kNone, 'b'), number(0.5), number(0)));
@@ -241,7 +241,8 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   return adjoints;
 }
 
-// The derivative of value n along a direction. `tangents` has those of the leaves, and keeps what is found.
+// The derivative of value n along a direction. `tangents` has the derivatives of the leaves, and keeps all that are
+// found.
 int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
   const Value v = g[n];
@@ -258,7 +259,8 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
       const int t = tangent(g, v.from[i], tangents);
       const int p = t == kNone ? kNone : partial(g, n, i);
       if (p == kNone) continue;
-      // The factor that is 0 hides the other one: of `times` that is its own first factor, else the tangent.
+      // A factor of 0 makes the product 0, whatever the other factor is. For `times` this is its first operand, else
+      // the tangent.
       const bool hides = v.op == Op::times && i == 1;
       total = sum(g, total, hides ? g.add(Op::times, p, t) : g.add(Op::times, t, p));
     }
@@ -320,8 +322,8 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (uses[n] > 0)
       for (const int operand : values[n].from)
         if (operand != kNone) ++uses[operand];
-  // A sum or difference of a product that nothing else needs is one operation, and so are a sum with a number of the
-  // table, and a tanh and the factors of its argument and of itself.
+  // Fuses operations whose results nothing else needs: a sum or difference with a product, a sum with a number of the
+  // table, and a tanh with the factors of its argument and of its result.
   const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     Value& v = values[n];
@@ -566,7 +568,7 @@ class Reader {
     const auto is = [&](const char* other, char result, const char* of) {
       return name == other && type == result && types == of;
     };
-    // Operations that are made of others.
+    // These operations are composed of others.
     if (is("gt", 'b', "ff") || is("gt", 'b', "ii"))
       return g.add(types == "ff" ? Op::lt : Op::lt_whole, b, a, kNone, 'b');
     if (is("ge", 'b', "ff") || is("ge", 'b', "ii"))
@@ -601,7 +603,8 @@ struct OwnCompiled : Compiled {
   std::vector<std::unique_ptr<OwnList>> own;
 };
 
-// The one value that all these lists read of the score, if it costs more than a product to find again; else kNone.
+// Returns the one value within the score that all these lists read, if computing it again costs more than a product;
+// else kNone.
 int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   for (int n = 0; n < values; ++n) {
     const Op op = g[n].op;
@@ -679,7 +682,7 @@ std::shared_ptr<const Compiled> compile(const char* op, const char* name, const 
   const std::pair key(std::string(name), text);
   std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = cache.find(key); found != cache.end()) return found->second;
-  auto compiled = read(op, name, text);  // before the cache changes: it may throw
+  auto compiled = read(op, name, text);  // before the cache changes, because it may throw
   if (cache.size() == kMost) cache.clear();
   return cache[key] = std::move(compiled);
 }

@@ -21,7 +21,7 @@ class Compiled {
  public:
   virtual ~Compiled() = default;
   List list{};     // of a score_mod: the score; of a mask_mod: what is visible
-  List keeping{};  // of a score_mod, as the following; without results where the product is kept
+  List keeping{};  // of a score_mod, as the lists below; without results if the product is kept
   List gradient{};
   List tangent{};
   List tangent_gradient{};

@@ -73,7 +73,7 @@ at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_rows(const Shape& shape, const at::Tensor& query);  // one number a row
 // Whether the rounding error of an output of a half type is kept for derivatives. It is kept with a floating mask,
 // slopes or sinks, because it counts in their gradients; in others the rounding errors of the weights are larger. It is
-// kept with dropout, because else the gradients of a row with one key, which are 0, would be the rounding error of
+// kept with dropout too. Without it a row with one key, whose gradients are 0, would get gradients from the rounding of
 // value / (1 - dropout_p).
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);

@@ -163,7 +163,8 @@ ForwardCall forward_call(const Batch& batch, const Call& call, const std::option
   const bool sizes_mapped = batch.is_mapped(call.query) || batch.is_mapped(call.key) || batch.is_mapped(call.value);
   const bool mapped = batch.is_mapped(call) || batch.is_mapped(rng_state) || different;
   ForwardCall below{batch.physical(call), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
-  // If query, key and value are not mapped, the query gets the mapped dimension: nothing else may enlarge the scores.
+  // If query, key and value are not mapped, the query gets the mapped dimension, because no other input may enlarge the
+  // scores.
   if (mapped && !sizes_mapped) below.call.query = batch.expanded(call.query);
   if (random && mapped) below.rng_state = draw_rng_state(batch, different, below.call.query);
   return below;
