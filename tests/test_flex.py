@@ -416,7 +416,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "control flow": ({"score_mod": lambda s, b, h, i, j: s if i > j else -s}, "torch.where"),
     "no boolean": ({"block_mask": lambda b, h, i, j: i - j}, "mask_mod returned torch.int64"),
     "no function": ({"block_mask": 3}, "block_mask is a int"),
-    "both": ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_aux says it all"),
+    "both": ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "leave return_lse out"),
     "index of a pair": (
         {"score_mod": lambda s, b, h, i, j: s + torch.ones(4)[i * j]},
         "indexed out of its range for query 1 and key 4",

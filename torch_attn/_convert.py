@@ -31,7 +31,7 @@ class Converted(NamedTuple):
     with_weights: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Without `with_weights` where there are none."""
+        """Leaves `with_weights` out if it is empty."""
         fields = [f"swapped={self.swapped!r}", f"skipped={self.skipped!r}"]
         if self.with_weights:
             fields.append(f"with_weights={self.with_weights!r}")
@@ -80,7 +80,8 @@ def convert(model: nn.Module) -> Converted:
         if reason := _changed(module, nn.MultiheadAttention):
             skipped[name] = reason
         else:
-            # As torch.nn.utils.parametrize does: whatever refers to this object keeps doing so.
+            # Changes the class, as torch.nn.utils.parametrize does, so that references to this
+            # object stay valid.
             module.__class__ = MultiheadAttention
             assert isinstance(module, MultiheadAttention)
             module._set_up(module.num_heads)
@@ -90,7 +91,7 @@ def convert(model: nn.Module) -> Converted:
 
 
 def _leaves_weights_on(model: nn.Module, name: str) -> bool:
-    """Whether the class that calls a module leaves `need_weights` as it is by default."""
+    """Whether the class that calls a module leaves `need_weights` at its default."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     while name:
         name = name.rpartition(".")[0]
@@ -98,11 +99,11 @@ def _leaves_weights_on(model: nn.Module, name: str) -> bool:
         if not isinstance(caller, containers):
             break
     else:
-        return False  # the model itself, or in nothing but containers: the caller is not known
+        return False  # the model itself, or inside containers only: its caller is unknown
     classes = [c for c in type(caller).__mro__ if c not in (nn.Module, object)]
     try:
         sources = [inspect.getsource(c) for c in classes]
-    except (OSError, TypeError):  # no source, as of a class that was typed
+    except (OSError, TypeError):  # no source, such as of a class typed into a console
         return False
     return bool(sources) and not any("need_weights" in source for source in sources)
 

@@ -45,11 +45,11 @@ def inspect(
     evaluation, with masks, grouped heads and caches of keys.
 
     The model computes as always, with its usual gradients; the captured numbers have no gradients
-    and are computed separately. Two things differ, and change the output by rounding at most:
-    PyTorch's shortcuts around modules in evaluation are not taken, and models of transformers
-    compute with :func:`torch_attn.sdpa` in this call unless they use "sdpa" or attn anyway. Code
-    that ``torch.compile`` has compiled runs uncompiled. Afterwards, also after an exception, the
-    model is unchanged.
+    and are computed separately. Two things differ, and change the output by rounding at most.
+    PyTorch does not take its shortcuts around modules in evaluation. Models of transformers compute
+    with :func:`torch_attn.sdpa` in this call, unless they use "sdpa" or attn anyway. Code that
+    ``torch.compile`` has compiled runs uncompiled. Afterwards, also after an exception, the model
+    is unchanged.
 
     Args:
         model: any module.
@@ -57,11 +57,11 @@ def inspect(
             tuple or list as positional ones.
         named_inputs: its keyword arguments. If one is named like an argument below, pass all in a
             mapping.
-        weights: keep the weights, which takes memory O(L S) per head. Without them it is O(L + S),
-            plus a number for each element of a mask.
-        saturated_above: a query whose largest weight is greater counts as saturated. With the
-            weights p, the softmax passes gradients on by its Jacobian, ``diag(p) - p p^T``, whose
-            entries are at most ``p (1 - p)``; next to a weight of 0.99 none exceeds 0.01.
+        weights: keep the weights, which takes memory O(L S) per head. Without them the memory is
+            O(L + S), plus a number for each element of a mask.
+        saturated_above: a query whose largest weight is greater counts as saturated. The Jacobian
+            of the softmax, ``diag(p) - p p^T`` with the weights p, then has only small entries: at
+            most 0.01 beside a weight of 0.99.
 
     Returns:
         The model's output and a :class:`Layer` for each call of attention, in order. ``print`` it
@@ -223,7 +223,7 @@ class _Attention:
     sequences: tuple[Tensor, Tensor] | None = None  # inputs of query and key, if they are known
 
 
-# Whether a recorder calls attention at the moment; its calls are no part of any model.
+# Whether a recorder is calling attention; its calls do not belong to a model.
 _recording: ContextVar[bool] = ContextVar("_recording", default=False)
 
 
@@ -441,7 +441,7 @@ def _attentions() -> dict[Any, Callable[..., _Attention]]:
 
 def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
     """Runs compiled code eagerly, because calls of attention inside it cannot be seen."""
-    compiled = "torch._dynamo" in sys.modules  # else nothing was compiled
+    compiled = "torch._dynamo" in sys.modules  # otherwise no code was compiled
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 

@@ -35,8 +35,9 @@ class Layer:
         logsumexp: ``[B, H, L]``, of each query's scores; -inf if it sees no key.
         received_weight: ``[B, H, S]``, the sum of the weights that all queries give to a key.
         visible_keys: ``[B, H, L]``, how many keys masks, windows and lengths let each query see. A
-            floating mask hides a key by -9984 (-1e4 in bfloat16) and less. If such finite numbers
-            hide every key of a query, the count is 0, although the softmax gives weight to some.
+            floating mask counts as hiding a key from -9984 (-1e4 in bfloat16) down. If such finite
+            numbers hide every key of a query, the count is 0, although the softmax gives weight to
+            some.
         saturated_above: the threshold of :attr:`saturation`.
     """
 
@@ -143,8 +144,8 @@ class Inspection:
     def table(self) -> str:
         """Returns a table, one line per head: means and extremes over batch and queries, and notes.
 
-        Entropy is the mean in nats and, in brackets, as a share of its maximum. A note says what is
-        worth a look:
+        Entropy is the mean in nats and, in brackets, as a share of its maximum. A note points to
+        what may be wrong:
 
         - NaN or infinity: a score is not finite, so gradients will not be finite;
         - saturated: for more than half of the queries that see two or more keys, the largest weight

@@ -17,7 +17,7 @@ def invariant() -> Iterator[None]:
     On a CPU, the bits of a row never depend on the other entries of a batch, nor on how sequences
     are packed, nor on threads. On a GPU this holds only while the switch is on, because otherwise
     the number of entries decides whether their keys are split into parts. In a ``with`` block, or
-    in a function that this decorates, the bits do not depend either on how many queries a call has,
+    in a function that this decorates, the bits also do not depend on how many queries a call has,
     nor on whether gradients are recorded. So a model that was trained on whole sequences computes,
     from the same keys, the same numbers while it generates. The switch holds for the whole process,
     all threads included; blocks may be nested. ``ATTN_INVARIANT=1`` in the environment turns it on

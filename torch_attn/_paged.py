@@ -24,7 +24,7 @@ class _Sequence(NamedTuple):
 
 class _Copy(NamedTuple):
     numbers: list[Any]
-    stream: Any  # of CUDA, on which they were copied
+    stream: Any  # the CUDA stream on which they were copied
     tensor: Tensor
 
 
@@ -62,7 +62,7 @@ class PagedCache:
     Raises:
         ValueError: a size that is not a positive integer, or another dtype. In the methods: shapes,
             dtypes or devices that do not fit, a handle that is unknown or has been freed. The
-            message names the argument, its value and what is allowed. Nothing has changed then.
+            message names the argument, its value and what is allowed. The cache is then unchanged.
         TypeError: in the methods, keys or values that are no tensors.
         RuntimeError: :meth:`append` needs more pages than are free.
 
@@ -113,8 +113,8 @@ class PagedCache:
         self._free = list(reversed(range(pages)))  # pages without use; the last is taken next
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0  # handles are never reused, so a freed one stays unknown
-        self._copies: dict[str, _Copy] = {}  # the last ones, which serve other layers, too
-        self._of_graphs: list[Tensor] = []  # what replays of CUDA graphs read
+        self._copies: dict[str, _Copy] = {}  # the last copies, which other layers read too
+        self._of_graphs: list[Tensor] = []  # copies that replays of CUDA graphs read
 
     def __repr__(self) -> str:
         layers, pages, page_size, heads, head_dim = self.key.shape
@@ -175,8 +175,8 @@ class PagedCache:
             value: ``[T, Hv, Ev]``, likewise.
             cu_seq: int32 or int64 ``[N + 1]``: 0, then where each sequence ends, as
                 :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last end
-                are not stored. The numbers are read, which synchronises with a GPU if they are
-                there; on the CPU they serve as well.
+                are not stored. The cache reads the numbers, which synchronises with a GPU if they
+                are on one; they may be on the CPU instead.
             layer: whose keys and values these are.
         """
         handles = list(handles)
@@ -193,10 +193,10 @@ class PagedCache:
                 f"at most {tokens}, the T of key"
             )
 
-        # Plans the new tables first, and changes nothing until nothing can fail any more. New pages
-        # come from the end of `_free`. `left` counts the uses of a shared page that copies replace.
-        # The longest sequence comes last, because the last one may write into a shared page itself:
-        # it then writes after the rows of all other sequences.
+        # Plans the new tables first, and changes the cache only when no error is possible any more.
+        # New pages come from the end of `_free`. `left` counts the uses of a shared page that
+        # copies replace. The last user of a shared page may write into it. The longest sequence
+        # comes last, because it then writes after the rows of all other sequences.
         left, copies, needed = Counter[int](), {}, 0
         tables = [[*pages] for pages, _ in sequences]
         slots: list[list[int]] = [[] for _ in sequences]  # for each token, its row of the pool
@@ -302,7 +302,7 @@ class PagedCache:
         )
 
     def _tables(self, handles: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
-        """Returns what :meth:`block_table` does, in tensors that nobody may write into."""
+        """Returns the same as :meth:`block_table`, in tensors that must not be changed."""
         handles = list(handles)
         lengths = self.lengths(handles, layer=layer)
         tables = [self._sequences[handle].pages for handle in handles]
@@ -314,22 +314,23 @@ class PagedCache:
     def _copied(self, name: str, numbers: list[Any], dtype: torch.dtype) -> Tensor:
         """Returns numbers on the cache's device, without waiting for a GPU.
 
-        Keeps the last ones of each name: most layers need those of the layer before.
+        Keeps the last copy for each name, because most layers need the same numbers as the layer
+        before.
         """
         device, kept = self.key.device, self._copies.get(name)
         on_cuda = device.type == "cuda"
-        # Nothing orders the work of two streams, so each has its own copy. A graph takes any copy
-        # from before, because its capture begins when all streams are done.
+        # Each stream has its own copy, because the work of two streams has no order. A graph may
+        # read any earlier copy, because its capture begins when all streams are done.
         stream = torch.cuda.current_stream(device) if on_cuda else None
         capturing = on_cuda and torch.cuda.is_current_stream_capturing()
         if kept and kept.numbers == numbers and (capturing or kept.stream == stream):
             tensor = kept.tensor
         else:
-            # Pinned memory is copied while Python goes on. It is new each time, so that nothing is
-            # written over what is still being copied.
+            # Pinned memory is copied while Python goes on. It is new each time, so that no write
+            # changes memory that is still being copied.
             host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_cuda)
             tensor = host.to(device, non_blocking=True)
-            if capturing:  # nothing is copied before a replay, and by each replay then
+            if capturing:  # a capture copies nothing; each replay does
                 self._of_graphs.append(host)
             else:
                 self._copies[name] = _Copy(numbers, stream, tensor)
@@ -359,7 +360,7 @@ class PagedCache:
         for pool, new in ((self.key, key), (self.value, value)):
             new = new.detach()[: len(slots)]
             if new.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
-                new = new.clone()  # because it is a part of the pool that is written
+                new = new.clone()  # because the cache writes into this part of the pool
             if copies:
                 pool[:, to] = pool[:, source]
             pool[layer].flatten(0, 1)[rows] = new

@@ -1,7 +1,7 @@
 """The list of operations of a score program, and the rules that write PyTorch's calls into it.
 
-`_programs.py` runs the user's functions. A call on a value that depends on query and key at once
-arrives here: `RULES` has a function for each name of PyTorch's, with its parameters.
+`_programs.py` runs the user's functions. Calls of PyTorch on a value that depends on both query and
+key arrive here: `RULES` has a function with the parameters of each PyTorch function, by its name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Value:
     affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
     constant: bool = False  # made by the function itself
     limits: tuple[int, int] | None = None  # least and largest number, where known
-    lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and its dimensions' indices
+    lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and an index per dimension
     made: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
-        """`[B|1, H|1, N|1, *shape]`, where N is L, S or L + S - 1 by kind. A PAIR has none."""
+        """`[B|1, H|1, N|1, *shape]`, where N is L, S or L + S - 1 by kind. A PAIR lacks it."""
         if self.made is None:
             assert self.make is not None
             self.made = self.make()
@@ -50,7 +50,7 @@ class Value:
 
 
 def letter(dtype: torch.dtype) -> str:
-    """The type of the list that computes a dtype: f, i or b."""
+    """The list's type for a dtype: f, i or b."""
     return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
 
 
@@ -85,7 +85,7 @@ def _word(x: Any, type_: str) -> str:
     return float(x).hex() if math.isfinite(x) else str(float(x))
 
 
-_NEUTRAL = {  # x op this is x, for every x and in every bit
+_NEUTRAL = {  # x op identity is x, bit for bit
     *((name, "f", _word(1, "f")) for name in ("mul", "div")),
     *(("sub", "f", _word(0, "f")), ("add", "f", _word(-0.0, "f"))),
     *((name, "i", "1") for name in ("mul", "floor_divide")),
@@ -96,7 +96,7 @@ _CONVERT = {"f": "float", "i": "int", "b": "bool"}
 
 
 class List:
-    """The operations of both functions; equal ones are one.
+    """The operations of both functions. Equal operations are stored once.
 
     Args:
         dtype: of leaves that are no whole numbers: float32 or float64.
@@ -121,7 +121,7 @@ class List:
         return place
 
     def place(self, x: Any, type_: str) -> int:
-        """The place of a Value or a number as an operand of a type."""
+        """Returns the place in the list of a Value or a number, as an operand of a type."""
         if not isinstance(x, Value):
             word = _word(x, type_)
             place = self.add(type_, "const", word)
@@ -174,11 +174,12 @@ class List:
 def write(
     nodes: tuple[tuple[Any, ...], ...], results: tuple[int, ...]
 ) -> tuple[list[str], list[int], list[tuple[str, str, int]]]:
-    """The strings of some results, each without what it does not need.
+    """The strings of some results, each with only the operations that it needs.
 
     Returns:
         the strings; how many operations each has; and the leaves that they read: the kind, the
-        stored type and the serial. Those of one kind and of type f, or not, are columns in order.
+        stored type and the serial. Leaves of the same kind become columns in this order; those of
+        type f have a tensor of their own.
     """
     texts, counts, columns = [], [], {}  # type: ignore[var-annotated]
     for result in results:
@@ -207,7 +208,7 @@ def write(
     return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
 
 
-# The rules. Each takes the list and the arguments of PyTorch's function, and returns a PAIR.
+# The rules. Each takes the list and the arguments of a PyTorch function, and returns a PAIR.
 
 
 def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
@@ -301,7 +302,7 @@ def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None)
 
 
 def _relu(ops: List, input: Value, inplace: bool = False) -> Value:
-    # PyTorch's gradient at 0 is 0; that of maximum would be a half.
+    # PyTorch's gradient at 0 is 0, but that of maximum would be 1/2.
     return _where(ops, RULES["gt"](ops, input, 0), input, 0)
 
 
@@ -309,7 +310,7 @@ def _to(ops: List, input: Value, *arguments: Any, dtype: Any = None, **_: Any) -
     for x in (*arguments, dtype):
         target = x.dtype if isinstance(x, Value) else x
         if isinstance(target, torch.dtype):
-            # Neither bfloat16 nor int8 rounds: as in compiled FlexAttention.
+            # Values are not rounded to bfloat16 or int8, as in compiled FlexAttention.
             type_ = letter(target)
             affine = input.affine if type_ == "i" else None
             return ops.value(PAIR, target, node=ops.place(input, type_), affine=affine)

@@ -36,10 +36,10 @@ def flex_attention(
     """Attention whose scores and mask are functions of the pair of a query and a key.
 
     Takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention` and replaces it
-    on a CPU, where that one has no derivatives of query, key and value. Nothing is compiled: the
-    function runs once a call, and the kernels evaluate what depends on query and key at once inside
-    their tiles. With ``z = scale <query, key>``, ``score = score_mod(z, b, h, q_idx, kv_idx)``. A
-    pair is hidden where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
+    on a CPU, where PyTorch's function has no derivatives of query, key and value. Nothing is
+    compiled. The function runs once per call, and the kernels evaluate the part that depends on
+    both query and key inside their tiles. With ``z = scale <query, key>``, ``score = score_mod(z,
+    b, h, q_idx, kv_idx)``. A pair is hidden where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
 
     Args:
         query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.
@@ -49,8 +49,8 @@ def flex_attention(
             float32 (float64 for float64). `h` is the head of the query.
         block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask`, or a mask_mod itself,
             ``mask_mod(b, h, q_idx, kv_idx) -> bool``. Blocks that a BlockMask does not list are
-            hidden, full ones are visible, and its mask_mod decides in the others, as in compiled
-            FlexAttention.
+            hidden, full blocks are visible, and in partial blocks its mask_mod decides, as in
+            compiled FlexAttention.
         scale: factor of the scores; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
         return_lse: returns the logsumexp, too.
@@ -69,9 +69,9 @@ def flex_attention(
         TypeError: query, key or value is no tensor, or `scale` is a tensor that wants a derivative.
         ValueError: `return_lse` together with `return_aux`.
 
-    Derivatives: of query, key, value and everything that `score_mod` captures; first and second
-    ones, in reverse mode and forward mode, in memory O(L + S) beside what is captured. They are
-    PyTorch's, but for what depends on query and key at once: there 0 times anything is 0.
+    Derivatives: first and second, in reverse mode and forward mode, of query, key, value and
+    everything that `score_mod` captures, in memory O(L + S) beside captured tensors. They are
+    PyTorch's, except that 0 times anything is 0 where a value depends on both query and key.
 
     Determinism: the same bits on every run and with any number of threads.
 
@@ -94,7 +94,7 @@ def flex_attention(
                 "[batch, heads, length, head_dim]"
             )
     if return_lse and return_aux is not None:
-        raise ValueError(f"{_NAME}: return_lse and return_aux are given; return_aux says it all")
+        raise ValueError(f"{_NAME}: return_lse and return_aux are given; leave return_lse out")
     if query.is_cuda:
         from torch.nn.attention import flex_attention as of_torch
 

@@ -1,17 +1,17 @@
 """Floating-point operations, for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
 The formulas count as PyTorch does for its own attention: the matrix products in every query head,
-a product ``[m, k] @ [k, n]`` as ``2 m n k``, with nothing subtracted for masked scores. Derivatives
-include the scores that they compute again. The formulas do not count what is not computed: the
-gradient of a key that does not require one, a direction that is zero.
+a product ``[m, k] @ [k, n]`` as ``2 m n k``, and masked scores count too. Derivatives
+include the scores that they compute again. The formulas leave out what is not computed, such as the
+gradient of a key that does not require one.
 
-A window is subtracted: `window_size` leaves only the pairs of a query and a key that it, together
-with `is_causal`, allows. The formulas know shapes, but not the numbers in `query_offset` and
-`key_lengths`. So the first query is taken to be at the first key or, if an offset is given, the
-last query at the last key, and all S keys are taken to be used. Packed sequences, of `cu_seq_q` and
-`cu_seq_k`, are counted as if all had the same length, sequences in the pages of a `block_table` as
-if each had `max_k` keys. Nothing is added for `softcap`, `alibi_slopes` and `sinks`, because they
-are no matrix products. `max_q` is not read.
+With a `window_size`, only the pairs of a query and a key that it and `is_causal` show are counted.
+The formulas know shapes, but not the numbers in `query_offset` and `key_lengths`. So they assume
+that the first query is at the first key or, if an offset is given, the last query at the last key,
+and that all S keys are in use. Packed sequences, of `cu_seq_q` and `cu_seq_k`, are counted as if
+all had the same length, sequences in the pages of a `block_table` as if each had `max_k` keys.
+Nothing is added for `softcap`, `alibi_slopes` and `sinks`, because they are no matrix products.
+`max_q` is not read.
 
 With E the size of a query and a key, Ev the size of a value, and per pair of a query and a key:
 
@@ -55,7 +55,7 @@ def register() -> None:
         (ops._sdpa_tangent, _tangent),
         (ops._sdpa_second, _second),
     ):
-        flop_registry.pop(op, None)  # of an earlier import of the package
+        flop_registry.pop(op, None)  # from an earlier import of the package
         register_flop_formula(op)(_of_arguments(op, count))
 
 
@@ -70,7 +70,7 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 
 
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
-    """Counts the given numbers of products over E and Ev, for the pairs that a window leaves."""
+    """Counts the given numbers of products over E and Ev, for the pairs that a window shows."""
     if call.get("block_table") is not None:  # key and value are pools
         pools = {name: call[name] for name in ("key", "value")}
         call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}

@@ -192,7 +192,7 @@ def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A query sees the keys up to its own place. It is a mask_mod itself.
+    """A query sees the keys up to its own place. Pass it as a mask_mod.
 
     Example:
         >>> x = torch.randn(1, 8, 50, 16)

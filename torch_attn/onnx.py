@@ -42,7 +42,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     The softmax of half types is in float32, as in this package; all other precision is the
     runtime's. In the scores of :func:`torch_attn.sdpa_with_weights`, onnxruntime 1.32 gives hidden
-    ones as the lowest number, not -inf.
+    scores the lowest finite number, not -inf.
 
     Raises:
         torch.onnx.ConversionError: the export raises it if ``Attention`` cannot express a call. The
@@ -98,7 +98,7 @@ _BEFORE_SOFTMAX, _AFTER_SOFTMAX = 2, 3
 
 
 class _OutputAlone(list[Any]):
-    """The results of attn::attention; refuses a program that reads one that ONNX lacks."""
+    """The results of attn::attention. Refuses a program that reads a result that ONNX lacks."""
 
     def __getitem__(self, index: Any) -> Any:
         if index != 0:

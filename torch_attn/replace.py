@@ -56,7 +56,7 @@ class Replacement:
 
     @property
     def calls(self) -> int:
-        """How many calls of the built-in `attn` has answered since then, until :meth:`remove`.
+        """How many calls of the built-in `attn` has answered from then until :meth:`remove`.
 
         Counts the whole process. A compiled function counts when it is compiled, not when it runs;
         ``torch.nn.attention.varlen`` counts when it runs.
@@ -263,7 +263,7 @@ def _counts() -> tuple[int, int]:
 
 def _switch(change: int, removed: Replacement | None = None) -> None:
     """Counts the switch up or down; the first "on" and the last "off" reset PyTorch's caches."""
-    if torch.compiler.is_dynamo_compiling():  # this code; not code that another thread compiles
+    if torch.compiler.is_dynamo_compiling():  # asks of this thread's code alone
         raise RuntimeError(
             "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
             "function; call them around it"

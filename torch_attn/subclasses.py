@@ -7,8 +7,8 @@ An operator sees a subclass either as the plain tensor inside of it or, if the s
   ``causal_lower_right``. Its memory is uninitialised, because the mask is in its attributes. Its
   ``__torch_function__`` knows only the built-in attention; this module adds the operators;
 - ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``: it stores its sequences one
-  after another, as packed sequences are. It knows only the built-in attention, on a CPU neither
-  causal nor with options; this module adds the operators.
+  after another, as packed sequences are. It knows only the built-in attention (on a CPU without
+  causality and options); this module adds the operators.
 
 PyTorch unwraps a CausalBias that is an argument of a function that is scripted or transformed by
 :mod:`torch.func`. Every attention, the built-in too, then reads the uninitialised memory. Let such
@@ -33,7 +33,7 @@ __all__ = ["register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Tells each subclass of the operators, once its module is imported; the package calls it."""
+    """Adds the operators to each subclass when its module is imported. The package calls this."""
     when_imported("torch.nn.attention.bias", _register_causal_bias)
     when_imported("torch.nested._internal.nested_tensor", _register_nested)
 
@@ -131,7 +131,7 @@ def _register_nested() -> None:
 
     nested_ops.jagged_torch_function = jagged_torch_function
 
-    # Refuses the other operators, and calls that do not pass there.
+    # Refuses the other operators, and calls that do not go through that function.
     def refuse(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> None:
         names = [argument.name for argument in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
@@ -195,7 +195,7 @@ def _why_not_jagged(
 def _same_places(key: Any, value: Any) -> bool:
     """Whether each sequence begins and ends at the same row in both tensors."""
     if key.lengths() is None and value.lengths() is None and key.shape[-2] == value.shape[-2]:
-        return True  # because both have the same offsets tensor; a graph knows no more
+        return True  # because both have the same offsets tensor, which is all that a graph knows
     places = [torch.cat(_with_gaps(tensor)) for tensor in (key, value)]
     return torch.equal(*places)
 

@@ -91,10 +91,11 @@ def varlen_attn(
         key has the output 0 and the logsumexp -inf.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit, or, on a CPU, starts, lengths or pages.
-            The message names the argument, what it was and what is allowed. Nothing is read or
-            written. On a GPU starts, lengths and pages are clamped instead, because looking at them
-            would synchronise: nothing outside of the tensors is read or written.
+        RuntimeError: shapes, dtypes or devices that do not fit; on a CPU also starts, lengths or
+            pages out of range. The message names the argument, its value and what is allowed. The
+            kernel does not run then. On a GPU starts, lengths and pages are clamped instead,
+            because checking them would synchronise: nothing outside of the tensors is read or
+            written.
         TypeError, ValueError: as :func:`torch_attn.sdpa`, and for a negative `num_splits`.
 
     Derivatives, memory, precision and determinism are as in :func:`torch_attn.sdpa`. Without
@@ -196,7 +197,7 @@ def varlen_attn_out(
             num_splits=num_splits,
             **options,
         )
-        # Forward mode goes on under no_grad.
+        # Asks for forward mode too, which no_grad does not stop.
         output, logsumexp = output.detach(), logsumexp.detach()
         if (out.shape, out.dtype, out.device) != (output.shape, output.dtype, output.device):
             raise RuntimeError(

@@ -83,8 +83,8 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     ``F.scaled_dot_product_attention``, by :mod:`torch_attn` or by transformers with
     :func:`torch_attn.integrations.transformers.register`. All other layers must work on single
     tokens. A process has one piece near the head of the sequence and one near its tail, which
-    balances the work under causality. Every process passes the same, whole tensors, calls the model
-    equally often, and gets its part.
+    balances the work under causality. Every process must pass the same whole tensors, and call the
+    model equally often. It gets its part.
 
     Args:
         mesh: a :class:`~torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process
@@ -161,7 +161,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
 
 
 def _forget_compiled() -> None:
-    """Discards compiled code, which holds attention over one process, or over several."""
+    """Discards compiled code, because it attends over either one process or several."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

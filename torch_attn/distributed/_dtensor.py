@@ -49,7 +49,7 @@ def register_when_imported() -> None:
 
 
 def register() -> None:
-    """Tells DTensor how the operators can be sharded. The package calls it."""
+    """Tells DTensor how to shard the operators. The package calls this."""
     from torch.distributed.tensor import DTensor
 
     for name in (
@@ -106,7 +106,7 @@ class _Sharded:
         self.name, self.op = name, getattr(torch.ops.attn, name).default
         self.call = {a.name: a.default_value for a in self.op._schema.arguments} | given
         self.mesh: Any = next(t.device_mesh for t in given.values() if isinstance(t, DTensor))
-        first = {n: self.call[n] for n in Inputs._fields[:3] if n in self.call}  # these decide
+        first = {n: self.call[n] for n in Inputs._fields[:3] if n in self.call}  # these decide how
         self.tensors: dict[str, Any] = {
             n: t for n, t in (first | self.call).items() if isinstance(t, Tensor)
         }
@@ -192,7 +192,7 @@ class _Sharded:
         return None
 
     def _choose(self) -> None:
-        """Chooses how queries meet all keys if both are cut, or keys alone."""
+        """Chooses how queries get to all keys if both are cut, or if keys alone are."""
         assert self.sequence is not None
         why = _WHY_NO_RING.get(self.name)
         if self.call.get("cu_seq_q") is not None and self.call.get("attn_mask") is not None:
@@ -212,7 +212,8 @@ class _Sharded:
         if any(
             self._own(n, m) is not None for n in ("query_offset", "key_lengths") for m in others
         ):
-            # These numbers differ over the mesh, but all processes have to choose the same way.
+            # Replaces numbers that differ over the mesh, because all processes must choose the same
+            # way.
             zero = call.query_offset.new_zeros(())
             options = {**call.options, "is_causal": False, "window_size": (-1, -1)}
             call = replace(call, options=options, query_offset=zero, key_lengths=None)
@@ -268,7 +269,7 @@ class _Sharded:
             found = self.op(**x)
         named = dict(zip(names, found, strict=False))
         results = tuple(self._result(n, named[n]) for n in wanted or names)
-        # Functions of the pair have gradients, too, but DTensors take no such function.
+        # Leaves out gradients of functions of the pair, which DTensors do not take.
         return results + (None,) * (0 if wanted else len(self.op._schema.returns) - len(names))
 
     def _result(self, name: str, local: Tensor | None) -> Any:

@@ -23,7 +23,7 @@ def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
     return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
 
 
-Piece = tuple[int, int]  # rows of the whole sequence: the first, and the last + 1
+Piece = tuple[int, int]  # rows of the whole sequence, without `last`
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Call:
-    """What all parts share; `cu_seq_q` and `cu_seq_k` belong to packed sequences."""
+    """What all parts of a call share; `cu_seq_q` and `cu_seq_k` belong to packed sequences."""
 
     layout: Layout
     group: dist.ProcessGroup

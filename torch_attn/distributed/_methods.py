@@ -47,7 +47,7 @@ def method(name: str) -> Iterator[None]:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether it is a tensor of a compiled call; torch before 2.13 does not tell otherwise."""
+    """Whether it is a tensor of a compiled call. Torch before 2.13 has no other way to tell."""
     return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 

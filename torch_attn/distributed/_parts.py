@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What derivatives need of the rows, after all parts are merged."""
+    """The results of rows that derivatives need, after all parts are merged."""
 
     output: Tensor  # [..., L, Ev], wide
     logsumexp: Tensor  # [..., L, 2]: the pair that the operators keep (params.h)
@@ -219,8 +219,8 @@ def gradients(
         else:
             own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
     ring.finish(own)
-    # The gradient of a number added to all scores of a row, as far as it comes from the sink. If
-    # processes share the rows, only process 0 counts it.
+    # The sink's part of the gradient of a number added to all scores of a row. If processes share
+    # the rows, only process 0 counts it.
     of_all = _logsumexp(call, inputs, saved.logsumexp)
     given = 0 if grad_logsumexp is None else grad_logsumexp.masked_fill(of_all.isneginf(), 0)
     from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)

@@ -198,7 +198,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     mask = inputs.attn_mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
-        if any(Layout.length(pieces) == 1 for pieces in queries):  # one row: this block's or all?
+        if any(Layout.length(pieces) == 1 for pieces in queries):  # one row: only here, or of all?
             mask = mask.expand(*mask.shape[:-2], Layout.length(queries[rank]), mask.shape[-1])
             is_cut = True
         else:
@@ -278,7 +278,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Passes gradients on; their derivative by anything that they depend on is an error."""
+    """Returns the gradients unchanged. Taking a derivative of them raises an error."""
 
     @staticmethod
     def forward(*tensors: Tensor | None) -> Any:

@@ -1,9 +1,9 @@
-"""Inside torch's own ``context_parallel`` the operators raise, and name this package's.
+"""Inside torch's own ``context_parallel`` the operators raise an error that names this package's.
 
-For balance, torch's puts the head of a sequence beside its tail on each process, but tells DTensor
-that these are blocks in order. It also cuts indivisible lengths in another way than DTensor. No
-public function tells whether it is on. So this module uses two private names, which are tested with
-every supported torch.
+For balance, torch's function puts the head of a sequence beside its tail on each process, but tells
+DTensor that the blocks are in order. It also cuts indivisible lengths in another way than DTensor.
+No public function tells whether it is on. So this module uses two private names, which are tested
+with every supported torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 @functools.cache
 def register_when_imported() -> None:
-    """Watches it as soon as its module is imported; the package calls this."""
+    """Watches torch's function as soon as its module is imported. The package calls this."""
     when_imported(_MODULE, _watch)
 
 
