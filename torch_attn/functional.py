@@ -67,11 +67,11 @@ def sdpa(
             neighbouring query heads share a key head, ``Hq / Hv`` a value head; neither is copied.
         softcap: c > 0 bounds scores to (-c, c), before a mask is added; 0 is off (Gemma 2).
         window_size: (left, right), how many keys a query sees to the left and right of its own
-            position; -1 is all. Keys out of the window are not read: time and memory are linear in
-            its size. (-1, 0) is causality.
+            position; -1 is all. The kernel does not read keys outside the window, so its time is
+            linear in the window's size. (-1, 0) is causality.
         query_offset: the position of query 0 among the keys, of any sign: one number, or integers
-            ``[B...]``. For rows that end where the keys end (lower right alignment, a chunk of a
-            prompt, a cache) it is ``S - L``; over a cache filled to a length, ``length - L``.
+            ``[B...]``. ``S - L`` puts the last query at the last key (lower right alignment, a
+            chunk of a prompt, a cache); over a cache filled to a length it is ``length - L``.
         key_lengths: how many of the S keys are used: one number, or integers ``[B...]``. The
             kernel does not read the other keys, their values and their part of a mask.
         alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, one for each head of the output, of query's dtype
@@ -99,11 +99,11 @@ def sdpa(
     float64 throughout. Under :class:`torch.autocast` inputs are cast as for the built-in.
 
     Derivatives: with respect to query, key, value, a floating `attn_mask`, `alibi_slopes` and
-    `sinks`. Only requested ones are computed, with dropout's mask held fixed. First and second
-    derivatives, in reverse mode, forward mode and any mixture of the two, take memory O(L + S).
-    Third ones, and forward mode over forward mode, store the L x S scores, and raise RuntimeError
-    with dropout. :func:`torch.func.vmap` calls the operator once for all samples; with dropout it
-    respects `randomness`.
+    `sinks`. Only requested derivatives are computed, with dropout's mask held fixed. First and
+    second derivatives, in reverse mode, forward mode and any mixture of the two, take memory O(L +
+    S). Third derivatives, and forward mode over forward mode, store the L x S scores, and raise
+    RuntimeError with dropout. :func:`torch.func.vmap` calls the operator once for all samples; with
+    dropout it respects `randomness`.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
@@ -142,7 +142,7 @@ def sdpa(
     scale = None if scale is None else _number("attn::sdpa", "scale", scale)
     dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
-    # In a tuple, TorchScript takes no None that might be a number.
+    # Not a tuple, because TorchScript's tuples take no None that might be a number.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
     no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
@@ -232,8 +232,8 @@ def sdpa_with_weights(
     """:func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
     Arguments, errors and the output are as for :func:`sdpa`. The two matrices are L x S, so this
-    takes memory O(L S). On the CPU a kernel computes them. PyTorch's own operators do so elsewhere,
-    and for gradients through the matrices, of any order.
+    takes memory O(L S). On the CPU a kernel computes them. On other devices, and for gradients
+    through the matrices (of any order), PyTorch's own operators do.
 
     Returns:
         Three tensors, all differentiable:
@@ -314,9 +314,9 @@ def sdpa_stats(
     """Statistics of attention, also of sequences too long for storing the weights.
 
     Returns, for every head, the largest score, entropy and logsumexp of every query and the weight
-    that every key receives. They show that attention collapses to single keys, or that scores
-    explode, while a model trains. Computed from the same tiles as :func:`sdpa`, in memory O(L + S),
-    in about the time of two products of queries and keys.
+    that every key receives. While a model trains, they show that attention collapses to single
+    keys, or that scores explode. They take memory O(L + S), and about the time of two products of
+    queries and keys.
 
     Args:
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
@@ -325,8 +325,8 @@ def sdpa_stats(
         is_causal: query i sees keys 0 ... i. If `attn_mask` is given too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
-        sinks: and every argument without a line here, as for :func:`sdpa`. A sink is no score, but
-            part of the logsumexp and of the softmax's denominator.
+        sinks: as for :func:`sdpa`, and so is every argument without a line here. A sink is no
+            score, but part of the logsumexp and of the softmax's denominator.
 
     Returns:
         :class:`Stats`. For half types, too, statistics are computed in float32, from the scores of
@@ -435,7 +435,7 @@ def _number(operator: str, name: str, number: float) -> float:
 
 
 def _out_of_tensor(operator: str, name: str, number: Any) -> Any:
-    """Takes the number out of a tensor of one element; refuses one that wants a derivative.
+    """Takes the number out of a tensor of one element; refuses a tensor that wants a derivative.
 
     This breaks a graph of :func:`torch.compile`, as it does for the built-in.
     """

@@ -203,13 +203,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
             average_attn_weights: return the mean of the weights over the heads.
             is_causal: query i attends to keys 0 ... i. With `attn_mask` it is the hint that this
-                is the causal mask, moved by `query_offset`. Then the mask is not read, unless
-                `need_weights`: in that case the mask decides, as in torch.
+                mask is the causal one, moved by `query_offset`. Then the mask is not read unless
+                `need_weights`. With weights the mask decides, as in torch.
             query_offset: the position of query 0 among the keys, for windows and causality: one
                 number, or ``[B]`` integers; None is 0.
             key_lengths: how many of the S keys are used: one number, or ``[B]`` integers; None is
-                S. The other keys are hidden and not read. Neither `query_offset` nor `key_lengths`
-                goes with `add_bias_kv` or `add_zero_attn`.
+                S. The other keys are hidden and not read. `query_offset` and `key_lengths` exclude
+                `add_bias_kv` and `add_zero_attn`.
 
         Returns:
             The output, of the query's shape, and the weights or None. The weights are taken after
@@ -252,7 +252,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = torch.unflatten(attn_mask, 0, (-1, self.num_heads))
         hidden = _merge(attn_mask, key_padding_mask)
 
-        # Appended keys, which no mask hides, come first here and move the other keys to the right.
+        # Appended keys, which no mask hides, come first here, so the columns of masks move to the
+        # right.
         more = (self.bias_k is not None) + self.add_zero_attn
         if more:
             if query_offset is not None or key_lengths is not None:

@@ -55,8 +55,8 @@ def sdpa_with_weights(
         value: `[..., Hv, S, Ev]`, of the query's dtype.
         attn_mask: broadcasts to `[..., Hq, L, S]`. Boolean: True may attend. Floating: added to the
             scaled scores; where it is -inf the key is masked.
-        sinks: `[..., Hq]`. It, and every argument without a line here, means what it means for
-            :func:`torch_attn.sdpa`.
+        sinks: `[..., Hq]`. As for :func:`torch_attn.sdpa`, and so is every argument without a line
+            here.
         dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept.
             Nothing is drawn at random here: the caller says what was dropped.
 
@@ -108,7 +108,7 @@ def sdpa_with_weights(
     elif attn_mask is not None:
         scores = scores + attn_mask.to(scores.dtype)
         masked = masked | (attn_mask == -math.inf)
-    # Not added, because NaN + -inf is NaN, and a masked key must have no influence.
+    # Filled in, not added: a masked key must have no influence, but NaN + -inf is NaN.
     scores = scores.masked_fill(masked, -math.inf)
 
     # Softmax of a row without keys would be 0 / 0. Its weights are set to 0, without gradients.
@@ -230,7 +230,7 @@ def of_every_pair(
 
 
 class _IndexByNumbers(TorchFunctionMode):
-    """`table[i]` where i is a 0-d tensor: PyTorch would read it, which torch.vmap refuses."""
+    """`table[i]` for a 0-d tensor i, whose number PyTorch would read, which vmap refuses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:

@@ -125,7 +125,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     for refused in {"position_ids", "attention_mask"} & tensors.keys():
         raise ValueError(
             f"{name}: {refused} is given; positions are those in the sequence, padding goes to its "
-            "end, where causality hides it, and packed texts are not supported"
+            "end, where causality hides it, and packed sequences are not supported"
         )
     group = group_of(name, mesh.get_group() if hasattr(mesh, "get_group") else mesh)
     length = next(iter(tensors.values())).shape[1]

@@ -95,7 +95,7 @@ def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None
             f"of {world}, but query, key and value are {shapes}; take another method"
         )
     if _forced == "ring" and why_no_ring:
-        raise RuntimeError(f"{error}{why_no_ring}, which a ring has not; take another method")
+        raise RuntimeError(f"{error}{why_no_ring}, which a ring lacks; take another method")
     if _forced or (call.whole_queries and not why_no_ring):
         return _forced or "ring"
     if world == 1:
@@ -103,7 +103,7 @@ def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None
     ways = sent(call, query, key, value, with_ring=not why_no_ring)
     if not ways:
         raise RuntimeError(
-            f"{error}{why_no_ring}, which a ring has not, and the numbers of heads are no "
+            f"{error}{why_no_ring}, which a ring lacks, and the numbers of heads are no "
             f"multiples of {world}, for all_to_all; a gather of all keys is to be asked for: "
             'with torch_attn.distributed.method("gather")'
         )

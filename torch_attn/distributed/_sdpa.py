@@ -292,6 +292,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         raise RuntimeError(
-            "torch_attn.distributed.sdpa: a second derivative is asked for, which a ring has not; "
+            "torch_attn.distributed.sdpa: a second derivative is asked for, which a ring lacks; "
             'call it within torch_attn.distributed.method("gather") or method("all_to_all")'
         )

@@ -6,8 +6,8 @@ It goes where a model takes the name of one
     from torch_attn.integrations import diffusers
     pipeline.transformer.set_attention_backend(diffusers.register())
 
-Not every model asks for a backend; :func:`register` says which, and :func:`calls` whether a model
-did.
+Not every model asks for a backend; :func:`register` says which, and :func:`calls` counts the calls
+of those that do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_attn._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register", "unregister"]
 
-# The backends of diffusers whose names were taken, each with what the registry knows of it.
+# The backends of diffusers whose names were taken, each with its entries in the registry.
 _taken: dict[str, dict[str, Any]] = {}
 _TABLES = ("_backends", "_constraints", "_supported_arg_names")
 
@@ -136,7 +136,7 @@ def attention_forward(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """Attends where diffusers calls a backend; takes the arguments of its backend "native".
+    """The function that diffusers calls; takes the arguments of its backend "native".
 
     Args:
         query: `[B, L, H, E]`.

@@ -10,7 +10,7 @@ An implementation is two functions under one name: how to attend, and which mask
 would silently hand out no mask at all.
 
 Not every model asks for an implementation by its name; :func:`register` says which, and
-:func:`calls` whether a model did.
+:func:`calls` counts the calls of those that do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ __all__ = ["attention_forward", "calls", "register", "unregister"]
 # The implementations of transformers, and the functions of their masks, whose names were taken.
 _taken: dict[str, tuple[Any, Any]] = {}
 
-# What a model may ask of its attention that the operator does not do: saying so beats being wrong.
+# What a model may ask of its attention and the operator lacks: an error is better than a wrong
+# result.
 _UNSUPPORTED = {
     "block_indices": "keys that an indexer chooses (block_indices)",
     "block_table": "keys in the pages of a cache (block_table)",
@@ -53,33 +54,32 @@ _UNSUPPORTED = {
 def register(name: str = "attn") -> str:
     """Makes `attn` known to transformers as an attention implementation.
 
-    Where a model asks for plain causality or a sliding window, no mask of L x S is made: the
-    operator gets the window and the position of the queries among the keys, and padding stays a
-    mask `[B, 1, 1, S]`. That holds for models whose attention all uses the AttentionInterface
-    (`_supports_attention_backend`), with layers of full or sliding attention. Other masks are
-    prepared as for transformers' own "sdpa", boolean. Models that do not support that get the mask
-    of "eager", because their own attention understands it.
+    If a model asks for plain causality or a sliding window, no mask of L x S is made: the operator
+    gets the window and the position of the queries among the keys, and padding stays a mask `[B, 1,
+    1, S]`. This is for models with layers of full or sliding attention that all use the
+    AttentionInterface (`_supports_attention_backend`). Other models get boolean masks, as for
+    transformers' own "sdpa", or, if they do not support "sdpa", the mask of "eager".
 
     Packed sequences have no mask either: neither in training, as `DataCollatorWithFlattening` packs
-    them, nor in continuous batching (`generate_batch`). Continuous batching takes the names of
-    transformers' own implementations only, so this function changes its
-    `ContinuousBatchingManager` to take `name`.
+    them, nor in continuous batching (`generate_batch`). Continuous batching accepts only the names
+    of transformers' own implementations, so this function changes its `ContinuousBatchingManager`
+    to accept `name`.
 
     Args:
         name: what to write in `attn_implementation=`. With "sdpa" it replaces the implementation
             that transformers chooses by itself, until :func:`unregister`.
 
-    Models that ask for what the operator does not do raise ValueError at their first call; in
-    transformers 5.23 among them
+    Models that ask for what the operator lacks raise ValueError at their first call. In
+    transformers 5.23 these are, among others, models
 
     - with an indexer that chooses keys: DeepSeek-V3.2, GLM-MoE-DSA, HY-V4 and MiniMax-M3-VL;
     - with an attention sink for every query: Inkling 2.
 
-    Models that do not use transformers' AttentionInterface cannot be helped from here:
+    Models that do not use transformers' AttentionInterface do not use `attn`:
 
-    - Some take any `attn_implementation` and go on with their own attention; in transformers 5.23
-      about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet, MPT,
-      RoFormer, Swin v2, WavLM, XGLM and XLNet. :func:`calls` then stays where it was, and
+    - Some accept any `attn_implementation` and keep their own attention. In transformers 5.23 these
+      are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet,
+      MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. :func:`calls` then does not grow, and
       `model.set_attn_implementation(name)` logs a warning.
     - Those that look it up in a table of their own raise KeyError: 'attn' when they are made with
       it: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J
@@ -115,7 +115,7 @@ def unregister(name: str) -> None:
         taken = ", ".join(map(repr, _taken)) or "none"
         raise ValueError(f"name is {name!r}; register() took these from transformers: {taken}")
     for interface, function in zip(_interfaces(), _taken.pop(name), strict=True):
-        if function is None:  # "eager" names a mask alone; there is no public way to remove a name
+        if function is None:  # "eager" has a mask only; no public function removes a name
             del interface._global_mapping[name]
         else:
             interface.register(name, function)
@@ -187,7 +187,7 @@ def attention_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attends where transformers calls an attention function.
+    """The attention function that transformers calls.
 
     Args:
         module: the attention module that calls; its `training`, `is_causal` and
@@ -197,32 +197,33 @@ def attention_forward(
         value: `[B, H / num_key_value_groups, S, Ev]`.
         attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). Or
             the pattern that the mask function of this name returns: a window, an offset, the mask
-            of padding, starts of packed sequences. `is_causal` does not count then.
+            of padding, starts of packed sequences. `is_causal` is then ignored.
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
         is_causal: overrides `module.is_causal`, which a decoder that supports "sdpa" need not have.
-            Either counts only without a mask, which holds the causality otherwise, and for more
-            than one query: a single one is the newest token.
+            Both are ignored with a mask, which contains the causality, and for a single query,
+            which is the newest token.
         position_bias: broadcasts to `[B, H, L, S]`, added to the scaled scores.
         output_attentions: also return the weights, `[B, H, L, S]`, before dropout. A few models
-            (GPT-2, GPTBigCode, OPT, SigLIP, StableLM) keep this argument to themselves: they return
-            no weights with any implementation but "eager".
+            (GPT-2, GPTBigCode, OPT, SigLIP, StableLM) do not pass this argument on, so they return
+            weights with "eager" only.
         softcap: bounds the scaled scores, before a mask is added (Gemma 2).
-        s_aux: `[H]`, of each head one more logit in the softmax, without a value (gpt-oss).
-        sliding_window: how many keys a query sees, its own among them. Counts for packed texts
-            without a mask only: masks hold the window, and without one it must reach all keys.
-        cache: of continuous batching, which adds the key and value to those that it has.
+        s_aux: `[H]`, one more logit in the softmax of each head, without a value (gpt-oss).
+        sliding_window: how many keys a query sees, including its own. Used for packed sequences
+            without a mask. A mask contains the window; without packed sequences and mask, the
+            window must reach all keys.
+        cache: the cache of continuous batching, to which key and value are appended.
         kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which say where
-            packed texts begin, and everything else that models pass along, such as `position_ids`.
+            packed sequences begin, and all else that models pass, such as `position_ids`.
 
     Returns:
         Output `[B, L, H, Ev]`, contiguous, and the weights or None.
 
     Raises:
         ValueError: the model asks for keys that an indexer chooses, a sink for every query, a head
-            mask, a block table or an option of the operator that is not an argument here; says of
-            packed texts not all that there is to say; has a window and no mask that hides what is
-            out of it; or attends with other queries or keys than its mask was to be for.
+            mask, a block table or an option of the operator that is not an argument here; says too
+            little about packed sequences; has a window without a mask that hides the keys outside;
+            or has another number of queries or keys than its mask was made for.
     """
     meaning = _unsupported(kwargs)
     if meaning is not None:
@@ -232,9 +233,9 @@ def attention_forward(
         )
 
     _count()
-    if cache is not None:  # from transformers 5.24 on the model has done it
+    if cache is not None:  # from transformers 5.24 on the model does this
         key, value = cache.update(key, value, module.layer_idx, kwargs)
-        if is_causal:  # as if there were no other keys, a mask was made
+        if is_causal:  # transformers made a mask as if there were no other keys
             attention_mask = None
     texts = _Texts.of_call(kwargs)
     if isinstance(attention_mask, _Pattern):
@@ -244,8 +245,8 @@ def attention_forward(
         if is_causal is None:
             is_causal = getattr(module, "is_causal", None)
         if is_causal is None:
-            # As in transformers' "sdpa". A model without it does not know of the attribute: what is
-            # causal there has a mask.
+            # As in transformers' "sdpa". A model without "sdpa" lacks the attribute; if it is
+            # causal, it has a mask.
             config = getattr(module, "config", None)
             is_causal = config is None or _supports_sdpa(type(config))
         is_causal = bool(is_causal) and attention_mask is None
@@ -263,10 +264,10 @@ def attention_forward(
     options["dropout_p"] = dropout if module.training else 0.0
     options["scale"] = scaling
     options["enable_gqa"] = getattr(module, "num_key_value_groups", 1) > 1
-    # Given also where it is 0: what is left to its default may be no constant to torch.compile.
+    # Passed even if it is 0, because torch.compile may not treat a default as a constant.
     options["softcap"] = float(softcap or 0.0)
     if s_aux is not None:
-        # Models keep it in the type of their weights, which need not be that of their scores.
+        # Models store it in the dtype of their weights, which may differ from that of query.
         fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
         options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
 
@@ -286,7 +287,7 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), weights
 
 
-# And the options of the operator that transformers has no name for, or another one.
+# Also the options of the operator that transformers lacks, or gives another name.
 _REFUSED = {
     option.name: option.name
     for option in torch.ops.attn.attention.default._schema.arguments
@@ -295,20 +296,20 @@ _REFUSED = {
 
 
 def _unsupported(arguments: dict[str, Any]) -> str | None:
-    """Says what the arguments ask for and :func:`attention_forward` does not do."""
+    """Says what the arguments ask for and :func:`attention_forward` lacks."""
     asked = (_REFUSED[name] for name in _REFUSED if arguments.get(name) is not None)
     return next(asked, None)
 
 
-_watching = 0  # how many want calls of sdpa
+_watching = 0  # how many `with` blocks are open
 
 
 @contextlib.contextmanager
 def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
     """Makes models within `model` call the built-in attention or an operator of attn, for a while.
 
-    A model that does so already is left alone. Another one gets our implementation, under a name
-    that no other program has. Does nothing where transformers was not imported.
+    A model that does so already does not change. Another model gets our implementation, under a
+    private name. Does nothing if transformers was not imported.
     """
     global _watching
     modeling: Any = sys.modules.get("transformers.modeling_utils")
@@ -341,7 +342,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _inspected(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """:func:`attention_forward` in a model that somebody looks into, who did not ask for it."""
+    """:func:`attention_forward` for `inspect`, in a model whose owner did not ask for it."""
     meaning = _unsupported(kwargs)
     if meaning is not None:
         raise ValueError(
@@ -357,10 +358,10 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
 
     def mask_function(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | _Pattern | None:
         given = kwargs.get("attention_mask")
-        if isinstance(given, _Pattern):  # `generate` had it made, and the model asks again
+        if isinstance(given, _Pattern):  # `generate` has made it, and the model asks again
             return given
-        # Gemma 4 drops queries before the layers that share their keys: without a mask, causality
-        # would count the rest from the first key on.
+        # Gemma 4 drops queries before the layers that share their keys. Without a mask, causality
+        # would put the first remaining query at the first key.
         if getattr(config, "num_kv_shared_layers", 0):
             kwargs["allow_is_causal_skip"] = False
         packed = _packed(masking, config, kwargs.get("mask_function"))
@@ -370,14 +371,14 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
             left = _window(masking, config, **alone)
             if left is not None:
                 pattern = _pattern(masking, left, **alone)
-                assert isinstance(pattern, _Pattern)  # of several tokens
-                # Over several processes what looks like two texts is two pieces of one.
+                assert isinstance(pattern, _Pattern)  # that have several tokens
+                # Over several processes, two pieces of one sequence look like two sequences.
                 return replace(pattern, texts=None if context.is_on() else texts)
         left = _window(masking, config, **kwargs)
         if left is not None:
             return _pattern(masking, left, **kwargs)
-        # A model that goes on with its own attention adds the mask to its scores, so that it has to
-        # be of 0 and large negative numbers. `attention_forward` takes either kind.
+        # A model that keeps its own attention adds the mask to its scores, so the mask must have 0
+        # and large negative numbers. `attention_forward` takes either kind.
         make = masking.sdpa_mask if _supports_sdpa(type(config)) else masking.eager_mask
         mask: Tensor | None = make(*args, config=config, **kwargs)
         return mask
@@ -392,7 +393,7 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
 class _Pattern:
     """The keys that a query sees, as options: the mask that :func:`attention_forward` gets.
 
-    Query i sees key j if ``i + offset - left <= j <= i + offset`` and the padding lets it.
+    Query i sees key j if ``i + offset - left <= j <= i + offset`` and key j is no padding.
 
     It is no tensor, so that anything else that a model does to a mask raises an error. In a graph,
     `left` is a constant, because it belongs to the model, and `offset` is data of the call.
@@ -401,8 +402,8 @@ class _Pattern:
     left: int  # -1 is all
     offset: Tensor | None  # 0-d, int64: the position of query 0 among the keys; None is 0
     padding: Tensor | None  # [B, 1, 1, S], boolean, True attends
-    shape: tuple[int, int, int, int]  # [B, 1, L, S], of the mask that it stands for
-    texts: _Texts | None = None  # packed ones, which do not see each other
+    shape: tuple[int, int, int, int]  # [B, 1, L, S], of the mask that it replaces
+    texts: _Texts | None = None  # packed sequences, which do not see each other
     ndim: ClassVar[int] = 4
 
     def options(self, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
@@ -410,7 +411,7 @@ class _Pattern:
         if query.size(2) != self.shape[2] or key.size(2) != self.shape[3]:
             raise ValueError(
                 f"{type(module).__name__} attends with {query.size(2)} queries to {key.size(2)} "
-                f"keys, but its mask was to be for {self.shape[2]} queries and {self.shape[3]} "
+                f"keys, but its mask was made for {self.shape[2]} queries and {self.shape[3]} "
                 'keys; load the model with attn_implementation="eager"'
             )
         options: dict[str, Any] = {"attn_mask": self.padding, "is_causal": self.left < 0}
@@ -441,17 +442,17 @@ def _window(
     **kwargs: Any,
 ) -> int | None:
     """Returns how many keys before its own a query sees; -1: all; None: another pattern."""
-    # transformers says that a mask must be made where anything else is hidden or seen (parts of
-    # images, packed sequences), where a model computes with the mask, and for a single query in a
-    # static cache, whose mask is a row. Early releases do not say where the queries begin.
+    # transformers says if a mask must be made: for other patterns (parts of images, packed
+    # sequences), for models that compute with the mask, and for a single query in a static cache,
+    # whose mask is a row. Early releases do not say where the queries begin.
     if not allow_is_causal_skip or "q_offset" not in kwargs or not _hands_on(config):
         return None
     if local_size is None:
         return -1 if mask_function is masking.causal_mask_function else None
     sliding = masking.sliding_window_causal_mask_function(local_size)
     if torch.compiler.is_dynamo_compiling():
-        # It does not show what a function has around it. Chunked attention has the same code, and
-        # transformers' own models no third function of this kind.
+        # The code does not show which functions it closes over. Chunked attention has the same
+        # code, and transformers' own models have no third function of this kind.
         found = (
             mask_function.__code__ is sliding.__code__
             and local_size == getattr(config, "sliding_window", None)
@@ -486,21 +487,21 @@ def _pattern(
     **kwargs: Any,
 ) -> _Pattern | Tensor | None:
     """Makes the pattern: causality from the offset on, a window, and padding if there is any."""
-    # A new tensor where `q_offset` is one: a static cache adds to its own before layers attend.
+    # Copies a tensor, because a static cache adds to its `q_offset` before layers attend.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
         # The empty part of a static cache does not count, because no query sees it.
         seen = padding if isinstance(offset, Tensor) else padding[:, : offset + q_length]
-        # Numbers are not looked at while a graph is traced.
+        # Numbers are not read while a graph is traced.
         needless = not masking.is_tracing(padding) and bool(seen.all())
         padding = None if needless else padding[:, None, None, :]
     start: Tensor | None = None
     if isinstance(offset, Tensor):
         start = offset
-    elif context.is_on():  # the first key, and the last, may be on another process
-        if attention_mask is not None and padding is None:  # nor is padding there seen here
+    elif context.is_on():  # the first and the last key may be on another process
+        if attention_mask is not None and padding is None:  # and padding there is unknown here
             padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
     else:
         if offset + q_length <= left + 1:  # the window reaches to the first key
@@ -519,7 +520,7 @@ def _pattern(
 class _Texts:
     """Packed sequences, which do not see each other, in the memory order of `[B, T]` tokens.
 
-    Where there are more keys than queries, the last query of a sequence stands at its last key.
+    If there are more keys than queries, the last query of a sequence is at its last key.
     """
 
     cu_seq_q: Tensor  # [N + 1], integers
@@ -536,7 +537,7 @@ class _Texts:
             return None
         if missing:
             raise ValueError(
-                f"{', '.join(missing)} missing: packed texts are told of by {', '.join(names)}, "
+                f"{', '.join(missing)} missing: packed sequences need {', '.join(names)}, "
                 "all of them or none"
             )
         cu_seq_q, cu_seq_k, *most = (kwargs[name] for name in names)
@@ -551,7 +552,7 @@ class _Texts:
         attn_mask: None,
         is_causal: bool,
         window_size: tuple[int, int] = (-1, -1),
-        query_offset: Tensor | None = None,  # `cu_seq_k` says it for each text
+        query_offset: Tensor | None = None,  # `cu_seq_k` says it for each sequence
         **options: Any,
     ) -> Tensor:
         """Output `[B, L, H, Ev]`."""
@@ -568,7 +569,7 @@ class _Texts:
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """Makes a mask `[B, 1, L, S]` that hides other sequences too, where L x S is needed anyway.
 
-        Tokens behind the last sequence see nothing, as in :meth:`attend`.
+        Tokens after the last sequence see no keys, as in :meth:`attend`.
         """
         of_query, of_key = (
             torch.searchsorted(cu_seq, torch.arange(B * n, device=cu_seq.device), right=True)
@@ -606,8 +607,8 @@ def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | No
         is_known = {f.__code__ for f in (function, *parts)} == {f.__code__ for f in known}
     if not is_known:
         warnings.warn(
-            "attn: this release of transformers tells of packed texts in a way that is not known "
-            "here; they get a mask of L x S",
+            "attn: this release of transformers describes packed sequences in an unknown way; "
+            "they get a mask of L x S",
             stacklevel=2,
         )
         return None
@@ -623,7 +624,7 @@ def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | No
 
 
 def _around(function: FunctionType) -> dict[str, Any]:
-    """What a function has around it, by name."""
+    """The variables that a function closes over, by name."""
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     return dict(zip(function.__code__.co_freevars, cells, strict=True))
 
@@ -633,12 +634,12 @@ def _around(function: FunctionType) -> dict[str, Any]:
 
 def _hands_on(config: Any) -> bool:
     """Whether models with this configuration give every mask to `attention_forward`, unchanged."""
-    # Of layers of other kinds some change it, and some want one of their own.
+    # Some layers of other kinds change the mask, and some need a mask of their own.
     kinds = set(getattr(config, "layer_types", None) or ())
     return kinds <= {"full_attention", "sliding_attention"} and _interfaced(type(config))
 
 
-# Called while a graph is traced, and no part of it.
+# Called while a graph is traced, but not traced itself.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _supports_sdpa(config: type) -> bool:
     return _all_models(config, "_supports_sdpa")
@@ -646,24 +647,24 @@ def _supports_sdpa(config: type) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _interfaced(config: type) -> bool:
-    # Its authors set it where all attention goes through the AttentionInterface.
+    # Authors of a model set it if all of its attention uses the AttentionInterface.
     return _all_models(config, "_supports_attention_backend")
 
 
 @functools.cache
 def _computes_with_masks(config: type) -> bool:
-    """Whether models always want a mask; that is not seen from what they ask for packed texts."""
+    """Whether models always need a mask, which their calls with packed sequences do not show."""
     modules = {model.__module__ for model in _models(config)}
     try:
         sources = [inspect.getsource(sys.modules[name]) for name in modules]
-    except (OSError, TypeError):  # such as one that was typed in
+    except (OSError, TypeError):  # such as code typed into a console
         return True
     return any("allow_is_causal_skip" in source for source in sources)
 
 
 @functools.cache
 def _all_models(config: type, attribute: str) -> bool:
-    """What the models with such a configuration, as far as they are imported, say of themselves."""
+    """Whether all imported models with such a configuration set this attribute."""
     found = [bool(getattr(model, attribute, False)) for model in _models(config)]
     return bool(found) and all(found)
 
@@ -678,7 +679,7 @@ def _models(config: type) -> Iterator[Any]:
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """One mask that stands for both."""
+    """Merges both into one mask."""
     if mask is None or bias is None:
         return bias if mask is None else mask
     if mask.dtype == torch.bool:
