@@ -32,7 +32,7 @@ def import_of(package: str, extra: str | None = None) -> Iterator[None]:
             message = f"{package} is not installed: {install(extra or package)}"
             raise ImportError(message, name=package) from error
         cause: Any = error
-        while cause.__cause__ is not None:  # else a lazy package says only what it searched for
+        while cause.__cause__ is not None:  # the last cause names what is missing
             cause = cause.__cause__
         raise ImportError(
             f"{package} is installed but does not import: {type(cause).__name__}: {cause}",

@@ -339,8 +339,8 @@ def sdpa_stats(
         RuntimeError: shapes, dtypes or devices that do not fit: the message names the argument,
             its value and what is allowed. Also a backward through the results, or forward mode,
             because they have no derivatives. Inputs may require a gradient as long as no backward
-            runs. Take :func:`sdpa_with_weights` to train on these numbers. A function that
-            :func:`torch.compile` differentiates as a whole must give detached query and key.
+            runs. Take :func:`sdpa_with_weights` to train on these numbers. In a function that
+            :func:`torch.compile` differentiates as a whole, detach query and key.
 
     Accuracy: the entropy's relative error is as small near 0 as elsewhere, because its terms are
     never negative. The same bits on every run and with any number of threads.

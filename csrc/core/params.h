@@ -178,9 +178,9 @@ struct ForwardParams : RowParams {
 
   void* prepacked = nullptr;  // keys and values in the kernel's own layout, if it packs them once for all tasks
 
-  // Whether derivatives will weight dS within a row, as the gradients of slopes (by distance) and of sinks do. The
-  // residual then has data and also contains the output's error from rounded weights. Without this part, delta
-  // = <dO, O> is accurate enough for dS. But the sum over j of dS_ij is not 0, and a slope multiplies it by distances.
+  // Whether a gradient will multiply each dS of a row by another number, as those of slopes (by distance) and sinks do.
+  // The residual then has data and also contains the output's error from rounded weights. Without this part, delta =
+  // <dO, O> is accurate enough for dS. But the sum over j of dS_ij is not 0, and a slope multiplies it by distances.
   bool exact_residual = false;
 };
 
@@ -215,7 +215,7 @@ struct BackwardParams : Problem {
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;
   Operand grad_query_sum;
-  int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null if a task has all
+  int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null if spans are not cut into chunks
 
   ATTN_INLINE constexpr int64_t tasks() const { return spans() * (all_chunks_at_once ? 1 : chunks); }
   ATTN_INLINE constexpr int64_t keys_per_task() const { return all_chunks_at_once ? keys : keys_per_chunk; }

@@ -24,7 +24,7 @@ std::vector<at::Tensor> list(const auto&... arguments) {
 }
 
 // The gradients, by autograd, of the sum of all <result, grad> with respect to the wanted inputs. A gradient is
-// undefined if the results do not depend on its input. Results beyond the last grad do not count.
+// undefined if the results do not depend on its input. Results without a grad, at the end, are ignored.
 std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads,
                                       const std::vector<at::Tensor>& inputs,
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);

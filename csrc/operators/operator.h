@@ -130,7 +130,7 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
  public:
   static constexpr const char* name = name_.text;
 
-  // For Library::impl. kernel_with_keys is for an f(keys, arguments...) that calls redispatch().
+  // Pass these to Library::impl. kernel_with_keys takes an f(keys, arguments...) that calls redispatch().
   template <auto f>
   static FlatResult kernel(Passed<Flat>... fields) {
     return call_with<f>(std::index_sequence_for<Arguments...>(), std::tie(fields...));

@@ -387,7 +387,7 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
 
 void ProblemBuilder::merge_batch_dims() {
   int merged = 0;
-  // Whether in all operands the strides of dimension d and of the one kept last are compatible with a single dimension.
+  // Whether dimension d can be merged with the last kept one: in every operand their strides fit a single dimension.
   const auto mergeable = [&](size_t d) {
     return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
              return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];

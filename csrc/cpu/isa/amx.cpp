@@ -6,7 +6,7 @@
 ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define ATTN_ISA amx
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_avx512.inl"
-#include "cpu/tiles/gemm_amx.inl"  // first: the products of the kernels
+#include "cpu/tiles/gemm_amx.inl"  // first, because the kernels use its products
 
 #include "cpu/kernels/kernels.inl"
 

@@ -409,7 +409,7 @@ struct Backward {
     task %= p.spans();
     const int64_t n = task / spans;
     const int64_t first_head = task % spans * p.span;
-    const int64_t keys = smaller(p.keys_per_task(), p.keys - first_key);  // gradients of 0 beyond the sequence's own
+    const int64_t keys = smaller(p.keys_per_task(), p.keys - first_key);  // gradients beyond the sequence's keys are 0
     const int64_t rows = p.rows();
     const int64_t per_key_head = p.heads / p.key_heads;
     const int64_t per_value_head = p.heads / p.value_heads;

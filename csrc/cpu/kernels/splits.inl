@@ -129,7 +129,7 @@ void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_
     for (int64_t s = 0; s < p.splits; ++s) {
       const T weight = exp2<T>(splat<T>((part(s)[0] - reference) * slope + part(s)[1]))[0];
       sum += weight;
-      if (weight == 0) continue;  // its output is 0 where it saw no key
+      if (weight == 0) continue;  // the output of a split without visible keys is 0
       const T* o = static_cast<const T*>(p.partial_output) + (s * all_rows + r) * columns;
       for (int64_t d = 0; d < columns; ++d) row[d] += weight * o[d];
     }

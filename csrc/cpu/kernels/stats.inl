@@ -138,7 +138,7 @@ struct Stats {
       states = arena.take<RowState>(tiles);
       reference = arena.take<T>(kRowTile);
       inverse_sum = arena.take<T>(kRowTile);
-      // One line of padding: a column of a power-of-two tile would fall into few sets of the cache.
+      // Pads by one cache line, because a column of a power-of-two tile would use only few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       key = arena.take<T>(p.keys_per_task * ld_key);
       x = arena.take<T>(kKeyTile * kRowTile);

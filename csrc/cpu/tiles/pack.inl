@@ -17,8 +17,8 @@ class Arena {
     used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     return reinterpret_cast<T*>(piece);
   }
-  // Calls f(object) for `count` objects, which takes the memory that their pointers point to. If the base is null,
-  // `objects` do not exist and f gets one object in their place.
+  // Calls f(object) for `count` objects. f takes memory for the object's pointers. If the base is null, the objects do
+  // not exist, and f gets a temporary one.
   template <class T, class Function>
   void take_for_each(T* objects, int64_t count, Function f) {
     T measured;

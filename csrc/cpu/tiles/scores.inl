@@ -20,7 +20,7 @@ ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
   return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[head] : -kInfinity<T>;
 }
 // Converts sinks to what the tiles hold, scores or products, so that a sink that is the largest weighs exactly 1.
-// Finite sinks stay finite: clamped, they still have all of the weight, or none.
+// Clamps a finite sink that would overflow, because its weight is 1 or 0 anyway.
 template <class T>
 ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307);
