@@ -325,7 +325,7 @@ def _is_of_vmap(x: Tensor) -> bool:
 
 
 # Programs that do not use -inf hide keys by a number far below all scores: the least number of a
-# dtype, half of it, or -1e4, which bfloat16 rounds to this.
+# dtype, half of it, or -1e4. bfloat16 rounds -1e4 to -9984.
 _HIDES = -9984.0
 
 

@@ -5,10 +5,10 @@ define::
 
     Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V
 
-Each row of the softmax holds the weights with which one query averages the values. This module
-stores the whole L x S matrix of weights, which `torch_attn.sdpa` avoids, because that keeps the
-code short. All of it is plain PyTorch, so autograd differentiates it to any order. It computes in
-the precision of its inputs, so with float64 inputs it is the oracle.
+Each row of the softmax holds the weights with which one query averages the values. To keep the code
+short, this module stores the whole L x S matrix of weights, which `torch_attn.sdpa` avoids. All of
+it is plain PyTorch, so autograd differentiates it to any order. It computes in the precision of its
+inputs, so with float64 inputs it is the oracle.
 """
 
 from __future__ import annotations

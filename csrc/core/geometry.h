@@ -120,7 +120,7 @@ ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t he
   if (p.sequences == 0) return head * p.tokens + position;  // the one entry
   return (n / p.sequences * p.heads + head) * p.tokens + p.query_starts[n] + position;
 }
-// The number of a row among the rows of these params alone.
+// The number of a row within `p`, which may be a single entry of a call (first_entry).
 ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }

@@ -215,7 +215,7 @@ struct BackwardParams : Problem {
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;
   Operand grad_query_sum;
-  int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null if spans are not cut into chunks
+  int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null if one task has all chunks of a span
 
   ATTN_INLINE constexpr int64_t tasks() const { return spans() * (all_chunks_at_once ? 1 : chunks); }
   ATTN_INLINE constexpr int64_t keys_per_task() const { return all_chunks_at_once ? keys : keys_per_chunk; }

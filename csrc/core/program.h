@@ -56,7 +56,7 @@ enum class Op : uint8_t {
   le_whole,
   // of any kind
   where,
-  gather,          // number i + j of the table, plus z
+  gather,          // table[i + j] + z
   gather_tangent,  // of its derivative along a direction
   float_of,        // of a whole number
   whole_of,        // of a number, rounded towards 0

@@ -133,8 +133,8 @@ struct FewRows {
     if constexpr (N > 1) rest<N - 1>(count, first, f);
   }
 
-  // Calls f(std::integral_constant<int, V>) where V is the number of vectors of a short row that needs no conversion,
-  // because a loop over them would take as long as the arithmetic. For other rows V is 0.
+  // Calls f(std::integral_constant<int, V>) with the number V of vectors of a row. V is 0 for long rows and for rows
+  // that need conversion. (In a short row a loop over vectors would take as long as their arithmetic.)
   template <class S, class F>
   static ATTN_INLINE void with_vectors(int64_t cols, F f) {
     const int64_t vectors = (cols + W - 1) / W;
