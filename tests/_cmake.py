@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -31,13 +32,16 @@ def succeed(*command: str | Path) -> str:
     return done.stdout
 
 
-PREFIX_PATH = succeed(sys.executable, "-m", "torch_attn", "--cmake-prefix-path").strip()
+@functools.cache
+def prefixes() -> str:
+    """Where CMake finds attn and torch. On first use, because this starts an interpreter."""
+    return succeed(sys.executable, "-m", "torch_attn", "--cmake-prefix-path").strip()
 
 
-def configure(source: Path, build: Path, *options: str, prefix_path: str = PREFIX_PATH) -> None:
+def configure(source: Path, build: Path, *options: str, prefix_path: str = "") -> None:
     done = run(
         *("cmake", "-G", "Ninja", "-S", source, "-B", build),
-        *(f"-DCMAKE_PREFIX_PATH={prefix_path}", *options),
+        *(f"-DCMAKE_PREFIX_PATH={prefix_path or prefixes()}", *options),
     )
     output = done.stdout + done.stderr
     if done.returncode and torch.version.cuda and "cannot find the CUDA" in output:
@@ -50,7 +54,7 @@ def build(
     directory: Path,
     *options: str,
     target: str = "all",
-    prefix_path: str = PREFIX_PATH,
+    prefix_path: str = "",
 ) -> None:
     configure(source, directory, *options, prefix_path=prefix_path)
     succeed("cmake", "--build", directory, "--target", target)

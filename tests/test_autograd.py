@@ -18,7 +18,6 @@ from _operators import OPERATORS, arguments
 from helpers import (
     SEED,
     Inputs,
-    assert_same_bits,
     make_grad_output,
     make_inputs,
     results,
@@ -254,24 +253,6 @@ def test_schema_is_the_builtins() -> None:
     assert ARGUMENTS in str(torch.ops.attn.sdpa_with_weights.default._schema)
 
 
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("kind", ["plain", "mask and causal", "more value heads", "bool mask"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(kind: str, dynamic: bool) -> None:
-    """One graph, forward and backward; the same bits as without."""
-    inputs, options = make_small(kind)
-
-    def function(*tensors: Tensor) -> Tensor:
-        return torch_attn.sdpa(*tensors, **options)
-
-    torch.compiler.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    grad_output = make_grad_output(inputs, **options)
-    for _ in range(2):
-        expected = results(function, inputs, grad_output)
-        assert_same_bits(results(compiled, inputs, grad_output), expected)
-
-
 @pytest.mark.slow  # compiles
 @pytest.mark.usefixtures("device")
 def test_compile_with_inductor() -> None:
@@ -290,24 +271,3 @@ def test_compile_with_inductor() -> None:
     dropped = results(compiled, inputs, grad_output, p=0.5)
     assert all(tensor.isfinite().all() for tensor in dropped.values())
     assert not torch.equal(dropped["output"], expected["output"])
-
-
-@pytest.mark.usefixtures("device")
-def test_export() -> None:
-    """torch.export keeps the operator whole, for any batch and length."""
-
-    class Attention(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return torch_attn.sdpa(query, key, value, is_causal=True)
-
-    query, key, value, _ = make_inputs(9, 13)
-    batch, L, S = (torch.export.Dim(name) for name in ("batch", "L", "S"))
-    keys = {0: batch, 2: S}
-    program = torch.export.export(
-        Attention(), (query, key, value), dynamic_shapes=({0: batch, 2: L}, keys, keys)
-    )
-    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert targets == [torch.ops.attn.sdpa.default]
-    query, key, value, _ = make_inputs(21, 34, batch=(5,))
-    expected = torch_attn.sdpa(query, key, value, is_causal=True)
-    assert torch.equal(program.module()(query, key, value), expected)

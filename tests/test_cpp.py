@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_attn
-from _cmake import PREFIX_PATH, build, build_example, configure, run, succeed
+from _cmake import build, build_example, configure, prefixes, run, succeed
 from _variants import BUILD, ROOT, newest_clang
 from test_no_option_is_lost import ALL, DENSE, OF_MODULE
 from torch_attn._library import IN_PACKAGE
@@ -125,11 +125,11 @@ def block(language: str, number: int = 0) -> str:
     return str(blocks[number])
 
 
-def check_page(directory: Path, prefix_path: str, *options: str) -> None:
+def check_page(directory: Path, *options: str) -> None:
     """The program of the page, built from what stands there, with weights saved as it says."""
     (directory / "CMakeLists.txt").write_text(block("cmake"))
     (directory / "main.cpp").write_text(block("cpp"))
-    build(directory, directory / "build", *options, prefix_path=prefix_path)
+    build(directory, directory / "build", *options)
     names: dict[str, nn.Module] = {}
     exec(block("py").replace('"attention.pt"', repr(str(directory / "attention.pt"))), names)
     x = torch.linspace(-1, 1, 2 * 10 * 64).view(2, 10, 64)
@@ -164,8 +164,8 @@ def find_attn(directory: Path, torch_version: str, version: str = "") -> Found:
         message(STATUS "attn ${{attn_VERSION}}")
         """
     )
-    prefixes = f"{directory / 'torch'};{PREFIX_PATH.split(';')[0]}"
-    options = [f"-DCMAKE_PREFIX_PATH={prefixes}", "-G", "Ninja"]
+    found = f"{directory / 'torch'};{prefixes().split(';')[0]}"
+    options = [f"-DCMAKE_PREFIX_PATH={found}", "-G", "Ninja"]
     done = run("cmake", "-S", directory, "-B", directory / "build", *options)
     return Found(done.returncode, " ".join((done.stdout + done.stderr).split()))
 
@@ -190,7 +190,7 @@ def test_versions(tmp_path: Path, version: str, fits: bool) -> None:
 
 
 def test_the_command_prints_both_directories() -> None:
-    attn, torchs = map(Path, PREFIX_PATH.split(";"))
+    attn, torchs = map(Path, prefixes().split(";"))
     assert (attn / "lib" / "cmake" / "attn" / "attnConfig.cmake").exists()
     assert (torchs / "Torch" / "TorchConfig.cmake").exists()
 
@@ -200,11 +200,11 @@ def files_below(directory: Path) -> set[str]:
 
 
 def test_only_our_headers_are_included() -> None:
-    include = Path(PREFIX_PATH.split(";")[0]).parent / "include"
+    include = Path(prefixes().split(";")[0]).parent / "include"
     assert files_below(include) == {f"attn/{name}" for name in HEADERS}
 
 
-# By each compiler, also against what CMake has installed.
+# By clang, and against what CMake has installed.
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_same_is_installed(installed: Path) -> None:
-    package = Path(PREFIX_PATH.split(";")[0])
+    package = Path(prefixes().split(";")[0])
     files = {"lib/cmake/attn/attnConfig.cmake", "lib/cmake/attn/attnConfigVersion.cmake"}
     headers = {f"include/attn/{name}" for name in HEADERS}
     assert files_below(installed) == {"lib/libattn.so"} | files | headers
@@ -281,20 +281,11 @@ def searched(library: Path) -> list[str]:
     return [directory for path in paths for directory in path.split(":")]
 
 
-@pytest.fixture(params=["installed by CMake, g++", "package, clang++"])
-def found_by(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Where a program finds the library, and the option of CMake that chooses its compiler."""
-    if request.param == "installed by CMake, g++":
-        prefixes = request.getfixturevalue("installed"), torch.utils.cmake_prefix_path
-        return ";".join(map(str, prefixes)), "-DCMAKE_CXX_COMPILER=g++"
+@pytest.mark.slow
+def test_page_by_clang(tmp_path: Path) -> None:
     if (clang := newest_clang()) is None:
         pytest.skip("not run: no clang++ on the PATH")
-    return PREFIX_PATH, f"-DCMAKE_CXX_COMPILER={clang}"
-
-
-@pytest.mark.slow
-def test_page(found_by: tuple[str, str], tmp_path: Path) -> None:
-    check_page(tmp_path, *found_by)
+    check_page(tmp_path, f"-DCMAKE_CXX_COMPILER={clang}")
 
 
 @pytest.mark.slow
@@ -312,11 +303,11 @@ class Attend(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_program_that_names_no_symbol(found_by: tuple[str, str], tmp_path: Path) -> None:
+def test_program_that_names_no_symbol(installed: Path, tmp_path: Path) -> None:
     """Linkers told --as-needed drop such a library, and with it the operators."""
     torch.jit.script(Attend()).save(str(tmp_path / "model.pt"))
     source = ROOT / "tests" / "cpp" / "run_script"
     flags = "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"
-    prefix_path, compiler = found_by
-    build(source, tmp_path / "build", compiler, flags, prefix_path=prefix_path)
+    prefix_path = f"{installed};{torch.utils.cmake_prefix_path}"
+    build(source, tmp_path / "build", flags, prefix_path=prefix_path)
     assert succeed(tmp_path / "build" / "program", tmp_path / "model.pt") == "24\n"

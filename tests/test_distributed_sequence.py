@@ -25,7 +25,7 @@ R, Rows = Replicate(), Shard(2)
 CUTS = {"both": (Rows, Rows), "queries": (Rows, R), "keys": (R, Rows)}
 
 
-run = processes_of(2, 3, 4)
+run, four = processes_of(2, 3), processes_of(4)
 
 
 def on_mesh(cut: str, mesh: Any) -> Any:
@@ -148,7 +148,7 @@ def check_statistics(cut: str, method: str) -> None:
     expected = torch_attn.sdpa_stats(**tensors, **options)
     with torch_attn.distributed.method(method):
         if method == "ring" and cut != "queries":
-            with pytest.raises(RuntimeError, match="statistics are asked for, which a ring has"):
+            with pytest.raises(RuntimeError, match="statistics are asked for, which a ring lacks"):
                 torch_attn.sdpa_stats(**sharded, **options)
             return
         actual = torch_attn.sdpa_stats(**sharded, **options)
@@ -241,9 +241,8 @@ def check_lengths_of_some_entries() -> None:
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
-def test_lengths_of_some_entries(run: Processes) -> None:
-    if len(run.processes) == 4:
-        run(check_lengths_of_some_entries)
+def test_lengths_of_some_entries(four: Processes) -> None:
+    four(check_lengths_of_some_entries)
 
 
 def check_wrong(method: str) -> None:
