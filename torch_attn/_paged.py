@@ -18,7 +18,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Sequence(NamedTuple):
-    pages: list[int]  # in order, for all layers: as many as the longest layer needs
+    pages: list[int]  # in order, the same for all layers; the longest layer sets their number
     lengths: list[int]  # of each layer
 
 

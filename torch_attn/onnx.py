@@ -143,7 +143,7 @@ def _attention(
     if dropout_p != 0:
         _refuse("dropout_p", dropout_p, "0")
     if scale is not None and scale <= 0:
-        _refuse("scale", scale, "more than 0")  # query and key are multiplied by its root
+        _refuse("scale", scale, "more than 0")  # each of query and key gets its square root
     _check_shapes(query, key, value, attn_mask)
     half = query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     left, right = window_size

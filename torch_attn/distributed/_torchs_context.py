@@ -31,7 +31,7 @@ class _Refusing:
     def attend(self, **call: Any) -> NoReturn:
         raise RuntimeError(
             "attn::sdpa: it is called within torch's context_parallel, which puts sequences out of "
-            "order; torch_attn.distributed.context_parallel is right there"
+            "order; use torch_attn.distributed.context_parallel"
         )
 
 

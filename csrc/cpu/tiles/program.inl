@@ -408,8 +408,8 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // An index of the table is the sum of two operands. If the second one varies with keys or distances, and the first
-  // one with rows, keys or nothing, `runs` of the second say how indices follow one another.
+  // An index of the table is the sum of two operands. `runs` says how indices follow one another. It is null unless the
+  // second operand is a leaf of keys or distances and the first does not vary with both rows and keys.
   struct Index {
     Values<T> first, second;
     const uint8_t* runs;  // see follow(); may be null
