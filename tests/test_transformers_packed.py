@@ -237,7 +237,7 @@ def test_texts_told_of_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
         masking.remap_positions_for_packed_sequence(masking.causal_mask_function, number),
     )
     monkeypatch.setattr(masking, "packed_sequence_mask_function", lambda number: lambda *_: number)
-    with pytest.warns(UserWarning, match="not known here; they get a mask of L x S"):
+    with pytest.warns(UserWarning, match="in an unknown way; they get a mask of L x S"):
         assert _packed(masking, build("Llama", torch.float32).config, told) is None
 
 
