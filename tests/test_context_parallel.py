@@ -201,7 +201,7 @@ def within_torchs() -> None:
                 compiled(*[whole.clone().requires_grad_()] * 3)
             with (
                 torch_attn.replacing_sdpa(),
-                pytest.raises(RuntimeError, match="use torch_attn.distributed.context_parallel"),
+                pytest.raises(RuntimeError, match="order; use torch_attn"),
             ):
                 F.scaled_dot_product_attention(buffer, buffer, buffer)
             with pytest.raises(RuntimeError, match="within a context_parallel"):
