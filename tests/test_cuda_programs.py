@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -142,34 +143,50 @@ MUTATIONS = {
         ";",
     ),
 }
+# Without these barriers the stand-in computes the same, because its shuffles wait for all lanes. A
+# search for races finds that one is missing.
+BARRIERS = {
+    ("cuda/mma/forward.cuh", "    «__syncwarp();»  // the maxima are there\n"): "check_forward",
+    ("cuda/mma/forward.cuh", "    «__syncwarp();»  // all of a row have read"): "check_forward",
+    ("cuda/simt/forward.cuh", "      «__syncwarp();»  // all of the row"): "check_forward",
+    ("cuda/simt/tangent.cuh", "      «__syncwarp();»  // all of the row"): "check_derivatives",
+    ("cuda/simt/stats.cuh", "      «__syncwarp();»\n      if (thread.x"): "check_derivatives",
+}
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Compiles a program of tests/cuda, once, with a choice of mutations."""
     to = tmp_path_factory.mktemp("programs")
+    errors = [*MUTATIONS.values(), *((*place, ";") for place in BARRIERS)]
     # the stand-in has its own ones of these
-    csrc = mutable_sources(to, MUTATIONS.values(), "ptx.cuh", "device.h")
+    csrc = mutable_sources(to, errors, "ptx.cuh", "device.h")
+    stand_in = ROOT / "tests" / "stand_in"
+    compiler = [COMPILER, "-std=c++20", "-O1", f"-I{stand_in}"]
+    subprocess.run([*compiler, "-c", stand_in / "fibers.cpp", "-o", to / "fibers.o"], check=True)
 
     @functools.cache
     def compile_once(name: str) -> Path:
         program = to / name
+        source = ROOT / "tests" / "cuda" / f"{name}.cu"
+        flags = [
+            *("-g1", "-Wno-unknown-pragmas", f"-I{csrc}", "-include", "mutation.h"),
+            *("-fsanitize=alignment", "-fno-sanitize-recover=alignment"),  # see setup.py
+            # see races.h; only accesses are of interest
+            *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+            "-fno-threadsafe-statics",
+        ]
         subprocess.run(
-            [
-                *(COMPILER, "-std=c++20", "-O1", "-Wno-unknown-pragmas"),
-                *("-fsanitize=alignment", "-fno-sanitize-recover=alignment"),  # see setup.py
-                *(f"-I{ROOT / 'tests' / 'stand_in'}", f"-I{csrc}", "-include", "mutation.h"),
-                *("-x", "c++", ROOT / "tests" / "cuda" / f"{name}.cu"),
-                *(ROOT / "tests" / "stand_in" / "fibers.cpp", "-o", program),
-            ],
-            check=True,
+            [*compiler, *flags, "-c", "-x", "c++", source, "-o", to / f"{name}.o"], check=True
         )
+        objects = [to / f"{name}.o", to / "fibers.o"]
+        subprocess.run([COMPILER, "-fsanitize=alignment", *objects, "-o", program], check=True)
         return program
 
     return compile_once
 
 
-def run(program: Path, seeds: int, mutation: int = 0) -> str:
+def run(program: Path, seeds: int, mutation: int = 0, **environment: str) -> str:
     """What the program prints with one seed after the other, until something is wrong; errors too.
 
     With odd ones an array ends at memory that cannot be touched, with even ones at numbers that are
@@ -179,7 +196,7 @@ def run(program: Path, seeds: int, mutation: int = 0) -> str:
         guard = {"ATTN_GUARD_BYTES": "0"} if seed % 2 else {}
         chosen = {"ATTN_STAND_IN_SEED": str(seed), "ATTN_MUTATION": str(mutation)}
         run = subprocess.run(
-            [program], env=os.environ | chosen | guard, capture_output=True, text=True
+            [program], env=os.environ | chosen | guard | environment, capture_output=True, text=True
         )
         assert (run.returncode == 0) == run.stdout.endswith("right\n")
         if not (output := run.stdout + run.stderr).endswith("right\n"):
@@ -208,6 +225,29 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     program = programs.get(mutation.split(":")[0], "check_forward")
     number = 1 + [*MUTATIONS].index(mutation)
     assert not run(compiled(program), seeds=4, mutation=number).endswith("right\n")
+
+
+# Left out are programs that take minutes: check_backward_sizes has the kernels of check_backward in
+# other sizes, check_derivatives those of check_backward_simt.
+@pytest.mark.slow  # compiles kernels
+@needs_x86
+@pytest.mark.parametrize(
+    "name", ["check_forward", "check_merge", "check_backward", "check_derivatives"]
+)
+def test_no_race(name: str, compiled: Callable[[str], Path]) -> None:
+    assert run(compiled(name), seeds=1, ATTN_STAND_IN_RACES="1") == "right\n"
+
+
+@pytest.mark.slow  # compiles kernels
+@needs_x86
+@pytest.mark.parametrize("place", BARRIERS, ids=lambda place: ":".join(place))
+def test_race_is_found(place: tuple[str, str], compiled: Callable[[str], Path]) -> None:
+    number = 1 + len(MUTATIONS) + [*BARRIERS].index(place)
+    program = compiled(BARRIERS[place])
+    assert run(program, seeds=1, mutation=number).endswith("right\n")
+    output = run(program, seeds=1, mutation=number, ATTN_STAND_IN_RACES="1")
+    assert output.endswith(": a race\n")
+    assert len(re.findall(rf"/{place[0]}:\d+", output)) >= 2, output
 
 
 @pytest.mark.slow  # compiles kernels

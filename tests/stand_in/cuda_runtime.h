@@ -1,7 +1,7 @@
 // The part of CUDA that the kernels in csrc/cuda use, on a CPU. A block's threads are fibers of one thread of the
 // system; who runs next is drawn at random, so that a missing barrier gives a wrong result on some seed
-// (ATTN_STAND_IN_SEED). Shared memory starts as NaN and ends at a page that cannot be read. It cannot see errors of
-// memory order, registers or bank conflicts: those need a GPU.
+// (ATTN_STAND_IN_SEED). Shared memory starts as NaN and ends at a page that cannot be read. races.h finds missing
+// barriers that no order of the fibers shows. Registers and bank conflicts need a GPU.
 #pragma once
 
 #include <math.h>
@@ -38,6 +38,8 @@ bool barrier_or(bool mine);
 // Waits for all lanes of the warp, then the last one calls f with what every lane has brought. `name`: all lanes must
 // have come for the same.
 void collective(const char* name, void* mine, void (*f)(void** of_lane));
+// Orders memory for the warp's lanes: what some have stored is there for all.
+void warp_barrier();
 // For this thread, runs `copy` when it waits so that at most `left` groups are under way.
 void start_copy(void* to, const void* from, int bytes);
 void commit_copies();
@@ -62,7 +64,7 @@ inline int __syncthreads_or(int predicate) { return stand_in::barrier_or(predica
 
 inline void __syncwarp(unsigned mask = ~0u) {
   if (mask != ~0u) stand_in::fail("__syncwarp of a part of a warp");
-  stand_in::collective("__syncwarp", nullptr, [](void**) {});
+  stand_in::collective("__syncwarp", nullptr, [](void**) { stand_in::warp_barrier(); });
 }
 
 // `from`, in the part of `width` lanes that this lane is in.

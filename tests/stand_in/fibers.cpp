@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda_runtime.h"
+#include "races.h"
 
 // Saves the registers that a call keeps, and the stack, of the caller and continues where `to` was left.
 extern "C" void attn_stand_in_switch(void** from, void* to);
@@ -48,6 +49,7 @@ struct Copy {
   void* to;
   const void* from;
   int bytes;
+  const void* where;  // the code that copies
 };
 
 struct Fiber {
@@ -110,6 +112,7 @@ struct Block {
   bool some = false;  // of those at the barrier has brought true
   size_t threads = 0, live = 0;
   SharedMemory shared;
+  Races races;
   std::minstd_rand random;
   void* caller = nullptr;
   const std::function<void()>* kernel = nullptr;
@@ -138,6 +141,11 @@ void switch_from(void** stack_pointer) {
   running = next;
   threadIdx = next->thread;
   attn_stand_in_switch(stack_pointer, next->stack_pointer);
+}
+
+// An access of the thread that runs.
+void note(Races::Kind kind, const void* pointer, size_t bytes, const void* where) {
+  if (Races::concerns(pointer)) block->races.access(kind, pointer, bytes, running->index, where);
 }
 
 void wait(const char* what) {
@@ -182,6 +190,7 @@ bool barrier_or(bool mine) {
   if (block->at_barrier.size() == block->threads) {
     for (Fiber* fiber : block->at_barrier) fiber->some = block->some;
     block->some = false;
+    block->races.block_barrier();
     block->ready.insert(block->ready.end(), block->at_barrier.begin(), block->at_barrier.end());
     block->at_barrier.clear();
   }
@@ -203,12 +212,16 @@ void collective(const char* name, void* mine, void (*f)(void** of_lane)) {
   wait(name);
 }
 
+void warp_barrier() { block->races.warp_barrier(running->index / 32); }
+
 void start_copy(void* to, const void* from, int bytes) {
   if (!is_shared(to, 16)) fail("cp.async to what is not shared memory");
   if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("cp.async is not aligned");
   if (bytes < 0 || bytes > 16) fail("cp.async of more than 16 bytes");
+  const void* const where = __builtin_return_address(0);
+  note(Races::kStore, to, 16, where);
   std::memset(to, 0xff, 16);  // what was there is lost at once, what comes is late
-  running->started.push_back({to, from, bytes});
+  running->started.push_back({to, from, bytes, where});
 }
 void commit_copies() {
   running->under_way.push_back(std::move(running->started));
@@ -218,6 +231,7 @@ void wait_for_copies(int left) {
   auto& groups = running->under_way;
   for (; groups.size() > static_cast<size_t>(left); groups.pop_front())
     for (const Copy& c : groups.front()) {
+      note(Races::kStore, c.to, 16, c.where);
       std::memset(c.to, 0, 16);
       std::memcpy(c.to, c.from, static_cast<size_t>(c.bytes));
     }
@@ -260,6 +274,7 @@ void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<vo
         b.ready.clear();
         b.live = b.threads;
         b.shared.poison(shared_bytes);
+        b.races.begin_block(b.shared.begin(), b.shared.bytes());
         for (size_t i = 0; i < b.threads; ++i) {
           Fiber& f = *b.fibers[i];
           const auto t = static_cast<unsigned>(i);
@@ -273,3 +288,21 @@ void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<vo
 }
 
 }  // namespace stand_in
+
+// What code compiled with -fsanitize=thread calls; see races.h.
+extern "C" {
+#define ATTN_ACCESS(name, bytes, ...)                                                     \
+  void __tsan_read##name(const void* pointer, ##__VA_ARGS__) {                            \
+    stand_in::note(stand_in::Races::kLoad, pointer, bytes, __builtin_return_address(0));  \
+  }                                                                                       \
+  void __tsan_write##name(const void* pointer, ##__VA_ARGS__) {                           \
+    stand_in::note(stand_in::Races::kStore, pointer, bytes, __builtin_return_address(0)); \
+  }
+ATTN_ACCESS(1, 1)
+ATTN_ACCESS(2, 2)
+ATTN_ACCESS(4, 4)
+ATTN_ACCESS(8, 8)
+ATTN_ACCESS(16, 16)
+ATTN_ACCESS(_range, bytes, size_t bytes)
+void __tsan_init() { stand_in::Races::can_be_seen = true; }
+}

@@ -53,11 +53,9 @@ struct Load {
 };
 template <bool kTransposed>
 void load(void** of_lane) {
-  const auto number = [&](int matrix, int row, int col) {
-    uint16_t x;
-    std::memcpy(&x, static_cast<Load*>(of_lane[8 * matrix + row])->row + 2 * col, 2);
-    return uint32_t{x};
-  };
+  uint16_t rows[32][8];
+  for (int l = 0; l < 32; ++l) std::memcpy(rows[l], static_cast<Load*>(of_lane[l])->row, 16);
+  const auto number = [&](int matrix, int row, int col) { return uint32_t{rows[8 * matrix + row][col]}; };
   for (int l = 0; l < 32; ++l)
     for (int m = 0; m < 4; ++m) {
       const int i = l / 4, j = 2 * (l % 4);
@@ -78,6 +76,7 @@ struct Product {
   uint32_t b[2];
 };
 template <class S>
+__attribute__((no_sanitize("thread")))  // it only reads registers: see races.h
 void multiply_add(void** of_lane) {
   const auto half = [](uint32_t r, int k) { return to_float(S{static_cast<uint16_t>(k ? r >> 16 : r)}); };
   float a[16][16], b[16][8];
