@@ -240,7 +240,7 @@ def test_no_race(name: str, compiled: Callable[[str], Path]) -> None:
 
 @pytest.mark.slow  # compiles kernels
 @needs_x86
-@pytest.mark.parametrize("place", BARRIERS, ids=lambda place: ":".join(place))
+@pytest.mark.parametrize("place", BARRIERS, ids=[file for file, _ in BARRIERS])
 def test_race_is_found(place: tuple[str, str], compiled: Callable[[str], Path]) -> None:
     number = 1 + len(MUTATIONS) + [*BARRIERS].index(place)
     program = compiled(BARRIERS[place])
