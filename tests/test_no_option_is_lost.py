@@ -85,7 +85,6 @@ def test_every_argument_has_a_value() -> None:
     assert {renamed.get(n, n) for n in beyond_builtin(ops.varlen_attention)} == ALL
     assert beyond_builtin(ops.sdpa_stats) == DENSE
     assert beyond_builtin(ops._sdpa_and_weights) == {*DENSE, "mean"}
-    assert beyond_builtin(ops._sdpa_weights) > DENSE
     for operator in (ops._sdpa_forward, ops._sdpa_backward, ops._sdpa_tangent, ops._sdpa_second):
         assert beyond_builtin(operator) > ALL
 

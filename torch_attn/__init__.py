@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_attn import _library, distributed, flops, nn, replace, subclasses
+from torch_attn import distributed, flops, nn, replace, subclasses
 from torch_attn._calls import calls
 from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._inspection import Inspection, Layer
@@ -100,7 +100,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_library.load()
 flops.register()
 distributed.register_when_imported()
 subclasses.register_when_imported()

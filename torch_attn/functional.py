@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_attn import _library
+
 __all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
+
+_library.load()
 
 # torch.jit.script can compile sdpa, sdpa_with_logsumexp and sdpa_with_weights. It takes no
 # keyword-only arguments with a default, so all arguments may be given by position here.
+
+_P = ParamSpec("_P")
 
 
 def sdpa(
@@ -154,22 +161,62 @@ def sdpa(
     return sdpa_with_logsumexp(*plain, scale, enable_gqa, *more)[0]
 
 
-def sdpa_with_logsumexp(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] = (-1, -1),
-    query_offset: Tensor | int | None = None,
-    key_lengths: Tensor | int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _calling(
+    operator: Any, name: str, like: Callable[_P, Any]
+) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
+    """Makes a function that calls an operator of three results, with the arguments of `like`.
+
+    The decorated function has only its name and documentation.
+    """
+
+    def number(argument: str, given: float) -> float:
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return given
+        else:  # noqa: RET505, because TorchScript does not compile this, which reads `name`
+            return _number(name, argument, given)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        softcap: float = 0.0,
+        window_size: tuple[int, int] = (-1, -1),
+        query_offset: Tensor | int | None = None,
+        key_lengths: Tensor | int | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not (
+            isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        ):
+            _refuse_others(name, query=query, key=key, value=value)
+        return operator(  # type: ignore[no-any-return]
+            *(query, key, value, attn_mask, number("dropout_p", dropout_p), is_causal),
+            scale=None if scale is None else number("scale", scale),
+            enable_gqa=enable_gqa,
+            softcap=number("softcap", softcap),
+            window_size=_pair(window_size),
+            query_offset=_integers("query_offset", query_offset, query),
+            key_lengths=_integers("key_lengths", key_lengths, query),
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+        )
+
+    def named(documented: Callable[[], None]) -> Any:
+        for name in ("__name__", "__qualname__", "__doc__"):
+            setattr(attend, name, getattr(documented, name))
+        return attend
+
+    return named
+
+
+@_calling(torch.ops.attn.attention, "attn::sdpa", like=sdpa)
+def sdpa_with_logsumexp() -> None:
     """:func:`sdpa`, and the logsumexp and the largest score of every row.
 
     Arguments, errors, memory and the output are as for :func:`sdpa`. The logsumexp allows results
@@ -195,40 +242,10 @@ def sdpa_with_logsumexp(
         >>> bool(torch.allclose((scores - logsumexp[..., None]).exp(), weights, atol=1e-6))
         True
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::sdpa", query=query, key=key, value=value)
-    scale = None if scale is None else _number("attn::sdpa", "scale", scale)
-    dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
-    results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.attention(
-        *(query, key, value, attn_mask, dropout_p, is_causal),
-        scale=scale,
-        enable_gqa=enable_gqa,
-        softcap=_number("attn::sdpa", "softcap", softcap),
-        window_size=_pair(window_size),
-        query_offset=_integers("query_offset", query_offset, query),
-        key_lengths=_integers("key_lengths", key_lengths, query),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
-    return results
 
 
-def sdpa_with_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] = (-1, -1),
-    query_offset: Tensor | int | None = None,
-    key_lengths: Tensor | int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@_calling(torch.ops.attn.sdpa_with_weights, "attn::sdpa_with_weights", like=sdpa)
+def sdpa_with_weights() -> None:
     """:func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
     Arguments, errors and the output are as for :func:`sdpa`. The two matrices are L x S, so this
@@ -249,22 +266,6 @@ def sdpa_with_weights(
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::sdpa_with_weights", query=query, key=key, value=value)
-    scale = None if scale is None else _number("attn::sdpa_with_weights", "scale", scale)
-    dropout_p = _number("attn::sdpa_with_weights", "dropout_p", dropout_p)
-    results: tuple[Tensor, Tensor, Tensor] = torch.ops.attn.sdpa_with_weights(
-        *(query, key, value, attn_mask, dropout_p, is_causal),
-        scale=scale,
-        enable_gqa=enable_gqa,
-        softcap=_number("attn::sdpa_with_weights", "softcap", softcap),
-        window_size=_pair(window_size),
-        query_offset=_integers("query_offset", query_offset, query),
-        key_lengths=_integers("key_lengths", key_lengths, query),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
-    return results
 
 
 class Stats(NamedTuple):
@@ -368,10 +369,7 @@ def sdpa_stats(
     scale = None if scale is None else _number("attn::sdpa_stats", "scale", scale)
     return Stats(
         *torch.ops.attn.sdpa_stats(
-            query,
-            key,
-            attn_mask,
-            is_causal,
+            *(query, key, attn_mask, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,
             softcap=_number("attn::sdpa_stats", "softcap", softcap),

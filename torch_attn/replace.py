@@ -136,7 +136,7 @@ def sdpa_is_replaced() -> bool:
         >>> torch_attn.sdpa_is_replaced()
         False
     """
-    return is_on()
+    return _times_on > 0
 
 
 def restore_sdpa() -> None:
@@ -228,10 +228,6 @@ os.register_at_fork(
 _times_on = 0
 _on: set[Replacement] = set()
 _jagged_calls = {True: 0, False: 0}  # answered, and left to the built-in
-
-
-def is_on() -> bool:
-    return _times_on > 0
 
 
 def answers_jagged(query: torch.Tensor, fits: bool) -> bool:

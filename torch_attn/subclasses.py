@@ -116,7 +116,7 @@ def _register_nested() -> None:
     # NestedTensor.__torch_function__ calls this first, above autograd.
     def jagged_torch_function(func: Any, *args: Any, **kwargs: Any) -> Any:
         is_builtin = func is F.scaled_dot_product_attention
-        if func not in operators or (is_builtin and not replace.is_on()):
+        if func not in operators or (is_builtin and not replace.sdpa_is_replaced()):
             return own(func, *args, **kwargs)
         op = operators[func]
         names = [argument.name for argument in op.default._schema.arguments]

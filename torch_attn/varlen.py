@@ -117,12 +117,12 @@ def varlen_attn(
     name = "attn::varlen_attention"
     if not all(isinstance(t, Tensor) for t in (query, key, value, cu_seq_q)):
         _refuse_others(name, query=query, key=key, value=value, cu_seq_q=cu_seq_q)
-    _check_num_splits(num_splits)
-    if return_aux is not None and not hasattr(return_aux, "lse"):
-        raise TypeError(
-            f"attn::varlen_attention: return_aux is {return_aux!r}; it must be None or an "
-            "AuxRequest"
+    if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 0):
+        raise ValueError(
+            f"{name}: num_splits is {num_splits}; it must be None or an int of 0 or more"
         )
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise TypeError(f"{name}: return_aux is {return_aux!r}; it must be None or an AuxRequest")
     _check_whole("max_q", max_q)
     _check_whole("max_k", max_k)
     offset = _integers("query_offset", query_offset, query)
@@ -207,11 +207,3 @@ def varlen_attn_out(
             )
         out.copy_(output)
     return (out, logsumexp) if return_aux is not None and return_aux.lse else out
-
-
-def _check_num_splits(num_splits: int | None) -> None:
-    if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 0):
-        raise ValueError(
-            f"attn::varlen_attention: num_splits is {num_splits}; it must be None or an int of 0 "
-            "or more"
-        )

@@ -166,10 +166,7 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::attend(const Tensor& query, c
                                                           Options call) const {
   if (!need_weights) return {sdpa(query, key, value, call), Tensor()};
   const double dropout_p = std::exchange(call.dropout_p, 0.0);
-  if (dropout_p == 0) {
-    const auto [output, weights] = ModuleOp::call(call_of(query, key, value, call), average_attn_weights);
-    return {output, weights};
-  }
+  if (dropout_p == 0) return ModuleOp::call(call_of(query, key, value, call), average_attn_weights);
   // The operator returns weights before dropout. The module must return the weights that it used, so it multiplies the
   // values here, and the operator gets values without columns.
   const Tensor dropped =

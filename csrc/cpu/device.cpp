@@ -451,15 +451,11 @@ void run_weights(WeightsParams& p, const Tensor& query) {
 
 constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
 
-WeightsAndScores weights(const Call& call, const WantedWeights& wanted) {
-  return compute_weights(run_weights, call, wanted);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, CPU, m) {
   register_kernels<kCpu>(m);
-  m.impl("_sdpa_weights", WeightsKernelOp::kernel<weights>);
+  run_weights_on_cpu = run_weights;
 }
 
 }  // namespace attn

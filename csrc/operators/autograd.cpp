@@ -26,7 +26,7 @@
 
 #include "operators/compat.h"
 #include "operators/formulas.h"
-#include "operators/over_processes.h"
+#include "operators/switches.h"
 
 namespace attn {
 namespace {
@@ -206,22 +206,26 @@ struct AttentionNode : torch::autograd::Node {
   static void put(variable_list& result, const Gradients& of_argument) {
     std::ranges::copy(list(of_argument), result.begin() + first_edge<A>());
   }
+};
 
-  // The gradients with respect to all arguments. `formula` computes the results from the arguments.
-  //
+// A node of an operator whose results `formula` computes from the arguments, T, and from which of them are wanted.
+template <Name name_, auto formula, class Outputs, class... T>
+struct FormulaNode : AttentionNode<name_, T...> {
+  Outputs outputs;
+
   // Holds the node's mutex only to unpack, because the engine, called here, runs other nodes, which wait for their own
   // mutexes. The edges decide which gradients are computed, because after torch.func.vjp has returned, its tensors no
   // longer require one.
-  variable_list differentiate_formula(const auto& formula, const variable_list& grads) {
+  variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);
-    std::unique_lock<std::mutex> lock(mutex_);
-    const std::tuple<T...> arguments{independent(unpack<T>())...};
+    std::unique_lock<std::mutex> lock(this->mutex_);
+    const std::tuple<T...> arguments{independent(this->template unpack<T>())...};
     lock.unlock();
-    const auto results = std::apply(formula, arguments);
+    const auto compute = [&](const T&... argument) { return formula(argument..., outputs); };
     return differentiate(
-        list(results), grads, std::apply(list<T...>, arguments),
-        [&](size_t edge) { return task_should_compute_output(edge); }, create_graph);
+        list(std::apply(compute, arguments)), grads, std::apply(list<T...>, arguments),
+        [&](size_t edge) { return this->task_should_compute_output(edge); }, create_graph);
   }
 };
 
@@ -285,25 +289,11 @@ struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Direction, Cal
   }
 };
 
-struct SdpaSecondBackward : AttentionNode<"SdpaSecondBackward", GradResults, Direction, Call> {
-  Wanted outputs;
-
-  variable_list apply(variable_list&& grads) override {
-    return differentiate_formula([&](const auto&... arguments) { return second_formula(arguments..., outputs); },
-                                 grads);
-  }
-};
+using SdpaSecondBackward = FormulaNode<"SdpaSecondBackward", second_formula, Wanted, GradResults, Direction, Call>;
 
 // Gradients through weights are seldom needed, so the backward computes the weights again, by the formula, which is
 // differentiable to any order.
-struct SdpaWeightsBackward : AttentionNode<"SdpaWeightsBackward", Call> {
-  WantedWeights outputs;
-
-  variable_list apply(variable_list&& grads) override {
-    return differentiate_formula([&](const auto&... arguments) { return weights_formula(arguments..., outputs); },
-                                 grads);
-  }
-};
+using SdpaWeightsBackward = FormulaNode<"SdpaWeightsBackward", weights_formula, WantedWeights, Call>;
 
 // sdpa_stats has no derivative. A backward through its results throws; reading them does not, so that statistics can be
 // logged in the middle of a training step.
@@ -327,30 +317,17 @@ auto below_autograd(c10::DispatchKeySet keys, const Arguments&... arguments) {
   return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
 }
 
-Tensor sdpa_autograd(c10::DispatchKeySet keys, const Call& call) {
-  if (is_over_processes()) return OverProcessesOp::call(call).output;
-  if (requires_grad(call) || is_dual(call)) return ForwardOp::call(call, std::nullopt, false, false).saved.output;
-  return below_autograd<SdpaOp>(keys, call);
-}
-
-OutputAndRows attention_autograd(c10::DispatchKeySet keys, const Call& call) {
-  if (is_over_processes()) return OverProcessesOp::call(call);
-  if (!requires_grad(call) && !is_dual(call)) return below_autograd<AttentionOp>(keys, call);
-  // forward_autograd decides by itself whether the residual must be exact.
-  const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
-  return {saved.output, rows};
-}
-
-OutputAndRows flex_autograd(c10::DispatchKeySet keys, const Call& call) {
-  refuse_over_processes(FlexOp::name);
-  if (!requires_grad(call) && !is_dual(call)) return below_autograd<FlexOp>(keys, call);
-  const auto [saved, rows] = ForwardOp::call(call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
-  return {saved.output, rows};
+// sdpa, attention or flex_attention.
+template <class Op>
+auto attend_autograd(c10::DispatchKeySet keys, const Call& call) {
+  if (is_over_processes()) return attend_over_processes<Op>(call);
+  if (requires_grad(call) || is_dual(call)) return attend_by_forward<Op>(call);
+  return below_autograd<Op>(keys, call);
 }
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
                                 bool with_rows, bool exact_residual) {
-  // Even if the operator that called this one passed false.
+  // attend_by_forward() passed false.
   const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
   exact_residual = exact_residual || learned(call.alibi_slopes) || learned(call.sinks);
   ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, exact_residual);
@@ -427,16 +404,6 @@ Gradients second_autograd(c10::DispatchKeySet keys, const GradResults& u, const 
   return results;
 }
 
-WeightsAndScores weights_autograd(c10::DispatchKeySet keys, const Call& call, const WantedWeights& wanted) {
-  WeightsAndScores results = below_autograd<WeightsKernelOp>(keys, call, wanted);
-  if (requires_grad(call)) {
-    auto node = record<SdpaWeightsBackward>(call);
-    node->outputs = wanted;
-    set_history({results.weights, results.scores}, node);
-  }
-  return results;
-}
-
 Statistics stats_autograd(c10::DispatchKeySet keys, const Call& scores) {
   TORCH_CHECK(!is_dual(scores), kNoDerivative);
   Statistics results = below_autograd<StatsOp>(keys, scores);
@@ -450,15 +417,28 @@ Statistics stats_autograd(c10::DispatchKeySet keys, const Call& scores) {
 
 }  // namespace
 
+OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted) {
+  OutputAndWeights results;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    results = compute_weights(call, wanted);
+  }
+  if (requires_grad(call)) {
+    auto node = record<SdpaWeightsBackward>(call);
+    node->outputs = wanted;
+    set_history(list(results), node);
+  }
+  return results;
+}
+
 TORCH_LIBRARY_IMPL(attn, Autograd, m) {
-  m.impl("sdpa", SdpaOp::kernel_with_keys<sdpa_autograd>);
-  m.impl("attention", AttentionOp::kernel_with_keys<attention_autograd>);
-  m.impl("flex_attention", FlexOp::kernel_with_keys<flex_autograd>);
+  m.impl("sdpa", SdpaOp::kernel_with_keys<attend_autograd<SdpaOp>>);
+  m.impl("attention", AttentionOp::kernel_with_keys<attend_autograd<AttentionOp>>);
+  m.impl("flex_attention", FlexOp::kernel_with_keys<attend_autograd<FlexOp>>);
   m.impl("_sdpa_forward", ForwardOp::kernel_with_keys<forward_autograd>);
   m.impl("_sdpa_backward", BackwardOp::kernel_with_keys<backward_autograd>);
   m.impl("_sdpa_tangent", TangentOp::kernel_with_keys<tangent_autograd>);
   m.impl("_sdpa_second", SecondOp::kernel_with_keys<second_autograd>);
-  m.impl("_sdpa_weights", WeightsKernelOp::kernel_with_keys<weights_autograd>);
   m.impl("sdpa_stats", StatsOp::kernel_with_keys<stats_autograd>);
 }
 

@@ -6,6 +6,11 @@
 // which validates it and turns it into plain data (problem.cpp) -> a kernel. The backward takes the same path through
 // _sdpa_backward and compute_backward, with the call and the results that autograd has kept. In inference mode the
 // dispatcher skips autograd.
+//
+// Three arguments to follow: validate() checks `scale`, and describe_scores() (problem.cpp) makes it Problem::scale.
+// `sinks` has a derivative, so it is among Inputs and in OfInputs; ProblemBuilder::of_heads() puts one number per head
+// into Problem::terms, and gradients() (run.cpp) returns its gradient. check_pages() checks a `block_table`, which
+// becomes Problem::paging; Checker::no_pages() refuses its derivatives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -203,20 +208,15 @@ struct Varlen {
 auto Call::fields(auto& call) { return All::fields(call); }
 
 // The tensors of a struct, and the tensors that may have derivatives. In structs other than Call, both are all fields.
-template <class T>
-auto tensors_of(T& s) {
+template <class Some, class T>
+auto fields_among(T& s) {
   if constexpr (std::is_same_v<std::remove_const_t<T>, Call>)
-    return Tensors::fields(s);
+    return Some::fields(s);
   else
     return fields_of(s);
 }
-template <class T>
-auto inputs_of(T& s) {
-  if constexpr (std::is_same_v<std::remove_const_t<T>, Call>)
-    return Inputs::fields(s);
-  else
-    return fields_of(s);
-}
+auto tensors_of(auto& s) { return fields_among<Tensors>(s); }
+auto inputs_of(auto& s) { return fields_among<Inputs>(s); }
 auto all_inputs_of(const auto&... arguments) { return std::tuple_cat(inputs_of(arguments)...); }
 template <class T>
 constexpr size_t kInputs = std::tuple_size_v<decltype(inputs_of(std::declval<T&>()))>;

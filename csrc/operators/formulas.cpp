@@ -8,8 +8,7 @@
 
 #include <limits>
 
-#include "operators/over_processes.h"
-#include "operators/problem.h"
+#include "operators/run.h"
 
 namespace attn {
 namespace {
@@ -104,9 +103,13 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, cons
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
-void check_no_dropout(double dropout_p) {
-  TORCH_CHECK(dropout_p == 0, "attn::sdpa: dropout_p is ", dropout_p,
+// Checks a call of which a third derivative is asked for, or forward mode over forward mode.
+void check_third_derivative(const Call& call) {
+  TORCH_CHECK(call.dropout_p == 0, "attn::sdpa: dropout_p is ", call.dropout_p,
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
+  TORCH_CHECK(!call.has_program(), FlexOp::name,
+              ": a third derivative, or forward mode over forward mode, is asked for; functions of the pair have first "
+              "and second derivatives");
 }
 
 // The mask, or a direction of it, in a shape that broadcasts to the scores: with packed sequences, one column per key.
@@ -193,12 +196,6 @@ Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& 
   return at::matmul(weights, repeat_heads(widened(in_use(value, shape, call)), shape));
 }
 
-void check_no_program(const Call& call) {
-  TORCH_CHECK(!call.has_program(), FlexOp::name,
-              ": a third derivative, or forward mode over forward mode, is asked for; functions of the pair have first "
-              "and second derivatives");
-}
-
 }  // namespace
 
 Tensor independent(const Tensor& t) {
@@ -228,16 +225,14 @@ std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std:
   return gradients;
 }
 
-WeightsAndScores weights_formula(const Call& call, const WantedWeights& wanted) {
+OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted) {
   const auto dtype = call.query.scalar_type();
   const auto [weights, scores, _] = wide_weights(validate(WeightsOp::name, call), call);
-  const auto none = [&] { return at::empty({0}, call.query.options()); };
-  return {(wanted.mean ? weights.mean(-3) : weights).to(dtype), wanted.scores ? scores.to(dtype) : none(), none()};
+  return {{}, (wanted.mean ? weights.mean(-3) : weights).to(dtype), wanted.scores ? scores.to(dtype) : Tensor()};
 }
 
 TangentResults tangent_formula(const Direction& direction, const Call& call) {
-  check_no_dropout(call.dropout_p);
-  check_no_program(call);
+  check_third_derivative(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, call);
   const auto [weights, scores, logsumexp] = wide_weights(shape, call);
@@ -268,8 +263,7 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
 }
 
 Gradients second_formula(const GradResults& u, const Direction& direction, const Call& call, Wanted wanted) {
-  check_no_dropout(call.dropout_p);
-  check_no_program(call);
+  check_third_derivative(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
   // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
@@ -294,8 +288,7 @@ namespace {
 // Whether all tensors are plain tensors on a device with a kernel: no samples of vmap, no symbols of a compiler, no
 // dual numbers.
 bool has_kernel(const Call& call) {
-  static const bool on_cpu = WeightsKernelOp::handle().hasKernelForDispatchKey(c10::DispatchKey::CPU);
-  if (!on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
+  if (!run_weights_on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const std::optional<Tensor>& t) {
     return !t || (t->key_set().has(c10::DispatchKey::CPU) && !at::isTensorSubclassLike(*t) && !t->is_neg() &&
                   !t->_is_zerotensor() && !t->_fw_grad(/*level=*/0).defined());
@@ -311,13 +304,13 @@ bool learns(const Call& call) {
 
 // Computes weights first, which checks the arguments in the operator's name. If scores are wanted, the output has the
 // bits of sdpa's output.
-WeightsAndScores weights_and_output(const Call& call, WantedWeights wanted) {
-  WeightsAndScores results;
+OutputAndWeights weights_and_output(const Call& call, WantedWeights wanted) {
+  OutputAndWeights results;
   if (has_kernel(call)) {
     wanted.output = !wanted.scores && call.dropout_p == 0 && !learns(call);
     Call x = call;
     x.value = x.value.detach();  // weights do not depend on its numbers
-    results = WeightsKernelOp::call(x, wanted);
+    results = weights_by_kernel(x, wanted);
   } else {
     results = weights_formula(call, wanted);
   }
@@ -327,12 +320,11 @@ WeightsAndScores weights_and_output(const Call& call, WantedWeights wanted) {
 
 OutputAndWeights sdpa_with_weights(const Call& call) {
   refuse_over_processes(WeightsOp::name);
-  const auto [weights, scores, output] = weights_and_output(call, {});
-  return {output, weights, scores};
+  return weights_and_output(call, {});
 }
-OutputAndMean sdpa_and_weights(const Call& call, bool mean) {
+std::tuple<Tensor, Tensor> sdpa_and_weights(const Call& call, bool mean) {
   refuse_over_processes(WeightsOp::name);
-  const WeightsAndScores results = weights_and_output(call, {mean, /*scores=*/false});
+  const OutputAndWeights results = weights_and_output(call, {mean, /*scores=*/false});
   return {results.output, results.weights};
 }
 

@@ -29,9 +29,18 @@ std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, co
                                       const std::vector<at::Tensor>& inputs,
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);
 
+struct WantedWeights {
+  bool mean = false;  // of the weights, over the heads: [*batch, L, S]
+  bool scores = true;
+  bool output = false;
+};
 // The scores, scaled and masked, and the weights, their softmax or 0 in a fully masked row, rounded to the query's
-// type. Ignores dropout_p and computes no output.
-WeightsAndScores weights_formula(const Call& call, const WantedWeights& wanted);
+// type. Ignores dropout_p. Results that are not wanted are undefined. The formula computes no output.
+OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted);
+// Likewise by the CPU's kernel (run.cpp), with the output, which has no derivative.
+OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted);
+// Likewise, and autograd records it (autograd.cpp).
+OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. They throw if dropout_p > 0.
 TangentResults tangent_formula(const Direction& direction, const Call& call);

@@ -30,7 +30,7 @@ struct OutputAndRows {
 // The results of sdpa_with_weights.
 struct OutputAndWeights {
   at::Tensor output;   // [*batch, heads, L, Ev]
-  at::Tensor weights;  // [*batch, heads, L, S]
+  at::Tensor weights;  // [*batch, heads, L, S], before dropout
   at::Tensor scores;   // [*batch, heads, L, S]
 
   static auto fields(auto& r) { return std::tie(r.output, r.weights, r.scores); }
@@ -63,30 +63,6 @@ struct GradResults {
   static auto fields(auto& u) { return std::tie(u.output, u.logsumexp); }
 };
 
-// Weights and scores before dropout, the results of _sdpa_weights. WantedWeights says which of them are wanted.
-struct WeightsAndScores {
-  at::Tensor weights;  // [*batch, heads, L, S], or their mean over the heads [*batch, L, S]
-  at::Tensor scores;   // [*batch, heads, L, S], else [0]
-  at::Tensor output;   // [*batch, heads, L, Ev], else [0]
-
-  static auto fields(auto& r) { return std::tie(r.weights, r.scores, r.output); }
-};
-struct WantedWeights {
-  bool mean = false;  // over the heads
-  bool scores = true;
-  bool output = false;
-
-  static auto fields(auto& w) { return std::tie(w.mean, w.scores, w.output); }
-};
-
-// The results of _sdpa_and_weights.
-struct OutputAndMean {
-  at::Tensor output;   // [*batch, heads, L, Ev]
-  at::Tensor weights;  // as in WeightsAndScores
-
-  static auto fields(auto& r) { return std::tie(r.output, r.weights); }
-};
-
 // The derivative of the forward's results along a direction, each with the shape that it has in Saved.
 struct TangentResults {
   at::Tensor output, logsumexp, residual;
@@ -100,9 +76,8 @@ using FlexOp = Operator<"attn::flex_attention", OutputAndRows(Flex)>;
 using OverProcessesOp = Operator<"attn::_attend_over_processes", OutputAndRows(WithoutProgram)>;
 using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(Varlen)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Dense)>;
-using ModuleOp = Operator<"attn::_sdpa_and_weights", OutputAndMean(Dense, bool)>;
+using ModuleOp = Operator<"attn::_sdpa_and_weights", std::tuple<at::Tensor, at::Tensor>(Dense, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(Scores)>;
-using WeightsKernelOp = Operator<"attn::_sdpa_weights", WeightsAndScores(Dense, WantedWeights)>;
 // The last arguments are rng_state, with_rows (whether the rows' results are wanted) and exact_residual (params.h).
 using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Saved, Call, Wanted)>;
@@ -110,6 +85,24 @@ using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Saved, Directio
 using SecondOp = Operator<"attn::_sdpa_second", Gradients(GradResults, Saved, Direction, TangentResults, Call, Wanted)>;
 using LogsumexpOfPairOp = Operator<"attn::_logsumexp_of_pair", at::Tensor(at::Tensor, Call)>;
 using PairOfLogsumexpOp = Operator<"attn::_pair_of_logsumexp", at::Tensor(at::Tensor, at::Tensor, Call)>;
+
+// Whether `Op` returns the rows' results beside the output.
+template <class Op>
+constexpr bool kWithRows = !std::is_same_v<Op, SdpaOp>;
+// What `Op` returns: sdpa, attention or flex_attention.
+template <class Op>
+auto results_for(const at::Tensor& output, const RowResults& rows) {
+  if constexpr (kWithRows<Op>)
+    return OutputAndRows{output, rows};
+  else
+    return output;
+}
+// Computes `Op` by _sdpa_forward, which has derivatives.
+template <class Op>
+auto attend_by_forward(const Call& call, const std::optional<at::Tensor>& rng_state = std::nullopt) {
+  const auto [saved, rows] = ForwardOp::call(call, rng_state, kWithRows<Op>, /*exact_residual=*/false);
+  return results_for<Op>(saved.output, rows);
+}
 
 // Returns the output. Calls sdpa if it can take the call, because exported programs name the operator.
 inline at::Tensor attend(const Call& call) {

@@ -1,7 +1,5 @@
 #include "operators/problem.h"
 
-#include "operators/invariance.h"
-
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -9,6 +7,8 @@
 #include <numeric>
 #include <utility>
 #include <vector>
+
+#include "operators/switches.h"
 
 namespace attn {
 

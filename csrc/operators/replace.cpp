@@ -11,9 +11,8 @@
 #include <array>
 #include <atomic>
 
-#include "operators/ops.h"
 #include "operators/replace.h"
-#include "operators/switch.h"
+#include "operators/switches.h"
 
 namespace attn {
 namespace {

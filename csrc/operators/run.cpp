@@ -6,6 +6,8 @@
 #include <limits>
 #include <numeric>
 
+#include "operators/formulas.h"
+
 namespace attn {
 
 namespace {
@@ -79,7 +81,7 @@ class RoomForGradients {
     return at::empty_symint(sizes, compute_options(grad));
   }
   Tensor of_rows(void*& data) const {
-    const Tensor rows = empty_rows(shape_, query_);
+    const Tensor rows = empty_numbers(shape_.numbers(shape_.queries), query_);
     if (leaves_some_out_) rows.zero_();
     data = rows.mutable_data_ptr();
     return rows;
@@ -102,16 +104,57 @@ void sum_to_inputs(const Gradients& grads, const Gradients& written) {
   for_each_input(sum, grads, written);
 }
 
-// `p` and `builder` have everything but the gradients. `grads` is uninitialised.
+// Describes the point at which a derivative is taken.
 template <class Params>
-Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const Shape& shape, const GradResults& u,
-                    const Call& call, const Gradients& grads) {
+void describe_point(Params& p, ProblemBuilder& builder, const Saved& saved) {
+  builder.add(p.output, saved.output);
+  if (saved.residual.dim() > 1) builder.add(p.residual, saved.residual);
+  p.logsumexp = builder.contiguous(saved.logsumexp);
+}
+
+void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& direction) {
+  using enum Axis;
+  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent, Axis axis = queries) {
+    if (tangent && tangent->numel() > 0) builder.add(operand, *tangent, axis);
+  };
+  add(t.query, direction.query);
+  add(t.key, direction.key, keys);
+  add(t.value, direction.value, keys);
+  add(t.mask, direction.attn_mask);
+  t.terms = {builder.of_heads(direction.alibi_slopes), builder.of_heads(direction.sinks)};
+  builder.add_tangents(direction);
+}
+
+// The backward, or with a direction and its tangent the second-order operator.
+template <class Params>
+Gradients gradients(Run<Params>* run, const GradResults& u, const Saved& saved, const Call& call, Wanted wanted,
+                    const Direction* direction = nullptr, const TangentResults* tangent = nullptr) {
+  constexpr bool kIsSecond = std::is_same_v<Params, SecondParams>;
+  const Checker check{call};
+  const Shape& shape = check.shape;
+  check.grads(u);
+  check.saved(saved);
+  if constexpr (kIsSecond) check.direction(*direction);
+  if constexpr (kIsSecond) check.tangent(*tangent);
+  check.wanted(wanted);
+  const Gradients grads = empty_gradients(call, wanted);
+  if (!run) return grads;
+  Params p;
+  ProblemBuilder builder(p, shape, call, saved.rng_state);
+  describe_point(p, builder, saved);
+  builder.add(p.grad_output, u.output);
+  if constexpr (kIsSecond) {
+    describe_direction(p.t, builder, *direction);
+    builder.add(p.tangent_output, tangent->output);
+    if (tangent->residual.dim() > 1) builder.add(p.tangent_residual, tangent->residual);
+    p.tangent_logsumexp = builder.contiguous(tangent->logsumexp);
+  }
   RoomForGradients room(builder, shape, call.query, leaves_some_out(p, call.query, shape));
   if (u.logsumexp) p.grad_logsumexp = builder.contiguous(*u.logsumexp);
   if (no_rows(p) || (p.keys == 0 && !call.is_packed())) {
     zero(grads);
     // The logsumexp of a row without keys is the sink.
-    if (std::is_same_v<Params, BackwardParams> && grads.sinks.defined() && u.logsumexp && !call.is_packed())
+    if (!kIsSecond && grads.sinks.defined() && u.logsumexp && !call.is_packed())
       grads.sinks.copy_(
           at::sum_to(sum_of_rows(*u.logsumexp, shape).masked_fill(call.sinks->isneginf(), 0), grads.sinks.sizes()));
     return grads;
@@ -164,27 +207,6 @@ Gradients gradients(Run<Params>* run, Params& p, ProblemBuilder& builder, const 
   return grads;
 }
 
-// Describes the point at which a derivative is taken.
-template <class Params>
-void describe_point(Params& p, ProblemBuilder& builder, const Saved& saved) {
-  builder.add(p.output, saved.output);
-  if (saved.residual.dim() > 1) builder.add(p.residual, saved.residual);
-  p.logsumexp = builder.contiguous(saved.logsumexp);
-}
-
-void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& direction) {
-  using enum Axis;
-  const auto add = [&](Operand& operand, const std::optional<Tensor>& tangent, Axis axis = queries) {
-    if (tangent && tangent->numel() > 0) builder.add(operand, *tangent, axis);
-  };
-  add(t.query, direction.query);
-  add(t.key, direction.key, keys);
-  add(t.value, direction.value, keys);
-  add(t.mask, direction.attn_mask);
-  t.terms = {builder.of_heads(direction.alibi_slopes), builder.of_heads(direction.sinks)};
-  builder.add_tangents(direction);
-}
-
 }  // namespace
 
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
@@ -199,10 +221,11 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   results.output = empty_output(check.shape, query);
   results.rng_state = given_state ? given_state->clone() : at::empty({draws ? 3 : 0}, query.options().dtype(at::kLong));
   if (for_derivatives) {
-    results.logsumexp = empty_logsumexp(check.shape, query);
+    results.logsumexp = empty_numbers(check.shape.logsumexp(), query);
     results.residual = empty_residual(results.output, call);
   }
-  if (with_rows) rows = {empty_rows(check.shape, query), empty_rows(check.shape, query)};
+  const auto of_rows = [&] { return empty_numbers(check.shape.numbers(check.shape.queries), query); };
+  if (with_rows) rows = {of_rows(), of_rows()};
   if (!device.forward) return all;
   ForwardParams p;
   ProblemBuilder builder(p, check.shape, call, results.rng_state);
@@ -233,38 +256,12 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
 
 Gradients compute_backward(const Device& device, const GradResults& u, const Saved& saved, const Call& call,
                            Wanted wanted) {
-  const Checker check{call};
-  check.grads(u);
-  check.saved(saved);
-  check.wanted(wanted);
-  const Gradients grads = empty_gradients(call, wanted);
-  if (!device.backward) return grads;
-  BackwardParams p;
-  ProblemBuilder builder(p, check.shape, call, saved.rng_state);
-  describe_point(p, builder, saved);
-  builder.add(p.grad_output, u.output);
-  return gradients(device.backward, p, builder, check.shape, u, call, grads);
+  return gradients(device.backward, u, saved, call, wanted);
 }
 
 Gradients compute_second(const Device& device, const GradResults& u, const Saved& saved, const Direction& direction,
                          const TangentResults& tangent, const Call& call, Wanted wanted) {
-  const Checker check{call};
-  check.grads(u);
-  check.saved(saved);
-  check.direction(direction);
-  check.tangent(tangent);
-  check.wanted(wanted);
-  const Gradients grads = empty_gradients(call, wanted);
-  if (!device.second) return grads;
-  SecondParams p;
-  ProblemBuilder builder(p, check.shape, call, saved.rng_state);
-  describe_point(p, builder, saved);
-  describe_direction(p.t, builder, direction);
-  builder.add(p.grad_output, u.output);
-  builder.add(p.tangent_output, tangent.output);
-  if (tangent.residual.dim() > 1) builder.add(p.tangent_residual, tangent.residual);
-  p.tangent_logsumexp = builder.contiguous(tangent.logsumexp);
-  return gradients(device.second, p, builder, check.shape, u, call, grads);
+  return gradients(device.second, u, saved, call, wanted, &direction, &tangent);
 }
 
 TangentResults compute_tangent(const Device& device, const Saved& saved, const Direction& direction, const Call& call) {
@@ -273,7 +270,7 @@ TangentResults compute_tangent(const Device& device, const Saved& saved, const D
   check.direction(direction);
   TangentResults results;
   results.output = empty_output(check.shape, call.query);
-  results.logsumexp = empty_logsumexp(check.shape, call.query);
+  results.logsumexp = empty_numbers(check.shape.logsumexp(), call.query);
   results.residual = empty_residual(results.output, call);
   if (!device.tangent) return results;
   TangentParams p;
@@ -296,7 +293,8 @@ Statistics compute_stats(const Device& device, const Call& scores) {
   refuse_over_processes(StatsOp::name);
   const Call call = with_key_as_value(scores);
   const Shape shape = validate(StatsOp::name, call);
-  const Statistics results = empty_statistics(shape, call.query);
+  const auto empty = [&](const c10::SymInt& length) { return empty_numbers(shape.numbers(length), call.query); };
+  const Statistics results = {empty(shape.queries), empty(shape.queries), empty(shape.queries), empty(shape.keys)};
   if (!device.stats) return results;
   StatsParams p;
   ProblemBuilder builder(p, shape, call, /*rng_state=*/Tensor());
@@ -313,15 +311,18 @@ Statistics compute_stats(const Device& device, const Call& scores) {
   return results;
 }
 
-WeightsAndScores compute_weights(Run<WeightsParams>* run, const Call& call, const WantedWeights& wanted) {
+Run<WeightsParams>* run_weights_on_cpu = nullptr;
+
+OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted) {
   const Shape shape = validate(WeightsOp::name, call);
   const auto empty = [&](const c10::SymInt& heads) {
     return at::empty_symint(shape.expanded(heads, shape.queries, shape.keys), call.query.options());
   };
-  const auto none = [&] { return at::empty({0}, call.query.options()); };
-  const WeightsAndScores results = {empty(wanted.mean ? 1 : shape.heads), wanted.scores ? empty(shape.heads) : none(),
-                                    wanted.output ? empty_output(shape, call.query) : none()};
-  if (shape.keys == 0) results.output.zero_();
+  OutputAndWeights results;
+  if (wanted.output) results.output = empty_output(shape, call.query);
+  results.weights = empty(wanted.mean ? 1 : shape.heads);
+  if (wanted.scores) results.scores = empty(shape.heads);
+  if (wanted.output && shape.keys == 0) results.output.zero_();
   if (shape.heads == 0) results.weights.fill_(std::numeric_limits<double>::quiet_NaN());  // a mean of nothing
   if (results.weights.numel() > 0 && shape.heads > 0) {
     Call without_dropout = call;
@@ -333,9 +334,10 @@ WeightsAndScores compute_weights(Run<WeightsParams>* run, const Call& call, cons
     if (wanted.scores) builder.add_result(p.scores, results.scores);
     if (wanted.output) builder.add_result(p.output, results.output);
     builder.merge_batch_dims();
-    run(p, call.query);
+    run_weights_on_cpu(p, call.query);
   }
-  return {wanted.mean ? results.weights.squeeze(-3) : results.weights, results.scores, results.output};
+  if (wanted.mean) results.weights = results.weights.squeeze(-3);
+  return results;
 }
 
 }  // namespace attn

@@ -4,8 +4,8 @@
 
 #include <torch/library.h>
 
-#include "operators/over_processes.h"
 #include "operators/problem.h"
+#include "operators/switches.h"
 
 namespace attn {
 
@@ -48,39 +48,31 @@ Gradients compute_second(const Device& device, const GradResults& grads, const S
                          const TangentResults& tangent, const Call& call, Wanted wanted);
 Statistics compute_stats(const Device& device, const Call& scores);
 
-// Computes by `run` what weights_formula() computes (formulas.h), and the output if wanted. `run` writes the results
-// that have data.
-WeightsAndScores compute_weights(Run<WeightsParams>* run, const Call& call, const WantedWeights& wanted);
+// The kernel of weights, which writes the results that have data. Only the CPU has one, and sets it. It is null in a
+// library without CPU kernels.
+extern Run<WeightsParams>* run_weights_on_cpu;
+
+// The kernel of sdpa, attention or flex_attention. It asks is_over_processes() too, because in inference mode the
+// kernels under the Autograd key do not run.
+template <class Op, const Device& device>
+auto attend_on(const Call& call) {
+  if (is_over_processes()) return attend_over_processes<Op>(call);
+  const auto [saved, rows] =
+      compute_forward(device, false, call, std::nullopt, kWithRows<Op>, /*exact_residual=*/false);
+  return results_for<Op>(saved.output, rows);
+}
 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
-  // These kernels ask is_over_processes() too, because in inference mode the kernels under the Autograd key do not run.
-  constexpr auto sdpa = [](const Call& call) {
-    if (is_over_processes()) return OverProcessesOp::call(call).output;
-    return compute_forward(device, false, call, std::nullopt, /*with_rows=*/false, /*exact_residual=*/false)
-        .saved.output;
-  };
-  constexpr auto attention = [](const Call& call) {
-    if (is_over_processes()) return OverProcessesOp::call(call);
-    const auto [saved, rows] =
-        compute_forward(device, false, call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
-    return OutputAndRows{saved.output, rows};
-  };
-  constexpr auto flex = [](const Call& call) {
-    refuse_over_processes(FlexOp::name);
-    const auto [saved, rows] =
-        compute_forward(device, false, call, std::nullopt, /*with_rows=*/true, /*exact_residual=*/false);
-    return OutputAndRows{saved.output, rows};
-  };
   constexpr auto forward = [](const auto&... a) { return compute_forward(device, true, a...); };
   constexpr auto backward = [](const auto&... a) { return compute_backward(device, a...); };
   constexpr auto tangent = [](const auto&... a) { return compute_tangent(device, a...); };
   constexpr auto second = [](const auto&... a) { return compute_second(device, a...); };
   constexpr auto stats = [](const auto&... a) { return compute_stats(device, a...); };
-  m.impl("sdpa", SdpaOp::kernel<sdpa>);
-  m.impl("attention", AttentionOp::kernel<attention>);
-  m.impl("flex_attention", FlexOp::kernel<flex>);
+  m.impl("sdpa", SdpaOp::kernel<attend_on<SdpaOp, device>>);
+  m.impl("attention", AttentionOp::kernel<attend_on<AttentionOp, device>>);
+  m.impl("flex_attention", FlexOp::kernel<attend_on<FlexOp, device>>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward>);
   m.impl("_sdpa_backward", BackwardOp::kernel<backward>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent>);

@@ -76,6 +76,7 @@ TORCH_LIBRARY(attn, m) {
          random);
   // Attention with functions of the pair, as strings (program.h).
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
+  // Attention, and the matrices that it went through (formulas.cpp).
   define("sdpa_with_weights(" + dense + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
   // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
@@ -123,18 +124,13 @@ TORCH_LIBRARY(attn, m) {
 
   // sdpa_with_weights without scores: weights, or their mean over the heads, [*, L, S].
   define("_sdpa_and_weights(" + dense + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
-  // The kernel of both, for devices that have one, without dropout. Results that are not wanted are empty. The output
-  // has no derivatives. If they are wanted, sdpa computes the output, and only the value's shape counts here.
-  define("_sdpa_weights(" + dense +
-             ", bool mean, bool with_scores, bool with_output) -> (Tensor weights, Tensor scores, Tensor output)",
-         plain);
 
   // Which instruction set the CPU kernels run with; see cpu/capability.h.
   m.def("_cpu_capability() -> str");
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
-  // Called in place of sdpa and attention while calls are over several processes (over_processes.h). Python implements
+  // Called in place of sdpa and attention while calls are over several processes (switches.h). Python implements
   // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
   // Calls are over several processes while the sum of all changes is positive. Returns it. Other operators then raise.

@@ -29,6 +29,16 @@ bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
          std::equal(a.begin(), a.end(), b.begin(), [](const SymInt& x, const SymInt& y) { return must_equal(x, y); });
 }
 
+// Whether a tensor broadcasts to `allowed` without enlarging it. The last `exact` sizes must be equal.
+bool broadcasts(const Tensor& t, c10::SymIntArrayRef allowed, int64_t exact = 0) {
+  bool fits = t.dim() >= exact && t.dim() <= static_cast<int64_t>(allowed.size());
+  for (int64_t d = 1; fits && d <= t.dim(); ++d) {
+    const SymInt own = extent(t, d), other = allowed[allowed.size() - d];
+    fits = (d > exact && is_one(own)) || must_equal(own, other);
+  }
+  return fits;
+}
+
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
 // `least_dims`: the dimensions that `shape` requires.
@@ -104,12 +114,7 @@ SymInt broadcast(const char* op, const Tensor& query, const Tensor& key, const T
 void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
   const bool packed = shape.sequences.has_value();
   const auto allowed = shape.expanded(shape.heads, shape.queries, packed ? call.max_k : shape.keys);
-  bool fits = mask.dim() >= (packed ? 3 : 0) && mask.dim() <= shape.dims;
-  for (int64_t d = 1; fits && d <= mask.dim(); ++d) {
-    const SymInt own = extent(mask, d);
-    fits = (is_one(own) && (d > 2 || !packed)) || must_equal(own, allowed[allowed.size() - d]);
-  }
-  if (fits) return;
+  if (packed ? mask.dim() >= 3 && broadcasts(mask, allowed, 2) : broadcasts(mask, allowed)) return;
   TORCH_CHECK(!packed, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
               "; it must be [Hq or 1, T_q, max_k] = ", c10::SymIntArrayRef(allowed),
               ": a row for each query, over the keys of its own sequence");
@@ -138,13 +143,8 @@ void check_numbers(const Shape& shape, const char* name, const Tensor& t, const 
               " must be a dense tensor");
   TORCH_CHECK(t.device() == query.device(), shape.op, ": ", name, " is on ", t.device(), " but query is on ",
               query.device(), "; all tensors must be on the same device");
-  bool fits = t.dim() >= exact && t.dim() <= static_cast<int64_t>(allowed.size());
-  for (int64_t d = 1; fits && d <= t.dim(); ++d) {
-    const SymInt own = extent(t, d), other = allowed[allowed.size() - d];
-    fits = (d > exact && is_one(own)) || must_equal(own, other);
-  }
-  TORCH_CHECK(fits, shape.op, ": ", name, " has shape ", t.sym_sizes(), "; it must be ", what, " and broadcast to ",
-              allowed);
+  TORCH_CHECK(broadcasts(t, allowed, exact), shape.op, ": ", name, " has shape ", t.sym_sizes(), "; it must be ", what,
+              " and broadcast to ", allowed);
 }
 
 void check_head_numbers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query) {
@@ -193,9 +193,7 @@ void check_program(const Shape& shape, const Call& call) {
     TORCH_CHECK(t->scalar_type() == dtype, shape.op, ": ", name, " has dtype ", t->scalar_type(), "; it must be ",
                 dtype);
     const auto allowed = shape.expanded(heads, rows, extent(*t, 1));
-    bool fits = t->dim() <= static_cast<int64_t>(allowed.size()) && TORCH_GUARD_OR_TRUE(extent(*t, 1).sym_ge(least));
-    for (int64_t d = 2; fits && d <= t->dim(); ++d)
-      fits = (d > 2 && is_one(extent(*t, d))) || must_equal(extent(*t, d), allowed[allowed.size() - d]);
+    const bool fits = TORCH_GUARD_OR_TRUE(extent(*t, 1).sym_ge(least)) && broadcasts(*t, allowed, 2);
     TORCH_CHECK(fits, shape.op, ": ", name, " has shape ", t->sym_sizes(), "; it must broadcast to ",
                 c10::SymIntArrayRef(allowed), " and have at least ", least, " columns");
   };
@@ -438,10 +436,7 @@ void Checker::residual(const char* name, const Tensor& t) const {
 void Checker::rng_state(const Tensor& t) const {
   if (call.dropout_p == 0) return;
   // One for all samples, or one for each along the leading dimensions that vmap added.
-  const auto allowed = shape.expanded(1, 1, 3);
-  bool fits = t.dim() >= 1 && t.dim() <= shape.dims && must_equal(extent(t, 1), 3);
-  for (int64_t d = 2; fits && d <= t.dim(); ++d)
-    fits = is_one(extent(t, d)) || must_equal(extent(t, d), allowed[allowed.size() - d]);
+  const bool fits = broadcasts(t, shape.expanded(1, 1, 3), 1);
   TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == call.query.device(), shape.op, ": rng_state is ",
               t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
@@ -493,13 +488,6 @@ at::ScalarType compute_dtype(const Tensor& query) {
 
 at::TensorOptions compute_options(const Tensor& query) { return query.options().dtype(compute_dtype(query)); }
 
-Statistics empty_statistics(const Shape& shape, const Tensor& query) {
-  const auto options = compute_options(query);
-  const auto of_rows = shape.numbers(shape.queries), of_keys = shape.numbers(shape.keys);
-  return {at::empty_symint(of_rows, options), at::empty_symint(of_rows, options), at::empty_symint(of_rows, options),
-          at::empty_symint(of_keys, options)};
-}
-
 Tensor empty_output(const Shape& shape, const Tensor& query) {
   const auto sizes = shape.output();
   const auto dims = static_cast<int64_t>(sizes.size());
@@ -526,12 +514,8 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
   return at::empty_strided_symint(sizes, strides, query.options());
 }
 
-Tensor empty_logsumexp(const Shape& shape, const Tensor& query) {
-  return at::empty_symint(shape.logsumexp(), compute_options(query));
-}
-
-Tensor empty_rows(const Shape& shape, const Tensor& query) {
-  return at::empty_symint(shape.numbers(shape.queries), compute_options(query));
+Tensor empty_numbers(const c10::SymDimVector& sizes, const Tensor& query) {
+  return at::empty_symint(sizes, compute_options(query));
 }
 
 bool has_residual(const Call& call) {

@@ -69,14 +69,12 @@ at::TensorOptions compute_options(const at::Tensor& query);
 
 // Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
-at::Tensor empty_logsumexp(const Shape& shape, const at::Tensor& query);
-at::Tensor empty_rows(const Shape& shape, const at::Tensor& query);  // one number a row
+at::Tensor empty_numbers(const c10::SymDimVector& sizes, const at::Tensor& query);  // in the compute dtype
 // Whether the rounding error of an output of a half type is kept for derivatives. It is kept with a floating mask,
 // slopes or sinks, because it counts in their gradients; in others the rounding errors of the weights are larger. It is
 // kept with dropout too. Without it a row with one key, whose gradients are 0, would get gradients from the rounding of
 // value / (1 - dropout_p).
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
-Statistics empty_statistics(const Shape& shape, const at::Tensor& query);
 
 }  // namespace attn

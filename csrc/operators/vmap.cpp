@@ -100,6 +100,9 @@ class Batch {
   T logical(const T& results, int64_t dims) const {
     return map_inputs(results, [&](const Tensor& t) { return logical(t, dims); });
   }
+  OutputAndRows logical(const OutputAndRows& results, int64_t dims) const {
+    return {logical(results.output, dims), logical(results.rows, dims - 1)};
+  }
   Gradients logical(const Gradients& grads, const Call& call) const {
     Gradients results;
     const auto map = [&](size_t, Tensor& result, const Tensor& grad, const std::optional<Tensor>& input) {
@@ -170,14 +173,6 @@ ForwardCall forward_call(const Batch& batch, const Call& call, const std::option
   return below;
 }
 
-Tensor sdpa_vmap(const Call& call) {
-  const Batch batch(SdpaOp::name, call);
-  const ForwardCall below = forward_call(batch, call, std::nullopt);
-  const Tensor output = below.rng_state ? ForwardOp::call(below.call, below.rng_state, false, false).saved.output
-                                        : SdpaOp::call(below.call);
-  return below.mapped ? batch.logical(output, batch.sample.dims) : output;
-}
-
 ForwardResults forward_vmap(const Call& call, const std::optional<Tensor>& rng_state, bool with_rows,
                             bool exact_residual) {
   const Batch batch(SdpaOp::name, call);
@@ -190,19 +185,13 @@ ForwardResults forward_vmap(const Call& call, const std::optional<Tensor>& rng_s
   return {saved, batch.logical(results.rows, batch.sample.dims - 1)};
 }
 
+// sdpa, attention or flex_attention.
 template <class Op>
-OutputAndRows attention_vmap(const Call& call) {
+auto attend_vmap(const Call& call) {
   const Batch batch(Op::name, call);
   const ForwardCall below = forward_call(batch, call, std::nullopt);
-  OutputAndRows results;
-  if (below.rng_state) {
-    const auto [saved, rows] = ForwardOp::call(below.call, below.rng_state, /*with_rows=*/true, false);
-    results = {saved.output, rows};
-  } else {
-    results = Op::call(below.call);
-  }
-  if (!below.mapped) return results;
-  return {batch.logical(results.output, batch.sample.dims), batch.logical(results.rows, batch.sample.dims - 1)};
+  const auto results = below.rng_state ? attend_by_forward<Op>(below.call, below.rng_state) : Op::call(below.call);
+  return below.mapped ? batch.logical(results, batch.sample.dims) : results;
 }
 
 // The derivatives return results for every sample, so every tensor that they take is mapped or expanded by a view.
@@ -240,9 +229,9 @@ Statistics stats_vmap(const Call& scores) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
-  m.impl("sdpa", SdpaOp::kernel<sdpa_vmap>);
-  m.impl("attention", AttentionOp::kernel<attention_vmap<AttentionOp>>);
-  m.impl("flex_attention", FlexOp::kernel<attention_vmap<FlexOp>>);
+  m.impl("sdpa", SdpaOp::kernel<attend_vmap<SdpaOp>>);
+  m.impl("attention", AttentionOp::kernel<attend_vmap<AttentionOp>>);
+  m.impl("flex_attention", FlexOp::kernel<attend_vmap<FlexOp>>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward_vmap>);
   m.impl("_sdpa_backward", BackwardOp::kernel<backward_vmap>);
   m.impl("_sdpa_tangent", TangentOp::kernel<tangent_vmap>);
@@ -252,9 +241,9 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
 
 // For calls inside vmap with nothing mapped, because dropout must follow `randomness` there too.
 TORCH_LIBRARY_IMPL(attn, FuncTorchVmapMode, m) {
-  m.impl("sdpa", SdpaOp::kernel<sdpa_vmap>);
-  m.impl("attention", AttentionOp::kernel<attention_vmap<AttentionOp>>);
-  m.impl("flex_attention", FlexOp::kernel<attention_vmap<FlexOp>>);
+  m.impl("sdpa", SdpaOp::kernel<attend_vmap<SdpaOp>>);
+  m.impl("attention", AttentionOp::kernel<attend_vmap<AttentionOp>>);
+  m.impl("flex_attention", FlexOp::kernel<attend_vmap<FlexOp>>);
   m.impl("_sdpa_forward", ForwardOp::kernel<forward_vmap>);
 }
 

@@ -1,15 +1,13 @@
-#include "operators/invariance.h"
+#include "operators/switches.h"
 
 #include <torch/library.h>
 
 #include <cstdlib>
-#include <string_view>
-
-#include "attn/sdpa.h"
-#include "operators/switch.h"
 
 namespace attn {
 namespace {
+
+Switch over_processes;
 
 Switch& invariance() {
   static Switch own = [] {
@@ -24,12 +22,19 @@ Switch& invariance() {
 }  // namespace
 
 bool is_invariant() { return invariance().is_on(); }
-
 Invariance::Invariance() { invariance().change(+1); }
 Invariance::~Invariance() { invariance().change(-1); }
 
+bool is_over_processes() { return over_processes.is_on(); }
+void refuse_over_processes(const char* op) {
+  TORCH_CHECK(!is_over_processes(), op,
+              ": it is called within a context_parallel, which cannot spread it over processes; call it outside, with "
+              "whole sequences");
+}
+
 TORCH_LIBRARY_FRAGMENT(attn, m) {
   m.impl("_invariant", [](int64_t change) { return invariance().change(change); });
+  m.impl("_over_processes", [](int64_t change) { return over_processes.change(change); });
 }
 
 }  // namespace attn
