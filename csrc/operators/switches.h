@@ -1,5 +1,5 @@
-// The switches of the whole process, because threads may share the work of a call. Each is on while it has been switched
-// on more often than off.
+// Switches of the whole process, because threads may share the work of a call. Each is on while it has been switched on
+// more often than off.
 #pragma once
 
 #include <atomic>
@@ -22,8 +22,8 @@ class Switch {
 // Behind attn::invariant().
 bool is_invariant();
 
-// While it is on, every call of sdpa and attention, from any code and with any tensors, is this process's part of a call
-// over several processes. Python implements such calls (torch_attn/distributed/_context.py).
+// While it is on, every call of sdpa and attention, from any code and with any tensors, is this process's part of a
+// call over several processes. Python implements such calls (torch_attn/distributed/_context.py).
 bool is_over_processes();
 // Refuses an operator that cannot be part of such a call.
 void refuse_over_processes(const char* op);
