@@ -28,7 +28,8 @@ def arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any], dict[str
         return list(x), {**options, "with_rows": with_rows}
     saved = torch.ops.attn._sdpa_forward(*x, **options)[:4]
     output = saved[0]
-    learned = ("alibi_slopes", "sinks", "row_terms", "key_terms", "distance_terms", "table")
+    learned = ("alibi_slopes", "sinks", "row_terms", "key_terms", "distance_terms")
+    learned += ("table_0", "table_1", "table_2", "table_3")
     more: list[Tensor | None] = [options.get(n) for n in learned]
     wanted = [t is not None and t.is_floating_point() for t in (*x, *more)]
     grads = [torch.randn_like(output), torch.randn_like(saved[1][..., 0]) if with_rows else None]

@@ -48,6 +48,12 @@ def evaluate(text: str, program: Program, shape: tuple[int, ...], score: Tensor 
             x = {"row": x[..., None], "key": x[..., None, :]}.get(name, x)
             x = x[..., rows - keys + S - 1] if name == "distance" else x
             x = {"f": x.double(), "i": x.long(), "b": x != 0}[type_]
+        elif name.endswith("table"):
+            table = getattr(program, f"table_{operands[0]}").double()
+            row = {"table": torch.tensor(0), "row_table": rows, "key_table": keys}[name]
+            index = values[int(operands[1][1:])]
+            entries, heads = (torch.arange(n).view(-1, *[1] * d) for n, d in zip(table.shape, (3, 2)))
+            x = table[entries, heads, row, index]
         elif name in ("query", "key_index"):
             x = rows if name == "query" else keys
         else:

@@ -279,10 +279,10 @@ def test_programs_of_no_pair_and_masks_from_tables() -> None:
     with pytest.raises(RuntimeError, match=r"large .*has whole numbers beyond 2\^24"):
         torch_attn.flex_attention(*single, None, lambda b, h, i, j: large[i, j] == 2**24 + 1)
     # A table that a mask reads has no gradient, though it asks for one.
-    mask = "attn.program 1\n%0 i query\n%1 f table %0\n%2 f const 0\n%3 b lt %2 %1\nreturn %3"
+    mask = "attn.program 1\n%0 i query\n%1 f table 0 %0\n%2 f const 0\n%3 b lt %2 %1\nreturn %3"
     table = torch.ones(1, 1, 1, L, dtype=torch.float64, requires_grad=True)
     query = x[0].clone().requires_grad_()
-    output = torch.ops.attn.flex_attention(query, *x[1:], mask_mod=mask, table=table)[0]
+    output = torch.ops.attn.flex_attention(query, *x[1:], mask_mod=mask, table_0=table)[0]
     of_query, of_table = torch.autograd.grad(output.sum(), [query, table], materialize_grads=True)
     assert of_query.any()
     assert not of_table.any()

@@ -107,7 +107,7 @@ class List:
         self.dtype, self.compiling = dtype, compiling
         self.nodes: dict[tuple[Any, ...], int] = {}  # (type, name, operands...), in order
         self.words: dict[int, str] = {}  # constants by place
-        self.leaves: dict[tuple[str, int], Tensor] = {}  # by stored type and serial
+        self.leaves: dict[tuple[str, int], Tensor] = {}  # by stored type (t: a table) and serial
         self.count = 0
 
     def value(self, kind: int, dtype: torch.dtype, make: Any = None, **fields: Any) -> Value:
@@ -194,14 +194,15 @@ def write(
             words = []
             for x in operands:
                 if type(x) is tuple:
-                    column = columns.setdefault((name, x[0] == "f"), {})
+                    group = ("table", False) if x[0] == "t" else (name, x[0] == "f")
+                    column = columns.setdefault(group, {})
                     x = column.setdefault(x, len(column))
                     words.append(str(x))
                 elif type(x) is int:
                     words.append(f"%{number[x]}")
                 else:
                     words.append(x)
-            count += bool(operands) and type(operands[0]) is int
+            count += any(type(x) is int for x in operands)
             lines.append(" ".join([f"%{n}", type_, name, *words]))
         texts.append("\n".join([*lines, f"return %{number[result]}\n"]))
         counts.append(count)

@@ -66,7 +66,8 @@ class Program:
         row_numbers: ``[B|1, H|1, L, R]``, int32: whole numbers, and booleans as 0 and 1.
         key_numbers: ``[B|1, H|1, S, K]``, likewise.
         distance_numbers: ``[B|1, H|1, L + S - 1, D]``, likewise.
-        table: ``[1, 1, 1, N]``, as the terms: what is read by an index of the pair.
+        table_0: ``[B|1, H|1, L|S|1, N]``, as the terms: a captured tensor that is read by an index of
+            the pair, where it lies. The list says whose rows it has. table_1 to table_3: likewise.
         pairs: ``[B|1, H|1, L, S]``, a view of a captured tensor that is read as it lies.
     """
 
@@ -78,7 +79,10 @@ class Program:
     row_numbers: Tensor | None = None
     key_numbers: Tensor | None = None
     distance_numbers: Tensor | None = None
-    table: Tensor | None = None
+    table_0: Tensor | None = None
+    table_1: Tensor | None = None
+    table_2: Tensor | None = None
+    table_3: Tensor | None = None
     pairs: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -89,7 +93,7 @@ class Program:
     def __str__(self) -> str:
         parts = [f"{n}: {text}" for n in ("score", "mask") if (text := getattr(self, n))]
         leaves = [f"{kind}_{noun}" for noun in ("terms", "numbers") for kind in _KINDS]
-        leaves += ["table", "pairs"]
+        leaves += [*_TABLES, "pairs"]
         for name in leaves:
             if (tensor := getattr(self, name)) is not None:
                 parts.append(f"{name}: {list(tensor.shape)} {tensor.dtype}\n")
@@ -97,6 +101,7 @@ class Program:
 
 
 _KINDS = {"row": ROW, "key": KEY, "distance": DISTANCE}
+_TABLES = "table_0", "table_1", "table_2", "table_3"
 
 
 def trace(
@@ -147,11 +152,18 @@ def trace(
     if max(counts, default=0) > MOST_OPERATIONS:
         tracer.fail(f"{max(counts)} operations of the pair; at most {MOST_OPERATIONS}")
     columns: dict[str, list[Tensor]] = {}
+    tables = [tracer.list.leaves[type_, serial] for _, type_, serial in read if type_ == "t"]
+    if len(tables) > len(_TABLES):
+        tracer.fail(f"{len(tables)} tables have an index of the pair; at most {len(_TABLES)}")
     for kind, type_, serial in read:
+        if type_ == "t":
+            continue
         name = f"{kind}_{'terms' if type_ == 'f' else 'numbers'}"
         columns.setdefault(name, []).append(tracer.list.leaves[type_, serial])
     leaves = {name: tracer.stack(name, of) for name, of in columns.items()}
-    leaves |= tracer.of_pairs()
+    leaves |= dict(zip(_TABLES, tables, strict=False))
+    if tracer.pairs is not None:
+        leaves["pairs"] = tracer.pairs
     score_text = texts[0] if score_mod is not None else None
     return Program(score_text, texts[-1] if mask_mod is not None else None, **leaves)
 
@@ -207,9 +219,9 @@ class _Tracer:
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
         self.made: list[Any] = []  # tensors that the functions made
         self.empty: dict[torch.dtype, Tensor] = {}
-        self.tables: dict[int, tuple[int, Tensor, Tensor]] = {}  # offset, table, its numbers
-        self.table_size = 0
+        self.tables: dict[Any, tuple[int, Tensor]] = {}  # by what is read: its number
         self.pairs: Tensor | None = None
+        self.sizes = sizes
         self.lengths = {HEAD: 1, ROW: L, KEY: S, DISTANCE: max(L + S - 1, 0)}
         self.indices: list[Any] = [self.index(HEAD, 0, B), self.index(HEAD, 1, H)]
         self.indices += [self.of_affine((1, 0, 0)), self.of_affine((0, 1, 0))]
@@ -488,8 +500,14 @@ class _Tracer:
 
     def axes(self, value: Value) -> list[Value | None]:
         """A vector `[B|1, H|1, N|1, *shape]` is a table whose first dimensions have indices."""
-        sizes = value.tensor.shape[:3]
-        first = [self.index(value.kind if a == 2 else HEAD, a, n) for a, n in enumerate(sizes)]
+        first = []
+        for axis, n in enumerate(value.tensor.shape[:3]):
+            if axis < 2 and n == self.sizes[axis]:
+                first.append(self.indices[axis])
+            elif axis == 2 and value.kind in (ROW, KEY):
+                first.append(self.indices[value.kind + 1])
+            else:
+                first.append(self.index(value.kind if axis == 2 else HEAD, axis, n))
         return [*first, *[None] * len(value.shape)]
 
     def look_up(self, source: Tensor, places: list[Value | None]) -> Value:
@@ -524,13 +542,12 @@ class _Tracer:
         """
         if self.pairs is not None or not source.is_floating_point() or not self.tracking_score:
             return None
-        sizes = self.indices[0].tensor.size(0), self.indices[1].tensor.size(1)
         L, S = self.lengths[ROW], self.lengths[KEY]
         dims: list[int | None] = [None, None]  # of b and of h
         sums: list[tuple[int, int, int, int]] = []
         for dim, x in enumerate(places):
             axis = next((n for n in (0, 1) if x.serial == self.indices[n].serial), None)
-            if axis is not None and dims[axis] is None and source.size(dim) == sizes[axis]:
+            if axis is not None and dims[axis] is None and source.size(dim) == self.sizes[axis]:
                 dims[axis] = dim
                 continue
             a, b, c = x.affine or (0, 0, 0)
@@ -560,62 +577,82 @@ class _Tracer:
         return self.list.value(PAIR, source.dtype, node=self.list.add("f", "pair"))
 
     def gathered(self, source: Tensor, places: list[Any]) -> Value:
-        """`source[places]`, by an index of the pair into the numbers of all such tables."""
-        at = self.tables.get(id(source))
-        if at is None:
-            numbers = source.reshape(-1).to(self.list.dtype)
-            if letter(source.dtype) == "i" and not self.list.compiling:
-                fits = True
-                with contextlib.suppress(RuntimeError):  # as in stack()
-                    fits = torch.equal(numbers.to(source.dtype), source.reshape(-1))
-                if not fits:
-                    self.fail(f"{self.name_of(source)} has whole numbers beyond 2^24")
-            at = self.tables[id(source)] = self.table_size, source, numbers
-            self.table_size += source.numel()
-            if self.table_size >= 2**31 - 1:
-                self.fail(f"tables of {self.table_size} numbers", "they must be fewer than 2^31")
+        """`source[places]`, by an index of the pair: the tensor is read where it lies.
+
+        Where b, h, and i or j are indices themselves, its rows are heads, and queries or keys. The
+        other indices are one together, of its last dimension.
+        """
+        own: list[int | None] = [None, None, None]  # dimensions of b, of h, and of i or j
+        counts = [*self.sizes[:2], 0]
+        name, begin = "table", 0
+        for dim, x in enumerate(places):
+            a, b, c = x.affine or (0, 0, -1)
+            axis = next((n for n in (0, 1) if x.serial == self.indices[n].serial), None)
+            if x.kind in (ROW, KEY) and own[2] is None and a + b == 1 and type(c) is int and c >= 0:
+                axis, begin, counts[2] = 2, c, self.lengths[x.kind]
+                name = "row_table" if a else "key_table"
+            if axis is not None and own[axis] is None:
+                self.check_index(source, dim, x)
+                own[axis] = dim
+        place = self.list.place(self.index_of(source, places, own), "i")
+        if self.list.reads(place, "score"):
+            self.fail(f"an index of {self.name_of(source)} depends on the score")
+        number, _ = self.tables.setdefault((id(source), name, *own, begin), (len(self.tables), source))
+        if ("t", number) not in self.list.leaves:
+            table = source
+            for n, dim in enumerate(own):
+                if dim is not None:
+                    table = table.narrow(dim, begin if n == 2 else 0, counts[n])
+            found = [dim for dim in own if dim is not None]
+            table = table.permute(*found, *(d for d in range(source.dim()) if d not in found))
+            table = table[tuple(None if dim is None else slice(None) for dim in own)]
+            self.list.leaves["t", number] = self.as_numbers(table, source).flatten(3)
+        node = self.list.add("f", name, ("t", number), place)
+        type_ = letter(source.dtype)
+        if type_ != "f":
+            node = self.list.add(type_, "bool" if type_ == "b" else "int", node)
+        return self.list.value(PAIR, source.dtype, node=node)
+
+    def as_numbers(self, table: Tensor, source: Tensor) -> Tensor:
+        numbers = as_dtype(table, self.list.dtype)
+        if letter(table.dtype) == "i" and not self.list.compiling:
+            fits = True
+            with contextlib.suppress(RuntimeError):  # as in stack()
+                fits = torch.equal(numbers.to(table.dtype), table)
+            if not fits:
+                self.fail(f"{self.name_of(source)} has whole numbers beyond 2^24")
+        return numbers
+
+    def index_of(self, source: Tensor, places: list[Any], own: list[int | None]) -> Value:
+        """The place among the numbers of the dimensions that are not a table's own."""
         parts: dict[int, Any] = {}  # of the index, by kind: what is not of the pair costs nothing
         is_inside: Any = None
-        stride = source.numel()
-        for dim, x in enumerate(places):
-            size = source.size(dim)
-            stride //= max(size, 1)
-            limits = self.limits(x)
+        stride = 1
+        for dim in reversed(range(source.dim())):
+            x, size = places[dim], source.size(dim)
+            if dim in own:
+                continue
             if x.kind != PAIR:
                 self.check_index(source, dim, x)
-            elif limits is None or limits[0] < -size or limits[1] >= size:
+            limits = self.limits(x)
+            if limits is None or limits[0] < -size or limits[1] >= size:
                 inside = self.of("logical_and", self.of("ge", x, -size), self.of("lt", x, size))
                 is_inside = self.of("logical_and", is_inside, inside) if is_inside else inside
             if limits is None or limits[0] < 0:
                 x = self.of("where", self.of("lt", x, 0), self.of("add", x, size), x)
             part = self.of("mul", x, stride) if stride != 1 else x
             parts[x.kind] = self.of("add", parts[x.kind], part) if x.kind in parts else part
-        index: Any = at[0]
-        for kind in sorted(parts):
-            index = self.of("add", parts[kind], index)
+            stride *= size
+        if stride >= 2**31:
+            self.fail(f"a table of {stride} numbers", "they must be fewer than 2^31")
+        index = functools.reduce(lambda x, y: self.of("add", x, y), map(parts.get, sorted(parts)))
         if is_inside is not None:
             index = self.of("where", is_inside, index, 2**31 - 1)
-        place = self.list.place(index, "i")
-        if self.list.reads(place, "score"):
-            self.fail(f"an index of {self.name_of(source)} depends on the score")
-        node = self.list.add("f", "table", place)
-        type_ = letter(source.dtype)
-        if type_ != "f":
-            node = self.list.add(type_, "bool" if type_ == "b" else "int", node)
-        return self.list.value(PAIR, source.dtype, node=node)
+        return index
 
     def of(self, name: str, *values: Any) -> Value:
         of = [x for x in values if isinstance(x, Value)]
         return self.elementwise(name, getattr(torch, name), list(values), {}, of)
-
-    def of_pairs(self) -> dict[str, Tensor]:
-        """The operands that an index of the pair reads."""
-        found = {"pairs": self.pairs} if self.pairs is not None else {}
-        numbers = [x for _, _, x in self.tables.values()]
-        if numbers:
-            table = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
-            found["table"] = table.view(1, 1, 1, -1)
-        return found
 
     def check_index(self, source: Tensor, dim: int, index: Value) -> None:
         size = source.size(dim)

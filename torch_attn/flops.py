@@ -128,7 +128,7 @@ def _statistics(call: Call) -> int:
 
 def _directions(call: Call) -> list[bool]:
     names = ("query", "key", "value", "attn_mask", "alibi_slopes")
-    terms = ("row_terms", "key_terms", "distance_terms", "table")
+    terms = ("row_terms", "key_terms", "distance_terms", "table_0", "table_1", "table_2", "table_3")
     return [call[f"tangent_{name}"] is not None for name in (*names, *terms)]
 
 

@@ -56,8 +56,8 @@ enum class Op : uint8_t {
   le_whole,
   // of any kind
   where,
-  gather,          // table[i + j] + z
-  gather_tangent,  // of its derivative along a direction
+  lookup,          // number x of a table, plus z
+  lookup_tangent,  // of its derivative along a direction
   float_of,        // of a whole number
   whole_of,        // of a number, rounded towards 0
 };
@@ -103,14 +103,15 @@ struct Step {
   Op op;
   int16_t to;
   int16_t from[3] = {};
+  int8_t table = 0;   // of a lookup
+  int8_t lookup = 0;  // which of the list's lookups it is
 };
 struct ResultOfList {
   int16_t from;
-  LeafOfList of;  // if a gradient: the leaf whose gradient it is; Leaf::score means scale * product
-  // If the result is the gradient of a number of the table, the index of that number is the sum of these two, and `of`
-  // is unused.
-  bool is_of_table = false;
-  int16_t index[2] = {};
+  LeafOfList of;  // a gradient: what it is the gradient of; score stands for scale * product
+  // The gradient of number `index` of this table, if it is not -1. `of` then means nothing.
+  int8_t table = -1;
+  int16_t index = 0;
 };
 
 struct List {
@@ -124,6 +125,7 @@ struct List {
   // pairs.
   int slots;
   int uniform_slots;
+  int lookups;
   bool reads_pairs;  // pair_term or pair_tangent
 };
 
@@ -134,16 +136,27 @@ struct Terms {
   int64_t entry = 0, head = 0, row = 0, col = 0;
 };
 
-// The gradients of terms, in the compute dtype; null if not wanted. The gradients of distances are one sum per chunk of
-// keys; the sums are added in order afterwards.
+// A table, [batch, heads, n, size] in the compute dtype, whose index is of the pair. n is 1, or each query or each key
+// has its own numbers, which are contiguous.
+enum class TableOf : int8_t { all, queries, keys };
+struct Table {
+  Terms numbers, tangent;  // no data: none
+  int64_t size = 0;
+  TableOf of = TableOf::all;
+};
+constexpr int kMostTables = 4;
+
+// The gradients of terms, in the compute dtype; null if not wanted. Those of the distances are a sum for each chunk of
+// keys, added in order afterwards.
 struct TermGradients {
   void* rows = nullptr;       // [batch, heads, L, columns]
   void* keys = nullptr;       // [batch, heads, S, columns]
   void* distances = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
-  // Task t waits in line t % lines. It adds to a copy of the table once turns[line] says that earlier tasks of the line
-  // have added. Lines that share a copy add to different numbers.
-  void* table = nullptr;  // [lines / lines_of_copy, batch or 1, table_size]
-  int64_t lines = 1, lines_of_copy = 1;
+  // Task t stands in line t % lines, and adds to a copy of the tables once turns[line] says that the tasks before it
+  // have. The lines of a copy add to different numbers. Without turns, all tasks do.
+  Terms tables[kMostTables];  // as Table::numbers, contiguous; the first copy
+  bool has_tables = false;
+  int64_t lines = 1, lines_of_copy = 1, copy = 0;  // `copy`: from one copy to the next, in numbers
   int32_t* turns = nullptr;
 };
 constexpr TermGradients kNoTermGradients;
@@ -156,12 +169,9 @@ struct PairProgram {
   int64_t batch = 1, heads = 1, queries = 0, keys = 0;  // of the whole call: entries, H, L and S
   int columns[kTermKinds] = {};
   Terms terms[kTermKinds];
-  // Numbers of the compute dtype, the same for all entries (table_entry = 0) or [batch, table_size].
-  const void* table = nullptr;
-  const void* table_tangent = nullptr;
-  int64_t table_size = 0;
-  int64_t table_entry = 0;
-  // The first pair whose index is outside of the table, as i * S + j, and that index; -1 if there is none.
+  Table tables[kMostTables];
+  // An index outside of its table, of the least pair that has one: i * S + j, the index and the size of the table; -1
+  // if there is none.
   int64_t* wrong = nullptr;
   // Null if there is no score_mod, or the kernel needs none.
   const List* score = nullptr;
@@ -172,11 +182,6 @@ struct PairProgram {
   const List* tangent = nullptr;           // of the score, along a direction
   const List* tangent_gradient = nullptr;  // of the results of `gradient`, in their order
 };
-
-// The numbers of the tables of all entries.
-ATTN_INLINE constexpr int64_t all_of_table(const PairProgram& p) {
-  return p.table_size * (p.table_entry == 0 ? 1 : p.batch);
-}
 
 // What a mask_mod shows, tile by tile of kScoreTile queries and keys: kNoPair, kAllPairs, or where its bits begin.
 // Word j of a tile has a bit for each of its queries. Strides in tiles, 0 where the mask is shared.

@@ -215,89 +215,54 @@ int64_t size_of_distance_terms(const BackwardParams& p) {
   return program.batch * program.heads * program.columns[kKind] * (program.queries + program.keys - 1);
 }
 
-using Limits = std::pair<int64_t, int64_t>;  // the least and the largest of some whole numbers
-constexpr Limits kUnknown = {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
-
-// The least and the largest number of a leaf at an entry and a head.
-Limits limits_of(const PairProgram& program, const LeafOfList& leaf, int64_t n, int64_t head) {
-  const int kind = static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term);
-  const int64_t queries = program.queries, keys = program.keys;
-  switch (leaf.leaf) {
-    case Leaf::whole_number:
-      return {static_cast<int64_t>(leaf.number), static_cast<int64_t>(leaf.number)};
-    case Leaf::query:
-      return {0, queries - 1};
-    case Leaf::key:
-      return {0, keys - 1};
-    case Leaf::row_number:
-    case Leaf::key_number:
-    case Leaf::distance_number:
-      break;
-    default:
-      return kUnknown;
-  }
-  const int64_t count = leaf.leaf == Leaf::row_number   ? queries
-                        : leaf.leaf == Leaf::key_number ? keys
-                                                        : queries + keys - 1;
-  const Terms& t = program.terms[kind];
-  const auto* numbers = static_cast<const int32_t*>(t.data) + n * t.entry + head * t.head + leaf.column * t.col;
-  Limits limits = {numbers[0], numbers[0]};
-  for (int64_t i = 1; i < count; ++i) {
-    limits.first = std::min<int64_t>(limits.first, numbers[i * t.row]);
-    limits.second = std::max<int64_t>(limits.second, numbers[i * t.row]);
-  }
-  return limits;
-}
-
-// Calls f(limits) for each place where a list of gradients adds to the table, with the limits of its indices at an
-// entry and a head.
-void each_limits_in_table(const PairProgram& program, int64_t n, int64_t head, auto f) {
-  if (!program.gradient) return;
-  const List& list = *program.gradient;
-  std::vector<Limits> slots(list.slots, kUnknown);
-  const auto of = [&](int16_t from) {
-    return from >= 0 ? slots[from] : limits_of(program, list.leaves[-1 - from], n, head);
-  };
-  // The two operands are those at `from`. The kernels' sums wrap around beyond 32 bits.
-  const auto sum = [&](const int16_t* from) {
-    const Limits x = of(from[0]), y = of(from[1]);
-    if (x == kUnknown || y == kUnknown) return kUnknown;
-    const Limits found = {x.first + y.first, x.second + y.second};
-    const bool wraps =
-        found.first != static_cast<int32_t>(found.first) || found.second != static_cast<int32_t>(found.second);
-    return wraps ? kUnknown : found;
-  };
-  for (const Step& step : std::span(list.steps, list.step_count))
-    slots[step.to] = step.op == Op::add_whole ? sum(step.from) : kUnknown;
-  const int64_t entry = n * program.table_entry;
-  for (const ResultOfList& result : std::span(list.results, list.result_count)) {
-    if (!result.is_of_table) continue;
-    const Limits found = sum(result.index);
-    f(found == kUnknown ? kUnknown : Limits(found.first + entry, found.second + entry));
+// Calls f(table, its gradient, how many numbers that has) for the tables whose gradients are wanted.
+void for_each_table(const BackwardParams& p, auto f) {
+  for (int t = 0; t < kMostTables; ++t) {
+    const Terms& grad = gradients_of_terms(p).tables[t];
+    const Table& table = p.program->tables[t];
+    const int64_t rows = table.of == TableOf::queries ? p.program->queries : table.of == TableOf::keys ? p.program->keys : 1;
+    const int64_t entries = grad.entry != 0 ? p.program->batch : 1, heads = grad.head != 0 ? p.program->heads : 1;
+    if (grad.data) f(t, table, entries * heads * rows * table.size);
   }
 }
 
-// Whether no two spans of heads add to the same number of the table.
-bool spans_own_table(const auto& entries) {
-  std::vector<std::pair<Limits, int64_t>> all;  // with the number of the span
-  int64_t spans = 0;
-  for (const auto& [p, _] : entries) {
-    if (p->rows() == 0 || p->keys == 0) continue;
-    for (int64_t n = 0; n < p->batch; ++n)
-      for (int64_t head = 0; head < p->heads; ++head)
-        each_limits_in_table(*p->program, p->first_entry + n, head, [&](const Limits& limits) {
-          all.emplace_back(limits, spans + n * p->heads / p->span + head / p->span);
-        });
-    spans += p->spans();
+// Plans how spans of heads add to the tables: `own` of each group of entries. Returns the copies that they add to, [copies,
+// numbers], or an undefined tensor where they add to the gradients themselves.
+template <class Params>
+Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGradients>& of_entries,
+                   c10::SmallVectorImpl<Tensor>& memory, const Tensor& query) {
+  const PairProgram& program = *call.program;
+  const auto& first = *(*entries.begin()).params;
+  int64_t size = 0;
+  bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same ones
+  for_each_table(call, [&](int, const Table& table, int64_t numbers) {
+    size += numbers;
+    are_owned &= (table.numbers.entry != 0 || program.batch == 1) && (table.numbers.head != 0 || first.span == first.heads);
+    meet |= table.of != TableOf::keys;
+  });
+  if (are_owned && !meet) return {};
+  // One copy is enough where no two spans add to the same numbers; else tasks share up to 16 copies of up to 64 MB, and
+  // entries of their own lengths have one each.
+  constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
+  const auto count = static_cast<int64_t>(of_entries.size());
+  int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;
+  if (are_owned) each = std::max<int64_t>(1, each / first.spans());
+  Tensor copies;
+  if (each > 1 || (count > 1 && !are_owned)) copies = at::zeros({count * each, size}, compute_options(query));
+  for (int64_t i = 0; i < count; ++i) {
+    TermGradients& own = of_entries[i];
+    own.lines_of_copy = are_owned ? (entries.begin() + i)->params->spans() : 1;
+    own.lines = each * own.lines_of_copy;
+    memory.push_back(at::zeros({own.lines}, query.options().dtype(at::kInt)));
+    own.turns = memory.back().template mutable_data_ptr<int32_t>();
+    if (!copies.defined()) continue;
+    own.copy = size;
+    auto* to = static_cast<char*>(copies.mutable_data_ptr()) + i * each * size * copies.element_size();
+    for_each_table(call, [&](int t, const Table&, int64_t numbers) {
+      own.tables[t].data = std::exchange(to, to + numbers * copies.element_size());
+    });
   }
-  std::ranges::sort(all);
-  int64_t last = -1, owner = -1;  // of all numbers so far
-  for (const auto& [limits, span] : all) {
-    if (limits == kUnknown || (limits.first <= last && span != owner)) return false;
-    last = std::max(last, limits.second);
-    owner = span;
-  }
-  return true;
+  return copies;
 }
 
 // Returns the size of the workspace.
@@ -333,26 +298,9 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     of_chunks = at::zeros({chunks, size_of_distance_terms(call)}, compute_options(query));
     for (TermGradients& own : of_entries) own.distances = of_chunks.mutable_data_ptr();
   }
-  if (terms.table) {
-    // One copy is enough if no two spans read the same numbers. Otherwise tasks share up to 16 copies of up to 64 MB;
-    // if each entry has its own lengths, it has one copy.
-    constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
-    const int64_t size = all_of_table(*call.program), count = static_cast<int64_t>(of_entries.size());
-    const bool are_owned = spans_own_table(entries);
-    int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;
-    if (are_owned) each = std::max<int64_t>(1, each / (*entries.begin()).params->spans());
-    const bool is_direct = each == 1 && (count == 1 || are_owned);
-    if (!is_direct) tables = at::zeros({count * each, size}, compute_options(query));
-    take = Take::one;
-    for (int64_t i = 0; i < count; ++i) {
-      TermGradients& own = of_entries[i];
-      own.lines_of_copy = are_owned ? (entries.begin() + i)->params->spans() : 1;
-      own.lines = each * own.lines_of_copy;
-      memory.push_back(at::zeros({own.lines}, query.options().dtype(at::kInt)));
-      own.turns = memory.back().template mutable_data_ptr<int32_t>();
-      if (!is_direct)
-        own.table = static_cast<char*>(tables.mutable_data_ptr()) + i * each * size * tables.element_size();
-    }
+  if (terms.has_tables) {
+    tables = plan_tables(call, entries, of_entries, memory, query);
+    if (of_entries[0].turns) take = Take::one;
   }
   const int64_t workspace = entries.workspace();
   const bool direct_mask = call.grad_mask.data && !call.mask_is_shared;
@@ -366,8 +314,12 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     for (int64_t chunk = 0; chunk < of_chunks.size(0); ++chunk) sums.add_(of_chunks[chunk]);
   }
   if (tables.defined()) {
-    Tensor sums = at::from_blob(terms.table, {tables.size(1)}, compute_options(query));
-    for (int64_t copy = 0; copy < tables.size(0); ++copy) sums.add_(tables[copy]);
+    int64_t first = 0;
+    for_each_table(call, [&](int t, const Table&, int64_t numbers) {
+      Tensor sums = at::from_blob(const_cast<void*>(terms.tables[t].data), {numbers}, compute_options(query));
+      for (int64_t copy = 0; copy < tables.size(0); ++copy) sums.add_(tables[copy].narrow(0, first, numbers));
+      first += numbers;
+    });
   }
   // Skips sequences without queries: if the call has one token, their row of the mask belongs to another sequence.
   if (call.mask_is_shared && call.sequences > 0)

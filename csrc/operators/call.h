@@ -88,7 +88,8 @@ struct Call {
   std::optional<std::string> score_mod{}, mask_mod{};
   // attn_mask then is not a mask, but what score_mod reads of each pair.
   std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};
-  std::optional<at::Tensor> table{};  // [*batch, 1, 1, numbers]: score_mod computes an index
+  // [*batch, heads, L or S or 1, numbers]: the functions compute an index.
+  std::optional<at::Tensor> table_0{}, table_1{}, table_2{}, table_3{};
   std::optional<at::Tensor> row_numbers{}, key_numbers{}, distance_numbers{};
   // uint8 [*batch, heads, blocks of queries, blocks of keys]: 0 hides a block, 1 leaves it to mask_mod, 2 shows it.
   std::optional<at::Tensor> blocks{};
@@ -120,7 +121,10 @@ struct Call {
       Argument({"row_terms", Kind::terms}, &Call::row_terms),
       Argument({"key_terms", Kind::terms}, &Call::key_terms),
       Argument({"distance_terms", Kind::terms}, &Call::distance_terms),
-      Argument({"table", Kind::terms}, &Call::table),
+      Argument({"table_0", Kind::terms}, &Call::table_0),
+      Argument({"table_1", Kind::terms}, &Call::table_1),
+      Argument({"table_2", Kind::terms}, &Call::table_2),
+      Argument({"table_3", Kind::terms}, &Call::table_3),
       Argument({"row_numbers", Kind::numbers}, &Call::row_numbers),
       Argument({"key_numbers", Kind::numbers}, &Call::key_numbers),
       Argument({"distance_numbers", Kind::numbers}, &Call::distance_numbers),
@@ -246,16 +250,19 @@ inline Call with_key_as_value(Call scores) {
 // One T for every input.
 template <class T>
 struct OfInputs {
-  T query, key, value, attn_mask, alibi_slopes, sinks, row_terms, key_terms, distance_terms, table;
+  T query, key, value, attn_mask, alibi_slopes, sinks, row_terms, key_terms, distance_terms;
+  T table_0, table_1, table_2, table_3;
 
   static constexpr auto kInputNames =
       std::to_array<std::string_view>({"query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "row_terms",
-                                       "key_terms", "distance_terms", "table"});
+                                       "key_terms", "distance_terms", "table_0", "table_1", "table_2", "table_3"});
   static auto fields(auto& x) {
     return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks, x.row_terms, x.key_terms,
-                    x.distance_terms, x.table);
+                    x.distance_terms, x.table_0, x.table_1, x.table_2, x.table_3);
   }
 };
+// The tables of a call, a direction or gradients.
+auto tables_of(auto& x) { return std::array{&x.table_0, &x.table_1, &x.table_2, &x.table_3}; }
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent if it is zero.
 using Direction = OfInputs<std::optional<at::Tensor>>;
 // Each has the shape of its input, and is undefined if it is not wanted.

@@ -191,6 +191,16 @@ void ProblemBuilder::add_sequences(const Call& call) {
   problem_.visibility.offsets = numbers + 4 * batch;
 }
 
+namespace {
+
+// The tensor, whose last dimension is then contiguous in memory.
+std::optional<at::Tensor> with_whole_rows(const std::optional<at::Tensor>& tensor) {
+  const bool is_whole = !tensor || tensor->size(-1) == 1 || tensor->stride(-1) == 1;
+  return is_whole ? tensor : tensor->contiguous();
+}
+
+}  // namespace
+
 void ProblemBuilder::add_program(const Call& call) {
   problem_.group = 1;
   problem_.program = &program_;
@@ -209,19 +219,23 @@ void ProblemBuilder::add_program(const Call& call) {
   add(Leaf::row_number, call.row_numbers);
   add(Leaf::key_number, call.key_numbers);
   add(Leaf::distance_number, call.distance_numbers);
-  const Terms table = terms_of(call.table ? std::optional(call.table->contiguous()) : std::nullopt);
-  program_.table = table.data;
-  program_.table_size = call.table ? call.table->size(-1) : 0;
-  program_.table_entry = table.entry;
+  if (call.score_mod) score_ = compile(shape_.op, "score_mod", *call.score_mod);
+  if (call.mask_mod) mask_ = compile(shape_.op, "mask_mod", *call.mask_mod);
+  for (int t = 0; t < kMostTables; ++t) {
+    const auto& numbers = *tables_of(call)[t];
+    Table& table = program_.tables[t];
+    table.numbers = terms_of(with_whole_rows(numbers));
+    table.size = numbers ? numbers->size(-1) : 0;
+    for (const auto& compiled : {score_, mask_})
+      if (compiled && compiled->tables[t] >= 0) table.of = static_cast<TableOf>(compiled->tables[t]);
+  }
   program_.wrong = wrong_index_;
-  if (call.score_mod) {
-    score_ = compile(shape_.op, "score_mod", *call.score_mod);
+  if (score_) {
     program_.score = &score_->list;
     if (score_->keeping.result_count > 0) program_.keeping = &score_->keeping;
     program_.gradient = &score_->gradient;
   }
   if (!call.mask_mod && !call.blocks) return;
-  if (call.mask_mod) mask_ = compile(shape_.op, "mask_mod", *call.mask_mod);
   if (!call.blocks && is_window(call)) return;
   program_.mask = &pair_mask_;
   const auto depends_on = [&](const Terms& terms) {
@@ -230,7 +244,8 @@ void ProblemBuilder::add_program(const Call& call) {
   };
   if (mask_) {
     pair_mask_.list = &mask_->list;
-    if (mask_->reads_table && program_.table_entry != 0) pair_mask_.entries = problem_.batch;
+    for (int t = 0; t < kMostTables; ++t)
+      if (mask_->tables[t] >= 0) depends_on(program_.tables[t].numbers);
     for (int i = 0; i < mask_->list.leaf_count; ++i) {
       const int kind = static_cast<int>(mask_->list.leaves[i].leaf) - static_cast<int>(Leaf::row_term);
       if (0 <= kind && kind < kTermKinds) depends_on(program_.terms[kind]);
@@ -286,16 +301,17 @@ void ProblemBuilder::add_tangents(const Direction& direction) {
   add(Leaf::row_tangent, direction.row_terms);
   add(Leaf::key_tangent, direction.key_terms);
   add(Leaf::distance_tangent, direction.distance_terms);
-  if (direction.table) program_.table_tangent = terms_of(direction.table->contiguous()).data;
+  for (int t = 0; t < kMostTables; ++t)
+    program_.tables[t].tangent = terms_of(with_whole_rows(*tables_of(direction)[t]));
 }
 
 void ProblemBuilder::check_indices() const {
-  const auto [pair, index] = wrong_index_;
+  const auto [pair, index, size] = wrong_index_;
   if (pair < 0) return;
   TORCH_CHECK(
       false, shape_.op, ": a captured tensor is indexed out of its range for query ", pair / program_.keys, " and key ",
       pair % program_.keys,
-      index == std::numeric_limits<int32_t>::max() ? "" : c10::str(", by index ", index, " of ", program_.table_size),
+      index == std::numeric_limits<int32_t>::max() ? "" : c10::str(", by index ", index, " of ", size),
       "; clamp the index, and hide the pair by a mask_mod");
 }
 
@@ -328,11 +344,18 @@ ProblemBuilder::GradientOfTerms ProblemBuilder::gradient_of_terms(Leaf leaf) con
   return {written, of_distances ? written.transpose(-1, -2) : written};
 }
 
-at::Tensor ProblemBuilder::gradient_of_table() const {
+std::pair<at::Tensor, Terms> ProblemBuilder::gradient_of_table(const Table& table, const at::Tensor& grad) const {
+  const int64_t heads = table.numbers.head != 0 ? program_.heads : 1;
+  const int64_t rows = table.of == TableOf::queries ? program_.queries : table.of == TableOf::keys ? program_.keys : 1;
   std::vector<int64_t> sizes(batch_size_.size(), 1);
-  if (program_.table_entry != 0) std::ranges::copy(batch_size_, sizes.begin());
-  for (const int64_t size : {int64_t{1}, int64_t{1}, program_.table_size}) sizes.push_back(size);
-  return at::zeros(sizes, compute_options(query_));
+  if (table.numbers.entry != 0) std::ranges::copy(batch_size_, sizes.begin());
+  for (const int64_t size : {heads, rows, table.size}) sizes.push_back(size);
+  const bool fits = grad.sizes() == sizes && grad.is_contiguous();
+  const at::Tensor written = fits ? grad.zero_() : at::zeros(sizes, compute_options(query_));
+  const int64_t of_head = rows * table.size;
+  return {written,
+          {written.mutable_data_ptr(), table.numbers.entry != 0 ? heads * of_head : 0, heads > 1 ? of_head : 0,
+           table.size, 1}};
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Axis axis) {

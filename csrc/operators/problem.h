@@ -37,14 +37,15 @@ class ProblemBuilder {
 
   // Describes a direction of the terms of a program. A term without a tangent has the tangent 0.
   void add_tangents(const Direction& direction);
-  // Throws if a kernel has found an index outside of the table of a program.
+  // Throws if a kernel has found an index outside of a table of a program.
   void check_indices() const;
   // The gradients of a program's terms, as a kernel writes them and in the caller's order. Both begin as zeros.
   struct GradientOfTerms {
     at::Tensor written, seen;
   };
   GradientOfTerms gradient_of_terms(Leaf leaf) const;
-  at::Tensor gradient_of_table() const;
+  // `grad`: the tensor that is wanted, and is written if it fits.
+  std::pair<at::Tensor, Terms> gradient_of_table(const Table& table, const at::Tensor& grad) const;
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
   void merge_batch_dims();
@@ -70,7 +71,7 @@ class ProblemBuilder {
   c10::SmallVector<at::Tensor, 4> contiguous_;
   PairProgram program_;
   PairMask pair_mask_;
-  int64_t wrong_index_[2] = {-1, 0};
+  int64_t wrong_index_[3] = {-1, 0, 0};
   std::shared_ptr<const Compiled> score_, mask_;
 };
 

@@ -42,6 +42,7 @@ class Graph {
   int leaf(char type, LeafOfList leaf) { return put({.type = type, .leaf = leaf}); }
   int number(double x) { return leaf('f', {Leaf::number, 0, x}); }
   int whole(double x) { return leaf('i', {Leaf::whole_number, 0, x}); }
+  int lookup(Op op, int index, int table) { return put({op, 'f', {index, kNone, kNone}, {Leaf::number, table}}); }
   int boolean(bool x) { return leaf('b', {Leaf::boolean, 0, x ? 1.0 : 0.0}); }
 
   const Value& operator[](int n) const { return values_[n]; }
@@ -72,6 +73,7 @@ class Graph {
     Value v = values_[n];
     for (int& operand : v.from)
       if (operand != kNone) operand = rebuilt(operand, built);
+    if (v.op == Op::lookup || v.op == Op::lookup_tangent) return built[n] = put(v);
     return built[n] = add(v.op, v.from[0], v.from[1], v.from[2], v.type);
   }
 
@@ -223,7 +225,7 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   std::vector<int> adjoints(g.size(), kNone);
   adjoints[result] = grad;
   for (int n = result; n >= 0; --n) {
-    if (adjoints[n] == kNone || g.is_leaf(n) || g[n].op == Op::gather) continue;
+    if (adjoints[n] == kNone || g.is_leaf(n) || g[n].op == Op::lookup) continue;
     const Value v = g[n];
     for (int i = 0; i < 3; ++i) {
       const int operand = v.from[i];
@@ -247,8 +249,8 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
   const Value v = g[n];
   int total = kNone;
-  if (v.op == Op::gather) {
-    total = g.add(Op::gather_tangent, v.from[0]);
+  if (v.op == Op::lookup) {
+    total = g.lookup(Op::lookup_tangent, v.from[0], v.leaf.column);
   } else if (v.op == Op::where) {
     const int x = is_differentiable(g, v.from[1]) ? tangent(g, v.from[1], tangents) : kNone;
     const int y = is_differentiable(g, v.from[2]) ? tangent(g, v.from[2], tangents) : kNone;
@@ -275,7 +277,7 @@ struct OwnList {
   std::vector<Step> steps;
   std::vector<LeafOfList> leaves;
   std::vector<ResultOfList> results;
-  int slots = 0, uniform_slots = 0;
+  int slots = 0, uniform_slots = 0, lookups = 0;
 
   List view() const {
     return {steps.data(),
@@ -286,6 +288,7 @@ struct OwnList {
             static_cast<int>(results.size()),
             slots,
             uniform_slots,
+            lookups,
             std::ranges::any_of(
                 leaves, [](const LeafOfList& l) { return l.leaf == Leaf::pair_term || l.leaf == Leaf::pair_tangent; })};
   }
@@ -294,29 +297,20 @@ struct OwnList {
 struct Result {
   int value;
   LeafOfList of = {Leaf::number};
-  int index = kNone;  // of a number of the table
+  int index = kNone;  // of a number of the table `of.column`
 };
 // The operations that `results` need, in order. A slot is used again once its value is not needed any more.
 OwnList list_of(Graph& g, const std::vector<Result>& results) {
-  const int one = g.number(1), nothing = g.number(-0.0), no_index = g.whole(0);
-  // The two parts of an index.
-  const auto parts_of = [&](int n) {
-    return g[n].op == Op::add_whole ? std::pair(g[n].from[0], g[n].from[1]) : std::pair(n, no_index);
-  };
+  const int one = g.number(1), nothing = g.number(-0.0);
   std::vector<Value> values;
   for (int n = 0; n < g.size(); ++n) {
     values.push_back(g[n]);
-    Value& v = values.back();
-    if (v.op != Op::gather && v.op != Op::gather_tangent) continue;
-    const auto [a, b] = parts_of(v.from[0]);
-    v.from = {a, b, nothing};
+    if (g[n].op == Op::lookup || g[n].op == Op::lookup_tangent) values.back().from[2] = nothing;
   }
   std::vector<int> uses(g.size());
   for (const auto& [n, _, index] : results) {
     ++uses[n];
-    if (index == kNone) continue;
-    const auto [a, b] = parts_of(index);
-    ++uses[a], ++uses[b];
+    if (index != kNone) ++uses[index];
   }
   for (int n = g.size() - 1; n >= 0; --n)
     if (uses[n] > 0)
@@ -340,8 +334,8 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     for (const int i : {0, 1}) {
       if (v.op != Op::add) break;
       const int found = v.from[i], other = v.from[1 - i];
-      if ((!only_use_of(found, Op::gather) && !only_use_of(found, Op::gather_tangent)) || found == other) continue;
-      v = values[found];
+      if ((!only_use_of(found, Op::lookup) && !only_use_of(found, Op::lookup_tangent)) || found == other) continue;
+      v = values[found];  // a lookup, to which the other one is added
       v.from[2] = other;
       uses[found] = 0;
       --uses[nothing];
@@ -372,6 +366,10 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
       const Value& v = values[n];
       if (uses[n] == 0 || v.op == Op::leaf || g.is_uniform(n) != uniform) continue;
       Step step{v.op, 0, {}};
+      if (v.op == Op::lookup || v.op == Op::lookup_tangent) {
+        step.table = static_cast<int8_t>(v.leaf.column);
+        step.lookup = static_cast<int8_t>(list.lookups++);
+      }
       for (int i = 0; i < 3; ++i) {
         const int operand = v.from[i];
         if (operand == kNone) continue;
@@ -386,11 +384,10 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (uniform) list.uniform_slots = list.slots;
   }
   for (const auto& [n, of, index] : results) {
-    list.results.push_back({place[n], of, index != kNone});
+    list.results.push_back({place[n], of});
     if (index == kNone) continue;
-    const auto [a, b] = parts_of(index);
-    list.results.back().index[0] = place[a];
-    list.results.back().index[1] = place[b];
+    list.results.back().table = static_cast<int8_t>(of.column);
+    list.results.back().index = place[index];
   }
   return list;
 }
@@ -444,7 +441,6 @@ constexpr Operation kOperations[] = {
     {"ne", 'b', "ii", Op::ne_whole},
     {"lt", 'b', "ii", Op::lt_whole},
     {"le", 'b', "ii", Op::le_whole},
-    {"table", 'f', "i", Op::gather},
     {"where", 'f', "bff", Op::where},
     {"where", 'i', "bii", Op::where},
     {"where", 'b', "bbb", Op::where},
@@ -457,7 +453,7 @@ class Reader {
   Reader(const char* op, const char* name, const std::string& text) : op_(op), name_(name), stream_(text) {}
 
   // Returns the value that the string returns.
-  int read(Graph& g, char type, int (&columns)[kTermKinds]) {
+  int read(Graph& g, char type, Compiled& compiled) {
     next_line();
     check(line_ == "attn.program 1", "it must be \"attn.program 1\"");
     std::vector<int> values;
@@ -478,7 +474,7 @@ class Reader {
       }
       check(first == c10::str("%", values.size()), "a line must begin with %", values.size(), " or return");
       check(static_cast<bool>(words >> kind >> name) && kind.size() == 1, "a type and an operation are missing");
-      values.push_back(value(g, kind[0], name, words, values, columns));
+      values.push_back(value(g, kind[0], name, words, values, compiled));
       end(words);
     }
   }
@@ -520,7 +516,7 @@ class Reader {
   }
 
   int value(Graph& g, char type, const std::string& name, std::istringstream& words, const std::vector<int>& values,
-            int (&columns)[kTermKinds]) {
+            Compiled& compiled) {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     if (name == "score") {
       check(type == 'f' && std::strcmp(name_, "score_mod") == 0, "the score is a number, and only score_mod has one");
@@ -550,7 +546,7 @@ class Reader {
       const int column = static_cast<int>(integer(words, 0, kMostColumns - 1));
       const int first = static_cast<int>(type == 'f' ? Leaf::row_term : Leaf::row_number);
       const auto leaf = static_cast<Leaf>(first + axis);
-      int& count = columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+      int& count = compiled.columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
       count = std::max(count, column + 1);
       if (type == 'f') return g.leaf('f', {leaf, column});
       const int whole = g.leaf('i', {leaf, column});
@@ -558,6 +554,18 @@ class Reader {
       return type == 'i' ? whole : g.add(Op::ne_whole, whole, g.whole(0), kNone, 'b');
     }
     check(++operations_ <= kMostOperations, "a program has at most ", kMostOperations, " operations");
+    constexpr const char* kTables[] = {"table", "row_table", "key_table"};
+    if (const auto found = std::ranges::find(kTables, name); found != std::end(kTables)) {
+      const auto table = static_cast<int>(integer(words, 0, kMostTables - 1));
+      const auto of = static_cast<int8_t>(found - kTables);
+      std::string word;
+      words >> word;
+      const int index = operand(values, word);
+      check(type == 'f' && g[index].type == 'i', "its operand is a whole number, and it is a number");
+      check(compiled.tables[table] < 0 || compiled.tables[table] == of, "table ", table, " was read as another kind");
+      compiled.tables[table] = of;
+      return g.lookup(Op::lookup, index, table);
+    }
     std::array<int, 3> from = {kNone, kNone, kNone};
     std::string types, word;
     while (types.size() < 3 && words >> word) {
@@ -619,9 +627,8 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   auto compiled = std::make_shared<OwnCompiled>();
   Graph g;
   const bool is_score = std::strcmp(name, "score_mod") == 0;
-  const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', compiled->columns);
+  const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', *compiled);
   const int values = g.size();
-  for (int n = 0; n < values; ++n) compiled->reads_table |= g[n].op == Op::gather;
   // A list whose values are built from the product and the scale, and with `kept` in place of another value.
   const auto take = [&](List& view, std::vector<Result> results, int kept = kNone) {
     std::unordered_map<int, int> built = {
@@ -647,7 +654,7 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
                                            {grad, g.leaf('f', {Leaf::tangent_grad})}};
   for (int n = 0; n < values; ++n) {
     const LeafOfList leaf = g[n].leaf;
-    if (g[n].op == Op::gather) gradients.push_back({adjoint(n), {}, g[n].from[0]});
+    if (g[n].op == Op::lookup) gradients.push_back({adjoint(n), g[n].leaf, g[n].from[0]});
     if (!g.is_leaf(n)) continue;
     if (leaf.leaf == Leaf::pair_term) {
       gradients.push_back({adjoint(n), leaf});

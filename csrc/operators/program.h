@@ -26,7 +26,7 @@ class Compiled {
   List tangent{};
   List tangent_gradient{};
   int columns[kTermKinds] = {};  // that each tensor of leaves must have at least
-  bool reads_table = false;
+  int8_t tables[kMostTables] = {-1, -1, -1, -1};  // whose numbers each has, a TableOf; -1: it reads none
 };
 
 // Reads the string of argument `name`, "score_mod" or "mask_mod". Throws c10::Error, which begins with `op` and names

@@ -191,9 +191,11 @@ Gradients gradients(Run<Params>* run, const GradResults& u, const Saved& saved, 
   of_terms(Leaf::row_term, grads.row_terms, written.row_terms, terms.rows);
   of_terms(Leaf::key_term, grads.key_terms, written.key_terms, terms.keys);
   of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, terms.distances);
-  if (grads.table.defined()) {
-    written.table = builder.gradient_of_table();
-    terms.table = written.table.mutable_data_ptr();
+  for (int t = 0; t < kMostTables; ++t) {
+    const Tensor& grad = *tables_of(grads)[t];
+    if (!grad.defined()) continue;
+    std::tie(*tables_of(written)[t], terms.tables[t]) = builder.gradient_of_table(p.program->tables[t], grad);
+    terms.has_tables = true;
     p.grad_terms = &terms;
   }
   builder.merge_batch_dims();

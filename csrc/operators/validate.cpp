@@ -171,12 +171,18 @@ void check_program(const Shape& shape, const Call& call) {
               "; functions of the pair run on a CPU, and torch.nn.attention.flex_attention on a GPU");
   TORCH_CHECK(shape.dims >= 3, shape.op, ": query has shape ", call.query.sym_sizes(), "; it must have heads");
   int columns[kTermKinds] = {};
-  bool reads_table = false, reads_pairs = false;
+  bool reads_pairs = false;
+  int8_t tables[kMostTables] = {-1, -1, -1, -1};
   for (const auto& [name, text] : {std::pair("score_mod", &call.score_mod), std::pair("mask_mod", &call.mask_mod)}) {
     if (!*text) continue;
     const auto compiled = compile(shape.op, name, **text);
     for (int i = 0; i < kTermKinds; ++i) columns[i] = std::max(columns[i], compiled->columns[i]);
-    reads_table |= compiled->reads_table;
+    for (int t = 0; t < kMostTables; ++t) {
+      const int8_t of = compiled->tables[t];
+      TORCH_CHECK(tables[t] < 0 || of < 0 || tables[t] == of, shape.op, ": score_mod and mask_mod read table_", t,
+                  " as different kinds");
+      tables[t] = std::max(tables[t], of);
+    }
     reads_pairs |= compiled->list.reads_pairs;
   }
   TORCH_CHECK(reads_pairs == call.attn_mask.has_value(), shape.op, ": attn_mask is ",
@@ -208,7 +214,11 @@ void check_program(const Shape& shape, const Call& call) {
   check_terms("row_numbers", call.row_numbers, Leaf::row_number, shape.queries);
   check_terms("key_numbers", call.key_numbers, Leaf::key_number, shape.keys);
   check_terms("distance_numbers", call.distance_numbers, Leaf::distance_number, distances);
-  check("table", call.table, reads_table ? 1 : 0, 1, 1, compute_dtype(call.query));
+  for (int t = 0; t < kMostTables; ++t) {
+    const SymInt rows[] = {1, 1, shape.queries, shape.keys};
+    check(c10::str("table_", t).c_str(), *tables_of(call)[t], tables[t] >= 0, shape.heads, rows[tables[t] + 1],
+          compute_dtype(call.query));
+  }
   if (!call.blocks) return;
   const auto [rows, keys] = call.block_size;
   TORCH_CHECK(rows > 0 && keys > 0, shape.op, ": block_size is (", rows, ", ", keys, "); both must be positive");

@@ -334,12 +334,12 @@ struct Backward {
 
   // Where the gradients of a task's terms are added.
   struct Place {
-    int64_t first_key, chunk, table_copy;
+    int64_t first_key, chunk, in_tables;  // `in_tables`: where the task's copy of the tables begins
   };
 
-  // Turns dS into the gradient of scale * product, and t(dS) into its derivative. Adds the gradients of the terms, or
-  // for kSecond their derivatives. Terms of pairs go to `pair_terms`; terms of rows, keys, distances and the table are
-  // added only if `of_all`.
+  // dS becomes the gradient of scale * product, and t(dS) its derivative. Adds the gradients of the terms, or for
+  // kSecond their derivatives: those of rows, keys, distances and tables only with `of_all`, those of pairs to
+  // `pair_terms`.
   static void differentiate_program(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile,
                                     const Place* of_all) {
     const PairProgram& program = *p.program;
@@ -356,10 +356,9 @@ struct Backward {
     const auto add_term = [&](const ResultOfList& result, int64_t first, int64_t count) {
       const Values<T> grad = found.at(result.from);
       const int column = result.of.column;
-      if (result.is_of_table) {
-        if (of_all && gradients_of_terms(p).table && grad.lanes != 0)
-          found.scatter(grad, result.index, count,
-                        static_cast<T*>(gradients_of_terms(p).table) + of_all->table_copy * all_of_table(program));
+      if (result.table >= 0) {
+        const Terms& table = gradients_of_terms(p).tables[result.table];
+        if (of_all && table.data && grad.lanes != 0) found.scatter(grad, result, count, table, of_all->in_tables);
       } else if (result.of.leaf == Leaf::pair_term) {
         if (p.grad_mask.data) found.copy(result.from, count, b.pair_terms + first * kRowTile);
       } else if (!of_all || grad.lanes == 0) {  // the number 0
@@ -402,8 +401,8 @@ struct Backward {
   static void run(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, tiles_per_pass(p), p.keys_per_task());
     const TermGradients& terms = gradients_of_terms(p);
-    int32_t* const turns = terms.table ? terms.turns + task % terms.lines : nullptr;
-    const int64_t table_copy = task % terms.lines / terms.lines_of_copy;
+    int32_t* const turns = terms.turns ? terms.turns + task % terms.lines : nullptr;
+    const int64_t in_tables = task % terms.lines / terms.lines_of_copy * terms.copy;
     if (turns) wait_for_turn(turns, static_cast<int32_t>(task / terms.lines));
     const int64_t first_key = task / p.spans() * p.keys_per_task(), spans = p.heads / p.span;
     task %= p.spans();
@@ -420,7 +419,7 @@ struct Backward {
       const int64_t key_columns = columns_of(p, Leaf::key_term);
       if (terms.keys) fill_zero(b.grad_key_terms, keys * key_columns);
       for (int64_t row = 0; row < rows; row += p.rows_per_pass)
-        pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}}, table_copy);
+        pass(p, b, {n, head, {row, smaller(row + p.rows_per_pass, rows)}, {first_key, first_key + keys}}, in_tables);
       if (terms.keys) {
         const int64_t of_head = (p.first_entry + n) * p.heads + head;
         __builtin_memcpy(static_cast<T*>(terms.keys) + (of_head * p.program->keys + first_key) * key_columns,
@@ -439,11 +438,11 @@ struct Backward {
     if (turns) end_turn(turns);
   }
 
-  static void pass(const Params& p, const Buffers& b, const RowTask& own, int64_t table_copy) {
+  static void pass(const Params& p, const Buffers& b, const RowTask& own, int64_t in_tables) {
     const bool direct_mask = p.grad_mask.data && !p.mask_is_shared;
     const bool has_rows = p.grad_query.data || p.grad_slopes || gradients_of_terms(p).rows;
     const bool want_dx = has_rows || p.grad_key.data || direct_mask || gradients_of_terms(p).keys ||
-                         gradients_of_terms(p).distances || gradients_of_terms(p).table;
+                         gradients_of_terms(p).distances || gradients_of_terms(p).has_tables;
     const Range positions = positions_of(p, own.rows), chunks = chunks_of(p, own.n, positions);
     const Range own_chunks =
         common(chunks, {own.keys.first / p.keys_per_chunk, divide_up(own.keys.last, p.keys_per_chunk)});
@@ -452,7 +451,7 @@ struct Backward {
       if (any_visible(state.rows.sequence, state.rows.positions, own.keys)) load_rows(p, b, state);
     });
     Keys k;
-    Place place{own.keys.first, own_chunks.first, table_copy};
+    Place place{own.keys.first, own_chunks.first, in_tables};
     const auto load = [&](Range keys) { k = load_keys(p, b, own.n, own.first_head, keys); };
     const auto visit = [&](RowState& state, const ScoreTile<T>& tile) {
       weights(p, b, state, k, tile, want_dx);

@@ -96,8 +96,7 @@ class Evaluation {
   static constexpr int64_t kLeaf = larger(kKeyTile * W, 2 * kRowTile), kSlot = kStrip * kRowTile;
 
   static int64_t room(const List* list) {
-    return list ? round_up(list->leaf_count * (kPlaces + kRuns), W) + list->leaf_count * kLeaf + list->slots * kSlot
-                : 0;
+    return list ? room_of_places(*list) + (list->leaf_count + list->lookups) * kLeaf + list->slots * kSlot : 0;
   }
 
   Evaluation(const Problem& p, const List& list, const auto& tile, const PairTiles<T>& tiles, T* workspace)
@@ -107,21 +106,28 @@ class Evaluation {
              const PairTiles<T>& tiles, T* workspace)
       : program_(*p.program),
         list_(list),
-        entry_of_table_((p.first_entry + n) * p.program->table_entry),
+        entry_(p.first_entry + n),
+        head_(head),
         leaves_(reinterpret_cast<Values<T>*>(workspace)),
+        lookups_(leaves_ + list.leaf_count),
+        runs_(reinterpret_cast<uint8_t*>(lookups_ + list.lookups)),
         rows_(rows),
         first_key_(keys.first),
         lanes_(round_up(rows.size(), W)) {
-    runs_ = reinterpret_cast<uint8_t*>(workspace + list.leaf_count * kPlaces);
-    workspace += round_up(list.leaf_count * (kPlaces + kRuns), W);
-    slots_ = workspace + list.leaf_count * kLeaf;
+    workspace += room_of_places(list);
+    slots_ = workspace + (list.leaf_count + list.lookups) * kLeaf;
     for (int i = 0; i < list.leaf_count; ++i) {
       const Leaf leaf = list.leaves[i].leaf;
-      leaves_[i] = read(p, list.leaves[i], p.first_entry + n, head, rows, keys, tiles, workspace + i * kLeaf);
-      const bool is_distance = leaf == Leaf::distance_number;
-      if (program_.table && (is_distance || leaf == Leaf::key_number))
-        follow(workspace + i * kLeaf, is_distance ? 2 * kRowTile : keys.size(), is_distance ? 1 : W,
-               runs_ + i * 2 * kRowTile);
+      T* const numbers = workspace + i * kLeaf;
+      leaves_[i] = read(p, list.leaves[i], entry_, head, rows, keys, tiles, numbers);
+      if (!reads_tables(list) || !is_number(leaf)) continue;
+      const bool of_keys = leaf == Leaf::key_number || leaf == Leaf::key, of_rows = leaf == Leaf::row_number || leaf == Leaf::query;
+      follow(numbers, of_keys ? keys.size() : of_rows ? kRowTile : 2 * kRowTile, of_keys ? W : 1, runs_ + i * 2 * kRowTile);
+    }
+    for (int i = 0; i < list.step_count; ++i) {
+      const Step& step = list.steps[i];
+      if (step.op == Op::lookup || step.op == Op::lookup_tangent)
+        look_up_once(step, terms_of(step), keys.size(), workspace + (list.leaf_count + step.lookup) * kLeaf);
     }
     // Evaluates operations whose result is the same for all pairs once, to one vector.
     const int64_t lanes = lanes_;
@@ -161,38 +167,63 @@ class Evaluation {
       word |= bits_of(whole<T>(load<T>(x.data + j * x.step + (i & x.lanes)))) << i;
     return word & all_lanes(rows_.size());
   }
-  // Adds a strip to the numbers of `table` at its indices, which are sums of two operands.
-  void scatter(const Values<T>& x, const int16_t (&parts)[2], int64_t count, T* table) const {
-    const Index index = index_of(parts);
-    table += entry_of_table_;
-    const auto of = [&](int64_t j, int64_t i) __attribute__((always_inline)) { return x.data + j * x.step + i; };
+  // Adds a strip of gradients to the numbers that they belong to. `begin`: where a copy of the table's gradient begins.
+  void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
+    const Lookup at = lookup(result.table, grad, result.index);
+    T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
+    const auto of = [&](int64_t j, int64_t i) __attribute__((always_inline)) { return load<T>(x.data + j * x.step + i); };
+    const auto one_by_one = [&](int64_t j, int64_t i, const Indices& found) {
+      const T* const from = x.data + j * x.step + i;
+      for (int64_t k = 0; k < smaller(W, rows_.size() - i); ++k)
+        if (found.index[k] < at.size) table[j * at.key + (i + k) * at.row + found.index[k]] += from[k];
+    };
     for (int64_t i = 0; i < lanes_; i += W)
       for (int64_t j = 0; j < count;) {
-        Indices at = indices(index, j, i, count, W);
-        if (!at.are_inside || i + W > rows_.size()) {
-          at.count = 1;
-          find(index, j, i, at);
-          for (int64_t k = 0; k < smaller(W, rows_.size() - i); ++k)
-            if (at.least[k] < size_of_table()) table[at.least[k]] += *(of(j, i) + k);
-        } else if (at.step == 0) {
-          Vec<T> sum = load<T>(of(j, i));
-          for (int64_t k = 1; k < at.count; ++k) sum += load<T>(of(j + k, i));
-          add_to(table, at, sum);
+        const Indices found = indices(at, j, i, count, W);
+        T* const to = table + j * at.key + i * at.row;
+        if (!found.are_inside || (i + W > rows_.size() && (at.key == 0 || found.along == Along::any))) {
+          one_by_one(j, i, found);
+          j += 1;
+          continue;
+        }
+        if (at.key != 0) {
+          for (int64_t k = 0; k < found.count; ++k)
+            add_to(to + k * at.key + k * found.step, found, of(j + k, i));
+        } else if (found.step == 0) {
+          Vec<T> sum = of(j, i);
+          for (int64_t k = 1; k < found.count; ++k) sum += of(j + k, i);
+          if (at.row == 0)
+            add_to(to, found, sum);
+          else
+            for (int k = 0; k < W; ++k) to[k * at.row + found.index[k]] += sum[k];
         } else {
           Vec<T> columns[W];
-          for (int k = 0; k < W; ++k) columns[k] = load<T>(of(j + (at.step > 0 ? k : W - 1 - k), i));
+          for (int k = 0; k < W; ++k) columns[k] = of(j + (found.step > 0 ? k : W - 1 - k), i);
           transpose<T>(columns);
           for (int k = 0; k < W; ++k) {
-            T* const to = table + at.least[k];
-            store<T>(to, load<T>(to) + columns[k]);
+            T* const number = to + k * at.row + found.least(k);
+            store<T>(number, load<T>(number) + columns[k]);
           }
         }
-        j += at.count;
+        j += found.count;
       }
   }
 
  private:
-  static constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T)), kRuns = 2 * kRowTile / sizeof(T);
+  static int64_t room_of_places(const List& list) {
+    constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T)), kRuns = 2 * kRowTile / sizeof(T);
+    return round_up((list.leaf_count + list.lookups) * kPlaces + list.leaf_count * kRuns, W);
+  }
+  // Whether a list reads tables, or finds gradients of them.
+  static bool reads_tables(const List& list) {
+    bool reads = list.lookups > 0;
+    for (int i = 0; i < list.result_count; ++i) reads |= list.results[i].table >= 0;
+    return reads;
+  }
+  const Terms& terms_of(const Step& step) const {
+    const Table& table = program_.tables[step.table];
+    return step.op == Op::lookup ? table.numbers : table.tangent;
+  }
 
   // runs[n]: how many numbers after number n follow it at equal differences. Numbers are `step` apart in memory.
   static void follow(const T* numbers, int64_t count, int64_t step, uint8_t* runs) {
@@ -392,10 +423,9 @@ class Evaluation {
         ATTN_EACH(whole<T>(a) <= whole<T>(b), const V& a, const V& b);
       case Op::where:
         ATTN_EACH((whole<T>(a) ? b : c), const V& a, const V& b, const V& c);
-      case Op::gather:
-        return gather(static_cast<const T*>(program_.table), step.from, z, count, to);
-      case Op::gather_tangent:
-        return gather(static_cast<const T*>(program_.table_tangent), step.from, z, count, to);
+      case Op::lookup:
+      case Op::lookup_tangent:
+        return look_up(step, terms_of(step), count, to);
       case Op::float_of:
         ATTN_EACH(__builtin_convertvector(whole<T>(a), V), const V& a);
       case Op::whole_of:
@@ -408,148 +438,175 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // An index of the table is the sum of two operands. `runs` says how indices follow one another. It is null unless the
-  // second operand is a leaf of keys or distances and the first does not vary with both rows and keys.
-  struct Index {
-    Values<T> first, second;
-    const uint8_t* runs;  // see follow(); may be null
+  // A table and an index of it: number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index]. Where the
+  // index is a number of rows, keys or distances, its `runs` say how it goes on.
+  struct Lookup {
+    const T* table;
+    int64_t row, key;
+    UInt<T> size;
+    Values<T> index;
+    Leaf of;
+    const uint8_t* runs;  // see follow(); null if it is another index
     Vec<UInt<T>> at(int64_t j, int64_t i) const {
-      return bits<T>(load<T>(first.data + j * first.step + (i & first.lanes))) +
-             bits<T>(load<T>(second.data + j * second.step + (i & second.lanes)));
+      return bits<T>(load<T>(index.data + j * index.step + (i & index.lanes)));
     }
   };
-  Index index_of(const int16_t* parts) const {
-    const auto kind = [&](int16_t from) { return from < 0 ? list_.leaves[-1 - from].leaf : Leaf::score; };
-    const auto rank = [&](int16_t from) {
-      return kind(from) == Leaf::distance_number ? 2 : kind(from) == Leaf::key_number ? 1 : 0;
-    };
-    const bool in_order = rank(parts[0]) <= rank(parts[1]);
-    const int16_t first = parts[in_order ? 0 : 1], second = parts[in_order ? 1 : 0];
-    const Values<T> a = at(first);
-    const bool is_known = rank(second) > 0 && (a.step == 0 || a.lanes == 0);
-    return {a, at(second), is_known ? runs_ + (-1 - second) * 2 * kRowTile : nullptr};
+  static constexpr bool is_number(Leaf leaf) {
+    return leaf == Leaf::distance_number || leaf == Leaf::key_number || leaf == Leaf::row_number || leaf == Leaf::key ||
+           leaf == Leaf::query;
   }
+  Lookup lookup(int number, const Terms& terms, int16_t index) const {
+    const Table& table = program_.tables[number];
+    const T* data = static_cast<const T*>(terms.data);
+    Lookup found = {data, 0, 0, static_cast<UInt<T>>(table.size), at(index), Leaf::score, nullptr};
+    if (table.of == TableOf::queries) found.row = terms.row;
+    if (table.of == TableOf::keys) found.key = terms.row;
+    found.table += entry_ * terms.entry + head_ * terms.head + rows_.first * found.row + first_key_ * found.key;
+    if (index < 0) found.of = list_.leaves[-1 - index].leaf;
+    if (is_number(found.of)) found.runs = runs_ + (-1 - index) * 2 * kRowTile;
+    return found;
+  }
+
   // How the indices of W lanes follow one another: by 1, by -1, not at all, or otherwise.
   enum class Along { ascending, descending, same, any };
-  static Along along(int step) {
+  static Along along(Int<T> step) {
     return step == 0 ? Along::same : step == 1 ? Along::ascending : step == -1 ? Along::descending : Along::any;
   }
-  // Indices of W lanes and `count` keys. From key to key the index of a lane changes by `step`: 0, 1 or -1.
+  // Indices of W lanes and `count` keys, which go on by `step`, -1 to 1, from key to key.
   struct Indices {
-    UInt<T> least[W];  // of the first key or, with step -1, of the last one
+    UInt<T> index[W];  // of the first key
     int64_t count;
     int step;
-    Along along;      // within each key, if count is 1
-    bool are_inside;  // of the table
+    Along along;      // those of each key
+    bool are_inside;  // of the table, with all numbers that are read as vectors
+    UInt<T> least(int lane) const { return index[lane] - static_cast<UInt<T>>(step < 0 ? count - 1 : 0); }
   };
-  // Finds the indices from key j of a strip of `keys` on. Fewer than `least_steps` keys with a step other than 0 are
-  // returned one by one.
-  ATTN_INLINE Indices indices(const Index& index, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
-    Indices at{{}, 1, 0, Along::any, true};
-    const auto second = [&](int64_t key, int64_t lane) {
-      return bit_cast<UInt<T>>(index.second.data[key * index.second.step + lane]);
-    };
+  // From key j of a strip of `keys` on. Where keys share the table's numbers, fewer than `least_steps` keys whose step is
+  // not 0 count as one by one.
+  ATTN_INLINE Indices indices(const Lookup& lookup, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
+    Indices found{{}, 1, 0, Along::any, true};
     const int64_t key = first_ + j, most = keys - j;
-    if (index.runs && index.second.lanes == 0) {  // numbers of keys
-      const int64_t run = index.first.step == 0 ? smaller(most, index.runs[key] + 1) : 1;
-      const auto step = static_cast<Int<T>>(run > 1 ? second(j + 1, 0) - second(j, 0) : 0);
-      if (-1 <= step && step <= 1) {
-        at.count = run;
-        at.step = static_cast<int>(step);
-      }
-      if (index.first.lanes == 0) at.along = Along::same;
-    } else if (index.runs) {  // numbers of distances, which descend from key to key
-      const int64_t place = kKeyTile - 1 + i - key;
-      const bool is_block = index.first.step == 0 && index.runs[place - most + 1] >= W + most - 2;
-      const bool is_line = is_block || index.runs[place] >= W - 1;
-      const auto step = static_cast<Int<T>>(is_line ? second(j, i + 1) - second(j, i) : 2);
-      if (is_block && -1 <= step && step <= 1) {
-        at.count = most;
-        at.step = static_cast<int>(-step);
-      }
-      if (index.first.lanes == 0 && is_line) at.along = along(static_cast<int>(smaller(larger(step, -2), 2)));
-    } else {
-      const Vec<UInt<T>> here = index.at(j, i), steps = most > 1 ? index.at(j + 1, i) - here : here + 2;
-      const auto step = static_cast<Int<T>>(steps[0]);
-      if (most > 1 && -1 <= step && step <= 1 && !any(steps - steps[0])) {
-        at.step = static_cast<int>(step);
-        for (at.count = 2; at.count < most; ++at.count)
-          if (any(index.at(j + at.count, i) - index.at(j + at.count - 1, i) - steps)) break;
+    const auto number = [&](int64_t at_key, int64_t lane) {
+      return bit_cast<Int<T>>(lookup.index.data[at_key * lookup.index.step + lane]);
+    };
+    const auto go_on = [&](int64_t count, Int<T> step) {
+      if (count < 2 || step < -1 || step > 1) return;
+      found.count = count;
+      found.step = static_cast<int>(step);
+    };
+    if (!lookup.runs) {
+      const Vec<UInt<T>> here = lookup.at(j, i);
+      if (most > 1) {
+        const Vec<UInt<T>> steps = lookup.at(j + 1, i) - here;
+        int64_t count = 2;
+        if (any(steps - steps[0])) count = 1;
+        while (count > 1 && count < most && !any(lookup.at(j + count, i) - lookup.at(j + count - 1, i) - steps)) ++count;
+        go_on(count, static_cast<Int<T>>(steps[0]));
       }
       const Vec<UInt<T>> of_lanes = here - here[0], numbers = bit_cast<Vec<UInt<T>>>(lane_numbers<T>());
-      if (!any(of_lanes)) at.along = Along::same;
-      if (!any(of_lanes - numbers)) at.along = Along::ascending;
-      if (!any(of_lanes + numbers)) at.along = Along::descending;
+      if (!any(of_lanes)) found.along = Along::same;
+      if (!any(of_lanes - numbers)) found.along = Along::ascending;
+      if (!any(of_lanes + numbers)) found.along = Along::descending;
+    } else if (lookup.index.lanes == 0) {  // a number of keys
+      const int64_t count = smaller(most, lookup.runs[key] + 1);
+      go_on(count, count > 1 ? number(j + 1, 0) - number(j, 0) : 0);
+      found.along = Along::same;
+    } else if (lookup.index.step == 0) {  // of rows
+      go_on(most, 0);
+      if (lookup.runs[i] >= W - 1) found.along = along(number(0, i + 1) - number(0, i));
+    } else {  // of distances, which descend from key to key
+      const int64_t place = kKeyTile - 1 + i - key;
+      const bool is_block = lookup.runs[place - most + 1] >= W + most - 2;
+      if (is_block || lookup.runs[place] >= W - 1) found.along = along(number(j, i + 1) - number(j, i));
+      if (is_block) go_on(most, -(number(j, i + 1) - number(j, i)));
     }
-    if (at.step != 0) at.count = smaller(at.count, W);
-    if (at.step != 0 && at.count < least_steps) at.count = 1, at.step = 0;
-    find(index, j, i, at);
-    if (!at.are_inside && at.count > 1) {
-      at.count = 1, at.step = 0;
-      find(index, j, i, at);
+    const bool shares = lookup.key == 0;
+    if (shares && found.step != 0) found.count = smaller(found.count, W);
+    if (shares && found.step != 0 && found.count < least_steps) found.count = 1, found.step = 0;
+    find(lookup, j, i, shares, found);
+    if (!found.are_inside && found.count > 1) {
+      found.count = 1, found.step = 0;
+      find(lookup, j, i, shares, found);
     }
-    return at;
+    return found;
   }
-  // Fills in the indices. Vectors read numbers that follow one another, from the least index on.
-  ATTN_INLINE void find(const Index& index, int64_t j, int64_t i, Indices& at) const {
-    const Vec<UInt<T>> size = Vec<UInt<T>>{} + size_of_table();
-    const Vec<UInt<T>> least = index.at(at.step < 0 ? j + at.count - 1 : j, i);
-    const Vec<UInt<T>> most = at.step == 0 ? least : least + static_cast<UInt<T>>(W - 1);
-    at.are_inside = !any((least >= size) | (most >= size));
-    __builtin_memcpy(at.least, &least, sizeof least);
+  // Fills in which indices they are.
+  ATTN_INLINE void find(const Lookup& lookup, int64_t j, int64_t i, bool shares, Indices& found) const {
+    const auto size = Vec<UInt<T>>{} + lookup.size;
+    const Vec<UInt<T>> first = lookup.at(j, i);
+    const auto others = static_cast<UInt<T>>(found.step == 0 ? 0 : found.count - 1);
+    const Vec<UInt<T>> least = found.step < 0 ? first - others : first;
+    const Vec<UInt<T>> most = found.step == 0 ? least : least + (shares ? static_cast<UInt<T>>(W - 1) : others);
+    found.are_inside = !any((least >= size) | (most >= size));
+    __builtin_memcpy(found.index, &first, sizeof first);
   }
-  UInt<T> size_of_table() const { return static_cast<UInt<T>>(program_.table_size); }
 
-  void gather(const T* table, const int16_t* parts, const Values<T>& z, int64_t count, T* to) const {
-    const Index index = index_of(parts);
-    if (table) table += entry_of_table_;
+  void look_up(const Step& step, const Terms& terms, int64_t count, T* to) const {
+    const Values<T> z = at(step.from[2]);
+    const auto put = [&](int64_t j, int64_t i, Vec<T> found) __attribute__((always_inline)) {
+      store<T>(to + j * kRowTile + i, load<T>(z.data + j * z.step + (i & z.lanes)) + found);
+    };
+    if (Values<T> same = lookups_[step.lookup]; same.data) {
+      same.data += first_ * same.step;
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t i = 0; i < lanes_; i += W) put(j, i, load<T>(same.data + j * same.step + (i & same.lanes)));
+      return;
+    }
+    const Lookup at = lookup(step.table, terms, step.from[0]);
+    const T* const table = at.table + first_ * at.key;
+    const int64_t last = rows_.size() - 1;
     for (int64_t i = 0; i < lanes_; i += W)
       for (int64_t j = 0; j < count;) {
-        const Indices at = indices(index, j, i, count, W / 2);
-        const auto put = [&](int64_t k, Vec<T> found) __attribute__((always_inline)) {
-          store<T>(to + (j + k) * kRowTile + i, load<T>(z.data + (j + k) * z.step + (i & z.lanes)) + found);
-        };
-        if (!at.are_inside) {
-          Vec<T> found{};
+        const Indices found = indices(at, j, i, count, W / 2);
+        const T* const from = table + j * at.key + i * at.row;
+        const auto row = [&](int k) { return from + smaller(k, last - i) * at.row; };  // also of lanes without a row
+        if (!found.are_inside) {
+          Vec<T> numbers{};
           for (int k = 0; k < W; ++k) {
-            if (at.least[k] < size_of_table())
-              found[k] = table ? table[at.least[k]] : 0;
-            else if (i + k < rows_.size())
-              report(rows_.first + i + k, first_key_ + first_ + j, static_cast<Int<T>>(at.least[k]));
+            if (found.index[k] < at.size)
+              numbers[k] = row(k)[found.index[k]];
+            else if (i + k <= last)
+              report(rows_.first + i + k, first_key_ + first_ + j, static_cast<Int<T>>(found.index[k]), at.size);
           }
-          put(0, found);
-        } else if (at.step == 0) {
-          const Vec<T> found = table ? numbers_at(table, at) : Vec<T>{};
-          for (int64_t k = 0; k < at.count; ++k) put(k, found);
+          put(j, i, numbers);
+        } else if (at.key != 0) {
+          for (int64_t k = 0; k < found.count; ++k) put(j + k, i, numbers_at(from + k * at.key + k * found.step, found));
+        } else if (found.step == 0) {
+          Vec<T> numbers{};
+          if (at.row == 0)
+            numbers = numbers_at(from, found);
+          else
+            for (int k = 0; k < W; ++k) numbers[k] = row(k)[found.index[k]];
+          for (int64_t k = 0; k < found.count; ++k) put(j + k, i, numbers);
         } else {
           Vec<T> columns[W];
-          for (int k = 0; k < W; ++k) columns[k] = table ? load<T>(table + at.least[k]) : Vec<T>{};
+          for (int k = 0; k < W; ++k) columns[k] = load<T>(row(k) + found.least(k));
           transpose<T>(columns);
-          for (int64_t k = 0; k < at.count; ++k) put(k, columns[at.step > 0 ? k : at.count - 1 - k]);
+          for (int64_t k = 0; k < found.count; ++k) put(j + k, i, columns[found.step > 0 ? k : found.count - 1 - k]);
         }
-        j += at.count;
+        j += found.count;
       }
   }
-  static ATTN_INLINE Vec<T> numbers_at(const T* table, const Indices& at) {
-    switch (at.along) {
+  static ATTN_INLINE Vec<T> numbers_at(const T* table, const Indices& found) {
+    switch (found.along) {
       case Along::same:
-        return splat<T>(table[at.least[0]]);
+        return splat<T>(table[found.index[0]]);
       case Along::ascending:
-        return load<T>(table + at.least[0]);
+        return load<T>(table + found.index[0]);
       case Along::descending:
-        return reversed<T>(load<T>(table + at.least[W - 1]));
+        return reversed<T>(load<T>(table + found.index[W - 1]));
       case Along::any:
         break;
     }
-    Vec<T> found{};
-    for (int k = 0; k < W; ++k) found[k] = table[at.least[k]];
-    return found;
+    Vec<T> numbers{};
+    for (int k = 0; k < W; ++k) numbers[k] = table[found.index[k]];
+    return numbers;
   }
-  static ATTN_INLINE void add_to(T* table, const Indices& at, Vec<T> x) {
-    T* const first = table + at.least[0];
-    T* const last = table + at.least[W - 1];
+  static ATTN_INLINE void add_to(T* table, const Indices& found, Vec<T> x) {
+    T* const first = table + found.index[0];
+    T* const last = table + found.index[W - 1];
     T sum{};
-    switch (at.along) {
+    switch (found.along) {
       case Along::same:
         for (int k = 0; k < W; ++k) sum += x[k];
         *first += sum;
@@ -561,17 +618,46 @@ class Evaluation {
       case Along::any:
         break;
     }
-    for (int k = 0; k < W; ++k) table[at.least[k]] += x[k];
+    for (int k = 0; k < W; ++k) table[found.index[k]] += x[k];
   }
-  // Remembers the first pair with a wrong index, because kernels do not throw.
-  void report(int64_t row, int64_t key, Int<T> index) const {
+
+  // Where an index is the same in the whole tile, so are the numbers of each row, or of each key.
+  void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
+    Values<T>& same = lookups_[step.lookup];
+    same = {nullptr, 0, 0};
+    if (!terms.data) {  // of a direction without a derivative of this table
+      store<T>(to, Vec<T>{});
+      same.data = to;
+    }
+    if (step.from[0] >= 0 || same.data) return;
+    const Lookup at = lookup(step.table, terms, step.from[0]);
+    if (!at.runs) return;
+    const int64_t rows = rows_.size();
+    const bool of_keys = at.index.lanes == 0, of_rows = at.index.step == 0;
+    const int64_t numbers = of_keys ? keys : of_rows ? rows : rows + keys - 1, first = of_keys || of_rows ? 0 : kKeyTile - keys;
+    const T* const last = at.index.data + (of_keys || of_rows ? 0 : 1 - keys);  // the number at `first`
+    const auto index = bit_cast<UInt<T>>(*last);
+    const int64_t next = of_keys ? W : 1;
+    if (index >= at.size || (numbers > 1 && (at.runs[first] < numbers - 1 || bit_cast<UInt<T>>(last[next]) != index))) return;
+    if (at.key != 0) {
+      for (int64_t j = 0; j < keys; ++j) store<T>(to + j * W, splat<T>(at.table[j * at.key + index]));
+      same = {to, W, 0};
+    } else {
+      for (int64_t i = 0; i < kRowTile; ++i) to[i] = at.table[smaller(i, rows - 1) * at.row + index];
+      same = {to, 0, -1};
+    }
+  }
+
+  // Remembers the least pair with a wrong index. Nothing may be thrown here.
+  void report(int64_t row, int64_t key, Int<T> index, int64_t size) const {
     const int64_t pair = row * program_.keys + key;
     int64_t known = __atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED);
     while ((known < 0 || pair < known) &&
            !__atomic_compare_exchange_n(&program_.wrong[0], &known, pair, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
-    if (__atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED) == pair)
-      __atomic_store_n(&program_.wrong[1], int64_t{index}, __ATOMIC_RELAXED);
+    if (__atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED) != pair) return;
+    __atomic_store_n(&program_.wrong[1], int64_t{index}, __ATOMIC_RELAXED);
+    __atomic_store_n(&program_.wrong[2], size, __ATOMIC_RELAXED);
   }
 
   // Whole numbers wrap around, as PyTorch's do.
@@ -584,8 +670,8 @@ class Evaluation {
 
   const PairProgram& program_;
   const List& list_;
-  int64_t entry_of_table_;
-  Values<T>* leaves_;
+  int64_t entry_, head_;
+  Values<T>*leaves_, *lookups_;
   uint8_t* runs_;  // [leaf][2 * kRowTile]
   T* slots_;
   Range rows_;
