@@ -52,8 +52,8 @@ def evaluate(text: str, program: Program, shape: tuple[int, ...], score: Tensor 
             table = getattr(program, f"table_{operands[0]}").double()
             row = {"table": torch.tensor(0), "row_table": rows, "key_table": keys}[name]
             index = values[int(operands[1][1:])]
-            entries, heads = (torch.arange(n).view(-1, *[1] * d) for n, d in zip(table.shape, (3, 2)))
-            x = table[entries, heads, row, index]
+            b, h = torch.arange(table.size(0)), torch.arange(table.size(1))
+            x = table[b.view(-1, 1, 1, 1), h.view(-1, 1, 1), row, index]
         elif name in ("query", "key_index"):
             x = rows if name == "query" else keys
         else:

@@ -66,8 +66,8 @@ class Program:
         row_numbers: ``[B|1, H|1, L, R]``, int32: whole numbers, and booleans as 0 and 1.
         key_numbers: ``[B|1, H|1, S, K]``, likewise.
         distance_numbers: ``[B|1, H|1, L + S - 1, D]``, likewise.
-        table_0: ``[B|1, H|1, L|S|1, N]``, as the terms: a captured tensor that is read by an index of
-            the pair, where it lies. The list says whose rows it has. table_1 to table_3: likewise.
+        table_0: ``[B|1, H|1, L|S|1, N]``, as the terms: a captured tensor that an index of the pair
+            reads, in place. The list says whose rows it has. table_1 to table_3: likewise.
         pairs: ``[B|1, H|1, L, S]``, a view of a captured tensor that is read as it lies.
     """
 
@@ -597,11 +597,14 @@ class _Tracer:
         place = self.list.place(self.index_of(source, places, own), "i")
         if self.list.reads(place, "score"):
             self.fail(f"an index of {self.name_of(source)} depends on the score")
-        number, _ = self.tables.setdefault((id(source), name, *own, begin), (len(self.tables), source))
+        number, _ = self.tables.setdefault(
+            (id(source), name, *own, begin), (len(self.tables), source)
+        )
         if ("t", number) not in self.list.leaves:
             table = source
             for n, dim in enumerate(own):
-                if dim is not None:
+                # A slice has a derivative that copies.
+                if dim is not None and table.size(dim) != counts[n]:
                     table = table.narrow(dim, begin if n == 2 else 0, counts[n])
             found = [dim for dim in own if dim is not None]
             table = table.permute(*found, *(d for d in range(source.dim()) if d not in found))

@@ -220,13 +220,15 @@ void for_each_table(const BackwardParams& p, auto f) {
   for (int t = 0; t < kMostTables; ++t) {
     const Terms& grad = gradients_of_terms(p).tables[t];
     const Table& table = p.program->tables[t];
-    const int64_t rows = table.of == TableOf::queries ? p.program->queries : table.of == TableOf::keys ? p.program->keys : 1;
+    const int64_t rows = table.of == TableOf::queries ? p.program->queries
+                         : table.of == TableOf::keys  ? p.program->keys
+                                                      : 1;
     const int64_t entries = grad.entry != 0 ? p.program->batch : 1, heads = grad.head != 0 ? p.program->heads : 1;
     if (grad.data) f(t, table, entries * heads * rows * table.size);
   }
 }
 
-// Plans how spans of heads add to the tables: `own` of each group of entries. Returns the copies that they add to, [copies,
+// Plans how spans of heads add to the tables, for each group of entries. Returns the copies that they add to, [copies,
 // numbers], or an undefined tensor where they add to the gradients themselves.
 template <class Params>
 Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGradients>& of_entries,
@@ -237,7 +239,8 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
   bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same ones
   for_each_table(call, [&](int, const Table& table, int64_t numbers) {
     size += numbers;
-    are_owned &= (table.numbers.entry != 0 || program.batch == 1) && (table.numbers.head != 0 || first.span == first.heads);
+    are_owned &=
+        (table.numbers.entry != 0 || program.batch == 1) && (table.numbers.head != 0 || first.span == first.heads);
     meet |= table.of != TableOf::keys;
   });
   if (are_owned && !meet) return {};

@@ -308,11 +308,10 @@ void ProblemBuilder::add_tangents(const Direction& direction) {
 void ProblemBuilder::check_indices() const {
   const auto [pair, index, size] = wrong_index_;
   if (pair < 0) return;
-  TORCH_CHECK(
-      false, shape_.op, ": a captured tensor is indexed out of its range for query ", pair / program_.keys, " and key ",
-      pair % program_.keys,
-      index == std::numeric_limits<int32_t>::max() ? "" : c10::str(", by index ", index, " of ", size),
-      "; clamp the index, and hide the pair by a mask_mod");
+  TORCH_CHECK(false, shape_.op, ": a captured tensor is indexed out of its range for query ", pair / program_.keys,
+              " and key ", pair % program_.keys,
+              index == std::numeric_limits<int32_t>::max() ? "" : c10::str(", by index ", index, " of ", size),
+              "; clamp the index, and hide the pair by a mask_mod");
 }
 
 // Entries that share their terms have the stride 0; else each entry has its own, one after the other.

@@ -25,7 +25,7 @@ class Compiled {
   List gradient{};
   List tangent{};
   List tangent_gradient{};
-  int columns[kTermKinds] = {};  // that each tensor of leaves must have at least
+  int columns[kTermKinds] = {};                   // that each tensor of leaves must have at least
   int8_t tables[kMostTables] = {-1, -1, -1, -1};  // whose numbers each has, a TableOf; -1: it reads none
 };
 

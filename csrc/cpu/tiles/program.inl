@@ -121,8 +121,13 @@ class Evaluation {
       T* const numbers = workspace + i * kLeaf;
       leaves_[i] = read(p, list.leaves[i], entry_, head, rows, keys, tiles, numbers);
       if (!reads_tables(list) || !is_number(leaf)) continue;
-      const bool of_keys = leaf == Leaf::key_number || leaf == Leaf::key, of_rows = leaf == Leaf::row_number || leaf == Leaf::query;
-      follow(numbers, of_keys ? keys.size() : of_rows ? kRowTile : 2 * kRowTile, of_keys ? W : 1, runs_ + i * 2 * kRowTile);
+      const bool of_keys = leaf == Leaf::key_number || leaf == Leaf::key,
+                 of_rows = leaf == Leaf::row_number || leaf == Leaf::query;
+      follow(numbers,
+             of_keys   ? keys.size()
+             : of_rows ? kRowTile
+                       : 2 * kRowTile,
+             of_keys ? W : 1, runs_ + i * 2 * kRowTile);
     }
     for (int i = 0; i < list.step_count; ++i) {
       const Step& step = list.steps[i];
@@ -171,7 +176,8 @@ class Evaluation {
   void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
     const Lookup at = lookup(result.table, grad, result.index);
     T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
-    const auto of = [&](int64_t j, int64_t i) __attribute__((always_inline)) { return load<T>(x.data + j * x.step + i); };
+    const auto of = [&](int64_t j, int64_t i)
+                        __attribute__((always_inline)) { return load<T>(x.data + j * x.step + i); };
     const auto one_by_one = [&](int64_t j, int64_t i, const Indices& found) {
       const T* const from = x.data + j * x.step + i;
       for (int64_t k = 0; k < smaller(W, rows_.size() - i); ++k)
@@ -187,8 +193,7 @@ class Evaluation {
           continue;
         }
         if (at.key != 0) {
-          for (int64_t k = 0; k < found.count; ++k)
-            add_to(to + k * at.key + k * found.step, found, of(j + k, i));
+          for (int64_t k = 0; k < found.count; ++k) add_to(to + k * at.key + k * found.step, found, of(j + k, i));
         } else if (found.step == 0) {
           Vec<T> sum = of(j, i);
           for (int64_t k = 1; k < found.count; ++k) sum += of(j + k, i);
@@ -438,7 +443,7 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // A table and an index of it: number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index]. Where the
+  // A table and an index of it: number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index]. If the
   // index is a number of rows, keys or distances, its `runs` say how it goes on.
   struct Lookup {
     const T* table;
@@ -481,7 +486,7 @@ class Evaluation {
     bool are_inside;  // of the table, with all numbers that are read as vectors
     UInt<T> least(int lane) const { return index[lane] - static_cast<UInt<T>>(step < 0 ? count - 1 : 0); }
   };
-  // From key j of a strip of `keys` on. Where keys share the table's numbers, fewer than `least_steps` keys whose step is
+  // From key j of a strip of `keys` on. If keys share the table's numbers, fewer than `least_steps` keys whose step is
   // not 0 count as one by one.
   ATTN_INLINE Indices indices(const Lookup& lookup, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
     Indices found{{}, 1, 0, Along::any, true};
@@ -500,7 +505,8 @@ class Evaluation {
         const Vec<UInt<T>> steps = lookup.at(j + 1, i) - here;
         int64_t count = 2;
         if (any(steps - steps[0])) count = 1;
-        while (count > 1 && count < most && !any(lookup.at(j + count, i) - lookup.at(j + count - 1, i) - steps)) ++count;
+        while (count > 1 && count < most && !any(lookup.at(j + count, i) - lookup.at(j + count - 1, i) - steps))
+          ++count;
         go_on(count, static_cast<Int<T>>(steps[0]));
       }
       const Vec<UInt<T>> of_lanes = here - here[0], numbers = bit_cast<Vec<UInt<T>>>(lane_numbers<T>());
@@ -570,7 +576,8 @@ class Evaluation {
           }
           put(j, i, numbers);
         } else if (at.key != 0) {
-          for (int64_t k = 0; k < found.count; ++k) put(j + k, i, numbers_at(from + k * at.key + k * found.step, found));
+          for (int64_t k = 0; k < found.count; ++k)
+            put(j + k, i, numbers_at(from + k * at.key + k * found.step, found));
         } else if (found.step == 0) {
           Vec<T> numbers{};
           if (at.row == 0)
@@ -634,11 +641,15 @@ class Evaluation {
     if (!at.runs) return;
     const int64_t rows = rows_.size();
     const bool of_keys = at.index.lanes == 0, of_rows = at.index.step == 0;
-    const int64_t numbers = of_keys ? keys : of_rows ? rows : rows + keys - 1, first = of_keys || of_rows ? 0 : kKeyTile - keys;
+    const int64_t numbers = of_keys   ? keys
+                            : of_rows ? rows
+                                      : rows + keys - 1,
+                  first = of_keys || of_rows ? 0 : kKeyTile - keys;
     const T* const last = at.index.data + (of_keys || of_rows ? 0 : 1 - keys);  // the number at `first`
     const auto index = bit_cast<UInt<T>>(*last);
     const int64_t next = of_keys ? W : 1;
-    if (index >= at.size || (numbers > 1 && (at.runs[first] < numbers - 1 || bit_cast<UInt<T>>(last[next]) != index))) return;
+    if (index >= at.size || (numbers > 1 && (at.runs[first] < numbers - 1 || bit_cast<UInt<T>>(last[next]) != index)))
+      return;
     if (at.key != 0) {
       for (int64_t j = 0; j < keys; ++j) store<T>(to + j * W, splat<T>(at.table[j * at.key + index]));
       same = {to, W, 0};
