@@ -185,6 +185,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         query_offset: Tensor | int | None = None,
         key_lengths: Tensor | int | None = None,
+        _texts: Any = None,  # packed sequences, of integrations.transformers.unpad
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from every query to the keys that masks do not hide.
 
@@ -248,6 +249,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             torch.unflatten(t, -1, (-1, self.head_dim)).movedim(length_dim, -2)
             for t in self._project(query, key, value)
         )
+        if _texts is not None:
+            output = _texts.attend(
+                *(q, k, v, None, False, self.window_size),
+                dropout_p=self.dropout if self.training else 0.0,
+                softcap=self.softcap,
+                enable_gqa=self.num_kv_heads != self.num_heads,
+            )
+            return self.out_proj(output.transpose(0, 1 - length_dim).flatten(-2)), None
         if attn_mask is not None and attn_mask.dim() == query.dim() == 3:
             attn_mask = torch.unflatten(attn_mask, 0, (-1, self.num_heads))
         hidden = _merge(attn_mask, key_padding_mask)

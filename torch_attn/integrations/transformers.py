@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,10 @@ from torch_attn._calls import counter
 from torch_attn._import import import_of, install
 from torch_attn.distributed import _context as context
 
-__all__ = ["attention_forward", "calls", "register", "unregister"]
+if TYPE_CHECKING:
+    from torch_attn.integrations._unpad import Unpadded
+
+__all__ = ["attention_forward", "calls", "register", "unpad", "unregister"]
 
 # The implementations of transformers, and the functions of their masks, whose names were taken.
 _taken: dict[str, tuple[Any, Any]] = {}
@@ -119,6 +122,13 @@ def unregister(name: str) -> None:
             del interface._global_mapping[name]
         else:
             interface.register(name, function)
+
+
+def unpad(model: nn.Module) -> Unpadded:
+    """TODO"""
+    from torch_attn.integrations._unpad import Unpadded
+
+    return Unpadded(model)
 
 
 def _register(name: str, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
@@ -272,6 +282,8 @@ def attention_forward(
         options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
 
     if texts is not None:
+        if position_bias is not None and position_bias.size(-1) != key.size(2):
+            return texts.attend_padded(query, key, value, position_bias, **options), None
         dense = output_attentions or position_bias is not None or _watching > 0
         if options["attn_mask"] is None and not dense:
             return texts.attend(query, key, value, **options), None
@@ -565,6 +577,26 @@ class _Texts:
             query, key, value, *places, window_size=window_size, **options
         )
         return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
+
+    def attend_padded(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        attn_mask: None,
+        **options: Any,
+    ) -> Tensor:
+        """Output `[1, T, H, Ev]`, of self-attention with a bias `[1, H, max_q, max_k]` for each."""
+        start, lengths = self.cu_seq_k[:-1, None], self.cu_seq_k.diff()
+        T = key.size(2)
+        place = (start + torch.arange(self.max_k, device=key.device)).clamp(max=T - 1)
+        padded = (t[0].transpose(0, 1)[place].transpose(1, 2) for t in (query, key, value))
+        output = torch_attn.sdpa(*padded, attn_mask=bias, key_lengths=lengths, **options)
+        token = torch.arange(T, device=key.device)
+        text = torch.searchsorted(self.cu_seq_k, token, right=True) - 1
+        place = text * self.max_k + token - self.cu_seq_k[text]
+        return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
 
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """Makes a mask `[B, 1, L, S]` that hides other sequences too, where L x S is needed anyway.
