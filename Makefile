@@ -99,8 +99,9 @@ bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there 
 bench-decode: $(INSTALLED) $(LIBRARY) ## speed of 1 to 16 queries over 16 to 4096 keys, as a grid
 	@$(BIN)/python benchmarks/decode.py --json out/decode.json
 
-bench-models: $(INSTALLED) $(LIBRARY) ## speed of whole models: MiniLM, a GPT and a ViT, with each attention
+bench-models: $(INSTALLED) $(LIBRARY) ## speed of whole models with each attention, and of encoders without padding
 	@$(BIN)/python benchmarks/models.py --json out/models.json
+	@$(BIN)/python benchmarks/unpad.py --json out/unpad.json
 
 bench-peers: $(PEERS) $(INSTALLED) $(LIBRARY) ## speed against the other attentions of a CPU
 	@$(BIN)/python benchmarks/peers.py --json out/peers.json

@@ -445,6 +445,18 @@ def test_models(row: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # whole models
+def test_unpad(tmp_path: Path) -> None:
+    results = tmp_path / "unpad.json"
+    row = "MiniLM forward f32 skewed"
+    printed = run("unpad.py", "--quick", "--filter", row, "--json", str(results))
+    (r,) = json.loads(results.read_text())["unpad"]
+    assert f"{r['model']} {r['pass']} {r['dtype']} {r['lengths']}" == row
+    assert f"{r['unpad']:.2f}" in printed
+    assert r["tokens"] < r["padded_tokens"] == 2 * 32 * 32
+    assert min(r[way] for way in ("unpad", "sorted", "unpad_sorted", "packed")) > 0
+
+
+@pytest.mark.slow  # whole models
 def test_models_without_ours_are_not_measured() -> None:
     code = "import models; models.check([lambda: 0], 'MiniLM', 0.1, False)"
     process = subprocess.run(

@@ -125,7 +125,23 @@ def unregister(name: str) -> None:
 
 
 def unpad(model: nn.Module) -> Unpadded:
-    """TODO"""
+    """Lets an encoder compute only the tokens that its mask of padding keeps, in all its layers.
+
+    What comes out has the shape of before, with zeros where padding was (unless a norm with a bias
+    follows the layers). Without padding nothing is done. `docs/transformers.md` says more.
+
+    Args:
+        model: a model of transformers with `_can_record_outputs["hidden_states"]`, whose attention
+            is ours meanwhile; or :class:`torch.nn.TransformerEncoder` after
+            :func:`torch_attn.convert`; or a module that holds such models.
+
+    Returns:
+        A handle for ``with``; its `remove()` is the way back without.
+
+    Raises:
+        ValueError: what cannot be right: at once what the model is (a decoder, layerdrop), before
+            anything is computed what a call with padding asks for (weights, a cache).
+    """
     from torch_attn.integrations._unpad import Unpadded
 
     return Unpadded(model)
@@ -283,7 +299,8 @@ def attention_forward(
 
     if texts is not None:
         if position_bias is not None and position_bias.size(-1) != key.size(2):
-            return texts.attend_padded(query, key, value, position_bias, **options), None
+            options["attn_mask"] = position_bias
+            return texts.attend_padded(query, key, value, **options), None
         dense = output_attentions or position_bias is not None or _watching > 0
         if options["attn_mask"] is None and not dense:
             return texts.attend(query, key, value, **options), None
@@ -578,24 +595,17 @@ class _Texts:
         )
         return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
 
-    def attend_padded(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor,
-        attn_mask: None,
-        **options: Any,
-    ) -> Tensor:
-        """Output `[1, T, H, Ev]`, of self-attention with a bias `[1, H, max_q, max_k]` for each."""
-        start, lengths = self.cu_seq_k[:-1, None], self.cu_seq_k.diff()
-        T = key.size(2)
-        place = (start + torch.arange(self.max_k, device=key.device)).clamp(max=T - 1)
-        padded = (t[0].transpose(0, 1)[place].transpose(1, 2) for t in (query, key, value))
-        output = torch_attn.sdpa(*padded, attn_mask=bias, key_lengths=lengths, **options)
-        token = torch.arange(T, device=key.device)
+    def attend_padded(self, *tensors: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        """Self-attention with `attn_mask` `[1, H, max, max]` in each text; `[1, T, H, Ev]`."""
+        token = torch.arange(tensors[0].size(2), device=self.cu_seq_k.device)
         text = torch.searchsorted(self.cu_seq_k, token, right=True) - 1
         place = text * self.max_k + token - self.cu_seq_k[text]
+        x = torch.cat(tensors).transpose(1, 2)  # [3, T, H, E]
+        size = (self.cu_seq_k.numel() - 1, self.max_k)
+        padded = x.new_zeros(3, size[0] * size[1], *x.shape[2:]).index_copy(1, place, x)
+        padded = padded.unflatten(1, size).transpose(2, 3)
+        lengths = self.cu_seq_k.diff()
+        output = torch_attn.sdpa(*padded, attn_mask, key_lengths=lengths, **options)
         return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
 
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:

