@@ -219,13 +219,13 @@ def test_what_sentence_transformers_hold() -> None:
     ranker = library.CrossEncoder(str(get_model_path()), num_labels=1, device="cpu")
     expected, scores = model.encode(texts), ranker.predict([(texts[1], x) for x in texts])
     rows: list[int] = []
-    model[0].auto_model.encoder.layer[0].register_forward_hook(
-        lambda _, args, output: rows.append(output.shape[0])
-    )
+    layers = [model[0].auto_model.encoder.layer[0], ranker.model.bert.encoder.layer[0]]
+    for layer in layers:
+        layer.register_forward_hook(lambda _, args, output: rows.append(output.shape[0]))
     with unpad(model), unpad(ranker):
         close(torch.tensor(model.encode(texts)), torch.tensor(expected))
         close(torch.tensor(ranker.predict([(texts[1], x) for x in texts])), torch.tensor(scores))
-    assert rows == [1]
+    assert rows == [1, 1]
 
 
 def test_layers_that_were_removed_and_tuples() -> None:
@@ -365,6 +365,7 @@ def test_handles_are_removed_in_any_order() -> None:
     model(**batch())
     assert sum(LENGTHS) in rows
     second.remove()
+    assert "forward" not in vars(model)
     rows.clear()
     model(**batch())
     assert sum(LENGTHS) not in rows

@@ -1,14 +1,16 @@
 """Encoders that compute no padding: what :func:`torch_attn.integrations.transformers.unpad` does.
 
-A stack is a model that owns layers. Before it runs, a hook makes a :class:`_Plan` from the mask of
-padding and puts it among the keyword arguments, which transformers hands on to every layer. So
-nothing of a call is stored in the model: threads, graphs and recomputation in a backward see the
-plan of their own call. nn.TransformerEncoder hands none on: there a ContextVar has the plan.
+A stack is a model that owns layers. Its forward, replaced because some callers do not run hooks,
+makes a :class:`_Plan` from the mask of padding and puts it among the keyword arguments, which
+transformers hands on to every layer. So nothing of a call is stored in the model: threads, graphs
+and recomputation in a backward see the plan of their own call. nn.TransformerEncoder hands none on:
+there a ContextVar has the plan.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -33,7 +35,7 @@ _REFUSED = ["encoder_hidden_states", "cache", "past_key_values", "use_cache", "c
 _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
 _lock = threading.Lock()
-# For each stack that is on: the number of its handles, and how to turn it off.
+# For each stack that is on: the number of its handles, a forward that it had, what to undo.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -45,7 +47,7 @@ class Unpadded(contextlib.ExitStack):
         with _lock:
             for stack, turn_on in _find(model):
                 if stack not in _on:
-                    _on[stack] = [0, turn_on()]
+                    _on[stack] = [0, vars(stack).get("forward"), turn_on()]
                 _on[stack][0] += 1
                 self.callback(_remove, stack)
 
@@ -56,8 +58,12 @@ def _remove(stack: nn.Module) -> None:
     with _lock:
         _on[stack][0] -= 1
         if not _on[stack][0]:
-            for undo in _on.pop(stack)[1]:
-                undo()
+            _, forward, undo = _on.pop(stack)
+            del stack.forward
+            if forward is not None:
+                stack.forward = forward
+            for function in undo:
+                function()
 
 
 @dataclass(eq=False)
@@ -102,7 +108,7 @@ class _Plan:
         if not isinstance(states, Tensor) or not self.is_packed(states):
             return states
         padded = states.new_zeros(self.keep.numel(), states.size(2))
-        return padded.index_copy(0, self.index, states[0]).unflatten(0, self.keep.shape)
+        return torch.unflatten(padded.index_copy(0, self.index, states[0]), 0, self.keep.shape)
 
 
 @dataclass(eq=False)
@@ -216,23 +222,22 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     last = layers if is_shared else [layers[min(number, len(layers)) - 1]]
     before_layer = partial(_before, tuple(inspect.signature(layers[0].forward).parameters))
     handles = [
-        stack.register_forward_pre_hook(partial(_enter, known), with_kwargs=True),
-        stack.register_forward_hook(partial(_leave, known.name), with_kwargs=True),
         *(m.register_forward_pre_hook(before_layer, with_kwargs=True) for m in layers),
         *(m.register_forward_hook(partial(_after, count), with_kwargs=True) for m in last),
     ]
+    _replace_forward(stack, _run, known)
     return [*(handle.remove for handle in handles), *undo]
 
 
+def _replace_forward(stack: nn.Module, run: Any, *known: Any) -> None:
+    forward = partial(run, *known, stack.forward)
+    stack.forward = functools.update_wrapper(forward, stack.forward)
+
+
 def _turn_on_nn(stack: nn.TransformerEncoder, known: _Stack) -> list[Any]:
-    layers: list[Any] = list(stack.layers)
-    dim = 0 if layers[0].self_attn.batch_first else 1  # the batch's
-    handles = [
-        stack.register_forward_pre_hook(partial(_enter_nn, known, dim), with_kwargs=True),
-        stack.register_forward_hook(partial(_leave_nn, dim), always_call=True),
-        *(m.self_attn.register_forward_pre_hook(_attend_nn, with_kwargs=True) for m in layers),
-    ]
-    return [handle.remove for handle in handles]
+    attentions: list[Any] = [layer.self_attn for layer in stack.layers]
+    _replace_forward(stack, _run_nn, known, 0 if attentions[0].batch_first else 1)
+    return [m.register_forward_pre_hook(_attend, with_kwargs=True).remove for m in attentions]
 
 
 def _attends(stack: _Stack) -> bool:
@@ -274,16 +279,25 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
     lengths = keep.sum(1)
     cu_seq = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     index = keep.flatten().nonzero().flatten()
-    torch._dynamo.maybe_mark_dynamic(index, 0)  # type: ignore[attr-defined,no-untyped-call]
+    torch._dynamo.maybe_mark_dynamic(index, 0)
     longest = int(lengths.max())
     return _Plan(keep, index, integration._Texts(cu_seq, cu_seq, longest, longest))
 
 
-def _enter(known: _Stack, stack: Any, args: Any, kwargs: Any) -> Any:
+def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
     plan = _make_plan(known, dict(zip(known.arguments, args, strict=False)) | kwargs)
-    if plan is not None and known.compute_bias is not None:
+    if plan is None:
+        return forward(*args, **kwargs)
+    if known.compute_bias is not None:
         plan.bias = known.compute_bias(plan.texts.max_q, plan.texts.max_k)
-    return None if plan is None else (args, {**kwargs, _PLAN: plan})
+    output = forward(*args, **kwargs, **{_PLAN: plan})
+    if not plan.done:
+        raise RuntimeError(f"unpad: {known.name} did not end with its last layer")
+    if isinstance(output, tuple):  # states that were recorded are a tuple in it
+        return tuple(plan.pad(x) if isinstance(x, tuple) else x for x in output)
+    if states := output.get("hidden_states"):
+        output["hidden_states"] = plan.pad(states)
+    return output
 
 
 def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -316,35 +330,20 @@ def _after(count: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) ->
     return (plan.pad(output[0]), *output[1:]) if isinstance(output, tuple) else plan.pad(output)
 
 
-def _leave(name: str, stack: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    if not (plan := kwargs.get(_PLAN)):
-        return None
-    if not plan.done:
-        raise RuntimeError(f"unpad: {name} did not end with its last layer")
-    if isinstance(output, tuple):  # states that were recorded are a tuple in it
-        return tuple(plan.pad(x) if isinstance(x, tuple) else x for x in output)
-    if states := output.get("hidden_states"):
-        output["hidden_states"] = plan.pad(states)
-    return output
-
-
-def _enter_nn(known: _Stack, dim: int, stack: nn.Module, args: Any, kwargs: Any) -> Any:
+def _run_nn(known: _Stack, batch_dim: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(known.arguments, args, strict=False)) | kwargs
-    _plan_of_nn.set(plan := _make_plan(known, given))
+    plan = _make_plan(known, given)
     if plan is None:
-        return None
-    src = plan.pack("src", given.pop("src").transpose(0, dim)).transpose(0, dim)
-    return (src,), {**given, known.mask: None}
+        return forward(*args, **kwargs)
+    given["src"] = plan.pack("src", given["src"].transpose(0, batch_dim)).transpose(0, batch_dim)
+    token = _plan_of_nn.set(plan)
+    try:
+        output = forward(**given | {known.mask: None})
+    finally:
+        _plan_of_nn.reset(token)
+    return plan.pad(output.transpose(0, batch_dim)).transpose(0, batch_dim)
 
 
-def _attend_nn(attention: nn.Module, args: Any, kwargs: Any) -> Any:
+def _attend(attention: nn.Module, args: Any, kwargs: Any) -> Any:
     plan = _plan_of_nn.get()
     return None if plan is None else (args, {**kwargs, "_texts": plan.texts})
-
-
-def _leave_nn(dim: int, stack: nn.Module, args: Any, output: Any) -> Any:
-    plan = _plan_of_nn.get()
-    _plan_of_nn.set(None)
-    if plan is None or output is None:  # None: after an error
-        return None
-    return plan.pad(output.transpose(0, dim)).transpose(0, dim)

@@ -603,9 +603,8 @@ class _Texts:
         x = torch.cat(tensors).transpose(1, 2)  # [3, T, H, E]
         size = (self.cu_seq_k.numel() - 1, self.max_k)
         padded = x.new_zeros(3, size[0] * size[1], *x.shape[2:]).index_copy(1, place, x)
-        padded = padded.unflatten(1, size).transpose(2, 3)
-        lengths = self.cu_seq_k.diff()
-        output = torch_attn.sdpa(*padded, attn_mask, key_lengths=lengths, **options)
+        q, k, v = torch.unflatten(padded, 1, size).transpose(2, 3)
+        output = torch_attn.sdpa(q, k, v, attn_mask, key_lengths=self.cu_seq_k.diff(), **options)
         return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
 
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
