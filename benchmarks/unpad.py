@@ -32,8 +32,8 @@ Batch = dict[str, Tensor]
 BATCH, BATCHES, MOST = 32, 2, 512
 AGREE = {"f32": 1e-4, "bf16": 0.1}  # valid tokens, of a size of about 1
 MODELS: dict[str, Callable[..., Any]] = {
-    "MiniLM": lambda: BertModel.from_pretrained(get_model_path(), add_pooling_layer=False),
-    "BERT-base": lambda: BertModel(BertConfig(), add_pooling_layer=False),
+    "MiniLM": lambda: BertModel.from_pretrained(get_model_path()),
+    "BERT-base": lambda: BertModel(BertConfig()),
     "ModernBERT-base": lambda: ModernBertModel(ModernBertConfig()),
 }
 WAYS = ("unpad", "sorted", "unpad_sorted", "packed", "onnxruntime")

@@ -176,6 +176,7 @@ def test_without_padding_nothing_is_done(inputs: dict[str, Tensor]) -> None:
     rows = rows_of(model)
     with unpad(model):
         assert torch.equal(model(tokens, **inputs).last_hidden_state, expected)
+        assert len(model(tokens, **inputs, output_attentions=True).attentions) == LAYERS
     assert 12 in rows
 
 
@@ -206,7 +207,7 @@ def test_classifiers_read_a_first_token_that_is_there(cls: Any) -> None:
     expected = model(**inputs).logits
     with unpad(model):
         close(model(**inputs).logits, expected)
-        with pytest.raises(ValueError, match=r"hides the first token, which .* reads; pad on the"):
+        with pytest.raises(ValueError, match=r"hides the first token, which .* reads; pad right"):
             model(**batch(lengths, "left"))
 
 
@@ -569,6 +570,8 @@ def test_torchs_encoder_refuses_by_name() -> None:
     x, mask, hidden = torch.randn(5, L, 32), torch.zeros(L, L), ~batch()["attention_mask"].bool()
     with unpad(model), pytest.raises(ValueError, match="TransformerEncoder: mask is given"):
         model(x, mask, src_key_padding_mask=hidden)
+    with unpad(model), pytest.raises(ValueError, match="src_key_padding_mask must be 0 or -inf"):
+        model(x, src_key_padding_mask=-0.5 * hidden.float())
     model.layers[0].self_attn.add_zero_attn = True
     with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn add keys"):
         unpad(model)

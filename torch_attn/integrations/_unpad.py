@@ -254,28 +254,29 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
     mask = given.get(stack.mask)
     if mask is None:
         return None
-    asked = [name for name in _REFUSED if given.get(name) is not None and given[name] is not False]
-    asked += ["output_attentions" for c in stack.configs if getattr(c, "output_attentions", 0)]
-    reason = ""
-    if asked:
-        reason = f"{asked[0]} is given, but padding is not computed"
-    elif not isinstance(mask, Tensor) or mask.dim() != 2:
-        reason = f"{stack.mask} must be a tensor [B, L]; it is {getattr(mask, 'shape', type(mask))}"
-    elif not _attends(stack):
-        reason = f"{stack.configs[0]._attn_implementation} attention would mix sequences"
-    if reason:
-        raise ValueError(f"unpad: {stack.name}: {reason}")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        what = f"{stack.mask} must be a tensor [B, L]; it is {getattr(mask, 'shape', type(mask))}"
+        raise ValueError(f"unpad: {stack.name}: {what}")
     keep = mask.bool() if stack.mask == "attention_mask" else mask == 0  # torch's mask hides
     if bool(keep.all() | ~keep.any()):  # models cannot compute 0 tokens
         return None
+    asked = [name for name in _REFUSED if given.get(name) is not None and given[name] is not False]
+    asked += ["output_attentions" for c in stack.configs if getattr(c, "output_attentions", 0)]
     begins = keep.clone()
     begins[:, 1:] &= ~keep[:, :-1]
-    if stack.is_relative and int(begins.sum(1).max()) > 1:
-        reason = "has holes, and layers count how far tokens are from each other"
+    reason = ""
+    if asked:
+        reason = f"{asked[0]} is given, but padding is not computed"
+    elif not _attends(stack):
+        reason = f"{stack.configs[0]._attn_implementation} attention would mix sequences"
+    elif mask.is_floating_point() and not stack.configs and bool(mask[~keep].isfinite().any()):
+        reason = f"{stack.mask} must be 0 or -inf where it is floating"
+    elif stack.is_relative and int(begins.sum(1).max()) > 1:
+        reason = f"{stack.mask} has holes, and layers count how far tokens are from each other"
     elif stack.reads_first and bool((keep.any(1) & ~keep[:, 0]).any()):
-        reason = f"hides the first token, which {stack.reads_first} reads; pad on the right"
+        reason = f"{stack.mask} hides the first token, which {stack.reads_first} reads; pad right"
     if reason:
-        raise ValueError(f"unpad: {stack.name}: {stack.mask} {reason}")
+        raise ValueError(f"unpad: {stack.name}: {reason}")
     lengths = keep.sum(1)
     cu_seq = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     index = keep.flatten().nonzero().flatten()
