@@ -35,6 +35,7 @@ _REFUSED = ["encoder_hidden_states", "cache", "past_key_values", "use_cache", "c
 _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
 _lock = threading.Lock()
+_source = functools.cache(inspect.getsource)  # it parses a whole file
 # For each stack that is on: the number of its handles, a forward that it had, what to undo.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -113,8 +114,6 @@ class _Plan:
 
 @dataclass(eq=False)
 class _Stack:
-    """What hooks know of a model that owns layers."""
-
     name: str
     mask: str  # the argument that says what is padding
     arguments: tuple[str, ...]  # of its forward
@@ -188,7 +187,7 @@ def _reads_first(module: nn.Module) -> bool:
     """Whether a model has a pooler, or the source of a head reads the first token."""
     if hasattr(module, "pooler") or not type(module).__module__.startswith("transformers"):
         return getattr(module, "pooler", None) is not None
-    return re.search(r"\[:, 0[],]", inspect.getsource(type(module))) is not None
+    return re.search(r"\[:, 0[],]", _source(type(module))) is not None
 
 
 def _check_nn(stack: nn.TransformerEncoder) -> _Stack:
