@@ -132,11 +132,6 @@ MUTATIONS = {
         "    else\n      «__syncthreads();»\n    return tile;",
         ";",
     ),
-    "backward: tiles are overwritten by the next group of heads": (
-        "cuda/mma/backward.cuh",
-        "      «__syncthreads();»  // the last group's tiles have been read\n",
-        ";",
-    ),
     "backward without tensor cores: the next rows are read before they are chosen": (
         "cuda/simt/backward.cuh",
         "    «__syncthreads();»  // the next place is there\n",

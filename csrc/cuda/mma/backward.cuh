@@ -273,7 +273,6 @@ struct BackwardMma {
     Sums of_ds = {}, of_weights = {};
     for (int64_t reader = 0; reader < readers; reader += p.group) {
       if (thread_index() == 0) set_heads(shared.own_head * readers + reader);
-      __syncthreads();  // the last group's tiles have been read
       const int64_t head = shared.own_head * readers + reader;
       TileOfRows tile = first_shown_rows(visible_from({0, {task.n, head, 0}}));
       if (tile.number >= shared.group_rows) continue;
