@@ -165,6 +165,12 @@ def results(
     return {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
 
 
+def of_inputs(*some: Any, rest: Any) -> list[Any]:
+    """One for each input of the operators that has a derivative: `rest` for the last ones."""
+    number = len(torch.ops.attn._sdpa_backward.default._schema.returns)
+    return [*some, *[rest] * (number - len(some))]
+
+
 def natural_logsumexp(pair: Tensor, scale: float = 1) -> Tensor:
     """In float64, of what _sdpa_forward keeps (csrc/core/params.h).
 

@@ -21,6 +21,7 @@ from helpers import (
     in_fresh_process,
     make_grad_output,
     make_inputs,
+    of_inputs,
     results,
 )
 
@@ -131,7 +132,7 @@ def forward_and_backward() -> list[bytes]:
     output = saved[0]
     gradients = torch.ops.attn._sdpa_backward(
         *[output, None, *saved, *inputs],
-        grad_input_mask=[True] * 3 + [False] * 7,
+        grad_input_mask=of_inputs(True, True, True, rest=False),
     )
     return [t.numpy().tobytes() for t in (output, *gradients[:3])]
 

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import torch_attn
 from _cases import CASES, Case
-from helpers import LAYOUTS, Inputs, make_inputs
+from helpers import LAYOUTS, Inputs, make_inputs, of_inputs
 
 
 def description(tensor: Tensor | None) -> Any:
@@ -27,10 +27,9 @@ def forward_and_backward(inputs: Inputs, **options: Any) -> list[Tensor | None]:
     gradients = torch.ops.attn._sdpa_backward(
         *[torch.empty_like(saved[0]), None, *saved[:4], *inputs],
         **options,
-        grad_input_mask=[
-            *[True, True, True, mask is not None and mask.is_floating_point()],
-            *[False] * 6,
-        ],
+        grad_input_mask=of_inputs(
+            *[True, True, True, mask is not None and mask.is_floating_point()], rest=False
+        ),
     )
     return [plain, *detailed, *saved, *gradients]
 

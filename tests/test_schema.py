@@ -58,9 +58,7 @@ def arguments(operator: Any) -> list[tuple[str, str, Any]]:
     return [(a.name, str(a.type), a.default_value) for a in operator.default._schema.arguments]
 
 
-@pytest.mark.parametrize(
-    "name", ["forward", "backward", "tangent", "second", "weights", "and_weights"]
-)
+@pytest.mark.parametrize("name", ["forward", "backward", "tangent", "second", "and_weights"])
 def test_private_operators_take_a_call(name: str) -> None:
     """In the order of public ones, among what else they take: no argument is renamed or dropped."""
     call = arguments(ops.sdpa_with_weights if "weights" in name else ops.attention)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 import torch_attn
-from helpers import DEVICES, rng_state
+from helpers import DEVICES, of_inputs, rng_state
 
 CALLS: dict[str, Callable[..., Any]] = {
     "torch.ops.attn.sdpa": torch.ops.attn.sdpa,
@@ -390,7 +390,7 @@ def test_backward_operator(position: int, name: str, wrong: Tensor) -> None:
     inputs = tuple(floats(*size) for size in SIZES.values())
     saved = torch.ops.attn._sdpa_forward(*inputs, dropout_p=0.5)[:4]
     arguments = [floats(2, 4, 5, 6), None, *saved, *inputs]
-    options = {"dropout_p": 0.5, "grad_input_mask": [True] * 3 + [False] * 7}
+    options = {"dropout_p": 0.5, "grad_input_mask": of_inputs(True, True, True, rest=False)}
     torch.ops.attn._sdpa_backward(*arguments, **options)
     arguments[position] = wrong
     with pytest.raises(RuntimeError, match=name):
@@ -403,6 +403,6 @@ def test_gradient_of_a_mask_without_one() -> None:
         saved = torch.ops.attn._sdpa_forward(*inputs, mask)[:4]
         arguments = [floats(2, 4, 5, 6), None, *saved, *inputs, mask]
         for i, name in ((3, "attn_mask"), (4, "alibi_slopes"), (5, "sinks")):
-            wanted = [j == i for j in range(10)]
+            wanted = of_inputs(*(j == i for j in range(6)), rest=False)
             with pytest.raises(RuntimeError, match=name):
                 torch.ops.attn._sdpa_backward(*arguments, grad_input_mask=wanted)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn
 from _memory import GuardedMemory, largest_block
-from helpers import DTYPES, INF, NAN, bits_promised, in_fresh_process, largest, ulp
+from helpers import DTYPES, INF, NAN, bits_promised, in_fresh_process, largest, of_inputs, ulp
 from torch_attn.varlen import AuxRequest
 
 LENGTHS = ([5, 0, 70, 1, 130, 3], [9, 3, 70, 0, 150, 3])
@@ -466,7 +466,7 @@ def test_errors_in_python() -> None:
             block_table=torch.tensor([[0, 1]]),
             max_q=8,
             max_k=8,
-            grad_input_mask=[True] * 3 + [False] * 7,
+            grad_input_mask=of_inputs(True, True, True, rest=False),
         )
 
 

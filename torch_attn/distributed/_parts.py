@@ -44,6 +44,12 @@ def wide(tensor: Any) -> Any:
     return tensor.float() if half else tensor
 
 
+def _of_inputs(*some: Any, rest: Any) -> list[Any]:
+    """One for each input of the operators that has a derivative: `rest` for the last ones."""
+    number = len(torch.ops.attn._sdpa_backward.default._schema.returns)
+    return [*some, *[rest] * (number - len(some))]
+
+
 def check(call: Call, inputs: Inputs) -> None:
     """Raises what :func:`torch_attn.sdpa` of these queries and all keys raises, before sending."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
@@ -202,7 +208,7 @@ def gradients(
                 *(q, k, v, columns),
                 **options,
                 alibi_slopes=slopes,
-                grad_input_mask=[wanted[0], True, True, of_keys, wanted[4], *[False] * 5],
+                grad_input_mask=_of_inputs(wanted[0], True, True, of_keys, wanted[4], rest=False),
             )
             if of_query is not None:
                 of_query[..., part.rows, :] += found[0]
@@ -255,9 +261,12 @@ def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tu
             found = ops._sdpa_forward(*own, **options)
             moved, of_pair, _ = ops._sdpa_tangent(
                 *found[:4],
-                None if of_query is None else of_query[..., part.rows, :],
-                *(None if t is None else more.pop(0) for t in (of_key, of_value)),
-                *(_mask(part, of_mask), of_slopes, *[None] * 5),
+                *_of_inputs(
+                    None if of_query is None else of_query[..., part.rows, :],
+                    *(None if t is None else more.pop(0) for t in (of_key, of_value)),
+                    *(_mask(part, of_mask), of_slopes),
+                    rest=None,
+                ),
                 *own,
                 **options,
             )
