@@ -602,10 +602,10 @@ class _Tracer:
         )
         if ("t", number) not in self.list.leaves:
             table = source
-            for n, dim in enumerate(own):
+            for n, at in enumerate(own):
                 # A slice has a derivative that copies.
-                if dim is not None and table.size(dim) != counts[n]:
-                    table = table.narrow(dim, begin if n == 2 else 0, counts[n])
+                if at is not None and table.size(at) != counts[n]:
+                    table = table.narrow(at, begin if n == 2 else 0, counts[n])
             found = [dim for dim in own if dim is not None]
             table = table.permute(*found, *(d for d in range(source.dim()) if d not in found))
             table = table[tuple(None if dim is None else slice(None) for dim in own)]
@@ -648,7 +648,9 @@ class _Tracer:
             stride *= size
         if stride >= 2**31:
             self.fail(f"a table of {stride} numbers", "they must be fewer than 2^31")
-        index = functools.reduce(lambda x, y: self.of("add", x, y), map(parts.get, sorted(parts)))
+        index = functools.reduce(
+            lambda x, y: self.of("add", x, y), (parts[kind] for kind in sorted(parts))
+        )
         if is_inside is not None:
             index = self.of("where", is_inside, index, 2**31 - 1)
         return index

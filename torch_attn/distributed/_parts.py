@@ -46,7 +46,7 @@ def wide(tensor: Any) -> Any:
 
 def _of_inputs(*some: Any, rest: Any) -> list[Any]:
     """One for each input of the operators that has a derivative: `rest` for the last ones."""
-    number = len(torch.ops.attn._sdpa_backward.default._schema.returns)
+    number = len(torch.ops.attn._sdpa_second.default._schema.returns)
     return [*some, *[rest] * (number - len(some))]
 
 

@@ -35,7 +35,7 @@ _REFUSED = ["encoder_hidden_states", "cache", "past_key_values", "use_cache", "c
 _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
 _lock = threading.Lock()
-_source = functools.cache(inspect.getsource)  # it parses a whole file
+_source: Any = functools.cache(inspect.getsource)  # it parses a whole file
 # For each stack that is on: the number of its handles, a forward that it had, what to undo.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
