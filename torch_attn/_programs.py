@@ -648,7 +648,7 @@ class _Tracer:
             stride *= size
         if stride >= 2**31:
             self.fail(f"a table of {stride} numbers", "they must be fewer than 2^31")
-        index = functools.reduce(
+        index: Value = functools.reduce(
             lambda x, y: self.of("add", x, y), (parts[kind] for kind in sorted(parts))
         )
         if is_inside is not None:
