@@ -1,7 +1,7 @@
 """flex_attention: functions of the pair run inside the kernels, with every derivative."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,39 @@ def test_more_threads_than_copies_of_a_table() -> None:
         for _ in range(10):
             found = results(torch_attn.flex_attention, x, case, return_lse=True)
             assert all(map(torch.equal, found, expected))
+
+
+def test_at_most_four_tables() -> None:
+    x, tables = tensors(), torch.randn(5, 9, dtype=torch.float64)
+
+    def output(tables: Sequence[Tensor]) -> Any:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            for table in tables:
+                s = s + table[i * j % 9]
+            return s
+
+        return torch_attn.flex_attention(*x, score)
+
+    torch.testing.assert_close(output(tables[:4].unbind()), output([tables[:4].sum(0)]))
+    with pytest.raises(RuntimeError, match="5 tables have an index of the pair; at most 4"):
+        output(tables.unbind())
+
+
+def test_an_index_that_vmap_hides_is_checked() -> None:
+    """Behind the first table there is another one, whose numbers are not read instead."""
+    x, wrong = [t.detach() for t in tensors()], torch.full((100,), 9)
+    other = torch.randn(9, dtype=torch.float64)
+
+    def output(table: Tensor, index: Tensor) -> Any:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + table[index[i], i * j % 9] + other[i * j % 9]
+
+        return torch_attn.flex_attention(*x, score)
+
+    tables = torch.randn(2, 9, 9, dtype=torch.float64)
+    torch.vmap(output)(tables, torch.stack([wrong - 1, wrong - 2]))
+    with pytest.raises(RuntimeError, match="index"):
+        torch.vmap(output)(tables, torch.stack([wrong - 1, wrong]))
 
 
 @pytest.mark.usefixtures("cpu_capability")
