@@ -41,7 +41,7 @@ class Converted(NamedTuple):
 def convert(model: nn.Module) -> Converted:
     """Makes every :class:`torch.nn.MultiheadAttention` in a model compute with this package.
 
-    The modules stay the same objects and become of the class
+    The modules stay the same objects; their class becomes
     :class:`torch_attn.nn.MultiheadAttention`. So parameters, names, hooks, the training flag and
     references to them stay valid, such as an optimizer's. The model itself may be such a module.
     A module that appears in several places is listed once. Modules that were converted before are
@@ -121,7 +121,7 @@ def unconvert(model: nn.Module) -> Converted:
         model: changed in place.
 
     Returns:
-        Which modules were swapped, and which were skipped and why. Skipped are modules with an
+        Which modules were swapped, and which were skipped and why. It skips modules with an
         option that torch's module lacks (fewer heads for keys and values, a window, a soft cap),
         modules whose ``out_proj`` does more than a linear module (torch's module reads its weight
         and does not call it), modules of derived classes, and modules whose ``forward`` was

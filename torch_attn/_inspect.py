@@ -108,7 +108,7 @@ def inspect(
 
 
 # The attention of a transformers model, and whether compiled code runs, are settings of all
-# threads. Threads that inspect take turns, because one would restore the settings of the other. The
+# threads. Threads that inspect take turns: else one would undo the settings of another. The
 # lock is in a list, because a process that is forked meanwhile needs a free lock.
 _turns = [threading.RLock()]
 
@@ -228,7 +228,7 @@ _recording: ContextVar[bool] = ContextVar("_recording", default=False)
 
 
 class _Recorder(TorchFunctionMode):
-    """While it is on, in one thread, it sees each call of attention and computes it again."""
+    """Sees each call of attention in one thread while it is on, and computes it again."""
 
     def __init__(self, where: _Where, weights: bool, saturated_above: float) -> None:
         super().__init__()

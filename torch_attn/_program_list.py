@@ -1,7 +1,7 @@
 """The list of operations of a score program, and the rules that write PyTorch's calls into it.
 
 `_programs.py` runs the user's functions. Calls of PyTorch on a value that depends on both query and
-key arrive here: `RULES` has a function with the parameters of each PyTorch function, by its name.
+key arrive here. `RULES` maps the name of each PyTorch function to ours, which has its parameters.
 """
 
 from __future__ import annotations

@@ -384,7 +384,7 @@ class _Tracer:
         return x.limits
 
     def limits_of_result(self, name: str, values: list[Any]) -> tuple[int, int] | None:
-        """Those of an operation of the pair on whole numbers."""
+        """The limits of the result of an operation of the pair on whole numbers."""
         known = [self.limits(x) for x in (values[1:] if name == "where" else values)]
         of = [x for x in known if x is not None]
         if len(of) < len(known):
@@ -536,9 +536,9 @@ class _Tracer:
         return found
 
     def strided(self, source: Tensor, places: list[Any]) -> Value | None:
-        """`source[b, h, i, j]`, or with sums of i and j as indices: a view, read as a mask is.
+        """`source[b, h, i, j]`, or sums of i and j as indices: a view that kernels read as a mask.
 
-        None if it is none, or another one was read before.
+        None if the indices are others, or if the function has read such a view before.
         """
         if self.pairs is not None or not source.is_floating_point() or not self.tracking_score:
             return None
@@ -835,7 +835,7 @@ _AFFINE = frozenset(("add", "sub", "neg", "mul"))
 _CONVERSIONS = frozenset(("to", "long", "int", "type"))
 _COMPARISONS = frozenset(name for name in RULES if RULES[name].__qualname__.startswith("_compare"))
 _HOLDERS = torch.Tensor, torch, torch.nn.functional, torch.special
-# Functions of numbers that the list lacks, but vectors have.
+# Functions that work on vectors (numbers of rows, keys or distances), but not on pairs.
 _OF_VECTORS = (
     "acos acosh asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift ceil copysign "
     "cos cosh erf erfc erfinv expm1 fmax fmin fmod frac isfinite isinf isnan lgamma log10 log2 "

@@ -187,7 +187,7 @@ def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
 
 
 def _written_out(op: Any, attn_mask: Any, query: Any, key: Any) -> Any:
-    """Expands a mask that is the same for all queries or keys to all of them.
+    """Expands a mask with one row or one column to all queries and keys.
 
     ONNX hides the keys that a shorter mask lacks, and onnxruntime 1.32 requires L queries.
     """

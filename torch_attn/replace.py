@@ -208,7 +208,7 @@ def _warn_if_not_called(name: str, handle: Replacement, stacklevel: int) -> None
 
 
 def register_with_torch() -> None:
-    """Tells ``torch.nn.attention`` of the switch; the package calls it.
+    """Tells ``torch.nn.attention`` of the switch; ``import torch_attn`` calls this.
 
     Afterwards ``activate_flash_attention_impl("attn")`` turns it on, and
     ``restore_flash_attention_impl()`` off. If torch lacks these functions, it does nothing.
@@ -243,7 +243,7 @@ def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
 
 
 def answered() -> int:
-    """How many calls of the built-in attn has answered in this process."""
+    """How many of the built-in's calls attn has answered in this process."""
     return _counts()[0]
 
 

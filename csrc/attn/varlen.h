@@ -23,11 +23,11 @@ struct VarlenOptions {
   bool enable_gqa = false;
   // Integers [N]: how many keys of each sequence are in use. Further keys are not read.
   std::optional<at::Tensor> seqused_k = std::nullopt;
-  // Integers [N, most pages]: key and value are pools of pages, and row r of sequence n is row r % page_size of page
-  // block_table[n][r / page_size]. Sequences may share pages. Needs seqused_k. Entries after the last page in use are
-  // not read. No derivatives.
+  // Integers [N, pages of the longest sequence]: key and value are pools of pages; row r of sequence n is stored in
+  // row r % page_size of page block_table[n][r / page_size]. Sequences may share pages. Needs seqused_k. Entries after
+  // the last page in use are not read. No derivatives.
   std::optional<at::Tensor> block_table = std::nullopt;
-  // c > 0 makes c tanh(x / c) of scaled scores x, before a mask is added; 0: none.
+  // c > 0: a scaled score x becomes c tanh(x / c), before a mask is added. 0: scores are not capped.
   double softcap = 0.0;
   // [Hq], as in Options; both get a gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;

@@ -29,8 +29,8 @@ struct Capability {
 bool always() { return true; }
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports also asks whether the operating system saves the registers (XGETBV). Not every clang knows
-// "f16c" there; its instructions use the registers of AVX2.
+// __builtin_cpu_supports also asks whether the operating system saves the registers (XGETBV). Some
+// versions of clang do not know "f16c" as its argument. F16C needs no more registers than AVX2.
 bool has_avx2() {
   unsigned eax, ebx, ecx, edx;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&

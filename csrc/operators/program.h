@@ -1,4 +1,4 @@
-// The strings of functions of the pair: read, checked and differentiated.
+// Reads, checks and differentiates the strings that describe a score_mod or a mask_mod.
 //
 // A string has a line for each value, "%3 f add %1 %2": its number, its type (f: a number, i: a whole number, b: a
 // boolean), the operation and its operands, which are earlier values. It begins with "attn.program 1" and ends with

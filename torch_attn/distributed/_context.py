@@ -94,11 +94,11 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
             processes.
 
     Yields:
-        A dictionary of the parts, to pass to the model, and `position_ids`, ``[1, L_r]``, in the
-        whole sequence. Its ``cut(tensor, dim)`` takes this process's part of more tensors, and
-        ``join(tensor)`` joins parts to ``[B, L, X]``. Loss and gradients are this process's share:
-        their sum over the processes is the whole loss and gradient. An attention returns None for
-        logsumexp and largest scores.
+        A dictionary of the parts, to pass to the model, and `position_ids`, ``[1, L_r]``: the
+        places of these tokens in the whole sequence. Its ``cut(tensor, dim)`` takes this process's
+        part of more tensors, and ``join(tensor)`` joins parts to ``[B, L, X]``. Loss and gradients
+        are this process's share: their sum over the processes is the whole loss and gradient. An
+        attention returns None for logsumexp and largest scores.
 
     Raises:
         ValueError: tensors of different lengths, fewer than two tokens per process, or position_ids

@@ -88,7 +88,7 @@ _WHY_NO_RING = {
 
 
 def _kind(name: str) -> str:
-    """Returns the name of the argument of a gradient or tangent; other names are unchanged."""
+    """Returns which input a gradient or tangent is of; leaves other names unchanged."""
     return name.removeprefix("tangent_").removeprefix("grad_")
 
 
@@ -134,7 +134,7 @@ class _Sharded:
             )
         self.sequence: int | None = None  # the dimension of the mesh that cuts the sequence
         self.cut = self.way = ""  # cut: "rows", "keys" or "both"; way: of METHODS, "" for "rows"
-        self.dims: list[int | None] = []  # the output's, that each dimension of the mesh cuts
+        self.dims: list[int | None] = []  # which dimension of the output each one of the mesh cuts
         for m in range(self.mesh.ndim):
             self.dims.append(self._dim(m))
         if self.cut in ("keys", "both"):

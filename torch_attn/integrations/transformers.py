@@ -316,7 +316,7 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), weights
 
 
-# Also the options of the operator that transformers lacks, or gives another name.
+# With the operator's own options: transformers lacks them, or names them otherwise.
 _REFUSED = {
     option.name: option.name
     for option in torch.ops.attn.attention.default._schema.arguments
@@ -325,7 +325,7 @@ _REFUSED = {
 
 
 def _unsupported(arguments: dict[str, Any]) -> str | None:
-    """Says what the arguments ask for and :func:`attention_forward` lacks."""
+    """Names an argument that is given and that :func:`attention_forward` does not have."""
     asked = (_REFUSED[name] for name in _REFUSED if arguments.get(name) is not None)
     return next(asked, None)
 

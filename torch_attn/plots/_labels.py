@@ -23,7 +23,7 @@ class Labels(Artist):
     """Places the labels of points at every draw of the axes; draws nothing itself.
 
     The sizes of text and axes are known only at a draw. Matplotlib draws artists in the order of
-    their `zorder`. This artist has the least, so it places the labels before they are drawn.
+    their `zorder`. This artist has the least, so it places labels before matplotlib draws them.
 
     Labels are placed in the order given, each at the cheapest place near its point. A label is left
     out if every place would cover another label or leave the axes.

@@ -15,8 +15,8 @@ struct Decode {
   // The most rows, and the most if the set also has products of several numbers at once, which pay from fewer rows on.
   static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
 
-  // If derivatives will be computed, forward.inl serves. They compute the scores in its order, so a weight that was 1
-  // in the forward (a row with one key) is exactly 1 again.
+  // If derivatives will be computed, forward.inl serves. The derivatives compute scores in the same order
+  // as forward.inl, so a weight that was 1 in the forward (a row with one key) is exactly 1 again.
   static bool takes(const ForwardParams& p, bool beside_pairs) {
     return !p.logsumexp && !p.invariant && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
   }

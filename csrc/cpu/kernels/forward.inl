@@ -114,8 +114,8 @@ struct Forward {
   }
 
   // Turns scores of N vectors of lanes, from `lane` on, into unnormalised weights exp(x - reference) with slots along
-  // the keys, times the factors of dropout if there are any. A reference moves to the largest score once it is more
-  // than kLag powers of 2 below it. So no weight is larger than 2^kLag, and sums are seldom corrected.
+  // the keys, times the factors of dropout if there are any. A reference moves to the largest score once the
+  // score is more than kLag powers of 2 above it. So no weight is larger than 2^kLag, and sums are seldom corrected.
   template <int N>
   static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& values,
                                   int64_t keys, int64_t lane) {

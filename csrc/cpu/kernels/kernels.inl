@@ -46,8 +46,8 @@ struct SinglesOnly {
 // Each function of the table chooses, by the problem, the kernels of one format.
 template <class Formats>
 struct KernelTable {
-  // The kernels of a format F. In tangents and second derivatives only the scores are computed in it, because they must
-  // be the forward's scores.
+  // The kernels of a format F. Tangents and second derivatives use F for scores alone, because these must be the
+  // forward's scores.
   template <class F, class K = Forward<F>>
   static constexpr ForwardKernels kForward = {
       K::workspace, K::run, K::merge, Prepacked<F>::size, Prepacked<F>::pack, Formats::kOnThread};
