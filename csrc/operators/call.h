@@ -2,15 +2,17 @@
 // all operators (schema.cpp), whether the built-in could take a call, and what autograd, vmap and autocast do with each
 // argument.
 //
-// The path of a call that needs gradients: attention -> _sdpa_forward (autograd.cpp) -> compute_forward (run.cpp),
-// which validates it and turns it into plain data (problem.cpp) -> a kernel. The backward takes the same path through
-// _sdpa_backward and compute_backward, with the call and the results that autograd has kept. In inference mode the
-// dispatcher skips autograd.
+// The path of a call without gradients: attend_autograd (autograd.cpp) -> attend_on (run.h) -> compute_forward
+// (run.cpp), which makes a Checker, and that validates the call (validate.h) -> ProblemBuilder (problem.cpp), which
+// turns it into a Problem (core/params.h) -> a kernel. A call that needs gradients goes from attend_autograd through
+// _sdpa_forward to compute_forward. The backward takes the same path through _sdpa_backward and compute_backward, with
+// the call and the results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls
+// attention. In inference mode the dispatcher skips autograd.
 //
-// Three arguments to follow: validate() checks `scale`, and describe_scores() (problem.cpp) makes it Problem::scale.
-// `sinks` has a derivative, so it is among Inputs and in OfInputs; ProblemBuilder::of_heads() puts one number per head
-// into Problem::terms, and gradients() (run.cpp) returns its gradient. check_pages() checks a `block_table`, which
-// becomes Problem::paging; Checker::no_pages() refuses its derivatives.
+// Three arguments to follow: validate() checks `scale`, and ProblemBuilder makes it Problem::scale (describe_scores).
+// `sinks` has a derivative, so it is among Inputs and in OfInputs; check_head_numbers() checks it, ProblemBuilder puts
+// one number per head into Problem::terms, and gradients() (run.cpp) returns its gradient. check_pages() checks a
+// `block_table`, which becomes Problem::paging; Checker::no_pages() refuses its derivatives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +42,7 @@ enum class Kind {
   starts,      // of packed sequences
   pages,       // of packed sequences; the last kind of tensors
   longest,     // of packed sequences
-  number,      // of every call
+  number,      // no tensor: a scale, a flag, a window
   dropout,     // a number that no score depends on
   program,     // of a program: strings, and a size
 };

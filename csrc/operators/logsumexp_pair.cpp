@@ -1,4 +1,4 @@
-// For merging calls over different keys, which different processes hold: converts a part's pair (params.h) to a
+// For merging calls over different keys, which different processes hold: converts a part's pair (core/params.h) to a
 // logsumexp in float64, and the merged logsumexp to the pair that the derivatives of every part take.
 #include <ATen/ATen.h>
 #include <torch/library.h>

@@ -13,7 +13,8 @@
 //
 // BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> turns a function f(saved, call) into one that
 // the dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
-// operator that takes only some fields of a struct names a view of it. Its functions still take the struct, Data:
+// operator that takes only some fields of a struct, or takes them in another order, names a view of it. Its functions
+// still take the struct, Data:
 //
 //   struct KeyAlone {
 //     using Data = Call;

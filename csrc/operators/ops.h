@@ -78,7 +78,7 @@ using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(Varlen)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Dense)>;
 using ModuleOp = Operator<"attn::_sdpa_and_weights", std::tuple<at::Tensor, at::Tensor>(Dense, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(Scores)>;
-// The last arguments are rng_state, with_rows (whether the rows' results are wanted) and exact_residual (params.h).
+// The last arguments: rng_state, with_rows (whether the rows' results are wanted) and exact_residual (core/params.h).
 using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Saved, Call, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Saved, Direction, Call)>;

@@ -23,7 +23,7 @@ void describe_scores(Problem& problem, const Call& call);
 // in every operand.
 class ProblemBuilder {
  public:
-  // Adds query, key, value, mask, rng_state and everything that is not a tensor.
+  // Adds the whole call, and rng_state. Results, gradients and directions are added later.
   ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state);
 
   // `operand` is a member of `problem`. A dimension of extent 1 gets stride 0.

@@ -1,5 +1,5 @@
 // The part of the operators of schema.cpp that is the same for every device: checks arguments, allocates results, fills
-// in params. A device adds its kernels.
+// in params. A device (cpu/device.cpp, cuda/device.cpp) adds its kernels.
 #pragma once
 
 #include <torch/library.h>

@@ -82,7 +82,7 @@ TORCH_LIBRARY(attn, m) {
   // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
   // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. For every key
   // and head of the query: received_weight, the sum over the rows of p_j, [*, H, S]. float32 (float64 for float64), in
-  // O(L + S) memory (statistics.h). Asking for a derivative is an error.
+  // O(L + S) memory (core/statistics.h). Asking for a derivative is an error.
   define("sdpa_stats(" + arguments<Scores>() +
              ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
          plain);
@@ -92,11 +92,11 @@ TORCH_LIBRARY(attn, m) {
   //
   // O(x), with the rows' results only if with_rows, and what derivatives need:
   // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): a pair, whose meaning depends on
-  //             the device (params.h)
-  // rng_state   of dropout, int64 (seed, offset, period), see params.h; empty without dropout; drawn if not given
+  //             the device (core/params.h)
+  // rng_state   of dropout, int64 (seed, offset, period), see core/params.h; empty without dropout; drawn if not given
   // residual    exact output - rounded output, float32, if derivatives of half types need it (validate.h), else empty.
   //             Autograd asks for exact_residual if slopes or sinks need a derivative: then the weights of the exact
-  //             output are not rounded either (params.h)
+  //             output are not rounded either (core/params.h)
   const std::string saved = "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual";
   const std::string grads = "Tensor grad_output, Tensor? grad_logsumexp";
   const std::string directions = of_inputs("Tensor?", "tangent_");

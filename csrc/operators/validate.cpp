@@ -398,6 +398,7 @@ Shape validate(const char* op, const Call& call) {
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(op, query, key, value, d));
   if (call.is_packed()) check_packing(shape, call);
   if (attn_mask) check_mask(*attn_mask, shape, call);
+  // alibi_slopes and sinks
   const auto check_heads_of = [&]<class T>(size_t i, const T& t) {
     if constexpr (std::is_same_v<T, std::optional<Tensor>>)
       if (Inputs::about(i).kind == Kind::heads) check_head_numbers(shape, Inputs::about(i).name, t, query);

@@ -32,7 +32,7 @@ struct Shape {
 // which names `op`, the argument, its value and what is allowed.
 Shape validate(const char* op, const Call& call);
 
-// Checks the other arguments of the private operators.
+// Validates a call when it is made. Its functions check what the private operators take beside the call.
 struct Checker {
   const Call& call;
   const Shape shape = validate(call.is_packed()     ? VarlenOp::name

@@ -51,7 +51,7 @@ TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }
 
-// See formulas.cpp.
+// Decomposes it under vmap too: see the end of formulas.cpp.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }
