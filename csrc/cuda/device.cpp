@@ -15,8 +15,8 @@ using at::Tensor;
 
 void check(Error error) { TORCH_CHECK(!error, "attn: a CUDA kernel could not be launched: ", error); }
 
-// On GPUs before Ampere the switch leaves calls to the built-in (replace.cpp), and a call of ours is an error. Tensors
-// without data may say that they are on a GPU where there is none.
+// On GPUs before Ampere replace.cpp leaves calls to the built-in, and a call of our operators is an error. A capability
+// of 0 passes, because tensors without data may name a GPU that this machine lacks.
 bool runs_on(c10::Device device) {
   const int capability = compute_capability(device);
   return capability == 0 || capability >= 80;
@@ -38,8 +38,8 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
 }
 
-// Puts an operand whose rows are not in vectors into memory where they are, filled up with zeros. Copied number by
-// number in every tile that reads them, they would cost many times as much. The tensor is that memory.
+// Copies an operand whose rows are not vectors (in_vectors()) to memory where they are, padded with zeros, and returns
+// that memory. Without it every tile would copy its rows number by number, which takes many times as long.
 [[nodiscard]] Tensor put_in_vectors(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
                                     const Tensor& query) {
   if (!uses_mma(p) || in_vectors(p, x, cols)) return {};
@@ -54,7 +54,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   filled_up.back() = round_up(larger(1, cols), kVector);
   const bool is_full = filled_up.back() == cols;
   const Tensor vectors = is_full ? at::empty(filled_up, query.options()) : at::zeros(filled_up, query.options());
-  // Without numbers there may be no memory. Torch would ask the driver on which device it is, unless told.
+  // An empty operand may lack memory. With target_device() torch does not ask the driver which device x.data is on.
   if (heads * rows * cols > 0)
     vectors.narrow(-1, 0, cols)
         .copy_(at::for_blob(x.data, sizes)
@@ -70,7 +70,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   x.col = 1;
   return vectors;
 }
-// The rows of a query: of packed sequences all that lie one behind the other.
+// The rows of a head of the query: all tokens if sequences are packed.
 int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.queries; }
 template <class Params>
 [[nodiscard]] std::array<Tensor, 3> put_inputs_in_vectors(Params& p, const Tensor& query) {

@@ -1,4 +1,4 @@
-// What the glue asks of torch about the device.
+// Everything that device.cpp asks of torch and CUDA about the device; tests/stand_in has its own.
 #pragma once
 
 // Not ATen/cuda/CUDAContext.h: it wants the headers of cuBLAS and cuSPARSE.
@@ -20,8 +20,8 @@ namespace attn::cuda {
 
 constexpr auto kDeviceType = c10::kCUDA;
 
-// The compute capability of a device: 75 is 7.5. 0 where there is no such device, as of tensors without data. The
-// driver is asked once for each.
+// Returns the compute capability of a device: 75 is 7.5. Returns 0 if there is no such device, which tensors without
+// data may name. Asks the driver once for each device that is there.
 inline int compute_capability(c10::Device device) {
   static std::array<std::atomic<int>, std::numeric_limits<c10::DeviceIndex>::max() + 1> known{};
   if (!device.has_index()) return 0;
@@ -31,13 +31,13 @@ inline int compute_capability(c10::Device device) {
     const bool is_there =
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index()) == cudaSuccess &&
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index()) == cudaSuccess;
-    if (!is_there) cudaGetLastError();  // else whoever asks next would take it for an error of theirs
+    if (!is_there) cudaGetLastError();  // clears the error, which the next to ask would report as its own
     capability = is_there ? 10 * major + minor : 0;
   }
   return capability;
 }
 
-// Makes a device the current one for as long as it lives.
+// Makes a device the current one while this object lives.
 class OnDevice {
  public:
   explicit OnDevice(c10::Device device) : guard_(device) {
@@ -54,8 +54,8 @@ class OnDevice {
   c10::cuda::CUDAGuard guard_;
 };
 
-// Numbers of the device's generator that no other call gets; right also where a graph is captured. Of torch's own
-// kernels the last word of a counter is 0; ours is the offset, one more than a multiple of four.
+// Draws numbers of the device's generator that no other call gets, also while a graph is captured. The last word of a
+// Philox counter is 0 in torch's own kernels; in ours it is the offset, one more than a multiple of four.
 inline void draw_numbers(const at::Tensor& on_device, RngNumber& seed, RngNumber& offset) {
   constexpr uint64_t kStep = 4;  // the generator counts in fours
   auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(

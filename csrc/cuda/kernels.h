@@ -1,4 +1,4 @@
-// What is instantiated in instances/; launch.cu chooses among it.
+// The launchers that instances/ instantiates; launch.cu chooses among them.
 #pragma once
 
 #include "cuda/launch.h"
@@ -8,9 +8,10 @@ namespace attn::cuda {
 
 static_assert(sizeof(SecondParams) <= 4096, "CUDA passes at most 4 KiB to a kernel");
 
-// The keys of a tile of the kernels that go over keys.
+// Keys per tile in the kernels that pass over keys.
 constexpr int64_t kKeysPerTile = 64;
-// The rows and the keys of a tile of the kernels without tensor cores (SIMT). One of them computes a mask's gradient.
+// Rows and keys per tile in the kernels without tensor cores (SIMT). The tasks of a mask's gradient are counted in such
+// tiles (mask_tasks()).
 constexpr int kSimtTile = 64;
 static_assert(kSimtTile == kScoreTile && kSimtTile == kKeysPerTile);
 
@@ -24,7 +25,7 @@ constexpr bool is_general(const Problem& p) {
 // Says whether the kernels with tensor cores compute the gradient of a mask that several heads or batch entries share.
 // They do not sum over rows.
 constexpr bool sums_mask(const BackwardParams& p) { return p.mask_is_shared && p.grad_mask.row != 0; }
-// Tiles of 16 rows of a warp: as many as its registers hold.
+// Tiles of 16 rows per warp: as many as its registers hold.
 constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // Rows of a block of four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
@@ -36,15 +37,16 @@ Error with_padded_dim(int64_t dim, F f) {
   return dim <= 128 ? f.template operator()<128>() : f.template operator()<256>();
 }
 
-// S: Half or BFloat16. kPaged: whether keys and values lie in pages.
+// S: Half or BFloat16. kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
 
-// grad_query, grad_key, grad_value, and grad_mask where each number of it belongs to one score. `delta` is there.
+// Computes grad_query, grad_key, grad_value, and grad_mask unless it is summed over rows. `delta` must be written
+// before.
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream);
 
-// Writes `delta` for it, if delta_takes_vectors() (launch.cu).
+// Writes `delta` for launch_backward_mma(), if delta_takes_vectors() (launch.cu).
 template <class S>
 Error launch_delta_mma(const BackwardParams& p, Stream stream);
 

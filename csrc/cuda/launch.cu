@@ -1,4 +1,4 @@
-// Which kernel serves which problem, and how its work is cut; the kernel that writes the state of dropout.
+// Chooses the kernel for a problem and cuts its work; also has the kernel that writes dropout's state.
 #include "cuda/launch.cuh"
 
 #include "cuda/kernels.h"
@@ -30,17 +30,17 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   });
 }
 
-// Whether the kernels without tensor cores have something to sum beside those with them.
+// Whether kernels without tensor cores sum gradients beside those with them: of slopes, or of a mask over rows.
 bool sums_simt(const BackwardParams& p) { return (p.mask_is_shared && !sums_mask(p)) || p.grad_slopes; }
 
-// Whether what `delta` is computed from can be read in vectors. Not where the kernels without tensor cores read it too,
-// see DeltaSimt.
+// Whether launch_delta_mma() can write `delta`: its inputs are vectors, and no kernel without tensor cores reads it
+// too, because those need the order of sums of DeltaSimt.
 bool delta_takes_vectors(const BackwardParams& p) {
   return !sums_simt(p) && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
          (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
 }
 
-// Written on the device: under capture of a graph the host does not know it.
+// Written on the device, because the host does not know it while a graph is captured.
 struct RngState {
   int64_t* state;
   RngNumber seed, offset;
@@ -57,7 +57,7 @@ __global__ void write_rng_state(const __grid_constant__ RngState r) {
   r.state[2] = r.period;
 }
 
-// The tensor cores' kernels, and those that sum over a mask that several scores share, and over what slopes multiply.
+// Launches the tensor cores' kernels, then those without for the gradients that sums_simt() names.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
   const auto run = [&]<class S, int kDim>() -> Error {
     if (Error error = delta_takes_vectors(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
@@ -74,8 +74,8 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 
 }  // namespace
 
-// A float32 mask, and its gradient, ask for weights that are not rounded to 16 bits. Keys that are no vectors would be
-// copied, and so would those that are not in use: beyond the end of a short sequence, or in pages.
+// A float32 mask and its gradient need weights that are not rounded to 16 bits. Keys that are not vectors are copied
+// first. Key lengths and pages forbid that, because keys that are not in use would be read.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
@@ -86,8 +86,8 @@ bool uses_mma(const Problem& p) {
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
-// Counts the keys that a task's rows see at most, from the first of a tile on, which is where splits begin (Task::set).
-// What only the device knows is not asked for.
+// Returns the most keys that the rows of a task see, counted from the start of a tile, where splits begin (Task::set).
+// Does not read offsets and lengths, which only the device knows.
 static int64_t keys_to_split(const RowParams& p) {
   // See positions_of_rows().
   const bool share_tiles = p.queries % p.rows_per_task != 0 && !heads_apart(p, p.queries, p.rows_per_task);
@@ -106,10 +106,10 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   }
   const int64_t keys = keys_to_split(p);
   p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
-  // With fewer blocks than the device runs at a time, keys are cut too; each split has some tiles of them. One tile of
-  // rows (decoding) is bound by reading K and V: more blocks, each with less to do, keep more of them under way. So the
-  // bits of a row depend on what else is in the batch, unless that is forbidden (Problem::invariant): then nothing that
-  // is planned here, or chosen above, changes them.
+  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. Decoding,
+  // one tile of rows, waits for K and V: twice as many blocks, each with less to do, keep more reads under way. With
+  // splits the bits of a row depend on what else is in the batch, so Problem::invariant forbids them. What is chosen
+  // above changes no bits then.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
   if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
   const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);
@@ -139,7 +139,7 @@ Error launch_tangent(const TangentParams& p, Stream stream) {
 }
 
 void plan_stats(StatsParams& p, int64_t multiprocessors) {
-  // As plan_forward(): with fewer blocks than the device runs at a time, what a block passes over is cut too.
+  // As in plan_forward(): if there are fewer blocks than the device runs at a time, what a block passes over is cut.
   const int64_t wanted = 2 * multiprocessors;
   const auto parts = [&](int64_t blocks, int64_t length) {
     return blocks >= wanted ? 1 : larger(1, smaller(divide_up(wanted, larger(1, blocks)), length / (4 * kSimtTile)));

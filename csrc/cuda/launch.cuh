@@ -1,4 +1,4 @@
-// Launching a kernel, which takes one struct of parameters.
+// Launches kernels, each of which takes one struct of parameters.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace attn::cuda {
 
-// Returns a grid of `blocks` blocks or a few more: kernels compare block_number() with what they have to do.
+// Returns a grid of `blocks` blocks or a few more: kernels compare block_number() with the number of their tasks.
 inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t kMaxX = 0x7fffffff;
   const int64_t y = divide_up(blocks, kMaxX);
@@ -20,7 +20,7 @@ inline dim3 grid_of(int64_t blocks) {
 // This block's number in such a grid.
 __device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
 
-// A kernel that keeps nothing in shared memory, or the place of what some instances keep there.
+// The shared memory of a kernel that keeps nothing there, or the type of a member that an instance lacks.
 struct Nothing {};
 
 // Shared: all that a block keeps in shared memory, on every device that is supported. No member of it may be
@@ -43,12 +43,12 @@ template <class Shared, class Params>
     error = cudaLaunchKernelEx(&config, kernel, p);
   }
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // else whoever asks next would take it for an error of theirs
+  cudaGetLastError();  // clears the error, which the next to ask would report as its own
   return cudaGetErrorString(error);
 }
 
-// Runs one block of a Kernel, which says how many there are: blocks(p). kBlocks: how many a multiprocessor must have
-// registers for at a time.
+// Runs one block of a Kernel, which says how many there are: blocks(p). kBlocks: for how many blocks at a time a
+// multiprocessor must have registers.
 template <class Kernel, class Params>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) run_block(const __grid_constant__ Params p) {
   const int64_t number = block_number();

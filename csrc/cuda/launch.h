@@ -11,8 +11,8 @@ using Stream = CUstream_st*;
 // What a launch returns: null, or CUDA's description of what went wrong.
 using Error = const char*;
 
-// Where the two numbers of a generator come from. Under capture of a graph they are not known yet: `pointer` is where
-// they will be when it runs, and `number` is added to it.
+// One of the two numbers of a generator: `number`, plus *pointer while a graph is captured, because the rest is known
+// only when the graph runs.
 struct RngNumber {
   uint64_t number = 0;
   const int64_t* pointer = nullptr;
@@ -22,7 +22,7 @@ struct RngNumber {
 // in_vectors() says.
 bool uses_mma(const Problem& p);
 
-constexpr int64_t kVector = 8;  // numbers of 16 bytes, the unit of copies
+constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies
 // Says whether rows of `cols` columns are whole vectors, each at a multiple of 16 bytes.
 ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_t cols) {
   bool aligned = cols > 0 && cols % kVector == 0 && x.col == 1 && x.row % kVector == 0 && x.head % kVector == 0;
@@ -33,14 +33,14 @@ ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_
 // Every plan_*() and launch_*() is given a Problem that is complete: sizes, `group` and `span`, operands on the current
 // device. Launches return before the kernels have run and allocate nothing.
 
-// Sets rows_per_task, splits and keys_per_split for a device with so many multiprocessors. If splits > 1, the caller
+// Sets rows_per_task, splits and keys_per_split for a device with `multiprocessors` of them. If splits > 1, the caller
 // then allocates partial_output and partial_logsumexp.
 void plan_forward(ForwardParams& p, int64_t multiprocessors);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
 
-// Need `delta` allocated, and for launch_second() `tangent_delta`: both are written here. For a mask that scores share
-// the fields mask_* are set.
+// Write `delta`, and launch_second() also `tangent_delta`; the caller allocates both. If scores share a mask, the
+// caller sets the fields mask_* first.
 [[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
 [[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
 

@@ -1,7 +1,7 @@
 // Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
 // head_dim 256. A block owns 64 keys (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys), as many
-// as four warps of 16 hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 rows, 16 to 64 of
-// them at a time (kOther), twice: one tile is in use while the next is copied. Every product is one of
+// as four warps of 16 hold sums for, or twice as many (kTiles). So Q and G are read once per 64 keys, and K and V once
+// per 64 rows, in tiles of 16 to 64 (kOther): one is in use while the next is copied. Every product is one of
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -38,7 +38,8 @@ struct BackwardRows {
   BackwardSlope alibi[kHasSlopes ? kRows : 1];
 };
 
-// The gradients that a block computes a part of: two at once only up to head_dim 128, as registers hold no more sums.
+// The gradients that a block computes a part of: two at once only up to head_dim 128, because registers hold no more
+// sums.
 enum class MmaGradient { query, key, value, key_and_value, shared_mask };
 
 template <class S, int kDim, MmaGradient kOf, bool kGeneral>
@@ -47,8 +48,8 @@ struct BackwardMma {
   static constexpr bool kOwnsKeys = kOf != MmaGradient::query && !kSumsMask;
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
-  // Tiles of 16 keys or rows that a warp owns, for each of which it uses what it reads of other tiles. Registers hold
-  // the sums of two where there is one gradient, and nothing of a mask.
+  // Tiles of 16 keys or rows that a warp owns; what it reads of other tiles serves all of them. Registers hold the sums
+  // of two tiles only for dQ without kGeneral, up to head_dim 128.
   static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral ? 2 : 1;
   static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
@@ -56,28 +57,29 @@ struct BackwardMma {
   static constexpr int kOther = kDim <= (kSumsMask ? 128 : 64) ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
   static constexpr int kThreads = kMmaThreads, kBlocks = 2;
-  // Of the tiles that it does not own: one is used while the next is copied.
+  // Buffers for tiles that the block does not own: one is used while the next is copied.
   static constexpr int kStages = kSumsMask ? 1 : 2;
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
-  // Whether each thread keeps what is known of its own rows: shared memory has no place for it.
+  // Whether each thread keeps the BackwardRow of its own rows, because shared memory has no place for it.
   static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
   using Rows = BackwardRows<kRows, kGeneral, kGeneral && kOwnsKeys, kInRegisters>;
   struct Shared {
-    // The left factors of the products K Q^T and V G^T, or Q K^T and G V^T, which the block owns, and the right ones.
+    // The left factors of the products K Q^T and V G^T, or Q K^T and G V^T, which the block owns, and the right
+    // factors.
     Own own_score, own_dp;
     struct {
       Other score, dp;
     } other[kStages];
     Rows rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
-    Task task;           // of a block that owns keys: their batch entry and they themselves
-    int64_t own_head;    // of these keys
+    Task task;           // if the block owns keys, their batch entry and the keys
+    int64_t own_head;    // the head of these keys
     Range rows_seen;     // the queries that see some of them
-    int64_t first_head;  // of the group of heads
-    int64_t first_row;   // of these, among all rows
-    int64_t group_rows;  // of their list
+    int64_t first_head;  // the first of the group of heads
+    int64_t first_row;   // the first row of these heads, among all rows
+    int64_t group_rows;  // how many rows their list has
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
     bool mask_in_pairs;
@@ -113,7 +115,7 @@ struct BackwardMma {
     }
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    // What rounding changes in the slope of exponents is changed in the logsumexp too: large scores cancel.
+    // The logsumexp is scaled by the rounded slope of exponents, because large scores must cancel.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
   // Sets what belongs to the group of heads that begins with `head`. Called by one thread, followed by a barrier.
@@ -132,8 +134,8 @@ struct BackwardMma {
     if constexpr (kNeedsDs)
       load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
   }
-  // Calls f(offset), where row i of `count` from `first` on lies offset(i) elements behind the first: in most tiles
-  // rows are of one head, as far apart as its rows are.
+  // Calls f(offset), where row i of `count` from `first` on begins offset(i) elements behind the first. In most tiles
+  // all rows are of one head, a constant distance apart.
   template <class F>
   __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
     if (first.position + count <= shared.task.sequence.queries) return f([&](int i) { return i * x.row; });
@@ -153,7 +155,7 @@ struct BackwardMma {
     load(grad_output_tile, shared.grad_output_data, p.grad_output, p.value_dim);
   }
 
-  // Whether the mask shows some of the tile of `count` rows from `first` on and the keys from `key` on.
+  // Whether the mask shows some score of the tile of `count` rows from `first` on and the keys from `key` on.
   __device__ __forceinline__ bool mask_shows_some(Row first, int count, int64_t key) const {
     bool some = false;
     const int64_t base = shared.mask_base + first.head * p.mask.head + first.position * p.mask.row;
@@ -171,12 +173,13 @@ struct BackwardMma {
       Fragments::template read_mask<M>(mask, own(), p.mask, shared.mask_in_pairs, key, keys_from(key), offset);
     });
   }
-  // Of the tile that begins with `key`.
+  // The number of keys of the tile that begins with `key`.
   __device__ __forceinline__ int keys_from(int64_t key) const {
     return static_cast<int>(smaller(kKeys, shared.task.last_key - key));
   }
-  // The first tile from this one on, or `end`, that the mask does not hide wholly: shows_some(tile), next(tile). Of the
-  // others nothing else is read. A barrier: what was copied is there, and what is before it has been read.
+  // Returns the first tile, from this one on, that the mask does not hide entirely. shows_some(tile) is true for it,
+  // and beyond the last tile; next(tile) is the tile after it. Nothing else of hidden tiles is read. Ends with a
+  // barrier: pending copies are complete, and the previous tile has been read.
   template <class Tile, class ShowsSome, class Next>
   __device__ __forceinline__ Tile first_shown(Tile tile, ShowsSome shows_some, Next next) const {
     if (kGeneral && p.has_mask)
@@ -191,14 +194,15 @@ struct BackwardMma {
     int64_t number;
     Row first;
   };
-  // Reads row i of a tile, if there is one: early, as that takes long. A thread stores the row of its own number.
+  // Reads row i of a tile, if it exists; called early, because that takes long. A thread stores the row of its own
+  // number.
   static_assert(kRows <= kMmaThreads);
   __device__ __forceinline__ BackwardRow read_row(const TileOfRows& tile, int count, int i = thread_index()) const {
     BackwardRow row{};
     if (i >= kRows) return row;
     const int at = RowTile<kRows>::last_repeated(i, count);
     int64_t r = shared.first_row + tile.number + at;
-    if (p.sequences > 0) {  // between the heads of one lie the rows of others
+    if (p.sequences > 0) {  // rows of other sequences are between its heads
       const int64_t queries = shared.task.sequence.queries;
       r += (row_after(queries, tile.first, at).head - shared.first_head) * (p.tokens - queries);
     }
@@ -222,7 +226,7 @@ struct BackwardMma {
       if (p.terms.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
   }
 
-  // The logsumexp becomes what exponents are less by.
+  // Turns the logsumexp into what is subtracted from scores (kGeneral) or exponents.
   __device__ __forceinline__ void make_shift(BackwardRow& row) const {
     if (row.logsumexp == -infinity<float>()) {
       row.logsumexp = infinity<float>();
@@ -233,7 +237,7 @@ struct BackwardMma {
       row.logsumexp_low = static_cast<float>(exponent - row.logsumexp);
     }
   }
-  // Row i of the tile; `t` and `half` say which one of a thread's own it is.
+  // Row i of the tile; `t` and `half` say which of the thread's own rows it is.
   __device__ __forceinline__ const BackwardRow& row_of(const Rows& rows, int i, int t, int half) const {
     if constexpr (kInRegisters)
       return own_rows[t][half];
@@ -284,7 +288,7 @@ struct BackwardMma {
       for (int stage = 0; more; stage ^= 1) {
         const int count = count_of(tile);
         wait_for_copies<0>();
-        tile = first_shown_rows(visible_from(after(tile, kOther)));  // these are there, those before have been read
+        tile = first_shown_rows(visible_from(after(tile, kOther)));  // this one is there, the last one has been read
         more = tile.number < shared.group_rows;
         BackwardRow next;
         if (more) {
@@ -355,7 +359,7 @@ struct BackwardMma {
     for (int stage = 0; key < task.last_key; stage ^= 1) {
       const int64_t these = key;
       wait_for_copies<0>();
-      key = first_shown_key(key + kOther);  // these keys are there, and those before have been read
+      key = first_shown_key(key + kOther);  // these keys are there, and the last ones have been read
       if (key < task.last_key) {
         load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key);
         commit_copies();
@@ -413,12 +417,13 @@ struct BackwardMma {
   }
 
   __device__ __forceinline__ float slope() const { return ScoreFunction<float>::of(p).slope(); }
-  // Of the exponent of 2, per product.
+  // d(log2 of the weight) / d(product).
   __device__ __forceinline__ float exponent_slope() const { return slope() * kLog2E<float>; }
 
-  // The first of the rows or keys of the warp.
+  // The first row or key of the warp.
   static __device__ __forceinline__ int own() { return 16 * kTiles * MmaThread().warp; }
-  // Calls f(t, half, i) for those of a thread: elements 0, 1 (half 0) or 2, 3 (half 1) of tile t belong to i.
+  // Calls f(t, half, i) for each row or key i of a thread: elements 0, 1 (half 0) or 2, 3 (half 1) of tile t are its
+  // own.
   template <class F>
   static __device__ __forceinline__ void each_own(F f) {
     const int first = own() + MmaThread().group;
@@ -427,8 +432,8 @@ struct BackwardMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) f(t, half, first + 16 * t + 8 * half);
   }
-  // Calls f(score, row, key, t, half, bit of Kept) for all of them: of one row or key that the block does not own,
-  // those of all that the thread owns.
+  // Calls f(score, row, key, t, half, bit of Kept) for all scores of a thread. For each row or key that the block does
+  // not own, it goes over all that the thread owns.
   template <class F>
   static __device__ __forceinline__ void each(Scores& x, F f) {
     const MmaThread thread;
@@ -441,19 +446,19 @@ struct BackwardMma {
     }
   }
 
-  // Adds what a tile contributes, whose rows or keys are those of a stage: `count` rows, and the keys from `key` on.
+  // Adds the contribution of the tile in a stage: `count` rows, and the keys from `key` on.
   __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int count, int64_t key) {
     auto& other = shared.other[stage];
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
     const Range positions = positions_of_rows(shared.task.sequence, {0, 0, rows.rows.position[0]}, count);
     const bool hides = (kOwnsKeys && count < kOther) ||  // rows beyond the last one are hidden too
                        !all_visible(shared.task.sequence, positions, {key, key + kKeys});
-    Mask mask;  // read before products are computed, and for the second time
+    Mask mask;  // read again, before products are computed
     if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
     add_dots<kTiles>(x, shared.own_score, own(), other.score);
     const bool finite = Fragments::template all_finite<kTiles>(x);
-    Scores capped;  // what SoftCap takes
+    Scores capped;  // SoftCap's arguments
     make_exponents(x, capped, rows, mask, finite, key);
     if (hides)
 #pragma unroll
@@ -488,7 +493,7 @@ struct BackwardMma {
     if constexpr (!kOwnsKeys)
       if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
     if (!kOwnsKeys && !p.grad_query.data) return;
-    if (kGeneral && p.softcap > 0)  // 0, by selection, where it was: a hidden product may be a NaN
+    if (kGeneral && p.softcap > 0)  // selects 0 where dS is 0: a hidden product may be a NaN
       each(x, [&](float& ds, int, int, int t, int half, int bit) {
         ds = ds == 0 ? 0 : ds * SoftCap<float>::slope(Fragments::at(capped[t], half, bit));
       });
@@ -500,8 +505,8 @@ struct BackwardMma {
       add_weighted<kTiles, Factor::finite>(of_ds, factors, ds);
   }
 
-  // Products become exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key.
-  // `finite`: whether all products are.
+  // Turns products into exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key. `finite`: whether
+  // all products are finite.
   __device__ __forceinline__ void make_exponents(Scores& x, Scores& capped, const Rows& rows, const Mask& mask,
                                                  bool finite, int64_t key) {
     if constexpr (kGeneral) {
@@ -531,8 +536,8 @@ struct BackwardMma {
     }
   }
 
-  // Weights in x become dS = P (Z dP - delta); 0, by selection, where the weight is, if some key of the tile is hidden:
-  // nothing of it or its value may come through, not even a NaN. dx holds dP.
+  // Turns the weights in x into dS = P (Z dP - delta); dx holds dP. If some key of the tile is hidden, selects 0 where
+  // the weight is 0, because nothing of that key or its value may come through, not even a NaN.
   __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
@@ -556,7 +561,7 @@ struct BackwardMma {
     });
   }
 
-  // Not of keys beyond the length, where gradients are 0 before.
+  // Writes the gradient of the block's keys. Rows past the length are zeroed by the caller.
   __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, Sums& sum, float scale) {
     const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
     each_own([&](int t, int half, int i) {
@@ -565,7 +570,7 @@ struct BackwardMma {
     });
   }
 
-  // Writes a row of a gradient, if it is `there`. Called by all lanes.
+  // Writes a row of a gradient, if it exists (`there`). Called by all lanes.
   __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const float (&sum)[kDim / 8][4],
                                         int half, float scale, bool there) const {
     const MmaThread thread;

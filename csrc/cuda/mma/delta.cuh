@@ -1,4 +1,4 @@
-// What the backward needs of each row before tensor cores compute gradients: delta, with <G, O + residual>.
+// Computes delta of each row, with <G, O + residual>, before tensor cores compute gradients.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -22,7 +22,7 @@ __host__ __device__ int64_t delta_tasks(const BackwardParams& p) {
   return entries_of(p) * p.heads * tiles_of(p, p.queries, p.tokens, kDeltaRows<kDim>);
 }
 
-// Sums are short and always in the same order: eight products of a lane, then those of the lanes in pairs.
+// Sums are short and always in the same order: a lane's eight products, then the lanes' sums in pairs.
 template <class S, int kDim>
 __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant__ BackwardParams p) {
   constexpr int kLanes = kDeltaLanes<kDim>, kRowsAtOnce = kDeltaThreads / kLanes;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant
   const int rows = static_cast<int>(smaller(kDeltaRows<kDim>, queries - first.position));
   if (rows <= 0) return;
   const int col = threadIdx.x % kLanes * kVector, own = threadIdx.x / kLanes;
-  const int own_rows = col < p.value_dim ? rows : 0;  // with numbers in this thread's columns
+  const int own_rows = col < p.value_dim ? rows : 0;  // 0 if this thread's columns are beyond value_dim
 
   const auto begin = [&](const Operand& x) {
     return batch_offset(p, x, first.n) + first.head * x.head + (first.position + own) * x.row + col;

@@ -1,7 +1,7 @@
 // Computes the forward where uses_mma() says so: bfloat16 and float16 on tensor cores, up to head_dim 256, like
-// FlashAttention-2 (Dao, 2023): a warp owns rows, their weights stay in registers between the two products.
-// K and V are read once per kRows rows: 128, or 64 above head_dim 128, as many as registers hold sums for. A tile of 64
-// keys is in use while one of values is copied, and the other way round: with the rows they fill shared memory.
+// FlashAttention-2 (Dao, 2023): a warp owns rows, their weights stay in registers between the two products. K and V are
+// read once per kRows rows: 128, or 64 above head_dim 128, as many as registers hold sums for. While a tile of 64 keys
+// is in use, one of values is copied, and the other way round; with the rows they fill shared memory.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -10,16 +10,17 @@
 
 namespace attn::cuda {
 
-// S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: of 16 rows, of a warp. kGeneral:
-// see is_general(). kPaged: whether keys and values lie in pages.
+// S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: tiles of 16 rows per warp.
+// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
-  // As many blocks as shared memory holds; a third of 128 rows leaves each thread four registers too few.
+  // kBlocks: shared memory holds three blocks of 128 rows with small heads, and threads save four registers for the
+  // third.
   static constexpr int kThreads = kMmaThreads, kBlocks = kDim <= 64 && kTiles > 1 && !kGeneral && !kPaged ? 3 : 0;
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
 
-  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory; else there is none left for that
+  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory, unless none is left for it
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
   static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
 
@@ -28,13 +29,13 @@ struct ForwardMma {
     MmaTile<S, kKeys, kDim> key;
     MmaTile<S, kKeys, kDim> value;
     Task task;
-    int64_t mask_base;  // where the batch entry begins
+    int64_t mask_base;  // where the batch entry begins in the mask
     Dropout dropout;
     const S* key_data;  // of the batch entry and head
     const S* value_data;
-    bool mask_in_units;  // vectors where they are copied, else pairs
+    bool mask_in_units;  // in vectors if the mask is copied, else in pairs
     RowTile<kRows> rows;
-    // Read and written once a tile of keys, which registers need not keep. The sums are those of a thread's columns.
+    // Read and written once per tile of keys, so registers need not keep them. Each thread sums its own columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];                         // of dropout's counters
@@ -71,15 +72,15 @@ struct ForwardMma {
     shared.mask_in_units = mask_in_units(p, kCopiesMask ? 16 / mask_number_bytes(p) : 2);
   }
 
-  // The first row of tile t of a warp, in the block's tile; and the row of it that a thread's elements 0 and 1
-  // (half 0) or 2 and 3 (half 1) are of.
+  // The first row of a warp's tile t, within the block's tile; and the row of a thread's elements 0 and 1 (half 0) or 2
+  // and 3 (half 1) of it.
   __device__ static __forceinline__ int row(const MmaThread& thread, int t) { return 16 * (kTiles * thread.warp + t); }
   __device__ static __forceinline__ int row(const MmaThread& thread, int t, int half) {
     return row(thread, t) + thread.group + 8 * half;
   }
 
-  // Where registers are fewest, the address of each row is a product of its own: a sum would keep the
-  // row before it in registers. `place`: see PagedRows.
+  // Where registers are fewest, the address of each row is a product of its own, because a sum would keep the previous
+  // row's in registers. `place`: see PagedRows.
   template <class Tile>
   __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
                                             int64_t cols, int place) {
@@ -93,7 +94,7 @@ struct ForwardMma {
   __device__ __forceinline__ void find_in_pages(int64_t key) {
     if constexpr (kPaged) in_pages.find(p, task.n, key, task.last_key);
   }
-  // Of the tile that begins with `key`; none and less than none beyond the last one.
+  // The number of keys of the tile that begins with `key`; 0 or less beyond the last tile.
   __device__ __forceinline__ int keys_from(int64_t key) const {
     return static_cast<int>(smaller(kKeys, task.last_key - key));
   }
@@ -170,8 +171,8 @@ struct ForwardMma {
       }
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
       if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
-      // Gradients of slopes weight dS by distances: they need what rounding takes from a weight, too. An infinite value
-      // has done its part, and the rest of its weight may be 0.
+      // Gradients of slopes multiply dS by distances, so they need the rounding errors of the weights too. Infinite
+      // values are left out: they were added above, and such an error may be 0.
       if constexpr (kGeneral)
         if (p.terms.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
           add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {
@@ -211,9 +212,9 @@ struct ForwardMma {
       return some;
     }
   }
-  // Goes on to the first tile, from that of `key` on, whose mask has been read, that the mask does not hide wholly. Of
-  // the others neither keys nor values are read. A barrier: what was copied is there, and the keys before have been
-  // read.
+  // Goes on to the first tile, from the one at `key` on, that the mask does not hide entirely. The mask of the tile at
+  // `key` has been read; keys and values of hidden tiles are not read. Ends with a barrier: pending copies are
+  // complete, and the previous keys have been read.
   template <class M>
   __device__ __forceinline__ void find_shown(Mask& mask, int64_t& key, int& keys) {
     while (!__syncthreads_or(keys <= 0 || shows_some<M>(mask))) {
@@ -224,11 +225,11 @@ struct ForwardMma {
     }
   }
 
-  // If there are few rows, the first warps have all of them, and the others only copy.
+  // If there are few rows, the first warps have all of them, and further warps only copy.
   __device__ __forceinline__ bool has_rows() const { return kTiles > 1 || row(MmaThread(), 0) < task.rows; }
 
-  // Products become scores if kGeneral; else they stay what they are, and weight() makes scores of them. In both cases
-  // -inf where a key is hidden or there is none.
+  // Turns products into scores if kGeneral; else weight() scales them later. Sets -inf for keys that are hidden or do
+  // not exist.
   template <class M>
   __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
@@ -265,25 +266,25 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
-  // What a number that make_scores() leaves is multiplied by, so that it is a score.
+  // The factor that turns a number of make_scores() into a score.
   __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
-  // Base-2 exponent of such a number: the number * scale * log2(e). Rounded once, so that weights that are shifted by
-  // the same maximum, and what corrects them for another one, share a factor, which the division by their sum removes.
+  // The base-2 exponent of such a number: the number * scale * log2(e). Rounded once: its error is one factor of all
+  // weights that are shifted by the same maximum, and of their corrections. The division by their sum removes it.
   __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
   __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
-  // With masks of large numbers that factor would be too large: such rows are shifted before.
+  // With masks of large numbers that factor would be too large: such rows are shifted first.
   static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
 
-  // exp(score - maximum) of what make_scores() leaves.
+  // exp(score - maximum) of a number of make_scores().
   __device__ __forceinline__ float weight(float x, float shift) const {
     return exp2_approx(fmaf(x, exponent_slope(), -exponent(shift)));
   }
-  // What weights that were shifted by `old` are multiplied by; 1 where nothing has changed.
+  // The factor of weights that were shifted by `old`; 1 if the maximum is the same.
   __device__ __forceinline__ float correction(float old, float shift) const {
     return exp2_approx(exponent(old) - exponent(shift));
   }
 
-  // Scores become weights. Rows are dealt with side by side: no instruction waits for the one before.
+  // Turns scores into weights, all rows side by side, so that no instruction waits for the one before.
   __device__ __forceinline__ void softmax(Scores& x, Output& output) {
     const MmaThread thread;
     float old[2 * kTiles], best[2 * kTiles];
@@ -301,7 +302,7 @@ struct ForwardMma {
     for (int lanes = 1; lanes < 4; lanes *= 2)
 #pragma unroll
       for (float& b : best) b = max_or_nan(__shfl_xor_sync(~0u, b, lanes), b);
-    __syncwarp();  // all of a row have read its maximum: the shuffles say so, but no order of memory
+    __syncwarp();  // all of a row have read its maximum: shuffles wait for that, but do not order memory
     float shift[2 * kTiles], factor[2 * kTiles];
     bool some_large = false;
 #pragma unroll
@@ -354,7 +355,7 @@ struct ForwardMma {
     }
   }
 
-  // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
+  // Divides by the sum; a row that saw no key becomes 0, its logsumexp -inf.
   __device__ __forceinline__ void write(const Output& output) {
     __syncwarp();  // the maxima are there
     const MmaThread thread;
@@ -374,7 +375,7 @@ struct ForwardMma {
         const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
         const float best = total == 0 ? 0 : shared.maximum[i];
         const float maximum = __fmul_rn(best, scale());
-        // What rounding took from the maximum, and the logarithm of the factor that all weights share.
+        // The rounding error of the maximum, and the logarithm of the factor that all weights share (exponent()).
         float maximum_low = fmaf(best, scale(), -maximum);
         if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
         Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);
@@ -394,8 +395,8 @@ struct ForwardMma {
   }
 };
 
-// With a mask, keys in pages are read by blocks of few rows only. That is rare, and saves time of the compiler. Splits
-// are planned before, so that it changes no bits.
+// With kGeneral only blocks of few rows read keys in pages: the case is rare, and fewer instances compile sooner.
+// Splits are planned before, so this changes no bits.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
   if constexpr (kPaged)

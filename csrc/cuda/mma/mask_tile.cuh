@@ -1,14 +1,15 @@
-// Keeps the forward's tile of a mask in shared memory, which takes no registers while it is copied. Above head_dim 128
-// query, key and value take 96 of 99 KiB: its 8 do not fit, and ScoresMma::read_mask() reads masks to registers.
+// Keeps the forward's tile of a mask in shared memory, because copies to it take no registers. Above head_dim 128
+// query, key and value take 96 of 99 KiB. The mask's 8 KiB do not fit then, and ScoresMma::read_mask() reads it to
+// registers.
 #pragma once
 
 #include "cuda/mma/scores.cuh"
 
 namespace attn::cuda {
 
-// [kRows, kKeys] of a mask that is boolean or of the type S. A warp copies the 16 kTiles rows of its own scores and is
-// the only one that reads them, so that no other one has to be waited for. kKeepsThread: registers may keep, from one
-// tile to the next, what is computed from a thread's number.
+// [kRows, kKeys] numbers of a mask that is boolean or of the type S. Each warp copies the 16 kTiles rows of its own
+// scores and reads no others, so that no warp waits for another. kKeepsThread: registers may keep, from one tile to the
+// next, what is computed from a thread's number.
 template <class S, int kTiles, bool kKeepsThread>
 struct MaskTile {
   static constexpr int kKeys = kKeysPerTile;
@@ -21,8 +22,8 @@ struct MaskTile {
   template <class Number>
   static constexpr int kRowBytes = 16 * kVectors<Number>;
 
-  // A row of 16-bit numbers is a row of this tile, two rows of boolean ones are. Both lie where no two lanes that read
-  // a fragment meet in a bank.
+  // A row of this tile holds one row of 16-bit numbers or two rows of boolean ones. Either way lanes that read a
+  // fragment read different banks.
   MmaTile<uint16_t, kMmaThreads / 32 * kWarpRows, kKeys> tile;
 
   static __device__ __forceinline__ MmaThread this_thread() {
@@ -32,13 +33,13 @@ struct MaskTile {
       return MmaThread();
   }
 
-  // Where a vector of a row of the mask lies.
+  // Returns where a vector of a row of the mask is stored.
   template <class Number>
   __device__ __forceinline__ void* at(unsigned row, unsigned vector) {
     return sizeof(Number) == 2 ? tile.at(row, vector) : tile.at(row / 2, row % 2 * kVectors<Number> + vector);
   }
 
-  // What a lane copies: a vector of each of some rows of its warp, of two neighbours and of those kStep further each.
+  // A lane's share of the copy: one vector of each row in kPairs pairs of neighbouring rows, kStep rows apart.
   template <class Number>
   struct Share {
     static constexpr int kStep = 64 / kVectors<Number>;
@@ -51,12 +52,12 @@ struct MaskTile {
       row = kWarpRows * thread.warp + 2 * (lane / kVectors<Number>);
       vector = lane % kVectors<Number>;
     }
-    __device__ __forceinline__ int first() const { return vector * kNumbers<Number>; }  // number of a row
+    __device__ __forceinline__ int first() const { return vector * kNumbers<Number>; }  // its first number, in a row
   };
 
-  // Starts to copy what belongs to the keys from `key` on, of which there are `keys`; what is beyond repeats the last
-  // one. Row i begins at in_mask[i], and its numbers are `stride` apart. in_vectors: see mask_in_units(). A lane may
-  // look at what it has copied itself after commit_copies() and wait_for_copies(), the warp after a barrier.
+  // Starts to copy the mask of `keys` keys from `key` on; columns beyond repeat the last key's. Row i begins at
+  // in_mask[i], and its numbers are `stride` apart. in_vectors: see mask_in_units(). After commit_copies() and
+  // wait_for_copies() a lane may read its own share, after a further barrier the warp's.
   template <class Number>
   __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_vectors,
                                        int64_t key, int keys) {
@@ -65,7 +66,7 @@ struct MaskTile {
       return gather(share, key * stride, stride, in_mask, keys);
     struct alignas(16) Pair {
       const unsigned char* row[2];
-    } begin[Share<Number>::kPairs];  // read before any copy starts, which no reading may then overtake
+    } begin[Share<Number>::kPairs];  // read first, because no read may overtake a copy that has started
 #pragma unroll
     for (int k = 0; k < Share<Number>::kPairs; ++k)
       begin[k] = *reinterpret_cast<const Pair*>(in_mask + share.row + k * Share<Number>::kStep);
@@ -78,7 +79,7 @@ struct MaskTile {
         copy_async(to + k * Share<Number>::kStep * kRowBytes<Number>, begin[k].row[r] + offset, true);
     }
   }
-  // Copies number by number. Few are under way at a time: it takes no more registers than the rest of a kernel.
+  // Copies number by number, few at a time, so that it takes no more registers than the rest of a kernel.
   template <class Number>
   __device__ __forceinline__ void gather(const Share<Number>& share, int64_t offset, int64_t stride,
                                          const unsigned char* const* in_mask, int keys) {
@@ -97,7 +98,7 @@ struct MaskTile {
     }
   }
 
-  // Whether a lane has copied something that shows a key to a row.
+  // Whether a lane's share shows a key to a row.
   template <class Number>
   __device__ __forceinline__ bool shows_some() {
     const Share<Number> share;
@@ -112,13 +113,13 @@ struct MaskTile {
       }
       return some != 0;
     };
-#pragma unroll 1  // the first pair often shows some: the others are then not read
+#pragma unroll 1  // the first pair often shows some: further pairs are then not read
     for (int k = 0; k < Share<Number>::kPairs; ++k)
       if (pair_shows_some(k)) return true;
     return false;
   }
 
-  // What belongs to the scores of tile t of the warp.
+  // Reads the mask of the scores of tile t of the warp.
   template <class Number>
   __device__ __forceinline__ void read(typename Fragments::Mask& mask, int t) {
     const MmaThread thread = this_thread();
@@ -131,7 +132,7 @@ struct MaskTile {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // As MmaTile::address(): the vector is n / 2, and eight rows further it is permuted otherwise.
+          // As in MmaTile::address(): the vector is n / 2, and eight rows further the permutation differs.
           const unsigned offset = (first ^ (n / 2 * 16 | half * 64)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
           mask[n][half] = *reinterpret_cast<const uint16_t*>(numbers + offset);
         }

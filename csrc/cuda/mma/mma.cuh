@@ -19,13 +19,13 @@ struct MmaTile {
 
   alignas(128) S numbers[kRows * kCols];
 
-  // Unsigned, so that no sign needs care: what the row number of a fragment adds becomes part of an instruction.
+  // Unsigned, so that what the row number of a fragment adds becomes part of an instruction.
   __device__ __forceinline__ S* at(unsigned row, unsigned vector) {
     return numbers + row * kCols + (vector ^ row % 8) * kVector;
   }
   static constexpr unsigned kRowBytes = kCols * sizeof(S);
-  // The address of vector `first` + 2 k of a row, `first` being 0 or 1. As a tile begins at a multiple of 128 bytes, it
-  // is that of vector `first` but for a few bits: one instruction a k.
+  // The address of vector `first` + 2 k of a row, where `first` is 0 or 1. It differs in a few bits from the address of
+  // vector `first`, because a tile begins at a multiple of 128 bytes: one instruction per k.
   __device__ __forceinline__ SharedAddress address(unsigned row, unsigned first, unsigned k) {
     const SharedAddress of_first = shared_address(numbers) + row * kRowBytes + (first ^ row % 8) * 16;
     return (of_first ^ k % 4 * 32) + k / 4 * 128;
@@ -33,8 +33,8 @@ struct MmaTile {
 };
 
 // Starts to fill a tile: `rows` rows of `cols` numbers (in_vectors(), launch.h); zeros elsewhere. A thread copies one
-// vector of row first_row + i for each i of a few: from(first_row, i) is called in that order and says where the row
-// begins. Complete after commit_copies(), wait_for_copies() and a barrier.
+// vector of each of its rows first_row + i. from(first_row, i) returns where the row begins; i only increases. Complete
+// after commit_copies(), wait_for_copies() and a barrier.
 template <class S, int kRows, int kCols, class From>
 __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from) {
   constexpr int kVectors = kCols / kVector;
@@ -49,29 +49,29 @@ __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int ro
     copy_async(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i) + first,
                i < left);
 }
-// Row i lies offset(i) numbers behind `data`.
+// Row i begins offset(i) numbers behind `data`.
 template <class S, int kRows, int kCols, class Offset>
 __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
                                           Offset offset) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + offset(first_row + i); });
 }
-// Row i lies i * stride numbers behind `data`. What the rows of a thread are apart is the same for all threads.
+// Row i begins i * stride numbers behind `data`. The steps between a thread's rows are the same for all threads.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
                                           int64_t stride) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; });
 }
 
-// Where rows in pages lie, of a tile of 64 keys and of one of their values. The threads that copy the same rows (see
-// copy_tile()) look up one row each, and ask one another by shuffles, because those need no barrier and no shared
-// memory: with large heads none is left.
+// Where the rows of a tile of 64 keys, and of their values, are stored in pages. The threads that copy the same rows
+// (see copy_tile()) look up one row each and exchange them by shuffles. These need no barrier and no shared memory, of
+// which large heads leave none.
 template <int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;
   static constexpr int kOfKeys = 0, kOfValues = 64 / kRowsAtOnce;  // the first of the threads that know them
   static_assert(2 * kOfValues == kVectors && kVectors <= 32);
 
-  int64_t offset = 0;  // of this thread's row, behind the head
+  int64_t offset = 0;  // of this thread's row, from the start of the head
 
   // Looks rows up for the tile that begins with `key`. The table is read only for keys before last_key.
   __device__ __forceinline__ void find(const Problem& p, int64_t n, int64_t key, int64_t last_key) {
@@ -90,7 +90,7 @@ struct PagedRows {
   }
 };
 
-// Where a thread's elements of fragments lie, see ptx.cuh.
+// Which elements of fragments a thread holds, see ptx.cuh.
 struct MmaThread {
   int warp, lane, group, place;
 
@@ -105,8 +105,8 @@ struct MmaThread {
   __device__ __forceinline__ int col(int n) const { return 8 * n + 2 * place; }
 };
 
-// The four lanes of a row exchange words: word i of lane `place` becomes word `place` of lane i. In two steps, each of
-// which swaps what lies off the diagonal of blocks twice as large.
+// The four lanes of a row exchange words: word i of lane `place` becomes word `place` of lane i. Step 1 swaps words off
+// the diagonals of 2 x 2 blocks, step 2 blocks of 2 x 2 off the diagonal of all.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2)
@@ -123,8 +123,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
 __device__ __forceinline__ bool takes_vectors(const Problem& p, const Operand& to, int64_t cols) {
   return to.dtype != DType::f32 && in_vectors(p, to, cols);
 }
-// Writes a row, value(n, c) being what a lane has in column c of its two of fragment n. Called by all lanes of a warp;
-// `there`: whether there is the row.
+// Writes a row, if it exists (`there`). value(n, c) is a lane's number in column c of its two of fragment n. Called by
+// all lanes of a warp.
 template <class S, int kFragments, class Value>
 __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, int64_t cols, bool there, Value value) {
   const MmaThread thread;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, i
   }
 }
 
-// Reads an A of 16 x 16 of a warp: rows from `row` + `further`, columns from 16 k. `further`, a multiple of 8 that the
+// Reads a warp's A [16 x 16]: rows from `row` + `further`, columns from 16 k. `further`, a multiple of 8 that the
 // compiler knows, becomes part of the instruction.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int further,
@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols
   load_matrices(a, tile.address(row + lane % 16, lane / 16, k) + further * tile.kRowBytes);
 }
 
-// x[t] += A_t B^T, where A_t is the 16 rows of `a` from `row` + 16 t on, and B all of `b`.
+// x[t] += A_t B^T, where A_t is the 16 rows of `a_rows` from `row` + 16 t on, and B all of `b_rows`.
 template <int kTiles, class S, int kRows, int kOthers, int kDim>
 __device__ __forceinline__ void add_dots(float (*x)[kOthers / 8][4], MmaTile<S, kRows, kDim>& a_rows, int row,
                                          MmaTile<S, kOthers, kDim>& b_rows) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
   return low | high;
 }
 
-// sum[t] += X_t B, where weight(t, n, half, c) of a row of fragments are the numbers of X_t, rounded to S, and B is all
-// of `others`. The C of two products, [16 x 8] each, is the A [16 x 16] of this one.
+// sum[t] += X_t B, where weight(t, n, half, c) are the numbers of X_t in its fragments, rounded to S, and B is all of
+// `others`. The C of two products, [16 x 8] each, have the layout of an A [16 x 16].
 template <int kTiles, Factor kFactor, class S, int kOthers, int kDim, class Weight>
 __device__ __forceinline__ void add_weighted(float (*sum)[kDim / 8][4], MmaTile<S, kOthers, kDim>& others,
                                              Weight weight) {

@@ -9,7 +9,7 @@
 
 namespace attn::cuda {
 
-// For a mask that is boolean or of 16 bits.
+// The size of a number of a boolean or 16-bit mask.
 __device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
 
 // Says whether `count` neighbours along the keys may be read at once from every multiple of `count` on.
@@ -21,7 +21,7 @@ __device__ inline bool mask_in_units(const Problem& p, int count) {
          reinterpret_cast<uintptr_t>(x.data) % (count * mask_number_bytes(p)) == 0;
 }
 
-// Calls f.template operator()<Number>(): uint8_t, what the numbers of a boolean mask look like, or else uint16_t.
+// Calls f.template operator()<Number>(): uint8_t for a boolean mask, else uint16_t.
 template <class F>
 __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
   if (p.mask.dtype == DType::boolean)
@@ -33,16 +33,16 @@ __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
 // Whether products become scores by ScoresMma::add_terms() before the mask is added.
 __device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
 
-// Scores of a warp: 16 rows, from `own` of the block's tile, by 8 kFragments keys. Or, kOwnsKeys, 16 keys by 8
+// Scores of a warp: 16 rows, from row `own` of the block's tile on, by 8 kFragments keys; with kOwnsKeys 16 keys by 8
 // kFragments rows. S: the type of query and key, and of a mask that is not boolean.
 template <class S, int kFragments, bool kOwnsKeys>
 struct ScoresMma {
   using Scores = float[kFragments][4];
   using Kept = uint32_t[2];  // bit 2 n + c of kept[half]: of element (half, c) of fragment n
 
-  // The one that belongs to a bit of kept[half].
+  // The score that belongs to a bit of kept[half].
   static __device__ __forceinline__ float& at(Scores& x, int half, int bit) { return x[bit / 2][2 * half + bit % 2]; }
-  // Calls f(score, row, key, half, bit of Kept); row and key are those of the block's tiles.
+  // Calls f(score, row, key, half, bit of Kept); row and key count within the block's tiles.
   template <class F>
   static __device__ __forceinline__ void each(Scores& x, int own, F f) {
     const MmaThread thread;
@@ -57,9 +57,9 @@ struct ScoresMma {
         }
   }
 
-  // Products become scores but for the mask: scaled, and what a cap and ALiBi make of them. If there is a cap, calls
-  // on_cap(what SoftCap takes, half, bit of Kept). ahead(i): how far the position of row i is ahead of the tile's first
-  // key. steepness(i): the slope of its head.
+  // Turns products into scores without the mask: scales them, caps them and adds ALiBi. If there is a cap, calls
+  // on_cap(y, half, bit of Kept), where y is SoftCap's argument. ahead(i): the position of row i less that of the
+  // tile's first key. steepness(i): the slope of row i's head.
   template <class OnCap, class Ahead, class Steepness>
   static __device__ __forceinline__ void add_terms(Scores& x, int own, const Problem& p, OnCap on_cap, Ahead ahead,
                                                    Steepness steepness) {
@@ -78,13 +78,13 @@ struct ScoresMma {
       });
   }
 
-  // What a mask adds to the scores: two neighbours, as they lie in memory, in each word.
+  // The mask's numbers of the scores: two neighbours, as they are stored, in each word.
   using Mask = uint32_t[kFragments][2];
 
   // `Number`, here and below: see with_mask_number().
 
-  // Reads it, all at once, of a tile that begins with `key` and has `keys` of them: what is beyond repeats the last
-  // one. Row i begins offset(i) elements behind its data. in_pairs: see mask_in_units().
+  // Reads the mask of a tile, all at once: `keys` keys from `key` on, and beyond them the last key's again. Row i
+  // begins offset(i) elements behind the mask's data. in_pairs: see mask_in_units().
   template <class Number, class Offset>
   static __device__ __forceinline__ void read_mask(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
                                                    int keys, Offset offset) {
@@ -115,10 +115,10 @@ struct ScoresMma {
         }
   }
 
-  // A word of it that hides all of its keys, by false or by -inf.
+  // A word of Mask that hides both of its keys, by false or by -inf.
   template <class Number>
   static constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
-  // Whether it shows some key to some row.
+  // Whether the mask shows some key to some row.
   template <class Number>
   static __device__ __forceinline__ bool shows_some(const Mask& mask) {
     uint32_t some = 0;
@@ -127,8 +127,8 @@ struct ScoresMma {
     return some != 0;
   }
 
-  // Whether all products of the warp, those of kTiles tiles from x on, are finite: those of a query or key that holds a
-  // NaN or an infinity are not.
+  // Whether all products of the warp's kTiles tiles from x on are finite. They are not if a query or key holds a NaN or
+  // an infinity.
   template <int kTiles = 1>
   static __device__ __forceinline__ bool all_finite(const Scores* x) {
     float sum[kTiles][2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
@@ -144,9 +144,9 @@ struct ScoresMma {
     return __all_sync(~0u, total * 0 == 0);
   }
 
-  // How a mask is added: to_finite only to products that are all finite, to_any takes longer.
+  // How a mask is added: to_finite needs products that are all finite, to_any takes longer.
   enum class Add { boolean, to_finite, to_any };
-  // Calls f.template operator()<kHow>(). `finite()`: whether all products are, called only if that matters.
+  // Calls f.template operator()<kHow>(). `finite()`: whether all products are finite, called only if that matters.
   template <class Number, class Finite, class F>
   static __device__ __forceinline__ void choose_add(Finite finite, F f) {
     if constexpr (sizeof(Number) == 1)
@@ -156,7 +156,7 @@ struct ScoresMma {
     else
       f.template operator()<Add::to_any>();
   }
-  // Products become scores; what add_terms() has made has the slope 1.
+  // Turns products into scores; after add_terms() the slope is 1.
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
     each(x, 0, [&](float& score, int, int, int half, int bit) {
@@ -170,8 +170,8 @@ struct ScoresMma {
     });
   }
 
-  // Makes -inf of the scores of keys from `key` on that a row does not see. Where others are rows, also of rows from
-  // `count` on, which must add nothing to sums over them. Called by all lanes.
+  // Sets to -inf the scores of keys, from `key` on, that a row does not see. With kOwnsKeys also hides rows from
+  // `count` on, because they must add nothing to sums over rows. Called by all lanes.
   template <class Rows>
   static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Sequence& s, const Rows& rows, int count,
                                                    int64_t key) {
@@ -184,7 +184,7 @@ struct ScoresMma {
            [&](float& score, int i, int j, int, int) { score = seen_by(i).contains(j) ? score : -infinity<float>(); });
       return;
     }
-    const TileRange mine = seen_by(own + thread_index() % 16);  // a lane one row, as what has 64 bits takes registers
+    const TileRange mine = seen_by(own + thread_index() % 16);  // one row per lane, because 64 bits take registers
     const MmaThread thread;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -197,16 +197,16 @@ struct ScoresMma {
     }
   }
 
-  // Which weights dropout keeps. `head_number(i)`: of row i, for dropout's counters. kAtOnce: of rows of fragments, how
-  // many counters are computed side by side, which takes registers; 1 where they are fewest.
+  // Sets in `kept` which weights dropout keeps. `head_number(i)`: the number of row i's head in dropout's counters.
+  // kAtOnce: how many counters are computed side by side, which takes registers; 1 where registers are fewest.
   template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
                                                       HeadNumber head_number, int64_t key) {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {
-      // Four lanes, of one place and neighbouring groups, hold the keys of one counter: each computes that of one
-      // element, and all get the bits of all.
+      // Four lanes, of one place and neighbouring groups, hold the keys of one counter. Each computes the counter of
+      // one of its elements, and shuffles give all lanes the bits of all four.
       const int mine = thread.group % 4;
       const int64_t quad = (key + own + thread.group + 8 * (mine / 2)) / 4;
 #pragma unroll kAtOnce
@@ -224,7 +224,7 @@ struct ScoresMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
-        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes that of every other fragment.
+        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes the counters of every other fragment.
 #pragma unroll kAtOnce
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;

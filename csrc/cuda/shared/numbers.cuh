@@ -14,7 +14,7 @@ __device__ __forceinline__ T infinity() {
   return static_cast<T>(HUGE_VALF);
 }
 
-// In float one instruction.
+// For double; float has an instruction (ptx.cuh).
 __device__ __forceinline__ double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
 
 // 16 bytes, moved at once.
@@ -34,11 +34,11 @@ __device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset
   }
 }
 
-// How the factor of a weight is taken: `finite` has 0 in place of infinities and NaNs.
+// How the factor of a weight is read: `finite` replaces infinities and NaNs by 0.
 enum class Factor { as_it_is, finite };
 
-// Calls f.template operator()<N>(). N is the type that a kernel loads numbers of this operand as. Kernels that compute
-// in double meet no 16-bit numbers. Loops belong into f, because behind a branch each load would wait for the last.
+// Calls f.template operator()<N>(). A kernel loads numbers of this operand as N. Kernels that compute in double meet no
+// 16-bit numbers. Loops belong into f, because behind a branch each load would wait for the last.
 template <class T, class F>
 __device__ __forceinline__ void with_loaded(const Operand& x, F f) {
   if (x.dtype == DType::f32)
@@ -56,7 +56,7 @@ __device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
   else
     with_loaded<T>(x, f);
 }
-// What such a number is; of a boolean one, what a mask adds to the score.
+// The value of such a number; for a boolean one, what a mask adds to the score.
 template <class T, class N>
 __device__ __forceinline__ T value_of(const Operand& x, N loaded) {
   if constexpr (std::is_same_v<N, uint8_t>)
@@ -80,8 +80,8 @@ __device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
   return value;
 }
 
-// The score of a product, its mask added; -inf by selection. Rounded once, and the same wherever it is computed:
-// forward and derivatives must not differ where one unit in the last place of a score is large.
+// The score of a product, with its mask added; -inf is selected, not computed. It is rounded once, so that forward and
+// derivatives have the same bits: one unit in the last place of a score may be large.
 template <class T>
 __device__ __forceinline__ T masked_score(T product, T slope, T bias) {
   return bias == -infinity<T>() ? bias : fma(product, slope, bias);
@@ -99,7 +99,7 @@ __device__ __forceinline__ T store_rounded(const Operand& to, int64_t index, T x
     return to_float(static_cast<Half*>(to.data)[index] = from_float<Half>(x));
   }
 }
-// The same, and writes to `rest`, where that is wanted, what rounding took from x.
+// Does the same, and writes the rounding error of x to `rest`, if that has data.
 template <class T>
 __device__ __forceinline__ void store_exactly(const Operand& to, int64_t index, const Operand& rest, int64_t rest_index,
                                               T x) {

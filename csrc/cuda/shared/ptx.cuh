@@ -9,7 +9,7 @@
 
 namespace attn::cuda {
 
-// 16-bit numbers as they lie in memory.
+// 16-bit numbers as they are stored.
 struct Half {
   uint16_t bits;
 };
@@ -23,7 +23,7 @@ __device__ __forceinline__ unsigned char* shared_memory() {
   return attn_shared_memory;
 }
 
-// threadIdx.x, read anew: what a phase of a kernel computes from it does not take registers during the others.
+// threadIdx.x, read again: what one phase of a kernel computes from it takes no registers during other phases.
 __device__ __forceinline__ int thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -88,7 +88,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 //   C [16 x 8], float: c[0], c[1] (group, 2 place + 0, 1), c[2], c[3] (group + 8, 2 place + 0, 1)
 
 // Four 8 x 8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8, 16 bytes. Lane l gets
-// in r[m], of matrix m, the numbers (l / 4, 2 (l % 4) + 0, 1).
+// in r[m] the numbers (l / 4, 2 (l % 4) + 0, 1) of matrix m.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 
 // --- asynchronous copies ---
 
-// Copies 16 bytes from global to shared memory; zeros, and nothing is read, if not `there`. Both addresses are
+// Copies 16 bytes from global to shared memory; if not `there`, writes zeros and reads nothing. Both addresses are
 // multiples of 16. What was copied may be read after commit_copies(), wait_for_copies() and a barrier.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile(
@@ -131,7 +131,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool ther
       "l"(from), "r"(static_cast<uint32_t>(there))
       : "memory");
 }
-// All copies of this thread since the last call are one group.
+// Makes one group of all copies of this thread since the last call.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `kLeft` of this thread's groups, the latest, are still under way.
 template <int kLeft>

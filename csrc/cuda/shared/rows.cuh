@@ -1,4 +1,4 @@
-// Which rows a block of threads works on, and where they lie.
+// Which rows a block of threads works on, and where they are stored.
 #pragma once
 
 #include "cuda/shared/numbers.cuh"
@@ -12,16 +12,17 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
   return static_cast<const S*>(x.data) + batch_offset(p, x, n) + head * x.head;
 }
 
-// How many blocks there are if each owns a tile of up to `most` rows of a group of heads, or keys of one of `heads`
-// heads. A block that finds no tile left ends without reading or writing.
+// The number of blocks, each of which owns a tile: up to `most` rows of a group of heads, or keys of one of `heads`
+// heads. A block that finds no tile ends without reading or writing.
 //
-// A head of a packed sequence has its own number of rows in the list of its group, so that tiles of rows and keys are
-// cut as in a call of it alone. What else its bits depend on is planned from the most queries and keys, the number of
-// sequences and the device: the size of tiles of rows, and splits of the keys.
+// In the list of its group a head of a packed sequence has that sequence's own number of rows, so tiles of rows and
+// keys are cut as in a call of the sequence alone. Its bits also depend on the size of tiles of rows and on the splits
+// of the keys, which are planned from the most queries and keys, the number of sequences and the device.
 //
-// The host knows the sum of the lengths of packed sequences and the longest, but not each length. If that takes fewer
-// places, each sequence has as many as the longest has tiles. Else it has as many as it has tiles, or one more: if it
-// begins with row or key `start`, its first place is start / most + its number.
+// The host knows the sum of the lengths of packed sequences and the longest, but not each length. A block has a place
+// and looks for the tile there. If that takes fewer places (are_alike), each sequence has as many as the longest has
+// tiles. Else it has as many as its own tiles, or one more: sequence s, which begins with row or key `start`, has its
+// first place at start / most + s.
 ATTN_INLINE constexpr int64_t places_by_length(const Problem& p, int64_t of_all, int64_t most) {
   return of_all / most + p.sequences;
 }
@@ -32,8 +33,8 @@ ATTN_INLINE constexpr int64_t tiles_of(const Problem& p, int64_t of_longest, int
   if (p.sequences > 0 && !are_alike(p, of_longest, of_all, most)) return places_by_length(p, of_all, most);
   return larger(1, p.sequences) * divide_up(of_longest, most);
 }
-// Whether tiles are cut so that none has rows of two heads, where a sequence has so many queries: in a window, the last
-// rows of a head and the first ones of the next see keys far apart, and a tile passes over all in between.
+// Whether no tile has rows of two heads, in a sequence of `queries` rows. In a window the last rows of a head and the
+// first ones of the next see keys far apart, and a tile would pass over all keys in between.
 ATTN_INLINE constexpr bool heads_apart(const Problem& p, int64_t queries, int64_t most) {
   return p.group > 1 && most_keys(p, most) < smaller(queries, p.keys);
 }
@@ -44,7 +45,7 @@ ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t most) {
 ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
   return tiles_of(p, p.keys, p.key_tokens, most);
 }
-// Batch entries; packed sequences that share places are one.
+// The batch entries; packed sequences that share places count as one.
 ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
   return entries_of(p) * p.groups() * tiles_of_rows(p, most);
@@ -58,8 +59,9 @@ struct Tile {
   int64_t n;  // the batch entry
   int64_t number;
 
-  // Finds what has place `place` in an entry (entries_of). starts: of the packed sequences, whose longest has `longest`
-  // tokens of `tokens`; each is `of_token` rows or keys. The number is less than 0 if sequences are not in order.
+  // Returns the tile at `place` of an entry (entries_of). starts: the first tokens of its packed sequences. All have
+  // `tokens` tokens, the longest has `longest`, and each token is `of_token` rows or keys. The tile's number is less
+  // than 0 if sequences are not in order.
   static __device__ __forceinline__ Tile at(const Problem& p, int64_t entry, int64_t place, const int64_t* starts,
                                             int64_t longest, int64_t tokens, int64_t of_token, int64_t most) {
     if (p.sequences == 0) return {entry, place};
@@ -76,7 +78,7 @@ struct Tile {
     }
     return {entry * p.sequences + sequence, place - first_place(sequence)};
   }
-  // Where it begins in a list of `count`; there or behind that if it has no part of it.
+  // Where the tile begins in a list of `count`; `count` or more if it is beyond the end.
   __device__ __forceinline__ int64_t first(int64_t count, int64_t most) const {
     return number < 0 ? count : number * most;
   }
@@ -88,7 +90,7 @@ struct RowTile {
   int64_t head[kRows];
   int64_t position[kRows];
 
-  // Sets row i, of `count` rows from `first` on. Called by a thread for each, followed by a barrier.
+  // Sets row i, of `count` rows from `first` on. One thread per row calls it; a barrier follows.
   __device__ __forceinline__ void set(int i, const Sequence& s, Row first, int count) {
     set(i, row_after(s.queries, first, last_repeated(i, count)));
   }
@@ -110,14 +112,14 @@ struct RowTile {
   }
 };
 
-// Returns the positions of `count` rows from `first` on: all of the sequence where the rows of a head end in between.
+// Returns the positions of `count` rows from `first` on: all of the sequence if they are of more than one head.
 __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first, int64_t count) {
   const int64_t end = first.position + count;
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
-// How many rows lie between one at `position` and the next with a position in `seen`, which is not empty, rounded down
-// to whole tiles. In a list of heads that has `left` rows more: all of them if there is no such row.
+// Returns the number of rows from one at `position` to the next with a position in `seen`, which is not empty, rounded
+// down to whole tiles. Returns `left`, the rows left in the list of heads, if there is no such row.
 __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t left,
                                               int64_t tile) {
   if (position < seen.last) return larger(0, seen.first - position) / tile * tile;
@@ -125,7 +127,7 @@ __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int6
   return of_next_head < left ? of_next_head / tile * tile : left;
 }
 
-// The keys of a range that lie in the tile that begins with `key`, counted from there.
+// The keys of a range in the tile that begins with `key`, counted from there.
 struct TileRange {
   int first;
   unsigned count;
@@ -135,7 +137,7 @@ struct TileRange {
     count = static_cast<unsigned>(larger(first, smaller(keys.last - key, kMostKeys)) - first);
   }
   __device__ __forceinline__ bool contains(int j) const { return static_cast<unsigned>(j - first) < count; }
-  // What another lane of the warp has. Called by all of them.
+  // The range of another lane of the warp. Called by all lanes.
   __device__ __forceinline__ TileRange of_lane(int lane) const {
     TileRange other = *this;
     other.first = __shfl_sync(~0u, first, lane);
@@ -147,21 +149,22 @@ struct TileRange {
   static constexpr int64_t kMostKeys = 1 << 16;  // more than a tile has
 };
 
-// One block's share of the problem, in shared memory: one thread computes it, and no register has to keep it. Blocks of
-// the same keys are neighbours, those with most keys under causality first.
+// One block's share of the problem, in shared memory, so that one thread computes it and no register keeps it. Blocks
+// of the same keys are neighbours; under causality those with most keys come first.
 struct Task {
   Sequence sequence;   // of the batch entry
   int64_t n;           // the batch entry
   int64_t first_head;  // of the group
   int64_t key_head, value_head;
   int64_t first_row;  // of the group's list
-  int rows;           // 0: there is nothing to do, and nothing else is set but the batch entry
+  int rows;           // 0: there is nothing to do, and only the batch entry is set
   int64_t split;
-  int64_t first_key, last_key;  // no row of the tile sees others
-  Range positions;              // holds those of its rows
+  int64_t first_key, last_key;  // the tile's rows see no other keys
+  Range positions;              // contains the positions of its rows
   Range seen_by_all;            // the keys that every row sees
 
-  // Up to `most` rows of the list that begins with `head`. Called by one thread, followed by a barrier.
+  // Sets up to `most` rows, from `first` on, of the list that begins with `head`. Called by one thread, followed by a
+  // barrier.
   __device__ void set_rows(const Problem& p, int64_t batch_entry, int64_t head, int64_t first, int64_t most) {
     n = batch_entry;
     sequence = sequence_of(p, n);
@@ -179,12 +182,12 @@ struct Task {
   __device__ __forceinline__ bool all_visible(int64_t key, int count) const {
     return seen_by_all.first <= key && key + count <= seen_by_all.last;
   }
-  // The rows of the list of a group of heads, of this batch entry.
+  // The number of rows in the list of a group of heads, in this batch entry.
   __device__ __forceinline__ int64_t rows_of_group(const Problem& p) const { return p.group * sequence.queries; }
   // The first of the rows.
   __device__ __forceinline__ Row row_at() const { return row_after(sequence.queries, {n, first_head, 0}, first_row); }
 
-  // Sets all of it, for block `number` of a kernel whose blocks own up to `most` rows and pass over the keys that these
+  // Sets all members for block `number` of a kernel. Its blocks own up to `most` rows and pass over the keys that these
   // see, or over a split of them, in tiles of `tile`. Called by one thread, followed by a barrier.
   template <class Params>
   __device__ void set(const Params& p, int64_t number, int64_t most, int64_t tile) {
@@ -194,7 +197,7 @@ struct Task {
       split = number % p.splits;
       number /= p.splits;
     }
-    const int64_t turns = heads_apart(p, p.queries, most) ? p.group : 1;  // of a place, for a tile each
+    const int64_t turns = heads_apart(p, p.queries, most) ? p.group : 1;  // the tiles of a place
     const Tile at = Tile::at(p, number / p.groups(), place / turns, p.query_starts, p.queries, p.tokens,
                              turns > 1 ? 1 : p.group, most);
     const int64_t queries = length_of(p.visibility.query_lengths, at.n, p.queries);
@@ -215,8 +218,8 @@ struct Task {
     first_key = keys.first;
     last_key = keys.last;
   }
-  // Sets batch entry and keys, for block `number` of those that own up to `most` keys of one of `heads` heads; returns
-  // that head. The rows are set afterwards, tile by tile. Called by one thread, followed by a barrier.
+  // Sets batch entry and keys for block `number`, which owns up to `most` keys of one of `heads` heads; returns that
+  // head. set_rows() sets the rows afterwards, tile by tile. Called by one thread, followed by a barrier.
   __device__ int64_t set_own_keys(const Problem& p, int64_t number, int64_t heads, int64_t most) {
     const int64_t places = tiles_of_keys(p, most), head = number / places;
     const Tile at = Tile::at(p, head / heads, number % places, p.key_starts, p.keys, p.key_tokens, 1, most);

@@ -5,20 +5,20 @@
 
 namespace attn::cuda {
 
-// The logsumexp of a row, or its derivative along a direction, as it lies in memory (params.h).
+// The logsumexp of a row, or its derivative along a direction, as it is stored (params.h).
 template <class T>
 struct alignas(8) Pair {
   T high, low;
 };
 
-// What rounding took from sum = a + b: Knuth's two-sum.
+// The rounding error of sum = a + b: Knuth's two-sum.
 template <class T>
 __device__ __forceinline__ T rounded_off(T a, T b, T sum) {
   const T of_b = sum - a;
   return (a - (sum - of_b)) + (b - of_b);
 }
 
-// Pairs up to maximum + maximum_low + log(sum); -inf for a row without keys.
+// Returns maximum + maximum_low + log(sum) as a pair; -inf for a row without keys.
 template <class T>
 __device__ inline Pair<T> logsumexp_of(T maximum, T maximum_low, T sum) {
   const T log_sum = static_cast<T>(log(static_cast<double>(sum)));
@@ -28,7 +28,7 @@ __device__ inline Pair<T> logsumexp_of(T maximum, T maximum_low, T sum) {
   return {sum == 0 ? -infinity<T>() : high, sum == 0 || !finite ? 0 : low + maximum_low};
 }
 
-// What the weights of a row are computed anew of: its logsumexp; +inf for one that attends to no key.
+// The logsumexp of a row, from which its weights are computed again; +inf if the row attends to no key.
 template <class T>
 struct SavedRow {
   Pair<T> logsumexp;
@@ -43,7 +43,7 @@ struct SavedRow {
   }
 };
 
-// The number of a row's head: that of its terms.
+// The number of a row's head, by which its sink and slope are stored.
 __device__ __forceinline__ int64_t head_number(const Problem& p, const Row& row) { return row.n * p.heads + row.head; }
 
 // The sink of a row; -inf if there is none.
@@ -58,8 +58,9 @@ __device__ __forceinline__ T shift_of(T maximum) {
   return maximum == -infinity<T>() ? static_cast<T>(0) : maximum;
 }
 
-// Adds the sink of a row to the logsumexp of its keys. Returns what the keys keep of their weight, which is 1 without a
-// sink: exp(logsumexp before - logsumexp now). Times 0 it is the output of a row without keys: NaN if the sink is.
+// Adds the sink of a row to the logsumexp of its keys. Returns the share of the weight that the keys keep:
+// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times that share: NaN if the
+// sink is NaN.
 template <class T>
 __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
   if (!p.terms.sinks) return 1;
@@ -71,14 +72,14 @@ __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumex
   return sum == 0 ? 0 : of_keys / sum;
 }
 
-// Writes what is wanted of a row, whose splits are together; the logsumexp has the sink in it.
+// Writes the statistics of a row that the caller wants, its splits merged; the logsumexp includes the sink.
 template <class T>
 __device__ inline void write_statistics(const ForwardParams& p, const Row& row, Pair<T> logsumexp, T max_score) {
   const int64_t r = row_number(p, row.n, row.head, row.position);
   if (p.logsumexp) static_cast<Pair<T>*>(p.logsumexp)[r] = logsumexp;
   if (p.max_score) static_cast<T*>(p.max_score)[r] = max_score;
   if (!p.row_logsumexp) return;
-  const T largest = max_or_nan(max_score, sink_of<T>(p, row));  // of +inf the pair, like the weights, is NaN
+  const T largest = max_or_nan(max_score, sink_of<T>(p, row));  // if it is +inf, the pair and the weights are NaN
   static_cast<T*>(p.row_logsumexp)[r] = largest == infinity<T>() ? largest : logsumexp.high + logsumexp.low;
 }
 
@@ -100,13 +101,14 @@ struct Dropout {
     keep_below = p.keep_below;
   }
 
-  // The head's number that counters are made of.
+  // The head's number in dropout's counters.
   __device__ __forceinline__ uint32_t head(const Problem& p, int64_t n, int64_t h) const {
     return static_cast<uint32_t>(static_cast<uint64_t>(n * p.heads + h) % period);
   }
 
-  // Bit w: key 4 * quad + w is kept. Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC
-  // 2011). kUnrolled: how many of its ten rounds the compiler sees at once; more take more registers.
+  // Returns bits: bit w says whether key 4 * quad + w is kept. Philox4x32-10 (Salmon et al., Parallel Random Numbers:
+  // As Easy as 1, 2, 3, SC 2011). kUnrolled: how many of its ten rounds the compiler sees at once; more take more
+  // registers.
   template <int kUnrolled = 10>
   __device__ inline unsigned kept(int64_t quad, int64_t position, uint32_t head_number) const {
     uint32_t c[4] = {static_cast<uint32_t>(quad), static_cast<uint32_t>(position), head_number, offset};
@@ -133,10 +135,10 @@ template <class T>
 struct OutputRow {
   const ForwardParams& p;
   Row row;
-  int64_t number;  // of the row, among those of all splits
+  int64_t number;  // of the row, among the rows of all splits
   int64_t output_at, residual_at;
 
-  // The batch entry of the output begins at `output_base`, and that of the residual at `residual_base`.
+  // The batch entry begins at `output_base` in the output and at `residual_base` in the residual.
   __device__ OutputRow(const ForwardParams& p, int64_t output_base, int64_t residual_base, Row row, int64_t split)
       : p(p), row(row) {
     number = split * number_of_rows(p) + row_number(p, row.n, row.head, row.position);
@@ -149,7 +151,7 @@ struct OutputRow {
     else
       store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col, x);
   }
-  // As the function of this name. Splits leave the sink to who puts them together.
+  // Calls the function of this name, except for a split: merge_splits() adds the sink.
   __device__ __forceinline__ T add_sink(Pair<T>& logsumexp) const {
     return p.splits > 1 ? 1 : cuda::add_sink(p, row, logsumexp);
   }
@@ -160,10 +162,10 @@ struct OutputRow {
   }
 };
 
-// Writes delta of a row, <G, O> - g with the gradient g of its logsumexp, in two numbers: of Z dP - delta nothing but g
-// is left where there is one key. And the gradients that follow from it: of the sink, dsink = -Psink delta, and of a
-// number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams also tdelta = <G, tO>, and those
-// gradients are their derivatives, with tPsink = Psink (tsink - c).
+// Writes delta of a row, <G, O> - g, where g is the gradient of its logsumexp. Delta is two numbers, because for a row
+// with one key Z dP - delta must be exactly g. Writes the gradients that follow from it: of the sink, dsink = -Psink
+// delta, and of a number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams also writes tdelta =
+// <G, tO>, and the derivatives of those gradients in their place, with tPsink = Psink (tsink - c).
 template <class T, class Params>
 __device__ inline void write_delta(const Params& p, const Row& at, T of_output, T of_tangent) {
   constexpr bool kSecond = requires { p.tangent_delta; };

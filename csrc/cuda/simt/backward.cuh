@@ -1,7 +1,7 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds, for what uses_mma() refuses,
-// for every second derivative, for slopes and for shared masks: the formulas of cpu/kernels/backward.inl, whose
-// names are used here. Scores are computed anew from the saved logsumexp by every block that needs them; a block owns a
-// part of one gradient and adds up what belongs there in a fixed order, so that equal calls give equal bits:
+// for every second derivative, for slopes and for masks summed over rows: the formulas of cpu/kernels/backward.inl,
+// whose names are used here. Every block computes again the scores that it needs, and weights from the saved logsumexp.
+// A block owns a part of one gradient and sums it in a fixed order, so that equal calls give equal bits:
 //
 //   dQ  64 queries, over all keys                  dK, dV  64 keys, over all queries of all heads that read them
 //   dM  64 x 64 of the mask, or 64 numbers of its only row, over all heads, batch entries and rows that share them
@@ -16,7 +16,7 @@ namespace attn::cuda {
 
 enum class Gradient { query, key, value, mask, slopes };
 
-// How many blocks share a gradient out, for every kCols columns of it; how many columns it has.
+// How many blocks compute kCols columns of a gradient; how many columns it has.
 template <Gradient kOf, class Params>
 ATTN_INLINE constexpr int64_t gradient_tasks(const Params& p) {
   if (kOf == Gradient::mask) return p.mask_tasks();
@@ -29,7 +29,7 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// write_delta() of 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>: where a row
+// Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. If a row
 // attends to one key only, O is that V, and dP - delta is then exactly 0, or the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
@@ -45,7 +45,7 @@ struct DeltaSimt {
   const Params& p;
   Shared& shared;
 
-  // <G, x> + <G, rest>, two sums of their own, for one reading of G.
+  // <G, x> + <G, rest>, as two sums with one read of G.
   __device__ T dot(const Operand& x, const Operand& rest) {
     const Operand* const terms[] = {&x, &rest};
     T sums[2] = {};
@@ -64,7 +64,7 @@ struct DeltaSimt {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (!terms[i]->data) continue;
-        T chain = kShortChains<T> ? 0 : sums[i];  // as add_products()
+        T chain = kShortChains<T> ? 0 : sums[i];  // as in add_products()
         for (int k = 0; k < kSimtDepth<T>; ++k)
           chain = fma(shared.grad_output[k * kSimtStride<T> + threadIdx.x],
                       shared.output[i][k * kSimtStride<T> + threadIdx.x], chain);
@@ -95,7 +95,7 @@ template <class T, class Params, Gradient kOf, int kCols>
 struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradient::value, kCols> {
   static constexpr bool kOwnsKeys = kOf == Gradient::key || kOf == Gradient::value;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
-  // Mask and slopes come to a score behind the cap. Their gradients are made of dS, those of products of dZ = dS cap'.
+  // Mask and slopes are added after the cap: their gradients need dS, but dQ and dK need dZ = dS cap'.
   static constexpr bool kBehindCap = kOf == Gradient::mask || kOf == Gradient::slopes;
   using Base = ScoresSimt<T, Params, kOwnsKeys, kCols>;
   using Base::kN;
@@ -112,16 +112,16 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Pair<T> logsumexp;  // r and c - r, see cpu/kernels/tangent.inl
     T delta;
 
-    // The derivative of a score less that of the logsumexp.
+    // The derivative of a score less the derivative of the logsumexp.
     __device__ __forceinline__ T centred(T tangent) const { return (tangent - logsumexp.high) - logsumexp.low; }
   };
-  // What second derivatives need besides.
+  // Shared memory that second derivatives need besides.
   struct Tangent {
     alignas(16) T rest[kSimtTile * kSimtStride<T>];
     TangentStatistics row[kSimtTile];
   };
-  // Where a block that sums over rows is: at tile `row` of [first_row, last_row), and at group of heads, or sharer of a
-  // mask, `turn` of `turns`. It keeps that in shared memory, as it has no registers left.
+  // The progress of a block that sums over rows: it is at tile `row` of [first_row, last_row), in `turn` of `turns`,
+  // one for each group of heads or sharer of a mask. In shared memory, because no registers are left.
   struct RowLoop {
     int64_t turns, first_row, last_row;
     int64_t turn, row;
@@ -130,7 +130,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Statistics row[kSimtTile];
     int64_t first_col;   // of the gradient
     int64_t own_head;    // of dK and dV
-    int64_t first_head;  // of those that read these keys
+    int64_t first_head;  // of the heads that read these keys
     int64_t slice;       // of dM, see sharer_of_mask()
     RowLoop loop;
     std::conditional_t<kSecond, Tangent, Nothing> tangent;
@@ -148,7 +148,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.tangent.row[i] = {static_cast<const Pair<T>*>(p.tangent_logsumexp)[r],
                                static_cast<const T*>(p.tangent_delta)[r]};
   }
-  // Goes to the rows that the loop is at, of the list that begins with `head`.
+  // Sets the rows at which the loop is, of the list that begins with `head`.
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head) {
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
@@ -158,7 +158,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     shared.loop = {first < last ? turns : 0, first, last, 0, first};
     skip_rows();
   }
-  // Goes on to the next ones. All have read the place since: go_to_rows() has barriers.
+  // Goes on to the next such rows. All threads have read the last place, because go_to_rows() has barriers.
   __device__ __forceinline__ void next_rows() {
     if (threadIdx.x == 0) {
       shared.loop.row += kSimtTile;
@@ -179,8 +179,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     }
   }
 
-  // Scores in x become weights P. Returns which of them are not 0: nothing of a masked key or its value may come
-  // through, not even a NaN, so that whatever is multiplied with a weight of 0 is replaced by 0.
+  // Turns scores in x into weights P. Returns which of them are not 0. Callers select 0 for products with a weight of
+  // 0, because nothing of a masked key or its value may come through, not even a NaN.
   __device__ __forceinline__ uint32_t make_weights(Scores& x) {
     uint32_t attended = 0;
     this->each(x, [&](T& score, int row, int, int bit) {
@@ -205,7 +205,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
 
-  // Computes dZ = P u (Z dP - delta) into x, with u = cap', or 1 behind the cap: that is dS.
+  // Computes dZ = P u (Z dP - delta) into x, with u = cap'; kBehindCap: dS, with u = 1.
   __device__ __forceinline__ void compute_first_ds(Scores& x, int64_t key) {
     const bool capped = !kBehindCap && p.softcap > 0;
     this->scores(x, key, [&](T y, int row, int k) { this->weight(row, k) = SoftCap<T>::slope(y); });
@@ -219,7 +219,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
   // Computes t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta)) into x, with tu = cap'' tz, or 0
-  // behind the cap. Calls on_ds() when dZ is in shared memory.
+  // with kBehindCap. Calls on_ds() when dZ is in shared memory.
   template <class F>
   __device__ __forceinline__ void compute_second_ds(Scores& x, int64_t key, F on_ds) {
     __syncthreads();  // the rows are there, and the last weights have been read
@@ -270,8 +270,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
-  // Adds what the tile of rows and the keys from `key` on contribute. A NaN reaches dQ and dK through dS, and only
-  // where a row attends to the key: the other factor is made finite.
+  // Adds the contribution of the tile of rows and the keys from `key` on. The factor of dS is made finite, because a
+  // NaN may reach dQ and dK through dS alone: where a row attends to the key.
   __device__ __forceinline__ void add_tile(Sums& sum, int64_t key) {
     Scores x;
     if constexpr (kOf == Gradient::value) {
@@ -353,7 +353,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const T scale = kOf == Gradient::key ? ScoreFunction<T>::of(p).slope() : 1;
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
-      if (key + thread.row(i) >= task.last_key) break;  // beyond the length, where gradients are 0 before
+      if (key + thread.row(i) >= task.last_key) break;  // past the length: zeroed by the caller
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
   }
@@ -374,7 +374,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       number /= p.mask_key_tasks;
       shared.slice = number / p.mask_row_tasks;
       const int64_t first_row = number % p.mask_row_tasks * kSimtTile;
-      // Entries that share a mask have equally many queries: each packed sequence has a part of its own.
+      // Entries that share a mask have equally many queries, because each packed sequence has its own part of the mask.
       const int64_t queries = sequence_of(p, sharer_of_mask(p, p.grad_mask, shared.slice, 0).n).queries;
       const int64_t last_row = one_row ? queries : smaller(first_row + kSimtTile, queries);
       begin_rows(p.batch * p.heads / p.mask_slices, first_row, last_row);

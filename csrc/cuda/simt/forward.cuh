@@ -52,7 +52,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
     write();
   }
 
-  // Scores become weights exp(x - maximum).
+  // Turns scores into weights exp(x - maximum).
   __device__ __forceinline__ void softmax(typename Base::Scores& x) {
     const SimtThread thread;
 #pragma unroll
@@ -69,7 +69,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
       for (T& score : x[i]) total += score = exp(score - shift);
       total = sum_over_x(total);
       const T correction = exp(old - shift);
-      __syncwarp();  // all of the row have read: the shuffles say so, but no order of memory
+      __syncwarp();  // all of the row have read: shuffles wait for that, but do not order memory
       if (thread.x == 0) {
         shared.maximum[row] = best;
         shared.sum[row] = old_sum * correction + total;
@@ -79,7 +79,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
     }
   }
 
-  // Divides by the sum; a row that saw no key is 0, its logsumexp -inf.
+  // Divides by the sum; a row that saw no key becomes 0, its logsumexp -inf.
   __device__ __forceinline__ void write() {
     const SimtThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);

@@ -2,7 +2,7 @@
 //
 // A warp loads the outputs of several splits at once, before it knows their weights, because nearly all time is spent
 // waiting for memory. It may do so because every split writes every row: 0 if it saw no key of it. Each lane computes
-// the weights of some splits; shuffles bring them to the others.
+// the weights of some splits; shuffles bring them to the other lanes.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -30,7 +30,7 @@ struct MergeShape {
 using MergeFewRows = MergeShape<4, 1, 16>;  // as many warps as possible
 using MergeManyRows = MergeShape<1, 4, 8>;  // as few instructions as possible
 
-// The sums of the warps but the first.
+// The sums of all warps but the first.
 template <class T, class Shape>
 struct MergeShared {
   T total[Shape::kWarps - 1][32];
@@ -45,7 +45,7 @@ template <class T, class Shape>
 __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
   constexpr int kWarps = Shape::kWarps, kCols = Shape::kCols, kSplits = Shape::kSplits;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
-  // Of packed sequences there are as many rows for each as the longest has.
+  // Each packed sequence has as many numbers as the longest has rows.
   const int64_t number = (block_number() * kMergeThreads + threadIdx.x) / (32 * kWarps), parts = Shape::parts(p);
   const Row row = row_of_number(p, number / parts);
   if (row.n >= p.batch || row.position >= sequence_of(p, row.n).queries) return;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   const int64_t all_rows = number_of_rows(p), r = row_number(p, row.n, row.head, row.position);
   const int splits = static_cast<int>(p.splits);
 
-  // Of splits first, first + kWarps, ...; those that do not exist have weight 0.
+  // x is of the splits first, first + kWarps, ...; splits that do not exist have weight 0.
   T x[kSplits][kCols];
   const auto load = [&](int first) {
     const T* from = static_cast<const T*>(p.partial_output) + (first * all_rows + r) * p.value_dim + first_col;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
     if (first < splits) load(first);
   }
   if constexpr (kWarps > 1) {
-    static_assert(kMergeThreads == 32 * kWarps && kCols == 1);  // all of the block have the same row
+    static_assert(kMergeThreads == 32 * kWarps && kCols == 1);  // all warps of the block have the same row
     auto& shared = *reinterpret_cast<MergeShared<T, Shape>*>(shared_memory());
     if (warp > 0) shared.total[warp - 1][lane] = total[0];
     __syncthreads();
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   if (lane == 0) write_statistics(p, row, logsumexp, max_score);
 }
 
-// Shares a row among warps only if it has many splits and rows are few. Every warp finds its row and the weights anew:
-// with many rows, that takes longer than waiting for memory a few times more.
+// Shares a row among warps only if it has many splits and rows are few. Every warp finds its row and the weights again:
+// with many rows that takes longer than a few more waits for memory.
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream) {
   constexpr int64_t kFewBlocks = 1024;  // an H100 runs about this many at a time

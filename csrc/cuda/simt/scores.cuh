@@ -2,7 +2,7 @@
 // the forward and every derivative have in common.
 //
 // A block owns 64 queries and passes over keys, or, for what is summed over queries, owns 64 keys and passes over
-// queries (kOwnsKeys). Its scores lie as [own][other], so that both are the same products.
+// queries (kOwnsKeys). Its scores are stored as [own][other], so that both cases compute the same products.
 #pragma once
 
 #include "cuda/simt/simt.cuh"
@@ -10,7 +10,7 @@
 
 namespace attn::cuda {
 
-// Where a batch entry of the inputs, or of their tangents, begins, and in it the heads of key and value; 0 without one.
+// Where a task's batch entry begins in the inputs, or in their tangents, and its head in key and value; 0 without one.
 struct Bases {
   int64_t query, key, value, mask;
 
@@ -23,20 +23,20 @@ struct Bases {
   }
 };
 
-// Where the rows of a tile of keys and of its values lie that are in pages, behind their heads.
+// Where the rows of a tile of keys, and of their values, begin in pages, counted from the start of the head.
 struct RowsInPages {
   int64_t key[kSimtTile], value[kSimtTile];
 };
 
 // T: the type it computes in. kCols: the columns that a block computes of its result. kPaged: whether keys and values
-// lie in pages, which some of those that pass over keys can read.
+// are stored in pages; kernels that own keys do not read pages.
 template <class T, class Params, bool kOwnsKeys, int kCols, bool kPaged = false>
 struct ScoresSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
   static constexpr int kN = kCols / kSimtTile * kSimtCols;  // columns of a thread
   static constexpr int kStride = kSimtStride<T>;
   static constexpr int kFactorStride = kCols + kStride - kSimtTile;
-  // Of the scores of a thread.
+  // The rows and keys of a thread's scores.
   static constexpr int kRows = kOwnsKeys ? kSimtCols : kSimtRows;
   static constexpr int kKeys = kOwnsKeys ? kSimtRows : kSimtCols;
 
@@ -55,7 +55,7 @@ struct ScoresSimt {
     Task task;
     Dropout dropout;
     Bases base, tangent_base;  // the second for kernels whose params have a direction
-    int64_t grad_output_base;  // for those that have it
+    int64_t grad_output_base;  // for kernels whose params have grad_output
     RowTile<kSimtTile> rows;
     uint32_t head_number[kSimtTile];  // of dropout's counters
     std::conditional_t<kPaged, RowsInPages, Nothing> in_pages;
@@ -67,8 +67,8 @@ struct ScoresSimt {
 
   __device__ ScoresSimt(const Params& p, Shared& shared) : p(p), shared_scores(shared), task(shared.task) {}
 
-  // Sets the rows that the next scores are of, and where operands begin: set_task(task) is called by one thread, then
-  // set_row(row of the tile, its number) by a thread for each row. Called by all threads, followed by a barrier.
+  // Sets the rows of the next scores, and where operands begin. One thread calls set_task(task), then one thread per
+  // row set_row(row of the tile, its number). Called by all threads, followed by a barrier.
   template <class SetTask, class SetRow>
   __device__ __forceinline__ void set_rows(SetTask set_task, SetRow set_row) {
     Shared& shared = shared_scores;
@@ -87,8 +87,8 @@ struct ScoresSimt {
     if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
     set_row(i, shared.rows.number(p, task.n, i));
   }
-  // Does so for block `number` of a kernel that passes over keys, then calls add(key) for each tile of them that shows
-  // some. Called by all threads.
+  // Sets the rows of block `number` of a kernel that passes over keys, then calls add(key) for each tile with some
+  // visible key. Called by all threads.
   template <class SetRow, class Add>
   __device__ __forceinline__ void go_over_keys(int64_t number, SetRow set_row, Add add) {
     set_rows([&](Task& task) { task.set(p, number, kSimtTile, kSimtTile); }, set_row);
@@ -99,8 +99,8 @@ struct ScoresSimt {
         add(key);
       }
   }
-  // Looks rows up once for a tile, of which a page may hold a part. The last ones have been read: there was a barrier
-  // before the products of the last values. Followed by one, that of add_dots().
+  // Looks up each row of a tile, because a page may be smaller than the tile. Needs no barrier: add_to() has one after
+  // it has read the last rows, and add_dots() has one before it reads these.
   __device__ __forceinline__ void find_in_pages(int64_t key) {
     static_assert(kSimtThreads == 2 * kSimtTile);
     const int i = threadIdx.x % kSimtTile;
@@ -111,7 +111,7 @@ struct ScoresSimt {
     else
       shared_scores.in_pages.value[i] = offset(p.value);
   }
-  // Does so for the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
+  // Sets the rows of the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
   template <class SetRow>
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head, int64_t first, int64_t last, SetRow set_row) {
     const auto set_task = [&](Task& task) {
@@ -121,7 +121,7 @@ struct ScoresSimt {
     set_rows(set_task, set_row);
   }
 
-  // Of scores [own][other], that of the thread's row a and key b; which row and which key of the tile they are.
+  // The score of the thread's row a and key b in x [own][other]; then which row and key of the tile these are.
   template <class X>
   static __device__ __forceinline__ auto& of(X& x, int a, int b) {
     if constexpr (kOwnsKeys)
@@ -146,7 +146,7 @@ struct ScoresSimt {
     each(x, [](T& score, int, int, int) { score = 0; });
   }
 
-  // x += <row, key>, rows of `of_rows` and, from `key` on, of `of_keys`.
+  // x += <row, key>, with rows of `of_rows` and keys of `of_keys`, from `key` on.
   __device__ __forceinline__ void add_dots(Scores& x, const Operand& of_rows, int64_t rows_base, const Operand& of_keys,
                                            int64_t keys_base, int64_t key, int64_t cols) {
     const SimtThread thread;
@@ -170,18 +170,18 @@ struct ScoresSimt {
     } while (d < cols);
   }
 
-  // |position of a row's query - that of a key|
+  // |position of a row's query - position of a key|
   __device__ __forceinline__ T distance(int row, int64_t key) const {
     const int64_t ahead = key - (shared_scores.rows.position[row] + task.sequence.offset);
     return static_cast<T>(ahead < 0 ? -ahead : ahead);
   }
-  // The number of a row's head.
+  // Reads from `numbers`, which has one for each head, the number of a row's head.
   __device__ __forceinline__ T of_head(const void* numbers, int row) const {
     return static_cast<const T*>(numbers)[task.n * p.heads + shared_scores.rows.head[row]];
   }
 
-  // The scores (score.h) of the keys from `key` on; -inf also where there is no row or no key. If there is a cap, calls
-  // on_cap(what SoftCap takes, row, key), with row and key counted within the tile.
+  // Computes the scores (score.h) of the keys from `key` on; -inf for rows or keys that do not exist. If there is a
+  // cap, calls on_cap(y, row, key), where y is SoftCap's argument and row and key count within the tile.
   template <class F>
   __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_cap) {
     Shared& shared = shared_scores;
@@ -234,12 +234,12 @@ struct ScoresSimt {
     });
   }
 
-  // Says whether some row sees some key of the tile from `key` on, the mask included, which alone is read of others.
+  // Says whether some row sees some key of the tile from `key` on, with the mask too; reads nothing but the mask.
   // Called by all threads.
   __device__ __forceinline__ bool shows_some(int64_t key) {
     if (!any_visible(task.sequence, task.positions, {key, task.last_key})) return false;
     if (!p.has_mask) return true;
-    __syncthreads();  // it is known where the rows lie
+    __syncthreads();  // the rows are set
     bool some = false;
     Scores none;
     each_of_mask(none, p.mask, shared_scores.base.mask, key, [&](T&, T bias) { some |= bias != -infinity<T>(); });
@@ -248,7 +248,7 @@ struct ScoresSimt {
 
   // Derivatives along p.t, here and below. Meaningless where a key is hidden.
 
-  // tz = slope * (tQ K^T + Q tK^T), of the products.
+  // tz = slope * (tQ K^T + Q tK^T), of the scaled products.
   __device__ __forceinline__ void tangent_products(Scores& x, int64_t key) {
     const Bases &base = shared_scores.base, &tangent = shared_scores.tangent_base;
     clear(x);
@@ -257,7 +257,7 @@ struct ScoresSimt {
     const T slope = ScoreFunction<T>::of(p).slope();
     each(x, [&](T& product, int, int, int) { product *= slope; });
   }
-  // -tslope |p - j| + tM, of what scores have beside products.
+  // -tslope |p - j| + tM, of what ALiBi and the mask add.
   __device__ __forceinline__ T tangent_terms(int row, int64_t key) const {
     const Operand& mask = p.t.mask;
     T sum = 0;
@@ -266,7 +266,7 @@ struct ScoresSimt {
     const int64_t base = shared_scores.tangent_base.mask + shared_scores.rows.offset(mask, row);
     return sum + read_mask<T>(mask, base + key * mask.col);
   }
-  // Computes the scores into x and their derivatives tx = cap' tz + those terms into shared memory.
+  // Computes the scores into x and their derivatives tx = cap' tz + tangent_terms() into shared memory.
   __device__ __forceinline__ void scores_and_tangents(Scores& x, int64_t key) {
     __syncthreads();  // the rows are there, and the last weights have been read
     tangent_products(x, key);
@@ -306,16 +306,16 @@ struct ScoresSimt {
       }
     return bits;
   }
-  // What the thread's weight i is multiplied by: 1 / (1 - dropout_p), or 0 if it is dropped.
+  // The factor of the thread's weight i: 1 / (1 - dropout_p), or 0 if it is dropped.
   __device__ __forceinline__ T factor(uint32_t kept, int i) const {
     return static_cast<T>(kept >> i & 1) * static_cast<T>(p.keep_scale);
   }
 
-  // The tile in shared memory, which every thread reads and writes its own part of without barriers.
+  // The tile of weights in shared memory. Threads read and write their own parts of it without barriers.
   __device__ __forceinline__ void store_weights(const Scores& x) { store_own(shared_scores.weights, x); }
   __device__ __forceinline__ T& weight(int row, int key) const { return own(shared_scores.weights, row, key); }
 
-  // The same of another tile.
+  // The same for another tile.
   static __device__ __forceinline__ void store_own(T* tile, const Scores& x) {
     const SimtThread thread;
 #pragma unroll
@@ -332,7 +332,8 @@ struct ScoresSimt {
     return tile[kOwnsKeys ? row * kStride + key : key * kStride + row];
   }
 
-  // sum[own][d] += sum_other weights[other][own] x[other][first_col + d], where others are keys from `key` on, or rows.
+  // sum[own][d] += sum_other weights[other][own] x[other][first_col + d], where `other` counts keys from `key` on, or
+  // rows.
   template <Factor kFactor>
   __device__ __forceinline__ void add_to(Sums& sum, const Operand& x, int64_t base, int64_t key, int64_t cols,
                                          int64_t first_col) {

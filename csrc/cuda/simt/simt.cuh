@@ -1,8 +1,8 @@
 // Products of tiles in shared memory with plain multiply-adds, for 128 threads.
 //
-// A tile of 64 x 64 results, or 64 x 64 n, is shared out so: thread (y, x) of 8 x 16 has the rows 8 y ... 8 y + 7 and
-// of every 64 columns those from 4 x to 4 x + 3. Factors lie with the dimension that is summed over outermost: per step
-// a thread reads 8 + 4 n neighbours for 32 n multiply-adds.
+// In a tile of 64 x 64 n results thread (y, x) of 8 x 16 has the rows 8 y to 8 y + 7 and, in every 64 columns, those
+// from 4 x to 4 x + 3. The dimension that is summed over is outermost in the factors: per step a thread reads 8 + 4 n
+// neighbours for 32 n multiply-adds.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -13,14 +13,14 @@ namespace attn::cuda {
 
 constexpr int kSimtThreads = 128;
 constexpr int kSimtRows = 8;    // of a thread
-constexpr int kSimtCols = 4;    // of a thread, of every kSimtTile
+constexpr int kSimtCols = 4;    // of a thread, in every kSimtTile
 constexpr int kSimtBlocks = 2;  // of a multiprocessor at a time: no registers are left for more
 
 // The columns of the factors that are in shared memory at a time.
 template <class T>
 constexpr int kSimtDepth = 128 / static_cast<int>(sizeof(T));
 
-// Between rows of a tile: a multiple of 16 bytes, and columns of it fall into different banks.
+// The distance between rows of a tile: a multiple of 16 bytes that puts its columns into different banks.
 template <class T>
 constexpr int kSimtStride = kSimtTile + 16 / static_cast<int>(sizeof(T));
 
@@ -36,7 +36,7 @@ struct SimtThread {
   __device__ __forceinline__ int col(int j) const { return j / kSimtCols * kSimtTile + x * kSimtCols + j % kSimtCols; }
 };
 
-// float sums kSimtDepth products from zero before it adds them to others: short chains keep the error of long sums low.
+// float sums kSimtDepth products from zero, then adds them to the sum: short chains keep the error of long sums low.
 template <class T>
 constexpr bool kShortChains = sizeof(T) == 4;
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x,
     for (int first = threadIdx.x; first < kAll; first += kBatch) {
       N loaded[kBatch / kSimtThreads];
       each(first, [&](int k, int outer, int inner) {
-        const int64_t index = at(outer, inner);  // in any case: only the load depends on the condition
+        const int64_t index = at(outer, inner);  // unconditional: only the load depends on the condition
         loaded[k] = outer < outer_count && inner < inner_count ? data[index] : static_cast<N>(0);
       });
       each(first,
@@ -101,7 +101,8 @@ __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x,
   });
 }
 
-// tile[d * kSimtStride + i] = x(row i, first_col + d), d < kSimtDepth<T>; row i lies offset(i) elements behind `base`.
+// tile[d * kSimtStride + i] = x(row i, first_col + d), d < kSimtDepth<T>; row i begins offset(i) elements behind
+// `base`.
 template <class T, class Offset>
 __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                                 int64_t first_col, Offset offset) {
@@ -111,7 +112,7 @@ __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64
       [&](int d, int i) { return base + offset(i) + d * x.col; }, [](T number) { return number; });
 }
 
-// Adds up, or finds the largest of, what the 16 threads with the same rows have.
+// The sum, or the largest, of the numbers that the 16 threads with the same rows have.
 template <class T>
 __device__ __forceinline__ T sum_over_x(T x) {
 #pragma unroll
@@ -125,7 +126,7 @@ __device__ __forceinline__ T max_over_x(T x) {
   return x;
 }
 
-// Calls f.template operator()<kCols>(), the columns of a result for whose sums a thread has registers.
+// Calls f.template operator()<kCols>(): as many columns of a result as threads have registers to sum.
 template <class T, class F>
 Error with_cols(int64_t cols, F f) {
   if constexpr (sizeof(T) == 4)
@@ -133,7 +134,7 @@ Error with_cols(int64_t cols, F f) {
   return f.template operator()<64>();
 }
 
-// tile[i * (kCols + padding) + d] = x(row i, first_col + d), i < kSimtDepth<T>, d < kCols; row i lies offset(i)
+// tile[i * (kCols + padding) + d] = x(row i, first_col + d), i < kSimtDepth<T>, d < kCols; row i begins offset(i)
 // elements behind `base`.
 template <int kCols, Factor kFactor, class T, class Offset>
 __device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,

@@ -9,7 +9,7 @@
 
 namespace attn::cuda {
 
-// Both parts of a row together.
+// Merges two parts of a row.
 template <class T>
 __device__ __forceinline__ RowStatistics<T> together(const RowStatistics<T>& a, const RowStatistics<T>& b) {
   if (has_nan(a) || b.largest == -infinity<T>()) return a;
@@ -133,7 +133,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
       for (int a = 0; a < kSimtCols; ++a) {
         const int row = thread.col(a);
         const T score = x[b][a];
-        // by selection: a row whose sum is NaN gives no NaN to a key that it does not see
+        // selected, so that a row whose sum is NaN gives no NaN to a key that it does not see
         if (score != -infinity<T>()) sum += exp2((score - shared.reference[row]) * kLog2E<T>) * shared.inverse_sum[row];
       }
       received[b] += sum;
@@ -141,7 +141,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
   }
 };
 
-// Puts the splits of a row together and writes what comes out; a thread a row.
+// Merges the splits of a row and writes its statistics; one thread per row.
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_constant__ StatsParams p) {
   const int64_t rows = number_of_rows(p), r = block_number() * kSimtThreads + threadIdx.x;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_co
   pair[1] = results.inverse_sum;
 }
 
-// Adds the chunks' shares of a key, in order; a thread a key.
+// Adds the chunks' shares of a key, in order; one thread per key.
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads) add_received(const __grid_constant__ StatsParams p) {
   const int64_t keys = p.batch * p.heads * p.keys, k = block_number() * kSimtThreads + threadIdx.x;

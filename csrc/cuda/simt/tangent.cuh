@@ -40,7 +40,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     this->go_over_keys(number % row_blocks, begin_row, [&](int64_t key) {
       Scores x;
       this->scores_and_tangents(x, key);
-      this->each(x, [&](T& score, int row, int k, int) {  // x becomes tx, and P lies in shared memory
+      this->each(x, [&](T& score, int row, int k, int) {  // x becomes tx; P goes to shared memory
         const T weight = shared.row[row].weight(score);
         score = this->weight(row, k);
         this->weight(row, k) = weight;
@@ -69,7 +69,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     return {shared.row[row].weight(this->of_head(p.terms.sinks, row)), tangent};
   }
 
-  // tx becomes P (tx - r); adds up c - r. P is in shared memory; by selection, nothing of a masked key comes through.
+  // Turns tx into P (tx - r) and sums c - r. P is in shared memory. Selects 0 for masked keys, so that nothing of them
+  // comes through.
   __device__ __forceinline__ void differentiate_weights(Scores& tangent) {
     const SimtThread thread;
 #pragma unroll
@@ -86,7 +87,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       total = sum_over_x(total);
       mean = sum_over_x(mean);
       const bool begins = !old.has_shift && total > 0;
-      if (begins && p.terms.sinks) {  // which may have nearly all of the weight
+      if (begins && p.terms.sinks) {  // the sink may have nearly all of the weight
         const auto [weight, tangent] = sink(row);
         total += weight;
         mean += weight * tangent;
@@ -99,7 +100,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
         shifted_sum += tangent[i][j] = weight == 0 ? 0 : weight * (tangent[i][j] - shift);
       }
       shifted_sum = sum_over_x(shifted_sum);
-      __syncwarp();  // all of the row have read: the shuffles say so, but no order of memory
+      __syncwarp();  // all of the row have read: shuffles wait for that, but do not order memory
       if (thread.x == 0) {
         shared.row[row].shift = shift;
         shared.row[row].shifted_sum = old.shifted_sum + shifted_sum;
@@ -121,7 +122,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       const int row = thread.row(i);
       if (row >= task.rows) break;
       T shifted_sum = shared.row[row].shifted_sum;
-      if (p.terms.sinks) {  // c has Psink tsink, too
+      if (p.terms.sinks) {  // c includes Psink tsink
         const auto [weight, tangent] = sink(row);
         shifted_sum += weight * (tangent - shared.row[row].shift);
       }
