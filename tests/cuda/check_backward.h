@@ -23,6 +23,8 @@ struct Case {
   bool transposed = false;                             // columns of the mask and of gradients are not neighbours
   int left = -1, right = -1, offset = 0, length = -1;  // see Visibility
 
+  // Whether the mask hides the key from all queries.
+  bool hides(int j) const { return mask && !shared && j >= 64; }
   bool sees(int i, int j) const {
     const int ahead = j - i - offset;
     return (!causal || ahead <= 0) && (left < 0 || ahead >= -left) && (right < 0 || ahead <= right) &&
@@ -129,7 +131,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
     for (int i = 0; i < queries; ++i)
       for (int j = 0; j < keys; ++j) {
         // Keys that no query sees, some that it does not, and a row without any key.
-        const bool hidden = j >= 64 || mask.at(h, i, j) % 7 == 3 || (h == 1 && i == queries / 2);
+        const bool hidden = c.hides(j) || mask.at(h, i, j) % 7 == 3 || (h == 1 && i == queries / 2);
         bias_of(h, i, j) = hidden ? -INFINITY : draw(random);
         store(&mask.array[mask.at(h, i, j)], bias_of(h, i, j));
       }
@@ -137,7 +139,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   for (auto* x : {&key, &value})
     for (int j = 0; j < keys; ++j) {
       bool seen = false;
-      for (int i = 0; i < queries; ++i) seen |= c.sees(i, j) && !(c.mask && j >= 64);
+      for (int i = 0; i < queries; ++i) seen |= c.sees(i, j) && !c.hides(j);
       if (seen) continue;
       for (int h = 0; h < (x == &key ? c.key_heads : c.value_heads); ++h) store_nan(&x->array[x->at(h, j, 0)]);
     }

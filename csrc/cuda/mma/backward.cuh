@@ -1,7 +1,8 @@
 // Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
-// head_dim 256. A block owns 64 keys (dK and dV, over all rows that read them) or 64 rows (dQ, over all keys), as many
-// as four warps of 16 hold sums for, or twice as many (kTiles). So Q and G are read once per 64 keys, and K and V once
-// per 64 rows, in tiles of 16 to 64 (kOther): one is in use while the next is copied. Every product is one of
+// head_dim 256. A block owns 64 keys (dK and dV, over all rows that read them), 64 or 128 rows (dQ, over all keys), as
+// many as four warps hold sums for, or a tile of a mask (over all that share it). So Q and G are read once per 64 keys,
+// and K and V once per 64 or 128 rows, in tiles of 16 to 64 (kOther): one is in use while the next is copied. Every
+// product is one of
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -57,12 +58,13 @@ struct BackwardMma {
   static constexpr int kOther = kDim <= (kSumsMask ? 128 : 64) ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
   static constexpr int kThreads = kMmaThreads, kBlocks = 2;
-  // Buffers for tiles that the block does not own: one is used while the next is copied.
+  // Buffers for tiles that the block does not own: with two, one is used while the next is copied.
   static constexpr int kStages = kSumsMask ? 1 : 2;
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
-  // Whether each thread keeps the BackwardRow of its own rows, because shared memory has no place for it.
+  // Whether each thread keeps the BackwardRow of its own rows, because with head_dim 128 shared memory has no
+  // place for it.
   static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
   using Rows = BackwardRows<kRows, kGeneral, kGeneral && kOwnsKeys, kInRegisters>;
   struct Shared {
@@ -364,7 +366,7 @@ struct BackwardMma {
         load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key);
         commit_copies();
       }
-      add_tile(of_ds, none, stage, count, these);
+      if (own() < count) add_tile(of_ds, none, stage, count, these);  // else the warp has no rows, and only copies
     }
     if (!p.grad_query.data) return;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
@@ -389,8 +391,10 @@ struct BackwardMma {
         if (task.rows > 0) {
           shared.task.last_key = task.sequence.keys;
           shared.rows_seen = common(visible_keys(task.sequence, task.positions), {key, key + keys_from(key)});
-          set();
-          set_heads(at.head);
+          if (!shared.rows_seen.empty()) {
+            set();
+            set_heads(at.head);
+          }
         }
       }
       __syncthreads();

@@ -14,8 +14,8 @@ namespace attn::cuda {
 // kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
-  // kBlocks: shared memory holds three blocks of 128 rows with small heads, and threads save four registers for the
-  // third.
+  // kBlocks 0: no limit of registers. With head_dim 64 three blocks a multiprocessor are faster than two (on an H100),
+  // though each thread then has four addresses in memory.
   static constexpr int kThreads = kMmaThreads, kBlocks = kDim <= 64 && kTiles > 1 && !kGeneral && !kPaged ? 3 : 0;
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
   static constexpr int kKeys = kKeysPerTile;
