@@ -94,7 +94,7 @@ class Case:
         return forward * (2.5 if which == "backward" else 1)
 
     def bytes_of_keys(self, dtype: torch.dtype) -> int:
-        """Of key and value: what decoding has to read."""
+        """The bytes of key and value, which decoding has to read."""
         heads, dims = self.kv_heads or self.heads, self.head_dim + (self.value_dim or self.head_dim)
         return self.batch * heads * (self.keys or self.queries) * dims * dtype.itemsize
 
@@ -251,7 +251,7 @@ def _peaks(rates: str) -> dict[str, float]:
 
 
 def cores() -> int:
-    """Of those processors that this process may use; two may be threads of one core."""
+    """The cores whose processors this process may use; two may be threads of one core."""
 
     def core(processor: int) -> tuple[str, ...]:
         about_it = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")

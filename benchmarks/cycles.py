@@ -31,7 +31,7 @@ class UnreadableError(Exception):
 
 
 class Counter:
-    """Of the threads that the process has now: those of PyTorch are there after a first call."""
+    """Counts in the process's present threads: PyTorch starts its own at a first call."""
 
     def __init__(self, event: tuple[int, int] = CYCLES) -> None:
         threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]

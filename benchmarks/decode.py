@@ -57,7 +57,7 @@ GROUPED_DIMS = ((64, 64), (128, 128), (576, 512))
 
 
 def measure_grouped(console: Console, dtypes: list[str], seconds: float) -> list[dict[str, Any]]:
-    """The shapes of GROUPED; heads of 576 and 512 are those of multi-head latent attention."""
+    """The shapes of GROUPED; multi-head latent attention has heads of 576 and 512."""
     rows = []
     jobs = list(itertools.product(dtypes, GROUPED_DIMS))
     for name, (head_dim, value_dim) in track(jobs, description="grouped", console=console):

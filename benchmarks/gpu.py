@@ -2,9 +2,9 @@
 
 Ours and every backend that takes the case alternate in one process. Times are medians of the GPU's
 own time between two events around a call, which finds nothing of its inputs in the cache; ``ratio``
-is a backend's time divided by ours (above 1: ours is faster), the peak that of a matrix product, or
-of reading memory where one query reads keys and values. "FLASH det." is FLASH's backward under
-torch.use_deterministic_algorithms, as ours always is.
+is a backend's time divided by ours (above 1: ours is faster). The peak is a matrix product's rate,
+or the rate of reading memory where one query reads keys and values. "FLASH det." is FLASH's
+backward under torch.use_deterministic_algorithms, as ours always is.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def main(
     clock: Clock | None = None,
     size: int = 8192,
 ) -> None:
-    """`size` is that of the matrices whose product is the peak."""
+    """`size`: rows of the matrices whose product is the peak."""
     clock = clock or gpu_clock()
     torch.set_float32_matmul_precision("highest")
     machine = about() | about_gpu()

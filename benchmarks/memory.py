@@ -20,7 +20,7 @@ DOUBLE, JVP = "double backward", "jvp"
 
 
 def derivative_runner(kind: str, ours: bool, length: int) -> Callable[[], Any]:
-    """Of 1 x 2 heads x length, D = 64, float32.
+    """Runs a derivative of 1 x 2 heads x length, D = 64, float32.
 
     The built-in has the second derivative and the forward mode on its math backend alone.
     """

@@ -41,7 +41,7 @@ MOST_ROUNDS = 8
 
 
 def peer(name: str, *dtypes: str, environment: str = "") -> Callable[[Peer], Peer]:
-    """``environment``: NAME of .venv-peers-NAME; without it, that of this process."""
+    """``environment``: NAME of .venv-peers-NAME; by default the environment of this process."""
     root = HERE.parent / f".venv-peers-{environment}"
     python = root / "bin" / "python" if environment else Path(sys.executable)
 

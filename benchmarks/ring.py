@@ -1,10 +1,10 @@
 """Attention of one sequence over several processes: ``python benchmarks/ring.py``.
 
 Measured, with gloo, over two processes of one thread each: the time of a step in each of the ways
-of ``torch_attn.distributed.method``, the bytes that a process sends beside those of the formula,
-and which part of the communication is hidden behind computation. With w the time of computing
-alone, c that of sending the same messages alone and t that of the step, it is (w + c - t) / c, held
-to [0, 1]. A slow link is imitated too: messages are held back for as long as it would take.
+of ``torch_attn.distributed.method``, the bytes that a process sends beside the formula's bytes,
+and which part of the communication is hidden behind computation. This is (w + c - t) / c, held to
+[0, 1], where computing alone takes w, sending the same messages alone c and the step t. A slow
+link is imitated too: messages are held back for as long as it would take.
 
 Computed, from the rates that were measured or from ``--tflops``: how a ring scales over up to 64
 machines, and from which length on it hides its communication. ``--chart`` draws the scaling. For
@@ -190,7 +190,7 @@ def step_of(setting: Setting, is_alone: bool = False) -> Callable[[], None]:
 
 @functools.cache
 def messages_of(setting: Setting) -> list[list[Message]]:
-    """Of a step, in batches that are started together."""
+    """The messages of a step, in batches that are started together."""
     with Wire() as wire:
         step_of(setting)()
     return wire.batches
@@ -330,7 +330,7 @@ def hidden(computing: list[float], sending: list[float], step: list[float]) -> d
     """The median over rounds, and its error: in each, what is measured is a moment apart."""
     parts = [(w + c - t) / c for w, c, t in zip(computing, sending, step, strict=True)]
     low, median, high = statistics.quantiles(parts, n=4)
-    # Of a normal distribution: its deviation from the quartiles, and that of a median.
+    # For a normal distribution: its deviation, from the quartiles, then the median's.
     error = (high - low) / 1.35 * 1.25 / math.sqrt(len(parts))
     return {"rounds": len(parts), "hidden": min(1.0, max(0.0, median)), "hidden_error": error}
 

@@ -22,8 +22,8 @@ MOST = 2**20  # tokens in all
 class Job:
     """Attention of as many queries as keys, and what a machine computes in a second.
 
-    Of a causal call half of the pairs count. It is balanced, so that in every step each machine has
-    as many of them as the others.
+    A causal call counts half of the pairs. It is balanced, so that in every step all machines have
+    equally many of them.
     """
 
     forward: float  # FLOP/s of a machine
@@ -41,12 +41,12 @@ class Job:
 
 
 def flops(job: Job, length: float) -> float:
-    """Of a forward: two products over every pair. The backward has five, 2.5 times as many."""
+    """A forward has two products over every pair. The backward has five, 2.5 times as many."""
     return 4 * job.heads * job.head_dim * length**2 * job.share
 
 
 def bytes_of(job: Job, length: float) -> tuple[float, float]:
-    """Of keys and values; and of their gradients, which travel in float32 for half types too."""
+    """Keys and values, then their gradients, which travel in float32 for half types too."""
     numbers = 2 * job.kv_heads * job.head_dim * length
     return numbers * job.itemsize, numbers * max(4, job.itemsize)
 
@@ -54,10 +54,10 @@ def bytes_of(job: Job, length: float) -> tuple[float, float]:
 def bytes_sent(way: str, job: Job, length: int, world: int, in_order: bool) -> tuple[float, float]:
     """What a process sends in a forward and in a backward, on the average.
 
-    With P processes, b the bytes of all keys and values, g those of their gradients (of float32,
-    for half types) and a those of all queries and outputs: in a ring b (P - 1) / P, and back
-    (b + g) (P - 1) / P, of which a causal call over blocks in order needs half; for a gather
-    g (P - 1) / P, and for all_to_all (a + b) (P - 1) / P², both as much again in the backward.
+    P processes; the bytes of all keys and values are b, of their gradients g (in float32 for half
+    types), of all queries and outputs a. A ring sends b (P - 1) / P in the forward and
+    (b + g) (P - 1) / P in the backward; a causal call over blocks in order needs half of it. A
+    gather sends g (P - 1) / P, all_to_all (a + b) (P - 1) / P², each as much in the backward.
     """
     keys, gradients = bytes_of(job, length)
     rows = 2 * job.heads * job.head_dim * length * job.itemsize
@@ -75,7 +75,7 @@ def step_times(job: Job, length: float, machines: int, gbits: float) -> tuple[fl
 
     In step s of P a machine computes with one block and sends its own for step s + 1: the step
     takes as long as the longer of the two. In the backward the gradients of the block of step s - 1
-    go home at the same time; those of the last block go when all is computed, and nothing hides
+    go home at the same time; the last block's gradients go when all is computed, and nothing hides
     them. The time that a message takes beside its bytes is left out.
     """
     block = length / machines
@@ -91,7 +91,7 @@ def step_times(job: Job, length: float, machines: int, gbits: float) -> tuple[fl
 
 
 def efficiency(job: Job, length: float, machines: int, gbits: float) -> float:
-    """Of a forward and a backward: the time of one machine in the machines' times together."""
+    """The time of one machine, forward and backward, divided by the sum of all machines' times."""
     alone = sum(step_times(job, length, 1, gbits))
     return alone / (machines * sum(step_times(job, length, machines, gbits)))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# Of README.md: what its rows are called, and which they are.
+# The rows of README.md: their names there and in results.
 README = {
     "1 x 12 x 2048": "1x12x2048",
     "1 x 8 x 2048, D = 128": "1x8x2048 D128",
@@ -161,7 +161,7 @@ def gpu(rows: list[Row]) -> str:
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """Of what there is in the result; older ones have less."""
+    """The tables of what a result has; older results have less."""
     if "gpu" in result.get("machine", {}):
         return [gpu(result["speed"])]
     if "models" in result:

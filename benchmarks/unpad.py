@@ -1,10 +1,10 @@
 """Encoders that compute no padding: the second half of ``make bench-models``.
 
 Batches of 32 sequences of at most 512 tokens, whose lengths are equal (128), mixed (log-normal,
-median 30, sigma 0.8) or skewed (31 of 5 to 60 and one of 512). The numbers are speeds by that of
-the padded model with the built-in: of `unpad`; of the padded model after all sequences were sorted
-by length; of `unpad` after sorting; of a caller that packs the tokens itself (position_ids and
-cu_seq_lens_q, with our attention); of onnxruntime with the padded batch, for MiniLM.
+median 30, sigma 0.8) or skewed (31 of 5 to 60 and one of 512). The numbers are speeds divided by
+the speed of the padded model with the built-in: `unpad`; the padded model after all sequences were
+sorted by length; `unpad` after sorting; a caller that packs the tokens itself (position_ids and
+cu_seq_lens_q, with our attention); onnxruntime with the padded batch, for MiniLM.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAYS = ("unpad", "sorted", "unpad_sorted", "packed", "onnxruntime")
 
 
 def lengths_of(mix: str) -> Tensor:
-    """Of all batches, in the order in which sequences come."""
+    """The lengths in all batches, in the order in which sequences come."""
     generator = torch.Generator().manual_seed(0)
     size = (BATCHES, BATCH)
     if mix == "equal":
@@ -164,7 +164,7 @@ def bench(console: Console, seconds: float, most: int, wanted: str) -> list[dict
 
 
 def check(model: Any, batches: list[Batch], job: str, most: float) -> None:
-    """Valid tokens are those of the padded model."""
+    """Exits if valid tokens of `unpad` and of the padded model differ by more than `most`."""
     padded, ours = (runner(model, batches, "sdpa", False, unpads)() for unpads in (False, True))
     for a, b, batch in zip(ours, padded, batches, strict=True):
         apart = (a - b)[batch["attention_mask"].bool()].abs().max().item()

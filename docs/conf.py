@@ -26,9 +26,9 @@ default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # shapes and dtypes are in the text
 napoleon_use_rtype = False  # what stands before a colon is no type
-smartquotes_action = "D"  # of dashes only: a quote may be that of a name or of a transposed matrix
+smartquotes_action = "D"  # of dashes only: a quote may belong to a name or a transposed matrix
 
 html_theme = "furo"
 html_title = f"torch_attn {version}"
-pygments_dark_style = "github-dark"  # that of the theme underlines modules, as if they were links
+pygments_dark_style = "github-dark"  # the theme's own underlines modules as if they were links
 html_static_path = html_css_files = ["site.css"]

@@ -178,7 +178,7 @@ def write(
 
     Returns:
         the strings; how many operations each has; and the leaves that they read: the kind, the
-        stored type and the serial. Leaves of the same kind become columns in this order; those of
+        stored type and the serial. Leaves of the same kind become columns in this order; leaves of
         type f have a tensor of their own.
     """
     texts, counts, columns = [], [], {}  # type: ignore[var-annotated]
@@ -303,7 +303,7 @@ def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None)
 
 
 def _relu(ops: List, input: Value, inplace: bool = False) -> Value:
-    # PyTorch's gradient at 0 is 0, but that of maximum would be 1/2.
+    # PyTorch's gradient of relu at 0 is 0; maximum's would be 1/2.
     return _where(ops, RULES["gt"](ops, input, 0), input, 0)
 
 

@@ -798,7 +798,7 @@ def _numbers(x: Any) -> Any:
 def _select(source: Tensor, places: list[Value | None]) -> Tensor:
     """`source[places]`, `[B|1, H|1, N|1, *rest]`.
 
-    By index_select, whose derivative adds in order; that of indexing adds by atomics.
+    By index_select, whose derivative adds in order; indexing's derivative adds by atomics.
     """
     rest = [dim for dim, x in enumerate(places) if x is None]
     if rest:

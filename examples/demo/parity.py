@@ -69,7 +69,7 @@ def kept_weights(operator: Operator, query: Tensor, key: Tensor, dropout_p: floa
 
 
 def differentiate(operator: Operator, tensors: list[Tensor], **arguments: object) -> list[Tensor]:
-    """The output, and for a fixed gradient of it those of every floating tensor of the call."""
+    """The output, and the gradients of all floating tensors for a fixed gradient of the output."""
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
     torch.manual_seed(SEED)
     output = operator(*leaves, **arguments)

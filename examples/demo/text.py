@@ -11,7 +11,7 @@ ALPHABET = sorted(set(PROSE))
 
 
 def sentences(count: int) -> list[str]:
-    """Those of sentences.txt, then further ones from the manual of Python."""
+    """The sentences of sentences.txt, then further ones from the manual of Python."""
     lines = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
     found = [line for line in lines if line and not line.startswith("#")]
     for paragraph in re.split(r"\n\s*\n", PROSE):

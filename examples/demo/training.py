@@ -24,7 +24,7 @@ DROPOUT = 0.1  # of the attention's weights: what the built-in has no fused kern
 
 
 class Cost(NamedTuple):
-    """Of a training: bytes that its memory grew by, and the median seconds of a step."""
+    """The cost of a training: bytes that memory grew by, and the median seconds of a step."""
 
     memory: int
     time: float

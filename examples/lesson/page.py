@@ -254,7 +254,7 @@ class Section:
     def picture(
         self, name: str, figure: Figure, caption: str, alt: str, numbers: Numbers | None = None
     ) -> None:
-        """A figure drawn under :func:`theme`; the arguments are those of :class:`Picture`."""
+        """A figure drawn under :func:`theme`, with the arguments of :class:`Picture`."""
         self._parts.append(self._add(Picture(name, figure, caption, alt, numbers)))
 
     def pictures(self, *pictures: Picture) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 def variance_error(size: int, L: int, S: int, draws: int) -> float:
     """The relative standard error of the measured variance of L x S scores, exactly.
 
-    The scores of a row share a query, those of a column a key. With v = the mean of (q_i . k_j)^2,
-    E v = d, the part of v that depends on q_i alone is |q_i|^2 - d, of variance 2 d; likewise k_j;
-    what is left has variance Var (q . k)^2 - 4 d = (2 d^2 + 6 d) - 4 d, and its terms are
-    uncorrelated. So Var v = 2 d / L + 2 d / S + (2 d^2 + 2 d) / (L S).
+    The scores of a row share a query, the scores of a column a key. With v = the mean of
+    (q_i . k_j)^2, E v = d, the part of v that depends on q_i alone is |q_i|^2 - d, of variance 2 d;
+    likewise k_j; what is left has variance Var (q . k)^2 - 4 d = (2 d^2 + 6 d) - 4 d, and its terms
+    are uncorrelated. So Var v = 2 d / L + 2 d / S + (2 d^2 + 2 d) / (L S).
     """
     variance = 2 / (size * L) + 2 / (size * S) + (2 + 2 / size) / (L * S)
     return math.sqrt(variance / draws)

@@ -37,7 +37,7 @@ def pack(sizes: Tensor) -> Molecules:
 
 
 def distances(positions: Tensor, of: Molecules) -> Tensor:
-    """[atoms, longest] from each atom to those of its molecule; 1 where there is no other."""
+    """[atoms, longest] from each atom to all of its molecule; 1 to itself and past the last."""
     squares = (positions[:, None] - positions[of.mates]).square().sum(-1)
     itself = of.mates == torch.arange(len(positions))[:, None]
     return squares.where(of.there & ~itself, 1).sqrt()

@@ -20,7 +20,7 @@ import torch_attn
 
 
 class Reader(nn.Module):
-    """A number for each text. All parameters are those of linear layers of tokens."""
+    """A number for each text. Only linear layers of tokens have parameters."""
 
     def __init__(self, features: int = 8, dim: int = 64, heads: int = 4, depth: int = 2) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ def clip(
         hook.remove()
     gradients = torch.autograd.grad(loss.sum(), outputs)  # of each token: of no weight
 
-    # Of sum over t of g_t x_t', and of sum over t of g_t for the bias, the squared norm is the sum
-    # over s and t of <g_s, g_t> (<x_s, x_t> + 1).
+    # A layer's gradient is sum over t of g_t x_t', the bias's sum over t of g_t. Together their
+    # squared norm is the sum over s and t of <g_s, g_t> (<x_s, x_t> + 1).
     squares = torch.zeros(len(lengths)).to(tokens)
     for x, g in zip(inputs, gradients, strict=True):
         for n, (xn, gn) in enumerate(zip(x.split(lengths), g.split(lengths), strict=True)):

@@ -293,7 +293,7 @@ def attention_forward(
     # Passed even if it is 0, because torch.compile may not treat a default as a constant.
     options["softcap"] = float(softcap or 0.0)
     if s_aux is not None:
-        # Models store it in the dtype of their weights, which may differ from that of query.
+        # Models store it in the dtype of their weights, which may not be query's.
         fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
         options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
 

@@ -58,8 +58,8 @@ struct ScoresMma {
   }
 
   // Turns products into scores without the mask: scales them, caps them and adds ALiBi. If there is a cap, calls
-  // on_cap(y, half, bit of Kept), where y is SoftCap's argument. ahead(i): the position of row i less that of the
-  // tile's first key. steepness(i): the slope of row i's head.
+  // on_cap(y, half, bit of Kept), where y is SoftCap's argument. ahead(i): the position of row i less the tile's first
+  // key. steepness(i): the slope of row i's head.
   template <class OnCap, class Ahead, class Steepness>
   static __device__ __forceinline__ void add_terms(Scores& x, int own, const Problem& p, OnCap on_cap, Ahead ahead,
                                                    Steepness steepness) {

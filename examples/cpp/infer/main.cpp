@@ -51,8 +51,8 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-// The first sentences, padded to the longest of them. A package is compiled for the strides of its example, those of
-// contiguous tensors, and does not check them.
+// The first sentences, padded to the longest of them. Contiguous, because a package is compiled for the strides of its
+// example, which is contiguous, and does not check them.
 std::vector<at::Tensor> first(int64_t sentences, const at::Tensor& input_ids, const at::Tensor& attention_mask) {
   const at::Tensor mask = attention_mask.narrow(0, 0, sentences);
   const int64_t length = mask.sum(1).max().item<int64_t>();

@@ -5,7 +5,7 @@
 //                                torch.save(dict(model.state_dict()), STATE) has written, and writes the gradients,
 //                                which dict(torch.load(GRADIENTS)) reads
 //
-// The names of modules and parameters are those of the same model in Python (tests/test_cpp.py has it).
+// Modules and parameters have the same names as in the Python model (tests/test_cpp.py has it).
 #include <attn/multihead_attention.h>
 #include <torch/torch.h>
 
