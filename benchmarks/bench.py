@@ -2,13 +2,13 @@
 
 On a GPU, if there is one and the library has kernels for it, gpu.py does it. On the CPU:
 
-Times are medians; ``ratio`` is the built-in's time divided by ours (above 1: ours is faster), the
-spread is the distance between the quartiles relative to the median, the peak what peak.cpp measures
-first. Where the processor's cycles can be read (cycles.py), the share of the peak is given in
-cycles as well. Further tables: masks that hide most, against ours
-without (masked.py); two threads against one; second derivatives and forward mode, which the
-built-in has on its math backend only; and the growth of the process's peak memory, each case in a
-process of its own. ``--chart`` draws speed and memory over length.
+Times are medians; ``ratio`` is the built-in's time divided by ours (above 1: ours is faster). The
+spread is the distance between the quartiles, relative to the median; peak.cpp measures the peak
+first. If the processor's cycles can be read (cycles.py), the share of the peak is given in cycles
+as well. Further tables: masks that hide most keys, against ours without a mask (masked.py); two
+threads against one; second derivatives and forward mode, which the built-in has on its math backend
+only; and the growth of the process's peak memory, each case in a process of its own. ``--chart``
+draws speed and memory over length.
 """
 
 from __future__ import annotations

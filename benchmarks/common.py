@@ -100,7 +100,7 @@ class Case:
 
 
 def jobs_of(cases: list[Case], wanted: str) -> list[tuple[Case, str, str]]:
-    """Case, pass and dtype of those whose name, of all three, contains `wanted`."""
+    """Every case, pass and dtype whose names, joined by spaces, contain `wanted`."""
     return [
         (case, which, name)
         for case in cases
@@ -129,7 +129,7 @@ class Timing:
         return (high - low) / self.median
 
 
-# Seconds that one of so many calls of a function takes.
+# Takes a function and a number of calls; returns the seconds of one call.
 Clock = Callable[[Callable[[], Any], int], float]
 
 
@@ -145,9 +145,9 @@ def alternate(
 ) -> list[Timing]:
     """Times the functions in turn until `seconds` have passed, at least five rounds each.
 
-    At least three where five take ten times as long. Functions of microseconds are called many
-    times a sample, after one call that is not timed: the caches still hold what the function before
-    has read.
+    At least three rounds if five take ten times as long. Functions of microseconds are called many
+    times a sample. One call that is not timed comes first, because the caches still hold what the
+    previous function has read.
     """
     repeats = []
     for function in functions:
@@ -187,7 +187,7 @@ def run_of(
     options: dict[str, Any],
     which: str,
 ) -> Callable[[], Any]:
-    """The same of given tensors and options; a floating mask gets its gradient, too."""
+    """The same for given tensors and options; a floating mask gets its gradient, too."""
     if which == "forward":
 
         def forward() -> torch.Tensor:
@@ -243,7 +243,7 @@ class Machine:
 
 
 def _peaks(rates: str) -> dict[str, float]:
-    """By dtype, of a line of peak.cpp."""
+    """Reads a line of peak.cpp: the peak of each dtype."""
     fma, *others = map(float, rates.split())
     pairs, tiles = (*others, 0.0, 0.0)[:2]
     # With tiles, float16 takes four products of bfloat16.

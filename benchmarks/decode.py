@@ -4,8 +4,8 @@ Queries (1 to 16) by keys (16 to 4096) by head_dim, eight heads, forward, ours a
 alternating in one process. A number is the built-in's time divided by ours: at 1 or above no call
 of decoding gets slower by changing the operator. head_dim 20 and 100 are no multiples of a vector.
 
-Then many heads on few key heads, over 4096 keys: GFLOP/s, and how much of the rate of a long
-forward with the same sizes of head that is.
+Then many heads on few key heads, over 4096 keys: GFLOP/s, and their share of the rate of a long
+forward with the same sizes of head.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def grouped_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """One for every dtype and head_dim: queries down, keys across."""
+    """A table for every dtype and head_dim: queries down, keys across."""
     found = []
     for name, head_dim in dict.fromkeys((r["dtype"], r["head_dim"]) for r in rows):
         table = Table(title=f"{name}, head_dim {head_dim}: the built-in's time / ours")

@@ -27,7 +27,7 @@ Call = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """A call of flex_attention with a function of what it captures, and the call beside it."""
+    """A call of flex_attention whose function captures tensors, and the call beside it."""
 
     ours: Call  # of query, key, value and what is captured
     instead: Call  # of query, key and value, or of all that `ours` takes
@@ -45,7 +45,7 @@ def learned(*sizes: int) -> Tensor:
 def scored(
     make: Callable[..., Any], *captured: Tensor, scale: float | None = None, **more: Any
 ) -> Job:
-    """With a score_mod that `make` makes of what it captures, beside the plain call."""
+    """A job whose score_mod `make` makes from the captured tensors, beside the plain call."""
     options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
 
     def ours(q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def builtin_on(backend: SDPBackend) -> Callable[..., torch.Tensor]:
 
 def deterministic(run: Callable[[], Any]) -> Callable[[], Any]:
     def call() -> Any:
-        # Filling every new tensor with NaNs is no part of it.
+        # The algorithms do not need every new tensor to be filled with NaNs.
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True)
         try:
@@ -185,7 +185,7 @@ def deterministic(run: Callable[[], Any]) -> Callable[[], Any]:
 def prepare(
     case: Case, which: str, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """One call of each that takes the case, and why the others do not."""
+    """A call for each backend that takes the case; for other backends why they do not."""
     operators = {OURS: torch.ops.attn.sdpa}
     operators |= {name: builtin_on(backend) for name, backend in BACKENDS.items()}
     if which != "backward":
@@ -223,7 +223,7 @@ def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
 def alternate_within_memory(
     runs: list[Callable[[], Any]], seconds: float, clock: Clock
 ) -> list[Timing] | None:
-    """None where there is not enough for all of them, though there was for each."""
+    """Times the runs in turn; None if memory suffices for each, but not for all."""
     try:
         return alternate(runs, seconds, clock) if runs else []
     except torch.OutOfMemoryError:

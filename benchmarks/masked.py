@@ -1,7 +1,7 @@
 """Masks that hide whole tiles of scores, against what ours takes without the mask.
 
-A mask that hides most keys should cost about what the keys in sight do. So each case is held
-against another call of ours: the time relative to it should be at most `at_most`.
+A mask that hides most keys should cost about as much as the visible keys alone. So each case is
+compared with another call of ours, and should take at most `at_most` times as long.
 """
 
 from __future__ import annotations

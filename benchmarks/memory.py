@@ -72,7 +72,7 @@ def measure_memory(kind: str, ours: bool, length: int) -> float:
 
 
 def memory_of(calls: list[tuple[str, bool, int]]) -> list[float]:
-    """The same of each, in processes forked from one that has loaded everything and run nothing."""
+    """measure_memory() of each, in forks of a process that loaded everything and ran nothing."""
     command = [sys.executable, __file__, json.dumps(calls)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [float(line) for line in done.stdout.splitlines()]

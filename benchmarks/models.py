@@ -5,9 +5,9 @@ Each model of transformers is made three times with the same weights: with its e
 one pass over the batch, 16 tokens decoded with a cache, or one step of training (forward, backward,
 AdamW).
 
-``attention`` is the share of the built-in's time that its fused kernel takes: with a share s no
-attention however fast makes the whole more than 1 / (1 - s) times as fast. With dropout the
-built-in takes no fused kernel, and there is no such number.
+``attention`` is the share s of the built-in's time that its fused kernel takes: the fastest
+attention makes the whole at most 1 / (1 - s) times as fast. With dropout the built-in takes no
+fused kernel, and there is no such number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Options that the built-in has not, against what ours takes without them.
 
-A window, an offset and lengths are held against the work that they leave; soft cap, ALiBi and sinks
-against the plain call, beside which they should cost little. FlexAttention, which has a soft cap
+A window, an offset and lengths are compared with the work that they leave; soft cap, ALiBi and
+sinks with the plain call, beside which they should cost little. FlexAttention, which has a soft cap
 too, stands beside it where there is time to compile it.
 """
 

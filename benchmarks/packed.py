@@ -1,9 +1,9 @@
 """Packed sequences and pages, and what invariance costs: ``python benchmarks/packed.py``.
 
-Packed: GFLOP/s of the pairs that a causal call shows, as a part of one dense call of about as many
-pairs with texts of length 1024; and the time of a Python loop over the texts, and of the built-in
-over them padded, in ours. Pages: the rate of decoding from shuffled pages, as a part of that from
-keys in a row. Invariance: the time with it in that without.
+Packed: GFLOP/s over the pairs that a causal call shows, divided by the rate of a dense call with
+about as many pairs and texts of length 1024. Also the times of a Python loop over the texts, and of
+the built-in over the padded texts, divided by ours. Pages: the rate of decoding from shuffled pages
+divided by the rate from keys in a row. Invariance: the time with it divided by the time without.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Message(NamedTuple):
 
 
 class Late:
-    """What a link is still busy with until some time."""
+    """Work that a link is busy with until some time."""
 
     def __init__(self, work: Any, until: float) -> None:
         self.work, self.until = work, until
@@ -91,8 +91,8 @@ class Late:
 class Wire:
     """Sees, while it is entered, the messages of this process; it can be slow, or cut.
 
-    A slow one is as busy with a batch as a link of so many Gbit/s each way. On a cut one nothing
-    travels: what is to be received is there at once, with other numbers.
+    A slow wire is as busy with a batch as a link of `gbits` Gbit/s each way. A cut wire carries
+    nothing: tensors to be received are there at once, with other numbers.
     """
 
     def __init__(self, gbits: float = math.inf, is_cut: bool = False) -> None:
@@ -202,7 +202,7 @@ def bytes_counted(setting: Setting) -> int:
 
 
 def send(batches: list[list[Message]]) -> None:
-    """Those messages, one batch behind the other."""
+    """Sends and receives these messages, one batch after the other."""
     for batch in batches:
         ops = [
             dist.P2POp(dist.isend, ready(m.shape, m.dtype), m.peer)
@@ -217,7 +217,7 @@ def send(batches: list[list[Message]]) -> None:
 def timed(setting: Setting, kind: str, gbits: float = math.inf) -> tuple[float, float]:
     """Seconds of a "step", or of "computing" or "sending" alone, which all begin at once.
 
-    And those for which a processor worked for this process meanwhile.
+    Also the seconds for which a processor worked for this process meanwhile.
     """
     run = step_of(setting)
     if kind == "sending":
@@ -253,10 +253,10 @@ class Processes:
             concurrent.futures.ProcessPoolExecutor(1, spawn, join, (rank, world, store))
             for rank in range(world)
         ]
-        self.busy: list[float] = []  # which parts of the time they had a core while they computed
+        self.busy: list[float] = []  # the shares of computing time in which they had a core
 
     def __enter__(self) -> Processes:
-        self(dist.get_rank)  # all have to be there before one can be asked alone
+        self(dist.get_rank)  # all must have started before one can run alone
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -271,7 +271,7 @@ class Processes:
         futures = [pool.submit(function, *arguments) for pool in self.pools]
         when = concurrent.futures.FIRST_EXCEPTION
         for future in concurrent.futures.wait(futures, return_when=when).done:
-            future.result()  # an error: the others may wait for who had it
+            future.result()  # raises an error, for whose process the others may wait
         return [future.result() for future in futures]
 
     def longest(self, setting: Setting, kind: str, gbits: float) -> float:
@@ -291,14 +291,14 @@ class Processes:
 
 
 def clock(function: Callable[[], float], repeat: int) -> float:
-    """For :func:`alternate`: the functions say themselves how long they took."""
+    """A clock for :func:`alternate`, by functions that return how long they took."""
     return sum(function() for _ in range(repeat)) / repeat
 
 
 def measure(
     processes: Processes, setting: Setting, links: list[float], seconds: float
 ) -> list[dict[str, Any]]:
-    """A row of each way, and more of a ring over links of so many Gbit/s."""
+    """A row for each way, and one for a ring over each of `links`, in Gbit/s."""
     over = [(way, math.inf) for way in WAYS] + [("ring", gbits) for gbits in links]
     ways = [(replace(setting, way=way), gbits) for way, gbits in over]
     calls = [(way, "computing", math.inf) for way, _ in ways[: len(WAYS)]]
@@ -347,7 +347,7 @@ def rates_of(rows: list[dict[str, Any]], setting: Setting) -> tuple[float, float
 
 
 def predict(rows: list[dict[str, Any]], setting: Setting) -> None:
-    """Adds to the rows of a ring in balance what the formula says of their time, and hides."""
+    """Adds to the rows of a balanced ring the time and the hidden part by the formula."""
     for r in rows:
         if r["method"] != "ring" or r["order"] == IN_ORDER:
             continue

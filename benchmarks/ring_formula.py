@@ -97,12 +97,12 @@ def efficiency(job: Job, length: float, machines: int, gbits: float) -> float:
 
 
 def hiding_lengths(job: Job, gbits: float) -> tuple[float, float]:
-    """The tokens of a machine from which a step hides what it sends, of forward and backward.
+    """The tokens a machine needs so that a step hides what it sends, in forward and backward.
 
     With H heads of queries and h of keys, head_dim D, i bytes in a number and k in one of a
     gradient, a share u of the pairs, rates F and G in FLOP/s and a link of B bytes a second, a
-    block of n tokens is computed in 4 H D u n² / F and sent in 2 h D n i / B. The square is the
-    larger from
+    block of n tokens is computed in 4 H D u n² / F and sent in 2 h D n i / B. Computing takes
+    longer from
 
         n = i h F / (2 u H B).
 
@@ -110,7 +110,7 @@ def hiding_lengths(job: Job, gbits: float) -> tuple[float, float]:
 
         n = (i + k) h G / (5 u H B).
 
-    on. D has gone. Not counted are the gradients of the last block, which nothing hides.
+    D cancels. The gradients of the last block are not counted, because nothing hides them.
     """
     keys, gradients = job.itemsize, max(4, job.itemsize)
     rate = job.share * job.heads / job.kv_heads * gbits * 1e9 / 8
@@ -120,8 +120,8 @@ def hiding_lengths(job: Job, gbits: float) -> tuple[float, float]:
 def telling_lengths(job: Job, gbits: list[float]) -> tuple[int, int]:
     """Tokens in all, and of a machine, at which the bandwidths differ; powers of two.
 
-    As many blocks as machines, each a little too short for the fastest link to be hidden, and one
-    that is so for the link in the middle; up to a million tokens on the most machines.
+    All tokens: on the most machines each block is a little too short to hide what the fastest link
+    sends. Tokens of a machine: likewise for the link in the middle. At most a million in all.
     """
     fastest, middle = (
         2 ** math.floor(math.log2(max(1, *hiding_lengths(job, rate))))
@@ -131,7 +131,7 @@ def telling_lengths(job: Job, gbits: list[float]) -> tuple[int, int]:
 
 
 def scaling(jobs: list[Job], gbits: list[float]) -> list[dict[str, Any]]:
-    """Over machines, with as many tokens in all (strong) or as many of each machine (weak)."""
+    """Rows over machines, with equal tokens in all (strong) or on each machine (weak)."""
     whole, each = telling_lengths(jobs[-1], gbits)
     cases = [("strong", n) for n in sorted({whole, MOST // 8, MOST})]
     cases += [("weak", n) for n in sorted({each, MOST // 8 // MACHINES[-1], MOST // MACHINES[-1]})]
@@ -190,7 +190,7 @@ def rates_in_words(job: Job) -> str:
 
 
 def draw(job: Job, gbits: list[float], title: str, path: Path) -> None:
-    """Efficiency over machines, with as many tokens in all and as many of each machine."""
+    """Efficiency over machines, with equal tokens in all, then on each machine."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -437,7 +437,7 @@ class _Tracer:
         return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
 
     def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
-        """The value of a form that depends on i, on j or on i - j alone; None of the others."""
+        """The value of a form that depends on i, on j or on i - j alone; else None."""
         a, b, c = affine
         if a and b and a + b:
             return None

@@ -84,7 +84,7 @@ def run(quick: bool) -> None:
     with progress() as bar:
         rounds = range(2 if quick else 5)
         for i in bar.track(rounds, description="  embedding, in turns"):
-            # Who goes first changes, so that neither always finds the machine warm.
+            # They take turns to go first, so that neither always finds the machine warm.
             for name in list(ways)[:: 1 if i % 2 else -1]:
                 times[name].append(seconds(ways[name]))
 

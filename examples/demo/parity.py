@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Error:
-    """The largest absolute errors, and the largest absolute values of what is to be computed."""
+    """The largest absolute errors, and the largest absolute values of the true results."""
 
     output: float
     gradients: float

@@ -20,12 +20,12 @@ import torch_attn
 
 
 class Molecules(NamedTuple):
-    """Which of the atoms are of one molecule."""
+    """The atoms of each molecule."""
 
     cu_seq: Tensor  # [molecules + 1]: where each begins and ends
     molecule: Tensor  # [atoms]: the number of its molecule
     mates: Tensor  # [atoms, longest]: the atoms of its molecule
-    there: Tensor  # [atoms, longest]: whether there are so many
+    there: Tensor  # [atoms, longest]: whether the molecule has that atom
 
 
 def pack(sizes: Tensor) -> Molecules:

@@ -84,13 +84,13 @@ class Gpt {
 
   int64_t context() const { return weight("position.weight").size(0); }
 
-  // Room for so many texts of any length.
+  // Room for `texts` texts of any length.
   PageCache cache_for(int64_t texts) const {
     return {layers_, texts * PageCache::pages_for(context()), heads_, weight("token.weight").size(1) / heads_};
   }
 
-  // Logits of the token after each text, [texts, alphabet]. What is not in the cache yet is read and added to it: of
-  // one text its whole prompt (prefill), of another its newest token (decode), all in one call.
+  // Logits of the token after each text, [texts, alphabet]. One call reads all tokens that the cache lacks and adds
+  // them to it: the whole prompt of one text (prefill), the newest token of another (decode).
   at::Tensor next(const std::vector<Sequence*>& batch, PageCache& cache) const {
     // The new tokens, one text behind the other: T in all.
     Tokens tokens, positions, rows;  // rows: where in the pools their keys and values go
@@ -124,7 +124,7 @@ class Gpt {
       const auto qkv = linear(block + "qkv", norm(block + "norms.0", x)).unflatten(-1, {3, heads_, -1}).unbind(1);
       cache.keys[layer].flatten(0, 1).index_copy_(0, row, qkv[1]);
       cache.values[layer].flatten(0, 1).index_copy_(0, row, qkv[2]);
-      // Every query sees the keys of its own text up to itself, which are read where they lie: the last query of a text
+      // Every query sees the keys of its own text up to itself, which are read in place: the last query of a text
       // stands at its last key.
       const at::Tensor attended =
           attn::varlen(qkv[0], cache.keys[layer], cache.values[layer], cu_seq, std::nullopt, longest, context(),
