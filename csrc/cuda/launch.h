@@ -33,8 +33,8 @@ ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_
 // Every plan_*() and launch_*() is given a Problem that is complete: sizes, `group` and `span`, operands on the current
 // device. Launches return before the kernels have run and allocate nothing.
 
-// Sets rows_per_task, splits and keys_per_split for a device with `multiprocessors` of them. If splits > 1, the caller
-// then allocates partial_output and partial_logsumexp.
+// Sets rows_per_task, splits and keys_per_split for a device with this number of multiprocessors. If splits > 1, the
+// caller then allocates partial_output and partial_logsumexp.
 void plan_forward(ForwardParams& p, int64_t multiprocessors);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);

@@ -290,7 +290,7 @@ struct BackwardMma {
       for (int stage = 0; more; stage ^= 1) {
         const int count = count_of(tile);
         wait_for_copies<0>();
-        tile = first_shown_rows(visible_from(after(tile, kOther)));  // this one is there, the last one has been read
+        tile = first_shown_rows(visible_from(after(tile, kOther)));  // this stage is there, the last one has been read
         more = tile.number < shared.group_rows;
         BackwardRow next;
         if (more) {

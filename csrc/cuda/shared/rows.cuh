@@ -59,9 +59,9 @@ struct Tile {
   int64_t n;  // the batch entry
   int64_t number;
 
-  // Returns the tile at `place` of an entry (entries_of). starts: the first tokens of its packed sequences. All have
-  // `tokens` tokens, the longest has `longest`, and each token is `of_token` rows or keys. The tile's number is less
-  // than 0 if sequences are not in order.
+  // Returns the tile at `place` of an entry (entries_of). starts: the first tokens of its packed sequences. Together
+  // they have `tokens` tokens, the longest has `longest`, and each token is `of_token` rows or keys. The tile's number
+  // is less than 0 if sequences are not in order.
   static __device__ __forceinline__ Tile at(const Problem& p, int64_t entry, int64_t place, const int64_t* starts,
                                             int64_t longest, int64_t tokens, int64_t of_token, int64_t most) {
     if (p.sequences == 0) return {entry, place};
