@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
 }
 
 // Where the rows of a tile of 64 keys, and of their values, are stored in pages. The threads that copy the same rows
-// (see copy_tile()) look up one row each and exchange them by shuffles. These need no barrier and no shared memory, of
-// which large heads leave none.
+// (see copy_tile()) look up one row each and exchange the offsets by shuffles. These need no barrier and no shared
+// memory, of which large heads leave none.
 template <int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;
