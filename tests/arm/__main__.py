@@ -28,7 +28,7 @@ NEEDED = {
     "apt-get": "apt",
     machine.KEYRING: "debian-archive-keyring",
 }
-# Of these one test in five, as in tests.sanitize, but not of inductor, which would compile for this
+# Takes one test in five, as tests.sanitize does, but none of inductor, which would compile for this
 # machine's own processor.
 EVERY = 5
 SUITE = ["forward", "backward", "derivatives", "autograd", "func", "options", "compile", "replace"]
@@ -84,7 +84,7 @@ def fuzz() -> None:
 
 
 def test_wheel() -> None:
-    """Of what was compiled, far from the checkout: -P leaves the current directory out."""
+    """Runs what was compiled, far from the checkout: -P leaves the current directory out."""
     there, installed, tag = HERE / "wheel", HERE / "wheel" / "installed", "manylinux_2_28_aarch64"
     shutil.rmtree(there, ignore_errors=True)
     build = ["build", "--build-lib", there / "lib", "build_ext", "--build-temp", OBJECTS]

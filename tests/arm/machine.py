@@ -38,7 +38,7 @@ APT::Sandbox::User "";
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SOURCES = f"deb [signed-by={KEYRING}] http://deb.debian.org/debian bookworm main\n"
 DEBIAN = ["python3.11", "libstdc++6", "libgtest-dev"]
-# Torch's own dependencies without CUDA, and those of the tests.
+# Torch's own dependencies without CUDA, and the tests' dependencies.
 PACKAGES = "filelock typing-extensions sympy mpmath networkx jinja2 markupsafe fsspec setuptools<82"
 PACKAGES += " numpy rich markdown-it-py mdurl pygments pytest pluggy iniconfig packaging"
 PACKAGES += " pytest-xdist execnet hypothesis sortedcontainers expecttest"

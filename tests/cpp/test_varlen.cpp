@@ -21,7 +21,7 @@ struct Varlen : testing::Test {
   static constexpr int64_t kSequences = 5, kTokens = 90, kKeys = 240, kMaxQ = 70, kMaxK = 130;
 
   const at::TensorOptions f64 = at::TensorOptions(at::kDouble);
-  const Tensor cu_seq_q = at::tensor({0, 5, 5, 75, 82, 83}, at::kInt);  // the last 7 tokens are nobody's
+  const Tensor cu_seq_q = at::tensor({0, 5, 5, 75, 82, 83}, at::kInt);  // the last 7 are of no sequence
   const Tensor cu_seq_k = at::tensor({0, 9, 12, 102, 109, 239}, at::kInt);
   const Tensor query = at::randn({kTokens, 4, 16}, f64);  // [T_q, Hq, E]
   const Tensor key = at::randn({kKeys, 2, 16}, f64);      // [T_k, Hk, E]

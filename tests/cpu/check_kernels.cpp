@@ -14,7 +14,7 @@
 
 namespace attn {
 
-// Of cpu/parallel.cpp, which needs torch. One chunk of keys never waits.
+// Stand for cpu/parallel.cpp, which needs torch. One chunk of keys never waits.
 void wait_for_turn(int32_t*, int32_t) {}
 void end_turn(int32_t*) {}
 

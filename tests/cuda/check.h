@@ -89,7 +89,7 @@ void run(Launch launch) {
   for (Memory* memory : Memory::all()) memory->copy_back();
 }
 
-// Of a number that is not too small to be normal; exact for those that a test draws.
+// The number with these bits of bfloat16 or float16: exact, but for infinity and NaN of float16.
 inline float host_float(uint16_t bits, bool is_half) {
   if (!is_half) return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;

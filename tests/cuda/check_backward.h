@@ -34,7 +34,7 @@ struct Case {
 
 using Philox = std::array<uint32_t, 4>;
 
-// Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), apart from that of the kernels.
+// Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), apart from the kernels' own.
 inline Philox philox(Philox counter, std::array<uint32_t, 2> key) {
   const auto high = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
   const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
@@ -257,7 +257,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   if (c.mask) compare("grad_mask", grad_mask.array, to_mask);
 }
 
-// Of head sizes that are padded to kDim.
+// Checks head sizes that are padded to kDim.
 template <class S, int kDim>
 void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
   // Known answers of the authors' library, Random123.

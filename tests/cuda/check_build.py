@@ -1,4 +1,4 @@
-"""Of a build with CUDA, what can be checked without a GPU: `make check-cuda` runs it.
+"""Checks of a build with CUDA what can be checked without a GPU: `make check-cuda` runs it.
 
 The library loads, its kernels are registered for CUDA and for gradients of CUDA tensors, and every
 operator gives results of the right shapes on fake CUDA tensors and, with autograd, meta tensors.
@@ -45,7 +45,7 @@ def assert_like(results: Sequence[Tensor], expected: Sequence[Tensor], device: s
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, device: str) -> None:
-    """Of all derivatives, of and along all inputs."""
+    """Checks the shapes of all derivatives, of and along all inputs."""
     ops, x = torch.ops.attn, (query, key, value, attn_mask)
     rest = len(ops._sdpa_backward.default._schema.returns) - 4
     wanted = [True] * 4 + [False] * rest
@@ -66,9 +66,9 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
 
 
 def check_registers() -> int:
-    """Of every kernel of the library; returns how many there are.
+    """Checks the memory of every kernel of the library; returns how many there are.
 
-    Those of float64, whose numbers take two registers each, may have some in memory, and one other
+    Kernels of float64, with two registers for each number, may have some in memory, and one other
     (tests/test_cuda_sass.py says why) four addresses.
     """
     command = [find("cuobjdump"), "-res-usage", LIBRARY]

@@ -38,7 +38,7 @@ void check_delta(int queries, int value_dim, bool has_residual, DType dtype) {
         expected += term;
         size += std::fabs(term);
       }
-      // Eight products, one sum with those of the residual, and at most five of lanes: 14 roundings.
+      // Eight products, one sum with the residual's, and at most five of lanes: 14 roundings.
       require(std::fabs(delta[h * queries + i] - expected) <= 14 * 0x1p-24 * size, "delta");
     }
 }

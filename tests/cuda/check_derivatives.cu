@@ -31,7 +31,7 @@ Operand mask_operand(Array<float>& array) {
   return x;
 }
 
-// Inputs, a direction in their space, or gradients: those of slopes and sinks have a number per row.
+// Inputs, a direction in their space, or gradients: the gradients by slopes and sinks have a number per row.
 struct Point {
   Array<float> query{kRows * kDim}, key{kKeyHeads * kKeys * kDim}, value{kKeyHeads * kKeys * kValueDim};
   Array<float> mask{kQueries * kKeys}, slopes, sinks;

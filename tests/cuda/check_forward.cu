@@ -53,7 +53,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   fill(value, v);
   for (int i = 0; i < kQueries * kKeys; ++i) {
     const int row = i / kKeys, tile = i % kKeys / 64;
-    // Of the first warp all rows, of the first tile of keys the first half of each warp's rows.
+    // Hides all rows of the first warp and, in the first tile of keys, the first half of each warp's rows.
     const bool hidden = i % 7 == 3 || tile == 1 || row < 32 || (tile == 0 && row < 128 && row % 32 < 16);
     bias[i] = hidden ? -INFINITY : std::is_same_v<Mask, bool> ? 0 : draw(random);
     store_bias(&of_mask[i / kKeys * kMaskStride + i % kKeys], bias[i]);
@@ -86,7 +86,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
   p.output = operand(output, DType::f32, kQueries, kDim);
   p.mask = operand(of_mask, std::is_same_v<Mask, bool> ? DType::boolean : dtype, 0, kKeys);
   p.mask.row = kMaskStride;
-  // A pool [pages, heads, kPage, kDim], in which the first page is of nobody and the others are in disorder.
+  // A pool [pages, heads, kPage, kDim]: no sequence has the first page, and the others are in disorder.
   constexpr int kPage = 8, kInUse = (kKeys + kPage - 1) / kPage;
   Array<S> key_pool((kInUse + 1) * kHeads * kPage * kDim), value_pool(key_pool.size());
   Array<int32_t> table(kInUse);
@@ -139,7 +139,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
 int main() {
   using namespace attn;
   using namespace attn::cuda;
-  // Of values up to 2: weights are rounded to bfloat16 (2^-9), the rest is float32's rounding.
+  // For values up to 2: weights are rounded to bfloat16 (2^-9), the rest is float32's rounding.
   check<float>("simt", DType::f32, launch_forward_simt<float>, 1e-5);
   check<float, float>("simt, mask", DType::f32, launch_forward_simt<float>, 1e-5);
   check<BFloat16>("mma", DType::bf16, launch_forward_mma<BFloat16, 64, false>, 0x1p-8);

@@ -23,12 +23,12 @@ import torch_attn
 from helpers import SEED, largest
 from torch_attn._library import LIBRARY, built_with
 
-DTYPES = ("float64", "float32", "bfloat16", "float16", "own")  # own: that of each call
+DTYPES = ("float64", "float32", "bfloat16", "float16", "own")  # own: each call's
 MOST = 100.0  # units: of sums of a hundred numbers, weights rounded to 16 bits, and derivatives
 
 
 def environment() -> None:
-    """Of the machine; one right result."""
+    """Prints what the machine has, and checks one result."""
     for command in (["nvidia-smi"], ["nvcc", "--version"], ["ldd", str(LIBRARY)]):
         try:
             run = subprocess.run(command, capture_output=True, text=True)
@@ -46,7 +46,7 @@ def environment() -> None:
 
 
 def errors(call: str, dtype: torch.dtype | None) -> dict[str, float]:
-    """Of every result of a call of tests/test_cuda.py."""
+    """The error of every result of a call of tests/test_cuda.py."""
     import test_cuda
 
     kind = test_cuda.CALLS[call]

@@ -34,7 +34,7 @@ from .textbook import INF, Textbook
 SLACK = 1.02
 # A few operations of one rounding each that the analysis does not list one by one.
 FEW = 8
-# Of the hyperbolic tangent, whose last three operations round (csrc/cpu/simd/exp.inl): where it is
+# The hyperbolic tangent rounds in its last three operations (csrc/cpu/simd/exp.inl): where it is
 # small 3 ulps, or 6 unit roundoffs, and its argument is a product of two numbers that were rounded.
 # Near 1 all this is small beside it, and one rounding counts.
 TANH, TANH_NEAR_1 = 6 + 3, 4
@@ -58,7 +58,7 @@ BF16, F16 = 2.0**-8, 2.0**-11  # unit roundoffs
 
 
 def arithmetic(problem: Problem, capability: str) -> Arithmetic:
-    """Of the forward and the gradients."""
+    """The arithmetic of the forward and the gradients."""
     if problem.dtype == "float64":
         return Arithmetic(2.0**-53, 4 * 2.0**-53, exact=True)
     u = 2.0**-24
@@ -117,7 +117,7 @@ def bounds(textbook: Textbook, a: Arithmetic) -> dict[str, tuple[Tensor, Tensor]
             gradients = errors.gradients()
             results |= {f"grad_{n}": to.reduced(n, *gradients[n]()) for n in problem.wanted}
         return results
-    # Tangents and second derivatives round no factors of products but those of scores.
+    # Tangents and second derivatives round factors of products only in scores.
     exact = dataclasses.replace(a, weight=0.0, smallest=0.0, factor=0.0)
     errors = SecondErrors(t, exact, errors)
     results = {}
@@ -153,7 +153,7 @@ class Results:
     def rounded(
         self, x: Tensor, error: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The bound after rounding to the dtype, that of the query if None."""
+        """The bound after rounding to the dtype, or to the query's if None."""
         info = torch.finfo(dtype or self.problem.torch_dtype)
         bound = error * SLACK
         if info.bits < (64 if self.problem.dtype == "float64" else 32):
@@ -164,7 +164,7 @@ class Results:
         return x, bound.nan_to_num_(nan=INF, posinf=INF)
 
     def of_rows(self, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """Of numbers of rows; one that is infinite has no error."""
+        """The bound of a number per row; one that is infinite has no error."""
         exact, bound = self.rounded(x, error, self.problem.dtype_of_rows)
         return exact.squeeze(-1), bound.masked_fill(x == -INF, 1e-300).squeeze(-1)
 
@@ -190,7 +190,7 @@ class Results:
         return self.rounded(x, error, given.dtype)
 
     def of_heads(self, name: str, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """Of numbers of rows, rounded, summed in float64 over the rows and what was broadcast."""
+        """The bound of numbers per row, rounded, summed in float64 over rows and what was broadcast."""
         given = self.textbook.made.x[name]
         n = x.numel() // max(given.numel(), 1)
         info = torch.finfo(self.problem.dtype_of_rows)
@@ -201,7 +201,7 @@ class Results:
 
 
 class Errors:
-    """Of the forward and the gradients, before results are rounded."""
+    """Errors of the forward and the gradients, before results are rounded."""
 
     def __init__(self, textbook: Textbook, a: Arithmetic) -> None:
         self.textbook = t = textbook
@@ -218,7 +218,7 @@ class Errors:
         self.rounding, self.smallest = self._rounding_of_outputs()
 
     def _rounding_of_outputs(self) -> tuple[float, float]:
-        """Of an output as derivatives know it: of half types without what rounding took from it."""
+        """Rounding of the output that derivatives read, relative and absolute; 0 if exact."""
         p = self.textbook.problem
         masked = self.textbook.mask is not None and self.textbook.mask.dtype != torch.bool
         kept = masked or p.dropout_p or "alibi_slopes" in p.dims or "sinks" in p.dims
@@ -274,7 +274,7 @@ class Errors:
 
     @functools.cached_property
     def e_sink(self) -> Tensor:
-        """Of a sink as one of the scores; it is told from them by the largest, as they are."""
+        """Error of a sink as one of the scores: the largest is subtracted from it, as from them."""
         t = self.textbook
         sizes = [b.masked_fill(b == -INF, 0).abs() for b in (t.sink, t.max_score)]
         return (2 * self.a.u * torch.maximum(*sizes)).masked_fill(t.sink == -INF, 0)
@@ -332,7 +332,7 @@ class Errors:
 
     @functools.cached_property
     def e_rows(self) -> Tensor:
-        """Of the logsumexp as a result."""
+        """Error of the logsumexp as a result."""
         t, a = self.textbook, self.a
         most = self.r_sink
         if t.S:
@@ -378,7 +378,7 @@ class Errors:
 
     @functools.cached_property
     def e_factor(self) -> Tensor:
-        """Of weights, after dropout, as factors of a product."""
+        """Error of weights, after dropout, as factors of a product."""
         return self.e_weight_rounded_by(self.a.weight)
 
     def e_weight_rounded_by(self, unit: float) -> Tensor:
@@ -397,7 +397,7 @@ class Errors:
 
     @functools.cached_property
     def e_known_output(self) -> Tensor:
-        """Of the output as derivatives know it, with its residual."""
+        """Error of the output as derivatives know it, with its residual."""
         wanted = self.textbook.problem.wanted
         sums_scores = "alibi_slopes" in wanted or "sinks" in wanted
         unit = self.a.known if sums_scores else self.a.weight
@@ -450,7 +450,7 @@ class Errors:
 
     @functools.cached_property
     def e_dz_factor(self) -> Tensor:
-        """Of the gradient of what is capped as a factor of a product."""
+        """Error of dz, the gradient of what is capped, as a factor of a product."""
         t, a = self.textbook, self.a
         error = self.e_dz + (t.dz.abs() + self.e_dz) * a.weight
         if a.smallest:
@@ -498,7 +498,7 @@ class Errors:
         return self.of_mask(self.textbook.ds, self.e_ds, error)
 
     def of_mask(self, ds: Tensor, e_ds: Tensor, e_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a mask that has one number for all keys of a row, sum_j dS_ij, which is g - dS_sink.
+        """Sums over the keys where a mask has one number per row: sum_j dS_ij is g - dS_sink.
 
         e_rows: the error of that difference.
         """
@@ -530,7 +530,7 @@ def of_product(a: Tensor, e_a: Tensor, b: Tensor, e_b: Tensor) -> Tensor:
 
 
 class SecondErrors(Errors):
-    """Of tangents and second derivatives; the forward may have computed otherwise."""
+    """Errors of tangents and second derivatives; the forward may have computed otherwise."""
 
     def __init__(self, textbook: Textbook, a: Arithmetic, forward: Errors) -> None:
         super().__init__(textbook, a)
@@ -573,7 +573,7 @@ class SecondErrors(Errors):
 
     @functools.cached_property
     def e_c(self) -> Tensor:
-        """Of the derivative of the logsumexp as a result: r + (c - r)."""
+        """Error of the derivative of the logsumexp as a result: r + (c - r)."""
         t, a = self.textbook, self.a
         error = self.e_moved + 2 * a.u * (t.c.abs() + self.range)
         if a.exact:  # the textbook adds up what is not shifted
@@ -582,7 +582,7 @@ class SecondErrors(Errors):
 
     @functools.cached_property
     def range(self) -> Tensor:
-        """[..., L, 1], what |c - r| is at most. Where no weight but that of the sink is above 0,
+        """[..., L, 1], what |c - r| is at most. Where no weight but the sink's is above 0,
         r is 0."""
         t = self.textbook
         if not t.S:
@@ -599,7 +599,7 @@ class SecondErrors(Errors):
 
     @functools.cached_property
     def _sum_of_moves(self) -> Tensor:
-        """Of P (tx - r), with the roundings of its sum over the keys."""
+        """Error of P (tx - r), with the roundings of its sum over the keys."""
         t, u = self.textbook, self.a.u
         moves = self.moves
         relative = self.product(t.S) + 3 * u

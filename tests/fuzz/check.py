@@ -201,7 +201,7 @@ def compare(
 
 
 def check_program(problem: Problem, capability: str) -> Failure | None:
-    """Of problems that are programs with assertions of their own: runs them."""
+    """Runs a problem that is a program with assertions of its own."""
     ending = [f"more = [{', '.join(problem.directions)}]"]
     if problem.nan:
         ending += [f"NAME, BAD = {problem.nan!r}, {problem.bad}"]

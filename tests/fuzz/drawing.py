@@ -37,9 +37,9 @@ def draw(
 
     What such a problem is without them does not depend on them.
 
-    `plain`: of numbers that the built-in, too, computes well. And of numbers of their own: where
+    `plain`: of numbers that the built-in, too, computes well, each with memory of its own: where
     values are expanded along the keys, the gradient of the scores is 0, and the built-in, which
-    computes that of a mask in float32, has no error at all.
+    computes the gradient of a mask in float32, has no error at all.
     """
     problem = draw_builtin(seed, index, device, plain)
     if plain or not options:

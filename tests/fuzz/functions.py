@@ -1,6 +1,6 @@
 """Random functions of the pair in flex_attention, against the textbook in float64.
 
-One index in `EVERY` has such a problem, in addition to that of drawing.py. The operator and the
+One index in `EVERY` has such a problem, beside its problem of drawing.py. The operator and the
 textbook both compute in float64. A relative difference above 1e-7 is then an error, not a rounding.
 """
 
@@ -19,7 +19,7 @@ import torch_attn
 from torch_attn import reference
 
 EVERY = 9  # one index in so many has such a problem, too; odd, for all processes
-# Of the arguments of a function of the pair, as a namespace (s, b, h, i, j), a number.
+# Maps the arguments of a function of the pair, as a namespace (s, b, h, i, j), to a number.
 Term = Callable[[Any], Tensor]
 
 

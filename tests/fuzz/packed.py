@@ -1,7 +1,7 @@
 """Packed sequences, keys in pages and texts in chunks, held to the bits of the dense operator.
 
-A problem beside those of drawing.py, for one index in `EVERY`. Its oracle is torch_attn itself, of
-every sequence alone, which those problems hold to the textbook.
+One index in `EVERY` has such a problem, beside drawing.py's. Its oracle is torch_attn itself, given
+every sequence alone, which the problems of drawing.py hold to the textbook.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Packed:
     tables: dict[str, str] = dataclasses.field(default_factory=dict)  # mask, slopes, sinks: kinds
     dtypes: dict[str, str] = dataclasses.field(default_factory=dict)  # of these, not the query's
     mask_heads: int = 1
-    spoil: str = "nan"  # what is in memory that nobody may read
+    spoil: str = "nan"  # what is in memory that no call may read
     page: int = 0  # 0: no pages
     shared: tuple[tuple[int, int], ...] = ()  # sequences with the first pages of one before them
     interleaved: bool = False  # keys and values in one pool
@@ -428,7 +428,7 @@ def shrunk(failure: Failure, seconds: float = 30) -> Failure:
 
 
 def length_of(rng: random.Random) -> int:
-    """Of a sequence."""
+    """Draws the length of a sequence."""
     choices: dict[str, Any] = {"0": [0], "1": [1], "few": range(2, 21), "edge": EDGES,
                                "any": range(301)}  # fmt: skip
     return rng.choice(choices[weighted(rng, {"0": 10, "1": 15, "few": 40, "edge": 25, "any": 10})])

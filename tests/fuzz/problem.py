@@ -255,7 +255,7 @@ class Problem:
         }
         lines.append(f"options = {{{', '.join(f'{n!r}: {text}' for n, text in options.items())}}}")
         if self.dropout_p:
-            # Of scores that are 0 all weights are 1 / S; with the unit matrix as value they are the
+            # With scores of 0 all weights are 1 / S; with the unit matrix as value they are the
             # output, 0 where dropped.
             L, S = self.sizes["L"], self.sizes["S"]
             lead = "".join(f"{n}, " for n in self.lead)
@@ -268,7 +268,7 @@ class Problem:
         return lines
 
     def numbers(self, name: str) -> list[int]:
-        """Those of `query_offset` or `key_lengths`."""
+        """The numbers of `query_offset` or `key_lengths`."""
         limit = self.sizes["S"] if name == "key_lengths" else None
         return self.integers[name].of_sizes(self.sizes, limit)
 

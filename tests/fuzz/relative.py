@@ -87,7 +87,7 @@ def check(
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """A copy whose strides are those of its shape, also of dimensions of size 1."""
+    """A copy with the strides of a contiguous tensor, also in dimensions of size 1."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,6 +1,6 @@
 """The textbook in float64: what is exact.
 
-Tensors have the leading dimensions of the output, and rows have [..., L, 1]. Names are those of
+Tensors have the leading dimensions of the output, and rows have [..., L, 1]. Names are as in
 csrc/cpu/kernels (backward.inl, tangent.inl) in lower case, t in front for a derivative along t.
 """
 
@@ -19,7 +19,7 @@ INF = math.inf
 
 
 class Textbook:
-    """Of tensors in float64, which `made` holds in the problem's dtype."""
+    """Computes with tensors in float64, which `made` holds in the problem's dtype."""
 
     def __init__(self, problem: Problem, made: types.SimpleNamespace) -> None:
         self.problem, self.made = problem, made
@@ -149,7 +149,7 @@ class Textbook:
 
     @functools.cached_property
     def largest(self) -> Tensor:
-        """Of the row's scores and its sink; 0 of a row without."""
+        """The largest of the row's scores and its sink; 0 for a row without one."""
         best = torch.maximum(self.max_score, self.sink)
         return best.masked_fill(best == -INF, 0)
 
@@ -204,7 +204,7 @@ class Textbook:
 
     @functools.cached_property
     def g_rows(self) -> Tensor:
-        """That of the logsumexp."""
+        """The gradient of the logsumexp."""
         if "logsumexp" in self.made.u:
             return self.made.u["logsumexp"].detach().double()[..., None]
         return torch.zeros(*self.lead, self.L, 1, dtype=torch.float64)
@@ -224,7 +224,7 @@ class Textbook:
 
     @functools.cached_property
     def part(self) -> Tensor:
-        """Of the cap, that a score takes."""
+        """The share of the cap that a score takes."""
         return self.capped / self.cap
 
     @functools.cached_property
@@ -270,7 +270,7 @@ class Textbook:
 
     @functools.cached_property
     def tz(self) -> Tensor:
-        """Of what is capped."""
+        """The derivative along t of what is capped."""
         tz = torch.zeros(*self.lead, self.L, self.S, dtype=torch.float64)
         if "query" in self.t:
             tz = tz + self.t["query"] @ self.x["key"].mT * self.scale
@@ -280,7 +280,7 @@ class Textbook:
 
     @functools.cached_property
     def tx(self) -> Tensor:
-        """Of the scores; 0 where they are hidden."""
+        """The derivative along t of the scores; 0 where they are hidden."""
         tx = self.tz * self.cap_slope if self.cap else self.tz
         if self.t_bias is not None:
             tx = tx - self.t_bias
@@ -290,7 +290,7 @@ class Textbook:
 
     @functools.cached_property
     def c(self) -> Tensor:
-        """Of the logsumexp."""
+        """The derivative along t of the logsumexp."""
         return (self.p * self.tx).sum(-1, keepdim=True) + self.p_sink * self.t_sink
 
     @functools.cached_property

@@ -1,6 +1,6 @@
 """Makes programs as users keep them, in files: `python -m tests.programs.make FOLDER`.
 
-Those of a folder here were made by the commit that it is named after, with torch 2.13.
+The programs of a folder here were made by the commit that it is named after, with torch 2.13.
 `tests/test_programs.py` says whether they still run.
 """
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest: of all tests every ATTN_EVERY-th, but for those of a peak of memory.
+"""A plugin of pytest: keeps every ATTN_EVERY-th test, and none of a peak of memory.
 
 Under a sanitizer a peak says nothing, and its long sequence takes minutes.
 """

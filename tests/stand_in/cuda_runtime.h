@@ -24,7 +24,7 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
-// Of the fiber that runs.
+// As the fiber that runs sees them.
 extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace stand_in {

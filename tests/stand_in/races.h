@@ -75,7 +75,7 @@ class Races {
   static constexpr int kWarps = 4;
   static constexpr uintptr_t kMostBytes = 16;  // of an access
 
-  // Of a byte by a warp, since the last barrier of the block.
+  // Accesses to a byte by a warp, since the last barrier of the block.
   struct Accesses {
     unsigned barriers = 0, warp_barriers = 0;  // how many there had been, of the block and of the warp
     std::array<uint32_t, 2> all{}, recent{};   // the lanes; and those since the last barrier of the warp

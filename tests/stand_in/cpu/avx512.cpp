@@ -1,4 +1,4 @@
-// Over AMX in software AVX2's kernels stand for those of AVX-512, which AMX's fall back to: in software they would take
+// Over AMX in software AVX2's kernels stand for AVX-512's, which AMX's fall back to: in software they would take
 // longer to compile than the rest of the library, and no test asks for them.
 #include "cpu/isa.h"
 

@@ -15,7 +15,7 @@ namespace attn::cuda {
 
 constexpr auto kDeviceType = c10::kCPU;
 
-// That of an A100, or another for tests: 75 is 7.5.
+// The capability of an A100, or another for tests: 75 is 7.5.
 inline int compute_capability(c10::Device) {
   const char* capability = std::getenv("ATTN_STAND_IN_CAPABILITY");
   return capability ? std::atoi(capability) : 80;
