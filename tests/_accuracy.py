@@ -35,7 +35,7 @@ from torch_attn import reference
 def hold(name: str, actual: Tensor, expected: Tensor, error: float, *dtypes: torch.dtype) -> None:
     """The bound: twice the error that PyTorch makes, plus one ulp of the largest value.
 
-    Of several dtypes, those of the inputs and of the result, the coarser counts.
+    With several dtypes, of the inputs and of the result, the coarser counts.
     """
     assert actual.shape == expected.shape, name
     off, size = largest(actual - expected), largest(expected)
@@ -83,8 +83,8 @@ Tensors = dict[str, Tensor]
 def check_modules(runs: Sequence[tuple[Tensors, Tensors, Tensors, Tensors]]) -> None:
     """Holds the results of a module to the bound, over several inputs: their errors are luck.
 
-    Of each input: the module's results by name, those of PyTorch's module by two algorithms, of
-    which the larger error counts, and those in float64.
+    Each run has the module's results by name, the results of PyTorch's module by two algorithms, of
+    which the larger error counts, and the results in float64.
     """
     ours, first, second, exact = (
         {name: torch.stack([run[name] for run in column]) for name in column[0]}
@@ -132,7 +132,7 @@ def differences(found: Tensors, exact: Tensors) -> Iterator[tuple[str, float]]:
         yield name, largest((result.double() - exact[name])[exact[name].isfinite()])
 
 
-# Of problems with columns, rows and keys in another order; a few have other numbers, too.
+# Neighbours with columns, rows and keys in another order; True: with other numbers, too.
 IN_OTHER_ORDERS = (False,) * 8 + (True,) * 4
 
 
@@ -161,7 +161,7 @@ class Neighbour:
         self.columns, self.value_columns = order(query.size(-1)), order(value.size(-1))
 
     def inputs(self, inputs: Inputs) -> Inputs:
-        """Of the inputs, or of a direction along which some of them move."""
+        """Moves the inputs, or a direction for some of them, to the neighbour's order."""
         query, key, value, attn_mask = inputs
         return Inputs(
             self._moved(query, self.queries, self.columns),
@@ -267,7 +267,7 @@ def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
     dtype = problem.inputs.query.dtype
     if dtype == torch.float64:
         # The reference is no better than the built-in here. Rounding errors grow with eps: take
-        # those of float32, scaled, and as much again for the reference's own.
+        # the errors in float32, scaled, and as much again for the reference's own.
         factor = 2 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
         yield from ((name, factor * e) for name, e in _errors(problem.to(torch.float32)))
         return
@@ -285,7 +285,7 @@ def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
     for name, error in problem.without_dropout().errors(fused_sdpa).items():
         if name != "grad_attn_mask" or dtype == torch.float32:
             yield name, factor * error
-    # Of few numbers the largest error is luck: the built-in's sums have another order on every kind
+    # On few numbers the largest error is luck: the built-in's sums have another order on every kind
     # of processor, and in some what a nearly certain weight subtracts is rounded alike. So one
     # order is the same on all. (What is exact, such as the gradient of a single key's score, is so
     # in every order.)

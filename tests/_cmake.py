@@ -17,7 +17,7 @@ from _variants import ROOT
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     """What the command does, in the root of the checkout; also if it fails."""
-    # cmake and ninja may be those of a virtual environment that is not activated.
+    # cmake and ninja may belong to a virtual environment that is not activated.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     # Idle threads sleep, so that programs with many short calls do not wait for cores that others
     # have.

@@ -38,7 +38,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Products(TorchFunctionMode):
-    """While entered, those of matrices are `product`."""
+    """While entered, products of matrices are `product`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
@@ -70,7 +70,7 @@ class _Fused(torch.autograd.Function):
         weights, of_sinks = (
             torch.where(x > -INF, (x - logsumexp).exp(), 0) for x in (scores, sinks)
         )
-        # In the order of vectors of 4 numbers, which is not that of the product with the values.
+        # Sums in the order of vectors of 4 numbers, unlike the product with the values.
         shares = grad * output
         lanes = [shares[..., lane::4].unbind(-1) for lane in range(4)]
         delta = sum(sum(lane) for lane in lanes)[..., None]

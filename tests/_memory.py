@@ -1,4 +1,4 @@
-"""How tests see memory: the largest allocation, what is resident, pages that nobody may read."""
+"""How tests see memory: the largest allocation, what is resident, pages that cannot be read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class GuardedMemory:
 
 
 def in_guarded_memory(tensor: Tensor, used: tuple[int, int]) -> Tensor:
-    """The tensor [2, H, S, E]; the rows from used[b] on lie in pages that nobody may read."""
+    """The tensor [2, H, S, E]; the rows from used[b] on are in pages that cannot be read."""
     B, H, S, E = tensor.shape
     size = tensor.element_size()
     pages = -(-S * E * size // mmap.PAGESIZE) * mmap.PAGESIZE  # up to the first such row, and on

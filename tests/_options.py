@@ -79,7 +79,7 @@ FAR: list[tuple[int, int, int, tuple[int] | None]] = [
     (300, 20, 0, (4,)),
     (16, 1000, 984, (4,)),
 ]
-# In this order those of 900 are not float16, which may not hold their second derivatives.
+# This order pairs no 900 with float16, which may not hold its second derivatives.
 NEAR_THE_CAP = [(36.0, 50.0), (100.0, 30.0), (900.0, 30.0), (900.0, 1e10), (1.0, 1e-5)]
 CASES = [
     Case("softcap", given={"softcap": 1.5}),
@@ -183,7 +183,7 @@ def everything(f: Operator, x: Tensors, u: Tensors, t: Tensors, **options: Any) 
 
 
 def factor_of(dtype: torch.dtype) -> float:
-    """Of errors in float32, which stand for those of float64: they grow with eps.
+    """The factor from errors in float32 to errors in float64, because they grow with eps.
 
     Twice as much, because the reference makes them too.
     """
@@ -208,10 +208,10 @@ def errors_of_formula(x: Tensors, u: Tensors, t: Tensors, **options: Any) -> dic
 def errors_of_algorithms(
     x: Tensors, solve: Callable[[Callable[..., Tensor], Tensors], Tensors]
 ) -> dict[str, float]:
-    """Those of the formula in what `solve` finds with it, as of `errors_of_formula`.
+    """The formula's errors in what `solve` finds with it, as `errors_of_formula`.
 
-    In float32, of problems of few numbers, also those of its algorithm with the sums in an order of
-    our own (`_in_order.py`): of what the orders of two processors differ in, either may be lucky.
+    In float32 also its algorithm's errors with the sums in an order of our own (`_in_order.py`): in
+    problems of few numbers, the order of one processor may be lucky.
     """
     dtype = x["query"].dtype
     algorithms = [reference.sdpa, *([sdpa_in_order] if dtype == torch.float32 else [])]

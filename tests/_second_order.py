@@ -110,7 +110,7 @@ def builtin_errors(x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str,
     """
     if u.dtype == F64:
         # The reference is no better than the built-in here. Rounding errors grow with eps: take
-        # those of float32, scaled, and as much again for the reference's own.
+        # the errors in float32, scaled, and as much again for the reference's own.
         x, t = (Inputs(*(to_dtype(a, torch.float32) for a in tensors)) for tensors in (x, t))
         errors = builtin_errors(x, u.float(), t, **options)
         scale = 2 * torch.finfo(F64).eps / torch.finfo(torch.float32).eps

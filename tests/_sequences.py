@@ -142,7 +142,7 @@ def derivatives(
     """Output, logsumexp where `attend` returns it, and gradients, of what `cut` makes of each.
 
     If asked, the second ones along a direction, and the output's derivative along it. The gradient
-    that is given to the backward is one of `dtype`, in that of the query.
+    that is given to the backward is drawn in `dtype`, then cast to the query's.
     """
     query, Ev = tensors["query"], tensors["value"].shape[-1]
     shapes = {"output": (*query.shape[:-1], Ev), "logsumexp": query.shape[:-1]}
@@ -182,7 +182,7 @@ def results(
     computed: torch.dtype | None = None,
     **asked: Any,
 ) -> dict[str, Tensor]:
-    """Of this process; of a function that computes the whole alone, the part that belongs here."""
+    """The results of this process; if `alone`, cut from the whole that `attend` computes."""
     tensors, options = made(case, dtype, computed or dtype)
     asked["dtype"] = dtype
     if not alone:

@@ -163,7 +163,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist, whose workers collect and print nothing: they write to a file."""
+    """Tells workers of pytest-xdist, which collect and print nothing, which file to write to."""
     node.workerinput["sizes"] = os.path.join(_CACHE, "sizes")
 
 
@@ -208,7 +208,7 @@ def _capability(item: pytest.Item) -> str:
 
 
 def _runs_functions_of_its_own(item: pytest.Item) -> bool:
-    """Of an instruction set only what it does itself: other dtypes run the functions of avx512."""
+    """Whether the instruction set, not avx512, has the functions that the test's dtypes run."""
     of_avx512 = {
         "avx512_bf16": {torch.float64, torch.float32, torch.float16},
         "amx": {torch.float64, torch.float32},
@@ -226,7 +226,7 @@ def _slow(item: pytest.Item) -> bool:
 
 
 def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test, instruction set and dtype the same case on every run.
+    """Takes the same case of each test, instruction set and dtype on every run.
 
     Which one is spread evenly.
     """
@@ -244,7 +244,7 @@ def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(autouse=True)
 def _restore_settings() -> Iterator[None]:
-    """Of the process; the next test is not to depend on which came before it."""
+    """Restores settings of the process: a test is not to depend on which came before it."""
     threads, capability = torch.get_num_threads(), torch.ops.attn._cpu_capability()
     yield
     if torch.get_num_threads() != threads:

@@ -130,7 +130,7 @@ def builtin_sdpa(
 def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same problem for the built-in's fused kernel, which hides keys before it scales.
 
-    Of the score -inf of a key that causality hides, a negative scale makes inf, and 0 makes NaN.
+    A key that causality hides scores -inf: a negative scale makes inf of it, and 0 makes NaN.
     """
     if scale > 0:
         return query, scale
@@ -285,7 +285,7 @@ def cpu_capability_set_to(name: str) -> Iterator[None]:
 
 
 def kernels_set_to(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Of `KERNELS`: an instruction set, or "cuda", where new tensors then are."""
+    """Selects one of `KERNELS`: an instruction set, or "cuda", where new tensors then are."""
     return cpu_capability_set_to(name) if name in CPU_CAPABILITIES else torch.device("cuda")
 
 
@@ -295,7 +295,7 @@ def bits_promised(kernels: str) -> contextlib.AbstractContextManager[None]:
 
 
 def rng_state(device: torch.device) -> Tensor:
-    """Of the generator from which calls on the device draw."""
+    """The state of the generator from which calls on the device draw."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

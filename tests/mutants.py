@@ -92,7 +92,7 @@ def changed_lines(file: str, since: str) -> set[int]:
 
 
 def draw(seed: int, since: str) -> list[list[Mutant]]:
-    """Of each number the mutants to try until one compiles."""
+    """Draws for each number the mutants to try until one compiles."""
     pools: tuple[list[list[Mutant]], ...] = ([], [])
     listed = check_output(["git", "ls-files", "csrc", "torch_attn"], cwd=TREE, text=True)
     for file in (name for name in listed.split() if not LEFT_OUT.search(name)):

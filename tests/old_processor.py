@@ -1,7 +1,7 @@
 """A program that test_old_processors.py runs on processors that qemu imitates, in some seconds.
 
 Output, gradients, second derivatives and tangents of every dtype, with a mask, grouped heads,
-causality and dropout, against the textbook in float64: the error is at most twice that of the
+causality and dropout, against the textbook in float64: the error is at most twice the error of the
 textbook in the same precision, and some rounding. The argument is the instruction set that must be
 in use.
 """
@@ -31,7 +31,7 @@ def make(dtype: torch.dtype) -> list[Tensor]:
 
 
 def derivatives(sdpa, inputs: list[Tensor], directions: list[Tensor]) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Output, its gradients, those of their products with the directions, and the tangent."""
+    """Output, its gradients, gradients of their products with the directions, and the tangent."""
     output = sdpa(*inputs, is_causal=True, enable_gqa=True)
     loss = (output * directions[-1]).sum()
     gradients = torch.autograd.grad(loss, inputs, create_graph=True)

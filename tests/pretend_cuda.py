@@ -124,7 +124,7 @@ class PretendCuda(TorchFunctionMode):
         return result
 
     def sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any, **more):
-        """By the math backend, or by the fused one of the CPU with the demands of that of CUDA."""
+        """By the math backend, or by the CPU's fused one with the demands of CUDA's."""
         if torch.backends.cuda.math_sdp_enabled():
             return F.scaled_dot_product_attention(query, key, value, mask, *args, **more)
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
