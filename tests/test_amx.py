@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-# Tests of other files, and those of them that take too long in software.
+# Tests of other files, and the tests in them that take too long in software.
 NAMES = "forward backward nan hidden_tiles dropout precision weights stats stats_hidden"
 TESTS = [f"tests/test_{name}.py" for name in NAMES.split()]
 LEFT_OUT = ["keys_that_no_row_sees", "surroundings_are_not_read"]
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 ONCE = [
     Problem("bfloat16", (8, 12, 16, 16, 64), n, backward=b) for n in (1, 2) for b in (False, True)
 ]
-# Of each dtype the products, and the loads, for 2 x 2 tiles of C.
+# For each dtype the products, and the loads, for 2 x 2 tiles of C.
 PRODUCTS = {"bfloat16": (1, 4), "float16": (4, 10)}
 LOADS = [Problem(dtype, (1, 1, 128, 384, D)) for dtype in PRODUCTS for D in (64, 128)]
 CAUSAL = Problem("bfloat16", (1, 1, 256, 256, 64), causal=True)

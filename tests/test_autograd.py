@@ -182,7 +182,7 @@ def test_opcheck(name: str, case: str, dtype: torch.dtype) -> None:
 
 
 def opcheck(name: str, inputs: Inputs, options: dict[str, Any]) -> None:
-    """Of those with a derivative also with gradients asked for; the statistics have none."""
+    """Runs opcheck, on public operators with gradients too; the statistics have no derivative."""
     positional, keywords = arguments(name, inputs, **options)
     # Two runs of dropout differ, so that what compares two runs is left out.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -204,7 +204,7 @@ def opcheck(name: str, inputs: Inputs, options: dict[str, Any]) -> None:
 
 
 def make_options(which: str) -> dict[str, Any]:
-    """Of 2 texts with 3 heads, 5 queries and 7 keys."""
+    """Options for 2 sequences with 3 heads, 5 queries and 7 keys."""
     positions = {
         "window_size": [3, 1],
         "query_offset": torch.tensor([2, -1]),

@@ -196,7 +196,7 @@ def test_what_masked_rows_are_held_against(bench: Any) -> None:
 
 
 def test_rows_of_options(bench: Any) -> None:
-    """Held against calls of theirs; the options are those of the rows' names."""
+    """Rows compare the options of their names with the calls `instead`, which compute the same."""
     import options
 
     small = {}

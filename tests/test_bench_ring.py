@@ -108,7 +108,7 @@ def crossing(is_hidden: Callable[[float], bool]) -> float:
 def test_closed_form_of_the_length_that_hides(
     formula: Any, job: Any, kv_heads: int, itemsize: int
 ) -> None:
-    """Against the times of steps, less those of computing alone and of the last gradients."""
+    """Against the times of steps, less the times of computing alone and of the last gradients."""
     machines, gbits = 8, 25.0
     job = replace(job, kv_heads=kv_heads, itemsize=itemsize)
 

@@ -162,7 +162,7 @@ def test_inference_with_options_has_one_operator(L: int) -> None:
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("options", [{}, {"window_size": (3, 0)}], ids=["plain", "window"])
 def test_results_share_no_memory(options: dict[str, Any]) -> None:
-    """Of which PyTorch warns: two empty ones were one tensor."""
+    """PyTorch warns of results that share memory: two empty ones were one tensor."""
     inputs = make_inputs(5, 7).require_grad()[:3]
     compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
     compiled(*inputs, **options).sum().backward()
@@ -333,7 +333,7 @@ def test_functionalize() -> None:
     assert torch.equal(traced(*inputs), torch_attn.sdpa(*inputs))
 
 
-# Of query [B, 4, L, 8], key and value [B, 4, S, 8] and mask [L, S], the dimensions of which the
+# For query [B, 4, L, 8], key and value [B, 4, S, 8] and mask [L, S], the dimensions of which the
 # compiler is told nothing: (argument, dimension).
 UNBACKED = {
     "batch": [("query", 0), ("key", 0), ("value", 0)],
@@ -355,7 +355,7 @@ UNBACKED = {
     [(name, (i + j) % 2 == 0, j == 1) for i, name in enumerate(UNBACKED) for j in (0, 1)],
 )
 def test_sizes_that_only_a_run_tells(unbacked: str, transposed: bool, requires_grad: bool) -> None:
-    """Such as those of torch.nonzero: no question is asked of them while compiling."""
+    """Sizes such as torch.nonzero's: no question is asked of them while compiling."""
 
     def make(batch: int, L: int, S: int) -> dict[str, Tensor]:
         query, key, value, mask = make_inputs(L, S, 8, batch=(batch,), heads=4, mask=(L, S))

@@ -35,7 +35,7 @@ def language_model(kind: str) -> Any:
 
 
 def train(kind: str, length: int) -> None:
-    """20 steps; the losses and parameters are those of one process."""
+    """20 steps; the losses and parameters equal one process's."""
     ours, alone = language_model(kind), language_model(kind)
     steps = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (ours, alone)]
     for step in range(20):

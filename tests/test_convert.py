@@ -39,7 +39,7 @@ LENGTHS = torch.tensor([6, 2, 5])
 
 
 class Attentions(Calls):
-    """Also those of PyTorch, whichever way they are computed."""
+    """Counts PyTorch's attentions too, whichever way they are computed."""
 
     @property
     def theirs(self) -> list[str]:

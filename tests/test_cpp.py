@@ -265,7 +265,7 @@ def test_no_python_in_the_library(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_libraries_are_looked_for_beside_it_and_in_torch(installed: Path) -> None:
-    """Of the package's library nothing is looked for: Python has loaded torch before it."""
+    """The package's library looks for nothing, because Python has loaded torch before it."""
     assert searched(Path(torch_attn.__file__).parent / IN_PACKAGE) == []
     torch_lib = str(Path(torch.__file__).parent / "lib")
     directories = searched(installed / "lib" / "libattn.so")

@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Of sequences in a row: a head is [tokens, E] here as it is elsewhere."""
+    """Attention of sequences in a row: a head is [tokens, E] here as it is elsewhere."""
     by_token = (a.transpose(0, 1) for a in (query, key, value))
     aux = AuxRequest(lse=True)
     return torch_attn.varlen_attn(*by_token, enable_gqa=True, return_aux=aux, **options)
@@ -75,7 +75,7 @@ def paged(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 
 
 def cached(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Any:
-    """Of a cache of two texts and a fork, all of which then have a token more, and a query."""
+    """Attends in a cache of two sequences and a fork, which then have a token more, and a query."""
     heads, tokens, head_dim = key.shape
     sizes = {"page_size": 16, "key_heads": heads, "head_dim": head_dim, "dtype": key.dtype}
     cache = torch_attn.PagedCache(20, **sizes, device=key.device)
@@ -88,7 +88,7 @@ def cached(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Any:
 
 
 def starts(tokens: int, sequences: int) -> Tensor:
-    """Of sequences of any lengths, the last of which ends with the tokens."""
+    """Starts of sequences of any lengths, the last of which ends with the tokens."""
     cuts = torch.randint(tokens + 1, (sequences - 1,)).sort().values
     return torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.full((1,), tokens)])
 
@@ -125,7 +125,7 @@ def some_of_sequences(x: Inputs) -> Tensors:
 
 
 def pages(x: Inputs) -> Tensors:
-    """Those of three sequences, in any order."""
+    """Pages of three sequences, in any order."""
     number = x.key.size(-2) // 16
     table = torch.randperm(number).view(3, -1).int()
     used = torch.randint(16 * table.size(1) + 1, (3,)).int()
@@ -303,7 +303,7 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: f
 
 @pytest.mark.parametrize("call", CALLS)
 def test_current_stream(call: str) -> None:
-    """What was queued before on the stream is there, though nobody waits for it."""
+    """A call reads what was queued before on the stream, though the host does not wait for it."""
     function, x, u, t = make_call(call)
     expected = compute_seeded(function, x, u, t)
     late = {name: torch.zeros_like(a) for name, a in x.items()}
@@ -362,9 +362,9 @@ def small_cache(layers: int = 1) -> tuple[torch_attn.PagedCache, list[int]]:
 
 
 def test_a_model_that_generates_waits_for_nothing() -> None:
-    """Of four layers the first copies what is new to the device: rows, lengths, at times tables.
+    """The first of four layers copies what is new to the device: rows, lengths, at times tables.
 
-    And, when one of two texts writes into a page of both, which pages are copied.
+    Also, when one of two sequences writes into a page of both, which pages are copied.
     """
     layers = 4
     cache, texts = small_cache(layers)
@@ -424,7 +424,7 @@ def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 
 def change(tensors: Any, call: str) -> None:
-    """Other numbers in the same memory: those of another draw."""
+    """Other numbers in the same memory, from another draw."""
     _, *drawn = make_call(call)
     for old, new in zip(tree_leaves(tensors), tree_leaves(drawn), strict=True):
         old.copy_(new)
@@ -457,7 +457,7 @@ def test_graph_without_gradients(call: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dropout_in_a_graph(dtype: torch.dtype) -> None:
-    """Each replay drops others: those of as many calls, and of a call with the state it drew."""
+    """Each replay drops others, as the same number of calls do, and a call with its state."""
     x = make_inputs(70, 131, dtype=dtype)
 
     def call(rng_state: Tensor | None = None) -> Tensor:
@@ -690,7 +690,7 @@ needs_sanitizer = pytest.mark.skipif(
 
 
 def sanitize(tool: str, *command: str | Path, timeout: float, **environment: str) -> None:
-    """Of our kernels alone, because those of torch take minutes."""
+    """Runs the sanitizer on our kernels alone, because torch's take minutes."""
     options = ["--tool", tool, "--error-exitcode", "1", "--report-api-errors", "no"]
     run = subprocess.run(
         [SANITIZER, *options, "--kernel-name", "kns=attn", *command],
@@ -717,7 +717,7 @@ def test_sanitizer(name: str, tool: str, program: Callable[[str], Path]) -> None
 @pytest.mark.slow  # minutes
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer_of_all_calls(tool: str) -> None:
-    """The kernels that no program has, too, such as those of second derivatives and statistics."""
+    """The kernels that no program has, too, such as second derivatives' and statistics'."""
     sanitize(
         tool,
         *(sys.executable, "-m", "tests.cuda.smoke", "--dtype", "own"),

@@ -223,7 +223,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
 
 
 # Left out are programs that take minutes: check_backward_sizes has the kernels of check_backward in
-# other sizes, check_derivatives those of check_backward_simt.
+# other sizes, check_derivatives has the kernels of check_backward_simt.
 @pytest.mark.slow  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ SELDOM = r"MUFU\.RCP|I2F|.*\b0x7f80\b"
 def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[str]:
     """The names of the instructions of one pass through the loop over tiles.
 
-    Of the loops with most products it is the one with most of `loop`, and the shortest. The pass is
+    The loop is one with most products, of these with most of `loop`, and the shortest. The pass is
     one with fewest of `SELDOM`, then most of each of `most`, and else with fewest instructions:
     what a tile takes in which nothing is hidden or left over. Loops within count once.
     """
@@ -138,7 +138,7 @@ def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[str]:
 
 
 class Limit(NamedTuple):
-    """Of the loop over tiles."""
+    """A limit of the loop over tiles."""
 
     kernel: str
     params: str

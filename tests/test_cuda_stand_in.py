@@ -46,7 +46,7 @@ def library() -> Path:
 
 
 def environment(library: Path, seed: int) -> dict[str, str]:
-    """Of a process whose calls on the CPU run the CUDA kernels, threads in this random order."""
+    """For a process whose calls on the CPU run the CUDA kernels, threads in this random order."""
     return {
         "ATTN_LIBRARY": str(library),
         "ATTN_STAND_IN_SEED": str(seed),

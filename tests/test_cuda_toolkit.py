@@ -46,7 +46,7 @@ def nvcc(toolkit: Path, release: str) -> None:
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No toolkit but those of the test."""
+    """Hides all toolkits but the test's own."""
     for name in ("CUDA_HOME", "CUDA_PATH", "ATTN_CUDA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")

@@ -79,7 +79,7 @@ def test_strides_change_no_bits(E: int, L: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", CASES)
 def test_batch_and_heads_do_not_mix(case: str) -> None:
-    """A head's result is that of a call of its own, to rounding: nothing leaks between heads."""
+    """A head's result equals a call of its own, to rounding: nothing leaks between heads."""
     sizes, options = CASES[case]
     if "dropout_p" in options or not sizes.get("batch", (2,)):
         sizes, options = CASES["many heads"]

@@ -169,7 +169,7 @@ MODELS = {make.__name__: make for make in (flux, qwen_image, hunyuan_video, ltx,
 
 @pytest.fixture(autouse=True)
 def _native_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's `set_attention_backend` is also that of all models which have set none."""
+    """Undoes a model's `set_attention_backend`, which also sets all models that have set none."""
     registry = dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
@@ -244,7 +244,7 @@ def test_unregister_what_was_not_taken(name: str) -> None:
 
 
 def test_the_name_is_a_member_like_others() -> None:
-    """Of an `Enum` that has no public way to add one: whatever diffusers does with its names."""
+    """An `Enum` without a public way to add one: it works, whatever diffusers does with names."""
     names = dispatch.AttentionBackendName
     assert register() == register() == "attn"
     member = names("attn")

@@ -77,7 +77,7 @@ def test_fastest_is_the_default(name: str | None) -> None:
 
 @pytest.mark.parametrize("name", [*NEEDS, "AVX2", "sse", "avx1024"])
 def test_environment_variable(name: str) -> None:
-    """Forces an instruction set; what the machine does not have, or nobody has, is an error."""
+    """Forces an instruction set; one that the machine lacks, or no machine has, is an error."""
     process = run_forced(name)
     if name in CPU_CAPABILITIES:
         assert process.returncode == 0, process.stderr

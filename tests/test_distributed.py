@@ -92,7 +92,7 @@ def shard(tensor: Tensor | None, mesh: Any, placement: Any) -> DTensor | None:
 
 
 def compare(case: Case) -> tuple[tuple[Any, ...], int]:
-    """Asserts that the results are those of one process.
+    """Asserts that the results equal one process's.
 
     Returns the output's placements and the number of collectives of forward and backward.
     """
@@ -153,8 +153,8 @@ def test_statistics_redistributed(run: Processes, case: str) -> None:
         assert all(communications > 0 for _, communications in results)
 
 
-# Shapes of the tensors among the options with their placements, those of query, key and value, and
-# of the output.
+# Shapes of the tensors among the options with their placements, the placements of query, key and
+# value, and of the output.
 WITH_OPTIONS: dict[str, tuple[dict[str, tuple[tuple[int, ...], Any]], Any, Any]] = {
     "numbers": ({"query_offset": ((), None), "key_lengths": ((), None)}, Head, Head),
     "of heads, heads": ({"alibi_slopes": ((4,), Shard(0)), "sinks": ((4,), Shard(0))}, Head, Head),
@@ -382,7 +382,7 @@ def test_tensor_parallel(run: Processes) -> None:
 
 
 def placements_on_a_square() -> list[tuple[Any, ...]]:
-    """Of the outputs on 2 x 2 devices, of which one is played and none computes."""
+    """Placements of the outputs on 2 x 2 devices, of which one is played and none computes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

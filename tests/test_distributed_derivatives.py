@@ -46,7 +46,7 @@ class Cut(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """A tensor that all have, of `length` rows, from those of each."""
+    """Joins the rows of each process to a tensor of `length` rows that all have."""
 
     @staticmethod
     def forward(block: Tensor, length: int) -> Tensor:
@@ -178,7 +178,7 @@ def test_mask_where_a_process_has_one_query_or_none(run: Processes, method: str,
 
 
 def check_change_in_place(name: str, method: str, way: str) -> None:
-    """Of one process, and of DTensors, it is an error; a gather and all_to_all have copies."""
+    """An error on one process and for DTensors; a gather and all_to_all have copies."""
     torch.manual_seed(0)
     whole = [torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3)]
     leaves = [t.clone().requires_grad_() for t in whole]

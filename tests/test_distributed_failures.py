@@ -27,7 +27,7 @@ run, four = processes_of(2, 4), processes_of(4)
 
 
 class DelayedWork:
-    """Of a message that is under way for a while, whatever the processes do meanwhile."""
+    """The work of a message that is under way for a while, whatever the processes do meanwhile."""
 
     def __init__(self, work: dist.Work, arrives: float) -> None:
         self.work, self.arrives = work, arrives
@@ -121,7 +121,7 @@ def failure(function: Callable[[], Any]) -> Failure:
 
 
 def attend(group: dist.ProcessGroup, *, told: bool = True, whole: Tensor | None = None) -> Tensor:
-    """Of 4 rows of each process."""
+    """Attends with 4 rows of each process."""
     rank, world = group.rank(), group.size()
     whole = torch.randn(3, 1, 2, 4 * world, 8) if whole is None else whole
     blocks = [t.chunk(world, -2)[rank].clone().requires_grad_() for t in whole]

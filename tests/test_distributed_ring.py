@@ -45,7 +45,7 @@ def over_processes(case: str, method: str, told: bool = True) -> Iterator[Callab
 
 
 def check_case(case: str, method: str) -> None:
-    """Of all methods, in forward mode too; second derivatives of those that have them."""
+    """Checks a method, in forward mode too, and second derivatives where it has them."""
     asked = {"second": method != "ring", "tangent": True}
     expected = results(case, torch.float64, reference.sdpa, alone=True, **asked)
     heads = CASES[case][2:4]

@@ -104,7 +104,7 @@ def test_checkpoints(run: Processes, method: str) -> None:
 
 
 class Attention(nn.Module):
-    """Of ``[B, L, 8]``."""
+    """Self-attention of ``[B, L, 8]``."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from examples.python import force_field, private_texts
 
 
 def test_forces_of_packed_molecules() -> None:
-    """They, and what training on them gives, are those of the molecules one by one."""
+    """The forces, and what training on them gives, equal the results of one molecule at a time."""
     torch.manual_seed(0)
     sizes = torch.tensor([5, 1, 12, 7])
     atoms = 1.5 * torch.randn(int(sizes.sum()), 3, dtype=torch.double)

@@ -108,7 +108,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
     case = Case(score, lambda b, h, i, j: i + 30 >= j, [table, bound])
     errors = []
-    for seed in range(4):  # the largest error of several problems, because that of one is luck
+    for seed in range(4):  # the largest error of several problems, because one alone is luck
         x = tensors(queries=70, keys=90, dtype=dtype, seed=seed)
         exact = results(reference.flex_attention, [learned(t, torch.float64) for t in x], case)
         found = results(torch_attn.flex_attention, x, case, return_lse=True)
@@ -178,7 +178,7 @@ def test_torch_func() -> None:
 
 @pytest.mark.usefixtures("cpu_capability")
 def test_same_bits_with_any_number_of_threads() -> None:
-    """Of tables above the size where PyTorch's own indexing adds by atomics, too."""
+    """Also with tables above the size where PyTorch's own indexing adds by atomics."""
     torch.manual_seed(0)
     distances = torch.randn(12, 4000, requires_grad=True)
     table, ids = torch.randn(40000, requires_grad=True), torch.randint(0, 200, (600,))

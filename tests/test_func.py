@@ -110,7 +110,7 @@ def gradients(argnums: tuple[int, ...], **options: Any) -> Callable[..., tuple[T
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_vmap(sample: str, subset: tuple[str, ...]) -> None:
-    """Output and gradients, mapped over some of the inputs, are those of a loop."""
+    """Output and gradients, mapped over some of the inputs, equal a loop's."""
     inputs, in_dims, options = make_mapped(sample, subset)
 
     def function(*x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class Block(nn.Module):
 
 @pytest.mark.usefixtures("device")
 def test_gradients_of_each_sample() -> None:
-    """Of every parameter for every sample, as backward of one sample at a time."""
+    """Gradients of every parameter for every sample, as backward of one sample at a time."""
     model, x = Block(), torch.randn(N, 6, 8, dtype=F64)
     parameters = dict(model.named_parameters())
 
@@ -282,7 +282,7 @@ def test_weights() -> None:
 
 # --- options --------------------------------------------------------------------------------------
 
-# Of a sample [2, 3, 5 or 7, 4], what of its options may be mapped, by shapes: the six tensors that
+# What may be mapped of a sample [2, 3, 5 or 7, 4] and its options, by shapes: the six tensors that
 # may have derivatives, and integers.
 LEARNED = {
     "query": (2, 3, 5, 4),
@@ -412,7 +412,7 @@ def test_gradients_of_each_sample_with_options() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_lengths_are_checked_under_vmap() -> None:
-    """Of all samples at once, before anything is read."""
+    """The lengths of all samples are checked at once, before anything is read."""
     x = torch.randn(N, 3, 5, 4)
     with pytest.raises(RuntimeError, match="key_lengths is 6"):
         vmap(lambda x, n: torch_attn.sdpa(x, x, x, key_lengths=n))(x, torch.tensor([1, 2, 6, 3]))
@@ -433,7 +433,7 @@ P = 0.5
 
 
 def dropped(value: Tensor, query: Tensor | None = None) -> Tensor:
-    """Of equal weights: with the unit matrix as value, which were kept."""
+    """Drops from equal weights: with the unit matrix as value, the output tells which it kept."""
     S = value.size(-2)
     query = torch.zeros(20, 1, dtype=F64) if query is None else query
     return torch_attn.sdpa(query, torch.zeros(S, 1, dtype=F64), value, None, P)
@@ -479,7 +479,7 @@ def test_randomness(randomness: str, which: str) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_randomness_with_options(randomness: str) -> None:
-    """Of the output alone: what is dropped does not count in a row's logsumexp."""
+    """Dropout is of the output alone: it does not change a row's logsumexp."""
     value, lengths = torch.eye(30, dtype=F64), torch.tensor([30, 30, 20, 20])
     query, key = torch.zeros(20, 1, dtype=F64), torch.zeros(30, 1, dtype=F64)
 

@@ -162,7 +162,7 @@ WRONG_OPTIONS = {
     return output, logsumexp, max_score
 """,
 }
-# Of packed sequences: only problems of packed.py find it.
+# Errors of packed sequences: only problems of packed.py find them.
 BEGINNING_OF_PACKED = """
 import contextlib, torch, torch_attn
 right = torch_attn.varlen_attn

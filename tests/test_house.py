@@ -9,7 +9,7 @@ import pytest
 
 CSRC = Path(__file__).parents[1] / "csrc"
 TORCH = re.compile(r"torch/|ATen|c10/|operators/|attn/")
-# Of C, and what a kernel file may ask of its types at compile time.
+# Headers of C, and what a kernel file may ask of its types at compile time.
 WITHOUT_CODE = {"stdint.h", "stddef.h", "type_traits", "cuda_runtime.h"}
 KERNELS = [
     *(path for part in ("simd", "tiles", "kernels", "isa") for path in CSRC.glob(f"cpu/{part}/*")),

@@ -376,7 +376,7 @@ class TestLooks:
 
 
 def contrast(*colours: str) -> float:
-    """Of two rgb(...) colours, after WCAG 2.1."""
+    """The contrast of two rgb(...) colours, after WCAG 2.1."""
     light = []
     for colour in colours:
         parts = [int(x) / 255 for x in re.findall(r"\d+", colour)[:3]]

@@ -1,6 +1,6 @@
 """The lesson's chapter on the root of d_k: what is measured is what theory says, within its error.
 
-Bounds are five standard errors. Those of the variances are derived; the others come from the
+Bounds are five standard errors. Errors of variances are derived; other errors come from the
 spread over independent draws.
 """
 
@@ -105,7 +105,7 @@ def test_entropy_of_many_keys(measured: dict[str, list[scaling.Measured]]) -> No
     checked = 0
     for found in itertools.chain(*measured.values()):
         variance = theory.variance_of_scores(found.size, found.scale)
-        # With few dimensions, |q|^2 / d_k differs from query to query: the mean is not that of 1.
+        # With few dimensions, |q|^2 / d_k differs from query to query: the mean is not as for 1.
         if variance <= MANY and found.size >= 64:
             error = found.entropy.mean().item() - theory.entropy_of_many(variance, scaling.KEYS)
             # What is left out is of 1 / S^2.

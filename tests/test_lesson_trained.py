@@ -27,7 +27,7 @@ def test_answers_are_in_the_text() -> None:
 
 
 def test_watching_changes_nothing_and_gives_dscores() -> None:
-    """The gradient of the mask of zeros against that of scores which are written down."""
+    """The gradient of the mask of zeros against the gradient of scores which are written down."""
     attention = recall.Attention(0.3)
     query, key, value, doutput = torch.randn(4, 2, 1, 6, 8, dtype=torch.float64)
     plain = attention(query, key, value, is_causal=True)

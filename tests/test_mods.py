@@ -29,7 +29,7 @@ def same(found: Any, expected: Tensor, of: list[Tensor]) -> None:
 
 
 def check(score_mod: mods.ScoreMod, bias: Tensor, tables: list[Tensor], keys: int = S) -> None:
-    """Results and gradients are those of the bias `[B, H, L, S]`."""
+    """Results and gradients equal the ones with the bias `[B, H, L, S]`."""
     query, key, value = learned(B, H, L, E), learned(B, H, keys, E), learned(B, H, keys, E)
     found = torch_attn.flex_attention(query, key, value, score_mod)
     same(found, reference.sdpa(query, key, value, bias), [query, key, value, *tables])

@@ -80,7 +80,7 @@ def inputs(module: nn.Module, batch: int | None = B, same: str = "none") -> list
 
 
 def make_mask(kind: str, *shape: int) -> Tensor | None:
-    """Of torch's kind for this module: True hides. The first key is never hidden."""
+    """A mask of torch's kind for this module: True hides. The first key is never hidden."""
     if kind == "none":
         return None
     hidden = torch.rand(shape) < 0.4
@@ -229,7 +229,7 @@ def test_causal_hint_spares_the_mask(padded: bool) -> None:
 def hidden(
     window: tuple[int, int] = (-1, -1), offset: Any = 0, lengths: Any = S, causal: bool = False
 ) -> Tensor:
-    """Of numbers or [B] integers the mask that says the same, [L, S] or [B H, L, S]."""
+    """The mask that says the same as numbers or [B] integers, [L, S] or [B H, L, S]."""
     left, right = (n if n >= 0 else L + S for n in window)
     offset, lengths = (torch.as_tensor(n)[..., None, None] for n in (offset, lengths))
     ahead = torch.arange(S) - torch.arange(L)[:, None] - offset
@@ -239,7 +239,7 @@ def hidden(
 
 
 OFFSETS, LENGTHS = torch.tensor([2, 0, -3]), torch.tensor([7, 0, 4])
-# Arguments of the constructor, of the call, and those of `hidden`.
+# Arguments of the constructor, of the call, and of `hidden`.
 SAID_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "window": ({"window_size": (1, 2)}, {}, {"window": (1, 2)}),
     "window to the left": ({"window_size": (2, -1)}, {}, {"window": (2, -1)}),
@@ -327,7 +327,7 @@ def test_a_module_of_an_earlier_release() -> None:
 @pytest.mark.parametrize("constructor", ["plain", "no bias", "kdim, vdim", "all"])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_grouped_heads(groups: int, constructor: str, batch: int | None) -> None:
-    """Those of torch's module whose heads of keys and values are repeated for each group."""
+    """Equals torch's module with the heads of keys and values repeated for each group."""
     options = CONSTRUCTORS[constructor]
     theirs, _ = both(**options)
     module = MultiheadAttention(E, H, dtype=torch.float64, num_kv_heads=H // groups, **options)
@@ -661,7 +661,7 @@ def run(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 def test_accuracy(constructor: str, dtype: torch.dtype) -> None:
-    """Of half types in autocast as well, which casts the module's float32."""
+    """Half types also run in autocast, which casts the module's float32."""
     for kept in {dtype, torch.float32}:
         theirs, module = both(**CONSTRUCTORS[constructor], dtype=kept)
         exact = copy.deepcopy(theirs).double()

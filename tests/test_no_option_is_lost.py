@@ -1,8 +1,8 @@
 """No option is dropped in silence: wherever a call may be made it counts, or an error names it.
 
-`ARGUMENTS` has a value that matters for each argument that `attention` has beside those of the
-built-in. A `Door` is a way to call it: it says which of them it takes. Of these the results have to
-change, to those of the textbook, with their gradients; all others have to be refused by name. So an
+`ARGUMENTS` has a value that matters for each argument of `attention` that the built-in lacks.
+A `Door` is a way to call it: it says which of them it takes. These have to change the results to
+the textbook's, with their gradients; the door has to refuse the rest by name. So an
 argument that is new in the schema fails here until it has a value, and until every door does
 something about it.
 """
@@ -129,7 +129,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 
 
 def packed(function: Function) -> Function:
-    """Of what takes the arguments of torch's varlen_attn."""
+    """Wraps a function with the arguments of torch's varlen_attn."""
 
     def call(
         query: Tensor,
@@ -204,7 +204,7 @@ def rows_of_textbook(*args: Any, **options: Any) -> Any:
 
 
 def gradient_of(function: Function) -> Function:
-    """That of a loss in query and key, differentiable."""
+    """The gradient of a loss in query and key, differentiable."""
 
     def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         found = function(query, key, value, **options)
@@ -472,7 +472,7 @@ def test_unconverted_modules() -> None:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """Of this process alone: all ways of communicating are there."""
+    """A group of this process alone: all ways of communicating are there."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()

@@ -143,7 +143,7 @@ def test_opset_that_does_not_know_it_yet(name: str) -> None:
 
 
 def test_any_lengths() -> None:
-    """Also the offset over a cache, and that of lower right alignment, follow the sizes."""
+    """The offset over a cache, and the one of lower right alignment, follow the sizes, too."""
 
     def model(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> list[Tensor]:
         lower_right = call(is_causal=True, query_offset=k.size(2) - q.size(2))
@@ -162,7 +162,7 @@ def test_any_lengths() -> None:
 
 
 def test_half_types() -> None:
-    """Scores are those of the runtime, in float16 here; their softmax is not."""
+    """The runtime's scores are in float16 here, but their softmax is not."""
     query, key, value = (x.half() for x in make())
     program = export(call(), (query, key, value))
     (attention,) = program.model.graph

@@ -68,7 +68,7 @@ def whole(mask: Tensor | None, S: int) -> Tensor | None:
 
 # The end of the adapter.
 def tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """Of NumPy's types or ml_dtypes' bfloat16, which PyTorch does not know."""
+    """Reads NumPy's types or ml_dtypes' bfloat16, which PyTorch does not know."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())

@@ -388,7 +388,7 @@ def test_a_prefix_takes_no_page_until_it_is_written_to() -> None:
     second = cache.fork(first)
     third = cache.fork(first, 4)
     assert cache.free_pages == 2
-    # Of two that write into one page, one has a copy and the other the page.
+    # Two write into one page: one gets a copy, the other keeps the page.
     cache.append([first, second], *torch.randn(2, 2, 2, 8), starts_of([1, 1]))
     assert cache.free_pages == 1
     assert cache.block_table([first, second, third])[0][:, 0].tolist() == [0, 0, 0]
@@ -581,7 +581,7 @@ def test_says_how_many_pages_are_needed() -> None:
 def test_a_write_that_fails_changes_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one that is interrupted at its end: pages are taken afterwards.
 
-    Of two that write into a shared page, the shorter one would write over tokens of the other.
+    Two write into a shared page: the shorter one would write over tokens of the other.
     """
 
     def fails(*arguments: Any) -> None:

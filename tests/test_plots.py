@@ -51,7 +51,7 @@ assert len(WORDS) == 30
 
 @pytest.fixture(autouse=True)
 def _settings_of_matplotlib() -> Iterator[None]:
-    """Those of a fresh process: the pictures of the demo, drawn in this one, have their own."""
+    """Settings of a fresh process: the demo's pictures, drawn in this one, have their own."""
     with mpl.rc_context(mpl.rcParamsDefault):
         yield
 
@@ -118,7 +118,7 @@ def test_no_text_covers_another_or_leaves_the_picture(n: int, theme: str) -> Non
             assert frame.x0 <= box.x0 < box.x1 <= frame.x1, (kind, text)
             assert frame.y0 <= box.y0 < box.y1 <= frame.y1, (kind, text)
             assert text.get_fontsize() >= 6, (kind, text)
-            if theme == "dark" and kind not in ("heatmap", "cross"):  # there, it is that of a cell
+            if theme == "dark" and kind not in ("heatmap", "cross"):  # there, the cell sets it
                 assert to_rgba(text.get_color()) == to_rgba("#eeeeee"), (kind, text)
         assert_apart(found, kind)
 

@@ -1,4 +1,4 @@
-"""The device tests run, on a pretended GPU: else nobody without one would see that they do not."""
+"""The device tests run, on a pretended GPU: else only a real one would show that they do not."""
 
 from __future__ import annotations
 

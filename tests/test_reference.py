@@ -38,7 +38,7 @@ def test_four_tokens() -> None:
     by_hand = matrix([[0.3073, 0.2068, 0.1955, 0.2904]])
     torch.testing.assert_close(weights[:1], by_hand, atol=6e-5, rtol=0)
     torch.testing.assert_close(output[0], weights[0] @ tokens)
-    # Both components of every token sum to 1, so those of every average of them do.
+    # Both components of every token sum to 1, so the components of every average of tokens do.
     torch.testing.assert_close(output.sum(-1), torch.ones(4, dtype=torch.float64))
 
 

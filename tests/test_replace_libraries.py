@@ -1,4 +1,4 @@
-"""The switch under libraries that nobody has told of attn: one line, and their models use it."""
+"""The switch under libraries that do not know attn: one line, and their models use it."""
 
 from __future__ import annotations
 

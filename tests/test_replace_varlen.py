@@ -63,7 +63,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_forward(options: str, dtype: torch.dtype) -> None:
-    """To the bit that of attn, with the logsumexp, which torch has in float32."""
+    """Equals attn's to the bit, with the logsumexp, which torch has in float32."""
     x, more = packed(dtype=dtype), OPTIONS[options] | GROUPED
     with replacing_sdpa() as handle:
         output, lse = varlen.varlen_attn(*x, return_aux=LSE, **more)
@@ -77,7 +77,7 @@ def test_forward(options: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_backward(options: str, dtype: torch.dtype) -> None:
-    """To the bit that of attn, which keeps a pair of numbers where torch keeps one."""
+    """Equals attn's to the bit, which keeps a pair of numbers where torch keeps one."""
     x, more = packed(dtype=dtype), OPTIONS[options] | GROUPED
     leaves = [t.requires_grad_() for t in x[:3]]
     with replacing_sdpa():
@@ -87,7 +87,7 @@ def test_backward(options: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.regression
 def test_views() -> None:
-    """Of one tensor with queries, keys and values, where neighbours are not to be touched."""
+    """Views of one tensor with queries, keys and values: neighbours are not to be touched."""
     x = packed((5, 9), (5, 9))
     qkv = torch.randn(14, 3, 4, 16, requires_grad=True)
     more = {"window_size": (-1, 0)}
@@ -158,7 +158,7 @@ def kinds(results: tuple[Tensor, ...]) -> list[Any]:
 
 @pytest.mark.regression
 def test_fake_results() -> None:
-    """Those of torch have the shapes, dtypes and strides of ours: compiled graphs rely on it."""
+    """Torch's have the shapes, dtypes and strides of ours, because compiled graphs rely on it."""
     more = (5, 5, 0.0, False, False)
     for cu_seq in (None, torch.tensor([0, 2, 5], dtype=torch.int32)):
         shape = (5, 4, 3, 16) if cu_seq is not None else (2, 5, 4, 3, 16)

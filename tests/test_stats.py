@@ -127,7 +127,7 @@ def check(inputs: Inputs, known_as: Any = None, **options: Any) -> dict[str, Ten
 
 
 def leading(query: Shape, key: Shape, enable_gqa: bool = False, **_: Any) -> Shape:
-    """Of the scores of a query and a key of these shapes, `[*batch, heads]`."""
+    """The shape `[*batch, heads]` of the scores of a query and a key of these shapes."""
     heads = (query,) if enable_gqa else (query, key)
     return (
         *torch.broadcast_shapes(query[:-3], key[:-3]),
@@ -193,7 +193,7 @@ def test_identities(problem: tuple[Inputs, dict[str, Any]]) -> None:
     assert (stats.received_weight >= 0).all()
     assert (stats.entropy >= 0).all()
     assert ((stats.entropy == 0) | (seen > 1)).all()
-    # Of log(l) - t / l, both with l a sum of S weights in parts of 64.
+    # Entropy is log(l) - t / l, both with l a sum of S weights in parts of 64.
     most = seen.clamp(min=1).double().log()
     assert (stats.entropy <= most * (1 + 4 * eps) + (64 + S / 64 + 8) * eps).all()
     assert (stats.logsumexp >= stats.largest_score).all()

@@ -197,7 +197,7 @@ def test_compile(kind: str, dynamic: bool) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.filterwarnings("ignore:Error detected in SdpaStatsBackward")  # says where, too
 def test_compiled_training_step() -> None:
-    """Of detached query and key it runs; otherwise the compiler, which differentiates, is told."""
+    """Runs with detached query and key; otherwise the compiler, which differentiates, is told."""
     inputs = make_inputs(5, 7)
 
     def step(detached: bool) -> Any:

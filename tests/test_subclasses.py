@@ -57,7 +57,7 @@ def textbook(call: str) -> Callable[..., Any]:
 
 
 def make_bias(variant: str, L: int, S: int) -> CausalBias:
-    """With NaNs in the memory that nobody is to read."""
+    """A bias with NaNs in the memory that no call is to read."""
     bias = VARIANTS[variant](L, S)
     with torch._C.DisableTorchFunctionSubclass():
         return bias.fill_(math.nan)
@@ -89,7 +89,7 @@ def test_causal_bias(call: str, variant: str, L: int, S: int) -> None:
 @pytest.mark.parametrize(("L", "S"), [(5, 7), (7, 7), (9, 4), (67, 130)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_causal_bias_beside_options(variant: str, L: int, S: int) -> None:
-    """Positions are those of the bias, for the window and for ALiBi too."""
+    """Positions are the bias's, for the window and for ALiBi too."""
     inputs, mask = make(variant, L, S)
     options = {
         "softcap": 2.0,
@@ -157,7 +157,7 @@ def test_causal_bias_and_dropout(variant: str) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_layout_with_a_causal_bias() -> None:
-    """That of the query, as always."""
+    """The output has the query's layout, as always."""
     inputs, _ = make("lower right", 5, 7)
     query = inputs.query.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch_attn.sdpa(query, *inputs[1:]).transpose(1, 2).is_contiguous()
@@ -416,7 +416,7 @@ def test_jagged_tensors_are_sequences_by_themselves(options: str, gaps: tuple[bo
 @pytest.mark.usefixtures("device")
 def test_jagged_tensors_as_the_builtin_takes_them() -> None:
     query, key, value = (jagged(n, 2, 8) for n in (QUERIES, KEYS, KEYS))
-    key, value = (  # those of one tensor, as projections of it have them
+    key, value = (  # with the offsets of one tensor, as projections of it have them
         torch.nested.nested_tensor_from_jagged(torch.randn(sum(KEYS), 2, 8), key.offsets())
         .requires_grad_()
         .transpose(1, 2)

@@ -204,9 +204,9 @@ def flops(function: Any, *args: Any, **kwargs: Any) -> dict[Any, int]:
 @pytest.mark.parametrize("heads", [(4, 4, 4), (4, 2, 2)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flops_are_those_of_the_builtin(causal: bool, heads: tuple[int, int, int]) -> None:
-    """Of its formulas for the fused forward and backward, which count no CPU operator.
+    """Counts as its formulas for the fused forward and backward, which count no CPU operator.
 
-    They count every query head, and that of torch 2.11 takes no grouped ones.
+    They count every query head; in torch 2.11 they take no grouped heads.
     """
     x = make_inputs(5, 7, 16, 24, heads=heads)[:3]
     options = {"is_causal": causal, "enable_gqa": True}
@@ -242,7 +242,7 @@ def test_flops_of_what_is_asked_for() -> None:
 @pytest.mark.parametrize("window", [(3, -1), (-1, 0), (2, 1), (0, 0), (100, 100)])
 @pytest.mark.parametrize(("L", "S"), [(5, 7), (7, 5), (1, 9), (9, 1), (0, 3), (3, 0)])
 def test_flops_of_a_window(L: int, S: int, window: tuple[int, int]) -> None:
-    """Of the pairs that it leaves: counted from the first, and with an offset from the last."""
+    """Counts the pairs that it leaves: from the first key, and with an offset from the last."""
     E, Ev = 16, 24
     x = make_inputs(L, S, E, Ev)[:3]
     for causal, offset in itertools.product((False, True), (None, S - L)):
@@ -312,7 +312,7 @@ def test_profiler_names() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_fake_tensors(way: str) -> None:
-    """Every derivative without data: shapes, strides and dtypes are those of the real ones."""
+    """Every derivative without data has the shapes, strides and dtypes of the real one."""
     for dtype in (torch.float32, torch.bfloat16):
         x = make_inputs(5, 7, 4, 6, heads=(4, 2, 1), mask=(4, 1, 7), dtype=dtype)
         u, t = torch.randn(2, 4, 5, 6, dtype=dtype), directions(x)

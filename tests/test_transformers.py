@@ -660,7 +660,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_that_only_look_like_a_window(name: str) -> None:
-    """Of models outside of transformers, which may combine what they like."""
+    """Masks of models outside of transformers, which may combine what they like."""
     assert isinstance(window_mask(FUNCTIONS[name], mistral()), Tensor)
     assert not isinstance(window_mask(FUNCTIONS[name], mistral(), None), _Pattern)
     assert isinstance(window_mask(SLIDING, mistral()), _Pattern)
@@ -668,7 +668,7 @@ def test_functions_that_only_look_like_a_window(name: str) -> None:
 
 
 class OwnConfig(transformers.MistralConfig):
-    """Of a program: its model may combine functions as it likes."""
+    """The config of a program's own model, which may combine functions as it likes."""
 
 
 class OwnModel(transformers.MistralModel):

@@ -459,7 +459,7 @@ def test_generation_from_chunks_of_a_prompt(name: str, cache: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
 def test_no_mask_of_queries_and_keys(name: str) -> None:
-    """Of a padded text, in training and in parts over a cache, none is allocated, as eager's is."""
+    """With padding, in training and in parts over a cache, no mask is allocated, as eager's is."""
     L = 384
     tokens = torch.randint(IMAGE + 1, VOCABULARY, (2, L))
     real = torch.ones_like(tokens)
@@ -484,7 +484,7 @@ def test_no_mask_of_queries_and_keys(name: str) -> None:
     "name", ["BERT", "Llama", "Gemma 2", "GPT-OSS", "GPT-2", "BART", "T5", "ViT", "Wav2Vec2"]
 )
 def test_gradient_checkpointing(name: str) -> None:
-    """Layers run again in the backward pass, and the bits are those of a single run."""
+    """Layers run again in the backward pass, and the bits equal a single run's."""
     inputs, real = batch(name, "right")
     _, ours = build(name)
     ours.train()
@@ -582,7 +582,7 @@ def test_a_prompt_in_an_empty_static_cache_needs_no_mask(monkeypatch: pytest.Mon
 def test_precision(name: str, dtype: torch.dtype) -> None:
     """At most twice the error that transformers' "sdpa" has, plus one ulp of the largest value.
 
-    Where "sdpa" refuses a model, that of "eager".
+    Where "sdpa" refuses a model, the error that "eager" has.
     """
     other = "eager" if name in ("Gemma 2", "GPT-OSS") else "sdpa"
     inputs, real = batch(name, "right")

@@ -101,7 +101,7 @@ CASES.remove(("GPT-OSS", "positions"))  # it does not look at them for its masks
 
 @pytest.mark.parametrize(("name", "told"), CASES)
 def test_a_packed_batch_trains_as_its_texts_alone(name: str, told: str) -> None:
-    """Loss and all gradients are those of eager attention, text by text, in float64."""
+    """Loss and all gradients equal eager attention's, sequence by sequence, in float64."""
     losses, gradients = [], []
     with InFloat64():
         eager = build(name, torch.float64)
@@ -171,7 +171,7 @@ def test_packed_texts_are_inspected_as_texts_alone(told: str) -> None:
 
 @pytest.mark.parametrize("kind", ["boolean", "floating", "padding"])
 def test_packed_texts_beside_a_mask(kind: str) -> None:
-    """Of a model whose patterns are others: both count."""
+    """A model's other pattern beside packed sequences: both count."""
     query, key, value = torch.randn(3, 1, 2, 8, 4)
     cu_seq = torch.tensor([0, 3, 8], dtype=torch.int32)
     said = {"cu_seq_lens_q": cu_seq, "cu_seq_lens_k": cu_seq, "max_length_q": 5, "max_length_k": 5}
@@ -199,7 +199,7 @@ def test_packed_texts_beside_a_mask(kind: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
 def test_packed_texts_without_a_mask(is_causal: bool, window: int | None) -> None:
-    """Of encoders, and where the model has said that no mask is needed."""
+    """Packed sequences of encoders, and where the model has said that no mask is needed."""
     query, key, value = torch.randn(3, 2, 2, 8, 4)
     cu_seq = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
     said = {"cu_seq_lens_q": cu_seq, "cu_seq_lens_k": cu_seq}
@@ -296,7 +296,7 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_continuous_batching_with_other_names() -> None:
-    """Those that transformers knows stay as they are; those that nobody knows stay errors."""
+    """Names that transformers knows stay as they are; unknown names stay errors."""
     model = build("Llama", torch.float32)
     before = calls()
     generate(model, texts(PROMPTS), new=2)

@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "BART": (hf.BartModel, BART),
     "T5": (hf.T5EncoderModel, T5),
 }
-# Of GTE and Nomic the pooler, in the same forward, is asked for.
+# GTE and Nomic are asked for their pooler, which runs in the same forward.
 POOLER = {"GTE": {"add_pooling_layer": True}, "Nomic": {"add_pooling_layer": True}}
 
 

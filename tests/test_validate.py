@@ -309,7 +309,7 @@ def test_names_the_function_that_was_mapped(argument: str, function: str) -> Non
     assert_names(function, str(error.value))
 
 
-# Of a mask [batch, S], what a tokenizer gives: the index that makes it fit.
+# How to index a tokenizer's mask [batch, S] so that it fits tensors of 3, 4 or 5 dimensions.
 PADDING = {
     3: ((4, 5, 8), "mask[:, None, :]"),
     4: ((4, 2, 5, 8), "mask[:, None, None, :]"),

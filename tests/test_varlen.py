@@ -44,11 +44,11 @@ def cu_seq(lengths: list[int]) -> Tensor:
 
 
 class Call:
-    """A case: its tensors, the call of all sequences, and that of each one alone."""
+    """A case: its tensors, the call of all sequences, and the call of each one alone."""
 
     def __init__(self, case: str, dtype: torch.dtype, kernels: str = "") -> None:
         options = dict(CASES[case])
-        if kernels == "cuda" and dtype.itemsize == 2:  # bits are those of heads of whole 16 bytes
+        if kernels == "cuda" and dtype.itemsize == 2:  # bits equal for heads of whole 16 bytes
             options.pop("sizes", None)
         self.queries, self.keys = options.pop("lengths", LENGTHS)
         heads, (E, Ev) = options.pop("heads", (4, 4, 4)), options.pop("sizes", (32, 24))
@@ -83,7 +83,7 @@ class Call:
         return torch_attn.varlen_attn(**named, return_aux=AuxRequest(lse=True), enable_gqa=True)
 
     def each(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each sequence [L, Hq, Ev] and [Hq, L], by the dense operator."""
+        """The results of each sequence, [L, Hq, Ev] and [Hq, L], by the dense operator."""
         results = []
         q, k = 0, 0
         for n, (L, S) in enumerate(zip(self.queries, self.keys, strict=True)):
@@ -255,7 +255,7 @@ def test_gradcheck() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mapped", range(6))
 def test_vmap(mapped: int) -> None:
-    """Of one input at a time, with a gradient of all that are not mapped, too."""
+    """Maps one input at a time, with a gradient of all that are not mapped, too."""
     packed, _, inputs = packed_and_formula()
     several = torch.stack([inputs[mapped], 2 * inputs[mapped], inputs[mapped].flip(0)])
 
@@ -366,7 +366,7 @@ def test_out_is_as_the_result() -> None:
 
 
 def arguments() -> dict[str, Any]:
-    """Of a call that is right."""
+    """The arguments of a call that is right."""
     return {
         "query": torch.randn(8, 4, 16),
         "key": torch.randn(9, 2, 16),
@@ -541,7 +541,7 @@ def test_shared_pages() -> None:
 
 @pytest.mark.parametrize("at_end", [True, False])
 def test_nothing_outside_is_read(at_end: bool) -> None:
-    """Every tensor ends, or begins, at a page of memory that nobody may read."""
+    """Every tensor ends, or begins, at a page of memory that cannot be read."""
 
     def guarded(tensor: Tensor) -> Tensor:
         memory = GuardedMemory(tensor.numel() * tensor.element_size(), at_end)
@@ -674,7 +674,7 @@ def test_dropout() -> None:
 
 
 def test_flops() -> None:
-    """Of sequences of the same length those of the dense call; pages are no more heads."""
+    """Sequences of the same length count as the dense call; pages are no more heads."""
     query, key, value = torch.randn(3, 12, 4, 16)
     starts = torch.arange(4) * 4
     window = {"window_size": (2, 0)}

@@ -1,4 +1,4 @@
-"""Packed sequences by the CUDA kernels, over tests/stand_in, against those of the CPU."""
+"""Packed sequences by the CUDA kernels, over tests/stand_in, against the CPU's results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def solve(
 ) -> dict[str, Tensor]:
     """Output, logsumexp, their gradients, the derivatives of those and those along a direction.
 
-    Of inputs rounded to the dtype, in another one if asked.
+    Rounds the inputs to `dtype`, and computes in `compute` if given.
     """
     options = dict(CASES[case])
     queries, keys = options.pop("lengths", (QUERIES, KEYS))
@@ -134,7 +134,7 @@ def solve(
 
 
 def differing_alone(dtype: torch.dtype, heads: tuple[int, int, int], **options: Any) -> list[str]:
-    """The sequences whose output or gradients are not those of a call of it alone, to the bit."""
+    """The sequences whose output or gradients differ in a bit from a call of the sequence alone."""
     generator = torch.Generator().manual_seed(SEED)
     sizes = [(sum(QUERIES), heads[0]), (sum(KEYS), heads[1]), (sum(KEYS), heads[2])]
     inputs = [torch.randn(*s, 64, generator=generator).to(dtype).requires_grad_() for s in sizes]
@@ -217,7 +217,7 @@ def differing_in_pages(
     return [name for name, a, b in zip(names, paged, expected, strict=True) if not a.equal(b)]
 
 
-# --- numbers that nobody has checked --------------------------------------------------------------
+# --- unchecked numbers ----------------------------------------------------------------------------
 
 
 class Unread(Tensor):
@@ -308,7 +308,7 @@ def of_cuda(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_the_cpu(case: str, dtype: str, of_cuda: Any) -> None:
-    """To eight times the CPU's error, whose sums are more exact than those of the built-in.
+    """To eight times the CPU's error, whose sums are more exact than the built-in's.
 
     In float64 that is the error in float32, as much smaller as the numbers' spacing is.
     """
@@ -380,7 +380,7 @@ def test_bits_on_tensor_cores_do_not_depend_on_pages(
 
 
 def far_in_odd_pages(dtype: torch.dtype) -> float:
-    """How far results are from those of aligned pages where 16 bytes lie anywhere in a pool."""
+    """How far results differ from aligned pages' where 16 bytes begin anywhere in a pool."""
     generator = torch.Generator().manual_seed(SEED)
     query, *pools = (
         torch.randn(*s, 64, generator=generator).to(dtype) for s in ((9, 2), (5, 16, 2), (5, 16, 2))

@@ -19,7 +19,7 @@ def test_a_workflow_runs_targets_of_the_makefile() -> None:
 
 
 def test_citation() -> None:
-    """Of the version that there is; it invents no person and no address."""
+    """Cites the version that there is; invents no person and no address."""
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {torch_attn.__version__}\n" in citation
     for name in ("CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/bug.md"):

@@ -163,7 +163,7 @@ def test_second_derivatives(which: int) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_one_gradient_of_many() -> None:
-    """Of the weights alone, of the key alone; neither weights nor scores have one of the value."""
+    """The gradient of the weights alone, by the key; weights and scores have none by the value."""
     query, key, value, _ = make_inputs(5, 7, dtype=torch.float64)
     key.requires_grad_()
     output, weights, scores = torch_attn.sdpa_with_weights(query, key, value)
@@ -229,7 +229,7 @@ def test_masked_number_reaches_no_gradient(number: float, argument: str, which: 
 @pytest.mark.parametrize("derive", ["second", "third"])
 @pytest.mark.parametrize("number", [NAN, INF])
 def test_hidden_key_reaches_no_higher_derivative(number: float, derive: str) -> None:
-    """Of the weights, whose gradient is differentiated; of sdpa, by the formulas for third ones."""
+    """The second of the weights; the third of sdpa, by the formulas for third derivatives."""
     mask = torch.arange(7) < 5
 
     def result(number: float) -> Tensor:
@@ -268,7 +268,7 @@ def test_a_kernel_serves_on_the_cpu() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", LARGE)
 def test_output_and_weights_in_one_pass(case: str, dtype: torch.dtype, mean: bool) -> None:
-    """What nn.MultiheadAttention calls; with a gradient, the output is that of sdpa."""
+    """Called by nn.MultiheadAttention; with a gradient, the output is sdpa's."""
     sizes, options = LARGE[case]
     inputs = make_inputs(**{"dtype": dtype, **sizes})
     exact = inputs.map(lambda t: t.double() if t.is_floating_point() else t)

@@ -22,7 +22,7 @@ NAMES = map("attn_test_module_{}".format, itertools.count())
 
 @pytest.fixture
 def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a module that nobody has imported yet."""
+    """The name of a module that is not imported yet."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     name = next(NAMES)
