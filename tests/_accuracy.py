@@ -321,7 +321,7 @@ def fused_sdpa(
     scale = 1 / math.sqrt(max(E, 1)) if scale is None else scale
     query, scale = positive_scale(query, scale)
     if is_causal and attn_mask is None and S > L:
-        # It leaves the gradients of keys that no query sees as they lie in memory.
+        # It leaves the gradients of keys that no query sees as they are in memory.
         S, key, value = L, key[..., :L, :], value[..., :L, :]
     if attn_mask is not None and attn_mask.is_floating_point():
         if on_cuda:  # It multiplies by log2(e): finfo.min would be masked.

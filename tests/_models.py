@@ -58,7 +58,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def assert_close_in_float64(actual: Tensor, expected: Tensor) -> None:
-    """To ten thousand units of its resolution at the largest value, after some layers of a model.
+    """Allows ten thousand units of its resolution at the largest value, after a model's layers.
 
     What is computed in float32, or with a wrong mask or scale, is off by 1e5 times as much.
     """

@@ -1,4 +1,4 @@
-"""Calls with the options that the built-in has not, and the formula that they are held to."""
+"""Calls with the options that the built-in lacks, and the formula that they are held to."""
 
 from __future__ import annotations
 

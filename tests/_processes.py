@@ -53,7 +53,7 @@ class Processes:
             done, waiting = concurrent.futures.wait(
                 futures, self.PATIENCE, concurrent.futures.FIRST_EXCEPTION
             )
-            for future in done:  # first an error: the others may wait for who had it
+            for future in done:  # first an error: other processes may wait for who had it
                 future.result()
             assert not waiting, f"{len(waiting)} of {self.world} took over {self.PATIENCE} seconds"
         except BaseException:

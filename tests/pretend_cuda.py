@@ -143,7 +143,7 @@ class PretendCuda(TorchFunctionMode):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             output = F.scaled_dot_product_attention(query, key, value, mask.detach(), *args, **more)
         tensors = (t.detach() for t in (query, key, value))
-        with sdpa_kernel(SDPBackend.MATH):  # for the gradient of the mask, which the CPU's has not
+        with sdpa_kernel(SDPBackend.MATH):  # for the gradient of the mask, which the CPU's lacks
             of_mask = F.scaled_dot_product_attention(*tensors, mask, *args, **more)
         return output + (of_mask - of_mask.detach())
 

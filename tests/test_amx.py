@@ -137,7 +137,7 @@ def test_what_causality_hides_is_not_multiplied(counts: dict[Problem, Counts]) -
 def test_what_positions_hide_is_not_multiplied(
     counts: dict[Problem, Counts], problem: Problem
 ) -> None:
-    """At most tiles of 32 rows by 64 keys in which some query sees some key."""
+    """Multiplies at most tiles of 32 rows by 64 keys in which some query sees some key."""
     _, _, L, S, D = problem.shape
     left, right = problem.window
     at = torch.arange(L)[:, None] + problem.offset

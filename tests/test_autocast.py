@@ -69,7 +69,7 @@ def test_float64_is_left_alone(device: str, mask: str | None) -> None:
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("call", ["sdpa", "sdpa_with_logsumexp", "sdpa_with_weights"])
 def test_slopes_and_sinks_are_left_alone(device: str, call: str, low: torch.dtype) -> None:
-    """They stay in float32, with gradients of theirs: as cast by hand, without them."""
+    """They stay in float32, with their gradients, as where all but them is cast by hand."""
     inputs = make_inputs(33, 70, mask=(33, 70))
     slopes, sinks = torch.rand(3) / 3, torch.randn(3)
     function = getattr(torch_attn, call)

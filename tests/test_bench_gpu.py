@@ -123,7 +123,7 @@ def test_gpu_bench_that_is_cut(gpu: Any, tmp_path: Path) -> None:
 
 
 def test_gpu_bench_without_memory(gpu: Any) -> None:
-    """What runs alone but not beside the others is left out, the last first."""
+    """Calls that run alone but not beside other calls are left out, the last first."""
     from common import wall_clock
 
     calls = 0

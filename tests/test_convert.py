@@ -1,6 +1,6 @@
 """convert: PyTorch's transformers with their attention swapped, on every way through them.
 
-And unconvert, the way back.
+Also tests unconvert, the way back.
 """
 
 from __future__ import annotations

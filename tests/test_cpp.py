@@ -204,7 +204,7 @@ def test_only_our_headers_are_included() -> None:
     assert files_below(include) == {f"attn/{name}" for name in HEADERS}
 
 
-# By clang, and against what CMake has installed.
+# With clang, and against what CMake has installed.
 
 
 @pytest.fixture(scope="module")

@@ -249,6 +249,6 @@ def test_race_is_found(place: tuple[str, str], compiled: Callable[[str], Path]) 
 @pytest.mark.skipif(not find("nvcc"), reason="not run: nvcc is not there")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_for_a_gpu(name: str, tmp_path: Path) -> None:
-    """To g++ a function of the device is like any other: nvcc refuses it on the host."""
+    """nvcc refuses a function of the device on the host; to g++ it is like any other."""
     little_optimized = ("-Xcicc=-O1", "-Xptxas=-O1")  # in a third of the time
     assert compile_program(name, tmp_path, *little_optimized).exists()

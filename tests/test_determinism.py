@@ -69,7 +69,7 @@ def test_repeats_and_threads(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("L", [1, 4, 7])
 @pytest.mark.parametrize("E", [33, 64, 80])
 def test_strides_change_no_bits(E: int, L: int, dtype: torch.dtype) -> None:
-    """Few rows are read as they lie where they can be, and else packed: the order is the same."""
+    """Few rows are read where they are stored if they can be, else packed: in the same order."""
     query, key, value, _ = make_inputs(L, 150, E, dtype=dtype)
     expected = torch_attn.sdpa(query, key, value)
     for k, v in itertools.product((key, key.mT.contiguous().mT), (value, value.mT.contiguous().mT)):
@@ -144,7 +144,7 @@ def threads_of_process() -> int:
 def fork(call_first: bool) -> tuple[bool, int]:
     """Whether a forked child came to its end within a minute, and its exit status.
 
-    That is 0 if it found the parent's bits, and started a second thread to find them.
+    The status is 0 if it found the parent's bits, and started a second thread to find them.
     """
     torch.set_num_threads(2)
     torch.manual_seed(SEED)

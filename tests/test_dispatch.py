@@ -98,7 +98,7 @@ def test_unknown_name(name: str) -> None:
 
 
 def test_instruction_sets_differ_by_rounding_only() -> None:
-    """And they do differ: each of them really runs code of its own."""
+    """The results do differ: each instruction set really runs code of its own."""
     for dtype in (torch.float32, torch.bfloat16):
         inputs, eps = make_inputs(65, 130, 40, dtype=dtype), torch.finfo(dtype).eps
         outputs = []

@@ -249,7 +249,7 @@ def check_output_without_gradient() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("run", [2], indirect=True)
 def test_a_process_whose_output_gets_no_gradient(run: Processes, method: str) -> None:
-    """It takes part all the same: the others have gradients of its keys."""
+    """The process takes part all the same, because other processes have gradients of its keys."""
     run(under, method, check_output_without_gradient)
 
 

@@ -148,7 +148,7 @@ def named(rank: int, world: int, other: int) -> str:
 
 TIMEOUT = 5
 ENDED = 1
-# Where the others are when a process ends: before a call, in which they notice it, or have noticed
+# Where the other processes are when one ends: before a call, in which they notice it, or did notice
 # it a second ago, and between forward and backward.
 WHERE = ["at once", "a second ago", "backward", "gather", "lengths are told"]
 
@@ -207,7 +207,7 @@ def test_a_process_that_ends(after_an_end: dict[int, dict[str, Failure]], where:
 
 
 PATIENCE = 1.5  # seconds
-# What the others wait for: keys, or the gradients of their own.
+# What the other processes wait for: keys, or the gradients of their own.
 LATE = ["forward", "backward", "gradients"]
 
 
@@ -249,7 +249,7 @@ def too_late(groups: dict[str, dist.ProcessGroup]) -> dict[str, Failure]:
     found = {}
     with pause_in_backward(2 * PATIENCE) if is_late else contextlib.nullcontext():
         found["gradients"] = failure(lambda: outputs["gradients"].sum().backward())
-    time.sleep(PATIENCE + 0.5 if is_late else 0)  # and till the others are through
+    time.sleep(PATIENCE + 0.5 if is_late else 0)  # and till the other processes are through
     found["forward"] = failure(lambda: attend(groups["forward"]))
     found["backward"] = failure(lambda: outputs["backward"].sum().backward())
     return found

@@ -201,7 +201,7 @@ def check_bytes(method: str, dtype: torch.dtype, causal: bool) -> None:
 
     way = method or min(ways, key=lambda name: ways[name])
     assert average(forward) == ways[way]
-    # A ring sends keys and values once more, and their gradients back; the others what the forward
+    # A ring sends keys and values once more, and their gradients back; other ways what the forward
     # sent, the other way. Gradients of keys are float32 at least.
     wide = max(4, dtype.itemsize) / dtype.itemsize
     assert average(backward) == ways[way] * (1 + wide if way == "ring" else 1)

@@ -90,7 +90,7 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 def check_packed(case: str, cut: str, method: str) -> None:
-    """Sequences of 3, 0, 7, 3 and 1 queries, which lie across the processes; T is longer."""
+    """Sequences of 3, 0, 7, 3 and 1 queries, stored across the processes; T is longer."""
     torch.manual_seed(0)
     cu_seq = torch.tensor([0, 3, 3, 10, 13, 14]), torch.tensor([0, 2, 5, 10, 14, 15])
     options = {"enable_gqa": True, **PACKED[case]}
@@ -140,7 +140,7 @@ def test_packed_sequences(run: Processes, case: str, cut: str, method: str) -> N
 
 
 def check_statistics(cut: str, method: str) -> None:
-    """By a gather or all-to-all; a ring has none."""
+    """A gather and all-to-all compute them; a ring has none."""
     tensors, options = made("all", torch.float64, torch.float64)
     del tensors["value"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -165,7 +165,7 @@ def test_statistics(run: Processes, cut: str, method: str) -> None:
 
 
 def check_default() -> None:
-    """Without a method: the fewest bytes, and what a ring has not by another way, or an error."""
+    """Without a method: the fewest bytes, another way for what a ring lacks, or an error."""
     torch.manual_seed(0)
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))

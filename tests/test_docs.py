@@ -87,7 +87,7 @@ SLOW = dict.fromkeys(
 def test_page(page: Path) -> None:
     """Each block alone, as somebody runs it who copied no other.
 
-    Those with torchvision run where it is: in test_replace_libraries.py.
+    Blocks with torchvision run where it is: in test_replace_libraries.py.
     """
     blocks = [block for block in examples(page) if "torchvision" not in block]
     command = [sys.executable, "-W", "ignore", "-c", RUN_BLOCKS, *blocks]

@@ -55,7 +55,7 @@ def test_a_report_has_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # compares every call of tests/test_cuda.py
 def test_rehearsal(tmp_path: Path) -> None:
-    """To its last line, on a pretended GPU: `--pretend`."""
+    """Runs to its last line, on a pretended GPU: `--pretend`."""
     command = [sys.executable, "-m", "tests.cuda.first_run", "--pretend", "--out", str(tmp_path)]
     ended = subprocess.run(
         [*command, "--only", "smoke,ncu,check_delta", "--programs", str(tmp_path)],

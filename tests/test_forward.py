@@ -44,7 +44,7 @@ def test_grouped_heads_in_any_layout(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [None, "bool", "-inf"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_single_queries_of_many_heads(dtype: torch.dtype, kind: str | None) -> None:
-    """Rows of neighbouring heads, which lie as far apart as their layout has it."""
+    """Rows of neighbouring heads, stored as far apart as their layout has it."""
     mask = {} if kind is None else {"mask": (40, 1, 70), "kind": kind}
     for layout in LAYOUTS.values():
         inputs = make_inputs(1, 70, 16, 24, heads=(40, 2, 1), dtype=dtype, **mask)

@@ -37,7 +37,7 @@ def wrong(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, 
           enable_gqa=False):
     options = {"scale": scale, "enable_gqa": enable_gqa}
 """
-# The same for the options that the built-in has not: only problems with them find it.
+# The same for the options that the built-in lacks: only problems with them find it.
 BEGINNING_OF_OPTIONS = """
 import torch, torch_attn
 right = torch_attn.sdpa_with_logsumexp

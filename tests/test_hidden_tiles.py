@@ -71,7 +71,7 @@ def derivatives(inputs: Inputs, grad_output: Tensor, direction: Inputs) -> dict[
     ],
 )
 def test_nothing_of_hidden_tiles_reaches_a_result(L: int, kind: str, dtype: torch.dtype) -> None:
-    """The same bits whatever lies there; where the cache ends within a tile, its rest is finite."""
+    """The same bits whatever is there; where the cache ends within a tile, its rest is finite."""
     S, used = 5 * TILE, 2 * TILE + 10
     inputs = make_inputs(L, S, 16, dtype=dtype)
     mask = as_mask(torch.arange(S).expand(L, S) < used, kind, dtype)
@@ -180,7 +180,7 @@ def count_tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("change", range(len(CHANGES) + 1))
 def test_tiles_that_are_visited(change: int, count_tiles: Path) -> None:
-    """Those in which some query sees some key, counted; windows and offsets are of any size."""
+    """Counts tiles in which some query sees some key; windows and offsets are of any size."""
     chosen = os.environ | {"ATTN_MUTATION": str(change)}
     printed = subprocess.run([count_tiles], env=chosen, capture_output=True, text=True).stdout
     assert printed.startswith("L " if change else "right\n"), printed

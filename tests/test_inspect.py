@@ -20,7 +20,7 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """To the rounding of a few layers in float32, of weights, which are at most 1."""
+    """Compares weights, which are at most 1, to the rounding of a few layers in float32."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=64 * EPSILON)
 
 
@@ -287,7 +287,7 @@ def test_statistics_are_their_formulas(options: dict[str, Any]) -> None:
         "received_weight": p.sum(-2),
     }
     for name, formula in expected.items():
-        # A score is a sum of 8 products, and the others sum over 5 of them: errors of a few units
+        # A score is a sum of 8 products, and the rest are sums over 5 scores: errors of a few units
         # at the largest score.
         torch.testing.assert_close(
             getattr(layer, name),
@@ -315,7 +315,7 @@ def test_saturation_counts_the_queries_that_choose() -> None:
     assert layer.saturation.tolist() == [[0.75]]  # softmax of (9, 0, 0) is 0.9998
     layer = torch_attn.inspect(Heads(**options), (query, key), saturated_above=0.9999).layers[0]
     assert layer.saturation.tolist() == [[0.0]]
-    # The first query sees one key: no choice. Of the others, with two and three keys, 2 of 3.
+    # The first query sees one key: no choice. Queries with two and three keys: 2 of 3.
     layer = torch_attn.inspect(Heads(is_causal=True, **options), (query, key)).layers[0]
     torch.testing.assert_close(layer.saturation, torch.tensor([[2 / 3]]))
 
@@ -355,7 +355,7 @@ def test_what_a_floating_mask_hides(
 
 
 class WithOptions(nn.Module):
-    """A model whose attention has what the built-in has not, by one of the ways to call it."""
+    """A model with attention that the built-in lacks, by one of the ways to call it."""
 
     def __init__(self, call: str, **options: Any) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_install_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
-    """By the pip of this environment into a fresh one, so that the next test compiles nothing."""
+    """Uses this environment's pip, into a fresh one, so that the next test compiles nothing."""
     python = fresh_environment(tmp_path)
     into = ["--prefix", tmp_path, "--ignore-installed"]
     run(*PIP, "install", *into, "--no-index", "--no-deps", "--no-build-isolation", unpacked)
@@ -115,7 +115,7 @@ def test_install_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_type_checkers_see_an_editable_install(unpacked: Path, tmp_path: Path) -> None:
-    """By the README's command, from another directory."""
+    """Uses the README's command, from another directory."""
     python = fresh_environment(tmp_path)
     into = ["--prefix", tmp_path, "--ignore-installed"]
     run(*PIP, "install", *into, "--no-index", "--no-deps", "--no-build-isolation", "-e", unpacked)

@@ -38,7 +38,7 @@ def test_naive_keeps_the_matrix_of_weights(length: int) -> None:
 
 @pytest.mark.parametrize("length", [128, 512])
 def test_attn_keeps_two_numbers_a_row(length: int) -> None:
-    """And with dropout three numbers in all: where it draws again."""
+    """Dropout adds at most three numbers in all: where it draws again."""
     kept = cost.kept_bytes("attn", length)
     assert kept == 4 * 64 * length * 4 + 2 * length * 4
     assert 0 < cost.kept_bytes("attn", length, 0.1) - kept <= 3 * 8

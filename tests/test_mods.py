@@ -238,7 +238,7 @@ def test_t5_module(bidirectional: bool) -> None:
 
 
 def test_swin_module() -> None:
-    """By PyTorch's attention, because the softmax of its own is in float32."""
+    """Compares with PyTorch's attention, because the softmax of the module's own is in float32."""
     swin = pytest.importorskip("transformers.models.swin.modeling_swin")
     config = swin.SwinConfig(attention_probs_dropout_prob=0.0)
     config._attn_implementation = "sdpa"

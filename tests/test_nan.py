@@ -203,7 +203,7 @@ def test_fully_masked_row(S: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_keys(dtype: torch.dtype) -> None:
-    """Also where the keys of one query are shared out among threads."""
+    """The keys of one query are shared out among threads."""
     query, key, value, _ = make_inputs(1, 3000, 9, batch=(), heads=1, dtype=dtype)
     mask = torch.ones(1, 3000, dtype=torch.bool)
     mask[:, 1999] = False

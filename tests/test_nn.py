@@ -836,7 +836,7 @@ def test_repr() -> None:
 
 
 def test_wrong_dtype() -> None:
-    """Unless autocast makes them fit."""
+    """An error, unless autocast makes the dtypes fit."""
     module = ours()
     query, key, value = inputs(module)
     message = "key has dtype torch.float16; it must be that of the parameters, torch.float64"

@@ -78,7 +78,7 @@ PACKING = ALL - DENSE
 
 
 def test_every_argument_has_a_value() -> None:
-    """And other operators, public and private, have it too."""
+    """Every argument of the other operators, public and private, has a value too."""
     assert beyond_builtin(ops.attention) == ALL
     assert beyond_builtin(ops._attend_over_processes) == ALL
     renamed = {"seqused_k": "key_lengths"}
@@ -232,7 +232,7 @@ def tangent_of(function: Function) -> Function:
 
 
 def mapped(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """By vmap, also over an offset or a length a sample."""
+    """Calls by vmap, also over an offset or a length a sample."""
     samples = {n: options.pop(n) for n in ("query_offset", "key_lengths") if n in options}
 
     def one(query: Tensor, key: Tensor, value: Tensor, samples: dict[str, Tensor]) -> Any:
@@ -371,7 +371,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def results(call: Function, options: dict[str, Any], learns: bool) -> list[Tensor]:
-    """And the gradients of a loss of them, where they have some."""
+    """The results, and the gradients of a loss of them, where they have some."""
     learned = {n: x for n, x in options.items() if n in ("alibi_slopes", "sinks")}
     learns = learns and options.get("block_table") is None
     leaves = [x.detach().clone().requires_grad_(learns) for x in (*inputs(), *learned.values())]

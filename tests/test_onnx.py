@@ -123,7 +123,7 @@ EXPRESSED: dict[str, tuple[int, Function, tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", EXPRESSED)
 def test_expressed(name: str) -> None:
-    """By Attention, of which sdpa_with_weights needs two."""
+    """Each call becomes Attention, of which sdpa_with_weights needs two."""
     opset, model, others = EXPRESSED[name]
     inputs = (*make(), *others)
     program = export(model, inputs, opset)

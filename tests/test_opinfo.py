@@ -66,7 +66,7 @@ def test_other_order_is_the_same_problem() -> None:
             expected = results(reference.sdpa, inputs, grad_output, **options)
             actual = results(sdpa_in_order, inputs, grad_output, **options)
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-    for case in CASES[:-3]:  # the others have many keys
+    for case in CASES[:-3]:  # the last three have many keys
         x, u, _ = drawn(case, torch.float64)
         leaves = [t.requires_grad_() for t in x.values() if t.is_floating_point()]
         expected, actual = (

@@ -1,4 +1,4 @@
-"""The options that the built-in has not: windows, offsets, lengths, soft cap, ALiBi, sinks.
+"""The options that the built-in lacks: windows, offsets, lengths, soft cap, ALiBi, sinks.
 
 Held to the formula composed of PyTorch's operators, as the built-in's math backend composes its
 own: half types computed in float32 and rounded once, at the end.
@@ -79,7 +79,7 @@ def exact_results(case: Case, dtype: torch.dtype) -> tuple[Tensors, dict[str, fl
 
 
 def statistics(sdpa: Any, x: Tensors, **options: Any) -> Tensors:
-    """Those, and the weights and scores."""
+    """The statistics, and the weights and scores."""
     of_scores = {name: t for name, t in x.items() if name != "value"}
     stats = sdpa.sdpa_stats(**of_scores, enable_gqa=True, **options)
     _, weights, scores = sdpa.sdpa_with_weights(**x, enable_gqa=True, **options)
@@ -124,7 +124,7 @@ def test_statistics_and_weights(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causality_is_a_window(dtype: torch.dtype) -> None:
-    """To the bit, in every result."""
+    """Every result is the same to the bit."""
     case = Case("causal", (2, 4, 2, 130, 150, 16))
     x, u, t = drawn(case, dtype)
     causal = everything(attention, x, u, t, is_causal=True)

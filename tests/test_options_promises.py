@@ -58,7 +58,7 @@ def test_nothing_beyond_the_length_is_read(L: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("of", ["weights", "third derivative"])
 def test_formulas_do_not_read_beyond_the_length(of: str) -> None:
-    """Nor a direction there: derivatives that no kernel computes."""
+    """Derivatives that no kernel computes read nothing there, nor a direction there."""
     S, used = 9, 6
     point, along = (
         {name: torch.randn(2, 1, S, 4, dtype=torch.float64) for name in ("query", "key", "value")}

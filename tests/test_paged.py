@@ -579,7 +579,7 @@ def test_says_how_many_pages_are_needed() -> None:
 
 
 def test_a_write_that_fails_changes_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that is interrupted at its end: pages are taken afterwards.
+    """The write here is interrupted at its end: pages are taken afterwards.
 
     Two write into a shared page: the shorter one would write over tokens of the other.
     """
@@ -613,7 +613,7 @@ def test_appends_tokens_that_are_in_the_cache() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_handles_may_be_given_once() -> None:
-    """Such as by an iterator, which is empty afterwards."""
+    """An iterator may give them, which is empty afterwards."""
     cache = small()
     handle, starts = cache.add(), starts_of([3])
     cache.append(iter([handle]), *torch.randn(2, 3, 2, 8), starts)  # type: ignore[arg-type]
@@ -680,7 +680,7 @@ def test_only_entries_in_use_are_read(dtype: torch.dtype, page: int, queries: in
 @pytest.mark.regression
 @pytest.mark.parametrize("used", [2**63 - 1, 2**63 - 15, 2**63 - 16, 17, -1])
 def test_lengths_beyond_the_table_are_refused(used: int) -> None:
-    """Also those whose number of pages overflows when it is rounded up."""
+    """Refuses lengths, too, whose number of pages overflows when it is rounded up."""
     query, pool = torch.randn(1, 1, 8), torch.randn(2, 16, 1, 8)
     with pytest.raises(RuntimeError, match=f"attn::varlen_attention: seqused_k is {used}"):
         torch_attn.varlen_attn(

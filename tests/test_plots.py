@@ -124,7 +124,7 @@ def test_no_text_covers_another_or_leaves_the_picture(n: int, theme: str) -> Non
 
 
 def assert_apart(found: list[tuple[Text, Bbox]], kind: str) -> None:
-    """That no text covers another."""
+    """No text covers another."""
     for (a, one), (b, other) in itertools.combinations(found, 2):
         if any(text.get_rotation() % 90 for text in (a, b)):
             continue  # of a slanted text, the box is much larger than the text
@@ -321,7 +321,7 @@ def test_scaling_draws_zeros_on_a_logarithmic_axis() -> None:
     assert np.array_equal(ax.lines[0].get_ydata(), values.double())
     low, high = ax.get_ylim()
     assert low < 0 < 3e-3 < high
-    # 0 lies well below the least positive number.
+    # 0 is drawn well below the least positive number.
     places = ax.transData.transform([[1, 0.0], [1, 2e-5], [1, 3e-3]])[:, 1]
     assert places[1] - places[0] > 0.1 * (places[2] - places[0])
     assert 0 in ax.get_yticks()

@@ -134,7 +134,7 @@ def test_switching_in_a_compiled_function(kind: str) -> None:
 
 
 def test_switching_while_another_thread_compiles() -> None:
-    """All threads know that one compiles; that is no error in the others. The switch waits."""
+    """All threads know that one compiles; that is no error in other threads. The switch waits."""
     compiling = threading.Event()
 
     def backend(graph: Any, _: Any) -> Any:

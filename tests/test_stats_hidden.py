@@ -1,4 +1,4 @@
-"""sdpa_stats: what is hidden has no effect, what lies beside is not read, no scores are kept."""
+"""sdpa_stats: what is hidden has no effect, what is beside is not read, no scores are kept."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rows_without_keys(L: int, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("L", [1, 7, 70, 1100])
 def test_nan_in_a_query_stays_in_its_row(L: int, dtype: torch.dtype) -> None:
-    """And reaches the keys that the row may attend to, of its head alone."""
+    """A NaN reaches the keys that the row may attend to, of its head alone."""
     row, S = L // 2, 1100 if L < 70 else 130
     shape = {"mask": (L, S), "heads": (4, 2, 2)}
     query, key, _, mask = make_inputs(L, S, 40, kind="bool", dtype=dtype, **shape)
@@ -178,13 +178,13 @@ def test_head_dim_of_zero() -> None:
     torch.testing.assert_close(stats.entropy, torch.full((5,), math.log(7)))
 
 
-# --- layouts, and what lies beside them -----------------------------------------------------------
+# --- layouts, and what is beside them -------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("layout", "dtype"), PLACES)
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
-    """Views are read where they lie, and nothing beside them."""
+    """Views are read where they are stored, and nothing beside them."""
     inputs = make_inputs(67, 131, 24, mask=(2, 3, 67, 131), dtype=dtype, heads=3)
     expected = sdpa_stats(inputs)
     actual = sdpa_stats(inputs.map(LAYOUTS[layout]))

@@ -376,7 +376,7 @@ def jagged(lengths: tuple[int, ...], *sizes: int, gaps: bool = False) -> Tensor:
 
 
 def dense(nested: Tensor, i: int) -> Tensor:
-    """Sequence i as a leaf of its own, laid out as within the others."""
+    """Sequence i as a leaf of its own, laid out as within the nested tensor."""
     start, r = int(nested.offsets()[i]), nested._ragged_idx - 1
     length = (nested.offsets().diff() if nested.lengths() is None else nested.lengths())[i]
     return nested._values.narrow(r, start, int(length)).detach().clone().requires_grad_()

@@ -103,7 +103,7 @@ def batch(side: str, name: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """To a hundred units of float32's resolution at the largest value, after some layers of it."""
+    """Allows a hundred units of float32's resolution at the largest value, after some layers."""
     largest = expected.abs().max().item()
     torch.testing.assert_close(actual, expected, rtol=0, atol=100 * 1.2e-7 * largest)
 

@@ -542,7 +542,7 @@ class Spy:
 
 @pytest.mark.parametrize("name", ["BERT", "Llama", "Mistral", "BART", "T5", "ViT", "Wav2Vec2"])
 def test_nothing_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output lies as the model wants it, KV heads are not repeated and masks not expanded."""
+    """The output is stored as the model wants it, KV heads and masks are not expanded."""
     spy = Spy(monkeypatch)
     _, ours = build(name)
     inputs, _ = batch(name, "right")

@@ -146,7 +146,7 @@ def test_rows_of_packed_texts() -> None:
 
 
 def test_weights_of_packed_texts() -> None:
-    """L x S as they are, with a mask; the others' are 0."""
+    """The weights are L x S, as with a mask; between sequences they are 0."""
     ours = with_attn(build("Gemma 2", torch.float64))
     with torch.no_grad():
         batch = packed(**TOLD["numbers"])
@@ -229,7 +229,7 @@ def test_rows_behind_the_last_text_see_nothing() -> None:
 
 
 def test_texts_told_of_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another release of transformers, say: a mask, which is right, and a warning."""
+    """Another release of transformers, say, gets a mask, which is right, and a warning."""
     masking = transformers.masking_utils
     number = torch.zeros(1, 2)
     told = masking.and_masks(

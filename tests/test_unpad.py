@@ -1,6 +1,6 @@
 """Encoders that compute no padding, each against itself with its padding.
 
-Small models with random weights; sequences of length 0 and 1 are among the others.
+Small models with random weights; some sequences have length 0 or 1.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def test_not_dense(layout: str, argument: str, call: str, requires_grad: bool) -
 
 
 def in_memory_of_its_own_order(*size: int) -> Tensor:
-    """No two leading dimensions lie one behind the other."""
+    """No two leading dimensions are stored one behind the other."""
     return floats(*size).permute(*reversed(range(len(size) - 2)), -2, -1)
 
 

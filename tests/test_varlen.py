@@ -149,7 +149,7 @@ def compare_with_each(call: Call, dtype: torch.dtype) -> None:
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """To a few roundings of the largest numbers to bfloat16."""
+    """Allows a few roundings of the largest numbers to bfloat16."""
     torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
 
 
@@ -353,7 +353,7 @@ def test_results_asked_for() -> None:
 
 
 def test_out_is_as_the_result() -> None:
-    """Also where that is not of query's heads or dtype."""
+    """The result may have other heads or another dtype than the query."""
     query, key = torch.randn(5, 1, 8), torch.randn(5, 2, 8)
     given = (query, key, key, cu_seq([5]), cu_seq([5]), 5, 5)
     out = torch.empty(5, 2, 8)

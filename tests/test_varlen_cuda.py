@@ -184,7 +184,7 @@ def differing_in_pages(
     with_mask: bool = False,
     **options: Any,
 ) -> list[str]:
-    """Whether output or logsumexp depend on where keys and values lie: in pages, or in a row.
+    """Whether results depend on where keys and values are stored: in pages, or in a row.
 
     Whatever of the pool is not in use is NaN.
     """

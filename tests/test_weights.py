@@ -49,7 +49,7 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_values_of_many_tiles(case: str, dtype: torch.dtype) -> None:
     sizes, options = LARGE[case]
     inputs = make_inputs(**{"dtype": dtype, **sizes})
-    # Rows that lie apart, and columns of the transposed.
+    # Rows with gaps between their numbers, and columns of the transposed.
     inputs = inputs._replace(
         query=inputs.query.repeat_interleave(2, -1)[..., ::2],
         key=inputs.key.mT.contiguous().mT,
@@ -199,7 +199,7 @@ def test_fully_masked_row_has_finite_gradients() -> None:
 @pytest.mark.parametrize("argument", ["query", "key"])
 @pytest.mark.parametrize("number", [NAN, INF, -INF])
 def test_masked_number_reaches_no_gradient(number: float, argument: str, which: int) -> None:
-    """Nor is a NaN lost that is attended to: its row of weights, and their gradients, are NaN."""
+    """A NaN that is attended to is not lost: its row of weights, and their gradients, are NaN."""
     mask = torch.ones(5, 7, dtype=torch.bool)
     mask[:, 2] = False  # Key 2 is seen by no query,
     mask[1] = False  # and query 1 sees no key.

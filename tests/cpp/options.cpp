@@ -84,7 +84,7 @@ void packed() {
   tell("varlen", "block_table", from_pages, at::tensor({0, 1}).unsqueeze(0), at::tensor({1, 1}).unsqueeze(0));
 }
 
-// Sinks and slopes it has not: a program that names them does not compile.
+// The module lacks sinks and slopes: a program that names them does not compile.
 void module(bool need_weights) {
   struct Call {
     attn::MultiheadAttentionOptions options = attn::MultiheadAttentionOptions(kHeads * kDim, kHeads).batch_first(true);

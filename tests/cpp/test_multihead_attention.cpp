@@ -1,4 +1,4 @@
-// attn/multihead_attention.h against torch::nn::MultiheadAttention, and what that one has not.
+// attn/multihead_attention.h against torch::nn::MultiheadAttention, and what that module lacks.
 #include <attn/multihead_attention.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/serialize.h>

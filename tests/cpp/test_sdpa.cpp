@@ -123,7 +123,7 @@ TEST_F(Sdpa, IsTheFormula) {
   expect_close(attn::sdpa(query, key, value, {.attn_mask = mask, .enable_gqa = true}), output);
 }
 
-// All that the built-in has not, at once, against the formula.
+// All options that the built-in lacks, at once, against the formula.
 struct WithOptions : Sdpa {
   static constexpr double kCap = 1.5;
   static constexpr int64_t kLeft = 20, kRight = 3, kOffset = 20;

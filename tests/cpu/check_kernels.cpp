@@ -314,7 +314,7 @@ void check(const std::string& name, const Kernels& kernels, Visibility visibilit
     expect(name + ", second derivatives", *h.all()[n], slope, 1e-6);
   }
 
-  // By the rounding of factors, which are below 2 or weights, which sum to 1, and of the results.
+  // Tolerances: factors are rounded, which are below 2 or weights, which sum to 1, and results.
   const struct {
     DType dtype;
     const char* name;

@@ -27,7 +27,7 @@ void count(const RowParams& p, Counts& visits, Counts& loads) {
   }
 }
 
-// By the definition of the options, pair by pair; `rows`: of a tile.
+// Counts by the definition of the options, pair by pair; `rows`: of a tile.
 Counts expected(const RowParams& p, int64_t rows) {
   Counts tiles;
   const auto [left, right, offset, length, _] = p.visibility;

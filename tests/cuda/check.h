@@ -23,9 +23,9 @@ inline void require_done(cudaError_t error) {
   std::exit(1);
 }
 
-// The bytes of an array, on the host and on the device. Before and after them lies a guard, as large as the largest
+// The bytes of an array, on the host and on the device. Before and after them is a guard, as large as the largest
 // tile, of bytes that are NaN in every format: what is read there makes a result NaN, and nothing may be written there.
-// ATTN_GUARD_BYTES=0 leaves it out for what sees by itself what lies outside of an allocation: compute-sanitizer and
+// ATTN_GUARD_BYTES=0 leaves it out for tools that see an access outside of an allocation: compute-sanitizer and
 // the stand-in.
 class Memory {
  public:

@@ -32,7 +32,7 @@ void store_bias(M* to, float x) {
 
 // `causal`, with keys left over in the last tile and rows in the last block. M: the type of the mask, if there is one;
 // it hides a tile of keys wholly. Of kMaskStride numbers between its rows some are copied in vectors, and others one by
-// one. `paged`: keys and values lie in pages.
+// one. `paged`: keys and values are stored in pages.
 template <class S, class M = void, int kMaskStride = 150>
 void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, Stream), double tolerance,
            int rows_per_task = sizeof(S) == 2 ? 128 : 64, bool paged = false) {

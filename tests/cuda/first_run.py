@@ -83,7 +83,7 @@ def find_ncu() -> str:
 
 
 def beside_each_other(programs: Path, out: Path, pretended: bool) -> Iterator[Step]:
-    """Those that look at results alone, the longest first."""
+    """Steps that look at results alone, the longest first."""
     some = ["-k", f"cuda and not (program or sanitizer or {LARGE})"]
     junit = f"--junitxml={out / 'tests.xml'}"
     yield pytest_step("tests of a GPU", ["tests/test_cuda.py", *some], pretended, 105)
@@ -120,7 +120,7 @@ def pytest_step(name: str, arguments: list[str], pretended: bool, seconds: float
 
 
 def alone(out: Path, pretended: bool) -> Iterator[Step]:
-    """Those that measure, or take all of the memory."""
+    """Steps that measure, or take all of the memory."""
     speed = [sys.executable, "-u", "benchmarks/bench.py", "--quick", "--json", f"{out}/speed.json"]
     speed += ["--device", "cuda"]
     yield Step("speed", speed, 150, "" if has("rich") else "rich")

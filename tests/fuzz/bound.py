@@ -190,7 +190,7 @@ class Results:
         return self.rounded(x, error, given.dtype)
 
     def of_heads(self, name: str, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """The bound of numbers per row, rounded, summed in float64 over rows and what was broadcast."""
+        """The bound of numbers per row, summed in float64 over the rows and what was broadcast."""
         given = self.textbook.made.x[name]
         n = x.numel() // max(given.numel(), 1)
         info = torch.finfo(self.problem.dtype_of_rows)

@@ -33,9 +33,9 @@ def size(rng: random.Random) -> int:
 def draw(
     seed: int, index: int, device: str = "cpu", plain: bool = False, options: bool = True
 ) -> Problem:
-    """Problem `index`; `options`: may have those that the built-in has not.
+    """Problem `index`; `options`: may have options that the built-in lacks.
 
-    What such a problem is without them does not depend on them.
+    The rest of the problem does not depend on these options.
 
     `plain`: of numbers that the built-in, too, computes well, each with memory of its own: where
     values are expanded along the keys, the gradient of the scores is 0, and the built-in, which

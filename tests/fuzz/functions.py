@@ -18,7 +18,7 @@ from torch import Tensor
 import torch_attn
 from torch_attn import reference
 
-EVERY = 9  # one index in so many has such a problem, too; odd, for all processes
+EVERY = 9  # one index in nine has such a problem, too; odd, for all processes
 # Maps the arguments of a function of the pair, as a namespace (s, b, h, i, j), to a number.
 Term = Callable[[Any], Tensor]
 

@@ -1,4 +1,4 @@
-"""Draws the options that the built-in has not, for a problem that is drawn without them.
+"""Draws the options that the built-in lacks, for a problem that is drawn without them.
 
 Each alone, in pairs, in threes, and all of them: as many as `HOW_MANY` says.
 """
@@ -52,7 +52,7 @@ def weighted(rng: random.Random, weights: dict[Any, int]) -> Any:
 
 
 def softcap(rng: random.Random) -> float:
-    """Most between those that cap nothing and those that cap all; the others at any magnitude."""
+    """Most caps are between no effect and capping all scores; the rest are of any magnitude."""
     if rng.random() < 0.7:
         return rng.choice((0.1, 0.5, 1.0, 3.0, 20.0, 50.0))
     return rng.choice((1e-3, 1e-6, 1e-12, 1e-25, 1e3, 1e6, 1e12, 1e25, 1e40))
@@ -124,7 +124,7 @@ def integers_of(
 
 
 def broadcast(rng: random.Random, dims: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that a tensor has that broadcasts to them: fewer, or of size 1."""
+    """The dimensions of a tensor that broadcasts to these: fewer, or of size 1."""
     if rng.random() < 0.5:
         return dims
     return tuple("1" if rng.random() < 0.3 else d for d in dims[rng.randint(0, len(dims)) :])

@@ -20,7 +20,7 @@ from .drawing import EDGES, MODES
 from .options import length, offset, softcap, weighted, window
 from .problem import DTYPES, MASKS, ON_CUDA, SINKS, SLOPES, VALUES, Problem
 
-EVERY = 5  # one index in so many has such a problem, too; odd, for all processes
+EVERY = 5  # one index in five has such a problem, too; odd, for all processes
 # The cost of a problem, in multiplications, that one in twenty exceeds by a factor of ten.
 COSTS = {"cpu": 2_000_000, "cuda": 50_000, "gpu": 5_000_000, "amx": 400_000}
 

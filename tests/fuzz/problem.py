@@ -21,7 +21,7 @@ INPUTS = (*NAMES, "alibi_slopes", "sinks")  # what has derivatives
 INTEGERS = ("query_offset", "key_lengths")
 # How many of the dimensions of a head, a row and a column they lack.
 LACKS = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
-# What the built-in has not, and what it has, by the names of the table of pairs.
+# Options that the built-in lacks, and options that it has, by the names of the table of pairs.
 OPTIONS = ("softcap", "window_size", *INTEGERS, "alibi_slopes", "sinks", "logsumexp")
 OF_BUILTIN = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 RESULTS = ("output", "logsumexp", "max_score")
@@ -205,7 +205,7 @@ class Problem:
         return " ".join(filter(None, (mode, extra, "" if self.is_plain else "options")))
 
     def capabilities(self, all_of_them: list[str]) -> list[str]:
-        """Those that do not merely call another's functions."""
+        """The instruction sets that do not merely call another's functions."""
         left_out = set()
         pairs = self.dtype == "bfloat16" or (self.dtype, self.precision) == ("float32", "medium")
         if not pairs:

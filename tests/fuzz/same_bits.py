@@ -3,7 +3,7 @@
     python -m tests.fuzz.same_bits before/libattn.so after/libattn.so --problems 5000
 
 Both run the same random problems of `make fuzz`, forward and derivatives, on every instruction set:
-without the options that the built-in has not, if one of the two has no operator for them.
+without the options that the built-in lacks, if one of the two has no operator for them.
 """
 
 from __future__ import annotations

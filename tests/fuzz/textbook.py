@@ -71,7 +71,7 @@ class Textbook:
 
     @functools.cached_property
     def ahead(self) -> Tensor:
-        """How far a key lies ahead of its query's position (int64)."""
+        """How far ahead of its query's position a key is (int64)."""
         offset = self.of_entries("query_offset")
         rows = torch.arange(self.L)[:, None] + (0 if offset is None else offset)
         return torch.arange(self.S) - rows

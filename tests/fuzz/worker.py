@@ -11,7 +11,7 @@ from typing import Any
 
 from .drawing import draw
 
-SAMPLE = 401  # one problem in so many is also held to the suite's bound; odd, for all processes
+SAMPLE = 401  # one problem in 401 is also held to the suite's bound; odd, for all processes
 MADE_SMALL = 5  # of the failures of a process
 Worst = dict[tuple[str, str, str], tuple[float, int, str]]
 

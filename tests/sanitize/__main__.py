@@ -21,7 +21,7 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from tests._variants import BUILD, ROOT, build_library, newest_clang
 
-# The core of the tests, one in so many of them: a number that has no factor in common with the
+# The core of the tests, one in this many: a number that has no factor in common with the
 # numbers of instruction sets and of dtypes, and so meets all of these.
 CORE = [
     f"tests/test_{name}.py"
@@ -103,7 +103,7 @@ def check(
     errors: dict[str, str],
     tests: Sequence[tuple[int, Sequence[str]]],
 ) -> None:
-    """Every error is reported, and nothing in one of so many `tests`."""
+    """Every error is reported, and nothing in every n-th test: `tests` are pairs (n, names)."""
 
     def reported(error: str) -> None:
         command = ["-m", "tests.sanitize.errors", error]

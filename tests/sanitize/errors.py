@@ -38,14 +38,14 @@ def front_of_empty_vector() -> None:
 
 
 def number_never_written() -> None:
-    """By chance it would often be 0, which is what most options are."""
+    """The number would often be 0 by chance, which is what most options are."""
     library.number_never_written.restype = ctypes.c_double
     if number := library.number_never_written():
         raise SystemExit(f"nothing has written the number {number}")
 
 
 def memory_never_written() -> None:
-    """By chance it would often be 0, as where sums begin."""
+    """These numbers would often be 0 by chance, as where sums begin."""
     if torch.empty(2**20).isnan().all():
         raise SystemExit("nothing has written these numbers")
 

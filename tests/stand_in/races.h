@@ -82,7 +82,7 @@ class Races {
     std::array<const void*, 2> where{};        // of the last one
   };
   struct Byte {
-    unsigned stored_after = 0;  // so many barriers of the block
+    unsigned stored_after = 0;  // this many barriers of the block
     std::array<Accesses, kWarps> of_warp;
   };
 
