@@ -145,7 +145,7 @@ def attention(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def formula(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """In float64, or as the math backend computes: in float32, the output rounded."""
+    """Computes in float64, or as the math backend does: in float32, the output rounded."""
     dtype = x["query"].dtype
     wide = {
         name: t.float() if dtype.itemsize == 2 and t.is_floating_point() else t

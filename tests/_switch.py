@@ -37,7 +37,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """In half types, to one unit in the last place of the largest value."""
+    """Compares half types to one unit in the last place of the largest value."""
     if isinstance(expected, Tensor):
         half = expected.dtype in (torch.bfloat16, torch.float16)
         atol = ulp(largest(expected), expected.dtype) if half else None

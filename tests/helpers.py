@@ -172,7 +172,7 @@ def of_inputs(*some: Any, rest: Any) -> list[Any]:
 
 
 def natural_logsumexp(pair: Tensor, scale: float = 1) -> Tensor:
-    """In float64, of what _sdpa_forward keeps (csrc/core/params.h).
+    """The logsumexp in float64, from what _sdpa_forward keeps (csrc/core/params.h).
 
     The CPU's pair counts in products, which the scale makes scores, unless the mask holds numbers.
     """

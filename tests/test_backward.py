@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(case: Case) -> None:
-    """With gradients and without, which few queries have a kernel of their own for."""
+    """Runs with gradients and without, which few queries have a kernel of their own for."""
     check(case.inputs(), gradients=True, **case.options)
 
 
@@ -51,7 +51,7 @@ def test_layouts_of_grad_output(layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", [(1, 1, 1, 1), (2, 1, 1, 20), (1, 3, 1, 1), (1, 1, 35, 1)])
 def test_expanded_grad_output(stored: tuple[int, ...], dtype: torch.dtype) -> None:
-    """As of `output.sum().backward()` and other reductions: stride 0."""
+    """The gradient has stride 0, as from `output.sum().backward()` and other reductions."""
     inputs = make_inputs(35, 70, 12, 20, dtype=dtype)
     grad_output = torch.randn(stored, dtype=dtype).expand(2, 3, 35, 20)
     actual = results(torch_attn.sdpa, inputs, grad_output)

@@ -399,7 +399,7 @@ def test_sizes_that_a_run_finds_unequal() -> None:
 
 
 def test_a_scale_of_one_number_ends_the_graph() -> None:
-    """As with the built-in, whose scale must be a number of the graph too."""
+    """The built-in's scale, too, must be a number of the graph."""
     query, key, value, _ = make_inputs(5, 7, 8)
     scale = torch.tensor(0.3)
     expected = torch_attn.sdpa(query, key, value, scale=0.3)

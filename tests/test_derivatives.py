@@ -138,7 +138,7 @@ def test_forward_over_forward(case: str) -> None:
 @pytest.mark.regression
 @pytest.mark.usefixtures("device")
 def test_forward_over_forward_of_a_score_of_minus_infinity() -> None:
-    """As of a key that a mask hides: no NaN."""
+    """No NaN, as of a key that a mask hides."""
     query, key = torch.rand(2, 3, 4, dtype=F64) + 0.1, torch.randn(2, 5, 4, dtype=F64)
     value, along = torch.randn(2, 5, 6, dtype=F64), torch.randn(2, 3, 4, dtype=F64)
     infinite = key.clone()
@@ -242,7 +242,7 @@ def test_fully_masked_rows(S: int, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("sizes", [(0, 7, 4, 4), (5, 0, 4, 4), (5, 7, 0, 4), (5, 7, 4, 0)], ids=str)
 def test_empty(sizes: tuple[int, int, int, int]) -> None:
-    """As of the reference, which for S = 0 has nothing but zeros."""
+    """Equals the reference, which for S = 0 has nothing but zeros."""
     x = make_inputs(*sizes, mask=(1, sizes[1]), dtype=F64)
     u, t = make_grad_output(x), directions(x)
     expected = double_backward(reference.sdpa, x, u, t)

@@ -75,7 +75,7 @@ def flux() -> Example:
 
 
 def qwen_image() -> Example:
-    """With a mask of the padded texts, `[B, S]`."""
+    """A model with a mask of the padded prompts, `[B, S]`."""
     model = diffusers.QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,
@@ -96,7 +96,7 @@ def qwen_image() -> Example:
 
 
 def hunyuan_video() -> Example:
-    """With boolean masks `[B, 1, 1, S]`. A layer of its own refines the texts."""
+    """A model with boolean masks `[B, 1, 1, S]`. A layer of its own refines the prompts."""
     model = diffusers.HunyuanVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
@@ -122,7 +122,7 @@ def hunyuan_video() -> Example:
 
 
 def ltx() -> Example:
-    """With attention to the texts under a mask that is added to the scores."""
+    """A model with attention to the prompts under a mask that is added to the scores."""
     model = diffusers.LTXVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
@@ -145,7 +145,7 @@ def ltx() -> Example:
 
 
 def wan() -> Example:
-    """With attention to the texts, of which there are more or fewer tokens than of the video."""
+    """A model with attention to the prompts, whose tokens are more or fewer than the video's."""
     model = diffusers.WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
@@ -279,7 +279,7 @@ def test_compiles_as_one_graph() -> None:
 
 
 def unet() -> Example:
-    """With attention of the image to itself and to the texts, in the middle and on the way up."""
+    """A model whose image attends to itself and to the prompts, in the middle and on the way up."""
     model = diffusers.UNet2DConditionModel(
         sample_size=8,
         in_channels=4,

@@ -213,7 +213,7 @@ def results(inputs: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def compare_options(case: str) -> tuple[Any, int]:
-    """As `compare`, of the output without gradients."""
+    """Compares as `compare` does, of the output without gradients."""
     torch.manual_seed(0)
     tensors, placement, _ = WITH_OPTIONS[case]
     inputs = list(make_inputs(5, 7, 6, heads=4, dtype=torch.float64)[:3])

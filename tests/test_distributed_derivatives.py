@@ -142,7 +142,7 @@ def check_derivatives(second: bool) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("run", [2], indirect=True)
 def test_gradcheck(run: Processes, method: str) -> None:
-    """In forward and reverse mode; every process moves the same numbers in the same order."""
+    """Forward and reverse mode; every process moves the same numbers in the same order."""
     run(under, method, check_derivatives, False)
 
 

@@ -183,7 +183,7 @@ def check_an_end(rendezvous: str) -> dict[str, Failure]:
 def after_an_end(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[int, dict[str, Failure]]]:
-    """What those that remain find, by their ranks."""
+    """The errors that the remaining processes find, by their ranks."""
     folder = tmp_path_factory.mktemp("gloo")
     processes = Processes(request.param, folder)
     calls = [p.submit(check_an_end, str(folder / "again")) for p in processes.processes]
@@ -227,7 +227,7 @@ def pause_in_backward(seconds: float) -> Iterator[None]:
 
 
 def check_lateness(world: int) -> dict[str, Failure] | None:
-    """In the last `world` of the processes, of which the last one is late."""
+    """Runs in the last `world` of the processes, of which the last one is late."""
     ranks = list(range(dist.get_world_size()))[-world:]
     timeout = datetime.timedelta(seconds=PATIENCE)
     groups = {what: dist.new_group(ranks, timeout) for what in LATE}

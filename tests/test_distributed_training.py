@@ -211,7 +211,7 @@ def check_compiled_dtensors(method: str, fullgraph: bool) -> None:
 @pytest.mark.parametrize("method", [*METHODS, ""])
 @pytest.mark.parametrize("run", [2], indirect=True)
 def test_compiled_dtensors(run: Processes, method: str, fullgraph: bool) -> None:
-    """In one graph without a ring; of one, an error that says it."""
+    """One graph without a ring; a ring in one graph raises an error that says it."""
     run(check_compiled_dtensors, method, fullgraph)
 
 

@@ -28,7 +28,7 @@ def test_forces_of_packed_molecules() -> None:
 
 
 def test_gradients_of_packed_texts_are_clipped() -> None:
-    """As by one backward for each text."""
+    """The clipped gradients equal one backward per sequence."""
     torch.manual_seed(0)
     lengths = [5, 1, 30, 12]
     model = private_texts.Reader(dim=16).double()

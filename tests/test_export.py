@@ -56,7 +56,7 @@ def test_any_lengths(strict: bool) -> None:
 
 
 def run_saved(path: str) -> None:
-    """In another process, that knows of the operator by `import torch_attn`."""
+    """Runs in another process, that knows of the operator by `import torch_attn`."""
     check(torch.export.load(path).module())
 
 
@@ -215,7 +215,7 @@ def test_torchscript(how: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_with_logsumexp", "sdpa_with_weights"])
 def test_torchscript_of_the_function(name: str) -> None:
-    """With every argument, by position and by name, and the defaults of the operator."""
+    """Scripts every argument, by position and by name, and the defaults of the operator."""
     function = getattr(torch_attn, name)
     scripted = torch.jit.script(function)
     query, key, value, mask = make(2, 5, 7)

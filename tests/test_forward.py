@@ -223,7 +223,7 @@ MASKS = {
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_fewer_than_two_dimensions(name: str) -> None:
-    """As the built-in has them, at every door; a gradient has the mask's own shape."""
+    """Every door takes them as the built-in does; a gradient has the mask's own shape."""
     query, key, value, _ = make_inputs(5, 7, 8, dtype=(doubles := torch.float64))
     mask = MASKS[name].to(query.device)
     whole = mask.expand(5, 7)

@@ -618,7 +618,7 @@ def test_a_number_may_be_of_any_type(function: Callable[..., Any]) -> None:
 
 
 def test_a_scale_that_is_learned() -> None:
-    """As the error says."""
+    """A scale that is learned works as the error says: multiply the query."""
     query, key, value, _ = make_inputs(5, 7, dtype=F64)
     scale = torch.tensor(0.3, dtype=F64, requires_grad=True)
     assert gradcheck(lambda s: torch_attn.sdpa(query * s, key, value, scale=1.0), (scale,))

@@ -115,7 +115,7 @@ def test_documents_have_the_bits_that_they_have_alone(kind: str, dtype: torch.dt
 
 
 def attend_to_guarded_memory(capability: str) -> None:
-    """In a process of its own, which a read beyond the keys in use ends."""
+    """Runs in a process of its own, which a read beyond the keys in use ends."""
     S, used, E = 16 * TILE, 2 * TILE, 64
     visible = torch.arange(S) < used - 3
     torch.manual_seed(0)

@@ -222,7 +222,7 @@ def test_what_attn_does_not_compute_is_refused_and_the_model_restored() -> None:
     from transformers import BertConfig, BertModel
 
     class Indexing(nn.Module):
-        """As a layer that asks for chosen keys, which its model has on the way."""
+        """A layer that asks for chosen keys, which its model has on the way."""
 
         def __init__(self, layer: nn.Module) -> None:
             super().__init__()
@@ -418,7 +418,7 @@ def test_options_of_a_query_without_heads() -> None:
 
 
 def test_options_under_vmap() -> None:
-    """They alone may be mapped."""
+    """Options may be mapped without any other input."""
 
     class Mapped(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -588,7 +588,7 @@ def test_multihead_attention_without_a_batch() -> None:
 
 
 def test_the_function_of_multihead_attention_called_directly() -> None:
-    """As pooling layers do; the module hands on floating masks only, others boolean ones."""
+    """Pooling layers call it; the module hands on floating masks only, such layers boolean ones."""
 
     class Pool(nn.Module):
         def forward(self, x: Tensor, hidden: Tensor, static: Tensor | None = None) -> Any:

@@ -41,7 +41,7 @@ def test_not_built(library: Path) -> None:
 
 
 def test_built_for_other_releases(library: Path) -> None:
-    """As a wheel may be."""
+    """A wheel may be built for other releases."""
     for release in ("torch_2_97", "torch_2_98"):
         (library.parents[1] / release).mkdir()
         shutil.copy(library, library.parents[1] / release)
@@ -104,7 +104,7 @@ def test_the_same_library_is_loaded() -> None:
 
 @pytest.mark.regression
 def test_empty_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not set."""
+    """An empty variable counts as one that is not set."""
 
     def library() -> object:
         return runpy.run_path(_library.__file__)["LIBRARY"]

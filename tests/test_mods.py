@@ -76,7 +76,7 @@ def test_transformer_xl(batch: int) -> None:
 
 @pytest.mark.parametrize("max_distance", [None, 60])
 def test_deberta(max_distance: int | None) -> None:
-    """With the buckets of transformers."""
+    """Compares with the buckets of transformers."""
     R = 16
     c2p, p2c = learned(B, H, L, 2 * R), learned(B, H, S, 2 * R)
     place = i - j
@@ -198,7 +198,7 @@ def test_neighbourhood_errors(
 
 
 def filled(module: nn.Module) -> Any:
-    """In float64, without dropout, with numbers in place of the zeros that tables begin with."""
+    """The module in float64, without dropout, with numbers where tables begin with zeros."""
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)

@@ -291,7 +291,7 @@ def test_what_a_mask_says_too(case: str, need_weights: bool) -> None:
 @pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_soft_cap(dropout: float, need_weights: bool) -> None:
-    """With a window, of inputs without a batch."""
+    """The cap works with a window, on inputs without a batch."""
     module = ours(softcap=0.3, window_size=(3, 1), dropout=dropout)
     query, key, value = inputs(module, None)
     parts = zip((query, key, value), *(t.chunk(3) for t in (module.in_proj_weight,
@@ -358,7 +358,7 @@ def test_grouped_heads(groups: int, constructor: str, batch: int | None) -> None
 
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 10}], ids=["packed", "separate"])
 def test_grouped_heads_are_initialised(sizes: dict[str, int]) -> None:
-    """As torch's parameters of such shapes are: Xavier, and biases of 0."""
+    """Heads are initialised as torch's parameters of such shapes: Xavier, and biases of 0."""
     module = MultiheadAttention(16, 8, num_kv_heads=2, add_bias_kv=True, **sizes)
     matrices = [p for n, p in module.named_parameters() if p.dim() == 2 and "out_proj" not in n]
     assert len(matrices) == (3 if sizes else 1)
@@ -375,7 +375,7 @@ def test_grouped_heads_are_initialised(sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("average", [True, False])
 def test_weights_are_those_after_dropout(average: bool) -> None:
-    """As torch's are; drawn alike from the same seed on a CPU."""
+    """The weights equal torch's; dropout is drawn alike from the same seed on a CPU."""
     theirs, module = both(dropout=0.5, batch_first=True)
     tensors = inputs(module)
     results = []
@@ -497,7 +497,7 @@ def nested(dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("average", [True, False])
 def test_nested(average: bool) -> None:
-    """In evaluation, where alone torch takes them; the weights are padded with 0."""
+    """In evaluation, because torch takes nested tensors only there; weights are padded with 0."""
     theirs, module = both(batch_first=True)
     x = nested()
     with torch.no_grad():
@@ -607,7 +607,7 @@ def test_trace() -> None:
 
 
 def test_symbolic_trace() -> None:
-    """As a leaf, which a tracer takes torch's module for by itself."""
+    """Traces the module as a leaf, which a tracer takes torch's module for by itself."""
 
     class Tracer(torch.fx.Tracer):
         def is_leaf_module(self, module: nn.Module, name: str) -> bool:

@@ -198,7 +198,7 @@ def statistics(function: Function) -> Function:
 
 
 def rows_of_textbook(*args: Any, **options: Any) -> Any:
-    """As ours, without a gradient of the largest score."""
+    """Returns what ours does, without a gradient of the largest score."""
     output, logsumexp, max_score = reference.sdpa_with_logsumexp(*args, **options)
     return output, logsumexp, max_score.detach()
 
@@ -298,7 +298,7 @@ def to_be_inspected(query: Tensor, key: Tensor, value: Tensor, **options: Any) -
 
 
 def by_module(need_weights: bool, dropout: float = 0.0) -> Function:
-    """With projections that change nothing."""
+    """Calls the module with projections that change nothing."""
 
     def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         module = torch_attn.nn.MultiheadAttention
@@ -556,7 +556,7 @@ def test_onnx() -> None:
 
 
 def by_transformers(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """With the names of transformers, where it has some; a window is one number there."""
+    """Uses the names of transformers, where it has some; a window is one number there."""
     from torch_attn.integrations.transformers import attention_forward
 
     module = nn.Module()

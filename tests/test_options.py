@@ -66,7 +66,7 @@ def test_results_and_derivatives(case: Case, dtype: torch.dtype) -> None:
 
 @functools.cache  # the same for every instruction set, as the seed is
 def exact_results(case: Case, dtype: torch.dtype) -> tuple[Tensors, dict[str, float]]:
-    """In float64, and the largest error of the formula in each, of several problems alike."""
+    """Results in float64, and the formula's largest error in each, of several problems alike."""
     torch.manual_seed(0)
     problem = drawn(case, dtype)
     results = everything(formula, *map(to_64, problem), **case.options)
@@ -207,7 +207,7 @@ def test_a_sink_far_beyond_the_scores(sink: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [12.0, 0.1])
 def test_the_least_sink_over_no_keys(dtype: torch.dtype, scale: float) -> None:
-    """As a product it has an exponent that overflows."""
+    """The sink has, as a product, an exponent that overflows."""
     x = Case("x").tensors(dtype)
     least = torch.finfo(dtype).min
     sinks = torch.full((4,), least, dtype=dtype)
@@ -220,7 +220,7 @@ def test_the_least_sink_over_no_keys(dtype: torch.dtype, scale: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("beyond", "within"), [(1e40, 1e30), (1e-46, 1e-30)])
 def test_caps_beyond_float32(beyond: float, within: float, dtype: torch.dtype) -> None:
-    """They cap nothing, or everything; also in the formulas that differentiate weights."""
+    """Such caps cap nothing, or everything, also in the formulas that differentiate weights."""
     x = {n: t.requires_grad_() for n, t in Case("x").tensors(dtype).items()}
 
     def gradients(softcap: float) -> tuple[Tensor, ...]:
@@ -432,7 +432,7 @@ def test_integers_are_integers(name: str, numbers: Any) -> None:
 
 
 def test_lengths_changed_in_place_are_seen() -> None:
-    """As autograd has it for every tensor that a backward needs."""
+    """Autograd sees it for every tensor that a backward needs."""
     x = torch.randn(2, 4, 5, 8, requires_grad=True)
     lengths = torch.tensor([3, 5])
     output = torch_attn.sdpa(x, x, x, key_lengths=lengths)

@@ -90,7 +90,7 @@ def test_formulas_do_not_read_beyond_the_length(of: str) -> None:
 
 
 def attend_up_to_lengths(capability: str) -> None:
-    """In a process of its own, which a read of anything that belongs to a key beyond ends."""
+    """Runs in a process of its own, which any read beyond the keys in use ends."""
     S = 200
     torch.manual_seed(0)
     lengths = ((0, 1), (64, 133), (197, 200))

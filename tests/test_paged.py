@@ -649,7 +649,7 @@ MAPPED: list[mmap.mmap] = []  # as long as tensors point into it
 @pytest.mark.parametrize("page", [2, 16, 64])
 @pytest.mark.parametrize("queries", [1, 40])
 def test_only_entries_in_use_are_read(dtype: torch.dtype, page: int, queries: int) -> None:
-    """In their own dtype, with any strides, and without a copy of a table of any width."""
+    """Entries keep their dtype and have any strides; no table, however wide, is copied."""
     pool, query = torch.randn(9, page, 2, 8), torch.randn(queries, 2, 8)
     starts, used = torch.tensor([0, queries]), torch.tensor([2 * page + 1])
 

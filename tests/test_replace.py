@@ -368,7 +368,7 @@ def own_softmax() -> Tensor:
     ],
 )
 def test_not_caught(run: Situation) -> None:
-    """As docs/any-pytorch-code.md says: these do not call the built-in."""
+    """These do not call the built-in, as docs/any-pytorch-code.md says."""
     before = run()
     with replacing_sdpa() as handle:
         torch.testing.assert_close(run(), before, rtol=0, atol=0)

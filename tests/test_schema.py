@@ -60,7 +60,7 @@ def arguments(operator: Any) -> list[tuple[str, str, Any]]:
 
 @pytest.mark.parametrize("name", ["forward", "backward", "tangent", "second", "and_weights"])
 def test_private_operators_take_a_call(name: str) -> None:
-    """In the order of public ones, among what else they take: no argument is renamed or dropped."""
+    """They keep the order of public ones: no argument of a call is renamed or dropped."""
     call = arguments(ops.sdpa_with_weights if "weights" in name else ops.attention)
     own = arguments(getattr(ops, f"_sdpa_{name}"))
     assert [a for a in own if a in call] == call

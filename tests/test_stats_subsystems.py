@@ -116,7 +116,7 @@ def test_meta(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in NAMED if kind != "no keys"])
 @pytest.mark.parametrize("mapped", ["all", "query", "key", "mask"])
 def test_vmap(mapped: str, kind: str) -> None:
-    """As a loop over the samples; one call, whatever is mapped."""
+    """Equals a loop over the samples; one call, whatever is mapped."""
     samples = [make_named(kind)[0] for _ in range(3)]
     options = NAMED[kind][1]
     if mapped == "mask" and samples[0].attn_mask is None:

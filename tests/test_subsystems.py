@@ -285,7 +285,7 @@ def test_flops_by_module() -> None:
 
 
 def test_import_anew() -> None:
-    """As notebooks do; the formulas of the first import would be in the way."""
+    """Notebooks import anew; the formulas of the first import would be in the way."""
     code = "import importlib, torch_attn; importlib.reload(torch_attn)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -703,7 +703,7 @@ def masks_in(graph: Any, length: int, meta: str = "example_value") -> list[Any]:
     ("name", "checkpointing"), [("Mistral", True), ("Gemma 2", False), ("GPT-OSS", True)]
 )
 def test_training_of_a_compiled_model(name: str, checkpointing: bool) -> None:
-    """As eager's, to float32's rounding, in graphs without a mask."""
+    """Training equals eager's to float32's rounding, in graphs without a mask."""
     eager, ours = build(name)
     if name == "GPT-OSS":  # its experts, too, in one graph
         ours.set_experts_implementation("batched_mm")

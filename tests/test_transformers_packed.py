@@ -216,7 +216,7 @@ def test_packed_texts_without_a_mask(is_causal: bool, window: int | None) -> Non
 
 
 def test_rows_behind_the_last_text_see_nothing() -> None:
-    """As where no weights are asked for, and there is no mask."""
+    """They see nothing, as where no weights are asked for, and there is no mask."""
     query, key, value = torch.randn(3, 1, 2, 10, 4)
     cu_seq = torch.tensor([0, 3, 8], dtype=torch.int32)
     said = {"cu_seq_lens_q": cu_seq, "cu_seq_lens_k": cu_seq, "max_length_q": 5, "max_length_k": 5}

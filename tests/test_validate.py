@@ -362,7 +362,7 @@ def test_a_value_given_to_stats_is_named() -> None:
 @pytest.mark.regression
 @pytest.mark.parametrize("argument", SIZES)
 def test_too_few_dimensions_under_vmap(argument: str) -> None:
-    """As one sample has them; the error names the argument that is wrong, not the first."""
+    """Errors count the dimensions of one sample, and name the wrong argument, not the first."""
     arguments = {n: floats(3, *size) for n, size in SIZES.items()} | {argument: floats(3, 8)}
 
     def call(**samples: Tensor) -> Tensor:

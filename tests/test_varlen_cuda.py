@@ -337,13 +337,13 @@ def run_over_stand_in(command: str, variables: dict[str, str]) -> str:
 def test_bits_are_those_of_a_sequence_alone(
     heads: tuple[int, int, int], window: tuple[int, int], variables: dict[str, str]
 ) -> None:
-    """As long as no keys are split, whose splits are planned for the longest sequence."""
+    """Holds as long as no keys are split: splits are planned for the longest sequence."""
     call = f"differing_alone(getattr(torch, d), {heads}, window_size={window})"
     assert run_over_stand_in(f"print(sum([{call} for d in DTYPES], []))", variables) == "[]\n"
 
 
 def test_bits_of_a_token_are_those_of_the_text(variables: dict[str, str]) -> None:
-    """Where that is promised: else keys of few queries are split."""
+    """Holds where it is promised, because otherwise keys of few queries are split."""
     command = "print([differing_by_token(getattr(torch, d)) for d in DTYPES])"
     assert "799" in run_over_stand_in(command, variables)
     promised = variables | {"ATTN_INVARIANT": "1"}
@@ -352,7 +352,7 @@ def test_bits_of_a_token_are_those_of_the_text(variables: dict[str, str]) -> Non
 
 @pytest.mark.parametrize("page", [1, 16, 48, 64, 256])
 def test_bits_do_not_depend_on_pages(page: int, variables: dict[str, str]) -> None:
-    """On tensor cores, which take numbers of 16 bits, and without."""
+    """Holds on tensor cores, which take numbers of 16 bits, and without."""
     options = "{}, {'window_size': (-1, 0), 'dropout_p': 0.3}, {'softcap': 2.0}"
     call = f"differing_in_pages(getattr(torch, d), {page}, **o)"
     loops = f"for d in DTYPES for o in ({options})"

@@ -54,7 +54,7 @@ def test_imported_already(module: str) -> None:
 
 
 def test_looking_for_it_before(module: str, calls: list[str]) -> None:
-    """As programs do to see whether a module is there."""
+    """Programs look to see whether a module is there."""
     specs = [importlib.util.find_spec(module) for _ in range(3)]
     assert calls == []
     importlib.import_module(module)

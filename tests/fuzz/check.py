@@ -120,7 +120,7 @@ def apply_settings(problem: Problem, capability: str) -> None:
 
 
 def check(problem: Problem, capabilities: list[str]) -> tuple[Failure | None, list[Ratio]]:
-    """On each of the instruction sets; the first failure, if any."""
+    """Checks on each of the instruction sets; returns the first failure, if any."""
     ratios: list[Ratio] = []
     try:
         if problem.nan or problem.bits or problem.hidden:

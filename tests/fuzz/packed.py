@@ -456,7 +456,7 @@ def keep_small(
 
 
 def check(problem: Packed, capabilities: list[str]) -> tuple[Failure | None, None]:
-    """On each of the instruction sets; the first failure, if any."""
+    """Checks on each of the instruction sets; returns the first failure, if any."""
     try:
         for capability in capabilities:
             failure = Failure(problem, capability, "")

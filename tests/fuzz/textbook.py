@@ -40,7 +40,7 @@ class Textbook:
         self.empty = 0 in (*self.lead, self.L)
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """In float64; 0 for what is beyond the lengths and no number."""
+        """Reads a tensor in float64; 0 for numbers beyond the lengths that are NaN or infinite."""
         tensor = tensor.detach().double()
         return tensor.nan_to_num(0, 0, -INF) if "key_lengths" in self.problem.integers else tensor
 
