@@ -273,6 +273,17 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "chunks": (hf.BertModel, SIZES | {"chunk_size_feed_forward": 2}, "chunk_size_feed_forward is"),
     "DeBERTa": (hf.DebertaV2Model, SIZES, "DebertaV2Model has no nn.TransformerEncoder, and no la"),
     "MPNet": (hf.MPNetModel, SIZES, "MPNetModel has no nn.TransformerEncoder, and no layers"),
+    "a bias in each layer": (hf.UMT5EncoderModel, T5, "UMT5Stack: each layer has a position bias"),
+    "experts with a capacity": (
+        hf.SwitchTransformersEncoderModel,
+        T5 | {"num_sparse_encoder_layers": LAYERS, "num_experts": 4},
+        r"its routers count the tokens of a sequence \(expert_capacity\)",
+    ),
+    "convolution": (
+        hf.Wav2Vec2BertModel,
+        SIZES | {"feature_projection_input_dim": 16, "layerdrop": 0.0},
+        "Wav2Vec2BertModel: its layers mix tokens by convolution",
+    ),
 }
 
 
@@ -341,6 +352,28 @@ def test_a_mask_of_another_length_is_refused() -> None:
         model(**inputs)
 
 
+IN_A_CALL: dict[str, tuple[Any, Any, str]] = {
+    "attention that drops arguments": (
+        hf.SiglipTextModel(hf.SiglipTextConfig(**SIZES | ENDS, projection_size=32)),
+        RuntimeError,
+        "SiglipEncoderLayer: its attention does not get the layer's arguments",
+    ),
+    "a causal mask of an encoder": (
+        hf.Aimv2TextModel(hf.Aimv2TextConfig(**SIZES | ENDS)),
+        ValueError,
+        "Aimv2EncoderLayer: its mask is causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_CALL)
+def test_sequences_never_attend_to_each_other(case: str) -> None:
+    """Nor is a mask lost that says more than what is padding."""
+    model, error, message = IN_A_CALL[case]
+    with unpad(model), pytest.raises(error, match=message):
+        model.eval()(**batch())
+
+
 def test_a_stack_that_does_not_end_is_an_error() -> None:
     model = bert()
     with unpad(model):
@@ -372,6 +405,26 @@ def test_handles_are_removed_in_any_order() -> None:
     assert sum(LENGTHS) not in rows
     assert model.config._attn_implementation == "sdpa"
     assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_copy_made_meanwhile_is_refused() -> None:
+    model = bert()
+    with unpad(model):
+        other = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="BertModel is a copy, made while unpad was on"):
+        unpad(other)
+
+
+def test_a_forward_that_was_replaced_meanwhile_stays() -> None:
+    model = bert()
+    expected = model(**batch())[0]
+    handle = unpad(model)
+    ours = model.forward
+    model.forward = lambda **inputs: ours(**inputs)
+    handle.remove()
+    assert torch.equal(model(**batch())[0], expected)
+    assert model.config._attn_implementation == "sdpa"
+    assert not hooks(model)
 
 
 def test_our_implementation_stays_where_it_was() -> None:

@@ -11,8 +11,9 @@
 //
 // Three arguments to follow: validate() checks `scale`, and ProblemBuilder makes it Problem::scale (describe_scores).
 // `sinks` has a derivative, so it is among Inputs and in OfInputs; check_head_numbers() checks it, ProblemBuilder puts
-// one number per head into Problem::terms, and gradients() (run.cpp) returns its gradient. check_pages() checks a
-// `block_table`, which becomes Problem::paging; Checker::no_pages() refuses its derivatives.
+// one number per head (and packed sequence) into Problem::terms, and gradients() (run.cpp), which compute_backward()
+// calls, returns its gradient. check_pages() checks a `block_table`, which becomes Problem::paging, and the `page` of
+// key and value; Checker::no_pages() refuses its derivatives.
 #pragma once
 
 #include <ATen/core/Tensor.h>

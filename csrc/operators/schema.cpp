@@ -29,7 +29,8 @@ std::string text_of(bool is) { return is ? "True" : "False"; }
 std::string text_of(const c10::SymInt& number) { return std::to_string(number.expect_int()); }
 std::string text_of(const std::array<int64_t, 2>& pair) { return c10::str("[", pair[0], ", ", pair[1], "]"); }
 
-// Has the defaults of Call. From `scale` on, arguments are keyword-only.
+// Has the defaults of Call. Arguments are keyword-only from `scale` on, and those of varlen_attention from attn_mask on
+// (TORCH_LIBRARY below).
 template <class Some>
 std::string arguments(const char* About::* name = &About::name, bool with_defaults = true) {
   const Call by_default;

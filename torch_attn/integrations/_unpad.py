@@ -48,6 +48,9 @@ class Unpadded(contextlib.ExitStack):
         with _lock:
             for stack, turn_on in _find(model):
                 if stack not in _on:
+                    if _is_replaced(stack):
+                        name = type(stack).__name__
+                        raise ValueError(f"unpad: {name} is a copy, made while unpad was on")
                     _on[stack] = [0, vars(stack).get("forward"), turn_on()]
                 _on[stack][0] += 1
                 self.callback(_remove, stack)
@@ -60,11 +63,16 @@ def _remove(stack: nn.Module) -> None:
         _on[stack][0] -= 1
         if not _on[stack][0]:
             _, forward, undo = _on.pop(stack)
-            del stack.forward
-            if forward is not None:
-                stack.forward = forward
             for function in undo:
                 function()
+            if _is_replaced(stack):  # else somebody has another one, in which ours does nothing now
+                del stack.forward
+                if forward is not None:
+                    stack.forward = forward
+
+
+def _is_replaced(stack: nn.Module) -> bool:
+    return getattr(vars(stack).get("forward"), "func", None) in (_run, _run_nn)
 
 
 @dataclass(eq=False)
@@ -76,6 +84,8 @@ class _Plan:
     texts: integration._Texts
     bias: Tensor | None = None  # T5: [1, H, longest, longest], which all layers share
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    layers: int = 0  # that have begun; and calls of attention that got the packed sequences
+    attended: int = 0
     calls: int = 0
     done: bool = False
 
@@ -121,6 +131,7 @@ class _Stack:
     reads_first: str = ""  # what reads the first token of a sequence
     is_relative: bool = False  # layers count how far tokens are from each other
     compute_bias: Any = None
+    is_on: bool = True
 
 
 def _find(model: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -166,6 +177,12 @@ def _check(model: nn.Module, stack: Any, layers: list[nn.Module]) -> _Stack:
         or not stack._can_set_attn_implementation(),
         "layerdrop is above 0": getattr(stack, "layerdrop", 0) or getattr(config, "layerdrop", 0),
         "chunk_size_feed_forward is above 0": getattr(config, "chunk_size_feed_forward", 0),
+        "its layers mix tokens by convolution or recurrence": any(map(_mixes_tokens, inside)),
+        "its routers count the tokens of a sequence (expert_capacity)": any(
+            hasattr(m, "expert_capacity") for m in inside
+        ),
+        "each layer has a position bias of its own": any(hasattr(m, "compute_bias") for m in inside)
+        and "position_bias" not in inspect.signature(layers[0].forward).parameters,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -181,6 +198,10 @@ def _check(model: nn.Module, stack: Any, layers: list[nn.Module]) -> _Stack:
         compute_bias is not None or any(windows),
         compute_bias,
     )
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) or max(getattr(module, "kernel_size", None) or (1,)) > 1
 
 
 def _reads_first(module: nn.Module) -> bool:
@@ -220,6 +241,7 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     count = number * (len(layers) // len(entries)) if is_shared else 0
     last = layers if is_shared else [layers[min(number, len(layers)) - 1]]
     before_layer = partial(_before, tuple(inspect.signature(layers[0].forward).parameters))
+    undo.append(partial(setattr, known, "is_on", False))
     handles = [
         *(m.register_forward_pre_hook(before_layer, with_kwargs=True) for m in layers),
         *(m.register_forward_hook(partial(_after, count), with_kwargs=True) for m in last),
@@ -285,6 +307,8 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
 
 
 def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not known.is_on:
+        return forward(*args, **kwargs)
     plan = _make_plan(known, dict(zip(known.arguments, args, strict=False)) | kwargs)
     if plan is None:
         return forward(*args, **kwargs)
@@ -307,6 +331,9 @@ def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) ->
     states, texts = given.pop(names[0]), plan.texts
     if not plan.is_packed(states):
         states = plan.pack(names[0], states)
+    if not plan.layers and _is_causal(plan, given.get("attention_mask")):
+        raise ValueError(f"unpad: {type(layer).__name__}: its mask is causal, as a decoder's")
+    plan.layers += 1
     for name, value in given.items():
         if name not in ("attention_mask", "position_bias", _PLAN):
             given[name] = plan.pack(name, value, once=True)
@@ -320,6 +347,17 @@ def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) ->
     return (states, *rest), given
 
 
+def _is_causal(plan: _Plan, mask: Any) -> bool:
+    """Whether a mask `[B, 1, L, L]` lets a token see another one that does not see it."""
+    if isinstance(mask, integration._Pattern):
+        return True
+    whole = isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(2) > 1
+    if not whole or torch.compiler.is_compiling():  # a graph cannot branch on it
+        return False
+    seen = (mask if mask.dtype == torch.bool else mask == 0) & plan.keep[:, None, :, None]
+    return not torch.equal(seen, seen.mT)
+
+
 def _after(count: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if not (plan := kwargs.get(_PLAN)):
         return None
@@ -327,6 +365,9 @@ def _after(count: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) ->
     plan.done = count in (0, plan.calls)
     if not plan.done:
         return None
+    if plan.attended < plan.layers:
+        name = type(layer).__name__
+        raise RuntimeError(f"unpad: {name}: its attention does not get the layer's arguments")
     return (plan.pad(output[0]), *output[1:]) if isinstance(output, tuple) else plan.pad(output)
 
 

@@ -264,6 +264,8 @@ def attention_forward(
         if is_causal:  # transformers made a mask as if there were no other keys
             attention_mask = None
     texts = _Texts.of_call(kwargs)
+    if (plan := kwargs.get("torch_attn_plan")) is not None:  # of unpad
+        plan.attended += 1
     if isinstance(attention_mask, _Pattern):
         texts = texts or attention_mask.texts
         options = attention_mask.options(module, query, key)
