@@ -195,16 +195,18 @@ class BuildLibrary(BuildExtension):
             (package / template.stem).write_text(text)
 
 
-# Binaries for A100 and H100, PTX for whatever comes after them; or those of TORCH_CUDA_ARCH_LIST,
-# which torch reads.
-ARCHITECTURES = (
-    []
-    if os.environ.get("TORCH_CUDA_ARCH_LIST")
-    else [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-    ]
-)
+def architectures() -> list[str]:
+    """Binaries for A100, H100, B200 and RTX 50, PTX for whatever comes after them.
+
+    nvcc knows B200 and RTX 50 from CUDA 12.8 on. torch reads TORCH_CUDA_ARCH_LIST itself.
+    """
+    if TOOLKIT is None or os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return []
+    listed = subprocess.check_output([TOOLKIT / "bin" / "nvcc", "--list-gpu-arch"], text=True)
+    numbers = [n for n in ("80", "90", "100", "120") if f"compute_{n}" in listed.split()]
+    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+    return [*flags, f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]
+
 
 # A stand-in's headers come before those of the same name.
 includes = [
@@ -234,7 +236,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
             # No multiply-adds but those that the sources name, because kernels that share a formula
             # promise the same bits.
             "-fmad=false",
-            *ARCHITECTURES,
+            *architectures(),
         ],
     },
     # With a soname a C++ program and Python, in one process, have one copy of the library.

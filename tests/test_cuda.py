@@ -152,6 +152,7 @@ CALLS: dict[str, Call] = {
     "odd sizes": Call({"L": 7, "S": 13, "E": 9, "Ev": 3, "mask": (7, 13), "dtype": F16}, {}),
     "bool mask": Call({"L": 70, "S": 131, "mask": (70, 131), "kind": "bool", "dtype": F16}, {}),
     "mask of keys": Call({"L": 70, "S": 131, "mask": (1, 131), "dtype": BF16}, {}),
+    "mask of rows": Call({"L": 70, "S": 131, "mask": (70, 1), "dtype": BF16}, {}),
     "float32 mask": Call(
         {"L": 70, "S": 131, "mask": (70, 131), "kind": "float32", "dtype": BF16}, {}
     ),
@@ -196,7 +197,10 @@ CALLS: dict[str, Call] = {
         {**PACKED, "mask": (4, 201, 288)}, {**MOST, "softcap": 2.0}, packed, some_of_sequences
     ),
     "packed, some keys": Call(
-        {**PACKED, "mask": (1, 201, 288), "dtype": BF16}, MOST, packed, some_of_sequences
+        {**PACKED, "S": 283, "mask": (1, 201, 283), "dtype": BF16},
+        {**MOST, "max_k": 283},
+        packed,
+        some_of_sequences,
     ),
     "packed, dropout": Call(
         {**PACKED, "dtype": BF16}, {**MOST, "dropout_p": 0.3}, packed, sequences, in_graphs=False

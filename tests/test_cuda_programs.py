@@ -39,8 +39,8 @@ MUTATIONS = {
     ),
     "one thread says what the mask hides": (
         "cuda/mma/forward.cuh",
-        "__syncthreads_or(keys <= 0 || «shows_some<M>(mask)»)",
-        "threadIdx.x == 0 && shows_some<M>(mask)",
+        "__syncthreads_or(keys <= 0 || «shared.mask.template shows_some<M>()»)",
+        "threadIdx.x == 0 && shared.mask.template shows_some<M>()",
     ),
     "the mask is read before it has arrived": (
         "cuda/mma/forward.cuh",
@@ -49,7 +49,7 @@ MUTATIONS = {
     ),
     "the mask of the next tile is copied over one that is read": (
         "cuda/mma/forward.cuh",
-        "      «__syncwarp();»  // the last one has been read\n",
+        "    «__syncwarp();»  // the last one has been read\n",
         ";",
     ),
     "merge: the sums of other warps are read before they are there": (
@@ -69,8 +69,8 @@ MUTATIONS = {
     ),
     "what lies behind a mask is read": (
         "cuda/mma/mask_tile.cuh",
-        "const int at_most = «first + j < keys ? first + j : keys - 1»;",
-        "first + j",
+        "begin[k][r] + byte, «key < p.keys»);",
+        "true",
     ),
     "what lies behind the last values is read": (
         "cuda/mma/mma.cuh",
@@ -114,7 +114,7 @@ MUTATIONS = {
     ),
     "backward: what is known of the next rows is stored while that of these is read": (
         "cuda/mma/backward.cuh",
-        "store_row(shared.rows[«stage ^ 1»], tile.first",
+        "store_row(shared.rows[«stage_after(stage)»], tile.first",
         "stage",
     ),
     "backward: rows are read before they have arrived": (
@@ -130,6 +130,21 @@ MUTATIONS = {
     "backward: rows and keys are read before all threads have copied": (
         "cuda/mma/backward.cuh",
         "    else\n      «__syncthreads();»\n    return tile;",
+        ";",
+    ),
+    "backward: the mask of the next rows is read for these": (
+        "cuda/mma/backward.cuh",
+        "shared.mask[«mask_after(looked_at)»].template read_transposed",
+        "looked_at",
+    ),
+    "backward: the mask that is looked at is copied over one in use": (
+        "cuda/mma/backward.cuh",
+        "      «looked_at = mask_after(looked_at);»\n      start_mask_from(key + kOther);",
+        ";",
+    ),
+    "backward: a mask is looked at before it has arrived": (
+        "cuda/mma/backward.cuh",
+        "    start_mask_from(task.first_key);\n    «wait_for_copies<0>();»",
         ";",
     ),
     "backward without tensor cores: the next rows are read before they are chosen": (

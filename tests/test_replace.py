@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import pickle
+import platform
 import signal
 import subprocess
 import sys
@@ -701,8 +702,10 @@ def test_modes() -> None:
         with first(), FakeTensorMode(), then():
             x = torch.randn(2, 3, 5, 8, dtype=torch.bfloat16)
             assert builtin(x, x, x).shape == x.shape
-            y = torch.randn(2, 3, 5, 8, device="cuda")  # whether or not there are kernels for it
-            assert builtin(y, y, y).device.type == "cuda"
+            # Whether or not there are kernels for it. On ARM PyTorch's attention ends the process.
+            if platform.machine() != "aarch64":
+                y = torch.randn(2, 3, 5, 8, device="cuda")
+                assert builtin(y, y, y).device.type == "cuda"
         with first(), FlopCounterMode(display=False) as counter, then():
             builtin(*inputs())
         count = 2 * (2 * 3) * 5 * 7 * (16 + 16)

@@ -80,6 +80,44 @@ struct HeadTerms {
   const void* sinks = nullptr;
 };
 
+// Whole numbers of the caller on the device, int32 or int64 (is_wide). Null: there are none.
+struct WholeNumbers {
+  const void* data = nullptr;
+  bool is_wide = false;
+
+  ATTN_INLINE int64_t operator[](int64_t i) const {
+    return is_wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+// Packed sequences as the caller gives them, and where their places are written.
+struct PackedSequences {
+  WholeNumbers cu_seq_q, cu_seq_k;     // [sequences + 1]; in pages without cu_seq_k
+  WholeNumbers key_lengths, offsets;   // [batch]
+  int64_t batch = 0, sequences = 0;    // batch: with the dimensions before the sequences
+  int64_t tokens = 0, key_tokens = 0;  // of all sequences
+  int64_t* numbers = nullptr;          // [5, batch]: query_starts, queries, key_starts, keys and offsets
+
+  // Writes the numbers of entry i. Clamps the caller's, because they are not validated on a GPU: no sequence begins or
+  // ends outside the tokens.
+  ATTN_INLINE void write(int64_t i) const {
+    const int64_t n = i % sequences;
+    const auto within = [](int64_t number, int64_t last) { return number < 0 ? 0 : number < last ? number : last; };
+    const int64_t query_start = within(cu_seq_q[n], tokens), queries = within(cu_seq_q[n + 1], tokens) - query_start;
+    int64_t key_start = 0, keys = INT64_MAX;
+    if (cu_seq_k.data) {
+      key_start = within(cu_seq_k[n], key_tokens);
+      keys = within(cu_seq_k[n + 1], key_tokens) - key_start;
+    }
+    if (key_lengths.data && key_lengths[i] < keys) keys = key_lengths[i];
+    numbers[i] = query_start;
+    numbers[batch + i] = queries;
+    numbers[2 * batch + i] = key_start;
+    numbers[3 * batch + i] = keys;
+    numbers[4 * batch + i] = offsets.data ? offsets[i] : keys - queries;
+  }
+};
+
 // The attention problem itself, shared by every kernel. score.h defines a score, geometry.h addresses.
 struct Problem {
   int batch_dims = 0;
@@ -214,6 +252,7 @@ struct BackwardParams : Problem {
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;
+  bool few_rows = false;  // on CUDA: whether a block of dQ owns few rows, because there are few blocks
   Operand grad_query_sum;
   int32_t* turns = nullptr;  // [batch, groups, passes], zeros; null if one task has all chunks of a span
 

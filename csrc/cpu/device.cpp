@@ -404,7 +404,11 @@ void run_weights(WeightsParams& p, const Tensor& query) {
             [&](int64_t task, char* own) { k.run(p, task, own); });
 }
 
-constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
+void write_sequences(const PackedSequences& sequences, const at::Tensor&) {
+  for (int64_t i = 0; i < sequences.batch; ++i) sequences.write(i);
+}
+
+constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats, write_sequences};
 
 }  // namespace
 

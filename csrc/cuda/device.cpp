@@ -51,17 +51,15 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   for (size_t d = 0; d + 1 < sizes.size(); ++d)
     if (strides[d] == 0) sizes[d] = 1;  // what is broadcast stays so
   at::DimVector filled_up = sizes;
-  filled_up.back() = round_up(larger(1, cols), kVector);
+  filled_up.back() = round_up(larger(1, cols), vector_of(x));
   const bool is_full = filled_up.back() == cols;
-  const Tensor vectors = is_full ? at::empty(filled_up, query.options()) : at::zeros(filled_up, query.options());
+  const auto options = query.options().dtype(x.dtype == DType::boolean ? at::kBool : query.scalar_type());
+  const Tensor vectors = is_full ? at::empty(filled_up, options) : at::zeros(filled_up, options);
   // An empty operand may lack memory. With target_device() torch does not ask the driver which device x.data is on.
   if (heads * rows * cols > 0)
     vectors.narrow(-1, 0, cols)
-        .copy_(at::for_blob(x.data, sizes)
-                   .strides(strides)
-                   .target_device(query.device())
-                   .options(query.options())
-                   .make_tensor());
+        .copy_(
+            at::for_blob(x.data, sizes).strides(strides).target_device(query.device()).options(options).make_tensor());
   const auto stride_of = [&](int64_t d) { return sizes[static_cast<size_t>(d)] == 1 ? 0 : vectors.stride(d); };
   x.data = vectors.mutable_data_ptr();
   for (int64_t d = 0; d < p.batch_dims; ++d) x.batch[d] = stride_of(d);
@@ -72,9 +70,16 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
 }
 // The rows of a head of the query: all tokens if sequences are packed.
 int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.queries; }
-template <class Params>
-[[nodiscard]] std::array<Tensor, 3> put_inputs_in_vectors(Params& p, const Tensor& query) {
-  return {put_in_vectors(p, p.query, p.heads, rows_of_head(p), p.head_dim, query),
+[[nodiscard]] Tensor put_mask_in_vectors(Problem& p, const Tensor& query) {
+  if (!p.has_mask) return {};
+  const bool of_rows = p.mask.col == 0;  // one number for all keys
+  const Tensor vectors =
+      put_in_vectors(p, p.mask, p.heads, rows_of_head(p), of_rows ? vector_of(p.mask) : p.keys, query);
+  if (of_rows) p.mask.col = 0;
+  return vectors;
+}
+[[nodiscard]] std::array<Tensor, 4> put_inputs_in_vectors(Problem& p, const Tensor& query) {
+  return {put_mask_in_vectors(p, query), put_in_vectors(p, p.query, p.heads, rows_of_head(p), p.head_dim, query),
           put_in_vectors(p, p.key, p.key_heads, p.keys, p.head_dim, query),
           put_in_vectors(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
@@ -99,6 +104,7 @@ void run_backward(BackwardParams& p, const Tensor& query) {
   const auto inputs = put_inputs_in_vectors(p, query);
   const Tensor grad_output = put_in_vectors(p, p.grad_output, p.heads, rows_of_head(p), p.value_dim, query);
   const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
+  plan_backward(p, device.multiprocessors);
   check(launch_backward(p, device.stream));
 }
 
@@ -121,7 +127,12 @@ void run_stats(StatsParams& p, const Tensor& query) {
   check(launch_stats(p, device.stream));
 }
 
-constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats};
+void write_sequences(const PackedSequences& sequences, const Tensor& query) {
+  const OnDeviceOf device(query);
+  check(launch_write_sequences(sequences, device.stream));
+}
+
+constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats, write_sequences};
 
 }  // namespace
 

@@ -57,6 +57,13 @@ __global__ void write_rng_state(const __grid_constant__ RngState r) {
   r.state[2] = r.period;
 }
 
+constexpr int kWritingThreads = 128;
+
+__global__ void write_sequences(const __grid_constant__ PackedSequences s) {
+  const int64_t i = block_number() * kWritingThreads + threadIdx.x;
+  if (i < s.batch) s.write(i);
+}
+
 // Launches the tensor cores' kernels, then those without for the gradients that sums_simt() names.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
   const auto run = [&]<class S, int kDim>() -> Error {
@@ -128,6 +135,10 @@ Error launch_forward(const ForwardParams& p, Stream stream) {
   return with_simt(p, [&]<class T>() { return launch_merge_splits<T>(p, stream); });
 }
 
+void plan_backward(BackwardParams& p, int64_t multiprocessors) {
+  p.few_rows = blocks_of_rows(p, 2 * kSimtTile) <= multiprocessors;
+}
+
 Error launch_backward(const BackwardParams& p, Stream stream) {
   return uses_mma(p) ? run_backward_mma(p, stream) : run_gradients_simt(p, stream);
 }
@@ -155,6 +166,11 @@ void plan_stats(StatsParams& p, int64_t multiprocessors) {
 
 Error launch_stats(const StatsParams& p, Stream stream) {
   return with_simt(p, [&]<class T>() { return launch_stats_simt<T>(p, stream); });
+}
+
+Error launch_write_sequences(const PackedSequences& sequences, Stream stream) {
+  return launch<Nothing>(write_sequences, sequences, divide_up(sequences.batch, kWritingThreads), kWritingThreads,
+                         stream);
 }
 
 Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period, Stream stream) {

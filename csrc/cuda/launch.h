@@ -18,15 +18,17 @@ struct RngNumber {
   const int64_t* pointer = nullptr;
 };
 
-// Whether tensor cores compute the forward and the gradients. They read query, key, value and grad_output as
-// in_vectors() says.
+// Whether tensor cores compute the forward and the gradients. They read query, key, value, grad_output and the mask as
+// in_vectors() says; a row of the mask may also be one vector, of the same number, for all keys (col 0).
 bool uses_mma(const Problem& p);
 
 constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies
+ATTN_INLINE constexpr int64_t vector_of(const Operand& x) { return x.dtype == DType::boolean ? 2 * kVector : kVector; }
 // Says whether rows of `cols` columns are whole vectors, each at a multiple of 16 bytes.
 ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_t cols) {
-  bool aligned = cols > 0 && cols % kVector == 0 && x.col == 1 && x.row % kVector == 0 && x.head % kVector == 0;
-  for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % kVector == 0;
+  const int64_t vector = vector_of(x);
+  bool aligned = cols > 0 && cols % vector == 0 && x.col == 1 && x.row % vector == 0 && x.head % vector == 0;
+  for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % vector == 0;
   return aligned && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
@@ -39,6 +41,9 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
 
+// Sets few_rows for a device with this number of multiprocessors. This changes no bits.
+void plan_backward(BackwardParams& p, int64_t multiprocessors);
+
 // Write `delta`, and launch_second() also `tangent_delta`; the caller allocates both. If scores share a mask, the
 // caller sets the fields mask_* first.
 [[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
@@ -49,6 +54,9 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 // Sets how both passes are cut. The caller then allocates `partial`, `pairs` and, if chunks > 1, partial_received.
 void plan_stats(StatsParams& p, int64_t multiprocessors);
 [[nodiscard]] Error launch_stats(const StatsParams& p, Stream stream);
+
+// Writes all sequences (PackedSequences::write).
+[[nodiscard]] Error launch_write_sequences(const PackedSequences& sequences, Stream stream);
 
 // Writes (seed, offset, period) to `state`.
 [[nodiscard]] Error launch_write_rng_state(int64_t* state, RngNumber seed, RngNumber offset, int64_t period,

@@ -75,7 +75,8 @@ void describe_scores(Problem& problem, const Call& call) {
   problem.has_mask = call.attn_mask && !call.score_mod;
 }
 
-ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state)
+ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state,
+                               WriteSequences* write)
     : shape_(shape), query_(call.query), problem_(problem) {
   for (const auto& size : shape.of_entries()) batch_size_.push_back(concrete(size));
   problem.heads = concrete(shape.heads);
@@ -97,7 +98,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
   problem.visibility.left = call.window_size[0];
   problem.visibility.right = call.is_causal ? 0 : call.window_size[1];
   if (call.is_packed()) {
-    add_sequences(call);
+    add_sequences(call, write);
   } else {
     problem.visibility.offsets = of_entries(call.query_offset);
     problem.visibility.key_lengths = of_entries(call.key_lengths);
@@ -127,48 +128,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
   problem.keep_scale = call.dropout_p == 1 ? 0 : 1 / (1 - call.dropout_p);
 }
 
-namespace {
-
-// query_starts, queries, key_starts, keys and offset of each packed sequence: int64 [5, *batch, sequences]. Clamps the
-// caller's numbers, because they are not validated on a GPU: no sequence begins or ends outside the tokens.
-at::Tensor sequences_on_cpu(const Call& call, int64_t tokens, int64_t all_keys, at::IntArrayRef sizes) {
-  const auto expanded = [&](const auto& t) { return t ? t->expand(sizes) : at::Tensor(); };
-  const at::Tensor lengths = expanded(call.key_lengths), offsets = expanded(call.query_offset);
-  const int64_t batch = c10::multiply_integers(sizes);
-  const at::Tensor numbers = at::empty({5, batch}, at::kLong);
-  const auto start_and_length = [](const at::Tensor& cu_seq, int64_t n, int64_t last) {
-    const int64_t start = std::clamp<int64_t>(number_at(cu_seq, n), 0, last);
-    return std::pair(start, std::clamp<int64_t>(number_at(cu_seq, n + 1), 0, last) - start);
-  };
-  auto* const data = numbers.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i < batch; ++i) {
-    const auto [query_start, queries] = start_and_length(*call.cu_seq_q, i % sizes.back(), tokens);
-    int64_t key_start = 0, keys = std::numeric_limits<int64_t>::max();
-    if (!call.block_table) std::tie(key_start, keys) = start_and_length(*call.cu_seq_k, i % sizes.back(), all_keys);
-    if (call.key_lengths) keys = std::min(keys, number_at(lengths, i));
-    const int64_t offset = call.query_offset ? number_at(offsets, i) : keys - queries;
-    for (int64_t* of_kind = data + i; const int64_t value : {query_start, queries, key_start, keys, offset})
-      *std::exchange(of_kind, of_kind + batch) = value;
-  }
-  return numbers;
-}
-at::Tensor sequences_on_device(const Call& call, int64_t tokens, int64_t all_keys, at::IntArrayRef sizes) {
-  const auto starts_and_lengths = [&](const at::Tensor& cu_seq, int64_t last) {
-    const at::Tensor all = cu_seq.to(at::kLong).clamp(0, last), starts = all.narrow(0, 0, sizes.back());
-    return std::pair(starts, all.narrow(0, 1, sizes.back()) - starts);
-  };
-  const auto [query_starts, queries] = starts_and_lengths(*call.cu_seq_q, tokens);
-  at::Tensor key_starts = query_starts, keys;
-  if (!call.block_table) std::tie(key_starts, keys) = starts_and_lengths(*call.cu_seq_k, all_keys);
-  if (call.key_lengths) keys = keys.defined() ? call.key_lengths->minimum(keys) : *call.key_lengths;
-  std::vector<at::Tensor> all{query_starts, queries, key_starts, keys, call.query_offset.value_or(keys - queries)};
-  for (at::Tensor& t : all) t = t.to(at::kLong).expand(sizes);
-  return at::stack(all);
-}
-
-}  // namespace
-
-void ProblemBuilder::add_sequences(const Call& call) {
+void ProblemBuilder::add_sequences(const Call& call, WriteSequences* write) {
   const int64_t tokens = problem_.queries, all_keys = problem_.keys;  // in pages: the keys of one page
   int64_t room = all_keys;                                            // for the keys of a sequence
   if (call.block_table && __builtin_mul_overflow(call.block_table->size(1), all_keys, &room))
@@ -178,9 +138,17 @@ void ProblemBuilder::add_sequences(const Call& call) {
   problem_.tokens = tokens;
   problem_.queries = std::clamp<int64_t>(concrete(call.max_q), 0, tokens);
   problem_.keys = std::clamp<int64_t>(concrete(call.max_k), 0, room);
-  const auto sequences = query_.is_cpu() ? sequences_on_cpu : sequences_on_device;
-  const auto* const numbers = static_cast<const int64_t*>(contiguous(sequences(call, tokens, all_keys, batch_size_)));
   const int64_t batch = problem_.batch;
+  const auto whole_numbers = [&](const std::optional<at::Tensor>& t, bool of_entries) {
+    if (!t) return WholeNumbers{};
+    return WholeNumbers{contiguous(of_entries ? t->expand(batch_size_) : *t), t->scalar_type() == at::kLong};
+  };
+  const at::Tensor written = at::empty({5, batch}, query_.options().dtype(at::kLong));
+  const auto* const numbers = static_cast<const int64_t*>(contiguous(written));
+  write({whole_numbers(call.cu_seq_q, false), whole_numbers(call.block_table ? std::nullopt : call.cu_seq_k, false),
+         whole_numbers(call.key_lengths, true), whole_numbers(call.query_offset, true), batch, problem_.sequences,
+         tokens, all_keys, written.mutable_data_ptr<int64_t>()},
+        query_);
   problem_.query_starts = numbers;
   problem_.visibility.query_lengths = numbers + batch;
   if (!call.block_table) {

@@ -19,12 +19,17 @@ double softcap_for(const at::Tensor& query, double softcap);
 // Fills in the scale, the cap and whether there is a mask.
 void describe_scores(Problem& problem, const Call& call);
 
+// A device's function that writes all sequences (PackedSequences::write).
+using WriteSequences = void(const PackedSequences& sequences, const at::Tensor& query);
+
 // Describes a call in `problem`: collects its operands, then merges the batch dimensions whose strides are compatible
 // in every operand.
 class ProblemBuilder {
  public:
-  // Adds the whole call, and rng_state. Results, gradients and directions are added later.
-  ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state);
+  // Adds the whole call, and rng_state. Results, gradients and directions are added later. `write` is called if
+  // sequences are packed.
+  ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state,
+                 WriteSequences* write);
 
   // `operand` is a member of `problem`. A dimension of extent 1 gets stride 0.
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // is read
@@ -52,7 +57,7 @@ class ProblemBuilder {
 
  private:
   void add(Operand& operand, const at::Tensor& tensor, void* data, Axis axis);
-  void add_sequences(const Call& call);
+  void add_sequences(const Call& call, WriteSequences* write);
 
   struct Strides {
     Operand* operand;

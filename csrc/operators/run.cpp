@@ -127,8 +127,8 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
 
 // The backward, or with a direction and its tangent the second-order operator.
 template <class Params>
-Gradients gradients(Run<Params>* run, const GradResults& u, const Saved& saved, const Call& call, Wanted wanted,
-                    const Direction* direction = nullptr, const TangentResults* tangent = nullptr) {
+Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u, const Saved& saved, const Call& call,
+                    Wanted wanted, const Direction* direction = nullptr, const TangentResults* tangent = nullptr) {
   constexpr bool kIsSecond = std::is_same_v<Params, SecondParams>;
   const Checker check{call};
   const Shape& shape = check.shape;
@@ -140,7 +140,7 @@ Gradients gradients(Run<Params>* run, const GradResults& u, const Saved& saved, 
   const Gradients grads = empty_gradients(call, wanted);
   if (!run) return grads;
   Params p;
-  ProblemBuilder builder(p, shape, call, saved.rng_state);
+  ProblemBuilder builder(p, shape, call, saved.rng_state, device.write_sequences);
   describe_point(p, builder, saved);
   builder.add(p.grad_output, u.output);
   if constexpr (kIsSecond) {
@@ -230,7 +230,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   if (with_rows) rows = {of_rows(), of_rows()};
   if (!device.forward) return all;
   ForwardParams p;
-  ProblemBuilder builder(p, check.shape, call, results.rng_state);
+  ProblemBuilder builder(p, check.shape, call, results.rng_state, device.write_sequences);
   if (leaves_rows_out(p, query)) {
     zero(Saved{results.output, results.logsumexp, {}, results.residual});
     zero(rows);
@@ -258,12 +258,12 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
 
 Gradients compute_backward(const Device& device, const GradResults& u, const Saved& saved, const Call& call,
                            Wanted wanted) {
-  return gradients(device.backward, u, saved, call, wanted);
+  return gradients(device, device.backward, u, saved, call, wanted);
 }
 
 Gradients compute_second(const Device& device, const GradResults& u, const Saved& saved, const Direction& direction,
                          const TangentResults& tangent, const Call& call, Wanted wanted) {
-  return gradients(device.second, u, saved, call, wanted, &direction, &tangent);
+  return gradients(device, device.second, u, saved, call, wanted, &direction, &tangent);
 }
 
 TangentResults compute_tangent(const Device& device, const Saved& saved, const Direction& direction, const Call& call) {
@@ -276,7 +276,7 @@ TangentResults compute_tangent(const Device& device, const Saved& saved, const D
   results.residual = empty_residual(results.output, call);
   if (!device.tangent) return results;
   TangentParams p;
-  ProblemBuilder builder(p, check.shape, call, saved.rng_state);
+  ProblemBuilder builder(p, check.shape, call, saved.rng_state, device.write_sequences);
   describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
   if (leaves_rows_out(p, call.query)) zero(results);
@@ -299,7 +299,7 @@ Statistics compute_stats(const Device& device, const Call& scores) {
   const Statistics results = {empty(shape.queries), empty(shape.queries), empty(shape.queries), empty(shape.keys)};
   if (!device.stats) return results;
   StatsParams p;
-  ProblemBuilder builder(p, shape, call, /*rng_state=*/Tensor());
+  ProblemBuilder builder(p, shape, call, /*rng_state=*/Tensor(), device.write_sequences);
   if (no_rows(p)) {
     results.received_weight.zero_();
     return results;
@@ -330,7 +330,7 @@ OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted) 
     Call without_dropout = call;
     without_dropout.dropout_p = 0;
     WeightsParams p;
-    ProblemBuilder builder(p, shape, without_dropout, /*rng_state=*/Tensor());
+    ProblemBuilder builder(p, shape, without_dropout, /*rng_state=*/Tensor(), /*write=*/nullptr);  // never packed
     p.of_all_heads = wanted.mean;
     builder.add_result(p.weights, results.weights);
     if (wanted.scores) builder.add_result(p.scores, results.scores);

@@ -36,6 +36,7 @@ struct Device {
   Run<SecondParams>* second;
   // Writes the four statistics. There may be no keys.
   Run<StatsParams>* stats;
+  WriteSequences* write_sequences;
 };
 
 // Without `for_derivatives`, the pair logsumexp and residual are undefined.

@@ -121,19 +121,20 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   const int queries = c.queries, keys = c.keys;
   Input<S> query(kHeads, queries, c.head_dim, random), key(c.key_heads, keys, c.head_dim, random),
       value(c.value_heads, keys, c.value_dim, random), grad_output(kHeads, queries, c.value_dim, random);
-  Matrix<S> mask(kHeads, queries, keys, c.transposed);
+  Matrix<S> mask(kHeads, queries, keys, c.transposed && sizeof(S) == 4);  // tensor cores read vectors
   Matrix<float> grad_query(kHeads, queries, c.head_dim, c.transposed),
       grad_key(c.key_heads, keys, c.head_dim, c.transposed), grad_value(c.value_heads, keys, c.value_dim, c.transposed),
       grad_mask(kHeads, queries, keys, c.transposed);
   std::vector<float> bias(static_cast<size_t>(mask.array.size()));
-  const auto bias_of = [&](int h, int i, int j) -> float& { return bias[static_cast<size_t>(mask.at(h, i, j))]; };
+  const auto at_mask = [&](int h, int i, int j) { return mask.at(c.shared ? 0 : h, i, j); };
+  const auto bias_of = [&](int h, int i, int j) -> float& { return bias[static_cast<size_t>(at_mask(h, i, j))]; };
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < queries; ++i)
       for (int j = 0; j < keys; ++j) {
         // Keys that no query sees, some that it does not, and a row without any key.
-        const bool hidden = c.hides(j) || mask.at(h, i, j) % 7 == 3 || (h == 1 && i == queries / 2);
+        const bool hidden = c.hides(j) || at_mask(h, i, j) % 7 == 3 || (h == 1 && i == queries / 2);
         bias_of(h, i, j) = hidden ? -INFINITY : draw(random);
-        store(&mask.array[mask.at(h, i, j)], bias_of(h, i, j));
+        store(&mask.array[at_mask(h, i, j)], bias_of(h, i, j));
       }
   // Nothing comes of keys that no query sees.
   for (auto* x : {&key, &value})
@@ -194,13 +195,14 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.grad_key = grad_key.operand(DType::f32);
   p.grad_value = grad_value.operand(DType::f32);
   if (c.mask) p.grad_mask = grad_mask.operand(DType::f32);
-  if (c.shared) p.grad_mask.head = 0;
+  if (c.shared) p.mask.head = p.grad_mask.head = 0;
   p.mask_is_shared = c.shared;
   p.mask_slices = c.shared ? 1 : kHeads;
   p.mask_row_tasks = divide_up(queries, kScoreTile);
   p.mask_key_tasks = divide_up(keys, kScoreTile);
   p.logsumexp = logsumexp.data();
   p.delta = delta.data();
+  p.few_rows = queries < 128;
   const auto sums_of = [](auto& gradient) { return std::vector<Sum>(static_cast<size_t>(gradient.array.size())); };
   std::vector<Sum> to_query = sums_of(grad_query), to_key = sums_of(grad_key), to_value = sums_of(grad_value),
                    to_mask = sums_of(grad_mask);

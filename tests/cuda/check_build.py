@@ -68,17 +68,18 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
 def check_registers() -> int:
     """Checks the memory of every kernel of the library; returns how many there are.
 
-    Kernels of float64, with two registers for each number, may have some in memory, and one other
-    (tests/test_cuda_sass.py says why) four addresses.
+    Kernels of float64, with two registers for each number, may have some in memory, and those with
+    tensor cores a few addresses where that lets more blocks run at a time (kBlocks).
     """
     command = [find("cuobjdump"), "-res-usage", LIBRARY]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     architectures = re.findall(r"^arch = (\w+)$", usage, re.MULTILINE)
-    assert set(architectures) == {"sm_80", "sm_90"}, architectures
+    assert set(architectures) >= {"sm_80", "sm_90"}, architectures
     kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
     for name, *numbers in kernels:
-        is_forward_64 = re.search(r"ForwardMmaI\w+Li64ELi2ELb0ELb0E", name)
-        allowed = 256 if re.search("SimtId|merge_splitsId", name) else 16 if is_forward_64 else 0
+        allowed = 256 if re.search("SimtId|merge_splitsId", name) else 0
+        if re.search(r"(For|Back)wardMmaI\w+Li(64|128)E", name):
+            allowed = 40 if "MmaGradientE4" in name else 16
         assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"
     return len(kernels)
 
@@ -104,7 +105,7 @@ def main() -> None:
     assert_like(gradients, x, "meta")
 
     compiled = check_registers()
-    assert compiled >= 2 * 18, f"{compiled} kernels for two architectures"
+    assert compiled >= 2 * 18, f"{compiled} kernels for two architectures or more"
     programs = compile_programs(TO)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: kernels not run"
     print(

@@ -14,7 +14,7 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
-#include "cuda/mma/scores.cuh"
+#include "cuda/mma/mask_tile.cuh"
 
 namespace attn::cuda {
 
@@ -31,11 +31,10 @@ struct alignas(8) BackwardSlope {
 };
 
 // Up to kRows consecutive rows of a group of heads, in shared memory.
-template <int kRows, bool kHasMask, bool kHasSlopes, bool kInRegisters>
+template <int kRows, bool kHasSlopes, bool kInRegisters>
 struct BackwardRows {
   RowTile<kRows> rows;
   BackwardRow of_row[kInRegisters ? 1 : kRows];
-  int64_t in_mask[kHasMask ? kRows : 1];  // where it begins in the mask
   BackwardSlope alibi[kHasSlopes ? kRows : 1];
 };
 
@@ -43,7 +42,8 @@ struct BackwardRows {
 // sums.
 enum class MmaGradient { query, key, value, key_and_value, shared_mask };
 
-template <class S, int kDim, MmaGradient kOf, bool kGeneral>
+// kFewRows: whether a block of dQ owns 64 rows.
+template <class S, int kDim, MmaGradient kOf, bool kGeneral, bool kFewRows = false>
 struct BackwardMma {
   static constexpr bool kSumsMask = kOf == MmaGradient::shared_mask;
   static constexpr bool kOwnsKeys = kOf != MmaGradient::query && !kSumsMask;
@@ -51,22 +51,27 @@ struct BackwardMma {
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
   // Tiles of 16 keys or rows that a warp owns; what it reads of other tiles serves all of them. Registers hold the sums
   // of two tiles only for dQ without kGeneral, up to head_dim 128.
-  static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral ? 2 : 1;
+  static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral && !kFewRows ? 2 : 1;
   static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
-  static constexpr bool kCrowded = kGeneral && kOf == MmaGradient::key_and_value;
-  static constexpr int kOther = kDim <= (kSumsMask ? 128 : 64) ? 64 : kDim <= 128 && !kCrowded ? 32 : 16;
+  static constexpr int kOther = kDim <= (kSumsMask ? 128 : 64) ? 64 : kDim <= 128 ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
-  static constexpr int kThreads = kMmaThreads, kBlocks = 2;
+  // The kernel of shared masks loads nothing ahead, so it gains from four blocks a multiprocessor, though each thread
+  // then has ten numbers in memory: on an H100 a backward with it took 0.87 of the time.
+  static constexpr int kThreads = kMmaThreads, kBlocks = kSumsMask && kDim <= 64 ? 4 : 2;
   // Buffers for tiles that the block does not own: with two, one is used while the next is copied.
-  static constexpr int kStages = kSumsMask ? 1 : 2;
+  static constexpr int kStages = kSumsMask || (kGeneral && kDim > 128) ? 1 : 2;
+  static __device__ __forceinline__ int stage_after(int stage) { return kStages == 1 ? 0 : stage ^ 1; }
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
   // Whether each thread keeps the BackwardRow of its own rows, because with head_dim 128 shared memory has no
   // place for it.
   static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
-  using Rows = BackwardRows<kRows, kGeneral, kGeneral && kOwnsKeys, kInRegisters>;
+  // The mask of the tile that is in use, of the next one and of the one that is looked at for a key that it shows.
+  // Scores that share a mask share its tile.
+  static constexpr int kMasks = kSumsMask ? 1 : 3;
+  using Rows = BackwardRows<kRows, kGeneral && kOwnsKeys, kInRegisters>;
   struct Shared {
     // The left factors of the products K Q^T and V G^T, or Q K^T and G V^T, which the block owns, and the right
     // factors.
@@ -74,6 +79,7 @@ struct BackwardMma {
     struct {
       Other score, dp;
     } other[kStages];
+    std::conditional_t<kGeneral, MaskTile<S, kRows, kKeys, true>, Nothing> mask[kMasks];
     Rows rows[kOwnsKeys ? kStages : 1];
     Dropout dropout;
     Task task;           // if the block owns keys, their batch entry and the keys
@@ -84,7 +90,6 @@ struct BackwardMma {
     int64_t group_rows;  // how many rows their list has
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
-    bool mask_in_pairs;
     double exponent_per_score;
   };
   using Fragments = ScoresMma<S, kOther / 8, kOwnsKeys>;
@@ -96,6 +101,7 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
+  int looked_at = 0;  // the number of the mask of the tile that may be next; that after it is of the tile in use
 
   __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}
 
@@ -111,10 +117,7 @@ struct BackwardMma {
     if (p.has_dropout) shared.dropout.set(p, n);
     shared.query_data = head_of<S>(p, p.query, n, 0);
     shared.grad_output_data = head_of<S>(p, p.grad_output, n, 0);
-    if (p.has_mask) {
-      shared.mask_base = batch_offset(p, p.mask, n);
-      shared.mask_in_pairs = mask_in_units(p, 2);
-    }
+    if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
     // The logsumexp is scaled by the rounded slope of exponents, because large scores must cancel.
@@ -157,35 +160,47 @@ struct BackwardMma {
     load(grad_output_tile, shared.grad_output_data, p.grad_output, p.value_dim);
   }
 
-  // Whether the mask shows some score of the tile of `count` rows from `first` on and the keys from `key` on.
-  __device__ __forceinline__ bool mask_shows_some(Row first, int count, int64_t key) const {
-    bool some = false;
-    const int64_t base = shared.mask_base + first.head * p.mask.head + first.position * p.mask.row;
-    with_offsets(p.mask, first, count, [&](auto offset) {
-      Mask mask;
-      read_mask(mask, key, [&](int i) { return base + offset(RowTile<kRows>::last_repeated(i, count)); });
-      with_mask_number(p, [&]<class M>() { some = Fragments::template shows_some<M>(mask); });
-    });
-    return some;
+  static __device__ __forceinline__ int mask_after(int number) { return number + 1 < kMasks ? number + 1 : 0; }
+  // Starts to copy the mask of `count` rows from `first` on and the keys from `key` on, to be looked at.
+  __device__ __forceinline__ void start_mask(Row first, int count, int64_t key) {
+    if constexpr (kGeneral) {
+      if (!p.has_mask) return;
+      const int64_t base = shared.mask_base + first.head * p.mask.head + first.position * p.mask.row;
+      with_offsets(p.mask, first, count, [&](auto offset) {
+        with_mask_number(p, [&]<class M>() {
+          const auto row = [&](int i) {
+            const int64_t number = base + offset(RowTile<kRows>::last_repeated(i, count));
+            return static_cast<const unsigned char*>(p.mask.data) + number * static_cast<int64_t>(sizeof(M));
+          };
+          shared.mask[looked_at].template copy<M>(p, row, key);
+        });
+      });
+      commit_copies();
+    }
   }
-  // Row i begins offset(i) elements behind the mask's data.
-  template <class Offset>
-  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, Offset offset) const {
-    with_mask_number(p, [&]<class M>() {
-      Fragments::template read_mask<M>(mask, own(), p.mask, shared.mask_in_pairs, key, keys_from(key), offset);
-    });
+  // Whether that mask, which has been copied, shows some score to this lane.
+  __device__ __forceinline__ bool mask_shows_some() {
+    bool some = false;
+    if constexpr (kGeneral)
+      with_mask_number(p, [&]<class M>() { some = shared.mask[looked_at].template shows_some<M>(); });
+    return some;
   }
   // The number of keys of the tile that begins with `key`.
   __device__ __forceinline__ int keys_from(int64_t key) const {
     return static_cast<int>(smaller(kKeys, shared.task.last_key - key));
   }
-  // Returns the first tile, from this one on, that the mask does not hide entirely. shows_some(tile) is true for it,
-  // and beyond the last tile; next(tile) is the tile after it. Nothing else of hidden tiles is read. Ends with a
-  // barrier: pending copies are complete, and the previous tile has been read.
-  template <class Tile, class ShowsSome, class Next>
-  __device__ __forceinline__ Tile first_shown(Tile tile, ShowsSome shows_some, Next next) const {
+  // Returns the first tile, from this one on, that the mask does not hide entirely, or one beyond the last. The mask of
+  // this tile has been copied. start(tile) starts to copy that of another, shows_some(tile) is true beyond the last
+  // tile, and next(tile) is the tile after it. Nothing else of hidden tiles is read. Ends with a barrier: pending copies
+  // are complete, and the previous tile has been read.
+  template <class Tile, class Start, class ShowsSome, class Next>
+  __device__ __forceinline__ Tile first_shown(Tile tile, Start start, ShowsSome shows_some, Next next) {
     if (kGeneral && p.has_mask)
-      while (!__syncthreads_or(shows_some(tile))) tile = next(tile);
+      while (!__syncthreads_or(shows_some(tile))) {
+        tile = next(tile);
+        start(tile);
+        wait_for_copies<0>();
+      }
     else
       __syncthreads();
     return tile;
@@ -223,7 +238,6 @@ struct BackwardMma {
     make_shift(row);
     if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.task.n, rows.rows.head[i]);
     rows.of_row[i] = row;
-    if (kGeneral && p.has_mask) rows.in_mask[i] = shared.mask_base + rows.rows.offset(p.mask, i);
     if constexpr (kGeneral && kOwnsKeys)
       if (p.terms.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
   }
@@ -280,26 +294,38 @@ struct BackwardMma {
     for (int64_t reader = 0; reader < readers; reader += p.group) {
       if (thread_index() == 0) set_heads(shared.own_head * readers + reader);
       const int64_t head = shared.own_head * readers + reader;
-      TileOfRows tile = first_shown_rows(visible_from({0, {task.n, head, 0}}));
+      TileOfRows tile = visible_from({0, {task.n, head, 0}});
+      start_mask_of(tile);
+      wait_for_copies<0>();
+      tile = first_shown_rows(tile);
       if (tile.number >= shared.group_rows) continue;
       load_keys(shared.own_score, shared.own_dp, task.first_key);
       load_rows(shared.other[0].score, shared.other[0].dp, tile.first, count_of(tile));
       commit_copies();
       store_row(shared.rows[0], tile.first, count_of(tile), read_row(tile, count_of(tile)));
+      look_at_rows_after(tile);
       bool more = true;
-      for (int stage = 0; more; stage ^= 1) {
+      for (int stage = 0; more; stage = stage_after(stage)) {
         const int count = count_of(tile);
         wait_for_copies<0>();
-        tile = first_shown_rows(visible_from(after(tile, kOther)));  // this stage is there, the last one has been read
+        tile = first_shown_rows(next_rows(tile));  // this stage is there, the last one has been read
         more = tile.number < shared.group_rows;
         BackwardRow next;
-        if (more) {
-          load_rows(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, tile.first, count_of(tile));
+        const auto load_next = [&] {
+          if (!more) return;
+          auto& to = shared.other[stage_after(stage)];
+          load_rows(to.score, to.dp, tile.first, count_of(tile));
           commit_copies();
           next = read_row(tile, count_of(tile));
-        }
+        };
+        if constexpr (kStages > 1) load_next();
+        look_at_rows_after(tile);
         add_tile(of_ds, of_weights, stage, count, task.first_key);
-        if (more) store_row(shared.rows[stage ^ 1], tile.first, count_of(tile), next);
+        if constexpr (kStages == 1) {
+          __syncthreads();  // the stage has been read
+          load_next();
+        }
+        if (more) store_row(shared.rows[stage_after(stage)], tile.first, count_of(tile), next);
       }
     }
     if constexpr (kNeedsDs) write_keys(p.grad_key, p.head_dim, of_ds, slope());
@@ -320,13 +346,22 @@ struct BackwardMma {
                                   shared.group_rows - tile.number, kOther));
   }
 
-  __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) const {
+  __device__ __forceinline__ TileOfRows next_rows(const TileOfRows& tile) const {
+    return visible_from(after(tile, kOther));
+  }
+  __device__ __forceinline__ void start_mask_of(const TileOfRows& tile) {
+    if (tile.number < shared.group_rows) start_mask(tile.first, count_of(tile), shared.task.first_key);
+  }
+  __device__ __forceinline__ void look_at_rows_after(const TileOfRows& tile) {
+    if (!kGeneral || !p.has_mask) return;
+    looked_at = mask_after(looked_at);
+    start_mask_of(next_rows(tile));
+  }
+  __device__ __forceinline__ TileOfRows first_shown_rows(const TileOfRows& tile) {
     return first_shown(
-        tile,
-        [&](const TileOfRows& t) {
-          return t.number >= shared.group_rows || mask_shows_some(t.first, count_of(t), shared.task.first_key);
-        },
-        [&](const TileOfRows& t) { return visible_from(after(t, kOther)); });
+        tile, [&](const TileOfRows& t) { start_mask_of(t); },
+        [&](const TileOfRows& t) { return t.number >= shared.group_rows || mask_shows_some(); },
+        [&](const TileOfRows& t) { return next_rows(t); });
   }
 
   __device__ __forceinline__ void run_query(int64_t number) {
@@ -347,26 +382,43 @@ struct BackwardMma {
     if constexpr (kInRegisters)
       each_own([&](int t, int half, int i) { make_shift(own_rows[t][half] = read_row(tile, count, i)); });
     Sums of_ds = {}, none;
+    const auto start_mask_from = [&](int64_t key) {
+      if (key < task.last_key) start_mask(first, count, key);
+    };
+    const auto look_at_keys_after = [&](int64_t key) {
+      looked_at = mask_after(looked_at);
+      start_mask_from(key + kOther);
+    };
     const auto first_shown_key = [&](int64_t key) {
       return first_shown(
-          key, [&](int64_t k) { return k >= task.last_key || mask_shows_some(first, count, k); },
+          key, start_mask_from, [&](int64_t k) { return k >= task.last_key || mask_shows_some(); },
           [](int64_t k) { return k + kOther; });
     };
+    start_mask_from(task.first_key);
+    wait_for_copies<0>();
     int64_t key = first_shown_key(task.first_key);
     if (key < task.last_key) {
       load_rows(shared.own_score, shared.own_dp, first, count);
       load_keys(shared.other[0].score, shared.other[0].dp, key);
       commit_copies();
+      look_at_keys_after(key);
     }
-    for (int stage = 0; key < task.last_key; stage ^= 1) {
+    for (int stage = 0; key < task.last_key; stage = stage_after(stage)) {
       const int64_t these = key;
       wait_for_copies<0>();
       key = first_shown_key(key + kOther);  // these keys are there, and the last ones have been read
-      if (key < task.last_key) {
-        load_keys(shared.other[stage ^ 1].score, shared.other[stage ^ 1].dp, key);
+      const auto load_next = [&] {
+        if (key >= task.last_key) return;
+        load_keys(shared.other[stage_after(stage)].score, shared.other[stage_after(stage)].dp, key);
         commit_copies();
-      }
+      };
+      if constexpr (kStages > 1) load_next();
+      look_at_keys_after(key);
       if (own() < count) add_tile(of_ds, none, stage, count, these);  // else the warp has no rows, and only copies
+      if constexpr (kStages == 1) {
+        __syncthreads();  // the stage has been read
+        load_next();
+      }
     }
     if (!p.grad_query.data) return;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
@@ -383,6 +435,7 @@ struct BackwardMma {
     number /= divide_up(p.keys, kOther);
     const int64_t slice = number / divide_up(p.queries, kOwn), first_row = number % divide_up(p.queries, kOwn) * kOwn;
     Sums sum = {};
+    bool mask_is_read = false;  // once for all turns, because they share it
     for (int64_t turn = 0; turn < p.batch * p.heads / p.mask_slices; ++turn) {
       __syncthreads();  // the last tiles have been read
       if (thread_index() == 0) {
@@ -401,7 +454,12 @@ struct BackwardMma {
       const int count = task.rows;
       if (count == 0 || shared.rows_seen.empty()) continue;
       const Row first = task.row_at();
-      if (!__syncthreads_or(mask_shows_some(first, count, key))) continue;
+      if (!mask_is_read) {
+        start_mask(first, count, key);
+        wait_for_copies<0>();
+        if (!__syncthreads_or(mask_shows_some())) break;
+        mask_is_read = true;
+      }
       load_rows(shared.own_score, shared.own_dp, first, count);
       load_keys(shared.other[0].score, shared.other[0].dp, key);
       commit_copies();
@@ -457,13 +515,11 @@ struct BackwardMma {
     const Range positions = positions_of_rows(shared.task.sequence, {0, 0, rows.rows.position[0]}, count);
     const bool hides = (kOwnsKeys && count < kOther) ||  // rows beyond the last one are hidden too
                        !all_visible(shared.task.sequence, positions, {key, key + kKeys});
-    Mask mask;  // read again, before products are computed
-    if (kGeneral && p.has_mask) read_mask(mask, key, [&](int i) { return rows.in_mask[i]; });
     Scores x = {};
     add_dots<kTiles>(x, shared.own_score, own(), other.score);
     const bool finite = Fragments::template all_finite<kTiles>(x);
     Scores capped;  // SoftCap's arguments
-    make_exponents(x, capped, rows, mask, finite, key);
+    make_exponents(x, capped, rows, finite, key);
     if (hides)
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
@@ -511,8 +567,8 @@ struct BackwardMma {
 
   // Turns products into exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key. `finite`: whether
   // all products are finite.
-  __device__ __forceinline__ void make_exponents(Scores& x, Scores& capped, const Rows& rows, const Mask& mask,
-                                                 bool finite, int64_t key) {
+  __device__ __forceinline__ void make_exponents(Scores& x, Scores& capped, const Rows& rows, bool finite,
+                                                 int64_t key) {
     if constexpr (kGeneral) {
       static_assert(kTiles == 1);
       const bool terms = has_terms(p);
@@ -523,6 +579,11 @@ struct BackwardMma {
             [&](int i) { return kOwnsKeys ? rows.alibi[i].slope : slope_of(rows, i); });
       if (p.has_mask)
         with_mask_number(p, [&]<class M>() {
+          Mask mask;
+          if constexpr (kOwnsKeys)
+            shared.mask[mask_after(looked_at)].template read_transposed<M>(mask);
+          else
+            shared.mask[mask_after(looked_at)].template read<M>(mask, 0);
           const auto add = [&]<auto kHow>() { Fragments::template add_mask<kHow>(x[0], mask, terms ? 1 : slope()); };
           Fragments::template choose_add<M>([&] { return terms ? Fragments::all_finite(x) : finite; }, add);
         });
@@ -595,8 +656,14 @@ Error launch_backward_mma(const BackwardParams& p, Stream stream) {
     return is_general(p) ? launch_blocks<BackwardMma<S, kDim, kOf, true>>(p, stream)
                          : launch_blocks<BackwardMma<S, kDim, kOf, false>>(p, stream);
   };
+  const auto run_query = [&] {
+    if constexpr (kDim <= 128)
+      if (p.few_rows && !is_general(p))
+        return launch_blocks<BackwardMma<S, kDim, MmaGradient::query, false, true>>(p, stream);
+    return run.template operator()<MmaGradient::query>();
+  };
   if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared))
-    if (Error error = run.template operator()<MmaGradient::query>()) return error;
+    if (Error error = run_query()) return error;
   if (sums_mask(p))
     if (Error error = launch_blocks<BackwardMma<S, kDim, MmaGradient::shared_mask, true>>(p, stream)) return error;
   if constexpr (kDim <= 128)

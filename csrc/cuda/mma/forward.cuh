@@ -14,13 +14,17 @@ namespace attn::cuda {
 // kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
-  // kBlocks 0: no limit of registers. With head_dim 64 three blocks a multiprocessor are faster than two (on an H100),
-  // though each thread then has four addresses in memory.
-  static constexpr int kThreads = kMmaThreads, kBlocks = kDim <= 64 && kTiles > 1 && !kGeneral && !kPaged ? 3 : 0;
+  // 0: no limit of registers. Three blocks a multiprocessor instead of two, and four instead of three for few rows with
+  // head_dim 128, are faster on an H100, though each thread then has up to four addresses in memory.
+  static constexpr int blocks_at_a_time() {
+    if (kGeneral) return 0;
+    if (kDim == 128 && kTiles == 1) return 4;
+    return kDim <= 64 && kTiles > 1 && !kPaged ? 3 : 0;
+  }
+  static constexpr int kThreads = kMmaThreads, kBlocks = blocks_at_a_time();
   static constexpr int kRows = kMmaThreads / 32 * 16 * kTiles;
-  static constexpr int kKeys = kKeysPerTile;
-
-  static constexpr bool kCopiesMask = kGeneral && kDim <= 128;  // to shared memory, unless none is left for it
+  static constexpr int kKeys = kGeneral && kDim > 128 ? 32 : 64;  // of a tile: a mask's tile needs shared memory, too
+  static_assert(kKeysPerTile % kKeys == 0);
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
   static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
 
@@ -33,21 +37,18 @@ struct ForwardMma {
     Dropout dropout;
     const S* key_data;  // of the batch entry and head
     const S* value_data;
-    bool mask_in_units;  // in vectors if the mask is copied, else in pairs
     RowTile<kRows> rows;
     // Read and written once per tile of keys, so registers need not keep them. Each thread sums its own columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
-    uint32_t head_number[kGeneral ? kRows : 1];                         // of dropout's counters
-    alignas(16) const unsigned char* in_mask[kCopiesMask ? kRows : 1];  // where the row begins
-    std::conditional_t<kCopiesMask, MaskTile<S, kTiles, !kFewRegisters>, Nothing> mask;
+    uint32_t head_number[kGeneral ? kRows : 1];                      // of dropout's counters
+    alignas(16) const unsigned char* in_mask[kGeneral ? kRows : 1];  // where the row begins
+    std::conditional_t<kGeneral, MaskTile<S, kRows, kKeys, !kFewRegisters>, Nothing> mask;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
-  // The mask of one tile of keys, where it is not in shared memory.
-  using Mask = std::conditional_t<kCopiesMask, Nothing, typename Fragments::Mask[kTiles]>;
   using Output = float[kTiles][kDim / 8][4];
-  using InPages = PagedRows<kDim>;
+  using InPages = PagedRows<kKeys, kDim>;
 
   const ForwardParams& p;
   Shared& shared;
@@ -67,9 +68,7 @@ struct ForwardMma {
     if (p.has_dropout) shared.dropout.set(p, n);
     shared.key_data = head_of<S>(p, p.key, n, task.key_head);
     shared.value_data = head_of<S>(p, p.value, n, task.value_head);
-    if (!p.has_mask) return;
-    shared.mask_base = batch_offset(p, p.mask, n);
-    shared.mask_in_units = mask_in_units(p, kCopiesMask ? 16 / mask_number_bytes(p) : 2);
+    if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
   }
 
   // The first row of a warp's tile t, within the block's tile; and the row of a thread's elements 0 and 1 (half 0) or 2
@@ -110,15 +109,14 @@ struct ForwardMma {
     if constexpr (kGeneral)
       for (int i = threadIdx.x; i < kRows; i += kMmaThreads) {  // the rows that this thread has set
         if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
-        if (kCopiesMask && p.has_mask)
+        if (p.has_mask)
           shared.in_mask[i] = static_cast<const unsigned char*>(p.mask.data) +
                               mask_number_bytes(p) * (shared.mask_base + shared.rows.offset(p.mask, i));
       }
     __syncthreads();
-    if (kGeneral && p.has_mask)
-      with_mask_number(p, [&]<class M>() { go_over_keys<M>(output); });
-    else
-      go_over_keys<NoMask>(output);
+    if constexpr (kGeneral)
+      if (p.has_mask) with_mask_number(p, [&]<class M>() { go_over_keys<M>(output); });
+    if (!p.has_mask) go_over_keys<NoMask>(output);
     write(output);
   }
 
@@ -127,13 +125,12 @@ struct ForwardMma {
   template <class M>
   __device__ __forceinline__ void go_over_keys(Output& output) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
-    Mask mask;
     int64_t key = task.first_key;
     int keys = keys_from(key);
     if constexpr (kHasMask) {
-      read_mask<M>(mask, key, keys);
+      start_mask<M>(key, keys);
       wait_for_copies<0>();
-      find_shown<M>(mask, key, keys);
+      find_shown<M>(key, keys);
     }
     if (keys > 0) {
       load_tile(shared.query, head_of<S>(p, p.query, task.n, 0), task.rows, p.head_dim,
@@ -154,8 +151,8 @@ struct ForwardMma {
         __syncthreads();  // the values are there, and the keys have been read
         start_key(key + kKeys, keys_from(key + kKeys));
       }
-      if (has_rows()) make_scores<M>(x, mask, key);
-      if constexpr (kHasMask) read_mask<M>(mask, key + kKeys, keys_from(key + kKeys));  // arrives during the softmax
+      if (has_rows()) make_scores<M>(x, key);
+      if constexpr (kHasMask) start_mask<M>(key + kKeys, keys_from(key + kKeys));  // arrives during the softmax
       if (has_rows()) {
         softmax(x, output);
         if constexpr (kGeneral)
@@ -165,7 +162,7 @@ struct ForwardMma {
       keys = keys_from(key);
       if constexpr (kHasMask) {
         wait_for_copies<0>();
-        find_shown<M>(mask, key, keys);
+        find_shown<M>(key, keys);
         find_in_pages(key);
         start_key(key, keys);
       }
@@ -188,39 +185,21 @@ struct ForwardMma {
   }
 
   template <class M>
-  __device__ __forceinline__ void read_mask(Mask& mask, int64_t key, int keys) {
+  __device__ __forceinline__ void start_mask(int64_t key, int keys) {
     if (keys <= 0) return;
-    if constexpr (kCopiesMask) {
-      __syncwarp();  // the last one has been read
-      shared.mask.template copy<M>(p.mask.col, shared.in_mask, shared.mask_in_units, key, keys);
-      commit_copies();
-    } else {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-        Fragments::template read_mask<M>(mask[t], row(MmaThread(), t), p.mask, shared.mask_in_units, key, keys,
-                                         [&](int i) { return shared.mask_base + shared.rows.offset(p.mask, i); });
-    }
-  }
-  template <class M>
-  __device__ __forceinline__ bool shows_some(const Mask& mask) {
-    if constexpr (kCopiesMask) {
-      return shared.mask.template shows_some<M>();
-    } else {
-      bool some = false;
-#pragma unroll
-      for (auto& of_tile : mask) some |= Fragments::template shows_some<M>(of_tile);
-      return some;
-    }
+    __syncwarp();  // the last one has been read
+    shared.mask.template copy<M>(p, [&](int i) { return shared.in_mask[i]; }, key);
+    commit_copies();
   }
   // Goes on to the first tile, from the one at `key` on, that the mask does not hide entirely. The mask of the tile at
   // `key` has been read; keys and values of hidden tiles are not read. Ends with a barrier: pending copies are
   // complete, and the previous keys have been read.
   template <class M>
-  __device__ __forceinline__ void find_shown(Mask& mask, int64_t& key, int& keys) {
-    while (!__syncthreads_or(keys <= 0 || shows_some<M>(mask))) {
+  __device__ __forceinline__ void find_shown(int64_t& key, int& keys) {
+    while (!__syncthreads_or(keys <= 0 || shared.mask.template shows_some<M>())) {
       key += kKeys;
       keys = keys_from(key);
-      read_mask<M>(mask, key, keys);
+      start_mask<M>(key, keys);
       wait_for_copies<0>();
     }
   }
@@ -231,7 +210,7 @@ struct ForwardMma {
   // Turns products into scores if kGeneral; else weight() scales them later. Sets -inf for keys that are hidden or do
   // not exist.
   template <class M>
-  __device__ __forceinline__ void make_scores(Scores& x, const Mask& mask, int64_t key) {
+  __device__ __forceinline__ void make_scores(Scores& x, int64_t key) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
     float slope = ScoreFunction<float>::of(p).slope();
     if (kGeneral && (!kHasMask || has_terms(p))) {
@@ -249,14 +228,11 @@ struct ForwardMma {
       const auto finite = [&] { return Fragments::template all_finite<kTiles>(x); };
       const auto add = [&]<auto kHow>() {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-          if constexpr (kCopiesMask) {
-            typename Fragments::Mask of_tile;
-            shared.mask.template read<M>(of_tile, t);
-            Fragments::template add_mask<kHow>(x[t], of_tile, slope);
-          } else {
-            Fragments::template add_mask<kHow>(x[t], mask[t], slope);
-          }
+        for (int t = 0; t < kTiles; ++t) {
+          typename Fragments::Mask of_tile;
+          shared.mask.template read<M>(of_tile, t);
+          Fragments::template add_mask<kHow>(x[t], of_tile, slope);
+        }
       };
       Fragments::template choose_add<M>(finite, add);
     }

@@ -1,20 +1,16 @@
-// Keeps the forward's tile of a mask in shared memory, because copies to it take no registers. Above head_dim 128
-// query, key and value take 96 of 99 KiB. The mask's 8 KiB do not fit then, and ScoresMma::read_mask() reads it to
-// registers.
+// Keeps a tile of a mask in shared memory, because copies to it take no registers.
 #pragma once
 
 #include "cuda/mma/scores.cuh"
 
 namespace attn::cuda {
 
-// [kRows, kKeys] numbers of a mask that is boolean or of the type S. Each warp copies the 16 kTiles rows of its own
-// scores and reads no others, so that no warp waits for another. kKeepsThread: registers may keep, from one tile to the
-// next, what is computed from a thread's number.
-template <class S, int kTiles, bool kKeepsThread>
+// [kRows, kKeys] numbers of a mask that is boolean or of the type S. A warp copies a quarter of the rows. Where the
+// block owns rows these are the rows of the warp's own scores, so that no warp waits for another. kKeepsThread:
+// registers may keep, from one tile to the next, what is computed from a thread's number.
+template <class S, int kRows, int kKeys, bool kKeepsThread>
 struct MaskTile {
-  static constexpr int kKeys = kKeysPerTile;
-  static constexpr int kWarpRows = 16 * kTiles;
-  using Fragments = ScoresMma<S, kKeys / 8, false>;
+  static constexpr int kWarpRows = kRows / (kMmaThreads / 32);
   template <class Number>
   static constexpr int kNumbers = 16 / static_cast<int>(sizeof(Number));  // of a vector
   template <class Number>
@@ -22,9 +18,9 @@ struct MaskTile {
   template <class Number>
   static constexpr int kRowBytes = 16 * kVectors<Number>;
 
-  // A row of this tile holds one row of 16-bit numbers or two rows of boolean ones. Either way lanes that read a
-  // fragment read different banks.
-  MmaTile<uint16_t, kMmaThreads / 32 * kWarpRows, kKeys> tile;
+  // The vectors in 128 bytes are permuted by the number of these bytes, so that lanes that read a fragment read
+  // different banks. Whatever is a multiple of 1024 bytes apart is permuted alike.
+  alignas(128) unsigned char bytes[kRows * kKeys * 2];
 
   static __device__ __forceinline__ MmaThread this_thread() {
     if constexpr (kKeepsThread)
@@ -35,66 +31,49 @@ struct MaskTile {
 
   // Returns where a vector of a row of the mask is stored.
   template <class Number>
-  __device__ __forceinline__ void* at(unsigned row, unsigned vector) {
-    return sizeof(Number) == 2 ? tile.at(row, vector) : tile.at(row / 2, row % 2 * kVectors<Number> + vector);
+  static __device__ __forceinline__ unsigned offset(unsigned row, unsigned vector) {
+    const unsigned byte = row * kRowBytes<Number> + 16 * vector;
+    return byte ^ byte / 128 % 8 * 16;
   }
 
-  // A lane's share of the copy: one vector of each row in kPairs pairs of neighbouring rows, kStep rows apart.
+  // A lane's share of the copy: one vector of each row in kPairs pairs of neighbouring rows, kStep rows apart. If there
+  // are few rows, some lanes have no share.
   template <class Number>
   struct Share {
     static constexpr int kStep = 64 / kVectors<Number>;
-    static constexpr int kPairs = kWarpRows / kStep;
+    static constexpr int kPairs = kWarpRows > kStep ? kWarpRows / kStep : 1;
     int row, vector;
+    bool exists;
 
     __device__ __forceinline__ Share() {
       const MmaThread thread = this_thread();
-      const unsigned lane = thread.lane;
-      row = kWarpRows * thread.warp + 2 * (lane / kVectors<Number>);
+      const unsigned lane = thread.lane, of_warp = 2 * (lane / kVectors<Number>);
+      row = kWarpRows * thread.warp + of_warp;
       vector = lane % kVectors<Number>;
+      exists = kWarpRows >= kStep || of_warp < kWarpRows;
     }
     __device__ __forceinline__ int first() const { return vector * kNumbers<Number>; }  // its first number, in a row
   };
 
-  // Starts to copy the mask of `keys` keys from `key` on; columns beyond repeat the last key's. Row i begins at
-  // in_mask[i], and its numbers are `stride` apart. in_vectors: see mask_in_units(). After commit_copies() and
-  // wait_for_copies() a lane may read its own share, after a further barrier the warp's.
-  template <class Number>
-  __device__ __forceinline__ void copy(int64_t stride, const unsigned char* const* in_mask, bool in_vectors,
-                                       int64_t key, int keys) {
+  // Starts to copy the mask of the tile of keys that begins with `key`; zeros where the mask has no vector. from(i)
+  // returns where row i of the mask begins. After commit_copies() and wait_for_copies() a lane may read its own share,
+  // after a further barrier all that was copied.
+  template <class Number, class From>
+  __device__ __forceinline__ void copy(const Problem& p, From from, int64_t key) {
     const Share<Number> share;
-    if (!in_vectors || share.first() + kNumbers<Number> > keys)
-      return gather(share, key * stride, stride, in_mask, keys);
-    struct alignas(16) Pair {
-      const unsigned char* row[2];
-    } begin[Share<Number>::kPairs];  // read first, because no read may overtake a copy that has started
+    if (!share.exists) return;
+    const unsigned char* begin[Share<Number>::kPairs][2];  // read first: no read may overtake a copy that has started
 #pragma unroll
     for (int k = 0; k < Share<Number>::kPairs; ++k)
-      begin[k] = *reinterpret_cast<const Pair*>(in_mask + share.row + k * Share<Number>::kStep);
-    const int64_t offset = (key + share.first()) * static_cast<int64_t>(sizeof(Number));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) begin[k][r] = from(share.row + k * Share<Number>::kStep + r);
+    key += share.first();
+    const int64_t byte = key * p.mask.col * static_cast<int64_t>(sizeof(Number));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      auto* const to = static_cast<unsigned char*>(at<Number>(share.row + r, share.vector));
+      unsigned char* const to = bytes + offset<Number>(share.row + r, share.vector);
 #pragma unroll
-      for (int k = 0; k < Share<Number>::kPairs; ++k)  // rows a multiple of 8 apart are permuted alike
-        copy_async(to + k * Share<Number>::kStep * kRowBytes<Number>, begin[k].row[r] + offset, true);
-    }
-  }
-  // Copies number by number, few at a time, so that it takes no more registers than the rest of a kernel.
-  template <class Number>
-  __device__ __forceinline__ void gather(const Share<Number>& share, int64_t offset, int64_t stride,
-                                         const unsigned char* const* in_mask, int keys) {
-    constexpr int kOfWord = 4 / sizeof(Number), kWords = 4 * 2 * Share<Number>::kPairs;
-#pragma unroll 1
-    for (int i = 0; i < kWords; ++i) {
-      const int row = share.row + i / 8 * Share<Number>::kStep + i / 4 % 2, first = share.first() + i % 4 * kOfWord;
-      const auto* from = reinterpret_cast<const Number*>(in_mask[row]) + offset;
-      uint32_t word = 0;
-#pragma unroll
-      for (int j = 0; j < kOfWord; ++j) {
-        const int at_most = first + j < keys ? first + j : keys - 1;
-        word |= static_cast<uint32_t>(from[at_most * stride]) << 8 * sizeof(Number) * j;
-      }
-      static_cast<uint32_t*>(at<Number>(row, share.vector))[i % 4] = word;
+      for (int k = 0; k < Share<Number>::kPairs; ++k) copy_async(to + k * 1024, begin[k][r] + byte, key < p.keys);
     }
   }
 
@@ -102,14 +81,16 @@ struct MaskTile {
   template <class Number>
   __device__ __forceinline__ bool shows_some() {
     const Share<Number> share;
-    const void* const numbers[2] = {at<Number>(share.row, share.vector), at<Number>(share.row + 1, share.vector)};
+    if (!share.exists) return false;
+    const unsigned char* const numbers[2] = {bytes + offset<Number>(share.row, share.vector),
+                                             bytes + offset<Number>(share.row + 1, share.vector)};
     const auto pair_shows_some = [&](int k) {
       uint32_t some = 0;
 #pragma unroll
-      for (const void* of_row : numbers) {
-        const auto vector = static_cast<const Vec16<uint32_t>*>(of_row)[k * Share<Number>::kStep * kVectors<Number>];
+      for (const unsigned char* of_row : numbers) {
+        const auto vector = *reinterpret_cast<const Vec16<uint32_t>*>(of_row + k * 1024);
 #pragma unroll
-        for (const uint32_t word : vector.at) some |= word ^ Fragments::template kHidden<Number>;
+        for (const uint32_t word : vector.at) some |= word ^ kHidden<S, Number>;
       }
       return some != 0;
     };
@@ -119,30 +100,57 @@ struct MaskTile {
     return false;
   }
 
-  // Reads the mask of the scores of tile t of the warp.
+  // Reads the mask of the scores of tile t of the warp, which owns rows.
   template <class Number>
-  __device__ __forceinline__ void read(typename Fragments::Mask& mask, int t) {
+  __device__ __forceinline__ void read(uint32_t (&mask)[kKeys / 8][2], int t) {
     const MmaThread thread = this_thread();
     const int own = kWarpRows * thread.warp;
     if constexpr (sizeof(Number) == 1) {
-      const auto* const numbers = reinterpret_cast<const unsigned char*>(tile.numbers);
-      const auto* const of_first = static_cast<const unsigned char*>(at<uint8_t>(own + thread.group, 0));
-      const unsigned first = static_cast<unsigned>(of_first - numbers) + 2 * thread.place;
+      const unsigned first = offset<uint8_t>(own + thread.group, 0) + 2 * thread.place;
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           // As in MmaTile::address(): the vector is n / 2, and eight rows further the permutation differs.
-          const unsigned offset = (first ^ (n / 2 * 16 | half * 64)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
-          mask[n][half] = *reinterpret_cast<const uint16_t*>(numbers + offset);
+          const unsigned at = (first ^ (n / 2 * 16 | half * kKeys)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
+          mask[n][half] = *reinterpret_cast<const uint16_t*>(bytes + at);
         }
     } else {
+      const SharedAddress of_first = shared_address(bytes) + offset<uint16_t>(own + thread.lane % 16, thread.lane / 16);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
         uint32_t a[4];
-        load_a(a, tile, thread.lane, own, 16 * t, k);
+        load_matrices(a, (of_first ^ k * 32) + 16 * t * kRowBytes<Number>);
 #pragma unroll
         for (int i = 0; i < 4; ++i) mask[2 * k + i / 2][i % 2] = a[i];
+      }
+    }
+  }
+  // Reads the mask of the warp's scores, where it owns 16 of the keys.
+  template <class Number>
+  __device__ __forceinline__ void read_transposed(uint32_t (&mask)[kRows / 8][2]) {
+    static_assert(kKeys == 64);
+    const MmaThread thread = this_thread();
+    if constexpr (sizeof(Number) == 1) {
+      const unsigned char* const first = bytes + offset<uint8_t>(2 * thread.place, thread.warp) + thread.group;
+#pragma unroll
+      for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // The permutation of rows 8 n + 2 place and one further has bit 2 of the number of their 128 bytes, n % 2.
+          const unsigned char* const of_two = first + n * 512 + half * 8;
+          mask[n][half] = of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8;
+        }
+    } else {
+      const int lane = thread.lane;
+      const SharedAddress of_first =
+          shared_address(bytes) + offset<uint16_t>(lane % 8 + lane / 16 * 8, 2 * thread.warp + lane / 8 % 2);
+#pragma unroll
+      for (int n = 0; n < kRows / 8; n += 2) {
+        uint32_t four[4];
+        load_matrices_transposed(four, of_first + n * 1024);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mask[n + i / 2][i % 2] = four[i];
       }
     }
   }

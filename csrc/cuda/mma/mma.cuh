@@ -62,14 +62,14 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; });
 }
 
-// Where the rows of a tile of 64 keys, and of their values, are stored in pages. The threads that copy the same rows
+// Where the rows of a tile of kKeys keys, and of their values, are stored in pages. The threads that copy the same rows
 // (see copy_tile()) look up one row each and exchange the offsets by shuffles. These need no barrier and no shared
 // memory, of which large heads leave none.
-template <int kCols>
+template <int kKeys, int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;
-  static constexpr int kOfKeys = 0, kOfValues = 64 / kRowsAtOnce;  // the first of the threads that know them
-  static_assert(2 * kOfValues == kVectors && kVectors <= 32);
+  static constexpr int kOfKeys = 0, kOfValues = kKeys / kRowsAtOnce;  // the first of the threads that know them
+  static_assert(2 * kOfValues <= kVectors && kVectors <= 32);
 
   int64_t offset = 0;  // of this thread's row, from the start of the head
 
@@ -77,13 +77,13 @@ struct PagedRows {
   __device__ __forceinline__ void find(const Problem& p, int64_t n, int64_t key, int64_t last_key) {
     const int thread = thread_index(), number = thread % kVectors;
     key += thread / kVectors + number % kOfValues * kRowsAtOnce;
-    if (key >= last_key) return;
-    const bool of_key = number < kOfValues;
+    if (key >= last_key) return;  // 2 kOfValues threads know the rows; any others look the same rows up again
+    const bool of_key = number / kOfValues % 2 == 0;
     offset = offset_in_pages(p, of_key ? p.key.page : p.value.page, of_key ? p.key.row : p.value.row, n, key);
   }
   // Starts to fill a tile as load_tile() does. Called by all threads.
   template <class S>
-  __device__ __forceinline__ void load(MmaTile<S, 64, kCols>& tile, const S* data, int rows, int64_t cols,
+  __device__ __forceinline__ void load(MmaTile<S, kKeys, kCols>& tile, const S* data, int rows, int64_t cols,
                                        int first) const {
     copy_tile(tile, rows, cols,
               [&](unsigned, int i) { return data + __shfl_sync(~0u, offset, first + i / kRowsAtOnce, kVectors); });

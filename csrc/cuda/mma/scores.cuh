@@ -12,15 +12,6 @@ namespace attn::cuda {
 // The size of a number of a boolean or 16-bit mask.
 __device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
 
-// Says whether `count` neighbours along the keys may be read at once from every multiple of `count` on.
-__device__ inline bool mask_in_units(const Problem& p, int count) {
-  const Operand& x = p.mask;
-  int64_t offsets = x.head | x.row;
-  for (int d = 0; d < p.batch_dims; ++d) offsets |= x.batch[d];
-  return x.col == 1 && offsets % count == 0 &&
-         reinterpret_cast<uintptr_t>(x.data) % (count * mask_number_bytes(p)) == 0;
-}
-
 // Calls f.template operator()<Number>(): uint8_t for a boolean mask, else uint16_t.
 template <class F>
 __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
@@ -29,6 +20,10 @@ __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
   else
     f.template operator()<uint16_t>();
 }
+
+// A word of numbers of a mask, boolean ones or of the type S, that hides all of its keys: by false or by -inf.
+template <class S, class Number>
+constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
 
 // Whether products become scores by ScoresMma::add_terms() before the mask is added.
 __device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
@@ -81,52 +76,6 @@ struct ScoresMma {
   // The mask's numbers of the scores: two neighbours, as they are stored, in each word.
   using Mask = uint32_t[kFragments][2];
 
-  // `Number`, here and below: see with_mask_number().
-
-  // Reads the mask of a tile, all at once: `keys` keys from `key` on, and beyond them the last key's again. Row i
-  // begins offset(i) elements behind the mask's data. in_pairs: see mask_in_units().
-  template <class Number, class Offset>
-  static __device__ __forceinline__ void read_mask(Mask& mask, int own, const Operand& x, bool in_pairs, int64_t key,
-                                                   int keys, Offset offset) {
-    using Two = std::conditional_t<sizeof(Number) == 1, uint16_t, uint32_t>;
-    const MmaThread thread;
-    const auto* data = static_cast<const Number*>(x.data);
-    if constexpr (!kOwnsKeys)
-      if (in_pairs && keys == 8 * kFragments) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const auto* row =
-              reinterpret_cast<const Two*>(data + offset(own + thread.group + 8 * half) + key) + thread.place;
-#pragma unroll
-          for (int n = 0; n < kFragments; ++n) mask[n][half] = row[4 * n];
-        }
-        return;
-      }
-    data += key * x.col;
-#pragma unroll
-    for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int mine = own + thread.group + 8 * half, other = thread.col(n) + c, j = kOwnsKeys ? mine : other;
-          const uint32_t number = data[offset(kOwnsKeys ? other : mine) + (j < keys ? j : keys - 1) * x.col];
-          mask[n][half] = c == 0 ? number : mask[n][half] | number << 8 * sizeof(Number);
-        }
-  }
-
-  // A word of Mask that hides both of its keys, by false or by -inf.
-  template <class Number>
-  static constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
-  // Whether the mask shows some key to some row.
-  template <class Number>
-  static __device__ __forceinline__ bool shows_some(const Mask& mask) {
-    uint32_t some = 0;
-#pragma unroll
-    for (auto& two : mask) some |= (two[0] ^ kHidden<Number>) | (two[1] ^ kHidden<Number>);
-    return some != 0;
-  }
-
   // Whether all products of the warp's kTiles tiles from x on are finite. They are not if a query or key holds a NaN or
   // an infinity.
   template <int kTiles = 1>
@@ -144,7 +93,8 @@ struct ScoresMma {
     return __all_sync(~0u, total * 0 == 0);
   }
 
-  // How a mask is added: to_finite needs products that are all finite, to_any takes longer.
+  // How a mask is added: to_finite needs products that are all finite, to_any takes longer. `Number`: see
+  // with_mask_number().
   enum class Add { boolean, to_finite, to_any };
   // Calls f.template operator()<kHow>(). `finite()`: whether all products are finite, called only if that matters.
   template <class Number, class Finite, class F>
