@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,12 @@ def alibi() -> Case:
         [slopes],
         "f score, f distance 0, f sub",
     )
+
+
+@case
+def numbers_of_numpy() -> Case:
+    half, two, three = np.float64(0.5), np.float32(2), np.int64(3)
+    return Case(lambda s, b, h, i, j: s * two + i * j * half + torch.where(i * j > three, half, s))
 
 
 @case
@@ -402,6 +409,8 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "range": (lambda s, b, h, i, j: s * torch.arange(s)[0], ("no arange of",)),
     "large constant": (lambda s, b, h, i, j: s + (i + j) * 2**31, ("beyond 32 bits",)),
     "large numbers": (lambda s, b, h, i, j: s + (i * 2**30 ^ j), ("beyond 32 bits",)),
+    "no number": (lambda s, b, h, i, j: s + (i * j) * "2", ("'2' as a whole number",)),
+    "fraction": (lambda s, b, h, i, j: s + (i * j).masked_fill(i > j, 1.5), ("1.5 as a whole",)),
     "random": (lambda s, b, h, i, j: s + torch.rand(()), ("rand",)),
     "dropout": (lambda s, b, h, i, j: nn.functional.dropout(s), ("dropout",)),
     "in place": (lambda s, b, h, i, j: s + VECTORS.add_(1)[i, 0], ("add_ changes",)),

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,21 +23,23 @@ HEAD, ROW, KEY, DISTANCE, PAIR = range(5)
 _LEAF = "row", "row", "key", "distance"
 
 
-@dataclass(eq=False)
 class Value:
     """A number, or a tensor of numbers, that the user's function computes for every pair."""
 
-    serial: int  # another one for every value
-    kind: int
-    dtype: torch.dtype  # dtype and shape are what the function sees; () for a number
     make: Callable[[], Tensor] | None = None  # computes `tensor` when it is read
+    made: Tensor | None = None
     shape: tuple[int, ...] = ()
     node: int = -1  # the place of a PAIR in the list
     affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
     constant: bool = False  # made by the function itself
     limits: tuple[int, int] | None = None  # least and largest number, where known
     lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and an index per dimension
-    made: Tensor | None = None
+
+    def __init__(self, serial: int, kind: int, dtype: torch.dtype, type_: str) -> None:
+        self.serial = serial  # another one for every value
+        self.kind = kind
+        self.dtype = dtype  # dtype and shape are what the function sees; () for a number
+        self.type = type_  # letter(dtype)
 
     @property
     def tensor(self) -> Tensor:
@@ -64,15 +65,16 @@ _promote = functools.cache(torch.promote_types)
 def promoted(*operands: Any) -> torch.dtype:
     """PyTorch's type promotion of Values and Python's numbers."""
     dtype: Any = None
+    number = 0  # 1: there is an int, 2: a float
     for x in operands:
-        if isinstance(x, Value) and x.dtype is not dtype:
-            dtype = _promote(dtype, x.dtype) if dtype else x.dtype
-    for x in operands:
-        if type(x) is float and not (dtype and dtype.is_floating_point):
-            return torch.get_default_dtype()
-        if type(x) is int and dtype in (None, torch.bool):
-            dtype = torch.int64
-    return dtype or torch.bool
+        if type(x) is Value:
+            if x.dtype is not dtype:
+                dtype = _promote(dtype, x.dtype) if dtype else x.dtype
+        elif type(x) is not bool:
+            number = 2 if number == 2 or isinstance(x, float | torch.SymFloat) else 1
+    if number == 2 and not (dtype and dtype.is_floating_point):
+        return torch.get_default_dtype()
+    return torch.int64 if number and dtype in (None, torch.bool) else dtype or torch.bool
 
 
 def _word(x: Any, type_: str) -> str:
@@ -81,6 +83,8 @@ def _word(x: Any, type_: str) -> str:
         whole = int(bool(x) if type_ == "b" else x)
         if not -(2**31) <= whole < 2**31:
             raise NotImplementedError(f"the whole number {whole}, which is beyond 32 bits")
+        if type_ == "i" and whole != x:
+            raise NotImplementedError(f"{x!r} as a whole number")
         return str(whole)
     return float(x).hex() if math.isfinite(x) else str(float(x))
 
@@ -92,6 +96,7 @@ _NEUTRAL = {  # x op identity is x, bit for bit
     *((name, "i", "0") for name in ("add", "sub", "or", "xor")),
     *(("or", "b", "0"), ("xor", "b", "0"), ("and", "b", "1")),
 }
+_SWAPS = frozenset(("add", "mul", "and", "or", "xor"))
 _CONVERT = {"f": "float", "i": "int", "b": "bool"}
 
 
@@ -112,22 +117,29 @@ class List:
 
     def value(self, kind: int, dtype: torch.dtype, make: Any = None, **fields: Any) -> Value:
         self.count += 1
-        return Value(self.count, kind, dtype, make, **fields)
+        value = Value(self.count, kind, dtype, letter(dtype))
+        value.make = make
+        for name, x in fields.items():
+            setattr(value, name, x)
+        return value
+
+    def pair(self, dtype: torch.dtype, type_: str, node: int) -> Value:
+        self.count += 1
+        value = Value(self.count, PAIR, dtype, type_)
+        value.node = node
+        return value
 
     def add(self, *node: Any) -> int:
-        place = self.nodes.get(node)
-        if place is None:
-            place = self.nodes[node] = len(self.nodes)
-        return place
+        return self.nodes.setdefault(node, len(self.nodes))
 
     def place(self, x: Any, type_: str) -> int:
         """Returns the place in the list of a Value or a number, as an operand of a type."""
-        if not isinstance(x, Value):
+        if type(x) is not Value:  # no isinstance() here: this runs for every operand
             word = _word(x, type_)
             place = self.add(type_, "const", word)
             self.words[place] = word
             return place
-        have = letter(x.dtype)
+        have = x.type
         if x.kind == PAIR:
             return x.node if have == type_ else self.add(type_, _CONVERT[type_], x.node)
         if x.constant and not self.compiling:
@@ -162,12 +174,12 @@ class List:
         type_ = letter(dtype)
         places = [self.place(x, type_) for x in operands]
         if len(places) == 2:
-            for x, y in (places, places[::-1]):
-                swaps = name not in ("sub", "div", "floor_divide")
-                word = self.words.get(y)
-                if word and (name, type_, word) in _NEUTRAL and (swaps or y is places[1]):
-                    return self.value(PAIR, dtype, node=x)
-        return self.value(PAIR, dtype, node=self.add(type_, name, *places))
+            x, y = places
+            if y in self.words and (name, type_, self.words[y]) in _NEUTRAL:
+                return self.pair(dtype, type_, x)
+            if x in self.words and (name, type_, self.words[x]) in _NEUTRAL and name in _SWAPS:
+                return self.pair(dtype, type_, y)
+        return self.pair(dtype, type_, self.add(type_, name, *places))
 
 
 @functools.lru_cache(maxsize=256)
@@ -214,17 +226,20 @@ def write(
 
 def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
     """Operands and result have the promoted type; with `floating`, a floating one."""
+    bitwise = name in ("and", "or", "xor", "not")
 
     def rule(ops: List, *operands: Any, alpha: Any = 1) -> Value:
         if not (type(alpha) is int and alpha == 1):  # of add and sub
             operands = operands[0], RULES["mul"](ops, operands[1], alpha)
-        dtype = promoted(*operands, *([1.0] if floating else []))
+        dtype = promoted(*operands, 1.0) if floating else promoted(*operands)
+        if dtype.is_floating_point:
+            if bitwise:
+                raise NotImplementedError(f"bitwise {name} of floating numbers")
+            return ops.operation(dtype, name, *operands)
         if dtype in _NARROW and len(operands) == 2:
             raise NotImplementedError(f"{name} in {dtype}, which wraps around; call .int() first")
         if dtype is torch.bool and not of_booleans:
             raise NotImplementedError(f"{name} of booleans; call .int() first")
-        if dtype.is_floating_point and name in ("and", "or", "xor", "not"):
-            raise NotImplementedError(f"bitwise {name} of floating numbers")
         return ops.operation(dtype, of_booleans if dtype is torch.bool else name, *operands)
 
     return rule

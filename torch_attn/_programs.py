@@ -195,21 +195,11 @@ def score_program(
     return trace(score_mod, mask_mod, batch=B, heads=H, queries=L, keys=S, dtype=dtype)
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self.tracer.call(func, args, kwargs or {})
-
-
-class _Tracer:
+class _Tracer(TorchFunctionMode):
     """One call of `trace`: the values of both functions, and the list."""
 
     def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
         B, H, L, S = sizes
         self.device = device
         self.list = List(dtype, torch.compiler.is_compiling())
@@ -229,8 +219,10 @@ class _Tracer:
     def index(self, kind: int, axis: int, size: int) -> Value:
         """The numbers 0, 1, ... along one of the axes b, h, n."""
 
+        device = self.device  # not self: without cycles nothing is left to the garbage collector
+
         def make() -> Tensor:
-            numbers = torch.arange(size, device=self.device)
+            numbers = torch.arange(size, device=device)
             return numbers.view([-1 if a == axis else 1 for a in range(3)])
 
         return self.list.value(kind, torch.int64, make, limits=(0, size - 1) if size else None)
@@ -240,8 +232,7 @@ class _Tracer:
         if value.shape:
             place = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         else:
-            empty = self.empty.get(value.dtype)
-            if empty is None:
+            if (empty := self.empty.get(value.dtype)) is None:
                 empty = torch.zeros((), dtype=value.dtype, device=self.device)
                 self.empty[value.dtype] = empty
             place = empty.detach()  # the cheapest new tensor
@@ -250,7 +241,7 @@ class _Tracer:
 
     def run(self, function: Callable[..., Any], arguments: list[Value]) -> Value:
         places = [self.put(x) for x in arguments]
-        with _Mode(self):
+        with self:
             result = function(*places)
         if isinstance(result, bool | int | float):
             result = torch.tensor(result, device=self.device)
@@ -281,7 +272,10 @@ class _Tracer:
 
     # A call of PyTorch by the user's function
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
         known = None if "out" in kwargs else _KNOWN.get(func)
         if known is None:
             if func is torch.Tensor.__getitem__ or func is operators.getitem:
@@ -289,19 +283,25 @@ class _Tracer:
             return func(*args, **kwargs) if func in _QUESTIONS else self.general(func, args, kwargs)
         name, function, reflected, in_place = known
         traced, values, operands = False, [], []
-        for x in (*args, *kwargs.values()):
+        for x in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(x, Tensor):
-                traced = traced or hasattr(x, "_attn")
-                value = self.value(x)
+                if (value := getattr(x, "_attn", None)) is not None:
+                    traced = True
+                else:
+                    value = self.value(x)
                 if value is None or value.shape:
                     return self.general(func, args, kwargs)
                 operands.append(value)
                 x = value
+            elif hasattr(x, "item"):
+                x = x.item()  # a number of NumPy's
             values.append(x)
         if not traced:
             return self.general(func, args, kwargs)
-        named = dict(zip(kwargs, values[len(args) :], strict=True)) if kwargs else kwargs
-        values = values[: len(args)]
+        named = kwargs
+        if kwargs:
+            named = dict(zip(kwargs, values[len(args) :], strict=True))
+            del values[len(args) :]
         if reflected:
             values.reverse()
         result = self.elementwise(name, function, values, named, operands)
@@ -325,10 +325,11 @@ class _Tracer:
     ) -> Value:
         """A function of numbers; `of` are the Values among its arguments."""
         kind = _together(of)
-        affine = self.affine(name, values) if name in _AFFINE and not named else None
+        whole = of[0].type == "i" and of[-1].type == "i"
+        affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
         if affine is not None and (moved := self.of_affine(affine)) is not None:
             return moved
-        if kind == PAIR and name in _COMPARISONS and len(values) == 2:
+        if kind == PAIR and whole and name in _COMPARISONS and len(values) == 2:
             # i >= j is i - j >= 0, which depends on the distance alone.
             difference = self.affine("sub", values)
             if difference and (moved := self.of_affine(difference)) is not None:
@@ -344,16 +345,18 @@ class _Tracer:
 
     def vector(self, kind: int, function: Any, values: list[Any], named: dict[str, Any]) -> Value:
         """Computes numbers that are not of the pair; the same ones once."""
-        of = [x for x in (*values, *named.values()) if isinstance(x, Value)]
-        key = function, tuple(map(_key, values)), tuple((n, _key(named[n])) for n in named)
+        key: Any = (function, *map(_key, values))
+        if named:
+            key += tuple((n, _key(x)) for n, x in named.items())
         found = self.computed.get(key)
         if found is None:
+            of = [*values, *named.values()] if named else values
             self.check_gradients(function.__name__, of)
             numbers = {n: _numbers(x) for n, x in named.items() if n != "inplace"}
-            tensor = function(*map(_numbers, values), **numbers)
-            found = self.list.value(kind, tensor.dtype, constant=all(x.constant for x in of))
-            found.made = tensor
-            self.computed[key] = found
+            made = function(*map(_numbers, values), **numbers)
+            found = self.computed[key] = self.list.value(kind, made.dtype)
+            found.made = made
+            found.constant = all(x.constant for x in of if type(x) is Value)
         return found
 
     def of_pair(self, name: str, values: list[Any], named: dict[str, Any]) -> Value:
@@ -362,10 +365,10 @@ class _Tracer:
             self.unknown(name)
         self.check_gradients(name, values)
         try:
-            result = rule(self.list, *values, **named)
+            result = rule(self.list, *values, **named) if named else rule(self.list, *values)
         except (NotImplementedError, TypeError) as error:
             self.fail(f"{name} of a value of the pair: {error}")
-        if letter(result.dtype) == "i" and not named:
+        if result.type == "i" and not named:
             result.limits = result.limits or self.limits_of_result(name, values)
         return result
 
@@ -373,7 +376,7 @@ class _Tracer:
         """The least and the largest number of a value, if they are known or can be read."""
         if type(x) is int:
             return x, x
-        if not isinstance(x, Value) or letter(x.dtype) != "i":
+        if not isinstance(x, Value) or x.type != "i":
             return None
         unread = x.limits is None and x.kind != PAIR and not self.list.compiling
         if unread and x.tensor.numel():
@@ -417,7 +420,7 @@ class _Tracer:
         for x in values:
             if type(x) is int:
                 forms.append((0, 0, x))
-            elif not isinstance(x, Value) or letter(x.dtype) != "i":
+            elif type(x) is not Value or x.type != "i":
                 return None
             elif x.affine is not None:
                 forms.append(x.affine)
@@ -448,9 +451,10 @@ class _Tracer:
             kind = DISTANCE if a and b else ROW if a else KEY if b else HEAD
             step, count = a or b or 1, self.lengths[kind]
             begin = (1 - self.lengths[KEY] if kind == DISTANCE else 0) * step + (c if whole else 0)
+            device = self.device  # as in index()
 
             def make() -> Tensor:
-                numbers = torch.arange(begin, begin + count * step, step, device=self.device)
+                numbers = torch.arange(begin, begin + count * step, step, device=device)
                 return numbers.view(1, 1, -1) if whole else numbers.view(1, 1, -1) + c
 
             found = self.list.value(kind, torch.int64, make, affine=affine)
@@ -727,7 +731,7 @@ class _Tracer:
             self.fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
         length = self.lengths[_KINDS[name.partition("_")[0]]]
         B, H = (max(x.size(axis) for x in leaves) for axis in (0, 1))
-        whole = [x.expand(B, H, length) for x in leaves]
+        whole = [x if x.shape == (B, H, length) else x.expand(B, H, length) for x in leaves]
         columns = torch.stack(whole, -2) if len(whole) > 1 else whole[0].contiguous().unsqueeze(-2)
         if columns.dtype == torch.int64:
             wide, columns = columns, columns.to(torch.int32)
@@ -748,8 +752,9 @@ class _Tracer:
 
     def check_gradients(self, name: str, values: Iterable[Any]) -> None:
         """autograd.Function runs its forward without gradients; its backward would be lost."""
-        floating = (x.dtype.is_floating_point for x in values if isinstance(x, Value))
-        if self.tracking and not torch.is_grad_enabled() and any(floating):
+        if not self.tracking or torch.is_grad_enabled():
+            return
+        if any(x.type == "f" for x in values if isinstance(x, Value)):
             self.fail(
                 f"{name} runs without gradients, under no_grad or in an autograd.Function",
                 "detach what is captured, and call PyTorch's own functions",
@@ -788,11 +793,11 @@ def _together(values: Iterable[Value]) -> int:
 
 
 def _key(x: Any) -> Any:
-    return x.serial if isinstance(x, Value) else (type(x), str(x))
+    return x.serial if type(x) is Value else (type(x), str(x))
 
 
 def _numbers(x: Any) -> Any:
-    return x.tensor if isinstance(x, Value) else x
+    return x.tensor if type(x) is Value else x
 
 
 def _select(source: Tensor, places: list[Value | None]) -> Tensor:
