@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["DISTANCE", "HEAD", "KEY", "PAIR", "ROW", "RULES", "List", "Value", "letter", "write"]
 
 # What a value depends on: head (b, h), row (b, h, i), key (b, h, j), distance (b, h, i - j), pair.
 # A row term holds what depends on the head alone.
@@ -53,6 +51,17 @@ class Value:
 def letter(dtype: torch.dtype) -> str:
     """The list's type for a dtype: f, i or b."""
     return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
+
+
+def together(values: Iterable[Value]) -> int:
+    """What a function of values depends on: the pair where two kinds meet."""
+    kind = HEAD
+    for x in values:
+        if x.kind != kind and x.kind != HEAD:
+            if kind != HEAD:
+                return PAIR
+            kind = x.kind
+    return kind
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -115,18 +124,14 @@ class List:
         self.leaves: dict[tuple[str, int], Tensor] = {}  # by stored type (t: a table) and serial
         self.count = 0
 
-    def value(self, kind: int, dtype: torch.dtype, make: Any = None, **fields: Any) -> Value:
+    def value(
+        self, kind: int, dtype: torch.dtype, make: Any = None, node: int = -1, **fields: Any
+    ) -> Value:
         self.count += 1
         value = Value(self.count, kind, dtype, letter(dtype))
-        value.make = make
+        value.make, value.node = make, node
         for name, x in fields.items():
             setattr(value, name, x)
-        return value
-
-    def pair(self, dtype: torch.dtype, type_: str, node: int) -> Value:
-        self.count += 1
-        value = Value(self.count, PAIR, dtype, type_)
-        value.node = node
         return value
 
     def add(self, *node: Any) -> int:
@@ -176,10 +181,10 @@ class List:
         if len(places) == 2:
             x, y = places
             if y in self.words and (name, type_, self.words[y]) in _NEUTRAL:
-                return self.pair(dtype, type_, x)
+                return self.value(PAIR, dtype, None, x)
             if x in self.words and (name, type_, self.words[x]) in _NEUTRAL and name in _SWAPS:
-                return self.pair(dtype, type_, y)
-        return self.pair(dtype, type_, self.add(type_, name, *places))
+                return self.value(PAIR, dtype, None, y)
+        return self.value(PAIR, dtype, None, self.add(type_, name, *places))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,234 @@
+"""`table[index]`, where a function of the pair indexes what it captured or computed.
+
+A number that is not of the pair is looked up by PyTorch, on vectors. By an index of the pair the
+kernels read the tensor where it lies: as a view of all pairs, or as a table.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_attn._program_list import HEAD, KEY, PAIR, ROW, Value, as_dtype, letter, together
+
+if TYPE_CHECKING:
+    from torch_attn._program_trace import Tracer
+
+__all__ = ["getitem"]
+
+
+def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
+    """`table[index]` of a captured tensor, or of a vector that the function computed."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if not any(hasattr(x, "_attn") for x in keys):
+        return tracer.general(torch.Tensor.__getitem__, (table, key), {})
+    for n, x in enumerate(keys):
+        if x is Ellipsis:
+            others = sum(y is not None for y in keys) - 1
+            keys[n : n + 1] = [slice(None)] * (table.dim() - others)
+            break
+    if sum(x is not None for x in keys) > table.dim():
+        tracer.fail(f"{len(keys)} indices of {tracer.name_of(table)}", "give fewer")
+    # First what needs no index: numbers, slices and None.
+    static = [slice(None) if isinstance(x, Tensor) else x for x in keys]
+    if any(x != slice(None) for x in static):
+        table = tracer.general(torch.Tensor.__getitem__, (table, tuple(static)), {})
+    indices: list[Value | None] = []
+    for x in keys:
+        if isinstance(x, Tensor):
+            index = tracer.value(x)
+            if index is None or index.shape or letter(index.dtype) != "i":
+                what = f"an index of {x.dtype} and shape {list(x.shape)}"
+                tracer.fail(what, "index by whole numbers, each a 0-d tensor")
+            indices.append(index)
+        elif type(x) is not int:
+            indices.append(None)
+    indices += [None] * (table.dim() - len(indices))
+    value = getattr(table, "_attn", None)
+    if value is None:
+        tracer.check_captured(table)
+        return tracer.put(look_up(tracer, table, indices))
+    source, before = value.lookup or (value.tensor, _axes(tracer, value))
+    remaining = iter(indices)
+    return tracer.put(look_up(tracer, source, [x or next(remaining) for x in before]))
+
+
+def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
+    """A vector `[B|1, H|1, N|1, *shape]` is a table whose first dimensions have indices."""
+    first = []
+    for axis, n in enumerate(value.tensor.shape[:3]):
+        if axis < 2 and n == tracer.sizes[axis]:
+            first.append(tracer.indices[axis])
+        elif axis == 2 and value.kind in (ROW, KEY):
+            first.append(tracer.indices[value.kind + 1])
+        else:
+            first.append(tracer.index(value.kind if axis == 2 else HEAD, axis, n))
+    return [*first, *[None] * len(value.shape)]
+
+
+def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value:
+    kind = together(x for x in places if x is not None)
+    of_mask = kind == PAIR and tracer.in_mask  # where a view of pairs is a table
+    key = id(source), of_mask, *(x and x.serial for x in places)
+    if (found := tracer.computed.get(key)) is not None:
+        return found
+    shape = tuple(n for n, x in zip(source.shape, places, strict=True) if x is None)
+    if kind != PAIR:
+        for dim, x in enumerate(places):
+            if x is not None:
+                _check_index(tracer, source, dim, x)
+        make = functools.partial(_select, source, places)
+        found = tracer.list.value(kind, source.dtype, make, shape=shape)
+        if not shape:
+            found.tensor  # noqa: B018 (now, while gradients are on or off as asked)
+    elif shape:
+        found = tracer.list.value(PAIR, source.dtype, shape=shape)
+    else:
+        found = _strided(tracer, source, places) or _gathered(tracer, source, places)
+    found.lookup = source, places
+    tracer.computed[key] = found
+    return found
+
+
+def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
+    """`source[b, h, i, j]`, or sums of i and j as indices: a view that kernels read as a mask.
+
+    None if the indices are others, or if the function has read such a view before.
+    """
+    if tracer.pairs is not None or not source.is_floating_point() or tracer.in_mask:
+        return None
+    L, S = tracer.lengths[ROW], tracer.lengths[KEY]
+    dims: list[int | None] = [None, None]  # of b and of h
+    sums: list[tuple[int, int, int, int]] = []
+    for dim, x in enumerate(places):
+        axis = next((n for n in (0, 1) if x.serial == tracer.indices[n].serial), None)
+        if axis is not None and dims[axis] is None and source.size(dim) == tracer.sizes[axis]:
+            dims[axis] = dim
+            continue
+        a, b, c = x.affine or (0, 0, 0)
+        ends = [a * i + b * j + c for i in (0, L - 1) for j in (0, S - 1)]
+        inside = min(ends) >= 0 and max(ends) < source.size(dim)
+        if type(c) is not int or not (a or b) or not inside:
+            return None
+        sums.append((dim, a, b, c))
+    view = source.permute([d for d in dims if d is not None] + [d for d, *_ in sums])
+    view = view[tuple(None if d is None else slice(None) for d in dims)]
+    if [form[1:] for form in sums] != [(1, 0, 0), (0, 1, 0)] or view.shape[2:] != (L, S):
+        if torch._C._functorch.is_functorch_wrapped_tensor(source):
+            return None
+        backwards = [2 + n for n, (_, _, b, _) in enumerate(sums) if b < 0]
+        view = view.flip(backwards) if backwards else view
+        at = row = column = 0
+        for n, (dim, a, b, c) in enumerate(sums):
+            stride = view.stride(2 + n)
+            if b < 0:
+                a, b, c = -a, -b, source.size(dim) - 1 - c
+            at, row, column = at + c * stride, row + a * stride, column + b * stride
+        if row < 0 or column < 0:
+            return None
+        shape, strides = (*view.shape[:2], L, S), (*view.stride()[:2], row, column)
+        view = view.as_strided(shape, strides, view.storage_offset() + at)
+    tracer.pairs = view
+    return tracer.list.value(PAIR, source.dtype, node=tracer.list.add("f", "pair"))
+
+
+def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
+    """`source[places]`, by an index of the pair: the tensor is read where it lies.
+
+    Where b, h, and i or j are indices themselves, its rows are heads, and queries or keys. The
+    other indices are one together, of its last dimension.
+    """
+    own: list[int | None] = [None, None, None]  # dimensions of b, of h, and of i or j
+    counts = [*tracer.sizes[:2], 0]
+    name, begin, type_ = "table", 0, letter(source.dtype)
+    for dim, x in enumerate(places):
+        a, b, c = x.affine or (0, 0, -1)
+        axis = next((n for n in (0, 1) if x.serial == tracer.indices[n].serial), None)
+        if x.kind in (ROW, KEY) and own[2] is None and a + b == 1 and type(c) is int and c >= 0:
+            axis, begin, counts[2] = 2, c, tracer.lengths[x.kind]
+            name = "row_table" if a else "key_table"
+        if axis is not None and own[axis] is None:
+            _check_index(tracer, source, dim, x)
+            own[axis] = dim
+    place = tracer.list.place(_index_of(tracer, source, places, own), "i")
+    if tracer.list.reads(place, "score"):
+        tracer.fail(f"an index of {tracer.name_of(source)} depends on the score")
+    key = id(source), name, *own, begin
+    number, _ = tracer.tables.setdefault(key, (len(tracer.tables), source))
+    if ("t", number) not in tracer.list.leaves:
+        table = source
+        for n, at in enumerate(own):
+            # A slice has a derivative that copies.
+            if at is not None and table.size(at) != counts[n]:
+                table = table.narrow(at, begin if n == 2 else 0, counts[n])
+        found = [dim for dim in own if dim is not None]
+        table = table.permute(*found, *(d for d in range(source.dim()) if d not in found))
+        table = table[tuple(None if dim is None else slice(None) for dim in own)]
+        numbers = as_dtype(table, tracer.list.dtype)
+        if type_ == "i" and not tracer.fits(numbers, table):
+            tracer.fail(f"{tracer.name_of(source)} has whole numbers beyond 2^24")
+        tracer.list.leaves["t", number] = numbers.flatten(3)
+    node = tracer.list.add("f", name, ("t", number), place)
+    if type_ != "f":
+        node = tracer.list.add(type_, "bool" if type_ == "b" else "int", node)
+    return tracer.list.value(PAIR, source.dtype, node=node)
+
+
+def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int | None]) -> Value:
+    """The place among the numbers of the dimensions that are not a table's own."""
+    parts: dict[int, Any] = {}  # of the index, by kind: what is not of the pair costs nothing
+    is_inside: Any = None
+    stride = 1
+    for dim in reversed(range(source.dim())):
+        x, size = places[dim], source.size(dim)
+        if dim in own:
+            continue
+        if x.kind != PAIR:
+            _check_index(tracer, source, dim, x)
+        limits = tracer.limits(x)
+        if limits is None or limits[0] < -size or limits[1] >= size:
+            inside = tracer.of("logical_and", tracer.of("ge", x, -size), tracer.of("lt", x, size))
+            is_inside = tracer.of("logical_and", is_inside, inside) if is_inside else inside
+        if limits is None or limits[0] < 0:
+            x = tracer.of("where", tracer.of("lt", x, 0), tracer.of("add", x, size), x)
+        part = tracer.of("mul", x, stride) if stride != 1 else x
+        parts[x.kind] = tracer.of("add", parts[x.kind], part) if x.kind in parts else part
+        stride *= size
+    if stride >= 2**31:
+        tracer.fail(f"a table of {stride} numbers", "they must be fewer than 2^31")
+    index: Value = functools.reduce(
+        lambda x, y: tracer.of("add", x, y), (parts[kind] for kind in sorted(parts))
+    )
+    if is_inside is not None:
+        index = tracer.of("where", is_inside, index, 2**31 - 1)
+    return index
+
+
+def _check_index(tracer: Tracer, source: Tensor, dim: int, index: Value) -> None:
+    size = source.size(dim)
+    for number in tracer.limits(index) or ():
+        if not -size <= number < size:
+            name = tracer.name_of(source)
+            tracer.fail(f"index {number} is out of range in dimension {dim} of {name}")
+
+
+def _select(source: Tensor, places: list[Value | None]) -> Tensor:
+    """`source[places]`, `[B|1, H|1, N|1, *rest]`.
+
+    By index_select, whose derivative adds in order; indexing's derivative adds by atomics.
+    """
+    rest = [dim for dim, x in enumerate(places) if x is None]
+    if rest:
+        source = source.permute([dim for dim, x in enumerate(places) if x is not None] + rest)
+    flat: Any = None
+    for index, size in zip((x for x in places if x is not None), source.shape, strict=False):
+        at = index.tensor
+        if index.limits is None or index.limits[0] < 0:
+            at = torch.where(at < 0, at + size, at)
+        flat = at if flat is None else flat * size + at
+    sizes = source.shape[source.dim() - len(rest) :]
+    chosen = source.reshape(-1, *sizes).index_select(0, flat.reshape(-1))
+    return chosen.view(*flat.shape, *sizes)

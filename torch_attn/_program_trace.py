@@ -1,0 +1,497 @@
+"""Runs a score_mod or a mask_mod, and writes down what has to be computed for every pair.
+
+FlexAttention's functions are defined on numbers: `score_mod(score, b, h, q_idx, kv_idx)`. `Tracer`
+calls them once, with 0-d tensors, and as a TorchFunctionMode it sees every call of PyTorch. What
+does not depend on query and key at once is computed by PyTorch's own operations on vectors over
+the rows, the keys or the distances i - j: any operation is allowed there, and autograd records it.
+What does is written into a list (`_program_list.py`) that the kernels run inside their tiles.
+
+The function sees "places": tensors whose numbers mean nothing. They answer questions such as
+`score.dtype` and `b.new_ones(())`, and their attribute `_attn` is the Value they stand for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import operator as operators
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_attn._program_list import DISTANCE, HEAD, KEY, PAIR, ROW, RULES, List, Value, together
+from torch_attn._program_tables import getitem
+
+__all__ = ["Tracer"]
+
+
+class Tracer(TorchFunctionMode):
+    """One call of `trace`: the values of both functions, and the list."""
+
+    def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        B, H, L, S = sizes
+        self.device = device
+        self.list = List(dtype, torch.compiler.is_compiling())
+        self.tracking = torch.is_grad_enabled()
+        self.in_mask = False
+        self.computed: dict[Any, Value] = {}  # by function and arguments
+        self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
+        self.made: list[Any] = []  # tensors that the functions made
+        self.empty: dict[torch.dtype, Tensor] = {}
+        self.tables: dict[Any, tuple[int, Tensor]] = {}  # by what is read: its number
+        self.pairs: Tensor | None = None
+        self.sizes = sizes
+        self.lengths = {HEAD: 1, ROW: L, KEY: S, DISTANCE: max(L + S - 1, 0)}
+        self.indices: list[Any] = [self.index(HEAD, 0, B), self.index(HEAD, 1, H)]
+        self.indices += [self.of_affine((1, 0, 0)), self.of_affine((0, 1, 0))]
+
+    def index(self, kind: int, axis: int, size: int) -> Value:
+        """The numbers 0, 1, ... along one of the axes b, h, n."""
+
+        device = self.device  # not self: without cycles nothing is left to the garbage collector
+
+        def make() -> Tensor:
+            numbers = torch.arange(size, device=device)
+            return numbers.view([-1 if a == axis else 1 for a in range(3)])
+
+        return self.list.value(kind, torch.int64, make, limits=(0, size - 1) if size else None)
+
+    def put(self, value: Value) -> Tensor:
+        """The place of a value: what the user's function sees."""
+        if value.shape:
+            place = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        else:
+            if (empty := self.empty.get(value.dtype)) is None:
+                empty = torch.zeros((), dtype=value.dtype, device=self.device)
+                self.empty[value.dtype] = empty
+            place = empty.detach()  # the cheapest new tensor
+        place._attn = value  # type: ignore[attr-defined]
+        return place
+
+    def run(self, name: str, function: Any, arguments: list[Value], type_: str) -> int:
+        """The place in the list of the number that a function returns."""
+        places = [self.put(x) for x in arguments]
+        with self:
+            result = function(*places)
+        if isinstance(result, bool | int | float):
+            result = torch.tensor(result, device=self.device)
+            self.made.append(result)
+        value = self.value(result) if isinstance(result, Tensor) else None
+        if value is None or value.shape:
+            is_tensor = isinstance(result, Tensor)
+            what = f"shape {list(result.shape)}" if is_tensor else type(result).__name__
+            self.fail(f"the function returned {what}", "return one number: a 0-d tensor")
+        if value.type != type_:
+            wanted = "floating number" if type_ == "f" else "boolean"
+            self.fail(f"{name} returned {result.dtype}", f"return a {wanted}")
+        return self.list.place(value, type_)
+
+    def value(self, x: Tensor) -> Value | None:
+        """The Value of a place or of another 0-d tensor; None for the other tensors."""
+        value: Value | None = getattr(x, "_attn", None)
+        if value is not None or x.dim():
+            return value
+        if id(x) not in self.captured:
+            self.check_captured(x)
+            make = functools.partial(x.view, 1, 1, 1)
+            value = self.list.value(HEAD, x.dtype, make, constant=self.is_made(x))
+            self.captured[id(x)] = x, value
+        return self.captured[id(x)][1]
+
+    def is_made(self, x: Any) -> bool:
+        return any(x is made for made in self.made)
+
+    # A call of PyTorch by the user's function
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = None if "out" in kwargs else _KNOWN.get(func)
+        if known is None:
+            if func is torch.Tensor.__getitem__ or func is operators.getitem:
+                return getitem(self, *args)
+            return func(*args, **kwargs) if func in _QUESTIONS else self.general(func, args, kwargs)
+        name, function, reflected, in_place = known
+        traced, values, operands = False, [], []
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(x, Tensor):
+                traced = traced or hasattr(x, "_attn")
+                value = self.value(x)
+                if value is None or value.shape:
+                    return self.general(func, args, kwargs)
+                operands.append(value)
+                x = value
+            elif hasattr(x, "item"):
+                x = x.item()  # a number of NumPy's
+            values.append(x)
+        if not traced:
+            return self.general(func, args, kwargs)
+        named = kwargs
+        if kwargs:
+            named = dict(zip(kwargs, values[len(args) :], strict=True))
+            del values[len(args) :]
+        if reflected:
+            values.reverse()
+        result = self.elementwise(name, function, values, named, operands)
+        if in_place or kwargs.get("inplace"):
+            return self.assign(args[0], result, name)
+        return self.put(result)
+
+    def assign(self, target: Any, value: Value, name: str) -> Any:
+        """`target += x`: every name of the same tensor sees it."""
+        if not (hasattr(target, "_attn") or self.is_made(target)):
+            self.fail(f"{name} changes a captured tensor in place", "compute a new one")
+        own: Any = self.value(target)
+        if "bif".index(value.type) > "bif".index(own.type):
+            self.fail(f"{name} would change {target.dtype} in place to {value.dtype}")
+        if value.dtype != target.dtype:
+            value = self.elementwise("to", torch.Tensor.to, [value, target.dtype], {}, [value])
+        target._attn = value
+        return target
+
+    def elementwise(
+        self, name: str, function: Any, values: list[Any], named: dict[str, Any], of: list[Value]
+    ) -> Value:
+        """A function of numbers; `of` are the Values among its arguments."""
+        kind = together(of) if len(of) > 1 else of[0].kind
+        whole = of[0].type == "i" and of[-1].type == "i"
+        affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
+        if affine is not None and (moved := self.of_affine(affine)) is not None:
+            return moved
+        if kind == PAIR and whole and name in _COMPARISONS and len(values) == 2:
+            # i >= j is i - j >= 0, which depends on the distance alone.
+            difference = self.affine("sub", values)
+            if difference and (moved := self.of_affine(difference)) is not None:
+                kind, values = moved.kind, [moved, 0]
+        if kind == PAIR:
+            result = self.of_pair(name, values, named)
+            result.affine = result.affine or affine
+            return result
+        result = self.vector(kind, function, values, named)
+        if name in _CONVERSIONS and result.dtype in (torch.int32, torch.int64):
+            result.affine, result.limits = values[0].affine, values[0].limits
+        return result
+
+    def vector(self, kind: int, function: Any, values: list[Any], named: dict[str, Any]) -> Value:
+        """Computes numbers that are not of the pair; the same ones once."""
+        key: Any = (function, *map(_key, values))
+        if named:
+            key += tuple((n, _key(x)) for n, x in named.items())
+        found = self.computed.get(key)
+        if found is None:
+            of = [*values, *named.values()] if named else values
+            self.check_gradients(function.__name__, of)
+            numbers = {n: _numbers(x) for n, x in named.items() if n != "inplace"}
+            made = function(*map(_numbers, values), **numbers)
+            found = self.computed[key] = self.list.value(kind, made.dtype)
+            found.made = made
+            found.constant = all(x.constant for x in of if type(x) is Value)
+        return found
+
+    def of_pair(self, name: str, values: list[Any], named: dict[str, Any]) -> Value:
+        rule = RULES.get(name)
+        if rule is None:
+            self.unknown(name)
+        self.check_gradients(name, values)
+        try:
+            result = rule(self.list, *values, **named) if named else rule(self.list, *values)
+        except (NotImplementedError, TypeError) as error:
+            self.fail(f"{name} of a value of the pair: {error}")
+        if result.type == "i" and not named:
+            result.limits = result.limits or self.limits_of_result(name, values)
+        return result
+
+    def limits(self, x: Any) -> tuple[int, int] | None:
+        """The least and the largest number of a value, if they are known or can be read."""
+        if type(x) is int:
+            return x, x
+        if not isinstance(x, Value) or x.type != "i":
+            return None
+        unread = x.limits is None and x.kind != PAIR and not self.list.compiling
+        if unread and x.tensor.numel():
+            # Under torch.func.vmap numbers cannot be read; index_select checks them.
+            with contextlib.suppress(RuntimeError):
+                least, most = x.tensor.detach().aminmax()
+                x.limits = int(least), int(most)
+        return x.limits
+
+    def limits_of_result(self, name: str, values: list[Any]) -> tuple[int, int] | None:
+        """The limits of the result of an operation of the pair on whole numbers."""
+        known = [self.limits(x) for x in (values[1:] if name == "where" else values)]
+        of = [x for x in known if x is not None]
+        if len(of) < len(known):
+            return None
+        (a, b), (c, d) = of[0], of[-1]
+        if name == "mul":
+            ends = a * c, a * d, b * c, b * d
+            return min(ends), max(ends)
+        if name == "clamp" and len(of) == 2:
+            name = "maximum"
+        if name in ("remainder", "floor_divide") and not (c == d and c > 0):
+            return None
+        results = {
+            "add": (a + c, b + d),
+            "sub": (a - d, b - c),
+            "where": (min(a, c), max(b, d)),
+            "minimum": (min(a, c), min(b, d)),
+            "maximum": (max(a, c), max(b, d)),
+            "clamp": (min(max(a, of[len(of) // 2][0]), c), min(max(b, of[len(of) // 2][1]), d)),
+            "remainder": (0, c - 1),
+            "floor_divide": (a // max(c, 1), b // max(c, 1)),
+        }
+        return results.get(name, (a, b) if name in _CONVERSIONS else None)
+
+    # a i + b j + c
+
+    def affine(self, name: str, values: list[Any]) -> tuple[int, int, Any] | None:
+        """The form of a sum, a difference, a negative or a product, if it has one."""
+        forms: list[tuple[int, int, Any]] = []
+        for x in values:
+            if type(x) is int:
+                forms.append((0, 0, x))
+            elif type(x) is not Value or x.type != "i":
+                return None
+            elif x.affine is not None:
+                forms.append(x.affine)
+            elif x.kind == HEAD:
+                forms.append((0, 0, x.tensor.long()))
+            else:
+                return None
+        if not any(a or b for a, b, _ in forms):
+            return None
+        if name == "neg":
+            forms, name = [(0, 0, 0), *forms], "sub"
+        (a, b, c), (d, e, f) = forms
+        if name == "mul":
+            if a or b:
+                a, b, c, d, e, f = d, e, f, a, b, c
+            return (d * c, e * c, f * c) if not (a or b) and type(c) is int else None
+        return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
+
+    def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
+        """The value of a form that depends on i, on j or on i - j alone; else None."""
+        a, b, c = affine
+        if a and b and a + b:
+            return None
+        whole = type(c) is int
+        key = "affine", a, b, c if whole else id(c)
+        found = self.computed.get(key)
+        if found is None:
+            kind = DISTANCE if a and b else ROW if a else KEY if b else HEAD
+            step, count = a or b or 1, self.lengths[kind]
+            begin = (1 - self.lengths[KEY] if kind == DISTANCE else 0) * step + (c if whole else 0)
+            device = self.device  # as in index()
+
+            def make() -> Tensor:
+                numbers = torch.arange(begin, begin + count * step, step, device=device)
+                return numbers.view(1, 1, -1) if whole else numbers.view(1, 1, -1) + c
+
+            found = self.list.value(kind, torch.int64, make, affine=affine)
+            if whole:
+                ends = begin, begin + max(count - 1, 0) * step
+                found.limits = min(ends), max(ends)
+            self.computed[key] = found
+            self.made.append(c)  # so that its id stays its own
+        return found
+
+    def of(self, name: str, *values: Any) -> Value:
+        of = [x for x in values if isinstance(x, Value)]
+        return self.elementwise(name, getattr(torch, name), list(values), {}, of)
+
+    # Everything else
+
+    def general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any function of values that are not of the pair, by torch.vmap over b, h and n."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        values = {n: x._attn for n, x in enumerate(flat) if hasattr(x, "_attn")}
+        name = getattr(func, "__name__", str(func))
+        if func in _RANDOM:
+            self.fail(f"{name} draws random numbers", "draw them outside, and index the tensor")
+        if func in _READS and values:
+            self.fail(
+                f"{name} reads a number that differs between pairs",
+                "use torch.where for if, torch.minimum for min(), a tensor for a list",
+            )
+        target = args[0] if args and func in _IN_PLACE else kwargs.get("out")
+        given = [x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in values]
+        made = all(map(self.is_made, given))
+        if target is not None and (values or not made):
+            self.fail(f"{name} changes a tensor in place", "compute a new one")
+        if not values or (func in _LIKE and list(values) == [0]):
+            result = func(*args, **kwargs)
+            if made:
+                self.made.append(result)
+            return result
+        kind = together(values.values())
+        if kind == PAIR:
+            self.unknown(name)
+        self.check_gradients(name, values.values())
+        numbers = [x.tensor for x in values.values()]
+
+        def function(*numbers: Tensor) -> Any:
+            leaves = list(flat)
+            for n, x in zip(values, numbers, strict=True):
+                leaves[n] = x
+            arguments, named = pytree.tree_unflatten(leaves, spec)
+            return func(*arguments, **named)
+
+        mapped: Any = function
+        present = [a for a in range(3) if any(x.size(a) != 1 for x in numbers)]
+        for axis in reversed(present):
+            mapped = torch.vmap(mapped, tuple(0 if x.size(axis) != 1 else None for x in numbers))
+        absent = [a for a in range(3) if a not in present]
+
+        def back(x: Tensor) -> Tensor:
+            for axis in absent:
+                x = x.unsqueeze(axis)
+            value = self.list.value(kind, x.dtype, shape=tuple(x.shape[3:]))
+            value.made = x
+            return self.put(value)
+
+        ones = [tuple(a for a in range(3) if x.size(a) == 1) for x in numbers]
+        result = mapped(*(x.squeeze(a) for x, a in zip(numbers, ones, strict=True)))
+        return pytree.tree_map_only(Tensor, back, result)
+
+    # Errors
+
+    def fits(self, numbers: Tensor, of: Tensor) -> bool:
+        """Whether a conversion kept all numbers; vmap's and those of a compiler cannot be read."""
+        with contextlib.suppress(RuntimeError):
+            return self.list.compiling or torch.equal(numbers.to(of.dtype), of)
+        return True
+
+    def check_captured(self, x: Tensor) -> None:
+        dense = x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
+        if not dense or x.is_complex() or x.is_quantized:
+            what = f"{type(x).__name__} of layout {x.layout} and {x.dtype}"
+            self.fail(f"a captured tensor is a {what}", "capture a dense tensor of real numbers")
+
+    def check_gradients(self, name: str, values: Iterable[Any]) -> None:
+        """autograd.Function runs its forward without gradients; its backward would be lost."""
+        if not self.tracking or torch.is_grad_enabled():
+            return
+        if any(x.type == "f" for x in values if isinstance(x, Value)):
+            self.fail(
+                f"{name} runs without gradients, under no_grad or in an autograd.Function",
+                "detach what is captured, and call PyTorch's own functions",
+            )
+
+    def unknown(self, name: str) -> NoReturn:
+        self.fail(
+            f"there is no {name} of a value that depends on query and key at once",
+            "compute it outside as a tensor and index it, bias[b, h, q_idx, kv_idx]; append "
+            "captured vectors whose dot product is wanted to query and key, as more columns",
+        )
+
+    def name_of(self, tensor: Tensor) -> str:
+        frame = _frame_of_user()
+        known = {**frame.f_globals, **frame.f_locals} if frame else {}
+        names = [n for n, x in known.items() if x is tensor]
+        return f"{names[0] if names else 'a tensor'} of shape {list(tensor.shape)}"
+
+    def fail(self, what: str, hint: str = "") -> NoReturn:
+        where = ""
+        if not self.list.compiling and (frame := _frame_of_user()):
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            where = f" ({file}, line {line}: {linecache.getline(file, line).strip()})"
+        raise RuntimeError(f"torch_attn.flex_attention: {what}{where}{hint and f'; {hint}'}")
+
+
+def _key(x: Any) -> Any:
+    return x.serial if type(x) is Value else (type(x), str(x))
+
+
+def _numbers(x: Any) -> Any:
+    return x.tensor if type(x) is Value else x
+
+
+_HERE = tuple(os.path.dirname(os.path.abspath(x)) + os.sep for x in (__file__, torch.__file__))
+
+
+def _frame_of_user() -> Any:
+    """The innermost frame that is neither PyTorch's nor ours."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame
+
+
+def _named(holders: Iterable[Any], names: str) -> frozenset[Any]:
+    return frozenset(
+        f for n in names.split() for h in holders if callable(f := getattr(h, n, None))
+    )
+
+
+_AFFINE = frozenset(("add", "sub", "neg", "mul"))
+_CONVERSIONS = frozenset(("to", "long", "int", "type"))
+_COMPARISONS = frozenset(name for name in RULES if RULES[name].__qualname__.startswith("_compare"))
+_HOLDERS = torch.Tensor, torch, torch.nn.functional, torch.special
+# Functions that work on vectors (numbers of rows, keys or distances), but not on pairs.
+_OF_VECTORS = (
+    "acos acosh asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift ceil copysign "
+    "cos cosh erf erfc erfinv expm1 fmax fmin fmod frac isfinite isinf isnan lgamma log10 log2 "
+    "logaddexp logit nan_to_num positive round sgn sign sin sinc sinh tan trunc xlogy elu gelu "
+    "leaky_relu logsigmoid silu softplus"
+)
+_OPERATORS = (
+    "add sub mul truediv:div div floordiv:floor_divide mod:remainder pow neg abs pos:positive "
+    "eq ne lt le gt ge and:bitwise_and or:bitwise_or xor:bitwise_xor invert:bitwise_not "
+    "lshift:bitwise_left_shift rshift:bitwise_right_shift"
+)
+
+
+def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
+    """Functions of numbers: their name, the new-tensor form, whether reflected, in place."""
+    for name in (*RULES, *_OF_VECTORS.split()):
+        for function in _named(_HOLDERS, name):
+            yield function, (name, function, False, False)
+        for function in _named([torch.Tensor], f"{name}_"):
+            yield function, (name, getattr(torch.Tensor, name), False, True)
+    for word in _OPERATORS.split():
+        operator, _, name = word.partition(":")
+        plain = getattr(torch, name or operator)
+        # torch.export(strict=True) calls Python's own operators.
+        for prefix in ("", "r", "i"):
+            for function in _named([torch.Tensor, operators], f"__{prefix}{operator}__"):
+                yield function, (name or operator, plain, prefix == "r", prefix == "i")
+    yield torch.rsub, ("sub", torch.sub, True, False)
+    for of in (torch, torch.Tensor):  # of two tensors; of one they reduce
+        yield of.min, ("minimum", torch.minimum, False, False)
+        yield of.max, ("maximum", torch.maximum, False, False)
+
+
+_KNOWN = dict(_known())
+_IN_PLACE = _named(
+    _HOLDERS,
+    " ".join(n for h in _HOLDERS for n in dir(h) if n[0] != "_" == n[-1] and "resize" not in n)
+    + " __setitem__",
+)
+_QUESTIONS = _named(_HOLDERS, "dim size stride numel is_floating_point is_complex") | {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad")
+}
+# They read no number of their first argument.
+_LIKE = _named(
+    _HOLDERS,
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros",
+)
+_READS = _named(
+    _HOLDERS,
+    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ __iter__ "
+    "__len__ __array__ is_nonzero nonzero equal allclose",
+)
+_RANDOM = _named(
+    _HOLDERS,
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial "
+    "poisson dropout uniform_ normal_ random_ exponential_ bernoulli_",
+)
