@@ -1,6 +1,7 @@
 """flex_attention: functions of the pair run inside the kernels, with every derivative."""
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,11 @@ def test_programs_of_no_pair_and_masks_from_tables() -> None:
     single = [t.float() for t in x]
     with pytest.raises(RuntimeError, match=r"large .*has whole numbers beyond 2\^24"):
         torch_attn.flex_attention(*single, None, lambda b, h, i, j: large[i, j] == 2**24 + 1)
+    bias = torch.randn(L, S, dtype=torch.float64)  # read by both functions
+    score, above = lambda s, b, h, i, j: s + bias[i, j], lambda b, h, i, j: bias[i, j] > -1
+    hidden = bias.masked_fill(bias <= -1, -math.inf)
+    found = torch_attn.flex_attention(*x, score, above)
+    assert torch.allclose(found, torch_attn.sdpa(*x, hidden))
     # A table that a mask reads has no gradient, though it asks for one.
     mask = "attn.program 1\n%0 i query\n%1 f table 0 %0\n%2 f const 0\n%3 b lt %2 %1\nreturn %3"
     table = torch.ones(1, 1, 1, L, dtype=torch.float64, requires_grad=True)
@@ -330,6 +336,60 @@ def test_causal_mask_has_the_bits_of_is_causal() -> None:
     found = torch_attn.flex_attention(*x, block_mask=window)
     assert isinstance(found, Tensor)
     assert torch.equal(found, torch_attn.sdpa(*x, window_size=(49, 0)))
+
+
+def whole(draw: random.Random, leaves: list[Tensor], depth: int) -> Tensor:
+    """A random function of whole numbers."""
+    if depth == 0:
+        return draw.choice(leaves)
+    x, y = (whole(draw, leaves, depth - 1) for _ in range(2))
+    operations: list[Callable[[], Tensor]] = [
+        lambda: x + y,
+        lambda: x - y,
+        lambda: x * y,
+        lambda: torch.minimum(x, y),
+        lambda: torch.maximum(x, y),
+        lambda: torch.where(boolean(draw, leaves, depth - 1), x, y),
+        lambda: x // draw.choice([3, 50, -2]),
+        lambda: x % draw.choice([3, 50, -2]),
+        lambda: x & y,
+        lambda: x.clamp(draw.randrange(3), 5),
+    ]
+    return draw.choice(operations)()
+
+
+def boolean(draw: random.Random, leaves: list[Tensor], depth: int) -> Tensor:
+    x, y = (whole(draw, leaves, depth) for _ in range(2))
+    compare = draw.choice([torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge])
+    found: Tensor = compare(x, y)
+    if draw.random() < 0.5:
+        other = compare(y, whole(draw, leaves, depth))
+        found = draw.choice([found & other, found | other, found ^ other, ~found])
+    return found
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_that_hide_or_show_whole_tiles(dtype: torch.dtype) -> None:
+    """What is known of a tile without a look at its pairs is what each pair says."""
+    rows, keys = 200, 290
+    value = torch.randn(1, 1, keys, 4, dtype=dtype)
+    query, key = (torch.zeros(1, 1, n, 4, dtype=dtype) for n in (rows, keys))  # all weights equal
+    i, j = torch.arange(rows), torch.arange(keys)
+    documents, steps = torch.arange(keys) // 37, torch.arange(keys) // 64 * 9
+    zero = torch.tensor(0)
+    for seed in range(100):
+
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, seed: int = seed) -> Tensor:
+            leaves = [i, j, documents[i], documents[j], steps[j], steps[i], i - j]
+            leaves += [torch.full_like(i, n) for n in (0, 3, 100)]
+            return boolean(random.Random(seed), leaves, seed % 3)
+
+        found = torch_attn.flex_attention(query, key, value, None, mask)
+        seen = mask(zero, zero, i[:, None], j).expand(rows, keys).to(torch.float64)
+        exact = seen @ value[0, 0].double() / seen.sum(-1, keepdim=True).clamp(min=1)
+        assert isinstance(found, Tensor)
+        assert error(found[0, 0], exact) < 1e-5, seed
 
 
 MASKS: dict[str, Callable[..., Any]] = {

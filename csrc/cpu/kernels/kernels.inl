@@ -105,8 +105,7 @@ struct KernelTable {
       ATTN_ISA::look_at_pairs<float>(p, m, task, wants_bits, reinterpret_cast<float*>(workspace));
   }
   static int64_t pair_workspace(const Problem& p, const PairMask& m) {
-    return p.query.dtype == DType::f64 ? Evaluation<double>::room(m.list) * static_cast<int64_t>(sizeof(double))
-                                       : Evaluation<float>::room(m.list) * static_cast<int64_t>(sizeof(float));
+    return p.query.dtype == DType::f64 ? room_of_mask<double>(m.list) : room_of_mask<float>(m.list);
   }
   static constexpr Kernels table = {Formats::falls_back_to,
                                     look_at_mask,

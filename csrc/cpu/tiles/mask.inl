@@ -109,6 +109,7 @@ struct ScoreTile {
   Range keys;
   Mask mask;
   bool invariant;           // Problem::invariant
+  Range shown;              // the mask hides all other keys; counted from the first of `keys`
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
   T* workspace;             // room_of_tile()
 
@@ -119,6 +120,7 @@ struct ScoreTile {
     keys = its_keys;
     workspace = room;
     mask = Mask::nothing;
+    shown = {0, keys.size()};
     invariant = p.invariant;
     if (!any_visible(rows->sequence, rows->positions, keys)) return false;
     if (p.program && p.program->mask) return copy_bits(p, *p.program->mask);
@@ -168,10 +170,16 @@ struct ScoreTile {
     const int32_t at = m.tiles[row_tile * m.key_tiles + keys.first / kKeyTile];
     if (at < 0) return at == kAllPairs;
     const int64_t shift = rows->position[0] % kRowTile;
-    uint64_t some = 0;
-    for (int64_t j = 0; j < keys.size(); ++j) some |= bits[j] = m.bits[at * kKeyTile + j] >> shift;
+    for (int64_t j = 0; j < keys.size(); ++j) bits[j] = m.bits[at * kKeyTile + j] >> shift & all_bits(rows->count);
+    return find_shown();
+  }
+
+  // Whether the bits show a key.
+  bool find_shown() {
     mask = Mask::bits;
-    return some & all_bits(rows->count);
+    while (shown.first < shown.last && bits[shown.first] == 0) ++shown.first;
+    while (shown.first < shown.last && bits[shown.last - 1] == 0) --shown.last;
+    return shown.first < shown.last;
   }
 
   bool read_bits(const Problem& p, bool is_known) {
@@ -189,9 +197,8 @@ struct ScoreTile {
       if (some == 0) return false;
       if (all == all_bits(keys.size())) return true;
     }
-    mask = Mask::bits;
     transpose_bits(bits);
-    return true;
+    return find_shown();
   }
 
   bool any_number_visible() const {

@@ -133,16 +133,19 @@ constexpr int64_t kPanel =
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
-  if (tile.all_visible()) return f(0, lanes, Range{0, tile.keys.size()});
+  // Begins at a whole slot of keys. With tiles of the processor, or if invariant, it begins at the tile's first key, so
+  // that sums are cut at the same keys for every row.
+  const auto cut = [&](Range seen) {
+    const int64_t first = F::kTiles || tile.invariant ? 0 : seen.first / F::kNumbers * F::kNumbers;
+    return Range{first, larger(first, seen.last)};
+  };
+  if (tile.all_visible()) return f(0, lanes, cut(tile.shown));
   for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
     Range positions{};
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
       positions = hull(positions, {tile.rows->position[i], tile.rows->position[i] + 1});
     const Range seen = tile.keys_seen(positions);
-    // Begins at a whole slot of keys. With tiles of the processor, or if invariant, it begins at the tile's first key,
-    // so that sums are cut at the same keys for every row.
-    const int64_t first = F::kTiles || tile.invariant ? 0 : (seen.first - tile.keys.first) / F::kNumbers * F::kNumbers;
-    f(lane, smaller(kPanel<F>, lanes - lane), Range{first, larger(first, seen.last - tile.keys.first)});
+    f(lane, smaller(kPanel<F>, lanes - lane), cut({seen.first - tile.keys.first, seen.last - tile.keys.first}));
   }
 }
 // Rows of keys, or of slots of keys, from the `first` one on.
@@ -156,7 +159,7 @@ template <class F, class Function>
 ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, Function f) {
   const RowTile& rows = *tile.rows;
   const bool one_head = rows.head[0] == rows.head[rows.count - 1];
-  if (!one_head || tile.all_visible()) return f(0, tile.keys.size(), 0);
+  if (!one_head || tile.all_visible()) return f(tile.shown.first, tile.shown.size(), 0);
   for (int64_t j = 0; j < tile.keys.size(); j += kPanel<F>) {
     const int64_t count = smaller(kPanel<F>, tile.keys.size() - j), key = tile.keys.first + j;
     const Range seeing = common(visible_rows(rows.sequence, {key, key + count}), rows.positions);

@@ -1,0 +1,101 @@
+// What a list's whole numbers lie between in a tile, so that a mask_mod need not look at each pair of most tiles.
+#pragma once
+
+#include "core/program.h"
+
+namespace attn::ATTN_ISA {
+
+// All whole numbers from `least` to `most`. A boolean is -1, which is true, or 0.
+struct Between {
+  int64_t least, most;
+  bool is_one() const { return least == most; }
+};
+constexpr Between kAnything = {-(int64_t{1} << 40), int64_t{1} << 40}, kEither = {-1, 0};
+
+inline Between bounds(const PairProgram& program, const LeafOfList& leaf, int64_t n, int64_t head, Range rows,
+                      Range keys) {
+  const auto of_column = [&](Range range) {
+    const Terms& t = program.terms[static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term)];
+    const int32_t* const data = static_cast<const int32_t*>(t.data) + n * t.entry + head * t.head + leaf.column * t.col;
+    int32_t least = data[range.first * t.row], most = least;
+    for (int64_t i = range.first; i < range.last; ++i) {
+      least = smaller(least, data[i * t.row]);
+      most = larger(most, data[i * t.row]);
+    }
+    return Between{least, most};
+  };
+  switch (leaf.leaf) {
+    case Leaf::whole_number:
+      return {static_cast<int64_t>(leaf.number), static_cast<int64_t>(leaf.number)};
+    case Leaf::boolean:
+      return leaf.number != 0 ? Between{-1, -1} : Between{0, 0};
+    case Leaf::query:
+      return {rows.first, rows.last - 1};
+    case Leaf::key:
+      return {keys.first, keys.last - 1};
+    case Leaf::row_number:
+      return of_column(rows);
+    case Leaf::key_number:
+      return of_column(keys);
+    case Leaf::distance_number:
+      return of_column({rows.first - keys.last + program.keys, rows.last - keys.first + program.keys - 1});
+    default:
+      return kAnything;
+  }
+}
+
+inline Between bounds(Op op, Between x, Between y, Between z) {
+  const auto is = [](bool always, bool never) { return always ? Between{-1, -1} : never ? Between{0, 0} : kEither; };
+  // Results beyond 32 bits may have wrapped around.
+  const auto whole = [](int64_t least, int64_t most) {
+    return least >= -(int64_t{1} << 31) && most < int64_t{1} << 31 ? Between{least, most} : kAnything;
+  };
+  const bool are_equal = x.is_one() && y.is_one() && x.least == y.least, differ = x.most < y.least || y.most < x.least;
+  const bool are_booleans = smaller(x.least, y.least) >= -1 && larger(x.most, y.most) <= 0;
+  switch (op) {
+    case Op::add_whole:
+      return whole(x.least + y.least, x.most + y.most);
+    case Op::sub_whole:
+      return whole(x.least - y.most, x.most - y.least);
+    case Op::bit_and:
+      if (!are_booleans) return kAnything;
+      [[fallthrough]];
+    case Op::maximum_whole:
+      return {larger(x.least, y.least), larger(x.most, y.most)};
+    case Op::bit_or:
+      if (!are_booleans) return kAnything;
+      [[fallthrough]];
+    case Op::minimum_whole:
+      return {smaller(x.least, y.least), smaller(x.most, y.most)};
+    case Op::bit_not:
+      return {~x.most, ~x.least};
+    case Op::eq_whole:
+      return is(are_equal, differ);
+    case Op::ne_whole:
+      return is(differ, are_equal);
+    case Op::lt_whole:
+      return is(x.most < y.least, x.least >= y.most);
+    case Op::le_whole:
+      return is(x.most <= y.least, x.least > y.most);
+    case Op::where:
+      return x.is_one() ? (x.least != 0 ? y : z) : Between{smaller(y.least, z.least), larger(y.most, z.most)};
+    default:
+      return op >= Op::eq && op <= Op::le ? kEither : kAnything;
+  }
+}
+
+// What the list's first result lies between for all pairs of a tile. `room`: one for each leaf and slot.
+inline Between bounds(const PairProgram& program, const List& list, int64_t n, int64_t head, Range rows, Range keys,
+                      Between* room) {
+  for (int i = 0; i < list.leaf_count; ++i) room[i] = bounds(program, list.leaves[i], n, head, rows, keys);
+  Between* const slots = room + list.leaf_count;
+  slots[0] = kAnything;  // stands for operands that an operation lacks
+  const auto at = [&](int16_t from) { return from < 0 ? room[-1 - from] : slots[from]; };
+  for (int i = 0; i < list.step_count; ++i) {
+    const Step& step = list.steps[i];
+    slots[step.to] = bounds(step.op, at(step.from[0]), at(step.from[1]), at(step.from[2]));
+  }
+  return at(list.results[0].from);
+}
+
+}  // namespace attn::ATTN_ISA
