@@ -43,10 +43,10 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
 // read.
 ATTN_INLINE constexpr int64_t offset_in_pages(const Problem& p, int64_t page_stride, int64_t row_stride, int64_t n,
                                               int64_t row) {
-  const auto [table, is_wide, per_entry, per_page, rows, pages] = p.paging;
-  const int64_t number = row / rows, at = n * per_entry + number * per_page;
+  const auto [table, is_wide, per_entry, per_page, page_size, pages] = p.paging;
+  const int64_t number = row / page_size, at = n * per_entry + number * per_page;
   const int64_t page = is_wide ? static_cast<const int64_t*>(table)[at] : static_cast<const int32_t*>(table)[at];
-  return larger(0, smaller(page, pages - 1)) * page_stride + (row - number * rows) * row_stride;
+  return larger(0, smaller(page, pages - 1)) * page_stride + (row - number * page_size) * row_stride;
 }
 // Where row `row` of the keys or values of batch entry n begins.
 ATTN_INLINE constexpr int64_t key_row_offset(const Problem& p, const Operand& x, int64_t n, int64_t row) {

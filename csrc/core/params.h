@@ -49,14 +49,14 @@ struct Operand {
   int64_t page = 0;  // for keys and values in pages: the distance from one page to the next
 };
 
-// Keys and values in pages of a pool: row r of entry n is row r % rows of page
-// table[n * per_entry + r / rows * per_page]. If table is null, rows are stored one after the other.
+// Keys and values in pages of a pool: row r of entry n is row r % page_size of page
+// table[n * per_entry + r / page_size * per_page]. If table is null, rows are stored one after the other.
 struct Paging {
   const void* table = nullptr;  // the caller's int32 or int64; kernels read only entries of pages in use
   bool is_wide = false;         // whether table is int64
   int64_t per_entry = 0, per_page = 0;
-  int64_t rows = 0;   // of a page
-  int64_t pages = 0;  // of the pool
+  int64_t page_size = 0;  // in rows
+  int64_t pages = 0;      // of the pool
 };
 
 // Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative left or
@@ -71,13 +71,6 @@ struct Visibility {
   const int64_t* offsets = nullptr;
   const int64_t* key_lengths = nullptr;
   const int64_t* query_lengths = nullptr;
-};
-
-// One number for each batch entry and head, in the compute dtype, [batch, heads]; null if there are none. The number
-// applies to all scores of a row.
-struct HeadTerms {
-  const void* alibi_slopes = nullptr;
-  const void* sinks = nullptr;
 };
 
 // Whole numbers of the caller on the device, int32 or int64 (is_wide). Null: there are none.
@@ -133,7 +126,9 @@ struct Problem {
   double scale = 1;       // factor of products: the caller's, or 1 / sqrt(E)
   double softcap = 0;     // 0: none
   Visibility visibility;
-  HeadTerms terms;
+  // One number for each batch entry and head, in the compute dtype, [batch, heads]; null if there are none.
+  const void* alibi_slopes = nullptr;
+  const void* sinks = nullptr;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
   // Whether the bits of a row must depend only on its query and the keys that it sees (attn::invariant()).
@@ -279,7 +274,8 @@ struct Tangents {
   Operand key;
   Operand value;
   Operand mask;
-  HeadTerms terms;
+  const void* alibi_slopes = nullptr;
+  const void* sinks = nullptr;
 };
 
 // J t, the derivative of the output along t.
@@ -364,23 +360,23 @@ void each_operand(SecondParams& p, auto f) {
   f(p.tangent_output), f(p.tangent_residual);
 }
 
-// Calls f(pointer, count) for every array with `count` numbers per row, and g(terms) for the HeadTerms.
+// Calls f(pointer, count) for every array with `count` numbers per row, and g(pointer) for those with one per head.
 void each_of_rows(ForwardParams& p, auto f, auto g) {
   f(p.logsumexp, 2), f(p.row_logsumexp, 1), f(p.max_score, 1);
-  g(p.terms);
+  g(p.alibi_slopes), g(p.sinks);
 }
 void each_of_rows(BackwardParams& p, auto f, auto g) {
   f(p.logsumexp, 2), f(p.grad_logsumexp, 1), f(p.grad_slopes, 1), f(p.grad_sinks, 1), f(p.grad_mask_rows, 1);
-  g(p.terms);
+  g(p.alibi_slopes), g(p.sinks);
 }
 void each_of_rows(TangentParams& p, auto f, auto g) {
   f(p.logsumexp, 2), f(p.tangent_logsumexp, 2);
-  g(p.terms), g(p.t.terms);
+  g(p.alibi_slopes), g(p.sinks), g(p.t.alibi_slopes), g(p.t.sinks);
 }
 void each_of_rows(SecondParams& p, auto f, auto g) {
   each_of_rows(static_cast<BackwardParams&>(p), f, g);
   f(p.tangent_logsumexp, 2);
-  g(p.t.terms);
+  g(p.t.alibi_slopes), g(p.t.sinks);
 }
 
 }  // namespace attn

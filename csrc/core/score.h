@@ -75,14 +75,14 @@ struct SoftCap {
 // Whether a visible score, before the mask is added, is not just a multiple of its product.
 ATTN_INLINE constexpr bool has_score_mod(const Problem& p) { return p.program && p.program->score; }
 ATTN_INLINE constexpr bool has_score_terms(const Problem& p) {
-  return p.softcap > 0 || p.terms.alibi_slopes || has_score_mod(p);
+  return p.softcap > 0 || p.alibi_slopes || has_score_mod(p);
 }
 // Whether the CPU leaves products in a tile instead of scores, which saves a pass over the tile. It may if the largest
 // product has the largest score and nothing is added to scores.
 template <class T>
 ATTN_INLINE constexpr bool leaves_products(const Problem& p) {
   const bool adds = has_score_terms(p) || (p.has_mask && p.mask.dtype != DType::boolean);
-  const bool divides = !p.terms.sinks || p.scale > 1e-20;  // sinks are turned into products
+  const bool divides = !p.sinks || p.scale > 1e-20;  // sinks are turned into products
   return !adds && divides && ScoreFunction<T>::of(p).keeps_order();
 }
 

@@ -42,10 +42,7 @@ Params entry_of(const Params& call, int64_t n) {
   const int64_t first_row = row_number(call, n, 0, 0);
   each_of_rows(
       p, [&]<class T>(T*& data, int64_t count) { advance(data, count * first_row); },
-      [&](HeadTerms& terms) {
-        advance(terms.alibi_slopes, n * call.heads);
-        advance(terms.sinks, n * call.heads);
-      });
+      [&](const void*& of_heads) { advance(of_heads, n * call.heads); });
   return p;
 }
 

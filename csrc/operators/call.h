@@ -3,17 +3,17 @@
 // argument.
 //
 // The path of a call without gradients: attend_autograd (autograd.cpp) -> attend_on (run.h) -> compute_forward
-// (run.cpp), which makes a Checker, and that validates the call (validate.h) -> ProblemBuilder (problem.cpp), which
-// turns it into a Problem (core/params.h) -> a kernel. A call that needs gradients goes from attend_autograd through
-// _sdpa_forward to compute_forward. The backward takes the same path through _sdpa_backward and compute_backward, with
-// the call and the results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls
-// attention. In inference mode the dispatcher skips autograd.
+// (run.cpp), whose ValidatedCall checks the call (validate.h) -> ProblemBuilder (problem.cpp), which turns it into a
+// Problem (core/params.h) -> a kernel. A call that needs gradients goes from attend_autograd through _sdpa_forward to
+// compute_forward. The backward takes the same path through _sdpa_backward and compute_backward, with the call and the
+// results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls attention. In
+// inference mode the dispatcher skips autograd.
 //
-// Three arguments to follow: validate() checks `scale`, and ProblemBuilder makes it Problem::scale (describe_scores).
-// `sinks` has a derivative, so it is among Inputs and in OfInputs; check_head_numbers() checks it, ProblemBuilder puts
-// one number per head (and packed sequence) into Problem::terms, and gradients() (run.cpp), which compute_backward()
-// calls, returns its gradient. check_pages() checks a `block_table`, which becomes Problem::paging, and the `page` of
-// key and value; Checker::no_pages() refuses its derivatives.
+// Three arguments to follow: validate() checks `scale`, ProblemBuilder makes it Problem::scale (describe_scores), and
+// kernels read it through ScoreFunction (core/score.h). `sinks` has a derivative, so it is among Inputs and in
+// OfInputs. check_per_head() checks it, ProblemBuilder::of_heads() makes it Problem::sinks, and gradients() (run.cpp),
+// which compute_backward() calls, returns its gradient. check_pages() checks a `block_table`, which becomes
+// Problem::paging; key_row_offset() (core/geometry.h) reads it. ValidatedCall::refuse_pages() refuses its derivatives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -176,15 +176,15 @@ constexpr bool is_input(size_t, Kind kind) { return kind <= Kind::terms; }
 constexpr bool is_without_program(size_t, Kind kind) {
   return kind != Kind::terms && kind != Kind::numbers && kind != Kind::program;
 }
-constexpr bool is_in_sequence(Kind kind) { return kind < Kind::starts || kind > Kind::longest; }
-constexpr bool is_dense(size_t i, Kind kind) { return is_without_program(i, kind) && is_in_sequence(kind); }
+constexpr bool is_of_packing(Kind kind) { return Kind::starts <= kind && kind <= Kind::longest; }
+constexpr bool is_unpacked(size_t i, Kind kind) { return is_without_program(i, kind) && !is_of_packing(kind); }
 // Leaves out a cap and slopes, because a function of the pair can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;
-  return is_in_sequence(kind) && name != "softcap" && name != "alibi_slopes";
+  return !is_of_packing(kind) && name != "softcap" && name != "alibi_slopes";
 }
 constexpr bool is_of_scores(size_t i, Kind kind) {
-  return is_dense(i, kind) && kind != Kind::value_rows && kind != Kind::dropout;
+  return is_unpacked(i, kind) && kind != Kind::value_rows && kind != Kind::dropout;
 }
 
 using All = Arguments<is_any>;
@@ -193,7 +193,7 @@ using Inputs = Arguments<is_input>;  // which may have derivatives
 using Builtin = Arguments<is_of_builtin>;
 using BeyondBuiltin = Arguments<is_beyond_builtin>;
 using WithoutProgram = Arguments<is_without_program>;
-using Dense = Arguments<is_dense>;  // of operators that take no packed sequences
+using Unpacked = Arguments<is_unpacked>;  // of operators that take no packed sequences
 using Flex = Arguments<is_beside_program>;
 using Scores = Arguments<is_of_scores>;
 

@@ -75,8 +75,8 @@ using AttentionOp = Operator<"attn::attention", OutputAndRows(WithoutProgram)>;
 using FlexOp = Operator<"attn::flex_attention", OutputAndRows(Flex)>;
 using OverProcessesOp = Operator<"attn::_attend_over_processes", OutputAndRows(WithoutProgram)>;
 using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(Varlen)>;
-using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Dense)>;
-using ModuleOp = Operator<"attn::_sdpa_and_weights", std::tuple<at::Tensor, at::Tensor>(Dense, bool)>;
+using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Unpacked)>;
+using ModuleOp = Operator<"attn::_sdpa_and_weights", std::tuple<at::Tensor, at::Tensor>(Unpacked, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(Scores)>;
 // The last arguments: rng_state, with_rows (whether the rows' results are wanted) and exact_residual (core/params.h).
 using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool, bool)>;

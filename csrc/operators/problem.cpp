@@ -103,7 +103,8 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
     problem.visibility.offsets = of_entries(call.query_offset);
     problem.visibility.key_lengths = of_entries(call.key_lengths);
   }
-  problem.terms = {of_heads(call.alibi_slopes), of_heads(call.sinks)};
+  problem.alibi_slopes = of_heads(call.alibi_slopes);
+  problem.sinks = of_heads(call.sinks);
   if (call.has_program()) add_program(call);
   problem.invariant = is_invariant();
   problem.factor_bits = factor_bits_of(query.scalar_type(), problem.has_mask ? attn_mask->scalar_type() : at::kBool);
@@ -111,12 +112,12 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
   add(problem.key, key, Axis::keys);
   add(problem.value, value, Axis::keys);
   if (const auto& table = call.block_table) {
-    problem.paging = {table->const_data_ptr(),
-                      table->scalar_type() == at::kLong,
-                      table->stride(0),
-                      table->stride(1),
-                      key.size(-2),
-                      key.size(0)};
+    problem.paging = {.table = table->const_data_ptr(),
+                      .is_wide = table->scalar_type() == at::kLong,
+                      .per_entry = table->stride(0),
+                      .per_page = table->stride(1),
+                      .page_size = key.size(-2),
+                      .pages = key.size(0)};
     problem.key.page = key.stride(0);
     problem.value.page = value.stride(0);
   }

@@ -121,7 +121,8 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   add(t.key, direction.key, keys);
   add(t.value, direction.value, keys);
   add(t.mask, direction.attn_mask);
-  t.terms = {builder.of_heads(direction.alibi_slopes), builder.of_heads(direction.sinks)};
+  t.alibi_slopes = builder.of_heads(direction.alibi_slopes);
+  t.sinks = builder.of_heads(direction.sinks);
   builder.add_tangents(direction);
 }
 
@@ -130,13 +131,13 @@ template <class Params>
 Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u, const Saved& saved, const Call& call,
                     Wanted wanted, const Direction* direction = nullptr, const TangentResults* tangent = nullptr) {
   constexpr bool kIsSecond = std::is_same_v<Params, SecondParams>;
-  const Checker check{call};
-  const Shape& shape = check.shape;
-  check.grads(u);
-  check.saved(saved);
-  if constexpr (kIsSecond) check.direction(*direction);
-  if constexpr (kIsSecond) check.tangent(*tangent);
-  check.wanted(wanted);
+  const ValidatedCall valid{call};
+  const Shape& shape = valid.shape;
+  valid.check(u);
+  valid.check(saved);
+  if constexpr (kIsSecond) valid.check(*direction);
+  if constexpr (kIsSecond) valid.check(*tangent);
+  valid.check(wanted);
   const Gradients grads = empty_gradients(call, wanted);
   if (!run) return grads;
   Params p;
@@ -166,45 +167,46 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
   written.key = room.add(p.grad_key, grads.key, shape.expanded(shape.key_heads, shape.keys, shape.head_dim), keys);
   written.value =
       room.add(p.grad_value, grads.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
-  Tensor mask_of_rows;
-  if (Tensor mask = grads.attn_mask; mask.defined()) {
+  Tensor grad_mask_rows;
+  if (Tensor grad_mask = grads.attn_mask; grad_mask.defined()) {
     if (call.is_packed())  // only heads share it, so each sequence has its own part
-      mask = room.of_shape(mask, shape.expanded(mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1)));
-    mask.zero_();  // tasks skip tiles that positions hide
-    written.attn_mask = mask;
-    if ((mask.dim() > 0 && mask.size(-1) != 1) || call.score_mod)
-      builder.add_result(p.grad_mask, mask);
-    else if (p.terms.sinks || p.grad_logsumexp)
+      grad_mask = room.of_shape(grad_mask,
+                                shape.expanded(grad_mask.sym_size(-3), grad_mask.sym_size(-2), grad_mask.sym_size(-1)));
+    grad_mask.zero_();  // tasks skip tiles that positions hide
+    written.attn_mask = grad_mask;
+    if ((grad_mask.dim() > 0 && grad_mask.size(-1) != 1) || call.score_mod)
+      builder.add_result(p.grad_mask, grad_mask);
+    else if (p.sinks || p.grad_logsumexp)
       // A number added to all scores of a row changes only its logsumexp and, with a sink, the sum of its weights.
-      mask_of_rows = room.of_rows(p.grad_mask_rows);
+      grad_mask_rows = room.of_rows(p.grad_mask_rows);
   }
-  const Tensor slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();
-  const Tensor sinks = grads.sinks.defined() ? room.of_rows(p.grad_sinks) : Tensor();
-  TermGradients terms;
+  const Tensor grad_slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();
+  const Tensor grad_sinks = grads.sinks.defined() ? room.of_rows(p.grad_sinks) : Tensor();
+  TermGradients grad_terms;
   const auto of_terms = [&](Leaf leaf, const Tensor& grad, Tensor& found, void*& data) {
     if (!grad.defined()) return;
     const auto [memory, seen] = builder.gradient_of_terms(leaf);
     data = memory.mutable_data_ptr();
     found = seen;
-    p.grad_terms = &terms;
+    p.grad_terms = &grad_terms;
   };
-  of_terms(Leaf::row_term, grads.row_terms, written.row_terms, terms.rows);
-  of_terms(Leaf::key_term, grads.key_terms, written.key_terms, terms.keys);
-  of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, terms.distances);
+  of_terms(Leaf::row_term, grads.row_terms, written.row_terms, grad_terms.rows);
+  of_terms(Leaf::key_term, grads.key_terms, written.key_terms, grad_terms.keys);
+  of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, grad_terms.distances);
   for (int t = 0; t < kMostTables; ++t) {
     const Tensor& grad = *tables_of(grads)[t];
     if (!grad.defined()) continue;
-    std::tie(*tables_of(written)[t], terms.tables[t]) = builder.gradient_of_table(p.program->tables[t], grad);
-    terms.has_tables = true;
-    p.grad_terms = &terms;
+    std::tie(*tables_of(written)[t], grad_terms.tables[t]) = builder.gradient_of_table(p.program->tables[t], grad);
+    grad_terms.has_tables = true;
+    p.grad_terms = &grad_terms;
   }
   builder.merge_batch_dims();
   plan_mask(p);
   run(p, call.query);
   builder.check_indices();
-  if (mask_of_rows.defined()) written.attn_mask = mask_of_rows.unsqueeze(-1);
-  if (slopes.defined()) written.alibi_slopes = sum_of_rows(slopes, shape);
-  if (sinks.defined()) written.sinks = sum_of_rows(sinks, shape);
+  if (grad_mask_rows.defined()) written.attn_mask = grad_mask_rows.unsqueeze(-1);
+  if (grad_slopes.defined()) written.alibi_slopes = sum_of_rows(grad_slopes, shape);
+  if (grad_sinks.defined()) written.sinks = sum_of_rows(grad_sinks, shape);
   sum_to_inputs(grads, written);
   return grads;
 }
@@ -214,23 +216,24 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
                                const std::optional<Tensor>& given_state, bool with_rows, bool exact_residual) {
   const Tensor& query = call.query;
-  const Checker check{call};
-  if (for_derivatives) check.no_pages();
-  if (given_state) check.rng_state(*given_state);
+  const ValidatedCall valid{call};
+  const Shape& shape = valid.shape;
+  if (for_derivatives) valid.refuse_pages();
+  if (given_state) valid.check_rng_state(*given_state);
   const bool draws = call.dropout_p > 0 && !given_state;
   ForwardResults all;
   auto& [results, rows] = all;
-  results.output = empty_output(check.shape, query);
+  results.output = empty_output(shape, query);
   results.rng_state = given_state ? given_state->clone() : at::empty({draws ? 3 : 0}, query.options().dtype(at::kLong));
   if (for_derivatives) {
-    results.logsumexp = empty_numbers(check.shape.logsumexp(), query);
+    results.logsumexp = empty_numbers(shape.logsumexp(), query);
     results.residual = empty_residual(results.output, call);
   }
-  const auto of_rows = [&] { return empty_numbers(check.shape.numbers(check.shape.queries), query); };
+  const auto of_rows = [&] { return empty_numbers(shape.numbers(shape.queries), query); };
   if (with_rows) rows = {of_rows(), of_rows()};
   if (!device.forward) return all;
   ForwardParams p;
-  ProblemBuilder builder(p, check.shape, call, results.rng_state, device.write_sequences);
+  ProblemBuilder builder(p, shape, call, results.rng_state, device.write_sequences);
   if (leaves_rows_out(p, query)) {
     zero(Saved{results.output, results.logsumexp, {}, results.residual});
     zero(rows);
@@ -267,16 +270,16 @@ Gradients compute_second(const Device& device, const GradResults& u, const Saved
 }
 
 TangentResults compute_tangent(const Device& device, const Saved& saved, const Direction& direction, const Call& call) {
-  const Checker check{call};
-  check.saved(saved);
-  check.direction(direction);
+  const ValidatedCall valid{call};
+  valid.check(saved);
+  valid.check(direction);
   TangentResults results;
-  results.output = empty_output(check.shape, call.query);
-  results.logsumexp = empty_numbers(check.shape.logsumexp(), call.query);
+  results.output = empty_output(valid.shape, call.query);
+  results.logsumexp = empty_numbers(valid.shape.logsumexp(), call.query);
   results.residual = empty_residual(results.output, call);
   if (!device.tangent) return results;
   TangentParams p;
-  ProblemBuilder builder(p, check.shape, call, saved.rng_state, device.write_sequences);
+  ProblemBuilder builder(p, valid.shape, call, saved.rng_state, device.write_sequences);
   describe_point(p, builder, saved);
   describe_direction(p.t, builder, direction);
   if (leaves_rows_out(p, call.query)) zero(results);

@@ -29,16 +29,16 @@ std::string text_of(bool is) { return is ? "True" : "False"; }
 std::string text_of(const c10::SymInt& number) { return std::to_string(number.expect_int()); }
 std::string text_of(const std::array<int64_t, 2>& pair) { return c10::str("[", pair[0], ", ", pair[1], "]"); }
 
-// Has the defaults of Call. Arguments are keyword-only from `scale` on, and those of varlen_attention from attn_mask on
-// (TORCH_LIBRARY below).
+// Has the defaults of Call. Arguments are keyword-only from `first_keyword` on.
 template <class Some>
-std::string arguments(const char* About::* name = &About::name, bool with_defaults = true) {
+std::string arguments(std::string_view first_keyword = "scale", const char* About::* name = &About::name,
+                      bool with_defaults = true) {
   const Call by_default;
   std::string text;
   const auto add = [&]<class T>(size_t i, const T& value) {
     const About& about = Some::about(i);
     if (i > 0) text += ", ";
-    if (with_defaults && about.name == std::string_view("scale")) text += "*, ";
+    if (about.name == first_keyword) text += "*, ";
     text += type_of(value) + " " + about.*name;
     if constexpr (!std::is_same_v<T, at::Tensor>)
       if (with_defaults) text += "=" + text_of(value);
@@ -63,7 +63,7 @@ TORCH_LIBRARY(attn, m) {
   const std::vector<at::Tag> plain = {at::Tag::pt2_compliant_tag};
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
   const auto define = [&](const std::string& schema, const std::vector<at::Tag>& tags) { m.def(schema.c_str(), tags); };
-  const std::string call = arguments<All>(), plain_call = arguments<WithoutProgram>(), dense = arguments<Dense>();
+  const std::string call = arguments<All>(), plain_call = arguments<WithoutProgram>(), unpacked = arguments<Unpacked>();
   const std::string rows = "Tensor logsumexp, Tensor max_score";
 
   // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py). It
@@ -72,13 +72,13 @@ TORCH_LIBRARY(attn, m) {
   // With cu_seq_q, sequences of different lengths are packed one after the other (call.h), [heads, T, E].
   // varlen_attention takes [T, heads, E], the arguments of torch.nn.attention.varlen.varlen_attn, and more.
   define("attention(" + plain_call + ") -> (Tensor output, " + rows + ")", random);
-  define("varlen_attention(" + arguments<FirstOfVarlen>(&About::name_in_varlen, /*with_defaults=*/false) + ", *, " +
-             arguments<RestOfVarlen>(&About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
+  define("varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
+             arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
          random);
   // Attention with functions of the pair, as strings (program.h).
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
   // Attention, and the matrices that it went through (formulas.cpp).
-  define("sdpa_with_weights(" + dense + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
+  define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
   // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
   // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. For every key
@@ -124,7 +124,7 @@ TORCH_LIBRARY(attn, m) {
   define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 
   // sdpa_with_weights without scores: weights, or their mean over the heads, [*, L, S].
-  define("_sdpa_and_weights(" + dense + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
+  define("_sdpa_and_weights(" + unpacked + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
 
   // Which instruction set the CPU kernels run with; see cpu/capability.h.
   m.def("_cpu_capability() -> str");

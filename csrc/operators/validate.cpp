@@ -81,8 +81,8 @@ const char* layout_hint(const Tensor& query, const Tensor& key) {
 }
 
 // With grouped-query attention, equally many consecutive query heads share each key (value) head.
-void check_heads(const char* op, const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa,
-                 const Tensor& query, const Tensor& key) {
+void check_head_count(const char* op, const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa,
+                      const Tensor& query, const Tensor& key) {
   if (!enable_gqa) {
     TORCH_CHECK(is_one(heads) || must_equal(heads, query_heads), op, ": ", name, " has ", heads,
                 " heads but the others have ", query_heads,
@@ -147,7 +147,7 @@ void check_numbers(const Shape& shape, const char* name, const Tensor& t, const 
               " and broadcast to ", allowed);
 }
 
-void check_head_numbers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query) {
+void check_per_head(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query) {
   if (!t) return;
   check_numbers(shape, name, *t, query, shape.of_heads(), 1, "[Hq] or [B..., Hq]: one number a head of the output,");
   const auto dtype = query.scalar_type(), own = t->scalar_type();
@@ -305,11 +305,12 @@ void check_pages(const Shape& shape, const Call& call) {
               "; it must be dense, [N, most pages of a sequence] = [", *shape.sequences, ", ...] on ", query.device());
   TORCH_CHECK(seqused_k, shape.op, ": seqused_k is None; beside a block_table it says how many keys there are");
   if (!is_readable(table) || !is_readable(*seqused_k)) return;
-  const int64_t pages = key.size(0), rows = key.size(2), per_sequence = table.size(1);
+  const int64_t pages = key.size(0), page_size = key.size(2), per_sequence = table.size(1);
   for (int64_t n = 0; n < table.size(0); ++n) {
-    const int64_t keys = number_at(*seqused_k, n), used = keys == 0 ? 0 : (keys - 1) / std::max<int64_t>(rows, 1) + 1;
-    TORCH_CHECK(used <= per_sequence && (rows > 0 || keys == 0), shape.op, ": seqused_k is ", keys, " at entry ", n,
-                ", but block_table has room for ", per_sequence, " pages of ", rows, " keys");
+    const int64_t keys = number_at(*seqused_k, n),
+                  used = keys == 0 ? 0 : (keys - 1) / std::max<int64_t>(page_size, 1) + 1;
+    TORCH_CHECK(used <= per_sequence && (page_size > 0 || keys == 0), shape.op, ": seqused_k is ", keys, " at entry ",
+                n, ", but block_table has room for ", per_sequence, " pages of ", page_size, " keys");
     for (int64_t i = 0; i < used; ++i) {
       const int64_t page = number_at(table, n * per_sequence + i);
       TORCH_CHECK(0 <= page && page < pages, shape.op, ": block_table is ", page, " at [", n, ", ", i,
@@ -393,17 +394,17 @@ Shape validate(const char* op, const Call& call) {
     if (is_one(shape.heads)) shape.heads = shape.key_heads;
     if (is_one(shape.heads)) shape.heads = shape.value_heads;
   }
-  check_heads(op, "key", shape.key_heads, shape.heads, call.enable_gqa, query, key);
-  check_heads(op, "value", shape.value_heads, shape.heads, call.enable_gqa, query, key);
+  check_head_count(op, "key", shape.key_heads, shape.heads, call.enable_gqa, query, key);
+  check_head_count(op, "value", shape.value_heads, shape.heads, call.enable_gqa, query, key);
   for (int64_t d = shape.dims; d > 3; --d) shape.batch.push_back(broadcast(op, query, key, value, d));
   if (call.is_packed()) check_packing(shape, call);
   if (attn_mask) check_mask(*attn_mask, shape, call);
   // alibi_slopes and sinks
-  const auto check_heads_of = [&]<class T>(size_t i, const T& t) {
+  const auto check_if_per_head = [&]<class T>(size_t i, const T& t) {
     if constexpr (std::is_same_v<T, std::optional<Tensor>>)
-      if (Inputs::about(i).kind == Kind::heads) check_head_numbers(shape, Inputs::about(i).name, t, query);
+      if (Inputs::about(i).kind == Kind::heads) check_per_head(shape, Inputs::about(i).name, t, query);
   };
-  for_each_input(check_heads_of, call);
+  for_each_input(check_if_per_head, call);
   if (call.has_program()) check_program(shape, call);
   constexpr int64_t kMostOffset = 2 * kFar - 1;
   check_integers(shape, "query_offset", call.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
@@ -418,7 +419,8 @@ Shape validate(const char* op, const Call& call) {
   return shape;
 }
 
-void Checker::tensor(const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const {
+void ValidatedCall::check_exact(const char* name, const Tensor& t, c10::SymIntArrayRef sizes,
+                                at::ScalarType dtype) const {
   const Tensor& query = call.query;
   TORCH_CHECK(
       t.defined() && must_equal(t.sym_sizes(), sizes) && t.scalar_type() == dtype && t.device() == query.device(),
@@ -426,25 +428,25 @@ void Checker::tensor(const char* name, const Tensor& t, c10::SymIntArrayRef size
       dtype, " of shape ", sizes, " on ", query.device());
 }
 
-void Checker::like_output(const char* name, const Tensor& t) const {
-  tensor(name, t, shape.output(), call.query.scalar_type());
+void ValidatedCall::check_output(const char* name, const Tensor& t) const {
+  check_exact(name, t, shape.output(), call.query.scalar_type());
 }
 
-void Checker::grads(const GradResults& u) const {
-  like_output("grad_output", u.output);
-  if (u.logsumexp) tensor("grad_logsumexp", *u.logsumexp, shape.numbers(shape.queries), compute_dtype(call.query));
+void ValidatedCall::check(const GradResults& u) const {
+  check_output("grad_output", u.output);
+  if (u.logsumexp) check_exact("grad_logsumexp", *u.logsumexp, shape.numbers(shape.queries), compute_dtype(call.query));
 }
 
-void Checker::logsumexp(const char* name, const Tensor& t) const {
-  tensor(name, t, shape.logsumexp(), compute_dtype(call.query));
+void ValidatedCall::check_logsumexp(const char* name, const Tensor& t) const {
+  check_exact(name, t, shape.logsumexp(), compute_dtype(call.query));
 }
 
-void Checker::residual(const char* name, const Tensor& t) const {
-  if (has_residual(call)) return tensor(name, t, shape.output(), at::kFloat);
-  tensor(name, t, {0}, call.query.scalar_type());
+void ValidatedCall::check_residual(const char* name, const Tensor& t) const {
+  if (has_residual(call)) return check_exact(name, t, shape.output(), at::kFloat);
+  check_exact(name, t, {0}, call.query.scalar_type());
 }
 
-void Checker::rng_state(const Tensor& t) const {
+void ValidatedCall::check_rng_state(const Tensor& t) const {
   if (call.dropout_p == 0) return;
   // One for all samples, or one for each along the leading dimensions that vmap added.
   const bool fits = broadcasts(t, shape.expanded(1, 1, 3), 1);
@@ -453,39 +455,39 @@ void Checker::rng_state(const Tensor& t) const {
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
 
-void Checker::no_pages() const {
+void ValidatedCall::refuse_pages() const {
   TORCH_CHECK(
       !call.block_table, shape.op,
       ": a derivative is asked for, but block_table is given; keys and values in pages have none: call it under "
       "torch.no_grad(), or give them one after the other, with cu_seq_k");
 }
 
-void Checker::saved(const Saved& s) const {
-  no_pages();
-  like_output("output", s.output);
-  logsumexp("logsumexp", s.logsumexp);
-  residual("residual", s.residual);
-  rng_state(s.rng_state);
+void ValidatedCall::check(const Saved& s) const {
+  refuse_pages();
+  check_output("output", s.output);
+  check_logsumexp("logsumexp", s.logsumexp);
+  check_residual("residual", s.residual);
+  check_rng_state(s.rng_state);
 }
 
-void Checker::direction(const Direction& d) const {
+void ValidatedCall::check(const Direction& d) const {
   const auto like_input = [&](size_t i, const std::optional<Tensor>& t, const std::optional<Tensor>& input) {
     if (!t) return;
     const std::string name = std::string("tangent_") + Inputs::about(i).name;
     TORCH_CHECK(input && input->is_floating_point(), shape.op, ": ", name, " is given but ", Inputs::about(i).name,
                 " is ", input ? "boolean" : "absent", "; only a floating tensor has a tangent");
-    tensor(name.c_str(), *t, input->sym_sizes(), input->scalar_type());
+    check_exact(name.c_str(), *t, input->sym_sizes(), input->scalar_type());
   };
   for_each_input(like_input, d, call);
 }
 
-void Checker::tangent(const TangentResults& t) const {
-  like_output("tangent_output", t.output);
-  logsumexp("tangent_logsumexp", t.logsumexp);
-  residual("tangent_residual", t.residual);
+void ValidatedCall::check(const TangentResults& t) const {
+  check_output("tangent_output", t.output);
+  check_logsumexp("tangent_logsumexp", t.logsumexp);
+  check_residual("tangent_residual", t.residual);
 }
 
-void Checker::wanted(Wanted w) const {
+void ValidatedCall::check(Wanted w) const {
   const auto check = [&](size_t i, const std::optional<Tensor>& input) {
     TORCH_CHECK(!w[i] || (input && input->is_floating_point()), shape.op, ": grad_input_mask asks for the gradient of ",
                 Inputs::about(i).name, ", which is ", input ? "boolean" : "absent", "; only a floating tensor has one");

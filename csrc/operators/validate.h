@@ -13,7 +13,7 @@ struct Shape {
   int64_t dims = 0;          // of the output
   c10::SymDimVector batch;
   c10::SymInt heads = 1, key_heads = 1, value_heads = 1;
-  // If sequences are packed: queries is T_q, and keys is T_k or, with a block_table, the rows of a page.
+  // If sequences are packed: queries is T_q, and keys is T_k or, with a block_table, page_size.
   c10::SymInt queries, keys, head_dim, value_dim;
   std::optional<c10::SymInt> sequences;  // the number of packed sequences
 
@@ -32,27 +32,27 @@ struct Shape {
 // which names `op`, the argument, its value and what is allowed.
 Shape validate(const char* op, const Call& call);
 
-// Validates a call when it is made. Its functions check what the private operators take beside the call.
-struct Checker {
+// A call, which is validated when this is made. The functions check what the private operators take beside it.
+struct ValidatedCall {
   const Call& call;
   const Shape shape = validate(call.is_packed()     ? VarlenOp::name
                                : call.has_program() ? FlexOp::name
                                                     : SdpaOp::name,
                                call);
 
-  void grads(const GradResults& u) const;
-  void rng_state(const at::Tensor& t) const;
-  void no_pages() const;  // for a call that is, or will be, differentiated
-  void saved(const Saved& s) const;
-  void direction(const Direction& d) const;
-  void tangent(const TangentResults& t) const;
-  void wanted(Wanted w) const;
+  void check(const GradResults& u) const;
+  void check(const Saved& s) const;
+  void check(const Direction& d) const;
+  void check(const TangentResults& t) const;
+  void check(Wanted w) const;
+  void check_rng_state(const at::Tensor& t) const;
+  void refuse_pages() const;  // for a call that is, or will be, differentiated
 
  private:
-  void like_output(const char* name, const at::Tensor& t) const;
-  void tensor(const char* name, const at::Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const;
-  void logsumexp(const char* name, const at::Tensor& t) const;
-  void residual(const char* name, const at::Tensor& t) const;
+  void check_exact(const char* name, const at::Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const;
+  void check_output(const char* name, const at::Tensor& t) const;
+  void check_logsumexp(const char* name, const at::Tensor& t) const;
+  void check_residual(const char* name, const at::Tensor& t) const;
 };
 
 // Number i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory itself, because transforms

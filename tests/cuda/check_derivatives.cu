@@ -47,7 +47,8 @@ struct Point {
     p.key = operand(key, kKeys, kDim);
     p.value = operand(value, kKeys, kValueDim);
     p.mask = mask_operand(mask);
-    p.terms = {slopes.data(), sinks.data()};
+    p.alibi_slopes = slopes.data();
+    p.sinks = sinks.data();
   }
 };
 

@@ -99,7 +99,7 @@ void check(const char* name, DType dtype, Error (*kernel)(const ForwardParams&, 
     value_pool[to] = value[i];
   }
   if (paged) {
-    p.paging = {table.data(), false, kInUse, 1, kPage, kInUse + 1};
+    p.paging = {.table = table.data(), .per_entry = kInUse, .per_page = 1, .page_size = kPage, .pages = kInUse + 1};
     p.key = operand(key_pool, dtype, kPage, kDim);
     p.value = operand(value_pool, dtype, kPage, kDim);
     p.key.page = p.value.page = int64_t{kHeads} * kPage * kDim;

@@ -59,7 +59,7 @@ void check_merge(int queries, int splits, int value_dim, bool has_more) {
   p.logsumexp = logsumexp.data();
   if (has_more) {
     p.residual.data = residual.data();
-    p.terms.sinks = sinks.data();
+    p.sinks = sinks.data();
     p.partial_max = largest.data();
     p.max_score = max_score.data();
     p.row_logsumexp = row_logsumexp.data();

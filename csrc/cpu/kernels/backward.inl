@@ -574,7 +574,7 @@ struct Backward {
       const double grad_logsumexp = state.grad_logsumexp[i], delta = state.delta[i] - grad_logsumexp;
       double of_sink = -weight * delta, of_mask = has_keys ? grad_logsumexp - of_sink : 0;
       if constexpr (kSecond) {
-        const double tangent = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[of_head] : 0;
+        const double tangent = p.t.sinks ? static_cast<const T*>(p.t.sinks)[of_head] : 0;
         const double moved = weight * (tangent - state.shift[i] - state.shifted_sum[i]);
         of_sink = -moved * delta - weight * state.tangent_delta[i];
         of_mask = has_keys ? -of_sink : 0;

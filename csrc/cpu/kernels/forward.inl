@@ -245,7 +245,7 @@ struct Forward {
       return;
     }
     const int64_t lanes = rows.template lanes<T>();
-    const bool has_sinks = p.terms.sinks && to.final;
+    const bool has_sinks = p.sinks && to.final;
     T sinks[kRowTile], sums[kRowTile];  // the sums, including the sinks
     for (int64_t i = 0; i < lanes && has_sinks; ++i)
       sinks[i] = sink_of<T>(p, rows.n * p.heads + rows.head[smaller(i, rows.count - 1)]);

@@ -82,7 +82,7 @@ template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest, T factor,
                const Results<T>& to, T* scratch) {
   const bool has_keys = sum != 0;
-  if (p.terms.sinks && to.final) {
+  if (p.sinks && to.final) {
     Vec<T> references = splat<T>(reference), sums = splat<T>(sum);
     factor *= add_sinks<T>(p, splat<T>(sink_of<T>(p, at.n * p.heads + at.head)), references, sums)[0];
     reference = references[0];

@@ -124,10 +124,10 @@ struct Tangent {
   static void load_sinks(const TangentParams& p, const Buffers& b) {
     fill_zero(b.sink_weight, kRowTile);
     fill_zero(b.sink_tangent, kRowTile);
-    for (int64_t i = 0; i < b.rows->count && p.terms.sinks; ++i) {
+    for (int64_t i = 0; i < b.rows->count && p.sinks; ++i) {
       const int64_t of_head = b.rows->n * p.heads + b.rows->head[i];
       b.sink_weight[i] = static_cast<T>(weight_of_sink(p, sink_of<T>(p, of_head), *b.logsumexp, i));
-      if (p.t.terms.sinks && b.sink_weight[i] != 0) b.sink_tangent[i] = static_cast<const T*>(p.t.terms.sinks)[of_head];
+      if (p.t.sinks && b.sink_weight[i] != 0) b.sink_tangent[i] = static_cast<const T*>(p.t.sinks)[of_head];
     }
   }
 
@@ -180,7 +180,7 @@ struct Tangent {
     // make the better r.
     const Range keys = own.keys_seen(p, rows.positions);
     const int64_t nearest = rows.positions.first + rows.sequence.offset;
-    const int64_t first = (p.terms.alibi_slopes || has_score_mod(p)) && keys.contains(nearest)
+    const int64_t first = (p.alibi_slopes || has_score_mod(p)) && keys.contains(nearest)
                               ? in_tiles({nearest, keys.last}, kKeyTile).first
                               : keys.first;
     each_tile_of_keys({first, keys.last}, visit);

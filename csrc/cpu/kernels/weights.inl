@@ -122,7 +122,7 @@ struct Weights {
     });
     for (int64_t i = 0; i < lanes; i += W) {
       Vec<T> reference = load<T>(b.best + i), sum = load<T>(b.sum + i), factor = splat<T>(1);
-      if (p.terms.sinks) factor = add_sinks<T>(p, sinks_of(p, *b.rows, i), reference, sum);
+      if (p.sinks) factor = add_sinks<T>(p, sinks_of(p, *b.rows, i), reference, sum);
       store<T>(b.sum + i, factor / (sum == Vec<T>{} ? splat<T>(1) : sum));
     }
     each_vector(b.x, p.keys, lanes, [&](Vec<T> x, int64_t, int64_t i) { return x * load<T>(b.sum + i); });

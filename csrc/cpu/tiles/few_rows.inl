@@ -300,14 +300,13 @@ struct FewRows {
     const auto score = ScoreFunction<T>::of(p);
     const Vec<T> lanes = __builtin_convertvector(lane_numbers<T>(), Vec<T>);
     for (int64_t r = 0; r < rows.count; ++r) {
-      const T slope =
-          p.terms.alibi_slopes ? static_cast<const T*>(p.terms.alibi_slopes)[rows.n * p.heads + rows.head[r]] : 0;
+      const T slope = p.alibi_slopes ? static_cast<const T*>(p.alibi_slopes)[rows.n * p.heads + rows.head[r]] : 0;
       const T ahead = static_cast<T>(rows.position[r] + rows.sequence.offset - first);
       for (int64_t j = 0; j < keys; j += W) {
         T* const at = x + r * ld + j;
         Vec<T> y = load<T>(at);
         y = p.softcap > 0 ? tanh_of_exponent<T>(y * exponent, cap) : score(y);
-        if (p.terms.alibi_slopes) y -= slope * absolute<T>(ahead - static_cast<T>(j) - lanes);
+        if (p.alibi_slopes) y -= slope * absolute<T>(ahead - static_cast<T>(j) - lanes);
         store<T>(at, y);
       }
     }

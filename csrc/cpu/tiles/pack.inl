@@ -51,7 +51,7 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
 
 // The bytes that key_block() copies rows of up to `cols` numbers to; 0 if it copies none.
 ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
-  return p.paging.table && p.paging.rows % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
+  return p.paging.table && p.paging.page_size % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
 }
 // A tile of keys or values, at most kKeyTile rows from row `first` on. It is in place, or a copy if it spans several
 // pages.
@@ -71,7 +71,7 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
   // Copies a part of a page at a time. Prefetches the rows of the next tile, because processors cannot foresee its
   // pages.
   for (int64_t i = 0; i < count;) {
-    const int64_t in_page = smaller(p.paging.rows - (first + i) % p.paging.rows, count - i);
+    const int64_t in_page = smaller(p.paging.page_size - (first + i) % p.paging.page_size, count - i);
     const char* const from = row_at(first + i);
     for (int64_t r = 0; r < in_page; ++r) {
       const char* const row = from + r * x.row * size;
@@ -107,7 +107,7 @@ struct Pieces {
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {
-  const int64_t size = size_of(x.dtype), page = p.paging.rows;
+  const int64_t size = size_of(x.dtype), page = p.paging.page_size;
   const bool in_pages = p.paging.table && in_place && page % (cols % kLanes<T> == 0 ? kPiece : kKeyTile) == 0;
   Pieces found{in_pages ? Block{nullptr, x.dtype, x.row, x.col} : key_block(p, x, n, h, first, count, cols, copy), {}};
   const char* next = found.block.data;

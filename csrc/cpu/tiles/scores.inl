@@ -14,10 +14,10 @@ ATTN_INLINE T log2_slope(const Problem& p) {
   return static_cast<T>(kLog2E * (leaves_products<T>(p) ? p.scale : 1));
 }
 
-// The sink of a head, numbered as in HeadTerms; -inf, which changes nothing, if there are no sinks.
+// The sink of a head, numbered as in Problem::sinks; -inf, which changes nothing, if there are no sinks.
 template <class T>
 ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
-  return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[head] : -kInfinity<T>;
+  return p.sinks ? static_cast<const T*>(p.sinks)[head] : -kInfinity<T>;
 }
 // Converts sinks to what the tiles hold, scores or products, so that a sink that is the largest weighs exactly 1.
 // Clamps a finite sink that would overflow, because its weight is 1 or 0 anyway.
@@ -173,7 +173,7 @@ struct Distances {
   T slope[kRowTile];
   T ahead[kRowTile];  // of the tile's first key
 
-  // `slopes`: of the heads (HeadTerms); null: 1.
+  // `slopes`: of the heads; null: 1.
   Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
     const RowTile& rows = *tile.rows;
     for (int64_t i = 0; i < tile.lanes(); ++i) {
@@ -217,8 +217,8 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) 
     });
     score = ScoreFunction<T>::identity();
   }
-  if (!p.terms.alibi_slopes) return;
-  const Distances<T> penalty(p, tile, p.terms.alibi_slopes);
+  if (!p.alibi_slopes) return;
+  const Distances<T> penalty(p, tile, p.alibi_slopes);
   each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) - penalty(j, i); });
 }
 
@@ -286,8 +286,8 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
       return x * SoftCap<T>::slope(load<T>(kept + j * kRowTile + i));
     });
   }
-  if (t.terms.alibi_slopes) {
-    const Distances<T> penalty(p, tile, t.terms.alibi_slopes);
+  if (t.alibi_slopes) {
+    const Distances<T> penalty(p, tile, t.alibi_slopes);
     each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) { return x - penalty(j, i); });
   }
   if (!t.mask.data) return;

@@ -239,7 +239,7 @@ struct BackwardMma {
     if (p.has_dropout) row.head_number = shared.dropout.head(p, shared.task.n, rows.rows.head[i]);
     rows.of_row[i] = row;
     if constexpr (kGeneral && kOwnsKeys)
-      if (p.terms.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
+      if (p.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
   }
 
   // Turns the logsumexp into what is subtracted from scores (kGeneral) or exponents.
@@ -262,7 +262,7 @@ struct BackwardMma {
   }
 
   __device__ __forceinline__ float slope_of(const Rows& rows, int i) const {
-    return static_cast<const float*>(p.terms.alibi_slopes)[shared.task.n * p.heads + rows.rows.head[i]];
+    return static_cast<const float*>(p.alibi_slopes)[shared.task.n * p.heads + rows.rows.head[i]];
   }
   __device__ __forceinline__ float ahead_of(const Rows& rows, int i, int64_t key) const {
     return static_cast<float>(rows.rows.position[i] + shared.task.sequence.offset - key);

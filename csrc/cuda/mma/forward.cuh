@@ -171,7 +171,7 @@ struct ForwardMma {
       // Gradients of slopes multiply dS by distances, so they need the rounding errors of the weights too. Infinite
       // values are left out: they were added above, and such an error may be 0.
       if constexpr (kGeneral)
-        if (p.terms.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
+        if (p.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
           add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {
             return weight(t, n, half, c) - to_float(from_float<S>(weight(t, n, half, c)));
           });
@@ -220,9 +220,7 @@ struct ForwardMma {
         Fragments::add_terms(
             x[t], row(MmaThread(), t), p, [](float, int, int) {},
             [&](int i) { return static_cast<float>(shared.rows.position[i] + task.sequence.offset - key); },
-            [&](int i) {
-              return static_cast<const float*>(p.terms.alibi_slopes)[task.n * p.heads + shared.rows.head[i]];
-            });
+            [&](int i) { return static_cast<const float*>(p.alibi_slopes)[task.n * p.heads + shared.rows.head[i]]; });
     }
     if constexpr (kHasMask) {
       const auto finite = [&] { return Fragments::template all_finite<kTiles>(x); };

@@ -26,7 +26,7 @@ template <class S, class Number>
 constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
 
 // Whether products become scores by ScoresMma::add_terms() before the mask is added.
-__device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.terms.alibi_slopes; }
+__device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.alibi_slopes; }
 
 // Scores of a warp: 16 rows, from row `own` of the block's tile on, by 8 kFragments keys; with kOwnsKeys 16 keys by 8
 // kFragments rows. S: the type of query and key, and of a mask that is not boolean.
@@ -67,7 +67,7 @@ struct ScoresMma {
       });
     else
       each(x, own, [&](float& score, int, int, int, int) { score *= slope; });
-    if (p.terms.alibi_slopes)
+    if (p.alibi_slopes)
       each(x, own, [&](float& score, int i, int j, int, int) {
         score = fmaf(-steepness(i), fabsf(ahead(i) - static_cast<float>(j)), score);
       });

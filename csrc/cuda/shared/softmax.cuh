@@ -49,7 +49,7 @@ __device__ __forceinline__ int64_t head_number(const Problem& p, const Row& row)
 // The sink of a row; -inf if there is none.
 template <class T>
 __device__ __forceinline__ T sink_of(const Problem& p, const Row& row) {
-  return p.terms.sinks ? static_cast<const T*>(p.terms.sinks)[head_number(p, row)] : -infinity<T>();
+  return p.sinks ? static_cast<const T*>(p.sinks)[head_number(p, row)] : -infinity<T>();
 }
 
 // What exp() is shifted by: a row without any key so far has weights exp(-inf - 0) = 0.
@@ -63,7 +63,7 @@ __device__ __forceinline__ T shift_of(T maximum) {
 // sink is NaN.
 template <class T>
 __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
-  if (!p.terms.sinks) return 1;
+  if (!p.sinks) return 1;
   const Pair<T> keys = logsumexp, sink = {sink_of<T>(p, row), 0}, largest = sink.high > keys.high ? sink : keys;
   const T shift = shift_of(largest.high);
   const auto weight = [&](Pair<T> x) { return exp((x.high - shift) + (x.low - largest.low)); };
@@ -181,7 +181,7 @@ __device__ inline void write_delta(const Params& p, const Row& at, T of_output, 
   T of_sink = -weight * delta, sum = g - of_sink;
   if constexpr (kSecond) {
     const auto c = static_cast<const Pair<T>*>(p.tangent_logsumexp)[r];
-    const T t = p.t.terms.sinks ? static_cast<const T*>(p.t.terms.sinks)[head_number(p, at)] : 0;
+    const T t = p.t.sinks ? static_cast<const T*>(p.t.sinks)[head_number(p, at)] : 0;
     of_sink = -weight * (((t - c.high) - c.low) * delta + of_tangent);
     sum = -of_sink;
   }

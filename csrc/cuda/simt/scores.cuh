@@ -197,7 +197,7 @@ struct ScoresSimt {
           on_cap(y, row, k);
           score = cap * y;
         }
-        if (p.terms.alibi_slopes) score = fma(-of_head(p.terms.alibi_slopes, row), distance(row, key + k), score);
+        if (p.alibi_slopes) score = fma(-of_head(p.alibi_slopes, row), distance(row, key + k), score);
       });
       slope = 1;
     }
@@ -261,7 +261,7 @@ struct ScoresSimt {
   __device__ __forceinline__ T tangent_terms(int row, int64_t key) const {
     const Operand& mask = p.t.mask;
     T sum = 0;
-    if (p.t.terms.alibi_slopes) sum = -of_head(p.t.terms.alibi_slopes, row) * distance(row, key);
+    if (p.t.alibi_slopes) sum = -of_head(p.t.alibi_slopes, row) * distance(row, key);
     if (!mask.data || key >= task.last_key) return sum;
     const int64_t base = shared_scores.tangent_base.mask + shared_scores.rows.offset(mask, row);
     return sum + read_mask<T>(mask, base + key * mask.col);

@@ -65,8 +65,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     T weight, tangent;
   };
   __device__ __forceinline__ Sink sink(int row) const {
-    const T tangent = p.t.terms.sinks ? this->of_head(p.t.terms.sinks, row) : 0;
-    return {shared.row[row].weight(this->of_head(p.terms.sinks, row)), tangent};
+    const T tangent = p.t.sinks ? this->of_head(p.t.sinks, row) : 0;
+    return {shared.row[row].weight(this->of_head(p.sinks, row)), tangent};
   }
 
   // Turns tx into P (tx - r) and sums c - r. P is in shared memory. Selects 0 for masked keys, so that nothing of them
@@ -87,7 +87,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       total = sum_over_x(total);
       mean = sum_over_x(mean);
       const bool begins = !old.has_shift && total > 0;
-      if (begins && p.terms.sinks) {  // the sink may have nearly all of the weight
+      if (begins && p.sinks) {  // the sink may have nearly all of the weight
         const auto [weight, tangent] = sink(row);
         total += weight;
         mean += weight * tangent;
@@ -122,7 +122,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
       const int row = thread.row(i);
       if (row >= task.rows) break;
       T shifted_sum = shared.row[row].shifted_sum;
-      if (p.terms.sinks) {  // c includes Psink tsink
+      if (p.sinks) {  // c includes Psink tsink
         const auto [weight, tangent] = sink(row);
         shifted_sum += weight * (tangent - shared.row[row].shift);
       }
