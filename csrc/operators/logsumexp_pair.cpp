@@ -23,7 +23,8 @@ double unit_of_pair(const Call& call) {
   p.mask.dtype = call.attn_mask && call.attn_mask->scalar_type() == at::kBool ? DType::boolean : DType::f32;
   p.alibi_slopes = call.alibi_slopes ? call.alibi_slopes->const_data_ptr() : nullptr;
   const bool is_double = compute_dtype(call.query) == at::kDouble;
-  const double slope = kLog2E * ((is_double ? leaves_products<double>(p) : leaves_products<float>(p)) ? p.scale : 1);
+  const bool is_product = is_double ? leaves_products<double>(p) : leaves_products<float>(p);
+  const double slope = kLog2E * (is_product ? ScoreFunction<double>::of(p).slope() : 1);
   return (is_double ? slope : static_cast<float>(slope)) / kLog2E;
 }
 
