@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "core/score.h"
 #include "operators/run.h"
 
 namespace attn {
@@ -84,14 +85,19 @@ Tensor in_use(const Tensor& of_keys, const Shape& shape, const Call& call) {
   return at::where(beyond, at::zeros({}, of_keys.options()), of_keys);
 }
 
+Problem scores_of(const Call& call) {
+  Problem p;
+  describe_scores(p, call);
+  return p;
+}
+
 // scale * query key^T, without the mask.
 //
 // The gradient runs through finite numbers only, because a hidden score has the gradient 0, and 0 times the NaN or
 // infinity of a key (or query) would be NaN. Scores that are not finite are added to the product as constants. A NaN is
 // also added as the sum of its row, which gives the NaN itself a gradient.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const Call& call) {
-  const double s = scale_or_default(call.scale, shape.head_dim.guard_int(__FILE__, __LINE__));
-  const Tensor q = widened(query) * s;
+  const Tensor q = widened(query) * ScoreFunction<double>::of(scores_of(call)).slope();
   const Tensor k = repeat_heads(widened(in_use(key, shape, call)), shape).transpose(-2, -1);
   const auto finite = [](const Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); };
   const auto nan = [](const Tensor& t) { return t.masked_fill(t.isnan().logical_not(), 0); };
@@ -154,7 +160,7 @@ Distances distances(const Shape& shape, const Call& call) {
 // the gradient of tanh times the NaN of a hidden key would be NaN.
 Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
   Tensor result = derivative ? at::ones_like(products) : products;
-  if (const double cap = softcap_for(call.query, call.softcap); cap > 0) {
+  if (const double cap = scores_of(call).softcap; cap > 0) {
     const Tensor tanh = ((hidden.defined() ? products.masked_fill(hidden, 0) : products) / cap).tanh();
     result = derivative ? 1 - tanh.square() : tanh * cap;
   }

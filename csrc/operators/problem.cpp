@@ -57,21 +57,16 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-double scale_or_default(std::optional<double> scale, int64_t head_dim) {
-  if (head_dim == 0) return 1;
-  return scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
-}
-
-double softcap_for(const at::Tensor& query, double softcap) {
-  using Single = std::numeric_limits<float>;
-  const bool is_single = compute_dtype(query) == at::kFloat;
-  if (softcap == 0 || (is_single && softcap > Single::max())) return 0;
-  return std::max(softcap, is_single ? double{Single::min()} : std::numeric_limits<double>::min());
-}
-
+// With a head_dim of 0 the scale is 1, because then all products are 0 with any scale. A cap above all numbers of the
+// compute dtype is none. A positive cap below the smallest normal number becomes that number, because products are
+// divided by it.
 void describe_scores(Problem& problem, const Call& call) {
-  problem.scale = scale_or_default(call.scale, call.query.size(-1));
-  problem.softcap = softcap_for(call.query, call.softcap);
+  using Single = std::numeric_limits<float>;
+  const int64_t head_dim = concrete(call.query.sym_size(-1));
+  problem.scale = head_dim == 0 ? 1 : call.scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
+  const bool is_single = compute_dtype(call.query) == at::kFloat;
+  if (call.softcap != 0 && !(is_single && call.softcap > Single::max()))
+    problem.softcap = std::max(call.softcap, is_single ? double{Single::min()} : std::numeric_limits<double>::min());
   problem.has_mask = call.attn_mask && !call.score_mod;
 }
 

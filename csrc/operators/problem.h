@@ -9,14 +9,7 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
-// 1 / sqrt(head_dim) if scale is absent. 1 if head_dim is 0, because then all products are 0 with any scale.
-double scale_or_default(std::optional<double> scale, int64_t head_dim);
-
-// Returns the cap for the compute dtype. A cap above all numbers of that type becomes 0, which is none. A positive cap
-// below the smallest normal number becomes that number, because products are divided by it.
-double softcap_for(const at::Tensor& query, double softcap);
-
-// Fills in the scale, the cap and whether there is a mask.
+// Fills in what core/score.h makes scores of: the scale, the cap and whether there is a mask.
 void describe_scores(Problem& problem, const Call& call);
 
 // A device's function that writes all sequences (PackedSequences::write).
