@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -455,6 +456,17 @@ def test_flops() -> None:
     changed = {n for n, a in taken.items() if flops(**a.beside) != flops(**a.beside | {n: a.value})}
     assert changed == {"window_size"}
     assert flops(**PACKED) < flops(**WHOLE) == flops()
+
+
+def test_every_number_is_checked() -> None:
+    numbers = [n for n, argument in ARGUMENTS.items() if isinstance(argument.value, float)]
+    found = {n: refuses(DOORS["ops.attention"], n, {n: math.nan}) for n in numbers}
+    assert found == dict.fromkeys(numbers)
+
+
+def test_every_option_is_documented() -> None:
+    page = torch_attn.sdpa.__doc__ or ""
+    assert {n for n in DENSE if f"\n        {n}: " not in page} == set()
 
 
 def test_unconverted_modules() -> None:
