@@ -10,7 +10,7 @@
 // inference mode the dispatcher skips autograd.
 //
 // Three arguments to follow: validate() checks `scale`, ProblemBuilder makes it Problem::scale (describe_scores), and
-// kernels read it through ScoreFunction (core/score.h). `sinks` has a derivative, so it is among Inputs and in
+// ScoreFunction (core/score.h) applies it to products. `sinks` has a derivative, so it is among Inputs and in
 // OfInputs. check_per_head() checks it, ProblemBuilder::of_heads() makes it Problem::sinks, and gradients() (run.cpp),
 // which compute_backward() calls, returns its gradient. check_pages() checks a `block_table`, which becomes
 // Problem::paging; key_row_offset() (core/geometry.h) reads it. ValidatedCall::refuse_pages() refuses its derivatives.

@@ -125,7 +125,7 @@ ProblemBuilder::ProblemBuilder(Problem& problem, const Shape& shape, const Call&
 }
 
 void ProblemBuilder::add_sequences(const Call& call, WriteSequences* write) {
-  const int64_t tokens = problem_.queries, all_keys = problem_.keys;  // in pages: the keys of one page
+  const int64_t tokens = problem_.queries, all_keys = problem_.keys;  // in pages: page_size
   int64_t room = all_keys;                                            // for the keys of a sequence
   if (call.block_table && __builtin_mul_overflow(call.block_table->size(1), all_keys, &room))
     room = std::numeric_limits<int64_t>::max();

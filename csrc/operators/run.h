@@ -58,15 +58,15 @@ extern Run<WeightsParams>* run_weights_on_cpu;
 template <class Op, const Device& device>
 auto attend_on(const Call& call) {
   if (is_over_processes()) return attend_over_processes<Op>(call);
-  const auto [saved, rows] =
-      compute_forward(device, false, call, std::nullopt, kWithRows<Op>, /*exact_residual=*/false);
+  const auto [saved, rows] = compute_forward(device, /*for_derivatives=*/false, call, /*given_state=*/std::nullopt,
+                                             kWithRows<Op>, /*exact_residual=*/false);
   return results_for<Op>(saved.output, rows);
 }
 
 // For TORCH_LIBRARY_IMPL of the device's key.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
-  constexpr auto forward = [](const auto&... a) { return compute_forward(device, true, a...); };
+  constexpr auto forward = [](const auto&... a) { return compute_forward(device, /*for_derivatives=*/true, a...); };
   constexpr auto backward = [](const auto&... a) { return compute_backward(device, a...); };
   constexpr auto tangent = [](const auto&... a) { return compute_tangent(device, a...); };
   constexpr auto second = [](const auto&... a) { return compute_second(device, a...); };
