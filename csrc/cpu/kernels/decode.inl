@@ -124,7 +124,7 @@ struct Decode {
       for (int64_t r = 0; r < rows.count; ++r) Few::together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
       write_row<T>(p, {own.n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, nullptr, maximum[r], sum[r],
-                   maximum[r], 1, to, nullptr);
+                   maximum[r], to, nullptr);
   }
 
   // Turns scores of row r into weights exp(x - maximum), after dropout. Earlier sums must be multiplied by

@@ -235,15 +235,6 @@ struct Forward {
   static void finish(const ForwardParams& p, const Buffers& b, RowState& state, const Results<T>& to) {
     const RowTile& rows = state.rows;
     const auto largest = [&](int64_t i) { return state.largest ? state.largest[i] : 0; };
-    if (b.few_rows) {
-      for (int64_t i = 0; i < rows.count; ++i) {
-        T* const row = state.output_t + i * b.ld_output;
-        write_row<T>(p, {rows.n, rows.head[i], rows.position[i]}, row, b.rest ? row + b.rest_of_row : nullptr,
-                     state.reference[i], state.started ? state.sum[i] : 0, largest(i), static_cast<T>(p.keep_scale), to,
-                     state.output_t + kFewRows * b.ld_output);
-      }
-      return;
-    }
     const int64_t lanes = rows.template lanes<T>();
     const bool has_sinks = p.sinks && to.final;
     T sinks[kRowTile], sums[kRowTile];  // the sums, including the sinks
@@ -256,45 +247,38 @@ struct Forward {
       if (has_sinks) factor *= add_sinks<T>(p, load<T>(sinks + i), reference, sum);
       const Vec<T> of_empty = sum == sum ? Vec<T>{} : sum;  // unless the sink is NaN
       const Vec<T> inverse = factor / (sum == Vec<T>{} ? splat<T>(1) : sum);
-      for (int64_t d = 0; d < columns(p); ++d) {
+      for (int64_t d = 0; d < columns(p) && !b.few_rows; ++d) {
         T* at = state.output_t + d * kRowTile + i;
         store<T>(at, empty ? of_empty : load<T>(at) * inverse);
       }
+      for (int64_t r = 0; r < smaller(W, rows.count - i) && b.few_rows; ++r)
+        for (int64_t d = 0; d < b.ld_output; d += W) {
+          T* at = state.output_t + (i + r) * b.ld_output + d;
+          store<T>(at, empty[r] ? splat<T>(of_empty[r]) : load<T>(at) * inverse[r]);
+        }
       store<T>(sums + i, sum);
       store<T>(state.reference + i, reference);
     }
-    rows.unpack_rounded(p, to.output, to.residual, to.final ? p.value_dim : columns(p), state.output_t, b.x,
-                        b.rest ? state.output_t + p.value_dim * kRowTile : nullptr);
+    if (b.few_rows) {
+      T *const tile = state.output_t, *const rest = b.rest ? tile + b.rest_of_row : nullptr;
+      rows.unpack_rows(p, to.output, p.value_dim, tile, b.ld_output);
+      if (rest && !to.final) rows.unpack_rows(p, to.output, p.value_dim, rest, b.ld_output, p.value_dim);
+      for (int64_t i = 0; i < rows.count && to.residual.data; ++i)
+        write_residual<T>(p, {rows.n, rows.head[i], rows.position[i]}, tile + i * b.ld_output,
+                          rest ? rest + i * b.ld_output : nullptr, to, tile + kFewRows * b.ld_output);
+    } else {
+      rows.unpack_rounded(p, to.output, to.residual, to.final ? p.value_dim : columns(p), state.output_t, b.x,
+                          b.rest ? state.output_t + p.value_dim * kRowTile : nullptr);
+    }
     if (!to.logsumexp && !to.max_score) return;
     for (int64_t i = 0; i < rows.count; ++i)
       write_numbers<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.started && state.sum[i] != 0,
                        state.reference[i], sums[i], largest(i), to);
   }
 
-  // Prefetches what this task writes and the next one reads, which processors do not foresee. It pays if a head has few
-  // rows and tensors are not in the cache.
-  static ATTN_INLINE void prefetch_few_rows(const ForwardParams& p, const RowTask& own) {
-    const int64_t numbers = larger(p.batch * p.queries, p.tokens) * p.heads * (p.head_dim + p.value_dim);
-    if (p.rows() > kRowTile || p.keys > kKeyTile || p.paging.table || numbers * size_of(p.query.dtype) <= kInCache)
-      return;
-    const int64_t next = own.first_head + p.group;
-    const auto ask = [&](const Operand& x, int64_t head, int64_t rows, int64_t cols) __attribute__((always_inline)) {
-      const int64_t size = size_of(x.dtype);
-      const char* const data = block_of(p, x, own.n, head, 0).data;
-      for (int64_t r = 0; r < rows && x.col == 1; ++r)
-        for (int64_t at = 0; at < cols * size; at += 64) __builtin_prefetch(data + r * x.row * size + at);
-    };
-    for (int64_t h = own.first_head; h < next; ++h) ask(p.output, h, p.queries, p.value_dim);
-    if (next == p.heads) return;
-    for (int64_t h = next; h < next + p.group; ++h) ask(p.query, h, p.queries, p.head_dim);
-    ask(p.key, key_head_of(p, next), p.keys, p.head_dim);
-    ask(p.value, value_head_of(p, next), p.keys, p.value_dim);
-  }
-
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     const RowTask own(p, task);
-    prefetch_few_rows(p, own);
     const RowTiles<RowState> rows(
         p, own, b.states,
         [&](RowState& state) {
@@ -318,7 +302,8 @@ struct Forward {
         from.value_rows = Prepacked<F>::values(p, own.n, value_head, keys.first);
         return;
       }
-      from.key_rows = F::along_columns(from.key, keys.size(), p.head_dim, b.key, b.ld_key);
+      const bool once = p.rows() <= Gemm<Singles<T>>::kMaxColumns * W;  // all are columns of one register tile
+      from.key_rows = F::along_columns(from.key, keys.size(), p.head_dim, b.key, b.ld_key, once);
       const auto load_values = b.few_rows ? F::vectors_along_rows : F::along_rows;
       from.value_rows = load_values(from.value, keys.size(), p.value_dim, b.value, b.ld_value);
     };

@@ -75,16 +75,26 @@ void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T refer
   to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
 
-// Writes the output of one row, factor * row / sum, and its numbers. `rest`: what the rounding of weights took from the
+// Writes the residual of a row whose rounded output is stored: row - rounded + rest, where `rest` may be null.
+// Overwrites `row`; `scratch` is as large.
+template <class T>
+void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest, const Results<T>& to, T* scratch) {
+  pack_rows<T>(scratch, p.value_dim, block_of(p, to.output, at.n, at.head, at.position), 1, p.value_dim);
+  for (int64_t d = 0; d < p.value_dim; ++d) row[d] = row[d] - scratch[d] + (rest ? rest[d] : 0);
+  unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
+}
+
+// Writes the output of one row, row / sum, and its numbers. `rest`: what the rounding of weights took from the
 // row, for the residual; null if unwanted. Overwrites `row` and `rest`; a residual needs `scratch`, which is as large
 // as `row`.
 template <class T>
-void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest, T factor,
+void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest,
                const Results<T>& to, T* scratch) {
   const bool has_keys = sum != 0;
+  T factor = 1;
   if (p.sinks && to.final) {
     Vec<T> references = splat<T>(reference), sums = splat<T>(sum);
-    factor *= add_sinks<T>(p, splat<T>(sink_of<T>(p, at.n * p.heads + at.head)), references, sums)[0];
+    factor = add_sinks<T>(p, splat<T>(sink_of<T>(p, at.n * p.heads + at.head)), references, sums)[0];
     reference = references[0];
     sum = sums[0];
   }
@@ -92,15 +102,10 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
   const T of_empty = sum == sum ? 0 : sum;  // NaN if the sink is NaN
   for (int64_t d = 0; d < p.value_dim; ++d) row[d] = has_keys ? row[d] * inverse : of_empty;
   for (int64_t d = 0; d < p.value_dim && rest; ++d) rest[d] = has_keys ? rest[d] * inverse : 0;
-  const Block block = block_of(p, to.output, at.n, at.head, at.position);
-  unpack_rows<T>(block, row, p.value_dim, 1, p.value_dim);
+  unpack_rows<T>(block_of(p, to.output, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
   if (rest && !to.final)
     unpack_rows<T>(block_of(p, to.output, at.n, at.head, at.position, p.value_dim), rest, p.value_dim, 1, p.value_dim);
-  if (to.residual.data) {
-    pack_rows<T>(scratch, p.value_dim, block, 1, p.value_dim);
-    for (int64_t d = 0; d < p.value_dim; ++d) row[d] = row[d] - scratch[d] + (rest ? rest[d] : 0);
-    unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
-  }
+  if (to.residual.data) write_residual<T>(p, at, row, rest, to, scratch);
   if (to.logsumexp || to.max_score) write_numbers<T>(p, at, has_keys, reference, sum, largest, to);
 }
 
@@ -134,7 +139,7 @@ void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_
       for (int64_t d = 0; d < columns; ++d) row[d] += weight * o[d];
     }
     T* const rest = columns > p.value_dim ? row + p.value_dim : nullptr;
-    write_row<T>(p, row_of_number(p, r), row, rest, reference, sum, largest, 1, to, row + round_up(columns, kLanes<T>));
+    write_row<T>(p, row_of_number(p, r), row, rest, reference, sum, largest, to, row + round_up(columns, kLanes<T>));
   }
 }
 template <class T>

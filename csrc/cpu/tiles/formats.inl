@@ -102,14 +102,15 @@ struct Singles {
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 
-  // Packs rows that are far apart, because a column of them would use only few sets of the cache.
+  // Packs rows that are far apart, because a column of them would use only few sets of the cache. `once`: a product
+  // reads each row once, whose distance then does not matter.
   static bool in_place(const Block& block, int64_t rows, int64_t) {
     constexpr int64_t kFarApart = 256;
     return block.dtype == dtype_of<T> && block.col == 1 && (block.row <= kFarApart || rows == 1);
   }
   static Rows<T> as_it_lies(const Block& block) { return {reinterpret_cast<const T*>(block.data), block.row}; }
-  static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
-    if (in_place(block, rows, cols)) return as_it_lies(block);
+  static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, bool once = false) {
+    if (in_place(block, once ? 1 : rows, cols)) return as_it_lies(block);
     pack_rows<T>(tile, ld, block, rows, cols);
     return {tile, ld};
   }

@@ -45,7 +45,8 @@ struct Bfloat16s {
   static Rows<float> as_it_lies(const Block& block) {
     return {reinterpret_cast<const float*>(block.data), block.row / kNumbers};
   }
-  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
+  static Rows<float> along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld,
+                                   bool = false) {
     if (in_place(block, rows, cols)) return as_it_lies(block);
     pack_along_columns(block, rows, cols, tile, ld);
     return {tile, ld};

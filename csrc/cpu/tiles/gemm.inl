@@ -118,19 +118,21 @@ constexpr auto kNothingBetween = [] {};
 // In a call with at most this many bytes of keys and values, prefetching costs more than it saves (measured).
 constexpr int64_t kInCache = int64_t{4} << 20;
 
-// Prefetches the keys or values that follow those of a tile, some lines after each register tile of a product, because
-// processors by themselves do not read far enough ahead. It does nothing if several tiles of rows read the same keys.
+// Prefetches the keys or values that follow those of a tile in memory, some lines after each register tile of a product,
+// because processors by themselves do not read far enough ahead. Behind the last tile are those of the next head or
+// sequence. It does nothing if several tiles of rows read the same keys.
 class RowsAhead {
  public:
   // For a product of `rows` rows with keys of `cols` numbers. `block`: the keys of the tile.
   RowsAhead(const Problem& p, const Block& block, Range keys, int64_t cols, int64_t rows) {
     const int64_t size = size_of(block.dtype);
-    const int64_t numbers = p.batch * p.keys * (p.key_heads * p.head_dim + p.value_heads * p.value_dim);
+    const int64_t all_keys = larger(p.batch * p.keys, p.key_tokens);
+    const int64_t numbers = all_keys * (p.key_heads * p.head_dim + p.value_heads * p.value_dim);
     if (p.rows() > kRowTile || block.col != 1 || cols == 0 || numbers * size <= kInCache) return;
     row_ = block.next ? block.next : block.data + keys.size() * block.row * size;
     step_ = block.row * size;
     bytes_ = cols * size;
-    rows_ = smaller(kKeyTile, p.keys - keys.last);
+    rows_ = smaller(kKeyTile, p.keys);
     const int64_t tiles = divide_up(keys.size(), 8) * divide_up(rows, 64) * divide_up(cols, 64);  // about
     lines_ = divide_up(rows_ * divide_up(bytes_, kLine), tiles);
   }

@@ -126,8 +126,8 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
   return found;
 }
 
-// While rows are transposed, the next rows are prefetched, because processors do not foresee reads that jump from row
-// to row.
+// While rows are transposed or written, the next rows are prefetched, because processors do not foresee accesses that
+// jump from row to row.
 //
 // A last vector that is not full begins earlier if there are enough numbers, and copies some of them a second time,
 // because a part of a vector would be copied number by number.
@@ -172,7 +172,7 @@ void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inne
 #pragma GCC unroll 16
           for (int x = 0; x < W; ++x) rows[x] = load_as<T>(from + x * inner);
 #pragma GCC unroll 16
-          for (int x = 0; x < W; ++x) __builtin_prefetch(from + (x + 2 * W) * inner);
+          for (int x = 0; x < W; ++x) __builtin_prefetch(from + (x + 2 * W) * inner, 0, 2);
           transpose<T>(rows);
 #pragma GCC unroll 16
           for (int y = 0; y < W; ++y) store<T>(tile + (o + y) * ld + i, rows[y]);
@@ -234,7 +234,10 @@ void unpack_to(S* target, const T* tile, int64_t ld, int64_t outer, int64_t inne
   if (inner == 1) {
     for (int64_t o = 0; o < outers; ++o) {
       int64_t i = 0;
-      for (; i + W <= inners; i += W) store_as(target + o * outer + i, load<T>(tile + o * ld + i));
+      for (; i + W <= inners; i += W) {
+        store_as(target + o * outer + i, load<T>(tile + o * ld + i));
+        __builtin_prefetch(target + (o + outers) * outer + i, 1, 2);
+      }
       if (i == inners) continue;
       i = vector_at<T>(i, inners);
       if (inners >= W)

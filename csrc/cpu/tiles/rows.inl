@@ -91,7 +91,16 @@ struct RowTile {
     });
   }
 
-  // The same, and writes the rounding error to `residual`, unless its data is null. Adds the tile `rest` to that error,
+  // The same for a tile [lane][ld].
+  template <class T>
+  void unpack_rows(const Problem& p, const Operand& x, int64_t cols, const T* tile, int64_t ld,
+                   int64_t first_col = 0) const {
+    each_run(p, x, first_col, [&](const Block& block, int64_t lane, int64_t rows) {
+      ATTN_ISA::unpack_rows<T>(block, tile + lane * ld, ld, rows, cols);
+    });
+  }
+
+  // As unpack_transposed(), and writes the rounding error to `residual`, unless its data is null. Adds the tile `rest` to that error,
   // unless it is null. Overwrites `tile`; `scratch` has room for kKeyTile * kRowTile numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
