@@ -561,6 +561,32 @@ def test_patterns_are_the_masks_of_transformers(place: str, windowed: bool, padd
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("L", [1, WINDOW + 1, WINDOW + 2, 9])
+@pytest.mark.parametrize("kind", ["bidirectional", "bidirectional_sliding_window"])
+def test_keys_on_both_sides_need_no_mask_of_pairs(kind: str, L: int, padded: bool) -> None:
+    make = getattr(masking, f"create_{kind}_mask")
+    seen = torch.ones(2, L, dtype=torch.long)
+    seen[1, L // 2 :] = 0
+    config = mistral()
+    arguments = {"inputs_embeds": torch.empty(2, L, 0), "attention_mask": seen if padded else None}
+    ours = make(config, **arguments)
+    config._attn_implementation = "sdpa"
+    expected = make(config, **arguments)
+    has_window = kind != "bidirectional" and L > WINDOW + 1
+    assert isinstance(ours, _Pattern) == has_window
+    assert (
+        has_window or (ours.shape == (2, 1, 1, L) if padded and L > 1 else ours is None) or L == 1
+    )
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, L, 8), *torch.randn(2, 2, 2, L, 8)
+    module = attention_module(is_causal=False)
+    actual, expected = (
+        attention_forward(module, query, key, value, m)[0] for m in (ours, expected)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 def test_an_offset_is_not_that_of_a_cache_that_grows() -> None:
     """A static cache adds to its length in place, before the layers attend."""
     length = torch.tensor(5)
@@ -595,8 +621,6 @@ def made_by_transformers(kind: str) -> Tensor:
     elif kind == "packed, shared layers":
         arguments["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
         arguments["config"].num_kv_shared_layers = 1
-    elif kind == "bidirectional":
-        arguments["config"].is_causal = False
     elif kind == "chunked":
         arguments["config"].attention_chunk_size = WINDOW
         make = masking.create_chunked_causal_mask
@@ -619,7 +643,7 @@ def made_by_transformers(kind: str) -> Tensor:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("or", "and", "blocks", "bidirectional", "chunked", "asked for", "shared layers"),
+        *("or", "and", "blocks", "chunked", "asked for", "shared layers"),
         *("layers of another kind", "another model", "four dimensions"),
         *("packed blocks", "packed, shared layers"),
     ],
@@ -704,7 +728,7 @@ def test_what_a_graph_knows_to_be_a_window(
 def test_a_pattern_for_other_sizes_is_an_error(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     module = attention_module()
     for L, S in ((5, 6), (4, 5)):
-        pattern = _Pattern(-1, None, None, (2, 1, L, S))
+        pattern = _Pattern(-1, 0, None, None, (2, 1, L, S))
         message = rf"Module attends with 5 queries to 5 keys, but its mask .* {L} queries and {S}"
         with pytest.raises(ValueError, match=message):
             attention_forward(module, *qkv, pattern)
@@ -712,11 +736,11 @@ def test_a_pattern_for_other_sizes_is_an_error(qkv: tuple[Tensor, Tensor, Tensor
 
 def test_what_generate_and_accelerate_do_to_a_pattern() -> None:
     padding = torch.ones(2, 1, 1, 5, dtype=torch.bool)
-    pattern = _Pattern(3, torch.tensor(2), padding, (2, 1, 3, 5))
+    pattern = _Pattern(3, 0, torch.tensor(2), padding, (2, 1, 3, 5))
     assert pattern.contiguous() is pattern
     moved = pattern.to("meta", non_blocking=True)
     assert (moved.offset.device.type, moved.padding.device.type) == ("meta", "meta")
     assert (moved.left, moved.shape) == (3, (2, 1, 3, 5))
-    assert _Pattern(3, None, None, (2, 1, 3, 5)).to("meta").padding is None
+    assert _Pattern(3, 0, None, None, (2, 1, 3, 5)).to("meta").padding is None
     # A model hands it back to be made into a mask again.
     assert MASKS[ATTN](attention_mask=pattern, config=mistral()) is pattern

@@ -352,14 +352,16 @@ def test_a_mask_of_another_length_is_refused() -> None:
         model(**inputs)
 
 
+SIGLIP = hf.SiglipTextModel(hf.SiglipTextConfig(**SIZES | ENDS, projection_size=32))
+AIM = hf.Aimv2TextModel(hf.Aimv2TextConfig(**SIZES | ENDS))
 IN_A_CALL: dict[str, tuple[Any, Any, str]] = {
     "attention that drops arguments": (
-        hf.SiglipTextModel(hf.SiglipTextConfig(**SIZES | ENDS, projection_size=32)),
+        SIGLIP,
         RuntimeError,
         "SiglipEncoderLayer: its attention does not get the layer's arguments",
     ),
     "a causal mask of an encoder": (
-        hf.Aimv2TextModel(hf.Aimv2TextConfig(**SIZES | ENDS)),
+        AIM,
         ValueError,
         "Aimv2EncoderLayer: its mask is causal",
     ),
@@ -371,7 +373,19 @@ def test_sequences_never_attend_to_each_other(case: str) -> None:
     """Nor is a mask lost that says more than what is padding."""
     model, error, message = IN_A_CALL[case]
     with unpad(model), pytest.raises(error, match=message):
-        model.eval()(**batch())
+        model.eval()(**batch(side="left"))
+
+
+def test_a_causal_mask_of_a_graph_is_refused() -> None:
+    torch.compiler.reset()
+    with unpad(AIM), pytest.raises(ValueError, match="a graph cannot tell whether its mask is cau"):
+        torch.compile(AIM.eval(), backend="eager")(**batch())
+    torch.compiler.reset()
+
+
+def test_a_head_that_reads_the_last_token_needs_it() -> None:
+    with unpad(SIGLIP), pytest.raises(ValueError, match=r"hides the last token, which .* pad left"):
+        SIGLIP.eval()(**batch())
 
 
 def test_a_stack_that_does_not_end_is_an_error() -> None:
@@ -413,6 +427,30 @@ def test_a_copy_made_meanwhile_is_refused() -> None:
         other = copy.deepcopy(model)
     with pytest.raises(ValueError, match="BertModel is a copy, made while unpad was on"):
         unpad(other)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "torch"])
+def test_a_replica_of_data_parallel_is_refused(kind: str) -> None:
+    """It has other weights, but the forward that unpad put there."""
+    model: Any = bert() if kind == "transformers" else encoder()
+    torch_attn.convert(model) if kind == "torch" else None
+    with unpad(model):
+        replica = model._replicate_for_data_parallel()
+        with pytest.raises(ValueError, match="is a replica, as DataParallel makes them"):
+            replica(torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = bert()
+    with unpad(model):
+        other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    inputs = batch()
+    keep = inputs["attention_mask"].bool()
+    fresh = bert()
+    fresh.load_state_dict(other.state_dict())
+    close(other(**inputs).last_hidden_state[keep], fresh(**inputs).last_hidden_state[keep])
 
 
 def test_a_forward_that_was_replaced_meanwhile_stays() -> None:
@@ -544,7 +582,7 @@ def test_the_largest_tensor_is_that_of_the_tokens() -> None:
 
     padded = largest()
     with unpad(model):
-        assert largest() <= 16 * 64 * 64 < padded  # transformers makes its mask still
+        assert largest() == (64 + 15 * 8) * 256 < padded  # neither a mask nor embeddings
 
 
 def test_a_graph_breaks_once_and_is_not_compiled_for_every_batch() -> None:

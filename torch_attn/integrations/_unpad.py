@@ -128,7 +128,7 @@ class _Stack:
     mask: str  # the argument that says what is padding
     arguments: tuple[str, ...]  # of its forward
     configs: tuple[Any, ...] = ()
-    reads_first: str = ""  # what reads the first token of a sequence
+    reads: tuple[tuple[int, str], ...] = ()  # what reads the first (0) or the last (-1) token
     is_relative: bool = False  # layers count how far tokens are from each other
     compute_bias: Any = None
     is_on: bool = True
@@ -194,7 +194,7 @@ def _check(model: nn.Module, stack: Any, layers: list[nn.Module]) -> _Stack:
         "attention_mask",
         tuple(inspect.signature(stack.forward).parameters),
         tuple({id(m.config): m.config for m in (stack, *inside) if hasattr(m, "config")}.values()),
-        next((type(m).__name__ for m in model.modules() if _reads_first(m)), ""),
+        tuple({c: type(m).__name__ for m in model.modules() for c in _tokens_read(m)}.items()),
         compute_bias is not None or any(windows),
         compute_bias,
     )
@@ -204,11 +204,11 @@ def _mixes_tokens(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase) or max(getattr(module, "kernel_size", None) or (1,)) > 1
 
 
-def _reads_first(module: nn.Module) -> bool:
-    """Whether a model has a pooler, or the source of a head reads the first token."""
+def _tokens_read(module: nn.Module) -> list[int]:
+    """0 if a model has a pooler; 0 or -1 if the source of a head reads the first or last token."""
     if hasattr(module, "pooler") or not type(module).__module__.startswith("transformers"):
-        return getattr(module, "pooler", None) is not None
-    return re.search(r"\[:, 0[],]", _source(type(module))) is not None
+        return [0] if getattr(module, "pooler", None) is not None else []
+    return list(map(int, re.findall(r"\[:, (0|-1)[],]", _source(type(module)))))
 
 
 def _check_nn(stack: nn.TransformerEncoder) -> _Stack:
@@ -246,19 +246,26 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
         *(m.register_forward_pre_hook(before_layer, with_kwargs=True) for m in layers),
         *(m.register_forward_hook(partial(_after, count), with_kwargs=True) for m in last),
     ]
-    _replace_forward(stack, _run, known)
+    handles.append(_replace_forward(stack, _run, known))
     return [*(handle.remove for handle in handles), *undo]
 
 
-def _replace_forward(stack: nn.Module, run: Any, *known: Any) -> None:
+def _replace_forward(stack: nn.Module, run: Any, *known: Any) -> Any:
     forward = partial(run, *known, stack.forward)
     stack.forward = functools.update_wrapper(forward, stack.forward)
+    return stack.register_forward_pre_hook(partial(_refuse_replica, stack))
+
+
+def _refuse_replica(stack: nn.Module, module: nn.Module, _: Any) -> None:
+    if module is not stack:  # the forward that it has computes with the weights of `stack`
+        raise ValueError(f"unpad: {type(module).__name__} is a replica, as DataParallel makes them")
 
 
 def _turn_on_nn(stack: nn.TransformerEncoder, known: _Stack) -> list[Any]:
     attentions: list[Any] = [layer.self_attn for layer in stack.layers]
-    _replace_forward(stack, _run_nn, known, 0 if attentions[0].batch_first else 1)
-    return [m.register_forward_pre_hook(_attend, with_kwargs=True).remove for m in attentions]
+    handles = [m.register_forward_pre_hook(_attend, with_kwargs=True) for m in attentions]
+    handles.append(_replace_forward(stack, _run_nn, known, 0 if attentions[0].batch_first else 1))
+    return [handle.remove for handle in handles]
 
 
 def _attends(stack: _Stack) -> bool:
@@ -294,8 +301,10 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
         reason = f"{stack.mask} must be 0 or -inf where it is floating"
     elif stack.is_relative and int(begins.sum(1).max()) > 1:
         reason = f"{stack.mask} has holes, and layers count how far tokens are from each other"
-    elif stack.reads_first and bool((keep.any(1) & ~keep[:, 0]).any()):
-        reason = f"{stack.mask} hides the first token, which {stack.reads_first} reads; pad right"
+    for column, name in stack.reads:
+        if not reason and bool((keep.any(1) & ~keep[:, column]).any()):
+            which, side = ("last", "left") if column else ("first", "right")
+            reason = f"{stack.mask} hides the {which} token, which {name} reads; pad {side}"
     if reason:
         raise ValueError(f"unpad: {stack.name}: {reason}")
     lengths = keep.sum(1)
@@ -331,8 +340,8 @@ def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) ->
     states, texts = given.pop(names[0]), plan.texts
     if not plan.is_packed(states):
         states = plan.pack(names[0], states)
-    if not plan.layers and _is_causal(plan, given.get("attention_mask")):
-        raise ValueError(f"unpad: {type(layer).__name__}: its mask is causal, as a decoder's")
+    if not plan.layers and (reason := _refuse_mask(plan, given.get("attention_mask"))):
+        raise ValueError(f"unpad: {type(layer).__name__}: {reason}")
     plan.layers += 1
     for name, value in given.items():
         if name not in ("attention_mask", "position_bias", _PLAN):
@@ -347,15 +356,15 @@ def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) ->
     return (states, *rest), given
 
 
-def _is_causal(plan: _Plan, mask: Any) -> bool:
-    """Whether a mask `[B, 1, L, L]` lets a token see another one that does not see it."""
-    if isinstance(mask, integration._Pattern):
-        return True
-    whole = isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(2) > 1
-    if not whole or torch.compiler.is_compiling():  # a graph cannot branch on it
-        return False
-    seen = (mask if mask.dtype == torch.bool else mask == 0) & plan.keep[:, None, :, None]
-    return not torch.equal(seen, seen.mT)
+def _refuse_mask(plan: _Plan, mask: Any) -> str:
+    """Says if a mask `[B, 1, L, L]` lets a token see another one that does not see it."""
+    is_causal = isinstance(mask, integration._Pattern) and mask.right == 0
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(2) > 1:
+        if torch.compiler.is_compiling():
+            return "a graph cannot tell whether its mask is causal; do not compile this model"
+        seen = (mask if mask.dtype == torch.bool else mask == 0) & plan.keep[:, None, :, None]
+        is_causal = not torch.equal(seen, seen.mT)
+    return "its mask is causal, as a decoder's" if is_causal else ""
 
 
 def _after(count: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -57,11 +57,11 @@ _UNSUPPORTED = {
 def register(name: str = "attn") -> str:
     """Makes `attn` known to transformers as an attention implementation.
 
-    If a model asks for plain causality or a sliding window, no mask of L x S is made: the operator
-    gets the window and the position of the queries among the keys, and padding stays a mask `[B, 1,
-    1, S]`. This is for models with layers of full or sliding attention that all use the
-    AttentionInterface (`_supports_attention_backend`). Other models get boolean masks, as for
-    transformers' own "sdpa", or, if they do not support "sdpa", the mask of "eager".
+    If a model asks for plain causality, a sliding window or padding alone, no mask of L x S is
+    made: the operator gets the window and the position of the queries among the keys, and padding
+    stays a mask `[B, 1, 1, S]`. This is for models with layers of full or sliding attention that
+    all use the AttentionInterface (`_supports_attention_backend`). Other models get boolean masks,
+    as for transformers' own "sdpa", or, if they do not support "sdpa", the mask of "eager".
 
     Packed sequences have no mask either: neither in training, as `DataCollatorWithFlattening` packs
     them, nor in continuous batching (`generate_batch`). Continuous batching accepts only the names
@@ -399,15 +399,15 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
         if packed is not None:
             function, texts = packed
             alone = {**kwargs, "mask_function": function, "allow_is_causal_skip": True}
-            left = _window(masking, config, **alone)
-            if left is not None:
-                pattern = _pattern(masking, left, **alone)
+            window = _window(masking, config, **alone)
+            if window is not None:
+                pattern = _pattern(masking, *window, **alone)
                 assert isinstance(pattern, _Pattern)  # that have several tokens
                 # Over several processes, two pieces of one sequence look like two sequences.
                 return replace(pattern, texts=None if context.is_on() else texts)
-        left = _window(masking, config, **kwargs)
-        if left is not None:
-            return _pattern(masking, left, **kwargs)
+        window = _window(masking, config, **kwargs)
+        if window is not None:
+            return _pattern(masking, *window, **kwargs)
         # A model that keeps its own attention adds the mask to its scores, so the mask must have 0
         # and large negative numbers. `attention_forward` takes either kind.
         make = masking.sdpa_mask if _supports_sdpa(type(config)) else masking.eager_mask
@@ -424,13 +424,14 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
 class _Pattern:
     """The keys that a query sees, as options: the mask that :func:`attention_forward` gets.
 
-    Query i sees key j if ``i + offset - left <= j <= i + offset`` and key j is no padding.
+    Query i sees key j if ``-left <= j - i - offset <= right`` and key j is no padding.
 
     It is no tensor, so that anything else that a model does to a mask raises an error. In a graph,
     `left` is a constant, because it belongs to the model, and `offset` is data of the call.
     """
 
     left: int  # -1 is all
+    right: int  # 0 is causal
     offset: Tensor | None  # 0-d, int64: the position of query 0 among the keys; None is 0
     padding: Tensor | None  # [B, 1, 1, S], boolean, True attends
     shape: tuple[int, int, int, int]  # [B, 1, L, S], of the mask that it replaces
@@ -447,7 +448,7 @@ class _Pattern:
             )
         options: dict[str, Any] = {"attn_mask": self.padding, "is_causal": self.left < 0}
         if self.left >= 0:
-            options["window_size"] = (self.left, 0)
+            options["window_size"] = (self.left, self.right)
         if self.offset is not None:
             options["query_offset"] = self.offset
         return options
@@ -469,18 +470,28 @@ def _window(
     config: Any,
     mask_function: Any = None,
     allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
     local_size: int | None = None,
     **kwargs: Any,
-) -> int | None:
-    """Returns how many keys before its own a query sees; -1: all; None: another pattern."""
+) -> tuple[int, int] | None:
+    """Returns how many keys before and after its own a query sees; -1: all; None: other patterns.
+
+    Padding `[B, 1, 1, S]` is all that a mask without window and causality says.
+    """
     # transformers says if a mask must be made: for other patterns (parts of images, packed
     # sequences), for models that compute with the mask, and for a single query in a static cache,
     # whose mask is a row. Early releases do not say where the queries begin.
-    if not allow_is_causal_skip or "q_offset" not in kwargs or not _hands_on(config):
+    both = allow_is_bidirectional_skip and not context.is_on()
+    if not (both or allow_is_causal_skip) or "q_offset" not in kwargs:
+        return None
+    if both and local_size is None and _supports_sdpa(type(config)):
+        return (-1, -1) if mask_function is masking.bidirectional_mask_function else None
+    if not _hands_on(config):
         return None
     if local_size is None:
-        return -1 if mask_function is masking.causal_mask_function else None
-    sliding = masking.sliding_window_causal_mask_function(local_size)
+        return (-1, 0) if mask_function is masking.causal_mask_function else None
+    kind = "bidirectional" if both else "causal"
+    sliding = getattr(masking, f"sliding_window_{kind}_mask_function")(local_size)
     if torch.compiler.is_dynamo_compiling():
         # The code does not show which functions it closes over. Chunked attention has the same
         # code, and transformers' own models have no third function of this kind.
@@ -492,7 +503,8 @@ def _window(
         )
     else:
         found = _alike(mask_function, sliding)
-    return local_size - 1 if found else None
+    window = (local_size, local_size) if both else (local_size - 1, 0)
+    return window if found else None
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -508,6 +520,7 @@ def _alike(a: Any, b: Any) -> bool:
 def _pattern(
     masking: Any,
     left: int,
+    right: int,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -517,17 +530,20 @@ def _pattern(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> _Pattern | Tensor | None:
-    """Makes the pattern: causality from the offset on, a window, and padding if there is any."""
+    """Makes the pattern: a window or causality from the offset on, and padding if there is any."""
     # Copies a tensor, because a static cache adds to its `q_offset` before layers attend.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
         # The empty part of a static cache does not count, because no query sees it.
-        seen = padding if isinstance(offset, Tensor) else padding[:, : offset + q_length]
+        all_seen = right != 0 or isinstance(offset, Tensor)
+        seen = padding if all_seen else padding[:, : offset + q_length]
         # Numbers are not read while a graph is traced.
         needless = not masking.is_tracing(padding) and bool(seen.all())
         padding = None if needless else padding[:, None, None, :]
+    if right < 0 or 0 < right >= kv_length - 1:  # every query sees all keys
+        return padding
     start: Tensor | None = None
     if isinstance(offset, Tensor):
         start = offset
@@ -541,7 +557,7 @@ def _pattern(
             return padding
         if offset != 0:
             start = torch.full([], offset, dtype=torch.int64, device=device)
-    return _Pattern(left, start, padding, (batch_size, 1, q_length, kv_length))
+    return _Pattern(left, right, start, padding, (batch_size, 1, q_length, kv_length))
 
 
 # --- packed texts ---------------------------------------------------------------------------------
