@@ -39,7 +39,8 @@ def learned(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    return largest((x.double() - exact.double()).nan_to_num(0, 0, 0))
+    same = x.double() == exact.double()  # infinities, too
+    return largest((x.double() - exact.double()).masked_fill(same, 0).nan_to_num(math.inf))
 
 
 def largest_difference(a: Any, b: Any) -> float:
@@ -124,9 +125,32 @@ def test_dtypes(dtype: torch.dtype) -> None:
                 for f, w, e, u in zip(found, formula, exact, ulps, strict=True)
             ]
         )
+    # The sum of weights that are rounded to 8 bits: csrc/cpu/simd/exp.inl has their error.
+    rounds = dtype == torch.bfloat16 and torch.ops.attn._cpu_capability() in ("avx512_bf16", "amx")
     for n, of_seeds in enumerate(zip(*errors, strict=True)):
         ours, formulas, ulps = (max(x) for x in zip(*of_seeds, strict=True))
-        assert ours <= 2 * formulas + ulps, n
+        assert ours <= 2 * formulas + ulps + (3e-6 if rounds and n == 1 else 0), n
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("queries", [1, 6, 70])
+def test_lanes_without_a_row_add_nothing(queries: int) -> None:
+    """There a divisor is 0, and a gradient 0 / 0."""
+    torch.manual_seed(0)
+    keys, double = 9, {"dtype": torch.float64, "requires_grad": True}
+    of_keys, of_both = torch.randn(keys, **double), torch.randn(keys, queries, **double)
+    of_rows = (torch.rand(queries, dtype=torch.float64) + 0.5).requires_grad_()
+    of_distances = (torch.rand(queries + keys, dtype=torch.float64) + 0.5).requires_grad_()
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        of_pair = of_keys[j] / of_rows[i] + of_both[j, i] / of_distances[i - j + keys]
+        return s + of_pair
+
+    case = Case(score, None, [of_keys, of_rows, of_distances, of_both])
+    x = tensors(queries=queries, keys=keys)
+    found = results(torch_attn.flex_attention, x, case, return_lse=True)
+    expected = results(reference.flex_attention, x, case)
+    assert largest_difference(found, expected) < 1e-12
 
 
 def test_gradcheck() -> None:

@@ -366,7 +366,7 @@ struct Backward {
         add_rows<T>(grad, count, tile.lanes(), state.grad_row_terms + column * kRowTile);
       } else if (result.of.leaf == Leaf::key_term && gradients_of_terms(p).keys) {
         const int64_t columns = columns_of(p, Leaf::key_term), key = tile.keys.first - of_all->first_key + first;
-        add_lanes<T>(grad, count, tile.lanes(), b.grad_key_terms + key * columns + column, columns);
+        add_lanes<T>(grad, count, rows.count, b.grad_key_terms + key * columns + column, columns);
       } else if (result.of.leaf == Leaf::distance_term && gradients_of_terms(p).distances) {
         const int64_t columns = columns_of(p, Leaf::distance_term), distances = program.queries + program.keys - 1;
         const int64_t of_head = (of_all->chunk * program.batch + p.first_entry + rows.n) * program.heads + rows.head[0];

@@ -188,7 +188,7 @@ class Evaluation {
       for (int64_t j = 0; j < count;) {
         const Indices found = indices(at, j, i, count, W);
         T* const to = table + j * at.key + i * at.row;
-        if (!found.are_inside || (i + W > rows_.size() && (at.key == 0 || found.along == Along::any))) {
+        if (!found.are_inside || i + W > rows_.size()) {  // a lane without a row may hold a NaN
           one_by_one(j, i, found);
           j += 1;
           continue;
@@ -704,7 +704,8 @@ int64_t room_of_program(const Problem& p) {
   return room;
 }
 
-// Sums over a strip: per lane, per key, and per diagonal, which has one distance. Lanes without a row must be 0.
+// Sums over a strip: per lane, per key, and per diagonal, which has one distance. A lane without a row may hold a NaN,
+// because its terms are 0, and adds nothing.
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -714,10 +715,13 @@ void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   }
 }
 template <class T>
-void add_lanes(const Values<T>& x, int64_t count, int64_t lanes, T* sums, int64_t step) {
+void add_lanes(const Values<T>& x, int64_t count, int64_t rows, T* sums, int64_t step) {
+  const int64_t whole = rows / kLanes<T> * kLanes<T>;
+  const auto has_row = lane_numbers<T>() < static_cast<Int<T>>(rows - whole);
   for (int64_t j = 0; j < count; ++j) {
     Vec<T> sum{};
-    for (int64_t i = 0; i < lanes; i += kLanes<T>) sum += load<T>(x.data + j * x.step + i);
+    for (int64_t i = 0; i < whole; i += kLanes<T>) sum += load<T>(x.data + j * x.step + i);
+    if (whole < rows) sum += has_row ? load<T>(x.data + j * x.step + whole) : Vec<T>{};
     for (int i = 0; i < kLanes<T>; ++i) sums[j * step] += sum[i];
   }
 }
