@@ -17,8 +17,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_attn import distributed, flops, nn, replace, subclasses
-from torch_attn._calls import calls
 from torch_attn._convert import Converted, convert, unconvert
+from torch_attn._count import calls
 from torch_attn._inspection import Inspection, Layer
 from torch_attn._invariance import invariant
 from torch_attn._paged import PagedCache

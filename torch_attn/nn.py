@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from torch_attn._calls import count
+from torch_attn._count import count
 from torch_attn.functional import _integers, sdpa, sdpa_with_weights
 
 __all__ = ["MultiheadAttention"]

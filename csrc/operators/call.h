@@ -10,10 +10,11 @@
 // inference mode the dispatcher skips autograd.
 //
 // Three arguments to follow: validate() checks `scale`, ProblemBuilder makes it Problem::scale (describe_scores), and
-// ScoreFunction (core/score.h) applies it to products. `sinks` has a derivative, so it is among Inputs and in
-// OfInputs. check_per_head() checks it, ProblemBuilder::of_heads() makes it Problem::sinks, and gradients() (run.cpp),
-// which compute_backward() calls, returns its gradient. check_pages() checks a `block_table`, which becomes
-// Problem::paging; key_row_offset() (core/geometry.h) reads it. ValidatedCall::refuse_pages() refuses its derivatives.
+// ScoreFunction (core/score.h) multiplies products by it, unless the exponents of weights do (leaves_products). `sinks`
+// has a derivative, so it is among Inputs and in OfInputs. check_per_head() checks it, ProblemBuilder::of_heads() makes
+// it Problem::sinks, and gradients() (run.cpp), which compute_backward() calls, returns its gradient. check_pages()
+// checks a `block_table`, which becomes Problem::paging; key_row_offset() (core/geometry.h) reads it.
+// ValidatedCall::refuse_pages() refuses derivatives of a call with one.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 import torch_attn
-from torch_attn._calls import counter
+from torch_attn._count import counter
 from torch_attn._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register", "unregister"]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_attn
-from torch_attn._calls import counter
+from torch_attn._count import counter
 from torch_attn._import import import_of, install
 from torch_attn.distributed import _context as context
 

@@ -559,7 +559,7 @@ struct Backward {
 
   // The gradients of whole rows. With w = exp(sink - logsumexp), the weight of the sink, the gradient of the sink is -w
   // (delta - g). A number added to all scores of a row has the gradient sum_j dS_ij, which is g minus that of the sink.
-  // kSecond gives the derivatives of both, with t(w) = w (t(sink) - c). A row without keys has its sink as logsumexp.
+  // kSecond gives the derivatives of both, with t(w) = w (t(sink) - c).
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];

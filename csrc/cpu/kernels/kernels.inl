@@ -1,16 +1,16 @@
 // The table of one instruction set, and which kernel runs when:
 //
-// decode few queries and no logsumexp, in a set that decodes (Decode::takes). Reads each key and value once for all
-// queries of a group of heads. Memory limits its speed.
-// forward all other calls (KernelTable::forward). Reads keys and values once for up to 256 rows of a group. Reads a
-// mask once for each head or, if heads share it, a byte per tile (look_at_mask). Products limit its speed.
-//   backward  the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit into
-// the L2 cache (rows_per_pass), and each row once for every chunk of keys. Gradients of whole rows (sinks) take a pass
-// of their own over the rows.
-//   tangent   one tile of rows a task: reads keys, values and their tangents once for each.
-// stats one pass over the keys, as in the forward, and one over the rows. The second computes the scores again; if rows
-// are few (FewStats::takes), it reads stored ones.
-//   weights   one tile of rows a task, whose scores are kept.
+// - decode: few queries, and no derivatives will be computed, in a set that decodes (Decode::takes). Reads each key and
+//   value once for all queries of a group of heads. Memory limits its speed.
+// - forward: all other calls (KernelTable::forward). Reads keys and values once for up to 256 rows of a group. Reads a
+//   mask once for each head or, if heads share it, a byte per tile (look_at_mask). Products limit its speed.
+// - backward: the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit
+//   into the L2 cache (rows_per_pass), and each row once for every chunk of keys. Gradients of whole rows (sinks) take
+//   a pass of their own over the rows.
+// - tangent: one tile of rows a task. Reads keys, values and their tangents once for each.
+// - stats: one pass over the keys, as in the forward, and one over the rows. The second computes the scores again. If
+//   rows are few (FewStats::takes), it reads stored ones.
+// - weights: one tile of rows a task, whose scores are kept.
 //
 // A set that does not support a problem (Formats::takes) falls back to another set: kernels_for().
 #pragma once
@@ -25,11 +25,11 @@
 namespace attn::ATTN_ISA {
 
 // The struct Formats tells a KernelTable how its set multiplies:
-//   takes(p)        whether a format holds the factors of products, which may be rounded to p.factor_bits
-//   with(p, f)      calls f with that format
-//   kOnThread       what a thread calls before its first task and after its last one
-// kDecodes whether the table has the kernels of few rows, which gain nothing from faster products
-//   falls_back_to   the table for all other problems, or null
+// - takes(p): whether a format holds the factors of products, which may be rounded to p.factor_bits
+// - with(p, f): calls f with that format
+// - kOnThread: what a thread calls before its first task and after its last one
+// - kDecodes: whether the table has the kernels of few rows, which gain nothing from faster products
+// - falls_back_to: the table for all other problems, or null
 //
 // SinglesOnly is for sets that have no products of fewer bits, such as bfloat16.
 struct SinglesOnly {

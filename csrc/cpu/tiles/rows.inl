@@ -100,8 +100,9 @@ struct RowTile {
     });
   }
 
-  // As unpack_transposed(), and writes the rounding error to `residual`, unless its data is null. Adds the tile `rest` to that error,
-  // unless it is null. Overwrites `tile`; `scratch` has room for kKeyTile * kRowTile numbers.
+  // Does what unpack_transposed() does, and writes the rounding error to `residual`, unless its data is null. Adds the
+  // tile `rest` to that error, unless it is null. Overwrites `tile`; `scratch` has room for kKeyTile * kRowTile
+  // numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
                       const T* rest = nullptr) const {

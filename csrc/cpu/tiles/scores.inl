@@ -28,7 +28,8 @@ ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   const Vec<T> within = found > kMost ? splat<T>(kMost) : found < -kMost ? splat<T>(-kMost) : found;
   return absolute<T>(sinks) < kInfinity<T> ? within : sinks;
 }
-// The weight of a sink in a lane of a tile, exp(sink - logsumexp). A row without keys has its sink as logsumexp.
+// The weight of a sink in a lane of a tile, exp(sink - logsumexp). The sink of a row without keys has the weight 1; the
+// reference of such a row is +inf (load_logsumexp).
 template <class T>
 double weight_of_sink(const Problem& p, T sink, const Logsumexp<T>& logsumexp, int64_t lane) {
   if (sink == -kInfinity<T>) return 0;
