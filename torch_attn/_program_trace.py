@@ -365,7 +365,7 @@ class Tracer(TorchFunctionMode):
     # Errors
 
     def fits(self, numbers: Tensor, of: Tensor) -> bool:
-        """Whether a conversion kept all numbers; vmap's and those of a compiler cannot be read."""
+        """Whether a conversion kept all numbers; a compiler's and vmap's numbers cannot be read."""
         with contextlib.suppress(RuntimeError):
             return self.list.compiling or torch.equal(numbers.to(of.dtype), of)
         return True

@@ -118,9 +118,9 @@ constexpr auto kNothingBetween = [] {};
 // In a call with at most this many bytes of keys and values, prefetching costs more than it saves (measured).
 constexpr int64_t kInCache = int64_t{4} << 20;
 
-// Prefetches the keys or values that follow those of a tile in memory, some lines after each register tile of a
-// product, because processors by themselves do not read far enough ahead. Behind the last tile are those of the next
-// head or sequence. It does nothing if several tiles of rows read the same keys.
+// Prefetches the keys or values that follow a tile in memory, some lines after each register tile of a product, because
+// processors by themselves do not read far enough ahead. Behind the last tile the next head or sequence begins. Does
+// nothing if several tiles of rows read the same keys.
 class RowsAhead {
  public:
   // For a product of `rows` rows with keys of `cols` numbers. `block`: the keys of the tile.

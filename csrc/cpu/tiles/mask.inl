@@ -109,7 +109,7 @@ struct ScoreTile {
   Range keys;
   Mask mask;
   bool invariant;           // Problem::invariant
-  Range shown;              // the mask hides all other keys; counted from the first of `keys`
+  int64_t shown;            // how many of the first keys; the mask hides the rest of them
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
   T* workspace;             // room_of_tile()
 
@@ -120,7 +120,7 @@ struct ScoreTile {
     keys = its_keys;
     workspace = room;
     mask = Mask::nothing;
-    shown = {0, keys.size()};
+    shown = keys.size();
     invariant = p.invariant;
     if (!any_visible(rows->sequence, rows->positions, keys)) return false;
     if (p.program && p.program->mask) return copy_bits(p, *p.program->mask);
@@ -177,9 +177,8 @@ struct ScoreTile {
   // Whether the bits show a key.
   bool find_shown() {
     mask = Mask::bits;
-    while (shown.first < shown.last && bits[shown.first] == 0) ++shown.first;
-    while (shown.first < shown.last && bits[shown.last - 1] == 0) --shown.last;
-    return shown.first < shown.last;
+    while (shown > 0 && bits[shown - 1] == 0) --shown;
+    return shown > 0;
   }
 
   bool read_bits(const Problem& p, bool is_known) {

@@ -138,9 +138,9 @@ ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, 
   // that sums are cut at the same keys for every row.
   const auto cut = [&](Range seen) {
     const int64_t first = F::kTiles || tile.invariant ? 0 : seen.first / F::kNumbers * F::kNumbers;
-    return Range{first, larger(first, seen.last)};
+    return Range{first, larger(first, smaller(seen.last, tile.shown))};
   };
-  if (tile.all_visible()) return f(0, lanes, cut(tile.shown));
+  if (tile.all_visible()) return f(0, lanes, cut({0, tile.shown}));
   for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
     Range positions{};
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
@@ -160,7 +160,7 @@ template <class F, class Function>
 ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, Function f) {
   const RowTile& rows = *tile.rows;
   const bool one_head = rows.head[0] == rows.head[rows.count - 1];
-  if (!one_head || tile.all_visible()) return f(tile.shown.first, tile.shown.size(), 0);
+  if (!one_head || tile.all_visible()) return f(0, tile.shown, 0);
   for (int64_t j = 0; j < tile.keys.size(); j += kPanel<F>) {
     const int64_t count = smaller(kPanel<F>, tile.keys.size() - j), key = tile.keys.first + j;
     const Range seeing = common(visible_rows(rows.sequence, {key, key + count}), rows.positions);

@@ -190,9 +190,9 @@ struct BackwardMma {
     return static_cast<int>(smaller(kKeys, shared.task.last_key - key));
   }
   // Returns the first tile, from this one on, that the mask does not hide entirely, or one beyond the last. The mask of
-  // this tile has been copied. start(tile) starts to copy that of another, shows_some(tile) is true beyond the last
-  // tile, and next(tile) is the tile after it. Nothing else of hidden tiles is read. Ends with a barrier: all copies
-  // are complete, and the previous tile has been read.
+  // this tile has been copied. start(tile) starts to copy the mask of another tile, shows_some(tile) is true beyond the
+  // last tile, and next(tile) is the tile after it. Nothing else of hidden tiles is read. Ends with a barrier: all
+  // copies are complete, and the previous tile has been read.
   template <class Tile, class Start, class ShowsSome, class Next>
   __device__ __forceinline__ Tile first_shown(Tile tile, Start start, ShowsSome shows_some, Next next) {
     if (kGeneral && p.has_mask)
