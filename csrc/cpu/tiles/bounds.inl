@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/program.h"
+#include "core/score.h"
 
 namespace attn::ATTN_ISA {
 
