@@ -54,10 +54,11 @@ struct Options {
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
-// With the other options, query i stands at p = i + query_offset. Over the keys that it sees it has
+// With the other options, query i is at position p = i + query_offset. It sees the keys that window_size, is_causal,
+// key_lengths and attn_mask leave, and has
 //
-//   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask
-//   weights  exp(score_j) / (exp(sink) + sum over j of exp(score_j))
+//   scores   softcap tanh(scale <q, k_j> / softcap) - alibi_slopes |p - j| + attn_mask
+//   weights  exp(score_j) / (exp(sinks) + sum over j of exp(score_j))
 //
 //   query   [B..., Hq, L, E]   float64, float32, bfloat16 or float16, one type for all three;
 //   key     [B..., Hk, S, E]   at least 2 dimensions; leading ones broadcast

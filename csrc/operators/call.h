@@ -20,6 +20,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -54,11 +55,29 @@ struct About {
   Kind kind;
   const char* name_in_varlen = name;  // what varlen_attention calls it
 };
+
+// The values that a floating-point argument may have.
+struct Allowed {
+  bool (*holds)(double number);
+  const char* text;  // as an error says it
+};
+constexpr Allowed kNumber = {[](double x) { return x == x; }, "a number"};
+constexpr Allowed kProbability = {[](double x) { return 0 <= x && x <= 1; }, "a probability between 0 and 1"};
+constexpr Allowed kCap = {[](double x) { return 0 <= x && x <= std::numeric_limits<double>::max(); },
+                          "a finite number, 0 for none or above"};
+
+template <class T>
+constexpr bool kIsFloating = std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>;
 template <class T>
 struct Argument : About {
   T Call::* member;
+  Allowed allowed;
 
-  constexpr Argument(About about, T Call::* member) : About(about), member(member) {}
+  template <class... Rule>
+  constexpr Argument(About about, T Call::* member, Rule... allowed)
+      : About(about), member(member), allowed(allowed...) {
+    static_assert(sizeof...(Rule) == kIsFloating<T>, "floating-point arguments say which values are allowed");
+  }
 };
 
 // Sequences of different lengths may be packed, one after the other: query [*batch, heads, T_q, E], key [*batch,
@@ -105,11 +124,11 @@ struct Call {
       Argument({"key", Kind::rows}, &Call::key),
       Argument({"value", Kind::value_rows}, &Call::value),
       Argument({"attn_mask", Kind::mask}, &Call::attn_mask),
-      Argument({"dropout_p", Kind::dropout}, &Call::dropout_p),
+      Argument({"dropout_p", Kind::dropout}, &Call::dropout_p, kProbability),
       Argument({"is_causal", Kind::number}, &Call::is_causal),
-      Argument({"scale", Kind::number}, &Call::scale),
+      Argument({"scale", Kind::number}, &Call::scale, kNumber),
       Argument({"enable_gqa", Kind::number}, &Call::enable_gqa),
-      Argument({"softcap", Kind::number}, &Call::softcap),
+      Argument({"softcap", Kind::number}, &Call::softcap, kCap),
       Argument({"window_size", Kind::number}, &Call::window_size),
       Argument({"query_offset", Kind::entries}, &Call::query_offset),
       Argument({"key_lengths", Kind::entries, "seqused_k"}, &Call::key_lengths),

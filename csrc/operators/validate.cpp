@@ -4,7 +4,6 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <string_view>
 
@@ -354,11 +353,10 @@ Shape validate(const char* op, const Call& call) {
   check_tensor(op, "value", value, query);
   if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, /*least_dims=*/0);
   check_dtypes(op, query, key, value, attn_mask);
-  TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p <= 1, op, ": dropout_p is ", call.dropout_p,
-              "; it must be a probability between 0 and 1");
-  TORCH_CHECK(!call.scale || !std::isnan(*call.scale), op, ": scale is NaN; it must be a number");
-  TORCH_CHECK(call.softcap >= 0 && std::isfinite(call.softcap), op, ": softcap is ", call.softcap,
-              "; it must be a finite number, 0 for none or above");
+  const auto check_number = [&]<class T>(const Argument<T>& argument) {
+    if constexpr (kIsFloating<T>) check_allowed(op, argument.name, call.*argument.member, argument.allowed);
+  };
+  std::apply([&](const auto&... argument) { (check_number(argument), ...); }, Call::kArguments);
   TORCH_CHECK(call.window_size[0] >= -1 && call.window_size[1] >= -1, op, ": window_size is (", call.window_size[0],
               ", ", call.window_size[1], "); each of (left, right) must be -1 (no bound) or more");
   TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), op, ": key has head_dim ", extent(key, 1),

@@ -32,6 +32,10 @@ struct Shape {
 // which names `op`, the argument, its value and what is allowed.
 Shape validate(const char* op, const Call& call);
 
+inline void check_allowed(const char* op, const char* name, std::optional<double> number, const Allowed& allowed) {
+  TORCH_CHECK(!number || allowed.holds(*number), op, ": ", name, " is ", *number, "; it must be ", allowed.text);
+}
+
 // A call, which is validated when this is made. The functions check what the private operators take beside it.
 struct ValidatedCall {
   const Call& call;
