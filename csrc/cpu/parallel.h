@@ -20,8 +20,8 @@ enum class Take { neighbours, one };
 void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
                const std::function<void(int64_t, char*)>& f, Take take = Take::neighbours);
 
-// Cuts `count` items into ranges of at most `per_task` items, and runs f(first, last, workspace) for each range [first,
-// last).
+// Cuts `count` items into ranges of at most `per_task` items, and runs f(first, last, workspace) for each range
+// [first, last).
 void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace_bytes,
                 const std::function<void(int64_t, int64_t, char*)>& f);
 

@@ -51,8 +51,8 @@ concept Format =
       { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::vectors_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::finite_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
-      // (block, first, rows, cols, tile, ld): writes rows [first, first + rows) of a tile. May also overwrite row first
-      // + rows, which is written later.
+      // (block, first, rows, cols, tile, ld): writes rows [first, first + rows) of a tile. May also overwrite row
+      // first + rows, which is written later.
       F::pack_along_rows(block, n, n, n, tile, n);
       // (block, rows, cols, tile, width): writes row i of the block to tile[slot * kRowTile + i], where `slot` counts
       // slots along the columns. Writes zeros for rows <= i < width.
