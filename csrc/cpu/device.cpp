@@ -245,9 +245,9 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
     meet |= table.of != TableOf::keys;
   });
   if (are_owned && !meet) return {};
-  // There are up to 16 copies, or one copy if it has more numbers than 64 MB of float64 hold. If the call is cut into
-  // several entries, each entry has one copy. If no two spans add to the same numbers, all spans share a copy, so fewer
-  // copies suffice.
+  // There are up to 16 copies, but only one if a copy takes more than 64 MB in float64. If the call is cut into several
+  // entries, each entry has one copy. If no two spans add to the same numbers, all spans share a copy, so fewer copies
+  // suffice.
   constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
   const auto count = static_cast<int64_t>(of_entries.size());
   int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;

@@ -79,7 +79,7 @@ class Entries {
   auto begin() const { return entries_.begin(); }
   auto end() const { return entries_.end(); }
 
-  // Returns the size of a workspace that suffices for any task of any entry. All entries must be planned before.
+  // Returns the size of a workspace that suffices for any task of any entry. The caller must plan all entries first.
   int64_t workspace() const {
     int64_t most = 0;
     for (const auto& [p, k] : entries_) most = std::max(most, k->workspace(*p));

@@ -320,8 +320,8 @@ struct Backward {
     }
   }
 
-  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Selects, because hidden keys must have a dS of 0,
-  // whatever numbers they hold.
+  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Selects 0 instead of multiplying by it, because dS
+  // must stay 0 at a hidden key even if the key holds a NaN.
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {
@@ -342,7 +342,7 @@ struct Backward {
 
   // Turns dS into the gradient of scale * product, and t(dS) into the derivative of this gradient. Writes the gradients
   // of pair terms to b.pair_terms. If `of_all` is not null, also adds the gradients of row terms, key terms, distance
-  // terms and tables. For kSecond, these are the derivatives of the gradients.
+  // terms and tables. For kSecond, writes and adds the derivatives of these gradients instead.
   static void differentiate_program(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile,
                                     const Place* of_all) {
     const PairProgram& program = *p.program;
@@ -513,8 +513,8 @@ struct Backward {
     return {keys.first / p.keys_per_chunk, (keys.last - 1) / p.keys_per_chunk + 1};
   }
 
-  // Adds the share of a chunk of keys to the gradients of queries, slopes and row terms. The share of the first of
-  // `chunks` is written instead of added. `chunks`: the chunks that the rows see.
+  // Adds the share of a chunk of keys to the gradients of queries, slopes and row terms. `chunks` are the chunks that
+  // the rows see. The share of the first of these chunks is written, not added.
   static void add_to_rows(const Params& p, const Buffers& b, const RowTask& own, const RowTiles<RowState>& row_tiles,
                           Range chunks, int64_t chunk) {
     const bool is_first = chunk == chunks.first, is_last = chunk + 1 == chunks.last;

@@ -12,18 +12,18 @@ struct Decode {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // kRows is the most rows. kRowsBesidePairs is the most rows if the instruction set also multiplies several numbers at
-  // once, because such products pay from fewer rows on.
+  // kRows is the largest number of rows. kRowsBesidePairs is the largest number if the instruction set also multiplies
+  // several numbers at once, because such products pay from fewer rows on.
   static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
 
-  // If derivatives will be computed, forward.inl computes the output, because derivatives sum scores in the order of
-  // forward.inl. So a weight that was 1 in the forward (in a row with one key) is exactly 1 again.
+  // If derivatives will be computed, forward.inl computes the output, because derivatives compute scores in the same
+  // order as forward.inl. So a weight that was 1 in the forward (in a row with one key) is exactly 1 again.
   static bool takes(const ForwardParams& p, bool beside_pairs) {
     return !p.logsumexp && !p.invariant && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
   }
 
-  // How many vectors of columns R queries sum at once. They are as many as registers hold, so that a value is read
-  // once, and their number is even for load_two().
+  // How many vectors of columns R queries sum at once. The number is as large as the registers allow, so that a value
+  // is read once. It is even, because load_two() loads two vectors.
   static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 4 / R * 2); }
 
   struct Buffers {

@@ -3,8 +3,8 @@
 // - decode: calls with few queries, if no derivatives will be computed, in a set that decodes (Decode::takes). Reads
 //   each key and value once for all queries of a group of heads. Memory limits its speed.
 // - forward: all other calls (KernelTable::forward). Reads keys and values once for up to 256 rows of a group. Reads a
-//   mask once for each head. If heads share a mask, a byte per tile says which tiles need it (look_at_mask). Products
-//   limit the speed.
+//   mask once for each head. If heads share a mask, a byte per tile says which tiles must read the mask (look_at_mask).
+//   Products limit the speed.
 // - backward: computes the gradients and, as `second`, their derivative. Reads each key and value once for the rows
 //   that fit into the L2 cache (rows_per_pass), and each row once for every chunk of keys. Computes gradients of whole
 //   rows, as of sinks, in a separate pass over the rows.

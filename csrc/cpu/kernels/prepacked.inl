@@ -1,5 +1,5 @@
-// The keys and values of a call, packed once for all of its tasks. Only the formats of the processor's tiles use it,
-// because they transpose numbers or split them.
+// The keys and values of a call, packed once for all of its tasks. Only the formats of the processor's tiles are
+// prepacked, because they transpose numbers or split them.
 #pragma once
 
 #include "cpu/tiles/formats.inl"

@@ -40,8 +40,8 @@ struct Results {
 };
 
 // Adds a sink to the softmax of each lane: reference = max(reference, sink), and the sink's weight is added to the sum.
-// Returns the factor by which the caller must rescale sums of values. A sink of -inf changes nothing. A row without
-// keys comes with the sum 0.
+// Returns the factor by which the caller must rescale sums of values. A sink of -inf changes nothing. For a row without
+// keys, `sum` is 0.
 template <class T>
 ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, Vec<T>& sum) {
   const T slope = log2_slope<T>(p);
@@ -112,8 +112,8 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
 }
 
 // Merges the splits of the rows numbered [first, last): O = sum_s w_s O_s / sum_s w_s,
-// w_s = exp(logsumexp_s - the largest reference of all splits). O_s has `columns` columns, which are twice as many as O
-// has if the rest of O_s follows it.
+// w_s = exp(logsumexp_s - the largest reference of all splits). O_s has `columns` columns. They are as many as O has,
+// or twice as many if the rest of O_s follows it.
 template <class T>
 void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_t last, char* workspace) {
   T* row = reinterpret_cast<T*>(workspace);

@@ -75,7 +75,7 @@ struct LanesOfStatistics {
         old_moment = moved ? (old_moment + exponent * sum) * correction : old_moment;
         old_ones = moved ? zero : old_ones;
       }
-      // A NaN sum comes from a NaN or +inf score. The row's largest score must show a NaN, which max_number() skips.
+      // A NaN sum comes from a NaN or +inf score. max_number() skips a NaN, but the row's largest score must show it.
       if (any(new_rest[v] != new_rest[v]))
         for (int64_t j = 0; j < keys; ++j) {
           const Vec<T> score = load<T>(x + j * ld + v * W);
@@ -288,7 +288,7 @@ struct Stats {
     }
   }
 
-  // Adds up the chunks' shares of received_weight, in order, for its numbers [first, last).
+  // Adds up the chunks' shares, in order, for numbers [first, last) of received_weight.
   static void add_chunks(const StatsParams& p, int64_t first, int64_t last) {
     const T* partial = static_cast<const T*>(p.partial_received);
     const int64_t numbers = p.batch * p.heads * p.keys;
@@ -307,7 +307,7 @@ struct FewStats {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // The most rows if the instruction set also multiplies several numbers at once (measured). See Decode.
+  // The largest number of rows if the instruction set also multiplies several numbers at once (measured). See Decode.
   static constexpr int64_t kRowsBesidePairs = 12;
   static bool takes(const StatsParams& p, bool beside_pairs) {
     return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);

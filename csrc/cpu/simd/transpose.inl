@@ -72,9 +72,9 @@ ATTN_INLINE Vec<T> reversed(Vec<T> x) {
   return reversed<T>(x, std::make_integer_sequence<int, kLanes<T>>());
 }
 
-// Returns a vector whose lane j is the sum of row j. The rows are contiguous, and each has kLanes elements. As in a
-// transposition, a step takes the even units and the odd units of two vectors, but then adds both. So kRows rows become
-// one vector, which has kLanes / kRows partial sums of each row.
+// Returns a vector whose lane j is the sum of row j. The rows are contiguous, and each has kLanes elements. A step
+// takes the even units and the odd units of two vectors, as in a transposition, and then adds both. So kRows rows
+// become one vector, which has kLanes / kRows partial sums of each row.
 template <class T, int kRows = kLanes<T>>
 ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
   if constexpr (kRows == 1) {

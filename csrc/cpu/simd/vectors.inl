@@ -1,6 +1,6 @@
 // Vectors are GNU vector types, so that arithmetic is written once, with + - * / and ?:, for all instruction sets. A
 // file cpu/isa/instructions_*.inl defines kVectorBytes and then includes this file. If this file is included alone, it
-// includes simd.inl, which includes such a file.
+// includes simd.inl, which chooses one of these files.
 #ifndef ATTN_ISA
 #include "cpu/simd/simd.inl"
 #elif !defined(ATTN_VECTORS_INL)

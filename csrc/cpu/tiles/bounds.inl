@@ -1,5 +1,5 @@
-// Bounds of a list's whole numbers in a tile. With these bounds, a mask_mod need not be evaluated at each pair of most
-// tiles.
+// Bounds of a list's whole numbers in a tile. Thanks to these bounds, a mask_mod need not be evaluated at every pair in
+// most tiles.
 #pragma once
 
 #include "core/program.h"

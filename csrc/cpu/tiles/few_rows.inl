@@ -14,8 +14,8 @@ struct FewRows {
   static constexpr int kAtOnce = 4;     // rows that share a load
 
   // Here every score is a sum across the lanes of a vector. If keys are short, these sums take much of the time, so the
-  // products of gemm.inl are faster from fewer queries on. `most`: the most rows, measured for each kernel with keys in
-  // memory, because this code prefetches keys.
+  // products of gemm.inl are faster from fewer queries on. `most`: the largest number of rows, measured for each kernel
+  // with keys in memory, because this code prefetches keys.
   static bool takes(const Problem& p, int64_t most) {
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
@@ -273,8 +273,8 @@ struct FewRows {
       store<T>(x + r * ld, score(sums_of_rows<T>(sums + r * W * W)));
   }
 
-  // Reads the rows' masks at the keys [first, first + keys). Returns the number of keys up to the last key that a row
-  // sees. The caller need not read later keys.
+  // Reads the rows' masks at the keys [first, first + keys). Returns the number of keys up to the last key that some
+  // row sees. The caller need not read later keys.
   int64_t read_mask(const Problem& p, int64_t first, int64_t keys) const {
     if (!p.has_mask) return keys;
     Block tile[kMost];

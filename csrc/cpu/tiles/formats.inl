@@ -45,8 +45,9 @@ concept Format =
       { F::in_place(block, n, n) } -> std::same_as<bool>;
       { F::as_it_lies(block) } -> std::same_as<Rows<typename F::Number>>;
       // (block, rows, cols, tile, ld): along_columns() makes slots along the columns. The other three make slots along
-      // the rows. Products read the result of along_rows() transposed, and that of vectors_along_rows() in whole
-      // vectors. finite_along_rows() is along_rows(), but always packs and writes 0 for infinities and NaNs.
+      // the rows. Products read the result of along_rows() transposed, and the result of vectors_along_rows() in whole
+      // vectors. finite_along_rows() does what along_rows() does, but always packs, with 0 in place of infinities and
+      // NaNs.
       { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::vectors_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
@@ -64,8 +65,8 @@ concept Format =
       // (tile, keys, lanes): writes zeros behind the last key, up to a whole step of a product.
       F::end_along_keys(tile, n, n);
       // (x, keys, lanes, tile): convert the tile x[key][lane], in x itself or to `tile`. along_keys() makes slots along
-      // the keys. along_lanes() makes slots along the lanes, [key][slot], with 0 for lanes without a row that share a
-      // slot with a row.
+      // the keys. along_lanes() makes slots along the lanes, [key][slot]. A lane without a row becomes 0 if its slot
+      // has another lane with a row.
       { F::along_keys(tile, n, n, tile) } -> std::convertible_to<const typename F::Number*>;
       { F::along_lanes(a, n, n, tile) } -> std::same_as<Rows<typename F::Number>>;
 
@@ -83,8 +84,7 @@ constexpr int64_t slots_of(int64_t numbers) {
   return (numbers + kStep - 1) / kStep * (F::kStep * F::kSummands);
 }
 
-// Returns the length of a packed row. A row has room for `columns` numbers and for the slots of these numbers,
-// whichever are more.
+// Returns the length of a packed row. A row has room for `columns` numbers, or for their slots if these are more.
 template <class F>
 ATTN_INLINE int64_t row_of(int64_t columns) {
   return round_up(larger(columns, slots_of<F>(columns)), kLanes<typename F::Number>);
@@ -105,8 +105,8 @@ struct Singles {
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 
-  // Packs rows that are far apart, because a column of such rows would use only few sets of the cache. `once`: a
-  // product reads each row once, so the distance between rows does not matter.
+  // Packs rows that are far apart, because a column of such rows would use only few sets of the cache. If `once`, a
+  // product reads each row only once, so the distance between rows does not matter.
   static bool in_place(const Block& block, int64_t rows, int64_t) {
     constexpr int64_t kFarApart = 256;
     return block.dtype == dtype_of<T> && block.col == 1 && (block.row <= kFarApart || rows == 1);

@@ -9,7 +9,7 @@
 namespace attn::ATTN_ISA {
 
 // kSummandsOfNumber: how many bfloat16 add up to a number. kSlotsOfStep: how many slots one step of a product takes.
-// Two summands of a number are as many slots apart. Zeros fill the last step.
+// The summands of a number are kSlotsOfStep slots apart. Zeros fill the last step.
 //   Pairs         one slot a step, multiplied by VDPBF16PS
 //   Tiles<parts>  16 slots a step, multiplied by the tiles of AMX
 template <int kSummandsOfNumber, int kSlotsOfStep>
@@ -204,7 +204,7 @@ struct Bfloat16s {
     }
   }
 
-  // Replaces every x by 2^x, as accurate as kSummands bfloat16.
+  // Replaces every x by 2^x, with the accuracy of a sum of kSummands bfloat16.
   template <int N>
   static ATTN_INLINE void exp2(Vec<float> (&x)[N]) {
     exp2_of_degree<3 + kSummands>(x);

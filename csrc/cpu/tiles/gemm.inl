@@ -5,8 +5,8 @@
 // are broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] if `kTransposed`. The
 // elements of A and B are slots of the format F (formats.inl), and K counts slots. The elements of C are numbers.
 //
-// Each sum begins at zero and is added to C after kDepth slots. Such short chains of additions keep the rounding error
-// of long sums low.
+// A sum over kDepth slots begins at zero, and is then added to C. Such short chains of additions keep the rounding
+// error of long sums low.
 #pragma once
 
 #include "cpu/tiles/formats.inl"
@@ -42,8 +42,8 @@ struct Gemm {
       }
     };
     int64_t k = 0;
-    // Processors with 16 registers take as long to zero a register as to multiply, so the first step writes products
-    // without adding. Later processors zero a register at no cost.
+    // Processors with 16 registers take as long to zero a register as to multiply, so there the first step does not add
+    // its products to zeros. Later processors zero a register at no cost.
     if constexpr (kRegisters == 16) step(k++, std::true_type());
 #pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());
@@ -60,7 +60,7 @@ struct Gemm {
     }
   }
 
-  // Calls tile() for `rows` rows, from 1 to M, which are known only at run time.
+  // Calls tile() for `rows` rows. This number is 1 to M, and known only at run time.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                                   int64_t ldc, bool accumulate) {

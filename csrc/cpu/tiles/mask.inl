@@ -164,7 +164,7 @@ struct ScoreTile {
     return effect;
   }
 
-  // Copies the bits of a mask_mod. The rows may be only a part of one of its tiles of rows.
+  // Copies the bits of a mask_mod. This tile may have only some of the rows of a tile of `m`.
   bool copy_bits(const Problem& p, const PairMask& m) {
     const int64_t entry = m.entries == 1 ? 0 : p.first_entry + rows->n, head = m.heads == 1 ? 0 : rows->head[0];
     const int64_t row_tile = (entry * m.heads + head) * m.row_tiles + rows->position[0] / kRowTile;
@@ -175,7 +175,7 @@ struct ScoreTile {
     return find_shown();
   }
 
-  // Sets `shown` by the bits. Returns whether they show a key.
+  // Sets `shown` to the number of keys up to the last key that the bits show. Returns whether the bits show any key.
   bool find_shown() {
     mask = Mask::bits;
     while (shown > 0 && bits[shown - 1] == 0) --shown;

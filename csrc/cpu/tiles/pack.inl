@@ -103,8 +103,8 @@ struct Pieces {
   const char* at[(kKeyTile + kAhead) / kPiece];
 };
 // Does what key_block() does, but makes no copy if rows can be read in place. If rows end within a vector, reading them
-// in place needs pages of whole tiles, because only the last row of a tile is not read past its end (few_rows.inl), and
-// memory may end with a page.
+// in place needs pages of whole tiles, because every row of a tile but the last one is read past its end
+// (few_rows.inl), and memory may end with a page.
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {
@@ -130,8 +130,8 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
 // While the functions below transpose or write rows, they prefetch the next rows, because processors do not foresee
 // accesses that jump from row to row.
 //
-// If the last vector is not full but there are enough numbers, it begins earlier and copies some numbers a second time,
-// because a part of a vector would be copied number by number.
+// If the last vector is not full but there are enough numbers, it begins earlier and copies some numbers a second time.
+// (A part of a vector would be copied number by number.)
 
 // Returns where to begin the vector that holds number `first` of `count` numbers. `first` is a multiple of kLanes.
 template <class T>

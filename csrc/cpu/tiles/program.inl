@@ -1,8 +1,8 @@
 // Evaluates lists of operations (core/program.h) over tiles of scores.
 //
-// All operations of a list run over a strip, which is kStrip keys of a tile and the tile's rows, and then over the next
-// strip. So the results of the operations, 4 KiB each in float32, stay in the L1 cache. The rows of a tile belong to
-// one head.
+// A strip is kStrip keys of a tile, with all rows of the tile. All operations of a list run over one strip before the
+// next strip begins. So their results, 4 KiB for each operation in float32, stay in the L1 cache. The rows of a tile
+// belong to one head.
 #pragma once
 
 #include "core/program.h"
@@ -15,8 +15,8 @@ namespace attn::ATTN_ISA {
 
 constexpr int64_t kStrip = 16;
 
-// whole() and bits() take the bits of numbers as whole numbers, signed or unsigned, and as_number() turns these back.
-// Unsigned numbers wrap around, as PyTorch's integers do.
+// whole() and bits() reinterpret numbers as whole numbers of the same size, signed or unsigned. as_number() does the
+// reverse. Unsigned numbers wrap around, as PyTorch's integers do.
 template <class T>
 ATTN_INLINE Vec<Int<T>> whole(Vec<T> x) {
   return bit_cast<Vec<Int<T>>>(x);
@@ -153,7 +153,7 @@ class Evaluation {
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
-  // Copies a result to a strip of `count` keys of a tile. It may be a tile that run() has read.
+  // Copies a result to a strip of `count` keys of a tile. run() may have read this tile.
   void copy(int16_t from, int64_t count, T* to) const {
     const Values<T> x = at(from);
     for (int64_t j = 0; j < count; ++j)
@@ -177,8 +177,8 @@ class Evaluation {
       word |= bits_of(whole<T>(load<T>(x.data + j * x.step + (i & x.lanes)))) << i;
     return word & all_lanes(rows_.size());
   }
-  // Adds a strip of gradients to the gradient of a table, at the indices of the table that the pairs look up. `begin`:
-  // where a copy of the table's gradient begins.
+  // Adds a strip of gradients to the gradient of a table. Adds the gradient of each pair to the number that the pair
+  // looks up. `begin`: where a copy of the table's gradient begins.
   void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
     const Lookup at = lookup(result.table, grad, result.index);
     T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
@@ -345,8 +345,8 @@ class Evaluation {
           store<T>(to + j * kRowTile + i, result);
         }
     };
-// These macros take an operation's result for operands a, b and c. The lambdas are always inlined, because GCC compiles
-// lambdas in templates for the oldest processor.
+// These macros compute an operation's result from its operands a, b and c. Their lambdas are always inlined, because
+// GCC compiles lambdas in templates for the oldest processor.
 #define ATTN_EACH(result, ...) \
   return each([](V& to, __VA_ARGS__) __attribute__((always_inline)) { to = as_number<T>(result); })
 #define ATTN_WHOLE(result) \
@@ -450,7 +450,7 @@ class Evaluation {
   }
 
   // A table and an index into it. Number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index]. If the
-  // index is a number per row, per key or per distance, `runs` says how long it changes by equal steps.
+  // index is a number per row, per key or per distance, `runs` says how far it goes on in equal steps.
   struct Lookup {
     const T* table;
     int64_t row, key;
@@ -493,8 +493,8 @@ class Evaluation {
     bool are_inside;  // of the table, with all numbers that are read as vectors
     UInt<T> least(int lane) const { return index[lane] - static_cast<UInt<T>>(step < 0 ? count - 1 : 0); }
   };
-  // Returns indices from key j of a strip of `keys` keys on. If all keys share the table's numbers, and fewer than
-  // `least_steps` keys follow with a step other than 0, returns the indices of key j alone.
+  // Returns indices from key j of a strip of `keys` keys on. If all keys share the table's numbers, a step other than 0
+  // must hold for at least `least_steps` keys. Otherwise returns the indices of key j alone.
   ATTN_INLINE Indices indices(const Lookup& lookup, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
     Indices found{{}, 1, 0, Along::any, true};
     const int64_t key = first_ + j, most = keys - j;

@@ -68,8 +68,8 @@ struct RowTile {
     return round_up(count, kLanes<T>);
   }
 
-  // Sets the lanes of tile[key][lane] that have no row to `value`, before all lanes are added up. Such a lane may hold
-  // a NaN, because its query is 0, and 0 times a NaN in a key is NaN.
+  // Sets the lanes of tile[key][lane] that have no row to `value`, so that all lanes may be added up. Such a lane may
+  // hold a NaN, because its query is 0, and 0 times a NaN in a key is NaN.
   template <class T>
   void fill_empty_lanes(T* tile, int64_t keys, T value) const {
     for (int64_t j = 0; j < keys; ++j)

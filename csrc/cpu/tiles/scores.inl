@@ -50,8 +50,8 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
     }
 }
 
-// The room of a ScoreTile. It is for a mask in numbers, or for the pair terms of a program, then the tangents of these
-// terms, then the program's lists.
+// The room of a ScoreTile. It holds a mask in numbers, or the pair terms of a program, then the tangents of these
+// terms, then the data of the program's lists.
 ATTN_INLINE int64_t room_of_pairs(const Problem& p) { return p.program && p.mask.data ? 2 * kKeyTile * kRowTile : 0; }
 template <class T>
 int64_t room_of_tile(const Problem& p) {
@@ -107,7 +107,7 @@ void evaluate_keeping(const Problem& p, const List& list, const ScoreTile<T>& ti
   });
 }
 
-// Writes -inf where the positions of row and key hide the key.
+// Writes -inf where causality, a window or a length hides a key from a row.
 template <class T>
 void hide_keys(const ScoreTile<T>& tile, T* x) {
   if (tile.all_visible()) return;
@@ -128,7 +128,7 @@ void hide_keys(const ScoreTile<T>& tile, T* x) {
 
 // If positions hide some keys of a tile from some rows, as causality does on the diagonal, products are cut into
 // panels, which leave out hidden scores. A panel of lanes is multiplied with keys up to the last key that it sees. A
-// panel of keys is multiplied with lanes from the first lane that sees one of these keys on.
+// panel of keys is multiplied with the first lane that sees a key of the panel, and with all later lanes.
 template <class F>
 constexpr int64_t kPanel =
     2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;
