@@ -95,7 +95,7 @@ struct StatsKernels {
 };
 
 struct Kernels {
-  const Kernels* (*falls_back_to)();  // a function, because another file's table is no constant here
+  const Kernels* (*falls_back_to)();                   // a function, because another file's table is no constant here
   void (*look_at_mask)(const Problem&, int64_t task);  // fills in p.mask_tiles
   // Fills in the tiles of a PairMask or, if `wants_bits`, their bits. Evaluates the mask in the compute type of
   // query.dtype. There are entries * heads * row_tiles tasks, each with a workspace of pair_workspace() bytes.
