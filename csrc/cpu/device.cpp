@@ -29,7 +29,7 @@ constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
 
-// The floating-point operations of one product, such as Q K^T, over all visible pairs of queries and keys.
+// The floating-point operations of one product, such as Q K^T, over all pairs of queries and keys.
 double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
 
 // The cost of a pair in the forward apart from its products, in the unit of product_flops(). It decides whether a

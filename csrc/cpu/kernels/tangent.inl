@@ -8,7 +8,7 @@
 // So one pass over the keys is enough, because c and the products are summed together. A number common to all tx of a
 // row cancels in tP, but would cost digits. So tx is shifted by r before it is summed. r is the weighted mean of tx
 // over the first tile of keys that the row attends to, and over the row's sink, because the sink may have nearly all of
-// the weight:
+// the weight. Then
 //
 //   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
 //

@@ -121,8 +121,8 @@ struct FewRows {
     return last - first >= kKeyTile + kAhead && (R > 1 || sizeof(S) < sizeof(T) || p.paging.table);
   }
 
-  // Cuts `count` items into groups of N = kGroup, and a smaller group for the rest. Calls f(std::integral_constant<int,
-  // N>, first) for each group.
+  // Cuts `count` items into groups of N = kGroup items, and a smaller group for the rest. For each group it calls
+  // f(std::integral_constant<int, N>, first).
   template <int kGroup, class F>
   static ATTN_INLINE void each_group(int64_t count, F f) {
     int64_t first = 0;
@@ -298,7 +298,7 @@ struct FewRows {
     return seen;
   }
 
-  // As add_score_terms() of scores.inl, but a vector holds neighbouring keys.
+  // Does what add_score_terms() of scores.inl does, but a vector holds neighbouring keys.
   void add_score_terms(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
     const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
     const auto score = ScoreFunction<T>::of(p);

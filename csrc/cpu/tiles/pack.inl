@@ -197,7 +197,7 @@ void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inne
   }
 }
 
-// Does the same for a source of any dtype, with zeros for inners <= i < width.
+// Does what pack_from() does, for a source of any dtype. Also writes zeros for inners <= i < width.
 template <class T>
 void pack(T* tile, int64_t ld, const void* source, DType dtype, int64_t outer, int64_t inner, int64_t outers,
           int64_t inners, int64_t width) {

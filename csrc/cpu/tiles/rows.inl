@@ -92,7 +92,7 @@ struct RowTile {
     });
   }
 
-  // Does the same for a tile [lane][ld].
+  // Does what unpack_transposed() does, but reads a tile [lane][ld].
   template <class T>
   void unpack_rows(const Problem& p, const Operand& x, int64_t cols, const T* tile, int64_t ld,
                    int64_t first_col = 0) const {
