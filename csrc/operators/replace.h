@@ -5,7 +5,8 @@
 
 namespace attn {
 
-// Restricts the switch to the devices of a type for which `runs_on` is true. Other types are not restricted.
+// Makes the switch work on a device of this type only if `runs_on` is true for the device. Does not restrict other
+// types.
 void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device));
 
 bool is_switched_on();
