@@ -38,8 +38,8 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
 }
 
-// If the rows of an operand are not vectors (in_vectors()), copies the operand to memory in which they are, padded with
-// zeros, and returns that memory. Otherwise kernels would have to copy every tile number by number, which takes many
+// If the rows of an operand are not vectors (in_vectors()), copies the operand, padded with zeros, to memory in which
+// they are, and returns that memory. Otherwise kernels would have to copy every tile number by number, which takes many
 // times as long.
 [[nodiscard]] Tensor put_in_vectors(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
                                     const Tensor& query) {

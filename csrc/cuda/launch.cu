@@ -118,7 +118,7 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. In decoding
   // there is one tile of rows, and its blocks wait for K and V. Twice as many blocks, each with less to do, keep more
   // reads under way. With splits the bits of a row depend on the rest of the batch, so Problem::invariant forbids
-  // splits. Without splits, the choices above change no bits.
+  // splits. Without splits, rows_per_task changes no bits.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
   if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
   const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);

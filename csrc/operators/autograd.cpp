@@ -217,9 +217,9 @@ template <Name name_, auto formula, class Outputs, class... T>
 struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;
 
-  // Holds the node's mutex only while it unpacks, because it then calls the engine, which runs other nodes, and they
-  // lock their own mutexes. The edges, not the tensors, decide which gradients are computed, because the tensors of
-  // torch.func.vjp no longer require gradients after it has returned.
+  // Releases the node's mutex before it calls the engine, because the engine runs other nodes, which lock their own
+  // mutexes. The edges, not the tensors, decide which gradients are computed, because the tensors of torch.func.vjp no
+  // longer require gradients after it has returned.
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);

@@ -84,7 +84,7 @@ struct Call {
   std::optional<at::Tensor> cu_seq_q{}, cu_seq_k{};
   c10::SymInt max_q = 0, max_k = 0;  // bounds of the sequences' lengths
   // Integers [N, most pages]. Key and value are then pools [pages, heads, page_size, E or Ev], and row r of sequence n
-  // is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed, cu_seq_k may be absent.
+  // is row r % page_size of page block_table[n][r / page_size]. Such a call needs key_lengths, and may lack cu_seq_k.
   std::optional<at::Tensor> block_table{};
   // Both broadcast to [*batch, heads]. core/score.h defines their effect on scores and softmax.
   std::optional<at::Tensor> alibi_slopes{}, sinks{};

@@ -97,7 +97,7 @@ Problem scores_of(const Call& call) {
 //
 // The gradient runs through finite numbers only, because a hidden score has the gradient 0, and 0 times the NaN or
 // infinity of a key (or query) would be NaN. Scores that are not finite are added to the product as constants. The sum
-// of the NaNs in a row of the query or key is added too, which gives the NaN itself a gradient.
+// of the NaNs in a row of the query or key is added too, so that the NaN itself gets a gradient.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const Call& call) {
   const Tensor q = widened(query) * ScoreFunction<double>::of(scores_of(call)).slope();
   const Tensor k = repeat_heads(widened(in_use(key, shape, call)), shape).transpose(-2, -1);
@@ -257,7 +257,7 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
   if (const auto mask = mask_of(direction.attn_mask, shape, call))
     tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
-  // Scores of -inf, hidden ones among them, have no tangent, whatever their keys hold.
+  // A score of -inf has no tangent, whatever its key holds. Hidden scores are -inf.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
@@ -350,7 +350,7 @@ void register_both(torch::Library& m) {
 TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { register_both(m); }
 
 // Decomposes both operators under vmap too, because torch 2.15 would call them for one sample after the other.
-// Decomposes them for nested tensors too, which the operators that they call refuse.
+// Decomposes both for nested tensors too. The operators that they call refuse nested tensors.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCPU, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCUDA, m) { register_both(m); }

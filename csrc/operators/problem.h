@@ -37,8 +37,8 @@ class ProblemBuilder {
   void add_tangents(const Direction& direction);
   // Throws if a kernel has found an index outside of a table of a program.
   void check_indices() const;
-  // The gradient of a program's terms. A kernel adds to `written`, which begins as zeros. `seen` is a view of it in the
-  // caller's order of dimensions.
+  // The gradient of a program's terms. A kernel adds to `written`, which begins as zeros. `seen` is a view of `written`
+  // in the caller's order of dimensions.
   struct GradientOfTerms {
     at::Tensor written, seen;
   };

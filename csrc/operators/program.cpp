@@ -262,8 +262,8 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
       const int p = t == kNone ? kNone : partial(g, n, i);
       if (p == kNone) continue;
       // If the first operand of `times` is 0, the product is 0, whatever the second operand is. In the derivative of a
-      // `times` by its second operand, p is its first operand, so p comes first. Everywhere else the tangent comes
-      // first.
+      // `times` by its second operand, p is the first operand of that `times`, so p comes first. Everywhere else the
+      // tangent comes first.
       const bool hides = v.op == Op::times && i == 1;
       total = sum(g, total, hides ? g.add(Op::times, p, t) : g.add(Op::times, t, p));
     }
@@ -578,7 +578,7 @@ class Reader {
     const auto is = [&](const char* other, char result, const char* of) {
       return name == other && type == result && types == of;
     };
-    // These operations are composed of others.
+    // These operations are composed of other operations.
     if (is("gt", 'b', "ff") || is("gt", 'b', "ii"))
       return g.add(types == "ff" ? Op::lt : Op::lt_whole, b, a, kNone, 'b');
     if (is("ge", 'b', "ff") || is("ge", 'b', "ii"))

@@ -1,4 +1,4 @@
-// The switch of replace.cpp, for the other operators of torch that it replaces.
+// The switch of replace.cpp, declared for the code that replaces other operators of torch.
 #pragma once
 
 #include <torch/library.h>

@@ -132,11 +132,11 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
-  // sdpa and attention call this operator while calls are over several processes (switches.h). Python implements it,
-  // and returns only the output.
+  // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
+  // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
-  // Calls are over several processes while the sum of all changes is positive. Returns the sum. Operators other than
-  // sdpa and attention then raise an error.
+  // Calls are spread over several processes while the sum of all changes is positive. Returns the sum. Operators other
+  // than sdpa and attention then raise an error.
   m.def("_over_processes(int change) -> int");
 
   // attn::invariant() holds while the sum of all changes is positive. Returns the sum.

@@ -73,9 +73,9 @@ at::TensorOptions compute_options(const at::Tensor& query);
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_numbers(const c10::SymDimVector& sizes, const at::Tensor& query);  // in the compute dtype
 // Whether the rounding error of an output of a half type is kept for derivatives. It is kept if there is a floating
-// mask, slopes, sinks or a score_mod, because it counts in their gradients. In other gradients the rounding errors of
-// the weights are larger. It is kept with dropout too. Without the residual, a row with one key would get gradients
-// from the rounding of value / (1 - dropout_p), though its gradients are 0.
+// mask, slopes, sinks or a score_mod, because that error counts in their gradients. In other gradients the rounding
+// errors of the weights are larger. It is kept with dropout too. Without the residual, a row with one key would get
+// gradients from the rounding of value / (1 - dropout_p), though its gradients are 0.
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
 

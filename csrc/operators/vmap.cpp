@@ -114,7 +114,7 @@ class Batch {
   }
 
  private:
-  // Returns how many of the dimensions head, L and E are absent from a tensor: one of this kind, or number i of a
+  // Returns how many of the dimensions head, L and E a tensor lacks. The tensor is of this kind, or is number i of a
   // struct.
   static constexpr int64_t less_of(Kind kind) { return kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0; }
   template <class T>

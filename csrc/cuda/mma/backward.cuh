@@ -1,9 +1,10 @@
 // Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
 // head_dim 256. There are three kinds of blocks. A block that owns 64 keys sums dK and dV over all rows that read these
 // keys. A block that owns 64 or 128 rows sums dQ over all keys. A block that owns a tile of a mask sums the tile's
-// gradient over all heads and batch entries that share the mask. Four warps hold no more sums. So Q and G are read once
-// per 64 keys, and K and V once per 64 or 128 rows. They are read in tiles of 16 to 64 rows or keys (kOther), and the
-// next tile is copied while one is in use. Every product is one of
+// gradient over all heads and batch entries that share the mask. A block owns as many keys, rows or scores as four
+// warps hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 or 128 rows. They are read in
+// tiles of 16 to 64 rows or keys (kOther), and the next tile is copied while one is in use. Every product has one of
+// two forms:
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -69,8 +70,7 @@ struct BackwardMma {
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
   // Whether each thread keeps the BackwardRow of its own rows in registers, because with head_dim 128 shared memory has
-  // no
-  // place for it.
+  // no place for it.
   static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
   // The number of mask tiles in shared memory: one for the tile that is in use, one for the next tile, and one for the
   // tile in which the block looks for a visible key. The kernel of shared masks needs one, because all scores of a
@@ -106,7 +106,8 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
-  // The number of the mask of the tile that may be next. mask_after() of it is the number for the tile in use.
+  // The number of the mask tile for the tile that may be next. The mask tile for the tile in use has the number
+  // mask_after(looked_at).
   int looked_at = 0;
 
   __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}
@@ -126,7 +127,8 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    // The logsumexp is scaled by the rounded slope of exponents, because large scores must cancel.
+    // Exponents are products times a rounded slope. The logsumexp is multiplied by the same rounded slope, because
+    // large scores must cancel.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
   // Sets what belongs to the group of heads that begins with `head`. Called by one thread, followed by a barrier.

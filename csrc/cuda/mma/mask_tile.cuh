@@ -18,8 +18,9 @@ struct MaskTile {
   template <class Number>
   static constexpr int kRowBytes = 16 * kVectors<Number>;
 
-  // Each 128 bytes of the tile have a number. It permutes the vectors in them, so that the lanes that read a fragment
-  // read different banks. If the distance of two vectors is a multiple of 1024 bytes, their permutation is the same.
+  // The vectors within each 128 bytes are permuted by the index of these 128 bytes, so that the lanes that read a
+  // fragment read different banks. If the distance of two vectors is a multiple of 1024 bytes, their permutation is the
+  // same.
   alignas(128) unsigned char bytes[kRows * kKeys * 2];
 
   static __device__ __forceinline__ MmaThread this_thread() {
@@ -137,8 +138,8 @@ struct MaskTile {
       for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // Rows 8 n + 2 place and 8 n + 2 place + 1 share the 128 bytes with number 4 n + place. Bit 2 of this number,
-          // n % 2, swaps the two rows.
+          // Rows 8 n + 2 place and 8 n + 2 place + 1 share the 128 bytes with index 4 n + place. If n is odd, their
+          // permutation swaps the two rows.
           const unsigned char* const of_two = first + n * 512 + half * 8;
           mask[n][half] = of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8;
         }

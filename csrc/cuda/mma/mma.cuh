@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
 }
 
 // Where the rows of a tile of kKeys keys, and of their values, are stored in pages. The threads that copy the same rows
-// (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier and no shared
-// memory. Large heads leave no shared memory.
+// (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They need no
+// shared memory either, and with large heads none is left.
 template <int kKeys, int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;

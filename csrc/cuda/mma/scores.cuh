@@ -137,7 +137,7 @@ struct ScoresMma {
            [&](float& score, int i, int j, int, int) { score = seen_by(i).contains(j) ? score : -infinity<float>(); });
       return;
     }
-    const TileRange mine = seen_by(own + thread_index() % 16);  // one row per lane, because 64-bit numbers take registers
+    const TileRange mine = seen_by(own + thread_index() % 16);  // one row per lane: 64-bit numbers take registers
     const MmaThread thread;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

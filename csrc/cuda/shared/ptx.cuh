@@ -30,7 +30,8 @@ __device__ __forceinline__ int thread_index() {
   return x;
 }
 
-// An address in shared memory, as load_matrices() takes it. As a number it lets tiles compute one address from another.
+// An address in shared memory, as load_matrices() takes it. It is a number, so that tiles can compute one address from
+// another.
 using SharedAddress = uint32_t;
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));

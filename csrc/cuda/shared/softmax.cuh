@@ -152,7 +152,7 @@ struct OutputRow {
     else
       store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col, x);
   }
-  // Calls cuda::add_sink(). Does not if there are splits, because merge_splits() then adds the sink.
+  // Calls cuda::add_sink(), unless there are splits. With splits merge_splits() adds the sink.
   __device__ __forceinline__ T add_sink(Pair<T>& logsumexp) const {
     return p.splits > 1 ? 1 : cuda::add_sink(p, row, logsumexp);
   }

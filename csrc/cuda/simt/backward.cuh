@@ -1,8 +1,8 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds. Serves calls that uses_mma()
 // refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The formulas
-// and their names are those of cpu/kernels/backward.inl. Every block computes the scores that it needs again, and from
-// them and the saved logsumexp the weights. A block owns a part of one gradient and sums it in a fixed order, so that
-// equal calls give equal bits:
+// and their names are those of cpu/kernels/backward.inl. Every block computes the scores that it needs again. It
+// computes weights from these scores and the saved logsumexp. A block owns a part of one gradient and sums it in a
+// fixed order, so that equal calls give equal bits:
 //
 //   dQ  64 queries, over all keys                  dK, dV  64 keys, over all queries of all heads that read them
 //   dM  64 x 64 of the mask, or 64 numbers of its only row, over all heads, batch entries and rows that share them

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   const int64_t all_rows = number_of_rows(p), r = row_number(p, row.n, row.head, row.position);
   const int splits = static_cast<int>(p.splits);
 
-  // x[k] is of split first + k * kWarps. Splits that do not exist have weight 0.
+  // x[k] belongs to split first + k * kWarps. Splits that do not exist have weight 0.
   T x[kSplits][kCols];
   const auto load = [&](int first) {
     const T* from = static_cast<const T*>(p.partial_output) + (first * all_rows + r) * p.value_dim + first_col;

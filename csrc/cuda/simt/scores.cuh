@@ -336,8 +336,8 @@ struct ScoresSimt {
     return tile[kOwnsKeys ? row * kStride + key : key * kStride + row];
   }
 
-  // sum[own][d] += sum_other weights[other][own] x[other][first_col + d], where `other` counts keys from `key` on, or
-  // rows.
+  // sum[own][d] += sum_other weights[other][own] x[other][first_col + d], where `other` counts rows if kOwnsKeys, else
+  // keys from `key` on.
   template <Factor kFactor>
   __device__ __forceinline__ void add_to(Sums& sum, const Operand& x, int64_t base, int64_t key, int64_t cols,
                                          int64_t first_col) {
