@@ -48,8 +48,8 @@ def convert(model: nn.Module) -> Converted:
     Modules that an earlier call converted are not listed again.
 
     Convert a model before you compile, parametrize or shard it. A file with a whole converted model
-    (``torch.save(model)``) needs torch_attn to be loaded. A file with its state_dict does not.
-    :func:`unconvert` converts a model back, for TorchScript for example.
+    (``torch.save(model)``) needs torch_attn to be loaded. A file with the state_dict does not need
+    it. :func:`unconvert` converts a model back, for TorchScript for example.
 
     Args:
         model: changed in place.
@@ -178,7 +178,7 @@ def _changed(module: nn.MultiheadAttention, cls: type) -> str:
 
 
 def _beyond_torch(module: MultiheadAttention) -> str:
-    """Says what torch's module cannot do that this module does; returns "" if there is nothing."""
+    """Says what this module does that torch's module cannot do; returns "" if there is nothing."""
     own = module._own().items()
     if more := [f"{name}={value}" for name, (value, default) in own if value != default]:
         return f"torch's module has no {', '.join(more)}"

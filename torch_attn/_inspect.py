@@ -234,10 +234,7 @@ _recording: ContextVar[bool] = ContextVar("_recording", default=False)
 
 
 class _Recorder(TorchFunctionMode):
-    """A mode that, while it is on, sees each call of attention in one thread.
-
-    It computes the numbers of each call again.
-    """
+    """A mode that sees each call of attention in one thread and computes the call's statistics."""
 
     def __init__(self, where: _Where, weights: bool, saturated_above: float) -> None:
         super().__init__()
@@ -440,9 +437,9 @@ _MULTI_HEAD = signatures.signature(F.multi_head_attention_forward)
 
 @functools.cache
 def _attentions() -> dict[Any, Callable[..., _Attention]]:
-    """Maps each function that the recorder sees to a function of the same arguments.
+    """Maps each function that the recorder sees to a function that makes an _Attention.
 
-    The latter makes an _Attention from these arguments.
+    Both functions take the same arguments.
     """
     found: dict[Any, Callable[..., _Attention]] = {
         F.multi_head_attention_forward: _of_multi_head_attention,

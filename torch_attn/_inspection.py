@@ -209,7 +209,7 @@ def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
     parts = layer.entropy / layer.visible_keys.clamp(min=2).log()
     received = layer.received_weight.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     shares = layer.received_weight / received[..., None]
-    # Without keys max() would raise. Then no query sees a key, so the loop does not read these.
+    # With S = 0, max() would raise. No query sees a key then, so the loop does not read these.
     share, keys = shares.max(-1) if shares.size(-1) else (received, received)
     for head in range(layer.query.size(1)):
         at = sees[:, head]

@@ -33,9 +33,9 @@ class PagedCache:
 
     A sequence has as many pages as it needs, anywhere in the pool. Sequences with a common
     beginning share the pages of that beginning, because :meth:`fork` copies no page. If a sequence
-    appends to a page that other sequences use too, the cache first gives it its own copy of the
-    page. A page is free again when the last sequence that uses it is freed. There is no scheduler:
-    the caller decides which sequences grow and which are freed.
+    appends to a page that other sequences use too, the cache first copies the page for that
+    sequence. A page is free again when the last sequence that uses it is freed. There is no
+    scheduler: the caller decides which sequences grow and which are freed.
 
     The layers of a model share one table of pages: page p of a sequence is page p in each layer's
     pool. Each layer appends its own keys and values, at its own time. So the layers have different
@@ -50,7 +50,7 @@ class PagedCache:
         pages: the number of pages, for all sequences together.
         page_size: the number of keys of a sequence that one page stores.
         key_heads, head_dim: Hk and E, the number of key heads and the size of a key.
-        value_heads, value_dim: Hv and Ev, the same for values; None takes the number for keys.
+        value_heads, value_dim: Hv and Ev, the same for values; None takes the number of the keys.
         layers: the number of the model's layers.
         dtype: float64, float32, bfloat16 or float16; None is torch's default.
         device: the device of the pool; None is torch's default.
@@ -168,7 +168,8 @@ class PagedCache:
     ) -> None:
         """Appends new keys and values to each sequence of a batch.
 
-        If the free pages do not suffice, or an argument is wrong, it raises and changes nothing.
+        If the free pages do not suffice, or an argument is wrong, it raises an error and changes
+        nothing.
 
         Args:
             handles: the handles of the N sequences, each once.
@@ -177,8 +178,8 @@ class PagedCache:
             value: ``[T, Hv, Ev]``, likewise.
             cu_seq: int32 or int64 ``[N + 1]``: 0, then the row after each sequence's new keys, as
                 :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last end
-                are not stored. The cache reads `cu_seq`. This synchronises with a GPU, unless
-                `cu_seq` is on the CPU, where it may be.
+                are not stored. The cache reads `cu_seq`, which synchronises if `cu_seq` is on a
+                GPU. It may be on the CPU instead.
             layer: the layer of these keys and values.
         """
         handles = list(handles)

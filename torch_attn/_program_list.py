@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # The kind of a value says what the value depends on: head (b, h), row (b, h, i), key (b, h, j),
-# distance (b, h, i - j), or pair (b, h, i, j). A value of the head is stored as a row term.
+# distance (b, h, i - j), or pair (b, h, i, j). A value of kind HEAD is stored as a row term.
 HEAD, ROW, KEY, DISTANCE, PAIR = range(5)
 _LEAF = "row", "row", "key", "distance"
 
@@ -238,7 +238,7 @@ def write(
 
 
 def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
-    """Makes a rule whose operands and result have the promoted type, or a floating type."""
+    """Makes a rule. Operands and result have the promoted type, or with `floating` a float type."""
     bitwise = name in ("and", "or", "xor", "not")
 
     def rule(ops: List, *operands: Any, alpha: Any = 1) -> Value:

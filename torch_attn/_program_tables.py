@@ -57,9 +57,9 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
 
 
 def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
-    """Returns the indices that make a vector a table, one per dimension, with None for `shape`.
+    """Returns an index per dimension by which a vector `[B|1, H|1, N|1, *shape]` is a table.
 
-    The vector is `[B|1, H|1, N|1, *shape]`. Its first three dimensions have indices.
+    The dimensions of `shape` have the index None.
     """
     first = []
     for axis, n in enumerate(value.tensor.shape[:3]):
@@ -143,8 +143,9 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
     """Returns `source[places]` for an index of the pair: the kernels read the tensor as a table.
 
     The table has the dimensions batch, head, row and one more. Dimensions that have b or h as their
-    index become the table's batch and head. A dimension with the index i or j becomes its rows. All
-    other dimensions are flattened into its last dimension, and their indices become one index.
+    index become the table's batch and head. A dimension with the index i or j becomes the table's
+    rows. All other dimensions are flattened into the table's last dimension, and their indices
+    become one index.
     """
     own: list[int | None] = [None, None, None]  # dimensions of b, of h, and of i or j
     counts = [*tracer.sizes[:2], 0]
@@ -166,7 +167,7 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
     if ("t", number) not in tracer.list.leaves:
         table = source
         for n, at in enumerate(own):
-            # Slices only if it must, because the derivative of a slice makes a copy.
+            # Slices only if necessary, because the derivative of a slice makes a copy.
             if at is not None and table.size(at) != counts[n]:
                 table = table.narrow(at, begin if n == 2 else 0, counts[n])
         found = [dim for dim in own if dim is not None]

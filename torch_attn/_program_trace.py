@@ -79,7 +79,7 @@ class Tracer(TorchFunctionMode):
         return place
 
     def run(self, name: str, function: Any, arguments: list[Value], type_: str) -> int:
-        """Runs a function and returns where in the list the number is that it returns."""
+        """Runs a function and returns where its result is in the list."""
         places = [self.put(x) for x in arguments]
         with self:
             result = function(*places)
@@ -252,7 +252,7 @@ class Tracer(TorchFunctionMode):
         }
         return results.get(name, (a, b) if name in _CONVERSIONS else None)
 
-    # a i + b j + c
+    # Values of the form a i + b j + c
 
     def affine(self, name: str, values: list[Any]) -> tuple[int, int, Any] | None:
         """Returns the form (a, b, c) of a sum, difference, negative or product, if it has one."""

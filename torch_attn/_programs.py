@@ -28,8 +28,8 @@ class Program:
     """The operations that the kernels run for every pair, and the numbers that they read.
 
     For the pair of query i and key j, the operations read row i of row_terms and row_numbers, row j
-    of key_terms and key_numbers, and row i - j + S - 1 of distance_terms and distance_numbers. B
-    is 1 where no number of a tensor depends on the batch entry, and H is 1 where none depends on
+    of key_terms and key_numbers, and row i - j + S - 1 of distance_terms and distance_numbers. B of
+    a tensor is 1 if its numbers do not depend on the batch entry. H is 1 if they do not depend on
     the head. A tensor that the operations do not read is None.
 
     Attributes:
@@ -138,7 +138,7 @@ def trace(
 
 
 def _stack(tracer: Tracer, name: str, leaves: list[Tensor]) -> Tensor:
-    """Stacks n leaves `[B|1, H|1, N|1]` to `[B|1, H|1, N, n]`, each column contiguous."""
+    """Stacks n leaves `[B|1, H|1, N|1]` into `[B|1, H|1, N, n]`, each column contiguous."""
     if len(leaves) > MOST_LEAVES:
         tracer.fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
     length = tracer.lengths[_KINDS[name.partition("_")[0]]]

@@ -36,7 +36,7 @@ def flex_attention(
     """Attention whose scores and mask are functions of the pair of a query and a key.
 
     It takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention`, and replaces
-    that function on a CPU, where PyTorch's has no derivatives of query, key and value. Nothing is
+    that function on a CPU, where it lacks the derivatives of query, key and value. Nothing is
     compiled. Each call runs `score_mod` and the mask_mod once. The kernels evaluate those parts of
     both functions that depend on query and key at once, inside their tiles. The score of a pair is
     ``score_mod(z, b, h, q_idx, kv_idx)``, where ``z = scale <query, key>``. A query does not see a

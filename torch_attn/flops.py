@@ -77,7 +77,7 @@ def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
         call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}
     query, key, value = call["query"], call["key"], call["value"]
     leading = zip_longest(*(shape[-3::-1] for shape in (query, key, value)), fillvalue=1)
-    # Sizes that differ are 1, or numbers of grouped heads, of which the query has the most.
+    # If sizes differ, the smaller is 1, or heads are grouped and the query has the most heads.
     heads: int = math.prod(map(max, leading))
     flops: int = 2 * _pairs(call) * (over_head_dim * query[-1] + over_value_dim * value[-1])
     return heads * flops

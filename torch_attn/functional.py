@@ -95,18 +95,18 @@ def sdpa(
     Returns:
         ``[B..., Hq, L, Ev]`` in query's dtype, with the query's memory layout (a ``[B, L, H, E]``
         tensor viewed as ``[B, H, L, E]`` gives such a view again). A query that may attend to no
-        key gives a row of 0 and finite gradients. If S = 0, every query does.
+        key gives a row of 0 and finite gradients. If S = 0, this holds for every query.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or `dropout_p` is outside [0, 1]. The
-            message names the argument, its value and what is allowed. No kernel runs. Offsets and
-            lengths on a GPU are not validated, because that would synchronise. Lengths on a GPU are
-            clamped to 0 ... S.
+            message names the argument, its value and what is allowed. Then no kernel runs. Offsets
+            and lengths on a GPU are not validated, because that would synchronise. Lengths on a GPU
+            are clamped to 0 ... S.
         TypeError: query, key or value is no tensor; an offset or length is neither an int nor a
             tensor; or `scale`, `dropout_p` or `softcap` is a tensor that requires a gradient or has
             a tangent, although these arguments have no derivatives. ``torch.ops.attn.sdpa`` cannot
             raise for such a tensor, because PyTorch converts it to a number.
-        ValueError: `is_causal` is given together with a causal bias, or a window is no pair.
+        ValueError: `is_causal` is given together with a causal bias, or `window_size` is no pair.
 
     Precision: for bfloat16 and float16, sums and the softmax are in float32. For float64,
     everything is in float64. Under :class:`torch.autocast`, inputs are cast as for the built-in.
@@ -173,8 +173,8 @@ def _calling(
 ) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
     """Makes a decorator, which makes a function that calls an operator of three results.
 
-    The new function has the arguments of `like`. The decorated function gives it only its name and
-    documentation.
+    The new function has the arguments of `like`. The decorated function only gives its name and
+    documentation to the new function.
     """
 
     def number(argument: str, given: float) -> float:

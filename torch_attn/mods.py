@@ -35,7 +35,7 @@ __all__ = [
 
 
 def distances(table: Tensor) -> ScoreMod:
-    """A learned bias for each head and distance; the table's ends serve all longer distances.
+    """A learned bias for each head and distance; its ends also hold for longer distances.
 
     Args:
         table: ``[H, 2 R + 1]``: a pair gets the bias in column ``R + q_idx - kv_idx``. A distance
@@ -55,7 +55,7 @@ def distances(table: Tensor) -> ScoreMod:
 def t5(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
     """T5's relative positions (Raffel et al., 2020): a bias per bucket of distances.
 
-    The buckets grow with the distance.
+    Buckets of longer distances are wider.
 
     Args:
         table: ``[num_buckets, H]``, the weight of ``relative_attention_bias``.

@@ -15,12 +15,12 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     :func:`torch_attn.sdpa`, :func:`torch_attn.sdpa_with_logsumexp` and
     :func:`torch_attn.sdpa_with_weights` become ONNX's ``Attention`` of the exported opset, 23, 24
-    or 25. The exported model may not read the second and third result of
+    or 25. The exported model must not read the second and third result of
     :func:`torch_attn.sdpa_with_logsumexp`. ``Attention`` can express these arguments:
 
     ===========================  ===================================================================
     query, key, value            ``[B, H, L, E]``, with the same B; key and value have the same
-                                 number of heads, which divides the query's number
+                                 number of heads, which divides query's number of heads
     attn_mask                    boolean or of query's dtype; a mask with one row for all queries,
                                  or one column for all keys, is expanded to L x S
     dropout_p                    0
@@ -168,7 +168,7 @@ def _attention(
 
 
 def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
-    """Refuses a batch or heads that broadcast, and unequal heads of key and value.
+    """Refuses batches or heads that broadcast, and unequal numbers of heads of key and value.
 
     Compares only with 1, because validate.cpp lets two sizes differ only if one of them is 1, or if
     heads are grouped.

@@ -84,7 +84,7 @@ def sdpa_with_weights(
     if softcap:
         scores = softcap * (scores / softcap).tanh()
 
-    # How far a key is ahead of its query, [..., 1, L, S]: < 0 if the key is before the query.
+    # How far key j is ahead of query i, [..., 1, L, S]: < 0 if the key is before the query.
     device = query.device
     positions = torch.arange(query.size(-2), device=device)[:, None]
     if query_offset is not None:
@@ -109,7 +109,7 @@ def sdpa_with_weights(
     elif attn_mask is not None:
         scores = scores + attn_mask.to(scores.dtype)
         masked = masked | (attn_mask == -math.inf)
-    # Fills -inf in instead of adding it, because NaN + -inf is NaN, and a masked key must have no
+    # Fills in -inf instead of adding it, because NaN + -inf is NaN, and a masked key must have no
     # influence.
     scores = scores.masked_fill(masked, -math.inf)
 

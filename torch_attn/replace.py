@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Replacement:
-    """A handle of the switch, turned on; :func:`replace_sdpa` and :func:`replacing_sdpa` make it."""
+    """A handle of the switch; :func:`replace_sdpa` and :func:`replacing_sdpa` return it."""
 
     def __init__(self) -> None:
         self._at_end: tuple[int, int] | None = None
@@ -57,7 +57,7 @@ class Replacement:
 
     @property
     def calls(self) -> int:
-        """How many calls of the built-in `attn` has answered while this handle was on.
+        """The number of calls that `attn` answered in place of the built-in while this was on.
 
         The count covers the whole process. A compiled function counts when it is compiled, not when
         it runs. ``torch.nn.attention.varlen`` counts when it runs.
@@ -66,7 +66,7 @@ class Replacement:
 
     @property
     def passed_on(self) -> int:
-        """How many calls `attn` left to the built-in, because of the tensors' kind or device."""
+        """The number of calls left to the built-in, because of the tensors' kind or device."""
         return self._since()[1]
 
     def _since(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def replace_sdpa() -> Replacement:
     use. The caches on disk keep both versions apart.
 
     Returns:
-        A handle: `remove()` turns the switch off, `calls` says how often `attn` was called. If
+        A handle: `remove()` turns the switch off, and `calls` says how often `attn` was called. If
         there are several handles, the switch turns off when the last of them is removed, in any
         order. A handle that is dropped without `remove()` leaves the switch on.
         :func:`restore_sdpa` turns the switch off without a handle.
@@ -168,7 +168,9 @@ def restore_sdpa() -> None:
 
 @contextlib.contextmanager
 def replacing_sdpa() -> Iterator[Replacement]:
-    """Does :func:`replace_sdpa` for a ``with`` block, or for a function that this decorates.
+    """Turns the switch on for a ``with`` block, or for a function that this decorates.
+
+    See :func:`replace_sdpa`.
 
     It cannot decorate a generator or a coroutine, because their bodies run after the decorated call
     is over. If nothing called attn in the block, a warning at the end names possible reasons.
@@ -248,7 +250,7 @@ def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
 
 
 def answered() -> int:
-    """Returns how many calls of the built-in attn has answered in this process."""
+    """Returns how many calls attn has answered in place of the built-in in this process."""
     return _counts()[0]
 
 

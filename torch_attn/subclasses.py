@@ -1,8 +1,8 @@
 """Makes two tensor subclasses of PyTorch known to the operators.
 
 An operator sees the plain tensor inside of a subclass. If the subclass has its own
-``__torch_dispatch__``, the operator does not see it at all. This is right for most subclasses, but
-not for
+``__torch_dispatch__``, the operator does not see the tensor at all. This is right for most
+subclasses, but not for
 
 - :class:`torch.nn.attention.bias.CausalBias`, which ``causal_upper_left`` and
   ``causal_lower_right`` return. Its memory is uninitialised, because the mask is in its attributes.
@@ -34,7 +34,7 @@ __all__ = ["register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Adds the operators to each subclass once its module is imported; `torch_attn` calls this."""
+    """Adds the operators to each subclass when its module is imported; `torch_attn` calls this."""
     when_imported("torch.nn.attention.bias", _register_causal_bias)
     when_imported("torch.nested._internal.nested_tensor", _register_nested)
 

@@ -51,8 +51,8 @@ def varlen_attn(
     function. It also runs on a CPU, in every floating dtype and with any head size. It also takes
     the options of :func:`torch_attn.sdpa`, which mean the same here. Sequence n has the queries
     ``cu_seq_q[n] ... cu_seq_q[n + 1] - 1``, and `cu_seq_k` gives its keys likewise. A sequence
-    attends to its own keys only. Its last query is at the position of its last key (lower right
-    alignment, as in flash-attn), unless `query_offset` says otherwise.
+    attends to its own keys only. The last query of a sequence is at the position of its last key
+    (lower right alignment, as in flash-attn), unless `query_offset` says otherwise.
 
     Shapes: N sequences have T_q queries and T_k keys together; any sequence may be empty.
 
@@ -103,7 +103,7 @@ def varlen_attn(
     Derivatives, memory, precision and determinism are as in :func:`torch_attn.sdpa`. Without
     dropout, output and gradients of a sequence have the bits of a call with this sequence alone,
     ``sdpa(..., query_offset=S - L)``. On a GPU this holds only within :func:`torch_attn.invariant`.
-    There, in half types, the heads in both calls must also begin at multiples of 16 bytes.
+    In half types on a GPU, the heads in both calls must also begin at multiples of 16 bytes.
 
     Example:
         >>> lengths = torch.tensor([5, 0, 12, 7])
