@@ -1,14 +1,16 @@
-"""Scaled dot-product attention for PyTorch: every input, every gradient, memory O(L + S).
+"""Scaled dot-product attention for PyTorch, with every gradient, in memory O(L + S).
 
 Importing the package registers the operators ``torch.ops.attn.sdpa``, ``attention``,
-``sdpa_with_weights`` and ``sdpa_stats``. Their documented Python functions are :func:`sdpa`,
-:func:`sdpa_with_logsumexp`, :func:`sdpa_with_weights` and :func:`sdpa_stats`. :func:`varlen_attn`
-takes packed sequences, whose keys may be stored in pages: :class:`PagedCache`.
-:func:`flex_attention` takes functions of a query and a key.
-:mod:`torch_attn.reference` is the textbook version. In existing models, :func:`replacing_sdpa`
-replaces the built-in by :func:`sdpa`, and :func:`convert` replaces torch's module by
-:class:`torch_attn.nn.MultiheadAttention` (:func:`unconvert` undoes it). :func:`inspect` shows what
-a model attends to, and :mod:`torch_attn.plots` draws it.
+``sdpa_with_weights`` and ``sdpa_stats``. The Python functions :func:`sdpa`,
+:func:`sdpa_with_logsumexp`, :func:`sdpa_with_weights` and :func:`sdpa_stats` call these operators
+and document them. :func:`varlen_attn` takes packed sequences. The keys of these sequences may be
+stored in the pages of a :class:`PagedCache`. :func:`flex_attention` takes functions of the caller
+that change scores and hide keys. :mod:`torch_attn.reference` is the textbook version of attention.
+
+In existing models, :func:`replacing_sdpa` replaces ``F.scaled_dot_product_attention`` by
+:func:`sdpa`, and :func:`convert` replaces :class:`torch.nn.MultiheadAttention` by
+:class:`torch_attn.nn.MultiheadAttention`. :func:`unconvert` undoes that conversion.
+:func:`inspect` shows what a model attends to, and :mod:`torch_attn.plots` draws it.
 """
 
 from __future__ import annotations
@@ -84,14 +86,14 @@ _MODULES = ["distributed", "flops", "integrations", "mods", "onnx", "plots", "re
 
 
 def __dir__() -> list[str]:
-    """Returns the public names: docs/promises.md."""
+    """Returns the public names, which docs/promises.md explains."""
     return sorted([*__all__, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module or `inspect` when it is first used.
+    """Imports a module of `_MODULES`, or `inspect`, when the caller first uses it.
 
-    `plots` needs matplotlib, and `inspect` parts of torch that ``import torch`` does not load.
+    `plots` needs matplotlib. `inspect` needs parts of torch that ``import torch`` does not load.
     """
     if name in _MODULES:
         return importlib.import_module(f"torch_attn.{name}")

@@ -1,4 +1,7 @@
-"""``python -m torch_attn``: the environment, for a bug report, or where CMake finds the package."""
+"""``python -m torch_attn`` prints the environment, for a bug report.
+
+With ``--cmake-prefix-path`` it prints where CMake finds the package.
+"""
 
 import argparse
 import platform

@@ -14,16 +14,16 @@ __all__ = ["Converted", "convert", "unconvert"]
 
 
 class Converted(NamedTuple):
-    """What :func:`convert` or :func:`unconvert` did, by the names of ``model.named_modules()``.
+    """Names the modules that :func:`convert` or :func:`unconvert` changed and skipped.
 
-    The name of the model itself is "".
+    The names are those of ``model.named_modules()``. The model itself has the name "".
 
     Attributes:
-        swapped: the modules that are now of the other class.
+        swapped: the modules whose class changed.
         skipped: the modules that did not change, each with the reason.
-        with_weights: swapped modules that will compute weights, in memory O(L S), because the class
-            that calls them does not mention `need_weights`, and its default is True. Pass
-            ``need_weights=False`` there.
+        with_weights: swapped modules that will compute weights, which takes memory O(L S). The
+            class that calls such a module does not mention `need_weights`, so the default True
+            holds. Pass ``need_weights=False`` in that call.
     """
 
     swapped: tuple[str, ...]
@@ -31,7 +31,7 @@ class Converted(NamedTuple):
     with_weights: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Leaves `with_weights` out if it is empty."""
+        """Omits `with_weights` if it is empty."""
         fields = [f"swapped={self.swapped!r}", f"skipped={self.skipped!r}"]
         if self.with_weights:
             fields.append(f"with_weights={self.with_weights!r}")
@@ -41,24 +41,24 @@ class Converted(NamedTuple):
 def convert(model: nn.Module) -> Converted:
     """Makes every :class:`torch.nn.MultiheadAttention` in a model compute with this package.
 
-    The modules stay the same objects; their class becomes
-    :class:`torch_attn.nn.MultiheadAttention`. So parameters, names, hooks, the training flag and
-    references to them stay valid, such as an optimizer's. The model itself may be such a module.
-    A module that appears in several places is listed once. Modules that were converted before are
-    not listed again.
+    Each module stays the same object, and its class becomes
+    :class:`torch_attn.nn.MultiheadAttention`. So parameters, names, hooks and the training flag
+    stay, and an optimizer's references to the parameters stay valid. The model itself may be a
+    :class:`torch.nn.MultiheadAttention`. A module that appears in several places is listed once.
+    Modules that an earlier call converted are not listed again.
 
-    Convert before you compile, parametrize or shard a model, and before its state is saved whole
-    (``torch.save(model)``): such a file needs torch_attn to be loaded. A state_dict does not.
-    :func:`unconvert` is the way back, such as for TorchScript.
+    Convert a model before you compile, parametrize or shard it. A file with a whole converted model
+    (``torch.save(model)``) needs torch_attn to be loaded. A file with the state_dict does not need
+    it. :func:`unconvert` converts a model back, for TorchScript for example.
 
     Args:
         model: changed in place.
 
     Returns:
-        Which modules were swapped, which of these will compute weights, and which modules were
-        skipped and why. Skipped are modules of a class derived from
-        :class:`torch.nn.MultiheadAttention`, because it may do something else, and modules whose
-        ``forward`` was replaced. A model without any attention module gives a warning.
+        Which modules were swapped, which swapped modules will compute weights, and which modules
+        were skipped and why. :func:`convert` skips modules of a class derived from
+        :class:`torch.nn.MultiheadAttention`, because such a class may do something else. It also
+        skips modules whose ``forward`` was replaced. If a model has no attention module, it warns.
 
     Raises:
         TypeError: `model` is no module.
@@ -91,7 +91,7 @@ def convert(model: nn.Module) -> Converted:
 
 
 def _leaves_weights_on(model: nn.Module, name: str) -> bool:
-    """Whether the class that calls a module leaves `need_weights` at its default."""
+    """Returns whether the class that calls a module leaves `need_weights` at its default."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     while name:
         name = name.rpartition(".")[0]
@@ -99,33 +99,34 @@ def _leaves_weights_on(model: nn.Module, name: str) -> bool:
         if not isinstance(caller, containers):
             break
     else:
-        return False  # the model itself, or inside containers only: its caller is unknown
+        return False  # no module but containers is around it, so its caller is unknown
     classes = [c for c in type(caller).__mro__ if c not in (nn.Module, object)]
     try:
         sources = [inspect.getsource(c) for c in classes]
-    except (OSError, TypeError):  # no source, such as of a class typed into a console
+    except (OSError, TypeError):  # a class typed into a console, for example, has no source
         return False
     return bool(sources) and not any("need_weights" in source for source in sources)
 
 
 def unconvert(model: nn.Module) -> Converted:
-    """Makes every :class:`torch_attn.nn.MultiheadAttention` in a model torch's module again.
+    """Converts every :class:`torch_attn.nn.MultiheadAttention` in a model back to torch's module.
 
-    The way back from :func:`convert`: the modules stay the same objects, with their present
-    parameters, and nothing of this package stays in them. So the model can be scripted, and
-    exported or saved whole for a place without torch_attn. Modules that were made as
-    :class:`torch_attn.nn.MultiheadAttention` are swapped too, if torch's module can do what they
-    do. A module that appears in several places is listed once.
+    This undoes :func:`convert`. Each module stays the same object, with its present parameters, and
+    nothing of this package stays in it. So the model can be scripted. It can also be exported, or
+    saved whole, for a place without torch_attn. Modules that were made as
+    :class:`torch_attn.nn.MultiheadAttention` are swapped too, if torch's module can do the same.
+    A module that appears in several places is listed once.
 
     Args:
         model: changed in place.
 
     Returns:
-        Which modules were swapped, and which were skipped and why. It skips modules with an
-        option that torch's module lacks (fewer heads for keys and values, a window, a soft cap),
-        modules whose ``out_proj`` does more than a linear module (torch's module reads its weight
-        and does not call it), modules of derived classes, and modules whose ``forward`` was
-        replaced. A model without attention modules of either class gives a warning.
+        Which modules were swapped, and which were skipped and why. :func:`unconvert` skips modules
+        of derived classes, modules whose ``forward`` was replaced, and modules with an option that
+        torch's module lacks (fewer heads for keys and values, a window, a soft cap). It also skips
+        modules whose ``out_proj`` does more than a linear module, because torch's module only reads
+        the weight and bias of ``out_proj`` and does not call it. If a model has no attention
+        modules of either class, it warns.
 
     Raises:
         TypeError: `model` is no module.
@@ -155,7 +156,7 @@ def unconvert(model: nn.Module) -> Converted:
 def _attentions(
     caller: str, model: nn.Module, hint: str = ""
 ) -> list[tuple[str, nn.MultiheadAttention]]:
-    """Finds the attention modules of both classes; warns if there are none."""
+    """Finds the attention modules of both classes; warns if the model has none."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller}: model is a {type(model).__name__}; it must be a torch.nn.Module"
@@ -170,14 +171,14 @@ def _attentions(
 
 
 def _changed(module: nn.MultiheadAttention, cls: type) -> str:
-    """Says why a module may do something else than its class; empty if it cannot."""
+    """Says why a module may do something else than `cls` does; returns "" if it cannot."""
     if type(module) is not cls:
         return f"its class, {type(module).__qualname__}, is derived"
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
 def _beyond_torch(module: MultiheadAttention) -> str:
-    """Says what torch's module cannot do; empty if it can do everything."""
+    """Says what this module does that torch's module cannot do; returns "" if there is nothing."""
     own = module._own().items()
     if more := [f"{name}={value}" for name, (value, default) in own if value != default]:
         return f"torch's module has no {', '.join(more)}"

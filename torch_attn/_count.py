@@ -1,4 +1,4 @@
-"""Counts the calls of `attn` by existing models, for each way that leads to it."""
+"""Counts how often existing models call `attn`, for each way by which they reach it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def count(way: str) -> None:
 
 
 def counter(way: str) -> Callable[[], None]:
-    """Returns a function that counts a call, also while tracing; it is no part of the graph.
+    """Returns a function that counts a call, also while a graph is traced.
 
-    Making it imports ``torch._dynamo``, which takes seconds.
+    The graph does not contain the count. Making the function imports ``torch._dynamo``, which takes
+    seconds.
     """
 
     def count() -> None:
@@ -34,17 +35,17 @@ def counter(way: str) -> Callable[[], None]:
 
 
 def calls() -> dict[str, int]:
-    """Returns how often models have called `attn` in this process, for each way to it.
+    """Returns how often models have called `attn` in this process, for each way by which they do.
 
-    If a number grows while a model runs, the model uses `attn`. A compiled model
-    (:func:`torch.compile`, :func:`torch.export.export`) counts each of its layers when it is
-    compiled, and not when it runs; it does not count layers of MultiheadAttention. Calls of
-    :func:`torch_attn.sdpa` itself are not counted.
+    If a number grows while a model runs, the model uses `attn`. The layers of a compiled model
+    (:func:`torch.compile`, :func:`torch.export.export`) are counted when it is compiled, and not
+    when it runs. In a compiled model, layers of MultiheadAttention are not counted. Direct calls of
+    :func:`torch_attn.sdpa` are not counted.
 
     Returns:
-        "built-in": calls of ``F.scaled_dot_product_attention`` while :func:`replace_sdpa` was on;
-        "transformers" and "diffusers": calls of models of these libraries, by
-        :mod:`torch_attn.integrations`; "MultiheadAttention": calls of
+        "built-in": the calls of ``F.scaled_dot_product_attention`` that `attn` answered while
+        :func:`replace_sdpa` was on; "transformers" and "diffusers": calls by models of these
+        libraries, through :mod:`torch_attn.integrations`; "MultiheadAttention": calls of
         :class:`torch_attn.nn.MultiheadAttention`, which :func:`convert` makes from torch's modules.
 
     Example:

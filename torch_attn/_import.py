@@ -12,7 +12,7 @@ __all__ = ["import_of", "install"]
 def install(extra: str) -> str:
     """Returns the command that installs an extra, with supported versions of its packages.
 
-    It names a checkout, because no package index has torch_attn.
+    The command is for a checkout, because no package index has torch_attn.
     """
     return f"in a checkout of torch_attn, pip install --no-build-isolation -e '.[{extra}]'"
 
@@ -23,7 +23,7 @@ def import_of(package: str, extra: str | None = None) -> Iterator[None]:
 
     Args:
         package: the name that is imported.
-        extra: the extra of torch-attn that installs the package; None if it has the same name.
+        extra: the extra of torch-attn that installs the package; None if it has the package's name.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Looks at the attention of a model while it computes, and leaves the model unchanged."""
+"""Records the attention of a model while the model computes, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ def inspect(
 ) -> Inspection:
     """Calls a model once and returns how every layer and head attended.
 
-    Works with models of transformers, with :class:`torch.nn.MultiheadAttention` and modules that
+    It works with models of transformers, with :class:`torch.nn.MultiheadAttention` and modules that
     contain it, with :class:`torch_attn.nn.MultiheadAttention`, and with every model that calls
-    ``F.scaled_dot_product_attention`` or :func:`torch_attn.sdpa` itself; in training and in
-    evaluation, with masks, grouped heads and caches of keys.
+    ``F.scaled_dot_product_attention`` or :func:`torch_attn.sdpa` itself. It works in training and
+    in evaluation, with masks, grouped heads and caches of keys.
 
-    The model computes as always, with its usual gradients; the captured numbers have no gradients
-    and are computed separately. Two things differ, and change the output by rounding at most.
-    PyTorch does not take its shortcuts around modules in evaluation. Models of transformers compute
-    with :func:`torch_attn.sdpa` in this call, unless they use "sdpa" or attn anyway. Code that
-    ``torch.compile`` has compiled runs uncompiled. Afterwards, also after an exception, the model
-    is unchanged.
+    The model computes as always, with its usual gradients. The captured numbers are computed
+    separately and have no gradients. Three things differ, and change the output by rounding at
+    most. In evaluation, PyTorch does not take its shortcuts around modules. Models of transformers
+    compute with :func:`torch_attn.sdpa` in this call, unless they use "sdpa" or attn anyway. Code
+    that ``torch.compile`` has compiled runs uncompiled. After the call, even if it raises, the
+    model is as before.
 
     Args:
         model: any module.
-        inputs: its positional arguments. A single mapping is taken as keyword arguments, a single
-            tuple or list as positional ones.
-        named_inputs: its keyword arguments. If one is named like an argument below, pass all in a
-            mapping.
-        weights: keep the weights, which takes memory O(L S) per head. Without them the memory is
-            O(L + S), plus a number for each element of a mask.
-        saturated_above: a query whose largest weight is greater counts as saturated. The Jacobian
-            of the softmax, ``diag(p) - p p^T`` with the weights p, then has only small entries: at
-            most 0.01 beside a weight of 0.99.
+        inputs: the model's positional arguments. A single mapping is passed on as keyword
+            arguments, and a single tuple or list as positional arguments.
+        named_inputs: the model's keyword arguments. If an argument of the model has the name
+            `weights` or `saturated_above`, pass all keyword arguments in a mapping.
+        weights: whether to keep the weights, which takes memory O(L S) per head. Without the
+            weights, the memory is O(L + S), plus a number for each element of a mask.
+        saturated_above: a query counts as saturated if its largest weight exceeds this number. The
+            Jacobian of the softmax, ``diag(p) - p p^T`` with the weights p, then has only small
+            entries: at most 0.01 if a weight is 0.99.
 
     Returns:
-        The model's output and a :class:`Layer` for each call of attention, in order. ``print`` it
-        for a table. Queries ``[H, L, E]`` count as a batch of one; all dimensions before the head
-        belong to the batch.
+        An :class:`Inspection`: the model's output, and a :class:`Layer` for each call of attention,
+        in the order of the calls. ``print`` shows it as a table. Queries ``[H, L, E]`` count as a
+        batch of one. All dimensions before the head belong to the batch.
 
     Raises:
         RuntimeError: no attention was seen; the message says what cannot be seen.
-        TypeError: `model` is no module, or `saturated_above` no number.
+        TypeError: `model` is no module, or `saturated_above` is no number.
         ValueError: `saturated_above` is not from 0 to 1; or a model of transformers needs
-            attention that the operator does not compute, such as keys that an indexer chooses, with
-            an implementation whose numbers cannot be seen.
+            attention that the operator does not compute, such as keys that an indexer chooses, and
+            its implementation of attention is one that cannot be seen.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -107,9 +107,9 @@ def inspect(
     return Inspection(output, tuple(recorder.layers), recorder.skipped)
 
 
-# The attention of a transformers model, and whether compiled code runs, are settings of all
-# threads. Threads that inspect take turns: else one would undo the settings of another. The
-# lock is in a list, because a process that is forked meanwhile needs a free lock.
+# Two settings hold for all threads: which attention a transformers model uses, and whether compiled
+# code runs. Threads that inspect take turns, because otherwise one thread would undo the settings
+# of another. The lock is in a list, so that a forked process can replace it by a free lock.
 _turns = [threading.RLock()]
 
 
@@ -121,10 +121,11 @@ os.register_at_fork(after_in_child=_renew_turns)
 
 
 class _Where:
-    """Tells which module of a model is computing, in the thread that inspects it."""
+    """Tells which module of a model is computing in the thread that inspects the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        # torch.compile wraps a module in another one, as "_orig_mod"; names leave that out.
+        # torch.compile wraps a module in another module, which calls it "_orig_mod". The names here
+        # omit "_orig_mod".
         self._names = {
             module: ".".join(part for part in name.split(".") if part != "_orig_mod")
             for name, module in model.named_modules()
@@ -133,7 +134,7 @@ class _Where:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follows this thread's calls; other threads may use the same modules meanwhile."""
+        """Follows only this thread's calls, because other threads may use the same modules."""
         calls, thread = self._calls, threading.get_ident()
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -147,8 +148,8 @@ class _Where:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() != thread:
                 return
-            # PyTorch calls `leave` without `enter` if a hook of all modules raises before `enter`.
-            # It does not call `leave` after a KeyboardInterrupt.
+            # PyTorch calls `leave` without `enter` if a global hook, for all modules, raises before
+            # `enter`. PyTorch does not call `leave` after a KeyboardInterrupt.
             for depth in reversed(range(len(calls))):
                 if calls[depth].module is module:
                     del calls[depth:]
@@ -159,8 +160,9 @@ class _Where:
             for module in self._names:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                # `enter` comes before the module's own hooks, because `leave` is called even if
-                # they raise. `receive` comes after them, because they may change the arguments.
+                # `enter` runs before the module's own hooks, because PyTorch calls `leave` even if
+                # these hooks raise. `receive` runs after the module's own hooks, because they may
+                # change the arguments.
                 hooks.append(module.register_forward_pre_hook(enter, prepend=True))
                 hooks.append(module.register_forward_pre_hook(receive, with_kwargs=True))
                 hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -171,12 +173,12 @@ class _Where:
 
     @property
     def name(self) -> str:
-        """The name of the innermost module."""
+        """The name of the innermost module that is computing."""
         return self._names[self._calls[-1].module] if self._calls else ""
 
     @property
     def other_sequence(self) -> bool:
-        """Whether the innermost module takes its keys from another sequence."""
+        """Whether the innermost module takes its keys from another sequence than its queries."""
         if not self._calls:
             return False
         call = self._calls[-1]
@@ -188,7 +190,8 @@ class _Where:
         if isinstance(call.module, nn.MultiheadAttention):
             query, key = given.get("query"), given.get("key")
             return isinstance(query, Tensor) and isinstance(key, Tensor) and not _same(query, key)
-        # In transformers and diffusers these arguments are the second sequence of a module.
+        # In transformers and diffusers, a module that takes keys from a second sequence gets that
+        # sequence in one of these arguments.
         return any(
             given.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")
         )
@@ -196,7 +199,7 @@ class _Where:
 
 @dataclass
 class _Call:
-    """A module that is computing, and the arguments of its forward."""
+    """A module that is computing, with the arguments of its forward."""
 
     module: nn.Module
     args: tuple[Any, ...] = ()
@@ -204,7 +207,10 @@ class _Call:
 
 
 def _same(query: Tensor, key: Tensor) -> bool:
-    """Whether both are one sequence, also as two tensors: ``attention(norm(x), norm(x), x)``."""
+    """Returns whether the query and the key are the same sequence.
+
+    They may be two equal tensors, as in ``attention(norm(x), norm(x), x)``.
+    """
     if query is key:
         return True
     alike = query.shape == key.shape and query.dtype == key.dtype and query.device == key.device
@@ -223,12 +229,12 @@ class _Attention:
     sequences: tuple[Tensor, Tensor] | None = None  # inputs of query and key, if they are known
 
 
-# Whether a recorder is calling attention; its calls do not belong to a model.
+# Whether a recorder is calling attention. The recorder's own calls do not belong to a model.
 _recording: ContextVar[bool] = ContextVar("_recording", default=False)
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees each call of attention in one thread while it is on, and computes it again."""
+    """A mode that sees each call of attention in one thread and computes the call's statistics."""
 
     def __init__(self, where: _Where, weights: bool, saturated_above: float) -> None:
         super().__init__()
@@ -244,7 +250,7 @@ class _Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         arguments = _attentions().get(func)
         if arguments is not None and not _recording.get():
-            # This mode is off here, but the mode of an enclosing call of `inspect` is not.
+            # PyTorch has turned this mode off here, but not the mode of an enclosing `inspect`.
             token = _recording.set(True)
             try:
                 with torch.no_grad():
@@ -292,7 +298,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _batched(x: Tensor, own: int) -> Tensor:
-    """Reshapes to [B, H, ...], with `own` dimensions after H and any number before."""
+    """Reshapes to [B, H, ...]: `own` dimensions follow H, and B merges all dimensions before H."""
     heads = x.size(-own - 1) if x.dim() > own else 1
     return x.reshape(math.prod(x.shape[: -own - 1]), heads, *x.shape[-own:])
 
@@ -315,22 +321,25 @@ def _problem(attention: _Attention) -> str | None:
 
 
 def _is_of_vmap(x: Tensor) -> bool:
-    """Whether it holds the samples of :func:`torch.vmap`; such a tensor is invalid afterwards."""
+    """Returns whether `x` holds the samples of :func:`torch.vmap`.
+
+    Such a tensor is invalid after vmap has returned.
+    """
     functorch: Any = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):  # one for each transform around the call
+    while functorch.is_functorch_wrapped_tensor(x):  # a wrapper for each transform around the call
         if functorch.is_batchedtensor(x):
             return True
         x = functorch.get_unwrapped(x)
     return False
 
 
-# Programs that do not use -inf hide keys by a number far below all scores: the least number of a
-# dtype, half of it, or -1e4. bfloat16 rounds -1e4 to -9984.
+# Some programs hide keys not with -inf, but with a number far below all scores: the least number of
+# a dtype, half of the least number, or -1e4. bfloat16 rounds -1e4 to -9984.
 _HIDES = -9984.0
 
 
 def _visible_keys(attention: _Attention) -> Tensor:
-    """Returns how many keys each query sees: broadcasts to [B..., H, L]."""
+    """Returns how many keys each query sees, in a tensor that broadcasts to [B..., H, L]."""
     L, S = attention.query.size(-2), attention.key.size(-2)
     device, mask = attention.query.device, attention.attn_mask
     options, is_causal = attention.options, attention.is_causal
@@ -340,7 +349,8 @@ def _visible_keys(attention: _Attention) -> Tensor:
         offset = torch.tensor(S - L if mask.variant == CausalVariant.LOWER_RIGHT else 0)
         mask, is_causal = None, True
 
-    # Each query sees the keys from `first` up to `end` - 1. Both are [L] or [B..., 1, L].
+    # Each query sees the keys from `first` to `end` - 1. `first` and `end` have the shape [L] or
+    # [B..., 1, L].
     left, right = options.get("window_size", (-1, -1))
     positions = _of_entries(offset, 0, device) + torch.arange(L, device=device)
     first = (positions - left if left >= 0 else torch.zeros_like(positions)).clamp(0, S)
@@ -351,9 +361,9 @@ def _visible_keys(attention: _Attention) -> Tensor:
     if mask is None:
         return end - first
     sees = mask if mask.dtype == torch.bool else mask > _HIDES
-    if sees.size(-1) != S:  # all keys alike
+    if sees.size(-1) != S:  # the mask has one column, for all keys
         return (end - first) * sees[..., 0]
-    before = F.pad(sees.cumsum(-1), (1, 0))  # how many of the first j keys
+    before = F.pad(sees.cumsum(-1), (1, 0))  # column j: how many of the first j keys it shows
     rows: Any = torch.broadcast_shapes(before.shape[:-1], end.shape)  # type: ignore[no-untyped-call]
     before = before.expand(*rows, -1)
     until, until_first = (
@@ -363,7 +373,7 @@ def _visible_keys(attention: _Attention) -> Tensor:
 
 
 def _of_entries(numbers: Tensor | None, default: int, device: torch.device) -> Tensor:
-    """Returns one number, or [B..., 1, 1], which broadcasts over heads and queries."""
+    """Returns a 0-d tensor, or [B..., 1, 1], which broadcasts over heads and queries."""
     if numbers is None:
         return torch.tensor(default, device=device)
     return numbers[..., None, None] if numbers.dim() else numbers.to(device)
@@ -385,8 +395,8 @@ def _of_sdpa(
 def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
     """Returns the attention that ``F.multi_head_attention_forward`` computes.
 
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html explains its
-    parameters, under the same names.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html explains the
+    parameters of that function, under the same names.
     """
     call = _MULTI_HEAD.bind(*args, **kwargs)
     call.apply_defaults()
@@ -418,7 +428,7 @@ def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
     if hidden is not None:
         hidden = F.pad(hidden, (0, k.size(2) - hidden.size(-1)))  # no mask hides appended keys
         hidden = ~hidden if hidden.dtype == torch.bool else hidden
-    # `is_causal` only says that the mask is the causal one.
+    # Ignores `is_causal`, which only says that the mask is the causal one.
     return _Attention(q, k, hidden, is_causal=False, sequences=(query, key))
 
 
@@ -427,7 +437,10 @@ _MULTI_HEAD = signatures.signature(F.multi_head_attention_forward)
 
 @functools.cache
 def _attentions() -> dict[Any, Callable[..., _Attention]]:
-    """Maps each function that is seen to one that makes an _Attention from its arguments."""
+    """Maps each function that the recorder sees to a function that makes an _Attention.
+
+    Both functions take the same arguments.
+    """
     found: dict[Any, Callable[..., _Attention]] = {
         F.multi_head_attention_forward: _of_multi_head_attention,
         F.scaled_dot_product_attention: _of_sdpa,
@@ -440,7 +453,7 @@ def _attentions() -> dict[Any, Callable[..., _Attention]]:
 
 
 def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
-    """Runs compiled code eagerly, because calls of attention inside it cannot be seen."""
+    """Runs compiled code eagerly, because the recorder sees no calls inside compiled code."""
     compiled = "torch._dynamo" in sys.modules  # otherwise no code was compiled
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 

@@ -1,4 +1,4 @@
-"""What :func:`torch_attn.inspect` found in a model."""
+"""The result of :func:`torch_attn.inspect`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ __all__ = ["Inspection", "Layer"]
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One call of attention: all of its heads. No tensor here has a gradient.
+    """One call of attention, with all of its heads. Its tensors have no gradients.
 
     Attributes:
-        name: of the calling module, as in ``model.named_modules()``; "" is the model.
-        call: how often that module had called before: 0 unless layers share a module.
-        is_cross: whether keys and queries come from different sequences, as far as arguments show
-            it: a module of :class:`torch.nn.MultiheadAttention` was given a query and a key of
-            different shapes or values, another module `key_value_states` or
-            `encoder_hidden_states`. False if the arguments do not show it.
+        name: the name of the calling module, as in ``model.named_modules()``; "" is the model.
+        call: how often that module had called attention before: 0 unless layers share a module.
+        is_cross: whether keys and queries come from different sequences, as far as the module's
+            arguments show it. A :class:`torch.nn.MultiheadAttention` shows it by a query and a key
+            of different shapes or values. Another module shows it by an argument
+            `key_value_states` or `encoder_hidden_states`. False if no argument shows it.
         weights: ``[B, H, L, S]``, after softmax and before dropout; None if not requested.
         query: ``[B, H, L, E]``, as used for the scores.
         key: ``[B, Hk, S, E]``; Hk divides H.
         scale: the factor of the scores.
-        largest_score: ``[B, H, L]``, of each query, scaled and masked; -inf if it sees no key.
-        entropy: ``[B, H, L]``, of each query's weights, in nats: 0 where one key has all the
-            weight.
-        logsumexp: ``[B, H, L]``, of each query's scores; -inf if it sees no key.
+        largest_score: ``[B, H, L]``, the largest score of each query, scaled and masked; -inf if
+            the query sees no key.
+        entropy: ``[B, H, L]``, the entropy of each query's weights, in nats: 0 where one key has
+            all the weight.
+        logsumexp: ``[B, H, L]``, the logsumexp of each query's scores; -inf if the query sees no
+            key.
         received_weight: ``[B, H, S]``, the sum of the weights that all queries give to a key.
-        visible_keys: ``[B, H, L]``, how many keys masks, windows and lengths let each query see. A
-            floating mask counts as hiding a key from -9984 (-1e4 in bfloat16) down. If such finite
-            numbers hide every key of a query, the count is 0, although the softmax gives weight to
-            some.
+        visible_keys: ``[B, H, L]``, the number of keys that each query sees through masks, windows
+            and lengths. A floating mask counts as hiding a key if it is -9984 (-1e4 in bfloat16) or
+            less. If such finite numbers hide every key of a query, the count is 0, although the
+            softmax gives weight to some of these keys.
         saturated_above: the threshold of :attr:`saturation`.
     """
 
@@ -57,7 +59,10 @@ class Layer:
 
     @property
     def largest_weight(self) -> Tensor:
-        """``[B, H, L]``, of each query: 1 if one key has all the weight, 0 if it sees no key."""
+        """``[B, H, L]``, the largest weight of each query.
+
+        It is 1 if one key has all the weight, and 0 if the query sees no key.
+        """
         stats = Stats(self.largest_score, self.entropy, self.logsumexp, self.received_weight)
         return stats.largest_weight
 
@@ -65,8 +70,8 @@ class Layer:
     def saturation(self) -> Tensor:
         """``[B, H]``, the share of queries whose largest weight exceeds `saturated_above`.
 
-        Counts only queries that see two or more keys, because a single key always has the weight 1.
-        0 if there is no such query.
+        Only queries that see two or more keys count, because a single key always has the weight 1.
+        Without such a query the share is 0.
         """
         chooses = self.visible_keys > 1
         saturated = (self.largest_weight > self.saturated_above) & chooses
@@ -82,13 +87,13 @@ class Layer:
 class Inspection:
     """The attention of one call of a model; see :func:`torch_attn.inspect`.
 
-    It behaves like the tuple of its layers: ``len(x)``, ``for layer in x`` and ``x[0]``;
-    ``x["encoder.layers.0.self_attn"]`` is the first call by the module of that name.
+    An inspection ``x`` behaves like the tuple of its layers: ``len(x)``, ``for layer in x`` and
+    ``x[0]``. ``x["encoder.layers.0.self_attn"]`` is the first call by the module of that name.
 
     Attributes:
         output: what the model returned.
         layers: every call of attention, in the order of the calls.
-        skipped: modules with calls for which statistics cannot be computed, and why.
+        skipped: modules with calls whose statistics cannot be computed, each with the reason.
     """
 
     output: Any
@@ -116,7 +121,7 @@ class Inspection:
 
         Raises:
             ValueError: the weights were not requested; or the model has cross-attention, so that
-                weights over different sequences would be mixed. Then take
+                weights over different sequences would be mixed. For such a model take
                 :attr:`encoder_attentions`, :attr:`decoder_attentions` and :attr:`cross_attentions`.
         """
         if any(layer.is_cross for layer in self.layers):
@@ -128,31 +133,32 @@ class Inspection:
 
     @property
     def encoder_attentions(self) -> tuple[Tensor, ...]:
-        """:attr:`attentions` of self-attention alone, in modules called "encoder"."""
+        """The weights of self-attention inside modules called "encoder", as :attr:`attentions`."""
         return _weights(layer for layer in self.layers if _is_of(layer, "encoder"))
 
     @property
     def decoder_attentions(self) -> tuple[Tensor, ...]:
-        """:attr:`attentions` of self-attention alone, in modules called "decoder"."""
+        """The weights of self-attention inside modules called "decoder", as :attr:`attentions`."""
         return _weights(layer for layer in self.layers if _is_of(layer, "decoder"))
 
     @property
     def cross_attentions(self) -> tuple[Tensor, ...]:
-        """:attr:`attentions` of cross-attention alone."""
+        """The weights of cross-attention alone, as :attr:`attentions`."""
         return _weights(layer for layer in self.layers if layer.is_cross)
 
     def table(self) -> str:
-        """Returns a table, one line per head: means and extremes over batch and queries, and notes.
+        """Returns a table with a line per head: means and extremes over batch and queries, notes.
 
-        Entropy is the mean in nats and, in brackets, as a share of its maximum. A note points to
-        what may be wrong:
+        The column "entropy" gives the mean entropy in nats and, in brackets, as a share of the
+        largest possible entropy. A note points to what may be wrong:
 
         - NaN or infinity: a score is not finite, so gradients will not be finite;
         - saturated: for more than half of the queries that see two or more keys, the largest weight
           exceeds `saturated_above`, so that little gradient passes through the softmax;
-        - uniform: the mean entropy is within 1 % of its maximum: the head averages;
-        - sink: one key receives more than half of all weight, in most sequences of 8 keys and more.
-          Many trained models have such heads, on a first or a separating token.
+        - uniform: the mean entropy is within 1 % of the largest possible entropy, so the head
+          averages all keys;
+        - sink: in most sequences of 8 or more keys, one key receives more than half of all weight.
+          Many trained models have such heads. The key is often the first or a separating token.
 
         Queries of padding count as well, because masks hide keys, not queries.
 
@@ -199,11 +205,11 @@ def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
     """Yields the cells of :meth:`Inspection.table` for each head."""
     sees = layer.visible_keys > 0
     chooses = layer.visible_keys > 1
-    # The entropy of a query that sees one key is 0 = log 1. clamp() avoids 0 / 0.
+    # A query that sees one key has the entropy 0 = log 1. For such a query clamp() avoids 0 / 0.
     parts = layer.entropy / layer.visible_keys.clamp(min=2).log()
     received = layer.received_weight.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     shares = layer.received_weight / received[..., None]
-    # Without keys max() would raise. No query sees a key then, so the loop reads neither.
+    # With S = 0, max() would raise. No query sees a key then, so the loop does not read these.
     share, keys = shares.max(-1) if shares.size(-1) else (received, received)
     for head in range(layer.query.size(1)):
         at = sees[:, head]
@@ -240,5 +246,5 @@ def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
 
 
 def _mean(values: Tensor, where: Tensor) -> float:
-    """Returns the mean of the values at `where`, 0 if there are none."""
+    """Returns the mean of the values at `where`, or 0 if there are no such values."""
     return values[where].double().mean().item() if bool(where.any()) else 0.0

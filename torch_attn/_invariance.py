@@ -12,27 +12,32 @@ __all__ = ["invariant"]
 
 @contextlib.contextmanager
 def invariant() -> Iterator[None]:
-    """Gives the same bits for a sequence as a whole, in chunks, and token by token.
+    """Gives the same bits whether a sequence is computed as a whole, in chunks or token by token.
 
-    On a CPU, the bits of a row never depend on the other entries of a batch, nor on how sequences
-    are packed, nor on threads. On a GPU this holds only while the switch is on, because otherwise
-    the number of entries decides whether their keys are split into parts. In a ``with`` block, or
-    in a function that this decorates, the bits also do not depend on how many queries a call has,
-    nor on whether gradients are recorded. So a model that was trained on whole sequences computes,
-    from the same keys, the same numbers while it generates. The switch holds for the whole process,
-    all threads included; blocks may be nested. ``ATTN_INVARIANT=1`` in the environment turns it on
-    from the start.
+    The switch is on in a ``with`` block, or in a function that it decorates. Then the bits of a row
+    do not depend on how many queries a call has, or on whether autograd records the call. So a
+    model that was trained on whole sequences computes the same numbers from the same keys while it
+    generates.
 
-    Decoding becomes slower, because it takes the kernel of long calls and does not share the keys
-    of one sequence among threads; docs/performance.md has the figures. This does not change other
-    layers of a model: a matrix product of PyTorch has other bits for another number of rows.
+    On a CPU, the bits of a row never depend on the other entries of a batch, on how sequences are
+    packed, or on the number of threads. On a GPU this holds only while the switch is on, because
+    otherwise the number of entries decides whether the kernel splits the keys into parts.
+
+    The switch holds for the whole process, all threads included. Blocks may be nested.
+    ``ATTN_INVARIANT=1`` in the environment turns the switch on from the start.
+
+    Decoding becomes slower, because it uses the kernel for calls with many queries and does not
+    split the keys of a sequence among threads. docs/performance.md has the figures. The switch does
+    not change other layers of a model: a matrix product of PyTorch has other bits for another
+    number of rows.
 
     Raises:
-        RuntimeError: in a function that :func:`torch.compile` compiles with ``fullgraph=True``,
-            because the graph has to break there. Enter it around the call.
+        RuntimeError: the switch is entered in a function that :func:`torch.compile` compiles with
+            ``fullgraph=True``, because the graph has to break there. Enter the switch around the
+            call of that function.
 
     Do not decorate a generator function or a coroutine, because its body runs after the decorated
-    call has returned. Enter the switch inside, around code that does not yield or await.
+    call has returned. Enter the switch inside its body, around code that does not yield or await.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 100, 64)

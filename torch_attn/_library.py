@@ -1,4 +1,4 @@
-"""Loads libattn.so, the library with the operators, in the build for the running torch."""
+"""Loads libattn.so, which contains the operators, in the build for the running torch."""
 
 import ctypes
 import json
@@ -8,16 +8,17 @@ from typing import TypedDict
 
 import torch
 
-# torch keeps its C++ ABI within a minor release, so the package has a library for each.
+# torch keeps its C++ ABI within a minor release, so the package has one library per minor release.
 IN_PACKAGE = Path("torch_" + "_".join(torch.__version__.split(".")[:2]), "libattn.so")
-# ATTN_LIBRARY: a library built elsewhere, such as the variants that tests build. Empty means unset.
+# ATTN_LIBRARY names a library that was built elsewhere, such as the variants that tests build. An
+# empty ATTN_LIBRARY counts as unset.
 PACKAGE = Path(__file__).parent
 LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or PACKAGE / IN_PACKAGE)
 _BUILD = "Build it for this environment, in a checkout: pip install --no-build-isolation -e ."
 
 
 class BuiltWith(TypedDict):
-    """libattn.json, which setup.py writes beside the library."""
+    """The contents of libattn.json, which setup.py writes beside the library."""
 
     torch: str
     compiler: str
@@ -28,8 +29,8 @@ def load() -> None:
     """Registers the operators of ``torch.ops.attn``.
 
     Raises:
-        ImportError: the library does not exist, was built for another torch, does not load, or
-            another copy of it has registered the operators.
+        ImportError: the library does not exist, was built for another torch or does not load; or
+            another copy of the library has already registered the operators.
         RuntimeError: ATTN_CPU_CAPABILITY names an instruction set that this machine lacks, or
             ATTN_INVARIANT is neither 0 nor 1.
     """
@@ -75,6 +76,6 @@ def _is_in_this_process() -> bool:
 
 
 def built_with() -> BuiltWith:
-    """Returns what the library was compiled with."""
+    """Returns the torch and the compiler of the build, and whether it has CUDA kernels."""
     contents: BuiltWith = json.loads(LIBRARY.with_suffix(".json").read_text())
     return contents

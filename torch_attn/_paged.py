@@ -18,7 +18,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Sequence(NamedTuple):
-    pages: list[int]  # in order, the same for all layers; the longest layer sets their number
+    pages: list[int]  # in order, for all layers; the layer with the most keys needs them all
     lengths: list[int]  # of each layer
 
 
@@ -32,42 +32,44 @@ class PagedCache:
     """The keys and values of sequences that grow while a model generates, in pages of one pool.
 
     A sequence has as many pages as it needs, anywhere in the pool. Sequences with a common
-    beginning share its pages: :meth:`fork` copies no page. If a sequence appends to a page that
-    other sequences use too, it first gets its own copy of that page. A page is free again when the
-    last sequence that uses it is freed. There is no scheduler: the caller decides which sequences
-    grow and which are freed.
+    beginning share the pages of that beginning, because :meth:`fork` copies no page. If a sequence
+    appends to a page that other sequences use too, the cache first copies the page for that
+    sequence. A page is free again when the last sequence that uses it is freed. There is no
+    scheduler: the caller decides which sequences grow and which are freed.
 
     The layers of a model share one table of pages: page p of a sequence is page p in each layer's
-    pool. Each layer appends its own keys and values, at its own time, so lengths differ between
-    layers until all have appended. The first layer that needs a page takes it.
+    pool. Each layer appends its own keys and values, at its own time. So the layers have different
+    numbers of keys until all layers have appended. The first layer that needs a page takes it for
+    all layers.
 
-    Keys and values are copied into the pool as numbers. A cache passes on no derivatives, so
+    The cache copies keys and values into the pool as numbers. It passes on no derivatives, so
     :meth:`attend` refuses a query that requires a gradient. Generate under :func:`torch.no_grad`.
     The bookkeeping is in Python, on the CPU. Only one thread at a time may use a cache.
 
     Args:
-        pages: how many there are, for all sequences together.
-        page_size: how many keys of a sequence are stored in one page.
-        key_heads, head_dim: Hk and E, the heads of the keys and the size of each.
-        value_heads, value_dim: Hv and Ev; None is as for the keys.
+        pages: the number of pages, for all sequences together.
+        page_size: the number of keys of a sequence that one page stores.
+        key_heads, head_dim: Hk and E, the number of key heads and the size of a key.
+        value_heads, value_dim: Hv and Ev, the same for values; None takes the number of the keys.
         layers: the number of the model's layers.
         dtype: float64, float32, bfloat16 or float16; None is torch's default.
-        device: of the pool; None is torch's default.
+        device: the device of the pool; None is torch's default.
 
     Attributes:
-        key: the pool, ``[layers, pages, page_size, Hk, E]``; ``key[layer]`` is what
-            :func:`varlen_attn` takes. Rows after the end of a sequence are undefined.
-        value: ``[layers, pages, page_size, Hv, Ev]``.
+        key: the pool of keys, ``[layers, pages, page_size, Hk, E]``; :func:`varlen_attn` takes
+            ``key[layer]``. Rows after the end of a sequence are undefined.
+        value: the pool of values, ``[layers, pages, page_size, Hv, Ev]``.
 
     Raises:
-        ValueError: a size that is not a positive integer, or another dtype. In the methods: shapes,
-            dtypes or devices that do not fit, a handle that is unknown or has been freed. The
-            message names the argument, its value and what is allowed. The cache is then unchanged.
-        TypeError: in the methods, keys or values that are no tensors.
+        ValueError: a size is not a positive integer, or the dtype is not one of the four. Methods
+            raise it for shapes, dtypes or devices that do not fit, and for a handle that is unknown
+            or has been freed. The message names the argument, its value and what is allowed. The
+            cache is then unchanged.
+        TypeError: a method got keys or values that are no tensors.
         RuntimeError: :meth:`append` needs more pages than are free.
 
     Example:
-        Two questions about one document, which is stored once.
+        Two questions share one document, which is stored once.
 
         >>> cache = torch_attn.PagedCache(8, page_size=16, key_heads=2, head_dim=64)
         >>> first = cache.add()
@@ -109,8 +111,8 @@ class PagedCache:
         pool = layers, pages, page_size
         self.key = torch.empty(*pool, key_heads, head_dim, dtype=dtype, device=device)
         self.value = torch.empty(*pool, value_heads, value_dim, dtype=dtype, device=device)
-        self._uses = [0] * pages  # how many sequences have the page in their table
-        self._free = list(reversed(range(pages)))  # pages without use; the last is taken next
+        self._uses = [0] * pages  # for each page, how many sequences use it
+        self._free = list(reversed(range(pages)))  # unused pages; the last is taken next
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0  # handles are never reused, so a freed one stays unknown
         self._copies: dict[str, _Copy] = {}  # the last copies, which other layers read too
@@ -126,7 +128,7 @@ class PagedCache:
 
     @property
     def free_pages(self) -> int:
-        """How many pages are used by no sequence."""
+        """The number of pages that no sequence uses."""
         return len(self._free)
 
     def add(self) -> int:
@@ -134,14 +136,14 @@ class PagedCache:
         return self._new(_Sequence([], [0] * self.key.shape[0]))
 
     def fork(self, handle: int, length: int | None = None) -> int:
-        """Returns the handle of a new sequence that shares the beginning and pages of another one.
+        """Returns the handle of a new sequence that shares the beginning of another sequence.
 
-        Takes no page. To remove tokens from the end of a sequence, fork the tokens to keep and free
-        the sequence.
+        The two share the pages of that beginning, so the new sequence takes no free page. To remove
+        tokens from the end of a sequence, fork the tokens to keep, and free the old sequence.
 
         Args:
-            handle: of the other sequence, which does not change.
-            length: how many tokens to share; None is all.
+            handle: the handle of the other sequence, which does not change.
+            length: how many tokens the two sequences share; None is all.
         """
         pages, lengths = self._sequence("handle", handle)
         length = max(lengths) if length is None else length
@@ -166,18 +168,19 @@ class PagedCache:
     ) -> None:
         """Appends new keys and values to each sequence of a batch.
 
-        All or nothing: if pages do not suffice, or an argument is wrong, nothing changes.
+        If the free pages do not suffice, or an argument is wrong, it raises an error and changes
+        nothing.
 
         Args:
-            handles: of the N sequences, each once.
+            handles: the handles of the N sequences, each once.
             key: ``[T, Hk, E]``, of the cache's dtype and device: the new keys of the first
-                sequence, then of the next one, and so on.
+                sequence, then the new keys of the next sequence, and so on.
             value: ``[T, Hv, Ev]``, likewise.
-            cu_seq: int32 or int64 ``[N + 1]``: 0, then where each sequence ends, as
+            cu_seq: int32 or int64 ``[N + 1]``: 0, then the row after each sequence's new keys, as
                 :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last end
-                are not stored. The cache reads the numbers, which synchronises with a GPU if they
-                are on one; they may be on the CPU instead.
-            layer: whose keys and values these are.
+                are not stored. The cache reads `cu_seq`, which synchronises if `cu_seq` is on a
+                GPU. It may be on the CPU instead.
+            layer: the layer of these keys and values.
         """
         handles = list(handles)
         sequences = [self._sequence("handles", handle) for handle in handles]
@@ -194,9 +197,10 @@ class PagedCache:
             )
 
         # Plans the new tables first, and changes the cache only when no error is possible any more.
-        # New pages come from the end of `_free`. `left` counts the uses of a shared page that
-        # copies replace. The last user of a shared page may write into it. The longest sequence
-        # comes last, because it then writes after the rows of all other sequences.
+        # New pages come from the end of `_free`. `left` counts how many sequences leave a shared
+        # page, because they get a copy of it. The last sequence that uses a shared page writes into
+        # the page itself. The longest sequence is planned last, because its new rows come after the
+        # rows of all other sequences.
         left, copies, needed = Counter[int](), {}, 0
         tables = [[*pages] for pages, _ in sequences]
         slots: list[list[int]] = [[] for _ in sequences]  # for each token, its row of the pool
@@ -242,13 +246,13 @@ class PagedCache:
     def block_table(self, handles: Sequence[int], *, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Returns where the sequences are stored, for :func:`varlen_attn` over a layer's pool.
 
-        Valid until the next call that changes one of the sequences.
+        The tensors are valid until the next call that changes one of the sequences.
 
         Returns:
             `block_table`, int32 ``[N, most pages]``, -1 after the last page of a sequence, and
             `seqused_k`, int32 ``[N]``, both on the cache's device.
         """
-        # Clones, because the caller may write into them.
+        # Clones the tensors, because the caller may write into them.
         block_table, used = self._tables(handles, layer)
         return block_table.clone(), used.clone()
 
@@ -262,7 +266,7 @@ class PagedCache:
         max_q: int | None = None,
         **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of new queries over all keys of their sequences: :func:`varlen_attn`.
+        """Computes attention of new queries over all keys of their sequences, by `varlen_attn`.
 
         The last query of a sequence is at the position of its last key. Attention is causal unless
         `window_size` says otherwise. One call may combine whole prompts, chunks of them, single
@@ -270,15 +274,15 @@ class PagedCache:
 
         Args:
             query: ``[T, Hq, E]``; Hk and Hv divide Hq.
-            handles: of the N sequences.
-            cu_seq_q: int32 or int64 ``[N + 1]``: 0, then where each sequence's queries end.
-            layer: whose keys and values are read.
-            max_q: the number of queries of the longest sequence, or more. None reads it from
-                `cu_seq_q`, which synchronises with a GPU.
-            options: of :func:`varlen_attn`.
+            handles: the handles of the N sequences.
+            cu_seq_q: int32 or int64 ``[N + 1]``: 0, then the row after each sequence's queries.
+            layer: the layer whose keys and values the queries attend to.
+            max_q: at least the largest number of queries of a sequence. With None the cache reads
+                it from `cu_seq_q`, which synchronises with a GPU.
+            options: the other options of :func:`varlen_attn`.
 
         Returns:
-            ``[T, Hq, Ev]``, or with `return_aux` the pair that :func:`varlen_attn` returns.
+            ``[T, Hq, Ev]`` or, with `return_aux`, the pair that :func:`varlen_attn` returns.
 
         Raises:
             RuntimeError: as for :func:`varlen_attn`.
@@ -312,22 +316,23 @@ class PagedCache:
         return block_table.view(len(tables), most), self._copied("lengths", lengths, torch.int32)
 
     def _copied(self, name: str, numbers: list[Any], dtype: torch.dtype) -> Tensor:
-        """Returns numbers on the cache's device, without waiting for a GPU.
+        """Returns a tensor of numbers on the cache's device, without waiting for a GPU.
 
-        Keeps the last copy for each name, because most layers need the same numbers as the layer
+        Keeps the last tensor for each name, because most layers need the same numbers as the layer
         before.
         """
         device, kept = self.key.device, self._copies.get(name)
         on_cuda = device.type == "cuda"
-        # Each stream has its own copy, because the work of two streams has no order. A graph may
-        # read any earlier copy, because its capture begins when all streams are done.
+        # A stream does not read the copy of another stream, because the work of two streams has no
+        # order. A graph may read any earlier copy, because a capture begins when all streams are
+        # done.
         stream = torch.cuda.current_stream(device) if on_cuda else None
         capturing = on_cuda and torch.cuda.is_current_stream_capturing()
         if kept and kept.numbers == numbers and (capturing or kept.stream == stream):
             tensor = kept.tensor
         else:
-            # Pinned memory is copied while Python goes on. It is new each time, so that no write
-            # changes memory that is still being copied.
+            # The GPU copies pinned memory while Python goes on. Each call takes new pinned memory,
+            # so that no write changes memory that is still being copied.
             host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_cuda)
             tensor = host.to(device, non_blocking=True)
             if capturing:  # a capture copies nothing; each replay does
@@ -352,7 +357,7 @@ class PagedCache:
     def _write(
         self, key: Tensor, value: Tensor, layer: int, copies: dict[int, int], slots: list[int]
     ) -> None:
-        """Changes only pages that are still free, and rows that no sequence reads."""
+        """Writes only into pages that are still free, and into rows that no sequence reads."""
         if copies:
             pages = [[*copies], [*copies.values()]]
             to, source = self._copied("pages", pages, torch.int64)

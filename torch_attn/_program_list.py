@@ -1,7 +1,8 @@
 """The list of operations of a score program, and the rules that write PyTorch's calls into it.
 
-`_programs.py` runs the user's functions. Calls of PyTorch on a value that depends on both query and
-key arrive here. `RULES` maps the name of each PyTorch function to ours, which has its parameters.
+`_program_trace.py` runs the user's functions. Their calls of PyTorch on a value that depends on
+both query and key arrive here. `RULES` maps the name of a PyTorch function to our rule, which has
+the same parameters.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a value depends on: head (b, h), row (b, h, i), key (b, h, j), distance (b, h, i - j), pair.
-# A row term holds what depends on the head alone.
+# The kind of a value says what the value depends on: head (b, h), row (b, h, i), key (b, h, j),
+# distance (b, h, i - j), or pair (b, h, i, j). A value of kind HEAD is stored as a row term.
 HEAD, ROW, KEY, DISTANCE, PAIR = range(5)
 _LEAF = "row", "row", "key", "distance"
 
@@ -27,21 +28,24 @@ class Value:
     make: Callable[[], Tensor] | None = None  # computes `tensor` when it is read
     made: Tensor | None = None
     shape: tuple[int, ...] = ()
-    node: int = -1  # the place of a PAIR in the list
+    node: int = -1  # the place in the list, if kind is PAIR
     affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
-    constant: bool = False  # made by the function itself
-    limits: tuple[int, int] | None = None  # least and largest number, where known
+    constant: bool = False  # made by the function from no captured tensor
+    limits: tuple[int, int] | None = None  # least and largest number, if they are known
     lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and an index per dimension
 
     def __init__(self, serial: int, kind: int, dtype: torch.dtype, type_: str) -> None:
-        self.serial = serial  # another one for every value
+        self.serial = serial  # unique
         self.kind = kind
-        self.dtype = dtype  # dtype and shape are what the function sees; () for a number
+        self.dtype = dtype  # the function sees dtype and shape, which is () for a number
         self.type = type_  # letter(dtype)
 
     @property
     def tensor(self) -> Tensor:
-        """`[B|1, H|1, N|1, *shape]`, where N is L, S or L + S - 1 by kind. A PAIR lacks it."""
+        """The numbers, `[B|1, H|1, N|1, *shape]`, where N is L, S or L + S - 1 by kind.
+
+        A Value of kind PAIR has no such tensor.
+        """
         if self.made is None:
             assert self.make is not None
             self.made = self.make()
@@ -49,12 +53,12 @@ class Value:
 
 
 def letter(dtype: torch.dtype) -> str:
-    """The list's type for a dtype: f, i or b."""
+    """Returns the list's type for a dtype: f (floating), i (whole number) or b (boolean)."""
     return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
 
 
 def together(values: Iterable[Value]) -> int:
-    """What a function of values depends on: the pair where two kinds meet."""
+    """Returns the kind of a function of values: PAIR if two kinds other than HEAD meet."""
     kind = HEAD
     for x in values:
         if x.kind != kind and x.kind != HEAD:
@@ -65,14 +69,14 @@ def together(values: Iterable[Value]) -> int:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)  # a call that changes nothing takes 3 us
+    return x if x.dtype is dtype else x.to(dtype)  # to() takes 3 us even if it changes nothing
 
 
 _promote = functools.cache(torch.promote_types)
 
 
 def promoted(*operands: Any) -> torch.dtype:
-    """PyTorch's type promotion of Values and Python's numbers."""
+    """Returns the dtype to which PyTorch promotes these Values and Python's numbers."""
     dtype: Any = None
     number = 0  # 1: there is an int, 2: a float
     for x in operands:
@@ -87,7 +91,7 @@ def promoted(*operands: Any) -> torch.dtype:
 
 
 def _word(x: Any, type_: str) -> str:
-    """A constant of the list."""
+    """Returns a constant as the list writes it."""
     if type_ != "f":
         whole = int(bool(x) if type_ == "b" else x)
         if not -(2**31) <= whole < 2**31:
@@ -98,7 +102,7 @@ def _word(x: Any, type_: str) -> str:
     return float(x).hex() if math.isfinite(x) else str(float(x))
 
 
-_NEUTRAL = {  # x op identity is x, bit for bit
+_NEUTRAL = {  # x op constant is x, bit for bit
     *((name, "f", _word(1, "f")) for name in ("mul", "div")),
     *(("sub", "f", _word(0, "f")), ("add", "f", _word(-0.0, "f"))),
     *((name, "i", "1") for name in ("mul", "floor_divide")),
@@ -110,17 +114,20 @@ _CONVERT = {"f": "float", "i": "int", "b": "bool"}
 
 
 class List:
-    """The operations of both functions. Equal operations are stored once.
+    """The operations of score_mod and mask_mod. Equal operations are stored once.
+
+    A leaf is a number that the list reads from a tensor.
 
     Args:
-        dtype: of leaves that are no whole numbers: float32 or float64.
-        compiling: while torch.compile traces, constants cannot be read; they become leaves.
+        dtype: the dtype of leaves that are no whole numbers: float32 or float64.
+        compiling: whether torch.compile traces. Then the numbers of constants cannot be read, so
+            constants become leaves.
     """
 
     def __init__(self, dtype: torch.dtype, compiling: bool) -> None:
         self.dtype, self.compiling = dtype, compiling
-        self.nodes: dict[tuple[Any, ...], int] = {}  # (type, name, operands...), in order
-        self.words: dict[int, str] = {}  # constants by place
+        self.nodes: dict[tuple[Any, ...], int] = {}  # from (type, name, operands...) to place
+        self.words: dict[int, str] = {}  # the constant at a place
         self.leaves: dict[tuple[str, int], Tensor] = {}  # by stored type (t: a table) and serial
         self.count = 0
 
@@ -138,7 +145,7 @@ class List:
         return self.nodes.setdefault(node, len(self.nodes))
 
     def place(self, x: Any, type_: str) -> int:
-        """Returns the place in the list of a Value or a number, as an operand of a type."""
+        """Returns the place in the list of a Value or a number, converted to a type."""
         if type(x) is not Value:  # no isinstance() here: this runs for every operand
             word = _word(x, type_)
             place = self.add(type_, "const", word)
@@ -159,7 +166,7 @@ class List:
             tensor = x.tensor if type_ != "b" or have == "b" else x.tensor != 0
             least, most = x.limits or (-math.inf, math.inf)
             small = tensor.dtype != torch.int64 or max(-least - 1, most) < 2**31
-            if type_ == "f" or small:  # else their size is checked when leaves are stacked
+            if type_ == "f" or small:  # otherwise _stack() checks their size
                 tensor = as_dtype(tensor, self.dtype if type_ == "f" else torch.int32)
             self.leaves[stored, x.serial] = tensor
         return self.add(type_, _LEAF[x.kind], (stored, x.serial))
@@ -175,7 +182,7 @@ class List:
         return False
 
     def operation(self, dtype: torch.dtype, name: str, *operands: Any) -> Value:
-        """An operation whose operands have the type of its result."""
+        """Adds an operation whose operands have the type of its result."""
         type_ = letter(dtype)
         places = [self.place(x, type_) for x in operands]
         if len(places) == 2:
@@ -191,12 +198,12 @@ class List:
 def write(
     nodes: tuple[tuple[Any, ...], ...], results: tuple[int, ...]
 ) -> tuple[list[str], list[int], list[tuple[str, str, int]]]:
-    """The strings of some results, each with only the operations that it needs.
+    """Returns a string for each result, with only the operations that the result needs.
 
     Returns:
-        the strings; how many operations each has; and the leaves that they read: the kind, the
-        stored type and the serial. Leaves of the same kind become columns in this order; leaves of
-        type f have a tensor of their own.
+        The strings; how many operations each string has; and the leaves that the strings read, each
+        as (kind, stored type, serial). In this order, leaves of the same kind become the columns of
+        a tensor. Leaves of type f have a tensor of their own.
     """
     texts, counts, columns = [], [], {}  # type: ignore[var-annotated]
     for result in results:
@@ -226,11 +233,12 @@ def write(
     return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
 
 
-# The rules. Each takes the list and the arguments of a PyTorch function, and returns a PAIR.
+# The rules. Each rule takes the list and the arguments of a PyTorch function. It returns a Value of
+# kind PAIR.
 
 
 def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
-    """Operands and result have the promoted type; with `floating`, a floating one."""
+    """Makes a rule. Operands and result have the promoted type, or with `floating` a float type."""
     bitwise = name in ("and", "or", "xor", "not")
 
     def rule(ops: List, *operands: Any, alpha: Any = 1) -> Value:
@@ -323,7 +331,7 @@ def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None)
 
 
 def _relu(ops: List, input: Value, inplace: bool = False) -> Value:
-    # PyTorch's gradient of relu at 0 is 0; maximum's would be 1/2.
+    # PyTorch's gradient of relu at 0 is 0. The gradient of maximum would be 1/2.
     return _where(ops, RULES["gt"](ops, input, 0), input, 0)
 
 
@@ -331,7 +339,7 @@ def _to(ops: List, input: Value, *arguments: Any, dtype: Any = None, **_: Any) -
     for x in (*arguments, dtype):
         target = x.dtype if isinstance(x, Value) else x
         if isinstance(target, torch.dtype):
-            # Values are not rounded to bfloat16 or int8, as in compiled FlexAttention.
+            # Does not round values to bfloat16 or int8. Compiled FlexAttention does not, either.
             type_ = letter(target)
             affine = input.affine if type_ == "i" else None
             return ops.value(PAIR, target, node=ops.place(input, type_), affine=affine)

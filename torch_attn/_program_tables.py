@@ -1,7 +1,7 @@
-"""`table[index]`, where a function of the pair indexes what it captured or computed.
+"""`table[index]`, where a score_mod or mask_mod indexes a tensor that it captured or computed.
 
-A number that is not of the pair is looked up by PyTorch, on vectors. By an index of the pair the
-kernels read the tensor where it lies: as a view of all pairs, or as a table.
+If the index does not depend on query and key at once, PyTorch looks the numbers up, on vectors.
+Otherwise the kernels read the tensor in place, as a view of all pairs or as a table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["getitem"]
 
 
 def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
-    """`table[index]` of a captured tensor, or of a vector that the function computed."""
+    """Returns `table[index]` of a captured tensor, or of a vector that the function computed."""
     keys = list(key) if isinstance(key, tuple) else [key]
     if not any(hasattr(x, "_attn") for x in keys):
         return tracer.general(torch.Tensor.__getitem__, (table, key), {})
@@ -32,7 +32,7 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
             break
     if sum(x is not None for x in keys) > table.dim():
         tracer.fail(f"{len(keys)} indices of {tracer.name_of(table)}", "give fewer")
-    # First what needs no index: numbers, slices and None.
+    # First applies those parts of the key that are no tensors: numbers, slices and None.
     static = [slice(None) if isinstance(x, Tensor) else x for x in keys]
     if any(x != slice(None) for x in static):
         table = tracer.general(torch.Tensor.__getitem__, (table, tuple(static)), {})
@@ -57,7 +57,10 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
 
 
 def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
-    """A vector `[B|1, H|1, N|1, *shape]` is a table whose first dimensions have indices."""
+    """Returns an index per dimension by which a vector `[B|1, H|1, N|1, *shape]` is a table.
+
+    The dimensions of `shape` have the index None.
+    """
     first = []
     for axis, n in enumerate(value.tensor.shape[:3]):
         if axis < 2 and n == tracer.sizes[axis]:
@@ -71,7 +74,7 @@ def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
 
 def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value:
     kind = together(x for x in places if x is not None)
-    of_mask = kind == PAIR and tracer.in_mask  # where a view of pairs is a table
+    of_mask = kind == PAIR and tracer.in_mask  # a mask_mod reads a table instead of a view of pairs
     key = id(source), of_mask, *(x and x.serial for x in places)
     if (found := tracer.computed.get(key)) is not None:
         return found
@@ -94,9 +97,10 @@ def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value
 
 
 def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
-    """`source[b, h, i, j]`, or sums of i and j as indices: a view that kernels read as a mask.
+    """Returns `source[b, h, i, j]` as a view of all pairs, which the kernels read as a mask.
 
-    None if the indices are others, or if the function has read such a view before.
+    In place of i and j, the indices may be sums of i and j. Returns None if the indices have
+    another form, or if the function has read such a view before.
     """
     if tracer.pairs is not None or not source.is_floating_point() or tracer.in_mask:
         return None
@@ -136,10 +140,12 @@ def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
 
 
 def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
-    """`source[places]`, by an index of the pair: the tensor is read where it lies.
+    """Returns `source[places]` for an index of the pair: the kernels read the tensor as a table.
 
-    Where b, h, and i or j are indices themselves, its rows are heads, and queries or keys. The
-    other indices are one together, of its last dimension.
+    The table has the dimensions batch, head, row and one more. Dimensions that have b or h as their
+    index become the table's batch and head. A dimension with the index i or j becomes the table's
+    rows. All other dimensions are flattened into the table's last dimension, and their indices
+    become one index.
     """
     own: list[int | None] = [None, None, None]  # dimensions of b, of h, and of i or j
     counts = [*tracer.sizes[:2], 0]
@@ -161,7 +167,7 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
     if ("t", number) not in tracer.list.leaves:
         table = source
         for n, at in enumerate(own):
-            # A slice has a derivative that copies.
+            # Slices only if necessary, because the derivative of a slice makes a copy.
             if at is not None and table.size(at) != counts[n]:
                 table = table.narrow(at, begin if n == 2 else 0, counts[n])
         found = [dim for dim in own if dim is not None]
@@ -178,8 +184,8 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
 
 
 def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int | None]) -> Value:
-    """The place among the numbers of the dimensions that are not a table's own."""
-    parts: dict[int, Any] = {}  # of the index, by kind: what is not of the pair costs nothing
+    """Returns the index into a table's last dimension, from the dimensions that are not `own`."""
+    parts: dict[int, Any] = {}  # summands of the index, by kind: PyTorch adds those not of PAIR
     is_inside: Any = None
     stride = 1
     for dim in reversed(range(source.dim())):
@@ -216,9 +222,10 @@ def _check_index(tracer: Tracer, source: Tensor, dim: int, index: Value) -> None
 
 
 def _select(source: Tensor, places: list[Value | None]) -> Tensor:
-    """`source[places]`, `[B|1, H|1, N|1, *rest]`.
+    """Returns `source[places]`, `[B|1, H|1, N|1, *rest]`, by PyTorch.
 
-    By index_select, whose derivative adds in order; indexing's derivative adds by atomics.
+    Calls index_select, because its derivative adds in a fixed order. The derivative of
+    `source[places]` adds by atomics.
     """
     rest = [dim for dim, x in enumerate(places) if x is None]
     if rest:

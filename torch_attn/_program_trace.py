@@ -1,13 +1,14 @@
-"""Runs a score_mod or a mask_mod, and writes down what has to be computed for every pair.
+"""Runs a score_mod or a mask_mod, and lists the operations that kernels must run for every pair.
 
 FlexAttention's functions are defined on numbers: `score_mod(score, b, h, q_idx, kv_idx)`. `Tracer`
-calls them once, with 0-d tensors, and as a TorchFunctionMode it sees every call of PyTorch. What
-does not depend on query and key at once is computed by PyTorch's own operations on vectors over
-the rows, the keys or the distances i - j: any operation is allowed there, and autograd records it.
-What does is written into a list (`_program_list.py`) that the kernels run inside their tiles.
+calls each function once, with 0-d tensors. It is a TorchFunctionMode, so it sees every call of
+PyTorch. If a value does not depend on query and key at once, PyTorch's own operation computes it on
+a vector over the rows, the keys or the distances i - j. Any operation is allowed there, and
+autograd records it. If a value depends on both, `Tracer` writes the operation into a list
+(`_program_list.py`), which the kernels run inside their tiles.
 
-The function sees "places": tensors whose numbers mean nothing. They answer questions such as
-`score.dtype` and `b.new_ones(())`, and their attribute `_attn` is the Value they stand for.
+The function gets "places": tensors whose numbers mean nothing. A place answers questions such as
+`score.dtype` and `b.new_ones(())`. Its attribute `_attn` is the Value for which the place stands.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["Tracer"]
 
 
 class Tracer(TorchFunctionMode):
-    """One call of `trace`: the values of both functions, and the list."""
+    """The state of one call of `trace`: the values of both functions, and the list."""
 
     def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Tracer(TorchFunctionMode):
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
         self.made: list[Any] = []  # tensors that the functions made
         self.empty: dict[torch.dtype, Tensor] = {}
-        self.tables: dict[Any, tuple[int, Tensor]] = {}  # by what is read: its number
+        self.tables: dict[Any, tuple[int, Tensor]] = {}  # (number, table) by what is read
         self.pairs: Tensor | None = None
         self.sizes = sizes
         self.lengths = {HEAD: 1, ROW: L, KEY: S, DISTANCE: max(L + S - 1, 0)}
@@ -55,9 +56,9 @@ class Tracer(TorchFunctionMode):
         self.indices += [self.of_affine((1, 0, 0)), self.of_affine((0, 1, 0))]
 
     def index(self, kind: int, axis: int, size: int) -> Value:
-        """The numbers 0, 1, ... along one of the axes b, h, n."""
+        """Returns the numbers 0, 1, ... along one of the axes b, h, n."""
 
-        device = self.device  # not self: without cycles nothing is left to the garbage collector
+        device = self.device  # make() holds no self, because a cycle would wait for the collector
 
         def make() -> Tensor:
             numbers = torch.arange(size, device=device)
@@ -66,7 +67,7 @@ class Tracer(TorchFunctionMode):
         return self.list.value(kind, torch.int64, make, limits=(0, size - 1) if size else None)
 
     def put(self, value: Value) -> Tensor:
-        """The place of a value: what the user's function sees."""
+        """Returns the place of a value: the tensor that the user's function sees."""
         if value.shape:
             place = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         else:
@@ -78,7 +79,7 @@ class Tracer(TorchFunctionMode):
         return place
 
     def run(self, name: str, function: Any, arguments: list[Value], type_: str) -> int:
-        """The place in the list of the number that a function returns."""
+        """Runs a function and returns where its result is in the list."""
         places = [self.put(x) for x in arguments]
         with self:
             result = function(*places)
@@ -96,7 +97,7 @@ class Tracer(TorchFunctionMode):
         return self.list.place(value, type_)
 
     def value(self, x: Tensor) -> Value | None:
-        """The Value of a place or of another 0-d tensor; None for the other tensors."""
+        """Returns the Value of a place or of another 0-d tensor; None for all other tensors."""
         value: Value | None = getattr(x, "_attn", None)
         if value is not None or x.dim():
             return value
@@ -110,7 +111,7 @@ class Tracer(TorchFunctionMode):
     def is_made(self, x: Any) -> bool:
         return any(x is made for made in self.made)
 
-    # A call of PyTorch by the user's function
+    # Calls of PyTorch by the user's function
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -148,7 +149,7 @@ class Tracer(TorchFunctionMode):
         return self.put(result)
 
     def assign(self, target: Any, value: Value, name: str) -> Any:
-        """`target += x`: every name of the same tensor sees it."""
+        """Assigns in place, as `target += x` does: every name of the tensor sees the new value."""
         if not (hasattr(target, "_attn") or self.is_made(target)):
             self.fail(f"{name} changes a captured tensor in place", "compute a new one")
         own: Any = self.value(target)
@@ -162,7 +163,7 @@ class Tracer(TorchFunctionMode):
     def elementwise(
         self, name: str, function: Any, values: list[Any], named: dict[str, Any], of: list[Value]
     ) -> Value:
-        """A function of numbers; `of` are the Values among its arguments."""
+        """Computes a function of numbers; `of` are the Values among its arguments."""
         kind = together(of) if len(of) > 1 else of[0].kind
         whole = of[0].type == "i" and of[-1].type == "i"
         affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
@@ -183,7 +184,7 @@ class Tracer(TorchFunctionMode):
         return result
 
     def vector(self, kind: int, function: Any, values: list[Any], named: dict[str, Any]) -> Value:
-        """Computes numbers that are not of the pair; the same ones once."""
+        """Computes numbers that are not of the pair. Computes equal calls only once."""
         key: Any = (function, *map(_key, values))
         if named:
             key += tuple((n, _key(x)) for n, x in named.items())
@@ -212,21 +213,21 @@ class Tracer(TorchFunctionMode):
         return result
 
     def limits(self, x: Any) -> tuple[int, int] | None:
-        """The least and the largest number of a value, if they are known or can be read."""
+        """Returns the least and the largest number of a value, if they are known or readable."""
         if type(x) is int:
             return x, x
         if not isinstance(x, Value) or x.type != "i":
             return None
         unread = x.limits is None and x.kind != PAIR and not self.list.compiling
         if unread and x.tensor.numel():
-            # Under torch.func.vmap numbers cannot be read; index_select checks them.
+            # Under torch.func.vmap the numbers cannot be read. There index_select checks them.
             with contextlib.suppress(RuntimeError):
                 least, most = x.tensor.detach().aminmax()
                 x.limits = int(least), int(most)
         return x.limits
 
     def limits_of_result(self, name: str, values: list[Any]) -> tuple[int, int] | None:
-        """The limits of the result of an operation of the pair on whole numbers."""
+        """Returns the limits of the result of an operation of the pair on whole numbers."""
         known = [self.limits(x) for x in (values[1:] if name == "where" else values)]
         of = [x for x in known if x is not None]
         if len(of) < len(known):
@@ -251,10 +252,10 @@ class Tracer(TorchFunctionMode):
         }
         return results.get(name, (a, b) if name in _CONVERSIONS else None)
 
-    # a i + b j + c
+    # Values of the form a i + b j + c
 
     def affine(self, name: str, values: list[Any]) -> tuple[int, int, Any] | None:
-        """The form of a sum, a difference, a negative or a product, if it has one."""
+        """Returns the form (a, b, c) of a sum, difference, negative or product, if it has one."""
         forms: list[tuple[int, int, Any]] = []
         for x in values:
             if type(x) is int:
@@ -279,7 +280,7 @@ class Tracer(TorchFunctionMode):
         return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
 
     def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
-        """The value of a form that depends on i, on j or on i - j alone; else None."""
+        """Returns the Value of a form that depends on i, j or i - j alone; None for other forms."""
         a, b, c = affine
         if a and b and a + b:
             return None
@@ -301,7 +302,7 @@ class Tracer(TorchFunctionMode):
                 ends = begin, begin + max(count - 1, 0) * step
                 found.limits = min(ends), max(ends)
             self.computed[key] = found
-            self.made.append(c)  # so that its id stays its own
+            self.made.append(c)  # so that no other tensor gets its id
         return found
 
     def of(self, name: str, *values: Any) -> Value:
@@ -311,7 +312,7 @@ class Tracer(TorchFunctionMode):
     # Everything else
 
     def general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Any function of values that are not of the pair, by torch.vmap over b, h and n."""
+        """Calls any function of values that are not of the pair, by torch.vmap over b, h and n."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         values = {n: x._attn for n, x in enumerate(flat) if hasattr(x, "_attn")}
         name = getattr(func, "__name__", str(func))
@@ -365,7 +366,10 @@ class Tracer(TorchFunctionMode):
     # Errors
 
     def fits(self, numbers: Tensor, of: Tensor) -> bool:
-        """Whether a conversion kept all numbers; a compiler's and vmap's numbers cannot be read."""
+        """Returns whether a conversion kept all numbers.
+
+        Returns True under torch.compile and vmap, because numbers cannot be read there.
+        """
         with contextlib.suppress(RuntimeError):
             return self.list.compiling or torch.equal(numbers.to(of.dtype), of)
         return True
@@ -377,7 +381,10 @@ class Tracer(TorchFunctionMode):
             self.fail(f"a captured tensor is a {what}", "capture a dense tensor of real numbers")
 
     def check_gradients(self, name: str, values: Iterable[Any]) -> None:
-        """autograd.Function runs its forward without gradients; its backward would be lost."""
+        """Refuses functions that run without gradients, although the caller records gradients.
+
+        An autograd.Function runs its forward without gradients, so its backward would be lost.
+        """
         if not self.tracking or torch.is_grad_enabled():
             return
         if any(x.type == "f" for x in values if isinstance(x, Value)):
@@ -419,7 +426,7 @@ _HERE = tuple(os.path.dirname(os.path.abspath(x)) + os.sep for x in (__file__, t
 
 
 def _frame_of_user() -> Any:
-    """The innermost frame that is neither PyTorch's nor ours."""
+    """Returns the innermost frame that is neither in PyTorch nor in this package."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
@@ -451,7 +458,11 @@ _OPERATORS = (
 
 
 def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
-    """Functions of numbers: their name, the new-tensor form, whether reflected, in place."""
+    """Yields each function of numbers with four facts about it.
+
+    These are its name, the form that returns a new tensor, whether it is reflected (`__radd__`) and
+    whether it works in place.
+    """
     for name in (*RULES, *_OF_VECTORS.split()):
         for function in _named(_HOLDERS, name):
             yield function, (name, function, False, False)
@@ -465,7 +476,7 @@ def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
             for function in _named([torch.Tensor, operators], f"__{prefix}{operator}__"):
                 yield function, (name or operator, plain, prefix == "r", prefix == "i")
     yield torch.rsub, ("sub", torch.sub, True, False)
-    for of in (torch, torch.Tensor):  # of two tensors; of one they reduce
+    for of in (torch, torch.Tensor):  # of two tensors; of one tensor, min and max reduce
         yield of.min, ("minimum", torch.minimum, False, False)
         yield of.max, ("maximum", torch.maximum, False, False)
 
@@ -480,7 +491,7 @@ _QUESTIONS = _named(_HOLDERS, "dim size stride numel is_floating_point is_comple
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad")
 }
-# They read no number of their first argument.
+# Functions that read no number of their first argument.
 _LIKE = _named(
     _HOLDERS,
     "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros",

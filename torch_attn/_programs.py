@@ -1,4 +1,7 @@
-"""The program of a function of the pair: two lists of operations, and the numbers they read."""
+"""The program of a score_mod and a mask_mod: two lists of operations, and the numbers they read.
+
+score_mod and mask_mod are FlexAttention's "functions of the pair" of a query i and a key j.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,27 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What the kernels compute for every pair, and the numbers that it reads.
+    """The operations that the kernels run for every pair, and the numbers that they read.
 
-    The leaves of the pair (i, j) are row i, key j and distance i - j + S - 1. B and H are 1 where
-    no leaf depends on the entry or the head. A tensor is None where the program reads none.
+    For the pair of query i and key j, the operations read row i of row_terms and row_numbers, row j
+    of key_terms and key_numbers, and row i - j + S - 1 of distance_terms and distance_numbers. B of
+    a tensor is 1 if its numbers do not depend on the batch entry. H is 1 if they do not depend on
+    the head. A tensor that the operations do not read is None.
 
     Attributes:
-        score: the list that computes the score; None without a score_mod.
-        mask: the list that says whether the query sees the key; None without a mask_mod.
-        row_terms: ``[B|1, H|1, L, R]``, float32 (float64 for inputs in float64), with gradients to
-            what the functions captured.
+        score: the list of operations that computes the score; None without a score_mod.
+        mask: the list that computes whether the query sees the key; None without a mask_mod.
+        row_terms: ``[B|1, H|1, L, R]``, float32 (float64 for inputs in float64). Gradients flow
+            from it to the tensors that the functions captured.
         key_terms: ``[B|1, H|1, S, K]``, likewise.
         distance_terms: ``[B|1, H|1, L + S - 1, D]``, likewise.
         row_numbers: ``[B|1, H|1, L, R]``, int32: whole numbers, and booleans as 0 and 1.
         key_numbers: ``[B|1, H|1, S, K]``, likewise.
         distance_numbers: ``[B|1, H|1, L + S - 1, D]``, likewise.
-        table_0: ``[B|1, H|1, L|S|1, N]``, as the terms: a captured tensor that an index of the pair
-            reads, in place. The list says whose rows it has. table_1 to table_3: likewise.
-        pairs: ``[B|1, H|1, L, S]``, a view of a captured tensor that is read as it lies.
+        table_0: ``[B|1, H|1, L|S|1, N]``, of the terms' dtype: a captured tensor that the kernels
+            read in place, because its index depends on query and key. The list of operations says
+            whether its rows are those of queries or of keys. table_1 to table_3: likewise.
+        pairs: ``[B|1, H|1, L, S]``, a view of a captured tensor, which the kernels read in place.
     """
 
     score: str | None
@@ -57,7 +63,7 @@ class Program:
     pairs: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``torch.ops.attn.flex_attention``, by name."""
+        """Returns the program as arguments of ``torch.ops.attn.flex_attention``, by name."""
         of_program = {"score": "score_mod", "mask": "mask_mod", "pairs": "attn_mask"}
         return {of_program.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
 
@@ -86,18 +92,18 @@ def trace(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Program:
-    """Runs the functions and returns what the kernels need.
+    """Runs the functions once and returns the program that the kernels need.
 
     Args:
-        score_mod: FlexAttention's, or None.
-        mask_mod: FlexAttention's, or None. What it captures is read without gradients.
+        score_mod: a score_mod of FlexAttention, or None.
+        mask_mod: a mask_mod of FlexAttention, or None. What it captures gets no gradients.
         batch: B. heads: H, of the query. queries: L. keys: S.
-        dtype: of query, key and value. Scores are float32, or float64 for float64.
-        device: of the leaves.
+        dtype: the dtype of query, key and value. Scores are float32, or float64 for float64.
+        device: the device of the program's tensors.
 
     Raises:
-        RuntimeError: a function does what cannot be run for every pair. The message names the
-            operation and the line, and says what to do instead.
+        RuntimeError: a function does something that the kernels cannot run for every pair. The
+            message names the operation and the line, and says what to do instead.
     """
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     tracer = Tracer((batch, heads, queries, keys), compute, torch.device(device))
@@ -132,7 +138,7 @@ def trace(
 
 
 def _stack(tracer: Tracer, name: str, leaves: list[Tensor]) -> Tensor:
-    """Leaves `[B|1, H|1, N|1]` as `[B|1, H|1, N, n]`, each column contiguous."""
+    """Stacks n leaves `[B|1, H|1, N|1]` into `[B|1, H|1, N, n]`, each column contiguous."""
     if len(leaves) > MOST_LEAVES:
         tracer.fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
     length = tracer.lengths[_KINDS[name.partition("_")[0]]]
@@ -153,21 +159,22 @@ def score_program(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype = torch.float32,
 ) -> Program:
-    """What :func:`flex_attention` would run for every pair; print it to read it.
+    """Returns the program that :func:`flex_attention` would run for every pair; ``print`` shows it.
 
     Args:
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, as of PyTorch's FlexAttention.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, as in PyTorch's FlexAttention.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, likewise.
-        shape: ``(B, H, L, S)``: batch, heads of the query, queries and keys.
-        dtype: of query, key and value.
+        shape: ``(B, H, L, S)``: the sizes of the batch, heads of the query, queries and keys.
+        dtype: the dtype of query, key and value.
 
     Returns:
-        the two lists of operations as strings, and the tensors that they read. These hold what the
-        functions captured at this call; they do not follow later changes.
+        The two lists of operations as strings, and the tensors that the operations read. These
+        tensors hold what the functions captured at this call. Tables and `pairs` may share memory
+        with captured tensors; the other tensors do not follow later changes.
 
     Raises:
-        RuntimeError: what a function does cannot be run for every pair. The message names the
-            operation and the line, and says what to do instead.
+        RuntimeError: a function does something that the kernels cannot run for every pair. The
+            message names the operation and the line, and says what to do instead.
     """
     B, H, L, S = shape
     return trace(score_mod, mask_mod, batch=B, heads=H, queries=L, keys=S, dtype=dtype)

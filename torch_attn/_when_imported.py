@@ -1,4 +1,4 @@
-"""Calls a function after a module is imported, for modules that are too slow to import always."""
+"""Calls a function after a module is imported, without importing that slow module itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["when_imported"]
 
 
 def when_imported(name: str, function: Callable[[], None]) -> None:
-    """Calls `function` now if the module is already imported, and each time that it is executed.
+    """Calls `function` each time that a module is executed, and now if it is already imported.
 
-    An exception of `function` becomes a warning, because the module may be from another release of
+    An exception in `function` becomes a warning, because the module may be of another release of
     torch, and programs that do not use attention should go on.
     """
 
@@ -32,10 +32,10 @@ def when_imported(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, by the finders that come after it.
+    """Finds one module, by asking the finders that come after this one.
 
-    It is never removed and has no state, because a search need not lead to an import, an import
-    may fail and be tried again, and several threads may search at the same time.
+    The finder stays in ``sys.meta_path`` and keeps no state, because a search need not lead to an
+    import, an import may fail and be repeated, and several threads may search at the same time.
     """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, which calls a function after it has executed the module."""
+    """Loads a module by the module's own loader, and then calls a function."""
 
     def __init__(self, own: Any, function: Callable[[], None]) -> None:
         self._own, self._function = own, function
@@ -73,4 +73,4 @@ class _Loader(importlib.abc.Loader):
         self._function()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)  # such as get_source, for tracebacks
+        return getattr(self._own, name)  # such as get_source, which tracebacks call

@@ -1,4 +1,4 @@
-"""FlexAttention: attention with functions of the pair of a query and a key, on a CPU."""
+"""FlexAttention on a CPU: the caller's functions change scores and hide keys."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are functions of the pair of a query and a key.
 
-    Takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention` and replaces it
-    on a CPU, where PyTorch's function has no derivatives of query, key and value. Nothing is
-    compiled. The function runs once per call, and the kernels evaluate the part that depends on
-    both query and key inside their tiles. With ``z = scale <query, key>``, ``score = score_mod(z,
-    b, h, q_idx, kv_idx)``. A pair is hidden where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
+    It takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention`, and replaces
+    that function on a CPU, where it lacks the derivatives of query, key and value. Nothing is
+    compiled. Each call runs `score_mod` and the mask_mod once. The kernels evaluate those parts of
+    both functions that depend on query and key at once, inside their tiles. The score of a pair is
+    ``score_mod(z, b, h, q_idx, kv_idx)``, where ``z = scale <query, key>``. A query does not see a
+    key where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
 
     Args:
         query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.
@@ -49,31 +50,33 @@ def flex_attention(
             float32 (float64 for float64). `h` is the head of the query.
         block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask`, or a mask_mod itself,
             ``mask_mod(b, h, q_idx, kv_idx) -> bool``. Blocks that a BlockMask does not list are
-            hidden, full blocks are visible, and in partial blocks its mask_mod decides, as in
-            compiled FlexAttention.
+            hidden. Full blocks are visible. In partial blocks the mask_mod of the BlockMask
+            decides. Compiled FlexAttention does the same.
         scale: factor of the scores; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
-        return_lse: returns the logsumexp, too.
+        return_lse: whether to return the logsumexp, too.
         kernel_options: is accepted and changes nothing.
-        return_aux: an ``AuxRequest(lse=..., max_scores=...)`` of PyTorch: what to return, too.
+        return_aux: PyTorch's ``AuxRequest(lse=..., max_scores=...)``, which names further results.
 
     Returns:
-        ``[B, Hq, L, Ev]`` in query's dtype. With `return_lse` a pair: the output, and the logsumexp
-        ``[B, Hq, L]``, float32 (float64 for float64), differentiable. With `return_aux` a pair: the
-        output, and an ``AuxOutput`` with what was asked for. A query that sees no key has the
-        output 0 and the logsumexp -inf.
+        The output, ``[B, Hq, L, Ev]`` in query's dtype. With `return_lse`, the pair of the output
+        and the logsumexp, ``[B, Hq, L]``, float32 (float64 for float64), differentiable. With
+        `return_aux`, the pair of the output and an ``AuxOutput`` with the requested results. A
+        query that sees no key has the output 0 and the logsumexp -inf.
 
     Raises:
-        RuntimeError: a function does what cannot be computed for every pair: the message names the
-            operation and the line. Or shapes, dtypes or indices do not fit.
-        TypeError: query, key or value is no tensor, or `scale` is a tensor that wants a derivative.
-        ValueError: `return_lse` together with `return_aux`.
+        RuntimeError: a function does something that the kernels cannot compute for every pair (the
+            message names the operation and the line), or shapes, dtypes or indices do not fit.
+        TypeError: query, key or value is no tensor, `block_mask` is neither a BlockMask nor a
+            function, or `scale` is a tensor that requires a gradient or has a tangent.
+        ValueError: `return_lse` is given together with `return_aux`.
 
-    Derivatives: first and second, in reverse mode and forward mode, of query, key, value and
-    everything that `score_mod` captures, in memory O(L + S) beside captured tensors. They are
-    PyTorch's, except that 0 times anything is 0 where a value depends on both query and key.
+    Derivatives: first and second derivatives, in reverse mode and forward mode, with respect to
+    query, key, value and every tensor that `score_mod` captures. They take memory O(L + S) beside
+    the captured tensors. They equal PyTorch's, except that 0 times anything is 0 where a value
+    depends on both query and key.
 
-    Determinism: the same bits on every run and with any number of threads.
+    Determinism: the results have the same bits on every run and with any number of threads.
 
     Example:
         >>> table = torch.zeros(8, 33, requires_grad=True)  # a bias for each head and distance
@@ -136,7 +139,7 @@ def flex_attention(
 def _parts(
     block_mask: Any, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, tuple[int, int], Callable[..., Tensor] | None]:
-    """The blocks of a mask, their size, and the mask_mod."""
+    """Returns the blocks of a mask, the size of a block, and the mask_mod."""
     if block_mask is None or not hasattr(block_mask, "kv_num_blocks"):
         if block_mask is not None and not callable(block_mask):
             raise TypeError(
@@ -168,7 +171,7 @@ def _parts(
 
 
 def _listed(numbers: Tensor, indices: Tensor, count: int) -> Tensor:
-    """Whether a block is among the first `numbers` of `indices`, ``[B, H, rows, count]``."""
+    """Returns ``[B, H, rows, count]``: whether a block is in the first `numbers` of `indices`."""
     places = torch.arange(indices.size(-1), device=indices.device)
     is_there = (places < numbers[..., None]) & (indices >= 0) & (indices < count)
     listed = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)

@@ -1,27 +1,29 @@
-"""Floating-point operations, for :class:`torch.utils.flop_counter.FlopCounterMode`.
+"""Counts floating-point operations for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
-The formulas count as PyTorch does for its own attention: the matrix products in every query head,
-a product ``[m, k] @ [k, n]`` as ``2 m n k``, and masked scores count too. Derivatives
-include the scores that they compute again. The formulas leave out what is not computed, such as the
-gradient of a key that does not require one.
+The formulas count as PyTorch counts for its own attention. They count the matrix products of every
+query head, where a product ``[m, k] @ [k, n]`` has ``2 m n k`` operations. Masked scores count,
+too. The formulas of derivatives include the scores that the kernels compute again. The formulas
+leave out what is not computed, such as the gradient of a key that does not require one.
 
-With a `window_size`, only the pairs of a query and a key that it and `is_causal` show are counted.
-The formulas know shapes, but not the numbers in `query_offset` and `key_lengths`. So they assume
-that the first query is at the first key or, if an offset is given, the last query at the last key,
-and that all S keys are in use. Packed sequences, of `cu_seq_q` and `cu_seq_k`, are counted as if
-all had the same length, sequences in the pages of a `block_table` as if each had `max_k` keys.
-No other option adds anything, because none is a matrix product.
+With a `window_size`, the formulas count only the pairs of a query and a key that the window and
+`is_causal` leave visible. The formulas know shapes, but not the numbers in `query_offset` and
+`key_lengths`. So they assume that all S keys are in use, and that the first query is at the first
+key. If a `query_offset` is given, they assume instead that the last query is at the last key. They
+count packed sequences (`cu_seq_q`, `cu_seq_k`) as if all had the same length, and sequences in the
+pages of a `block_table` as if each had `max_k` keys. No other option counts, because no other one
+changes the matrix products.
 
-With E the size of a query and a key, Ev the size of a value, and per pair of a query and a key:
+The table counts the operations per pair of a query and a key, where E is the size of a query and
+of a key, and Ev is the size of a value:
 
 ==============  =================================================================================
 forward         ``2 (E + Ev)``
 backward        ``2 (3 E + 2 Ev)``, of which ``2 E`` for grad_query and for grad_key each, and
                 ``2 Ev`` for grad_value
-tangent         ``2 (3 E + 2 Ev)``, of which ``2 E`` for the direction of query and of key each, and
-                ``2 Ev`` for the direction of value
+tangent         ``2 (3 E + 2 Ev)``, of which ``2 E`` for the tangent of query and of key each, and
+                ``2 Ev`` for the tangent of value
 second order    ``2 (7 E + 3 Ev)``
-statistics      ``4 E``: the scores twice, because a weight depends on its whole row
+statistics      ``4 E``: the scores twice, because a weight depends on all scores of its row
 ==============  =================================================================================
 """
 
@@ -42,7 +44,7 @@ Call = dict[str, Any]
 
 
 def register() -> None:
-    """Registers the formulas with PyTorch; importing the package does."""
+    """Registers the formulas with PyTorch; importing the package calls this."""
     ops = torch.ops.attn
     for op, count in (
         (ops.sdpa, _forward),
@@ -69,20 +71,20 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 
 
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
-    """Counts the given numbers of products over E and Ev, for the pairs that a window shows."""
+    """Counts the given numbers of products over E and Ev, for the pairs that are visible."""
     if call.get("block_table") is not None:  # key and value are pools
         pools = {name: call[name] for name in ("key", "value")}
         call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}
     query, key, value = call["query"], call["key"], call["value"]
     leading = zip_longest(*(shape[-3::-1] for shape in (query, key, value)), fillvalue=1)
-    # Two sizes are equal, or one of them is 1. With grouped heads the query has the most.
+    # If sizes differ, the smaller is 1, or heads are grouped and the query has the most heads.
     heads: int = math.prod(map(max, leading))
     flops: int = 2 * _pairs(call) * (over_head_dim * query[-1] + over_value_dim * value[-1])
     return heads * flops
 
 
 def _pairs(call: Call) -> int:
-    """Counts the pairs of a query and a key that it sees, in one head."""
+    """Counts the pairs of a query and a key, in one head, that the window leaves visible."""
     L, S = call["query"][-2], call["key"][-2]
     if call.get("cu_seq_q") is not None:
         N = max(call["cu_seq_q"][0] - 1, 1)
@@ -98,7 +100,7 @@ def _pairs(call: Call) -> int:
     first = 0 if call.get("query_offset") is None else S - L  # the position of query 0
 
     def until(key: int) -> int:
-        """Counts the pairs of queries i and keys up to i + key."""
+        """Counts the pairs of a query i and a key up to i + key."""
         return _clamped(L + key, S) - _clamped(key, S)
 
     return until(first + right) - until(first - left - 1)

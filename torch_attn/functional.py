@@ -15,8 +15,8 @@ __all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weig
 
 _library.load()
 
-# torch.jit.script can compile sdpa, sdpa_with_logsumexp and sdpa_with_weights. It takes no
-# keyword-only arguments with a default, so all arguments may be given by position here.
+# torch.jit.script can compile sdpa, sdpa_with_logsumexp and sdpa_with_weights. TorchScript has no
+# keyword-only arguments with a default, so these functions accept all arguments by position.
 
 _P = ParamSpec("_P")
 
@@ -39,78 +39,84 @@ def sdpa(
 ) -> Tensor:
     """Scaled dot-product attention.
 
-    Computes ``dropout(softmax(scale * query @ key^T + attn_mask)) @ value`` for every head, and
-    takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`, which it
-    replaces. The L x S scores are never stored, whatever the arguments: the kernel reads keys block
-    by block with a running softmax, and backward computes the weights again.
+    Computes ``dropout(softmax(scale * query @ key^T + attn_mask)) @ value`` for every head. It
+    takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention` and replaces
+    that function. No combination of arguments makes it store the L x S scores: the kernel reads
+    keys block by block with a running softmax, and backward computes the weights again.
 
-    The built-in lacks the arguments from `softcap` on. Any of them may be combined. Query i is at
-    position p = i + `query_offset`. Its score for key j is
-    ``softcap tanh(scale <q, k> / softcap) - alibi_slopes |p - j| + attn_mask``. Key j is hidden if
-    `window_size`, `is_causal`, `key_lengths` or `attn_mask` hides it. A weight is
+    The built-in lacks the arguments from `softcap` on. The caller may combine any of them. Query i
+    is at position p = i + `query_offset`. The score of query i and key j is
+    ``softcap tanh(scale <q, k> / softcap) - alibi_slopes |p - j| + attn_mask``. `window_size`,
+    `is_causal`, `key_lengths` and `attn_mask` can hide key j. A weight is
     ``exp(score) / (exp(sinks) + sum over j of exp(score))``.
 
-    Shapes: ``B...`` stands for any number of leading dimensions, also none, that broadcast between
-    query, key and value (sizes 1 and n). L is the number of queries, S the number of keys, E the
+    Shapes: ``B...`` stands for any number of leading dimensions, also none. They broadcast between
+    query, key and value: a size is n or 1. L is the number of queries, S the number of keys, E the
     size of a query and a key, Ev the size of a value; each may be 0. The head dimension is the
-    third from the end. Strides are free: the kernel reads views without a copy.
+    third from the end. All strides are allowed: the kernel reads views without a copy.
 
     Args:
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
         key: ``[B..., Hk, S, E]``, query's dtype and device.
         value: ``[B..., Hv, S, Ev]``, query's dtype and device.
-        attn_mask: broadcasts to ``[B..., Hq, L, S]`` without enlarging it. Boolean:
-            True = the query may attend to the key. Floating, of query's dtype or float32: added to
-            the scaled scores; ``-inf`` masks the key. A floating mask may require a gradient, which
-            has the mask's own shape. Or ``causal_upper_left(L, S)`` or ``causal_lower_right(L, S)``
-            of :mod:`torch.nn.attention.bias`, for which no L x S mask is made.
+        attn_mask: broadcasts to ``[B..., Hq, L, S]`` without enlarging it. In a boolean mask, True
+            means that the query may attend to the key. A floating mask, of query's dtype or
+            float32, is added to the scaled scores; ``-inf`` masks the key. It may require a
+            gradient, which has the mask's own shape. The mask may also be
+            ``causal_upper_left(L, S)`` or ``causal_lower_right(L, S)`` of
+            :mod:`torch.nn.attention.bias`, for which no L x S mask is made.
         dropout_p: probability, in [0, 1], of zeroing a weight; the remaining weights are divided
-            by ``1 - dropout_p``. Applies whenever it is not 0: pass 0 in evaluation. Drawn from
-            torch's default generator of the device, so :func:`torch.manual_seed` repeats it.
-        is_causal: query i attends to keys 0 ... i, counted from the top left even where L != S,
-            unless `query_offset` says otherwise. If `attn_mask` is given too, both apply.
+            by ``1 - dropout_p``. Dropout applies whenever this is not 0: pass 0 in evaluation. It
+            draws from torch's default generator of the device, so :func:`torch.manual_seed` repeats
+            it.
+        is_causal: query i attends to keys 0 ... i, even where L != S (upper left alignment). With
+            `query_offset` it attends to keys 0 ... i + query_offset. If `attn_mask` is given too,
+            both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
-        enable_gqa: allows Hk and Hv to be divisors of Hq (they may differ). ``Hq / Hk``
-            neighbouring query heads share a key head, ``Hq / Hv`` a value head; neither is copied.
+        enable_gqa: allows Hk and Hv to be divisors of Hq, equal or not. ``Hq / Hk`` neighbouring
+            query heads share a key head, and ``Hq / Hv`` neighbouring query heads share a value
+            head. No head is copied.
         softcap: c > 0 bounds scores to (-c, c), before a mask is added; 0 is off (Gemma 2).
         window_size: (left, right), how many keys a query sees to the left and right of its own
             position; -1 is all. The kernel does not read keys outside the window, so its time is
             linear in the window's size. (-1, 0) is causality.
-        query_offset: the position of query 0 among the keys, of any sign: one number, or integers
-            ``[B...]``. ``S - L`` puts the last query at the last key (lower right alignment, a
-            chunk of a prompt, a cache); over a cache filled to a length it is ``length - L``.
+        query_offset: the position of query 0 among the keys, also negative: one number, or integers
+            ``[B...]``. ``S - L`` puts the last query at the last key (lower right alignment), as
+            for a chunk of a prompt or with a cache. If a cache is filled up to a length, pass
+            ``length - L``.
         key_lengths: how many of the S keys are used: one number, or integers ``[B...]``. The
             kernel does not read the other keys, their values and their part of a mask.
-        alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, one for each head of the output, of query's dtype
-            or float32: ALiBi subtracts slope times the distance from each score. Differentiable.
-        sinks: ``[Hq]`` or ``[B..., Hq]``, dtype as `alibi_slopes`: one more logit in every softmax
-            of a head, without a value (gpt-oss). 0 makes softmax-1, -inf no sink. Differentiable.
+        alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, a slope for each query head, of query's dtype or
+            float32. ALiBi subtracts the slope times the distance from each score. Differentiable.
+        sinks: ``[Hq]`` or ``[B..., Hq]``, a sink for each query head, of query's dtype or float32.
+            A sink is one more logit in every softmax of its head, without a value (gpt-oss). 0
+            gives softmax-1, and -inf is no sink. Differentiable.
 
     Returns:
         ``[B..., Hq, L, Ev]`` in query's dtype, with the query's memory layout (a ``[B, L, H, E]``
         tensor viewed as ``[B, H, L, E]`` gives such a view again). A query that may attend to no
-        key, and every query if S = 0, gives a row of 0 and finite gradients.
+        key gives a row of 0 and finite gradients. If S = 0, this holds for every query.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit, or a dropout outside [0, 1]. The
-            message names the argument, its value and what is allowed. Nothing is read or written.
-            Offsets and lengths on a GPU are not validated, because that would synchronise. There,
-            lengths are clamped to 0 ... S.
+        RuntimeError: shapes, dtypes or devices do not fit, or `dropout_p` is outside [0, 1]. The
+            message names the argument, its value and what is allowed. Then no kernel runs. Offsets
+            and lengths on a GPU are not validated, because that would synchronise. Lengths on a GPU
+            are clamped to 0 ... S.
         TypeError: query, key or value is no tensor; an offset or length is neither an int nor a
             tensor; or a float, such as `scale`, is a tensor that requires a gradient or has a
-            tangent, because floats have no derivatives. ``torch.ops.attn.sdpa`` cannot raise this,
-            because PyTorch converts such a tensor to a number.
-        ValueError: `is_causal` together with a causal bias; a window that is no pair.
+            tangent, although floats have no derivatives. ``torch.ops.attn.sdpa`` cannot raise for
+            such a tensor, because PyTorch converts it to a number.
+        ValueError: `is_causal` is given together with a causal bias, or `window_size` is no pair.
 
-    Precision: bfloat16 and float16 accumulate in float32, with the softmax in float32; float64 is
-    float64 throughout. Under :class:`torch.autocast` inputs are cast as for the built-in.
+    Precision: for bfloat16 and float16, sums and the softmax are in float32. For float64,
+    everything is in float64. Under :class:`torch.autocast`, inputs are cast as for the built-in.
 
     Derivatives: with respect to query, key, value, a floating `attn_mask`, `alibi_slopes` and
     `sinks`. Only requested derivatives are computed, with dropout's mask held fixed. First and
-    second derivatives, in reverse mode, forward mode and any mixture of the two, take memory O(L +
-    S). Third derivatives, and forward mode over forward mode, store the L x S scores, and raise
-    RuntimeError with dropout. :func:`torch.func.vmap` calls the operator once for all samples; with
-    dropout it respects `randomness`.
+    second derivatives take memory O(L + S), in reverse mode, in forward mode, and in one mode over
+    the other. Third derivatives, and forward mode over forward mode, store the L x S scores. With
+    dropout, these two raise RuntimeError. :func:`torch.func.vmap` calls the operator once for all
+    samples. With dropout, it follows vmap's argument `randomness`.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
@@ -119,7 +125,7 @@ def sdpa(
     rows that attend to that key, and no row that masks it. A NaN in a value may reach any row of
     its head, because 0 * NaN is NaN.
 
-    Memory: O(L + S) per head in addition to inputs and outputs, forward and backward.
+    Memory: forward and backward take O(L + S) per head, in addition to inputs and outputs.
 
     Sources:
         - the formula: Vaswani et al., *Attention Is All You Need*, 2017,
@@ -149,7 +155,8 @@ def sdpa(
     scale = None if scale is None else _number("attn::sdpa", "scale", scale)
     dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
-    # Not a tuple, because TorchScript's tuples take no None that might be a number.
+    # Converts the two one by one, because a tuple in TorchScript takes no None that might be a
+    # number.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
     no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
@@ -164,9 +171,10 @@ def sdpa(
 def _calling(
     operator: Any, name: str, like: Callable[_P, Any]
 ) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
-    """Makes a function that calls an operator of three results, with the arguments of `like`.
+    """Makes a decorator, which makes a function that calls an operator of three results.
 
-    The decorated function has only its name and documentation.
+    The new function has the arguments of `like`. The decorated function only gives its name and
+    documentation to the new function.
     """
 
     def number(argument: str, given: float) -> float:
@@ -217,23 +225,26 @@ def _calling(
 
 @_calling(torch.ops.attn.attention, "attn::sdpa", like=sdpa)
 def sdpa_with_logsumexp() -> None:
-    """:func:`sdpa`, and the logsumexp and the largest score of every row.
+    """Computes :func:`sdpa`, and the logsumexp and the largest score of every query.
 
-    Arguments, errors, memory and the output are as for :func:`sdpa`. The logsumexp allows results
-    over parts of the keys to be merged exactly: the output is ``softmax([l1, l2]) @ [o1, o2]``, the
-    logsumexp ``log(exp(l1) + exp(l2))``. A z-loss is ``logsumexp.square().mean()``.
+    Arguments, errors, memory and the output are as for :func:`sdpa`. The logsumexp allows a caller
+    to merge results exactly. If o1 and l1 are the output and the logsumexp over some keys, and o2
+    and l2 those over the remaining keys, the output over all keys is
+    ``softmax([l1, l2]) @ [o1, o2]``, and the logsumexp is ``log(exp(l1) + exp(l2))``. A z-loss is
+    ``logsumexp.square().mean()``.
 
     Returns:
         Three tensors:
 
         - output: ``[B..., Hq, L, Ev]``;
-        - logsumexp: ``[B..., Hq, L]``, float32 (float64 for float64), of each query's scores and
-          its sink, differentiable to second order. A query without keys has its sink here, or -inf
-          if there is none;
-        - max_score: shape and dtype as logsumexp, each query's largest score, without the sink;
-          -inf without keys. No derivatives.
+        - logsumexp: ``[B..., Hq, L]``, float32 (float64 for float64), the logsumexp of each query's
+          scores and its head's sink, differentiable to second order. For a query without keys it is
+          the sink, or -inf if there is no sink;
+        - max_score: of the same shape and dtype, each query's largest score, without the sink;
+          -inf for a query without keys. It has no derivatives.
 
-        Both are NaN for a query with a score of NaN, and +inf for one with a score of +inf.
+        For a query with a score of NaN, logsumexp and max_score are NaN. For a query with a score
+        of +inf, they are +inf.
 
     Example:
         >>> query, key, value = torch.randn(3, 4, 10, 8)  # 4 heads, 10 tokens
@@ -246,18 +257,18 @@ def sdpa_with_logsumexp() -> None:
 
 @_calling(torch.ops.attn.sdpa_with_weights, "attn::sdpa_with_weights", like=sdpa)
 def sdpa_with_weights() -> None:
-    """:func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
+    """Computes :func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
     Arguments, errors and the output are as for :func:`sdpa`. The two matrices are L x S, so this
-    takes memory O(L S). On the CPU a kernel computes them. On other devices, and for gradients
-    through the matrices (of any order), PyTorch's own operators do.
+    takes memory O(L S). On the CPU a kernel computes them. On other devices PyTorch's own operators
+    compute them. PyTorch's own operators also compute gradients through the matrices, of any order.
 
     Returns:
         Three tensors, all differentiable:
 
         - output: ``[B..., Hq, L, Ev]``;
         - weights: ``[B..., Hq, L, S]``, after softmax and before dropout. A row sums to 1, or to
-          less with a sink. It is 0 if the query may attend to no key;
+          less with a sink. The row is 0 if the query may attend to no key;
         - scores: ``[B..., Hq, L, S]``, scaled and masked, before softmax; ``-inf`` where masked.
 
     Example:
@@ -269,17 +280,18 @@ def sdpa_with_weights() -> None:
 
 
 class Stats(NamedTuple):
-    """What :func:`sdpa_stats` returns: float32, or float64 for float64 inputs, without derivatives.
+    """The statistics of :func:`sdpa_stats`, in float32 (float64 for float64), without derivatives.
 
     Attributes:
         largest_score: ``[B..., Hq, L]``, each query's largest score, scaled and masked. Scores that
             grow from step to step are the first sign of diverging training.
         entropy: ``[B..., Hq, L]``, the entropy ``-sum(p log p)`` of each query's weights ``p``, in
             nats: ``log(n)`` where n keys have equal weight, 0 where one key has all the weight.
-        logsumexp: ``[B..., Hq, L]``, of each query's scores, and of the sink if there is one: a
-            weight is ``exp(score - logsumexp)``.
+        logsumexp: ``[B..., Hq, L]``, the logsumexp of each query's scores, and of the sink if there
+            is one. A weight is ``exp(score - logsumexp)``.
         received_weight: ``[B..., Hq, S]``, the sum of the weights that all queries give to a key.
-            Its sum over the keys is the number of queries that see a key, less the sinks' weights.
+            The sum over all keys is the number of queries that see a key, minus the weights of the
+            sinks.
     """
 
     largest_score: Tensor
@@ -291,8 +303,8 @@ class Stats(NamedTuple):
     def largest_weight(self) -> Tensor:
         """``[B..., Hq, L]``, ``exp(largest_score - logsumexp)`` for each query, 0 without keys.
 
-        The nearer it is to 1, the more the softmax is saturated, and the smaller are the gradients
-        of query and key. For scores of 1e6 and more it has few correct digits in float32.
+        If it is near 1, the softmax is saturated, and the gradients of query and key are small. For
+        scores of 1e6 and more, it has few correct digits in float32.
         """
         weight = (self.largest_score - self.logsumexp).exp()
         return weight.masked_fill(self.logsumexp == -torch.inf, 0)
@@ -312,12 +324,12 @@ def sdpa_stats(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Stats:
-    """Statistics of attention, also of sequences too long for storing the weights.
+    """Computes statistics of attention, also for sequences too long to store the weights.
 
     Returns, for every head, the largest score, entropy and logsumexp of every query and the weight
-    that every key receives. While a model trains, they show that attention collapses to single
-    keys, or that scores explode. They take memory O(L + S), and about the time of two products of
-    queries and keys.
+    that every key receives. While a model trains, these statistics show whether attention collapses
+    to single keys, and whether scores explode. To compute them takes memory O(L + S), and about the
+    time of two products of queries and keys.
 
     Args:
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
@@ -326,30 +338,31 @@ def sdpa_stats(
         is_causal: query i sees keys 0 ... i. If `attn_mask` is given too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
-        sinks: as for :func:`sdpa`, and so is every argument without a line here. A sink is no
-            score, but part of the logsumexp and of the softmax's denominator.
+        sinks: as for :func:`sdpa`. Arguments without a line here are also as for :func:`sdpa`. A
+            sink is no score, but it is part of the logsumexp and of the softmax's denominator.
 
     Returns:
         :class:`Stats`. For half types, too, statistics are computed in float32, from the scores of
-        :func:`sdpa`. A query that may attend to no key has a largest score and a logsumexp of -inf,
-        the entropy 0, and gives no weight.
+        :func:`sdpa`. A query that may attend to no key has a largest score and a logsumexp of -inf
+        and the entropy 0, and it gives no weight to any key.
 
     Raises:
         TypeError: query or key is no tensor, or `scale` is a tensor that requires a gradient or has
             a tangent.
-        RuntimeError: shapes, dtypes or devices that do not fit: the message names the argument,
-            its value and what is allowed. Also a backward through the results, or forward mode,
-            because they have no derivatives. Inputs may require a gradient as long as no backward
-            runs. Take :func:`sdpa_with_weights` to train on these numbers. In a function that
-            :func:`torch.compile` differentiates as a whole, detach query and key.
+        RuntimeError: shapes, dtypes or devices do not fit; the message names the argument, its
+            value and what is allowed. A backward through the results raises it too, and so does
+            forward mode, because the results have no derivatives. Inputs may require a gradient as
+            long as no backward runs. Take :func:`sdpa_with_weights` to train on these numbers. In a
+            function that :func:`torch.compile` differentiates as a whole, detach query and key.
 
-    Accuracy: the entropy's relative error is as small near 0 as elsewhere, because its terms are
-    never negative. The same bits on every run and with any number of threads.
+    Accuracy: the entropy's relative error is as small near 0 as elsewhere, because the terms of the
+    entropy are never negative. The results have the same bits on every run and with any number of
+    threads.
 
-    NaN and infinity: a query with a NaN score has NaN as its first three statistics. The keys that
-    it may attend to receive NaN, and no other key does. A score of -inf is masked. If a score is
-    +inf, the query's largest score and logsumexp are +inf, its entropy is NaN, and the keys that it
-    may attend to receive NaN, as from softmax.
+    NaN and infinity: if a query has a NaN score, its largest score, entropy and logsumexp are NaN.
+    The keys that this query may attend to receive NaN, and no other key does. A score of -inf is
+    masked. If a score is +inf, the query's largest score and logsumexp are +inf, its entropy is
+    NaN, and the keys that it may attend to receive NaN, as from softmax.
 
     Source: entropy as a sign of instability: Zhai et al., *Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; largest scores:
@@ -392,7 +405,7 @@ def _pair(window_size: tuple[int, int]) -> list[int]:
 
 
 def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor | None:
-    """Converts a number to a tensor, also a symbolic one under torch.compile."""
+    """Converts a number to a tensor, also a symbolic number under torch.compile."""
     if numbers is None:
         return None
     if isinstance(numbers, Tensor):
@@ -403,7 +416,7 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
 
 
 def _check_whole(name: str, number: Any, or_else: str = "") -> None:
-    """Refuses all but ints of 64 bits and symbolic ints; also refuses True and False."""
+    """Refuses everything except 64-bit ints and symbolic ints; refuses True and False, too."""
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         raise TypeError(f"{name} is {number!r}; it must be an int{or_else}")
     if not torch.compiler.is_compiling() and not -(2**63) <= number < 2**63:
@@ -411,7 +424,7 @@ def _check_whole(name: str, number: Any, or_else: str = "") -> None:
 
 
 def _refuse_others(operator: str, **tensors: Any) -> None:
-    """Accepts tensors and objects that act as one, such as a proxy of :mod:`torch.fx`."""
+    """Accepts only tensors and objects that act as a tensor, as a proxy of :mod:`torch.fx` does."""
     for name, given in tensors.items():
         if not hasattr(given, "__torch_function__"):
             raise TypeError(
@@ -423,8 +436,8 @@ def _refuse_others(operator: str, **tensors: Any) -> None:
 def _number(operator: str, name: str, number: float) -> float:
     """Returns a number, also from a tensor of one element.
 
-    Returns 0 as a constant, because ``torch.compile(dynamic=True)`` makes a default an input of the
-    graph, and dynamo fails where two checkpoints have that input.
+    Returns 0 as a constant. Otherwise ``torch.compile(dynamic=True)`` would make a default value an
+    input of the graph, and dynamo fails if two checkpoints have that input.
     """
     if isinstance(number, float):
         return number if number else 0.0
@@ -435,7 +448,7 @@ def _number(operator: str, name: str, number: float) -> float:
 def _out_of_tensor(operator: str, name: str, number: Any) -> Any:
     """Takes the number out of a tensor of one element; refuses a tensor that wants a derivative.
 
-    This breaks a graph of :func:`torch.compile`, as it does for the built-in.
+    Taking the number breaks a graph of :func:`torch.compile`, as it does for the built-in.
     """
     if not isinstance(number, Tensor):
         return number

@@ -1,7 +1,8 @@
-"""Functions of the pair that models use, for :func:`torch_attn.flex_attention`.
+"""Functions score_mod and mask_mod that models use, for :func:`torch_attn.flex_attention`.
 
-Each takes what a model learned, or shapes, and returns a score_mod or a mask_mod. B: entries of the
-batch, H: heads of the query, L: queries, S: keys. Tables get gradients.
+Each function here takes tensors that a model learned, or sizes, and returns a score_mod or a
+mask_mod; :func:`causal` is itself a mask_mod. B is the number of batch entries, H of heads of the
+query, L of queries, S of keys. Learned tensors get gradients.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ __all__ = [
 
 
 def distances(table: Tensor) -> ScoreMod:
-    """A learned bias for each head and distance, clamped at the ends.
+    """A learned bias for each head and distance; its ends also hold for longer distances.
 
     Args:
-        table: ``[H, 2 R + 1]``: column ``R + q_idx - kv_idx``, where a distance beyond R counts as
-            R (Shaw et al., 2018, as a bias).
+        table: ``[H, 2 R + 1]``: a pair gets the bias in column ``R + q_idx - kv_idx``. A distance
+            beyond R counts as R (Shaw et al., 2018, as a bias).
 
     Example:
         >>> table, x = torch.zeros(8, 33, requires_grad=True), torch.randn(1, 8, 50, 16)
@@ -52,11 +53,14 @@ def distances(table: Tensor) -> ScoreMod:
 
 
 def t5(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """T5's relative positions (Raffel et al., 2020): buckets that grow with the distance.
+    """T5's relative positions (Raffel et al., 2020): a bias per bucket of distances.
+
+    Buckets of longer distances are wider.
 
     Args:
         table: ``[num_buckets, H]``, the weight of ``relative_attention_bias``.
-        bidirectional: an encoder's; a decoder's has no buckets for keys after the query.
+        bidirectional: True for an encoder; False for a decoder, which has no buckets for keys after
+            the query.
         max_distance: longer distances share the last bucket.
 
     Example:
@@ -99,7 +103,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def softcap(cap: float | Tensor) -> ScoreMod:
-    """Scores between -cap and cap, ``cap tanh(score / cap)`` (Gemma 2).
+    """A soft cap, ``cap tanh(score / cap)``: it keeps scores between -cap and cap (Gemma 2).
 
     ``torch_attn.sdpa(..., softcap=cap)`` computes the same in less time.
 
@@ -118,8 +122,9 @@ def transformer_xl(positions: Tensor) -> ScoreMod:
     """Scores of queries with relative positions (Dai et al., 2019; Conformer): the relative shift.
 
     Args:
-        positions: ``[B, H, L, L + S - 1]``, or ``[1, H, L, L + S - 1]`` for all entries of the
-            batch, scaled; column ``L - 1 + kv_idx - q_idx`` is added to the score of a pair.
+        positions: these scores, scaled: ``[B, H, L, L + S - 1]``, or ``[1, H, L, L + S - 1]`` for
+            all entries of the batch. The number in column ``L - 1 + kv_idx - q_idx`` is added to
+            the score of a pair.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 50, 16)
@@ -137,13 +142,13 @@ def transformer_xl(positions: Tensor) -> ScoreMod:
 
 
 def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None = None) -> ScoreMod:
-    """DeBERTa's disentangled attention (He et al., 2021): content to position, and back.
+    """DeBERTa's disentangled attention (He et al., 2021): scores of content with positions.
 
     Args:
         c2p: ``[B, H, L, 2 R]``, scaled scores of queries with the keys of relative positions.
         p2c: ``[B, H, S, 2 R]``, scaled scores of keys with the queries of relative positions.
-        max_distance: distances beyond R / 2 share logarithmic buckets up to this one (v2 and v3);
-            None: each distance has a bucket.
+        max_distance: distances from R / 2 to this one share logarithmic buckets (v2 and v3). With
+            None, each distance has its own bucket.
 
     Example:
         >>> x = torch.randn(1, 8, 50, 16)
@@ -175,11 +180,12 @@ def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None 
 
 
 def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
-    """Decomposed positions of pictures (MViT v2, SAM): a term for the key's row and its column.
+    """Decomposed positions of pictures (MViT v2, SAM): terms for the row and column of a key.
 
     Args:
         rel_h: ``[B, H, L, height]``, scores of queries with the rows of the keys.
-        rel_w: ``[B, H, L, width]``, likewise with the columns; S is height times width.
+        rel_w: ``[B, H, L, width]``, scores of queries with the columns of the keys. S is height
+            times width.
 
     Example:
         >>> x = torch.randn(1, 8, 4 * 6, 16)
@@ -192,7 +198,7 @@ def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A query sees the keys up to its own place. Pass it as a mask_mod.
+    """A query sees the keys up to its own place. Pass this function itself as the mask_mod.
 
     Example:
         >>> x = torch.randn(1, 8, 50, 16)
@@ -223,7 +229,7 @@ def sliding_window(left: int, right: int = 0) -> MaskMod:
 
 
 def both(first: MaskMod, *others: MaskMod) -> MaskMod:
-    """A query sees the keys that every one of the masks shows.
+    """A query sees the keys that all of the masks show.
 
     Example:
         >>> x, ids = torch.randn(1, 8, 50, 16), torch.tensor([0] * 30 + [1] * 20)
@@ -253,10 +259,10 @@ def documents(ids: Tensor) -> MaskMod:
 
 
 def prefix(lengths: Tensor) -> MaskMod:
-    """A prefix that all queries see, then causality (prefix-LM).
+    """A query sees the prefix, and the keys up to its own place (prefix-LM).
 
     Args:
-        lengths: ``[B]``, of each entry's prefix.
+        lengths: ``[B]``, the length of each entry's prefix.
 
     Example:
         >>> x = torch.randn(2, 8, 50, 16)
@@ -275,11 +281,12 @@ def neighbourhood(
     At a border the window is shifted inwards, so that every query has the same number of keys.
 
     Args:
-        shape: of the tokens, such as ``(height, width)``; its product is L and S.
+        shape: the sizes of the grid of tokens, such as ``(height, width)``. Their product is L and
+            S.
         window: how many tokens a query sees along each dimension; odd, unless causal.
-        causal: whether a query sees only tokens up to its own along a dimension, the last of
-            `window` tokens; one for all dimensions, or one for each. Such a window is not shifted:
-            at the beginning it has fewer tokens.
+        causal: whether the window ends at the query's own token along a dimension: one value for
+            all dimensions, or one for each. A causal window is not shifted, so at the beginning it
+            has fewer tokens.
 
     Example:
         >>> x = torch.randn(1, 8, 6 * 7, 16)

@@ -1,4 +1,4 @@
-"""Attention as a module: :class:`torch.nn.MultiheadAttention` on the operator of this package."""
+"""Attention as a module: :class:`torch.nn.MultiheadAttention`, computed by our operator."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(nn.MultiheadAttention):
     """Attention of several heads between learned projections, in place of torch's own module.
 
-    It is a :class:`torch.nn.MultiheadAttention`, with the same arguments and the same parameters
-    under the same names. The same seed gives the same initial parameters, and a state_dict fits
-    both. It calls :func:`torch_attn.sdpa`, in training and in evaluation, also inside of
-    :class:`torch.nn.TransformerEncoderLayer`. Unless weights are requested, it makes no tensor of
-    L x S, except from masks of that size (below). :func:`torch_attn.convert` converts the modules
-    of an existing model to this class, :func:`torch_attn.unconvert` converts them back.
+    It is a :class:`torch.nn.MultiheadAttention`, with the same arguments, and with the same
+    parameters under the same names. The same seed gives the same initial parameters, and a
+    state_dict fits both classes. This class calls :func:`torch_attn.sdpa`, in training and in
+    evaluation, also inside of :class:`torch.nn.TransformerEncoderLayer`. Unless weights are
+    requested, it makes no tensor of L x S, except from masks of that size (see :meth:`forward`).
+    :func:`torch_attn.convert` converts the modules of an existing model to this class, and
+    :func:`torch_attn.unconvert` converts them back.
 
     Args:
         embed_dim: size of a query and of the output, a multiple of `num_heads`.
@@ -38,14 +39,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         vdim: size of a value; None is `embed_dim`.
         batch_first: tensors are ``[B, L, embed_dim]``, else ``[L, B, embed_dim]``.
         num_kv_heads: Hk, the number of heads of key and value, a divisor of `num_heads`; None is
-            `num_heads`. ``H / Hk`` neighbouring query heads share one (grouped-query attention; 1:
-            multi-query attention).
+            `num_heads`. ``H / Hk`` neighbouring query heads share a key head and a value head. This
+            is grouped-query attention and, if Hk = 1, multi-query attention.
         window_size: (left, right), how many keys a query sees to the left and right of its own
-            position; -1 is all. Not with `add_bias_kv` or `add_zero_attn`, whose keys have no
-            position.
+            position; -1 is all. A window excludes `add_bias_kv` and `add_zero_attn`, because the
+            keys that they append have no position.
         softcap: c > 0 replaces a score by ``c tanh(score / c)``, before a mask is added; 0 is off.
-        device: of the parameters.
-        dtype: of the parameters; float64, float32, bfloat16 or float16.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters: float64, float32, bfloat16 or float16.
 
     Parameters, the same as torch's if ``Hk = H``:
 
@@ -153,7 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _set_up(self, num_kv_heads: int) -> None:
-        """Sets what torch's module lacks; :func:`torch_attn.convert` calls it too."""
+        """Sets what torch's module lacks; :func:`torch_attn.convert` calls this, too."""
         self.num_kv_heads = num_kv_heads
         self.register_forward_pre_hook(_forward_must_be_called)
 
@@ -165,7 +166,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return {name: (getattr(self, name), default) for name, default in defaults.items()}
 
     def _take_down(self) -> None:
-        """Removes what torch's module lacks; :func:`torch_attn.unconvert` calls it."""
+        """Removes what torch's module lacks; :func:`torch_attn.unconvert` calls this."""
         for name in self._own():
             vars(self).pop(name, None)
         for key, hook in list(self._forward_pre_hooks.items()):
@@ -189,9 +190,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from every query to the keys that masks do not hide.
 
-        Boolean masks follow torch's module: True hides a key. (For :func:`torch_attn.sdpa` True
-        shows it.) Floating masks are added to the scores and may require a gradient. One mask may
-        be boolean and the other floating.
+        In boolean masks True hides a key, as in torch's module. (In masks of
+        :func:`torch_attn.sdpa` True shows a key.) Floating masks are added to the scores and may
+        require a gradient. One mask may be boolean and the other mask floating.
 
         Args:
             query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` without `batch_first`, or
@@ -199,13 +200,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             key: likewise, ``[B, S, kdim]``.
             value: likewise, ``[B, S, vdim]``.
             key_padding_mask: ``[B, S]``, or ``[S]`` if the query has no batch.
-            need_weights: return the weights, which takes memory O(L S). Pass False if you do not
-                use them: True is the default only because it is torch's.
+            need_weights: whether to return the weights, which takes memory O(L S). Pass False if
+                you do not use the weights. The default is True only because torch's default is.
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
-            average_attn_weights: return the mean of the weights over the heads.
-            is_causal: query i attends to keys 0 ... i. With `attn_mask` it is the hint that this
-                mask is the causal one, moved by `query_offset`. Then the mask is not read unless
-                `need_weights`. With weights the mask decides, as in torch.
+            average_attn_weights: whether to return the mean of the weights over the heads.
+            is_causal: query i attends to keys 0 ... i. With `attn_mask`, `is_causal` is a hint that
+                the mask is the causal one, moved by `query_offset`. Then the mask is read only if
+                `need_weights` is True. In that case the mask decides, as in torch's module.
             query_offset: the position of query 0 among the keys, for windows and causality: one
                 number, or ``[B]`` integers; None is 0.
             key_lengths: how many of the S keys are used: one number, or ``[B]`` integers; None is
@@ -213,18 +214,19 @@ class MultiheadAttention(nn.MultiheadAttention):
                 `add_bias_kv` and `add_zero_attn`.
 
         Returns:
-            The output, of the query's shape, and the weights or None. The weights are taken after
-            dropout, ``[B, L, S]``, or ``[B, H, L, S]`` if not averaged, without B if the query has
-            no B. S includes the keys of `add_bias_kv` and `add_zero_attn`, which come last.
-            A query that may attend to no key gets the bias of out_proj, and weights of 0.
+            The output, of the query's shape, and the weights or None. The weights are those after
+            dropout. They have the shape ``[B, L, S]``, or ``[B, H, L, S]`` if they are not
+            averaged, without B if the query has no batch. S includes the keys of `add_bias_kv` and
+            `add_zero_attn`, which come last. If a query may attend to no key, its output is the
+            bias of out_proj, and its weights are 0.
 
         Strided nested tensors are accepted for self-attention (one tensor as query, key and value)
-        with `batch_first` and without masks, offset and lengths. They give a nested output; their
+        with `batch_first` and without masks, offset and lengths. The output is then nested, and the
         weights are padded with 0.
 
         Memory: O(L + S) per head, plus the weights if they are requested. A boolean `attn_mask` is
-        negated into a copy of the same size. An `attn_mask` that is read together with
-        `key_padding_mask` is merged with it into one mask, ``[B, 1 or H, L, S]``.
+        negated into a copy of the same size. If `attn_mask` and `key_padding_mask` are both read,
+        they are merged into one mask, ``[B, 1 or H, L, S]``.
 
         Raises:
             RuntimeError: shapes or dtypes that do not fit. The message names the argument, its
@@ -341,9 +343,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 q, k, v, mask, 0.0, is_causal, **options, mean=average_attn_weights
             )
             return output, weights
-        # Compiled and traced code calls public operators. They return weights before dropout, but
-        # torch's module returns them after it. So with dropout the product with the values is
-        # computed here, and the operator gets values without columns.
+        # Compiled and traced code calls public operators. These operators return weights before
+        # dropout, but torch's module returns weights after dropout. So with dropout this function
+        # computes the product with the values, and the operator gets values without columns.
         values = v[..., :0] if dropout_p else v
         output, weights, _ = sdpa_with_weights(q, k, values, mask, 0.0, is_causal, **options)
         if dropout_p:
@@ -354,7 +356,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, x: Tensor, need_weights: bool, average_attn_weights: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention of sequences of different lengths: pads, attends, removes the padding."""
+        """Pads sequences of different lengths, computes self-attention and removes the padding."""
         lengths = [text.size(0) for text in x.unbind()]
         padded = x.to_padded_tensor(0.0)
         of_texts = torch.tensor(lengths, device=x.device)
@@ -433,15 +435,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _forward_must_be_called(module: nn.Module, args: Any) -> None:
-    """Does nothing, but because of this hook PyTorch calls the module.
+    """Does nothing. PyTorch calls the module because the module has this hook.
 
-    Without a hook :class:`torch.nn.TransformerEncoderLayer` in evaluation takes the parameters and
-    computes with PyTorch's attention.
+    If a module has no hook, :class:`torch.nn.TransformerEncoderLayer` in evaluation does not call
+    it, but computes PyTorch's attention with its parameters.
     """
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-    """Merges both into one mask, which broadcasts to [B, H, L, S]; True or -inf hides."""
+    """Merges both masks into one, which broadcasts to [B, H, L, S]; True or -inf hides a key."""
     if key_padding_mask is None:
         return attn_mask
     key_padding_mask = key_padding_mask[..., None, None, :]

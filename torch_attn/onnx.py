@@ -1,4 +1,4 @@
-"""Export to ONNX: the operators as ``Attention``, which ONNX has from opset 23 on."""
+"""Exports the operators to ONNX as ``Attention``, which ONNX has from opset 23 on."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ __all__ = ["translations"]
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The `custom_translation_table` for :func:`torch.onnx.export`; needs onnxscript.
+    """Returns the `custom_translation_table` for :func:`torch.onnx.export`; needs onnxscript.
 
     :func:`torch_attn.sdpa`, :func:`torch_attn.sdpa_with_logsumexp` and
     :func:`torch_attn.sdpa_with_weights` become ONNX's ``Attention`` of the exported opset, 23, 24
-    or 25. Nothing may read the second and third result of :func:`torch_attn.sdpa_with_logsumexp`.
-    ``Attention`` can express:
+    or 25. The exported model must not read the second and third result of
+    :func:`torch_attn.sdpa_with_logsumexp`. ``Attention`` can express these arguments:
 
     ===========================  ===================================================================
-    query, key, value            ``[B, H, L, E]``, of the same B; key and value of the same number
-                                 of heads, which divides the query's
-    attn_mask                    boolean or of query's dtype; one that is the same for all queries
-                                 or keys, as padding is, is written out as L x S
+    query, key, value            ``[B, H, L, E]``, with the same B; key and value have the same
+                                 number of heads, which divides query's number of heads
+    attn_mask                    boolean or of query's dtype; a mask with one row for all queries,
+                                 or one column for all keys, is expanded to L x S
     dropout_p                    0
     is_causal, enable_gqa        any
-    scale                        more than 0; it and softcap are rounded to float32
-    softcap                      any
+    scale                        more than 0, rounded to float32
+    softcap                      any, rounded to float32
     window_size                  any, from opset 25 on
     query_offset                 from opset 24 on, with is_causal or a window (left, 0). A runtime
-                                 may refuse one that is less than -L or more than S - L
+                                 may refuse an offset that is less than -L or more than S - L
     key_lengths                  from opset 24 on. With is_causal or a window they need
                                  ``query_offset=key_lengths - L``, computed like this in the model
     alibi_slopes, sinks          None
-    cu_seq_q, ..., block_table   not given: not :func:`torch_attn.varlen_attn`
+    cu_seq_q, ..., block_table   not given, so :func:`torch_attn.varlen_attn` cannot be exported
     ===========================  ===================================================================
 
     onnx 1.23 defines ``Attention`` as this package does. Earlier releases, and runtimes that follow
-    them, define the same opsets differently: before 1.22 the cap came after the mask; before 1.23
-    `key_lengths` did not move causality, and a query that sees no key gave NaN.
+    earlier releases, define the same opsets differently. Before 1.22, the soft cap came after the
+    mask. Before 1.23, `key_lengths` did not move causality, and a query that sees no key gave NaN.
 
-    The softmax of half types is in float32, as in this package; all other precision is the
-    runtime's. In the scores of :func:`torch_attn.sdpa_with_weights`, onnxruntime 1.32 gives hidden
+    The softmax of half types is in float32, as in this package. The runtime chooses every other
+    precision. In the scores of :func:`torch_attn.sdpa_with_weights`, onnxruntime 1.32 gives hidden
     scores the lowest finite number, not -inf.
 
     Raises:
@@ -93,12 +93,12 @@ def _sdpa_stats(*_: Any, **__: Any) -> NoReturn:
     raise ValueError("attn::sdpa_stats: ONNX has no operator that gives statistics of attention")
 
 
-# qk_matmul_output_mode, as onnx defines it from 1.22 on.
+# Values of qk_matmul_output_mode, as onnx defines them from 1.22 on.
 _BEFORE_SOFTMAX, _AFTER_SOFTMAX = 2, 3
 
 
 class _OutputAlone(list[Any]):
-    """The results of attn::attention. Refuses a program that reads a result that ONNX lacks."""
+    """The results of attn::attention; refuses a program that reads a result that ONNX lacks."""
 
     def __getitem__(self, index: Any) -> Any:
         if index != 0:
@@ -143,7 +143,7 @@ def _attention(
     if dropout_p != 0:
         _refuse("dropout_p", dropout_p, "0")
     if scale is not None and scale <= 0:
-        _refuse("scale", scale, "more than 0")  # each of query and key gets its square root
+        _refuse("scale", scale, "more than 0")  # ONNX multiplies query and key by its square root
     _check_shapes(query, key, value, attn_mask)
     half = query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     left, right = window_size
@@ -168,9 +168,10 @@ def _attention(
 
 
 def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
-    """Refuses a batch or heads that broadcast, and unequal heads of key and value.
+    """Refuses batches or heads that broadcast, and unequal numbers of heads of key and value.
 
-    Compares with 1, because validate.h lets sizes differ only if one is 1 or heads are grouped.
+    Compares only with 1, because validate.cpp lets two sizes differ only if one of them is 1, or if
+    heads are grouped.
     """
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
     for name, shape in shapes.items():
@@ -189,7 +190,7 @@ def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
 def _written_out(op: Any, attn_mask: Any, query: Any, key: Any) -> Any:
     """Expands a mask with one row or one column to all queries and keys.
 
-    ONNX hides the keys that a shorter mask lacks, and onnxruntime 1.32 requires L queries.
+    ONNX hides the keys for which a mask has no column, and onnxruntime 1.32 requires L rows.
     """
     if attn_mask is None:
         return None
@@ -213,7 +214,7 @@ def _keys_in_use(
     """Returns ``nonpad_kv_seqlen``, int64 [B], or None.
 
     In ONNX the last query is at the position of the last key in use. So ``query_offset + L`` keys
-    in use express an offset, provided that no query sees a key after the last query.
+    in use express an offset, if no query sees a key after the last query.
     """
     from onnxscript import ir
 
@@ -238,7 +239,7 @@ def _keys_in_use(
 
 
 def _is_difference(query_offset: Any, key_lengths: Any, L: Any) -> bool:
-    """Whether the program computes query_offset as key_lengths - L."""
+    """Returns whether the program computes query_offset as key_lengths - L."""
     producer = None if query_offset is None else query_offset.producer()
     node = None if producer is None else producer.meta.get("node")
     add, sub = torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor  # n - L, or -L + n

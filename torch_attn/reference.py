@@ -6,9 +6,9 @@ define::
     Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V
 
 Each row of the softmax holds the weights with which one query averages the values. To keep the code
-short, this module stores the whole L x S matrix of weights, which `torch_attn.sdpa` avoids. All of
-it is plain PyTorch, so autograd differentiates it to any order. It computes in the precision of its
-inputs, so with float64 inputs it is the oracle.
+short, this module stores the whole L x S matrix of weights, which `torch_attn.sdpa` avoids. The
+code is plain PyTorch, so autograd differentiates it to any order. It computes in the precision of
+its inputs. With float64 inputs it is the tests' oracle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["flex_attention", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """The output of `sdpa_with_weights` alone, `[..., Hq, L, Ev]`."""
+    """Returns only the output of `sdpa_with_weights`, `[..., Hq, L, Ev]`."""
     return sdpa_with_weights(query, key, value, *arguments, **options)[0]
 
 
@@ -47,23 +47,24 @@ def sdpa_with_weights(
     sinks: Tensor | None = None,
     dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Textbook attention that shows its work.
+    """Textbook attention, with its weights and scores.
 
     Args:
         query: `[..., Hq, L, E]`, floating point. The leading dimensions of all inputs broadcast.
         key: `[..., Hk, S, E]`, of the query's dtype.
         value: `[..., Hv, S, Ev]`, of the query's dtype.
-        attn_mask: broadcasts to `[..., Hq, L, S]`. Boolean: True may attend. Floating: added to the
-            scaled scores; where it is -inf the key is masked.
-        sinks: `[..., Hq]`. As for :func:`torch_attn.sdpa`, and so is every argument without a line
-            here.
-        dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept.
-            Nothing is drawn at random here: the caller says what was dropped.
+        attn_mask: broadcasts to `[..., Hq, L, S]`. In a boolean mask, True lets the query attend to
+            the key. A floating mask is added to the scaled scores; where it is -inf the key is
+            masked.
+        sinks: `[..., Hq]`, as for :func:`torch_attn.sdpa`. Arguments without a line here are also
+            as for :func:`torch_attn.sdpa`.
+        dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept. This
+            function draws no random numbers: the caller says what was dropped.
 
     Returns:
-        output `[..., Hq, L, Ev]`; weights `[..., Hq, L, S]`, before dropout, whose rows sum to 1
-        (to less with a sink), or are 0 where every key is masked; scores `[..., Hq, L, S]`, scaled
-        and masked.
+        Three tensors: the output `[..., Hq, L, Ev]`; the weights before dropout, `[..., Hq, L, S]`;
+        and the scores, scaled and masked, `[..., Hq, L, S]`. A row of the weights sums to 1, or to
+        less with a sink. It is 0 if every key is masked.
 
     Raises:
         ValueError: `dropout_p` is not 0 and no `dropout_mask` is given.
@@ -83,7 +84,7 @@ def sdpa_with_weights(
     if softcap:
         scores = softcap * (scores / softcap).tanh()
 
-    # The distance of a key from its query, [..., 1, L, S]: < 0 before it, > 0 after it.
+    # How far key j is ahead of query i, [..., 1, L, S]: < 0 if the key is before the query.
     device = query.device
     positions = torch.arange(query.size(-2), device=device)[:, None]
     if query_offset is not None:
@@ -108,10 +109,12 @@ def sdpa_with_weights(
     elif attn_mask is not None:
         scores = scores + attn_mask.to(scores.dtype)
         masked = masked | (attn_mask == -math.inf)
-    # Filled in, not added: a masked key must have no influence, but NaN + -inf is NaN.
+    # Fills in -inf instead of adding it, because NaN + -inf is NaN, and a masked key must have no
+    # influence.
     scores = scores.masked_fill(masked, -math.inf)
 
-    # Softmax of a row without keys would be 0 / 0. Its weights are set to 0, without gradients.
+    # The softmax of a row without keys would be 0 / 0. Such a row gets weights of 0, without
+    # gradients.
     logits = scores
     if sinks is not None:
         logits = torch.cat([scores, _of_heads(sinks, scores).expand_as(scores[..., :1])], dim=-1)
@@ -141,11 +144,12 @@ def _of_heads(numbers: Tensor, scores: Tensor) -> Tensor:
 def sdpa_with_logsumexp(
     query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sdpa`, and two numbers of every row of scores X, `[..., Hq, L]`.
+    """Computes `sdpa`, and two numbers for every row X of the scores, each `[..., Hq, L]`.
 
     Returns:
-        output; `log(exp(sink) + sum_j exp(X_j))`, which for a row without keys is the sink, or -inf
-        if there is none; and `max_j X_j`, without the sink, -inf without keys.
+        Three tensors: the output; the logsumexp `log(exp(sink) + sum_j exp(X_j))`; and the largest
+        score `max_j X_j`, without the sink. For a row without keys, the logsumexp is the sink, or
+        -inf if there is no sink, and the largest score is -inf.
     """
     output, _, scores = sdpa_with_weights(query, key, value, *arguments, **options)
     sinks = options.get("sinks")
@@ -163,12 +167,12 @@ def sdpa_stats(
     is_causal: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of the weights P and scores X of `sdpa_with_weights`.
+    """Computes statistics of the weights P and scores X of `sdpa_with_weights`.
 
     Returns:
-        largest score `max_j X`, entropy `-sum_j P log P` in nats and the logsumexp, each
-        `[..., Hq, L]`; received weight `sum_i P`, `[..., Hq, S]`. The first three are -inf, 0 and
-        -inf for a row without keys and sink.
+        Four tensors: the largest score `max_j X`, the entropy `-sum_j P log P` in nats and the
+        logsumexp, each `[..., Hq, L]`; and the received weight `sum_i P`, `[..., Hq, S]`. For a row
+        without keys and without a sink, the first three are -inf, 0 and -inf.
     """
     arguments = {"attn_mask": attn_mask, "is_causal": is_causal, **options}
     _, weights, _ = sdpa_with_weights(query, key, key, **arguments)
@@ -187,7 +191,7 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose scores two functions of the pair change, as PyTorch's FlexAttention.
+    """Attention whose scores and mask are functions of the pair, as in PyTorch's FlexAttention.
 
     Args:
         query: `[B, Hq, L, E]`. key: `[B, Hk, S, E]`. value: `[B, Hk, S, Ev]`.
@@ -195,7 +199,8 @@ def flex_attention(
         mask_mod: `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` sees key `kv_idx`.
 
     Returns:
-        output `[B, Hq, L, Ev]` and logsumexp `[B, Hq, L]`: 0 and -inf for a query without keys.
+        The output `[B, Hq, L, Ev]` and the logsumexp `[B, Hq, L]`. For a query without keys they
+        are 0 and -inf.
     """
     if enable_gqa:
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
@@ -219,7 +224,7 @@ def of_every_pair(
     *scores: Tensor,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """A score_mod or mask_mod, mapped over b, h, q_idx and kv_idx: `[B, H, L, S]`."""
+    """Maps a score_mod or mask_mod over b, h, q_idx and kv_idx; returns `[B, H, L, S]`."""
     indices = [torch.arange(n, device=scores[0].device if scores else device) for n in shape]
     mapped = function
     for axis in (3, 2, 1, 0):
@@ -230,7 +235,10 @@ def of_every_pair(
 
 
 class _IndexByNumbers(TorchFunctionMode):
-    """`table[i]` for a 0-d tensor i, whose number PyTorch would read, which vmap refuses."""
+    """A mode in which `table[i]` works under vmap for a 0-d tensor i.
+
+    Without this mode PyTorch would read the number of i, and vmap would refuse that.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:

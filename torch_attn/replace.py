@@ -1,9 +1,10 @@
 """The switch that replaces the built-in attention by `attn`, without changes to the caller's code.
 
-While it is on, ``torch.ops.attn.sdpa`` computes every ``F.scaled_dot_product_attention`` of the
-process. All callers are caught, because the switch is in PyTorch's dispatcher
-(csrc/operators/replace.cpp and replace_varlen.cpp). This module takes care of the code that
-``torch.compile`` keeps in memory and on disk.
+While the switch is on, ``torch.ops.attn.sdpa`` computes every call of
+``F.scaled_dot_product_attention`` in the process. The switch catches all callers, because it is in
+PyTorch's dispatcher (csrc/operators/replace.cpp and replace_varlen.cpp). This module counts the
+handles of the switch. It also resets the code that ``torch.compile`` keeps in memory, and marks the
+code that ``torch.compile`` keeps on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = [
 
 
 class Replacement:
-    """The switch, turned on; made by :func:`replace_sdpa` and :func:`replacing_sdpa`."""
+    """A handle of the switch; :func:`replace_sdpa` and :func:`replacing_sdpa` return it."""
 
     def __init__(self) -> None:
         self._at_end: tuple[int, int] | None = None
@@ -38,9 +39,9 @@ class Replacement:
         _on.add(self)
 
     def remove(self) -> None:
-        """Turns the switch off, unless another handle has it on. A second call does nothing.
+        """Turns the switch off, unless another handle keeps it on. A second call does nothing.
 
-        If attn has answered no call since then, a warning names possible reasons.
+        If attn has answered no call since this handle was made, a warning names possible reasons.
 
         Raises:
             RuntimeError: as for :func:`replace_sdpa`.
@@ -56,16 +57,16 @@ class Replacement:
 
     @property
     def calls(self) -> int:
-        """How many calls of the built-in `attn` has answered from then until :meth:`remove`.
+        """The number of calls that `attn` answered in place of the built-in while this was on.
 
-        Counts the whole process. A compiled function counts when it is compiled, not when it runs;
-        ``torch.nn.attention.varlen`` counts when it runs.
+        The count covers the whole process. A compiled function counts when it is compiled, not when
+        it runs. ``torch.nn.attention.varlen`` counts when it runs.
         """
         return self._since()[0]
 
     @property
     def passed_on(self) -> int:
-        """How many calls went to the built-in, because of the tensors' kind or device."""
+        """The number of calls left to the built-in, because of the tensors' kind or device."""
         return self._since()[1]
 
     def _since(self) -> tuple[int, int]:
@@ -91,31 +92,33 @@ class Replacement:
 
 
 def replace_sdpa() -> Replacement:
-    """Computes every ``F.scaled_dot_product_attention`` by `attn`, until the switch is turned off.
+    """Makes `attn` compute every ``F.scaled_dot_product_attention``, until the switch is off.
 
-    It holds for the whole process: all threads, and processes that are forked from now on. It also
-    holds for names that were imported before, ``nn.MultiheadAttention``, libraries, TorchScript,
-    exported programs, and callers in C++. `docs/any-pytorch-code.md` lists what is caught and what
-    is not. ``torch.nn.attention.varlen``, which torch has for GPUs only, then runs on the CPU, too.
+    The switch holds for the whole process: all threads, and processes that are forked from now on.
+    It also holds for names that were imported before, ``nn.MultiheadAttention``, libraries,
+    TorchScript, exported programs, and callers in C++. `docs/any-pytorch-code.md` lists what the
+    switch catches and what it does not. ``torch.nn.attention.varlen``, which torch has for GPUs
+    only, then runs on the CPU, too.
 
     `attn` serves dense tensors of float64, float32, bfloat16 and float16, on the CPU, and on CUDA
-    if the CUDA kernels were compiled and run on the GPU (compute capability 8.0 or higher). Calls
-    with other tensors go to the built-in, as without the switch.
-    Wrong shapes, dtypes and devices are errors as before, with the messages of
-    :func:`torch_attn.sdpa`. ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of the
-    built-in, and changes nothing here.
+    if the CUDA kernels were compiled and the GPU can run them (compute capability 8.0 or higher).
+    Calls with other tensors go to the built-in, as without the switch. Wrong shapes, dtypes and
+    devices are errors as before, with the messages of :func:`torch_attn.sdpa`.
+    ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of the built-in, and changes
+    nothing here.
 
     Turning the switch on or off discards what ``torch.compile`` has compiled
-    (:func:`torch.compiler.reset`): the next call compiles again, with the attention that is then in
+    (:func:`torch.compiler.reset`). The next call compiles again, with the attention that is then in
     use. The caches on disk keep both versions apart.
 
     Returns:
-        A handle: `remove()` turns the switch off, `calls` says how often `attn` was called. With
-        several handles, removing the last one turns the switch off, in any order. A handle that is
-        only dropped leaves it on: :func:`restore_sdpa` turns it off without a handle.
+        A handle: `remove()` turns the switch off, and `calls` says how often `attn` was called. If
+        there are several handles, the switch turns off when the last of them is removed, in any
+        order. A handle that is dropped without `remove()` leaves the switch on.
+        :func:`restore_sdpa` turns the switch off without a handle.
 
     Raises:
-        RuntimeError: it is called in a function that ``torch.compile`` compiles with
+        RuntimeError: the caller is a function that ``torch.compile`` compiles with
             ``fullgraph=True``. Without ``fullgraph``, such a call runs outside of the graph.
 
     Example:
@@ -130,7 +133,7 @@ def replace_sdpa() -> Replacement:
 
 
 def sdpa_is_replaced() -> bool:
-    """Whether the switch of :func:`replace_sdpa` is on, in this process.
+    """Returns whether the switch of :func:`replace_sdpa` is on, in this process.
 
     Example:
         >>> torch_attn.sdpa_is_replaced()
@@ -142,8 +145,8 @@ def sdpa_is_replaced() -> bool:
 def restore_sdpa() -> None:
     """Gives ``F.scaled_dot_product_attention`` back to the built-in, whatever code replaced it.
 
-    It removes every handle of :func:`replace_sdpa` that is on, also dropped handles, and warns of
-    each handle that has answered no call. If the switch is off, it does nothing.
+    It removes every handle of :func:`replace_sdpa` that is on, also dropped handles. It warns of
+    each handle whose `calls` is 0. If the switch is off, it does nothing.
 
     Raises:
         RuntimeError: as for :func:`replace_sdpa`.
@@ -165,10 +168,12 @@ def restore_sdpa() -> None:
 
 @contextlib.contextmanager
 def replacing_sdpa() -> Iterator[Replacement]:
-    """:func:`replace_sdpa` for the time of a ``with`` block, or of a function that it decorates.
+    """Turns the switch on for a ``with`` block, or for a function that this decorates.
+
+    See :func:`replace_sdpa`.
 
     It cannot decorate a generator or a coroutine, because their bodies run after the decorated call
-    is over. If the block did not call attn, a warning at its end names possible reasons.
+    is over. If nothing called attn in the block, a warning at the end names possible reasons.
 
     Yields:
         The handle.
@@ -210,8 +215,9 @@ def _warn_if_not_called(name: str, handle: Replacement, stacklevel: int) -> None
 def register_with_torch() -> None:
     """Tells ``torch.nn.attention`` of the switch; ``import torch_attn`` calls this.
 
-    Afterwards ``activate_flash_attention_impl("attn")`` turns it on, and
-    ``restore_flash_attention_impl()`` off. If torch lacks these functions, it does nothing.
+    Afterwards ``activate_flash_attention_impl("attn")`` turns the switch on, and
+    ``restore_flash_attention_impl()`` turns it off. If torch lacks these functions, this function
+    does nothing.
     """
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is not None:
@@ -219,7 +225,8 @@ def register_with_torch() -> None:
 
 
 _lock = threading.Lock()
-# Forking waits for the lock, because a child forked while it is held would wait forever.
+# Forking waits for the lock, because a child that is forked while another thread holds the lock
+# would wait for it forever.
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )
@@ -231,9 +238,9 @@ _jagged_calls = {True: 0, False: 0}  # answered, and left to the built-in
 
 
 def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
-    """Counts a call with jagged tensors, which intercept it before the dispatcher does.
+    """Counts a call of the built-in with jagged tensors, and returns whether attn answers it.
 
-    Returns whether attn answers it.
+    The dispatcher does not count such a call, because jagged tensors intercept it first.
     """
     has_kernels = torch.ops.attn._has_kernels(query.device)
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -243,7 +250,7 @@ def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
 
 
 def answered() -> int:
-    """How many of the built-in's calls attn has answered in this process."""
+    """Returns how many calls attn has answered in place of the built-in in this process."""
     return _counts()[0]
 
 
@@ -259,7 +266,7 @@ def _counts() -> tuple[int, int]:
 
 def _switch(change: int, removed: Replacement | None = None) -> None:
     """Counts the switch up or down; the first "on" and the last "off" reset PyTorch's caches."""
-    if torch.compiler.is_dynamo_compiling():  # asks of this thread's code alone
+    if torch.compiler.is_dynamo_compiling():  # true only if this thread traces
         raise RuntimeError(
             "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
             "function; call them around it"
@@ -283,10 +290,12 @@ _mark_before: Any = None
 
 
 def _mark_caches(on: bool) -> None:
-    """Marks the keys of compiled graphs on disk, because a key names only the calls in a graph.
+    """Marks the keys under which compiled graphs are stored on disk, while the switch is on.
 
-    The public setting for this holds for one thread only from torch 2.13 on. The value that an
-    environment variable would force holds for all threads.
+    Without the mark, a key would be the same with and without the switch, because it names only the
+    calls in a graph. From torch 2.13 on, the public setting for a mark holds for one thread only.
+    So this function sets the value that an environment variable would force, which holds for all
+    threads.
     """
     global _mark_before
     config: Any = torch.compiler.config

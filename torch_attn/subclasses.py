@@ -1,18 +1,19 @@
-"""The tensor subclasses of PyTorch that the operators must be told about.
+"""Makes two tensor subclasses of PyTorch known to the operators.
 
-An operator sees a subclass either as the plain tensor inside of it or, if the subclass has its own
-``__torch_dispatch__``, not at all. This is right for most subclasses, but not for
+An operator sees the plain tensor inside of a subclass. If the subclass has its own
+``__torch_dispatch__``, the operator does not see the tensor at all. This is right for most
+subclasses, but not for
 
-- :class:`torch.nn.attention.bias.CausalBias`, the mask of ``causal_upper_left`` and
-  ``causal_lower_right``. Its memory is uninitialised, because the mask is in its attributes. Its
-  ``__torch_function__`` knows only the built-in attention; this module adds the operators;
-- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``: it stores its sequences one
-  after another, as packed sequences are. It knows only the built-in attention (on a CPU without
+- :class:`torch.nn.attention.bias.CausalBias`, which ``causal_upper_left`` and
+  ``causal_lower_right`` return. Its memory is uninitialised, because the mask is in its attributes.
+  Its ``__torch_function__`` knows only the built-in attention; this module adds the operators;
+- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``. It stores its sequences one
+  after another, like packed sequences. It knows only the built-in attention (on a CPU without
   causality and options); this module adds the operators.
 
-PyTorch unwraps a CausalBias that is an argument of a function that is scripted or transformed by
-:mod:`torch.func`. Every attention, the built-in too, then reads the uninitialised memory. Let such
-a function take the bias from its enclosing scope, not as an argument.
+If a function is scripted, or transformed by :mod:`torch.func`, PyTorch unwraps a CausalBias among
+its arguments. Every attention, also the built-in, then reads the uninitialised memory. Such a
+function must take the bias from its enclosing scope, not as an argument.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Adds the operators to each subclass when its module is imported. The package calls this."""
+    """Adds the operators to each subclass when its module is imported; `torch_attn` calls this."""
     when_imported("torch.nn.attention.bias", _register_causal_bias)
     when_imported("torch.nested._internal.nested_tensor", _register_nested)
 
@@ -74,7 +75,7 @@ def _without_bias(
     query_offset: Tensor | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """Returns the arguments with causality in place of a CausalBias, as the built-in reads it."""
+    """Returns the arguments with causality in place of a CausalBias, as the built-in does."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
     call = {"query": query, "key": key, **others}
@@ -113,7 +114,7 @@ def _register_nested() -> None:
     for packet in (ops.sdpa, ops.attention):
         operators |= {packet: packet, packet.default: packet}
 
-    # NestedTensor.__torch_function__ calls this first, above autograd.
+    # NestedTensor.__torch_function__ calls this function before autograd sees the call.
     def jagged_torch_function(func: Any, *args: Any, **kwargs: Any) -> Any:
         is_builtin = func is F.scaled_dot_product_attention
         if func not in operators or (is_builtin and not replace.sdpa_is_replaced()):
@@ -131,7 +132,7 @@ def _register_nested() -> None:
 
     nested_ops.jagged_torch_function = jagged_torch_function
 
-    # Refuses the other operators, and calls that do not go through that function.
+    # Refuses all other operators, and calls that bypass jagged_torch_function().
     def refuse(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> None:
         names = [argument.name for argument in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
@@ -193,9 +194,9 @@ def _why_not_jagged(
 
 
 def _same_places(key: Any, value: Any) -> bool:
-    """Whether each sequence begins and ends at the same row in both tensors."""
+    """Returns whether each sequence begins and ends at the same row in both tensors."""
     if key.lengths() is None and value.lengths() is None and key.shape[-2] == value.shape[-2]:
-        return True  # because both have the same offsets tensor, which is all that a graph knows
+        return True  # both have the same offsets tensor; a graph knows no more than that
     places = [torch.cat(_with_gaps(tensor)) for tensor in (key, value)]
     return torch.equal(*places)
 
@@ -211,7 +212,7 @@ def _attend_jagged(
     key_lengths: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes :func:`torch_attn.sdpa_with_logsumexp` per sequence; all results are jagged."""
+    """Computes :func:`torch_attn.sdpa_with_logsumexp` per sequence; returns jagged tensors."""
     from torch.nested._internal import nested_tensor
 
     view: Any = nested_tensor.nested_view_from_values_offsets_lengths
@@ -221,7 +222,7 @@ def _attend_jagged(
     offset = offset.expand(N)
     longest = [t._maybe_max_seqlen or t.values().size(t._ragged_idx - 1) for t in (query, key)]
     if query.lengths() is not None or key.lengths() is not None:
-        # Treats the tokens between two sequences as one more sequence, without keys.
+        # Treats the tokens between two sequences as a sequence of their own, without keys.
         (cu_seq_q, _), (cu_seq_k, used) = _with_gaps(query), _with_gaps(key)
         if key_lengths is not None:
             used = used.minimum(key_lengths.expand(N))
@@ -260,7 +261,7 @@ def _attend_jagged(
 
 
 def _with_gaps(tensor: Any) -> tuple[Tensor, Tensor]:
-    """Returns where sequences and the gaps before them begin and end, and the lengths."""
+    """Returns where each sequence, and the gap before it, begins and ends; and the lengths."""
     starts = tensor.offsets()
     lengths = starts.diff() if tensor.lengths() is None else tensor.lengths()
     starts = starts[:-1]

@@ -13,10 +13,10 @@ __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
 
 class AuxRequest(NamedTuple):
-    """Asks for more results; ``torch.nn.attention.varlen.AuxRequest`` serves as well.
+    """Asks for more results; ``torch.nn.attention.varlen.AuxRequest`` can be passed instead.
 
     Attributes:
-        lse: the logsumexp of every query.
+        lse: whether to return the logsumexp of every query.
     """
 
     lse: bool = False
@@ -47,61 +47,63 @@ def varlen_attn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences whose tokens are concatenated.
 
-    Takes the arguments of :func:`torch.nn.attention.varlen.varlen_attn` and replaces it: also on a
-    CPU, in every floating dtype, with any head size, and with the options of
-    :func:`torch_attn.sdpa`, which mean the same here. Sequence n has the queries ``cu_seq_q[n] ...
-    cu_seq_q[n + 1] - 1`` and its keys likewise, and attends to its own keys only. Its last query
-    stands at its last key (lower right alignment, as in flash-attn), unless `query_offset` says
-    otherwise.
+    It takes the arguments of :func:`torch.nn.attention.varlen.varlen_attn` and replaces that
+    function. It also runs on a CPU, in every floating dtype and with any head size. It also takes
+    the options of :func:`torch_attn.sdpa`, which mean the same here. Sequence n has the queries
+    ``cu_seq_q[n] ... cu_seq_q[n + 1] - 1``, and `cu_seq_k` gives its keys likewise. A sequence
+    attends to its own keys only. The last query of a sequence is at the position of its last key
+    (lower right alignment, as in flash-attn), unless `query_offset` says otherwise.
 
     Shapes: N sequences have T_q queries and T_k keys together; any sequence may be empty.
 
     Args:
         query: ``[T_q, Hq, E]``; float64, float32, bfloat16 or float16.
-        key: ``[T_k, Hk, E]``, query's dtype and device; a pool ``[pages, page_size, Hk, E]`` beside
-            a `block_table`.
-        value: ``[T_k, Hv, Ev]``, or a pool ``[pages, page_size, Hv, Ev]``.
+        key: ``[T_k, Hk, E]``, query's dtype and device; with a `block_table`, a pool
+            ``[pages, page_size, Hk, E]``.
+        value: ``[T_k, Hv, Ev]``; with a `block_table`, a pool ``[pages, page_size, Hv, Ev]``.
         cu_seq_q: int32 or int64 ``[N + 1]``: 0, then the end of each sequence. T_q may be larger
-            than the last end; further rows of the output are 0.
-        cu_seq_k: as `cu_seq_q`, for the keys. May be None beside a `block_table` only.
-        max_q: at least the number of queries of the longest sequence. Changes no result.
-        max_k: at least the number of keys of the longest sequence: the last size of `attn_mask`.
+            than the last end; rows of the output after the last end are 0.
+        cu_seq_k: as `cu_seq_q`, for the keys. It may be None only with a `block_table`.
+        max_q: at least the number of queries of the longest sequence. It changes no result.
+        max_k: at least the number of keys of the longest sequence. It is the last size of
+            `attn_mask`.
         return_aux: ``AuxRequest(lse=True)`` asks for the logsumexp, too.
         scale: factor of the scores; None means ``1 / sqrt(E)``.
-        window_size: (left, right), how many keys beside its position a query sees to either side;
-            -1 is all. (-1, 0) is causality.
+        window_size: (left, right), how many keys a query sees to the left and right of its own
+            position; -1 is all. (-1, 0) is causality.
         enable_gqa: allows Hk and Hv to be divisors of Hq.
         seqused_k: int32 or int64 ``[N]``, how many keys of each sequence are in use. The kernel
             does not read further keys.
         block_table: int32 or int64 ``[N, most pages]``: the pages of the pool that hold the keys
-            and values of each sequence, in order. Sequences may share pages. Needs `seqused_k`, and
-            has no derivatives. Entries behind the last page in use are not read.
-        num_splits: changes nothing, because the other sequences of a call never change the bits of
-            a sequence (see below).
-        alibi_slopes, sinks: ``[Hq]``. They, and every argument without a line here, are as of
-            :func:`torch_attn.sdpa`.
+            and values of each sequence, in order. Sequences may share pages. The table needs
+            `seqused_k`. With a table there are no derivatives. Entries behind the last page in use
+            are not read.
+        num_splits: is accepted and changes nothing. A sequence has the same bits with any other
+            sequences in the call (see below).
+        alibi_slopes, sinks: ``[Hq]``, as for :func:`torch_attn.sdpa`. Arguments without a line here
+            are also as for :func:`torch_attn.sdpa`.
         query_offset: the position of each sequence's first query among its keys: integers ``[N]``,
-            or an int for all. None: the number of keys in use minus the number of queries.
+            or an int for all. None is the number of keys in use minus the number of queries.
         attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: each query has a row over the
             keys of its own sequence. Differentiable.
 
     Returns:
-        ``[T_q, Hq, Ev]`` in query's dtype. With `return_aux` a pair: the output, and the logsumexp
-        ``[Hq, T_q]``, float32 (float64 for float64), differentiable. A query that may attend to no
-        key has the output 0 and the logsumexp -inf.
+        ``[T_q, Hq, Ev]`` in query's dtype. With `return_aux`, the pair of this output and the
+        logsumexp, ``[Hq, T_q]``, float32 (float64 for float64), differentiable. A query that may
+        attend to no key has the output 0 and the logsumexp -inf.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit; on a CPU also starts, lengths or
-            pages out of range. The message names the argument, its value and what is allowed. The
-            kernel does not run then. On a GPU starts, lengths and pages are clamped instead,
-            because checking them would synchronise: nothing outside of the tensors is read or
-            written.
-        TypeError, ValueError: as :func:`torch_attn.sdpa`, and for a negative `num_splits`.
+        RuntimeError: shapes, dtypes or devices do not fit, or, on a CPU, starts, lengths or pages
+            are out of range. The message names the argument, its value and what is allowed. The
+            kernel does not run then. On a GPU, starts, lengths and pages are clamped instead,
+            because checking them would synchronise. So the kernel reads and writes nothing outside
+            of the tensors.
+        TypeError, ValueError: as for :func:`torch_attn.sdpa`, and for a negative `num_splits`.
 
     Derivatives, memory, precision and determinism are as in :func:`torch_attn.sdpa`. Without
     dropout, output and gradients of a sequence have the bits of a call with this sequence alone,
-    ``sdpa(..., query_offset=S - L)``. On a GPU that holds within :func:`torch_attn.invariant`, and
-    in half types where the heads of both calls are multiples of 16 bytes.
+    ``sdpa(..., query_offset=S - L)``. On a GPU this holds only within :func:`torch_attn.invariant`.
+    In half types on a GPU, the heads in both calls must also begin at multiples of 16 bytes.
 
     Example:
         >>> lengths = torch.tensor([5, 0, 12, 7])
@@ -164,14 +166,14 @@ def varlen_attn_out(
     num_splits: int | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`varlen_attn` that writes its output into a given tensor, without derivatives.
+    """Computes :func:`varlen_attn` and writes the output into a given tensor, without derivatives.
 
     Args:
-        out: has the shape, dtype and device of the result, with any strides; overwritten.
+        out: a tensor of the output's shape, dtype and device, with any strides. It is overwritten.
         options: the other options of :func:`varlen_attn`.
 
     Returns:
-        `out`, or a pair of it and the logsumexp.
+        `out` or, if `return_aux` asks for it, the pair of `out` and the logsumexp.
 
     Raises:
         RuntimeError: as :func:`varlen_attn`, or `out` does not fit. Nothing is written then.
@@ -197,7 +199,7 @@ def varlen_attn_out(
             num_splits=num_splits,
             **options,
         )
-        # Asks for forward mode too, which no_grad does not stop.
+        # detach() also drops tangents of forward mode, which no_grad does not stop.
         output, logsumexp = output.detach(), logsumexp.detach()
         if (out.shape, out.dtype, out.device) != (output.shape, output.dtype, output.device):
             raise RuntimeError(
