@@ -461,7 +461,7 @@ def test_every_option_is_documented() -> None:
     page = torch_attn.sdpa.__doc__ or ""
     assert {n for n in DENSE if f"\n        {n}: " not in page} == set()
     header = (ROOT / "csrc/attn/sdpa.h").read_text()
-    formulas = {page: "Query i is at.*?Shapes:", header: "query i is at.*?  query "}
+    formulas = {page: r"p = i \+.*?Shapes:", header: r"p = i \+.*?  query "}
     for text, pattern in formulas.items():
         (found,) = re.findall(pattern, text, re.S)
         assert {n for n in DENSE if n not in found} == set()
