@@ -175,7 +175,7 @@ class _Sharded:
         return max(sizes) > 1 and all(size % devices == 0 for size in grouped)
 
     def _dim(self, m: int) -> int | None:
-        """Returns the output's dimension that mesh dimension m cuts, as the first cut tensor
+        """Returns which dimension of the output mesh dimension m cuts; the first cut tensor
         says."""
         on = {name: tensor.placements[m] for name, tensor in self.tensors.items()}
         rows = [

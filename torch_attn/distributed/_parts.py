@@ -45,8 +45,7 @@ def wide(tensor: Any) -> Any:
 
 
 def _of_inputs(*some: Any, rest: Any) -> list[Any]:
-    """Returns one item for each input that has a derivative: `some`, then `rest` for each other
-    input."""
+    """Returns `some` and copies of `rest`: an item for each input that has a derivative."""
     number = len(torch.ops.attn._sdpa_second.default._schema.returns)
     return [*some, *[rest] * (number - len(some))]
 
