@@ -3,10 +3,10 @@
 //   attn::MultiheadAttention attention(attn::MultiheadAttentionOptions(64, 8).num_kv_heads(2).batch_first(true));
 //   auto [output, weights] = attention(x, x, x);
 //
-// Replaces torch::nn::MultiheadAttention: its arguments are the same, and so are the names of its parameters and, with
-// the same seed, their values. The Python modules torch.nn.MultiheadAttention and torch_attn.nn.MultiheadAttention have
-// these parameters too, so their state_dict fits (docs/cpp.md loads one). The C++ module lacks add_bias_kv and
-// add_zero_attn.
+// Replaces torch::nn::MultiheadAttention. The arguments are the same, and the parameters have the same names. The same
+// seed gives the parameters the same values. The Python modules torch.nn.MultiheadAttention and
+// torch_attn.nn.MultiheadAttention have these parameters too, so their state_dict fits (docs/cpp.md loads one). The C++
+// module lacks add_bias_kv and add_zero_attn.
 //
 // Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2.2, https://arxiv.org/abs/1706.03762; grouped
 // heads: Ainslie et al., GQA, 2023, https://arxiv.org/abs/2305.13245.
@@ -91,7 +91,7 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
 
   MultiheadAttentionOptions options;
 
-  // [(H + 2 Hk) head_dim, embed_dim] and [(H + 2 Hk) head_dim]: rows that project query, then key, then value.
+  // [(H + 2 Hk) head_dim, embed_dim] and [(H + 2 Hk) head_dim]. The rows project query, key and value, in this order.
   at::Tensor in_proj_weight, in_proj_bias;
   // These replace in_proj_weight if kdim or vdim is not embed_dim: [embed_dim, embed_dim], [Hk head_dim, kdim] and
   // [Hk head_dim, vdim].

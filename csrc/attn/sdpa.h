@@ -57,8 +57,8 @@ struct Options {
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
-// With the other options, query i stands at position p = i + query_offset. For the keys j that query i sees, it
-// computes
+// With the other options, query i stands at position p = i + query_offset. The scores and weights of the keys j that
+// query i sees are
 //
 //   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask
 //   weights  exp(score_j) / (exp(sink) + sum over j of exp(score_j))

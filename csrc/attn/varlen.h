@@ -13,7 +13,7 @@
 
 namespace attn {
 
-// Options of a call, by name. Options that sdpa has too mean the same here.
+// Options of a call, by name. An option that sdpa also has means the same here.
 struct VarlenOptions {
   // Factor of query key^T. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
@@ -52,7 +52,7 @@ struct VarlenOptions {
 //
 // Returns [T_q, Hq, Ev] in query's type. A query that sees no key has an output of 0. Without dropout, the output and
 // gradients of a sequence have the same bits as those of sdpa of this sequence alone with query_offset = S - L. On a
-// GPU the bits are the same only while an object that invariant() has returned lives.
+// GPU the bits are the same only while an Invariance (sdpa.h) lives.
 // Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed. On a GPU
 // the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are clamped instead, because checking them would
 // synchronise. Nothing outside the tensors is read or written.
@@ -60,7 +60,7 @@ ATTN_API at::Tensor varlen(const at::Tensor& query, const at::Tensor& key, const
                            const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,
                            int64_t max_k, const VarlenOptions& options = {});
 
-// Returns also logsumexp and max_score, [Hq, T_q], as sdpa_with_logsumexp does.
+// Also returns logsumexp and max_score, [Hq, T_q], as sdpa_with_logsumexp does.
 ATTN_API OutputAndLogsumexp varlen_with_logsumexp(const at::Tensor& query, const at::Tensor& key,
                                                   const at::Tensor& value, const at::Tensor& cu_seq_q,
                                                   const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,

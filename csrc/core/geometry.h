@@ -82,8 +82,8 @@ struct Sequence {
   int64_t offset;  // query i stands at position i + offset among the keys
   int64_t first, last;
 };
-// A distance larger than that of any query and key. Distances are clamped to kFar, so that sums of distances do not
-// overflow.
+// A distance larger than any distance between a query and a key. Distances are clamped to kFar, so that sums of
+// distances do not overflow.
 constexpr int64_t kFar = int64_t{1} << 61;
 ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64_t most) {
   return lengths ? larger(0, smaller(lengths[n], most)) : most;
@@ -122,7 +122,7 @@ ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t he
   if (p.sequences == 0) return head * p.tokens + position;  // the one entry
   return (n / p.sequences * p.heads + head) * p.tokens + p.query_starts[n] + position;
 }
-// Numbers rows within `p`. On a CPU, `p` may be a single entry of a call (first_entry).
+// Returns the number of a row within `p`. On a CPU, `p` may be a single entry of a call (first_entry).
 ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }

@@ -89,7 +89,7 @@ enum class Leaf : uint8_t {
   query,  // i
   key,    // j
 };
-// The number of kinds of leaves that PairProgram::terms stores, in the order of Leaf.
+// The number of kinds of leaves in tensors. PairProgram::terms has a tensor for each kind, in the order of Leaf.
 constexpr int kTermKinds = static_cast<int>(Leaf::query) - static_cast<int>(Leaf::row_term);
 
 struct LeafOfList {
@@ -154,8 +154,8 @@ struct TermGradients {
   void* keys = nullptr;       // [batch, heads, S, columns]
   void* distances = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
   // Task t stands in line t % lines. It adds to a copy of the tables once turns[line] says that all earlier tasks of
-  // the line have added. Each `lines_of_copy` neighbouring lines share a copy, but add to different numbers of it. If
-  // `turns` is null, no two tasks add to the same number.
+  // the line have added. Groups of `lines_of_copy` neighbouring lines share a copy, and add to different numbers of the
+  // copy. If `turns` is null, no two tasks add to the same number.
   Terms tables[kMostTables];  // shaped as Table::numbers, contiguous; in the first copy
   bool has_tables = false;
   int64_t lines = 1, lines_of_copy = 1, copy = 0;  // `copy`: numbers from one copy to the next
@@ -178,7 +178,8 @@ struct PairProgram {
   // Null if there is no score_mod, or the kernel needs none.
   const List* score = nullptr;
   PairMask* mask = nullptr;  // null if there is no mask_mod
-  // Results: the score, and the one value from which the lists of derivatives start; null if that value is the product.
+  // Computes the score and the one value that lists of derivatives read in place of the product. Null if they read the
+  // product itself.
   const List* keeping = nullptr;
   const List* gradient = nullptr;          // turns dS into the gradients of scale * product and of leaves
   const List* tangent = nullptr;           // the derivative of the score along t

@@ -74,7 +74,7 @@ struct SoftCap {
   }
 };
 ATTN_INLINE constexpr bool has_score_mod(const Problem& p) { return p.program && p.program->score; }
-// Whether a visible score is more than a multiple of its product, before the mask is added.
+// Whether a score needs more than scaling its product, before a mask is added.
 ATTN_INLINE constexpr bool has_score_terms(const Problem& p) {
   return p.softcap > 0 || p.alibi_slopes || has_score_mod(p);
 }
@@ -98,11 +98,11 @@ ATTN_INLINE constexpr Range visible_keys(const Sequence& s, Range queries) {
 ATTN_INLINE constexpr Range visible_rows(const Sequence& s, Range keys) {
   return {larger(0, keys.first - s.last + 1), smaller(s.queries, keys.last - s.first)};
 }
-// Says whether every query of a range sees every key of a range, so that no score of the tile is hidden.
+// Says whether all of `queries` see all of `keys`, so that no score of their tile is hidden.
 ATTN_INLINE constexpr bool all_visible(const Sequence& s, Range queries, Range keys) {
   return keys.last <= s.keys && keys.last <= queries.first + s.last && keys.first >= queries.last - 1 + s.first;
 }
-// Says whether some query of a range sees some key of a range, so that the tile must be computed.
+// Says whether some query of `queries` sees some key of `keys`, so that their tile must be computed.
 ATTN_INLINE constexpr bool any_visible(const Sequence& s, Range queries, Range keys) {
   return !common(visible_keys(s, queries), keys).empty();
 }

@@ -7,8 +7,8 @@ DTensor's collectives redistribute tensors that are placed in another way. The r
 on a single process.
 
 - ``Replicate()``.
-- ``Shard`` of a leading dimension. Tensors whose size there is 1, or that have fewer dimensions,
-  are ``Replicate()``; their gradients are ``Partial()``. No communication.
+- ``Shard`` of a leading dimension. Tensors of size 1 there, and tensors with fewer dimensions, are
+  ``Replicate()``. Their gradients are ``Partial()``. There is no communication.
 - ``Shard`` of the heads, likewise. Grouped heads are allowed if each device gets whole groups.
 - ``Shard`` of the sequence, over one dimension of the mesh. If only the query is cut, there is no
   communication. If only key and value are cut, an all-reduce merges the parts. If all three are
@@ -175,8 +175,10 @@ class _Sharded:
         return max(sizes) > 1 and all(size % devices == 0 for size in grouped)
 
     def _dim(self, m: int) -> int | None:
-        """Returns which dimension of the output mesh dimension m cuts; the first cut tensor
-        says."""
+        """Returns the dimension of the output that dimension m of the mesh cuts.
+
+        The first tensor that is cut decides.
+        """
         on = {name: tensor.placements[m] for name, tensor in self.tensors.items()}
         rows = [
             n for n in Inputs._fields[:3] if n in on and on[n].is_shard(self.tensors[n].ndim + ROWS)
@@ -272,7 +274,7 @@ class _Sharded:
             found = self.op(**x)
         named = dict(zip(names, found, strict=False))
         results = tuple(self._result(n, named[n]) for n in wanted or names)
-        # Adds None for the gradients of functions of the pair, which DTensors do not take.
+        # DTensors do not take functions of the pair, so the gradients of these functions are None.
         return results + (None,) * (0 if wanted else len(self.op._schema.returns) - len(names))
 
     def _result(self, name: str, local: Tensor | None) -> Any:

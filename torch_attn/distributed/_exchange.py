@@ -81,7 +81,7 @@ class Ring:
         return tensors if self.call.needed(process, block) else []
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields in each step a block's number and tensors; no tensors if not needed here."""
+        """Yields in each step a block's number and its tensors; no tensors if not needed here."""
         layout, rank = self.call.layout, self.call.layout.rank
         steps = 1 if self.call.whole_queries else layout.world
         block = self._needed(rank, rank, self.own)
@@ -101,9 +101,9 @@ class Ring:
             block = coming
 
     def bring_back(self, gradients: list[Tensor], source: int, own: list[Tensor]) -> None:
-        """Sends the gradients of block `source`; adds what the last step received to `own`.
+        """Sends the gradients of block `source`. Adds the gradients of the last step to `own`.
 
-        All processes call it in every step but the first, and then :meth:`finish`.
+        All processes must call this method in every step but the first, and then :meth:`finish`.
         """
         layout, rank = self.call.layout, self.call.layout.rank
         other = (2 * rank - source) % layout.world

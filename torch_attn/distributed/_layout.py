@@ -77,7 +77,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of this process's queries with some keys of a block."""
+    """A part of a call: some rows of this process's queries, and some keys of a block."""
 
     rows: slice  # of this process's tensors
     keys: slice  # of the block's tensors
@@ -115,7 +115,7 @@ class Call:
         """Reduces huge offsets and windows so that adding a position to an offset cannot overflow.
 
         If the window is huge too, offset and window change by the same number. If not, a query at a
-        huge offset sees all keys or no key, and still does after the offset alone has changed.
+        huge offset sees all keys or no key, and still does so after the offset alone has changed.
         """
         far, more = 2**60, sum(self.layout.lengths)
         window = self.options["window_size"]
@@ -136,7 +136,7 @@ class Call:
         return set(zip(*(t.flatten().tolist() for t in entries), strict=True))
 
     def sees(self, rows: Piece, keys: Piece) -> bool:
-        """Whether some query of a piece may see some key of a piece."""
+        """Whether some query of `rows` may see some key of `keys`."""
         left, right = self.options["window_size"]
         right = 0 if self.options["is_causal"] and right != 0 else right
         for q, end_q, k, end_k, offset, used in self._numbers:

@@ -36,7 +36,7 @@ _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
 _lock = threading.Lock()
 _source: Any = functools.cache(inspect.getsource)  # getsource parses a whole file
-# For each stack that is on: the number of handles, its own forward before, functions that undo.
+# For each stack that is on: its number of handles, its earlier own forward, functions that undo.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -85,7 +85,7 @@ class _Plan:
     bias: Tensor | None = None  # T5: [1, H, longest, longest], which all layers share
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     layers: int = 0  # layers that have begun
-    attended: int = 0
+    attended: int = 0  # calls of attention that got the packed sequences
     calls: int = 0
     done: bool = False
 
@@ -234,8 +234,8 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     if not _attends(known):
         integration._register(_NAME, integration.attention_forward)
         stack.set_attn_implementation(_NAME)
-    # An entry of the list that is a group of layers (ALBERT) runs several times. So the calls of
-    # layers are counted. If every entry is a layer, the last layer ends the stack.
+    # In ALBERT an entry of the list is a group of layers, which runs several times, so calls are
+    # counted. If every entry is a layer, the last layer ends the stack.
     entries: Any = next(m for m in stack.modules() if isinstance(m, nn.ModuleList) and len(m))
     number = stack.config.num_hidden_layers
     is_shared = entries[0] is not layers[0]
@@ -358,7 +358,7 @@ def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) ->
 
 
 def _refuse_mask(plan: _Plan, mask: Any) -> str:
-    """Says if a mask `[B, 1, L, L]` lets a token a see a token b that does not see a."""
+    """Says if a mask `[B, 1, L, L]` lets some token x see a token y that does not see x."""
     is_causal = isinstance(mask, integration._Pattern) and mask.right == 0
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(2) > 1:
         if torch.compiler.is_compiling():

@@ -43,7 +43,7 @@ __all__ = ["attention_forward", "calls", "register", "unpad", "unregister"]
 # The names that register() took from transformers, each with its implementation and mask function.
 _taken: dict[str, tuple[Any, Any]] = {}
 
-# What a model may ask of its attention but the operator lacks. It raises, because an error is
+# What a model may ask for but the operator lacks. Such a model gets an error, because an error is
 # better than a wrong result.
 _UNSUPPORTED = {
     "block_indices": "keys that an indexer chooses (block_indices)",
@@ -140,9 +140,9 @@ def unpad(model: nn.Module) -> Unpadded:
         A handle for ``with``. Without ``with``, call its `remove()` at the end.
 
     Raises:
-        ValueError: the result would be wrong, because of the model (a decoder, layerdrop), which is
-            checked at once, or because of what a call with padding asks for (weights, a cache),
-            which is checked before anything is computed.
+        ValueError: the model is unfit (a decoder, layerdrop), which is checked at once; or a call
+            with padding asks for something unfit (weights, a cache), which is checked before
+            anything is computed.
     """
     from torch_attn.integrations._unpad import Unpadded
 
@@ -430,8 +430,8 @@ class _Pattern:
 
     Query i sees key j if ``-left <= j - i - offset <= right`` and key j is no padding.
 
-    A pattern is no tensor, so that anything else that a model does to its mask raises an error. In
-    a graph, `left` is a constant, because it belongs to the model. `offset` is data of the call.
+    A pattern is no tensor, so that a model that computes with its mask raises an error. In a graph,
+    `left` is a constant, because it belongs to the model. `offset` is data of the call.
     """
 
     left: int  # -1 is all
@@ -718,7 +718,7 @@ def _interfaced(config: type) -> bool:
 
 @functools.cache
 def _computes_with_masks(config: type) -> bool:
-    """Whether models always need a mask. Their calls with packed sequences do not tell."""
+    """Whether models always need a mask. Calls with packed sequences do not show this."""
     modules = {model.__module__ for model in _models(config)}
     try:
         sources = [inspect.getsource(sys.modules[name]) for name in modules]

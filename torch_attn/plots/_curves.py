@@ -95,7 +95,7 @@ def scaling(
     ax: Axes | None = None,
     logy: bool = True,
 ) -> Figure:
-    """Measurements over a size, which has a logarithmic axis; and theory, if given.
+    """Measurements, and theory if given, over a size on a logarithmic axis.
 
     Args:
         sizes: ``[N]``, positive; on a logarithmic axis.

@@ -221,7 +221,7 @@ def _scale(
 
 
 def _kind(values: Array) -> str:
-    """Guesses from the range of numbers what they are. Half-type weights may round above 1."""
+    """Guesses what the numbers are from their range. Half-type weights may round above 1."""
     known = values[~np.isnan(values)]
     return "attention weight" if ((known >= 0) & (known <= 1 + 1e-2)).all() else "score"
 

@@ -98,7 +98,7 @@ def muted() -> Any:
 
 
 def colors(count: int) -> list[str]:
-    """`count` distinct colours; beyond the palette, steps along a colour map."""
+    """`count` distinct colours: of the palette if it has enough, else steps along a colour map."""
     if count <= len(PALETTE):
         return list(PALETTE[:count])
     # Viridis's dark end vanishes on a dark page, and its light end on a white page.
