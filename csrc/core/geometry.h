@@ -119,7 +119,7 @@ ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) {
 }
 ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   if (p.tokens == 0) return (n * p.heads + head) * p.queries + position;
-  if (p.sequences == 0) return head * p.tokens + position;  // the one entry
+  if (p.sequences == 0) return head * p.tokens + position;  // there is one entry
   return (n / p.sequences * p.heads + head) * p.tokens + p.query_starts[n] + position;
 }
 // Returns the number of a row within `p`. On a CPU, `p` may be a single entry of a call (first_entry).

@@ -88,7 +88,7 @@ struct WholeNumbers {
 struct PackedSequences {
   WholeNumbers cu_seq_q, cu_seq_k;     // [sequences + 1]; no cu_seq_k if keys are in pages
   WholeNumbers key_lengths, offsets;   // [batch]
-  int64_t batch = 0, sequences = 0;    // batch: with the dimensions before the sequences
+  int64_t batch = 0, sequences = 0;    // batch also counts the dimensions before the sequences
   int64_t tokens = 0, key_tokens = 0;  // of all sequences
   int64_t* numbers = nullptr;          // [5, batch]: query_starts, queries, key_starts, keys, offsets
 
@@ -120,7 +120,7 @@ struct Problem {
   int64_t heads = 1;  // of the query and the output
   int64_t key_heads = 1;
   int64_t value_heads = 1;
-  int64_t queries = 0;    // L; if sequences are packed, L of the longest one
+  int64_t queries = 0;    // L; if sequences are packed, L of the longest sequence
   int64_t keys = 0;       // S, likewise
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
@@ -203,7 +203,7 @@ struct RowParams : Problem {
 
 struct ForwardParams : RowParams {
   Operand output;
-  Operand residual;           // the exact output minus the rounded one; data may be null. See exact_residual
+  Operand residual;           // the exact output minus the rounded output; data may be null. See exact_residual
   void* logsumexp = nullptr;  // may be null
 
   // Results for the caller, one number per row, [batch, heads, L], in the compute dtype; null if not wanted.
@@ -230,7 +230,7 @@ struct BackwardParams : Problem {
   const void* logsumexp = nullptr;
   // The gradient of each row's row_logsumexp, [batch, heads, L]; null: 0.
   const void* grad_logsumexp = nullptr;
-  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L], and with grad_logsumexp their rounding errors
+  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L]; with grad_logsumexp also each delta_i's rounding error
 
   // Null data if a gradient is not wanted.
   Operand grad_query;
@@ -242,7 +242,7 @@ struct BackwardParams : Problem {
   void* grad_slopes = nullptr;
   void* grad_sinks = nullptr;
   void* grad_mask_rows = nullptr;
-  TermGradients* grad_terms = nullptr;  // of the terms of `program`; null if none is wanted
+  TermGradients* grad_terms = nullptr;  // of the terms of `program`; null if not wanted
 
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;

@@ -127,7 +127,7 @@ struct List {
   int slots;
   int uniform_slots;
   int lookups;
-  bool reads_pairs;  // pair_term or pair_tangent
+  bool reads_pairs;  // whether it reads pair_term or pair_tangent
 };
 
 // One tensor of leaves, [batch, heads, L or S or L + S - 1, columns], of the compute dtype, or int32 for whole numbers.
@@ -156,7 +156,7 @@ struct TermGradients {
   // Task t stands in line t % lines. It adds to a copy of the tables once turns[line] says that all earlier tasks of
   // the line have added. Groups of `lines_of_copy` neighbouring lines share a copy, and add to different numbers of the
   // copy. If `turns` is null, no two tasks add to the same number.
-  Terms tables[kMostTables];  // shaped as Table::numbers, contiguous; in the first copy
+  Terms tables[kMostTables];  // in the first copy; shaped as Table::numbers, contiguous
   bool has_tables = false;
   int64_t lines = 1, lines_of_copy = 1, copy = 0;  // `copy`: numbers from one copy to the next
   int32_t* turns = nullptr;
@@ -196,7 +196,7 @@ struct PairMask {
   const List* list = nullptr;  // null: all pairs of partial blocks are visible
   Terms blocks;                // uint8 [batch, heads, blocks of queries, blocks of keys]; null data: all are partial
   int64_t block_rows = 0, block_keys = 0;
-  int64_t entries = 1, heads = 1;  // different entries and heads of the mask
+  int64_t entries = 1, heads = 1;  // the numbers of different entries and heads
   int64_t row_tiles = 0, key_tiles = 0;
   int32_t* tiles = nullptr;  // [entries, heads, row_tiles, key_tiles]
   uint64_t* bits = nullptr;  // [tiles with bits, kScoreTile]
