@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.nn.attention.bias import causal_upper_left
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn
+from _variants import ROOT
 from torch_attn import reference
 
 ops = torch.ops.attn
@@ -449,24 +449,22 @@ def flops(**options: Any) -> int:
 
 
 def test_flops() -> None:
-    """The page of the formulas says of each argument whether it counts."""
-    page = torch_attn.flops.__doc__ or ""
-    assert {n for n in ALL if f"`{n}`" not in page} == set()
+    """No option counts but those that the formulas' page names."""
     taken = {n: a for n, a in ARGUMENTS.items() if not a.wrong}
     changed = {n for n, a in taken.items() if flops(**a.beside) != flops(**a.beside | {n: a.value})}
     assert changed == {"window_size"}
     assert flops(**PACKED) < flops(**WHOLE) == flops()
 
 
-def test_every_number_is_checked() -> None:
-    numbers = [n for n, argument in ARGUMENTS.items() if isinstance(argument.value, float)]
-    found = {n: refuses(DOORS["ops.attention"], n, {n: math.nan}) for n in numbers}
-    assert found == dict.fromkeys(numbers)
-
-
 def test_every_option_is_documented() -> None:
+    """By a line of its own, and by what it does to scores, weights or keys, also for C++."""
     page = torch_attn.sdpa.__doc__ or ""
     assert {n for n in DENSE if f"\n        {n}: " not in page} == set()
+    header = (ROOT / "csrc/attn/sdpa.h").read_text()
+    formulas = {page: "Query i is at.*?Shapes:", header: "query i is at.*?  query "}
+    for text, pattern in formulas.items():
+        (found,) = re.findall(pattern, text, re.S)
+        assert {n for n in DENSE if n not in found} == set()
 
 
 def test_unconverted_modules() -> None:

@@ -306,7 +306,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "attn_mask has dtype Long; it must be bool",
     ),
     "large mask": ({"attn_mask": torch.zeros(3, 2, 4, 5, 7)}, "attn_mask has shape"),
-    "scale": ({"scale": NAN}, "scale is NaN"),
+    "scale": ({"scale": NAN}, "scale is nan"),
     "device": ({"key": torch.zeros(2, 4, 7, 8, device="meta")}, "key is on meta but query is on"),
     "layout": ({"key": torch.zeros(2, 4, 7, 8).to_sparse()}, "key has layout Sparse"),
     "sparse query": ({"query": torch.zeros(2, 4, 5, 8).to_sparse()}, "query has layout Sparse"),

@@ -10,8 +10,7 @@ The formulas know shapes, but not the numbers in `query_offset` and `key_lengths
 that the first query is at the first key or, if an offset is given, the last query at the last key,
 and that all S keys are in use. Packed sequences, of `cu_seq_q` and `cu_seq_k`, are counted as if
 all had the same length, sequences in the pages of a `block_table` as if each had `max_k` keys.
-Nothing is added for `softcap`, `alibi_slopes` and `sinks`, because they are no matrix products.
-`max_q` is not read.
+No other option adds anything, because none is a matrix product.
 
 With E the size of a query and a key, Ev the size of a value, and per pair of a query and a key:
 

@@ -45,10 +45,10 @@ def sdpa(
     by block with a running softmax, and backward computes the weights again.
 
     The built-in lacks the arguments from `softcap` on. Any of them may be combined. Query i is at
-    position p = i + query_offset. Its score for key j is
-    ``c tanh(scale <q, k> / c) - slope |p - j| + mask``. Key j is hidden if the window, causality,
-    the lengths or the mask hides it. A weight is
-    ``exp(score) / (exp(sink) + sum over j of exp(score))``.
+    position p = i + `query_offset`. Its score for key j is
+    ``softcap tanh(scale <q, k> / softcap) - alibi_slopes |p - j| + attn_mask``. Key j is hidden if
+    `window_size`, `is_causal`, `key_lengths` or `attn_mask` hides it. A weight is
+    ``exp(score) / (exp(sinks) + sum over j of exp(score))``.
 
     Shapes: ``B...`` stands for any number of leading dimensions, also none, that broadcast between
     query, key and value (sizes 1 and n). L is the number of queries, S the number of keys, E the
@@ -97,8 +97,8 @@ def sdpa(
             Offsets and lengths on a GPU are not validated, because that would synchronise. There,
             lengths are clamped to 0 ... S.
         TypeError: query, key or value is no tensor; an offset or length is neither an int nor a
-            tensor; or `scale`, `dropout_p` or `softcap` is a tensor that requires a gradient or has
-            a tangent, because they have no derivatives. ``torch.ops.attn.sdpa`` cannot raise this,
+            tensor; or a float, such as `scale`, is a tensor that requires a gradient or has a
+            tangent, because floats have no derivatives. ``torch.ops.attn.sdpa`` cannot raise this,
             because PyTorch converts such a tensor to a number.
         ValueError: `is_causal` together with a causal bias; a window that is no pair.
 

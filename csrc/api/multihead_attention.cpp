@@ -6,10 +6,10 @@
 #include <torch/nn/init.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include "api/options.h"
+#include "operators/validate.h"
 
 namespace attn {
 namespace {
@@ -93,13 +93,11 @@ void MultiheadAttentionImpl::reset() {
     TORCH_CHECK(size > 0, "attn::MultiheadAttention: ", name, " is ", size, "; it must be positive");
   check_divides("embed_dim", embed_dim, "num_heads", heads);
   check_divides("num_heads", heads, "num_kv_heads", kv_heads);
-  TORCH_CHECK(options.dropout() >= 0 && options.dropout() <= 1, "attn::MultiheadAttention: dropout is ",
-              options.dropout(), "; it must be a probability between 0 and 1");
+  check_allowed("attn::MultiheadAttention", "dropout", options.dropout(), kProbability);
+  check_allowed("attn::MultiheadAttention", "softcap", options.softcap(), kCap);
   const auto& [left, right] = options.window_size();
   TORCH_CHECK(left >= -1 && right >= -1, "attn::MultiheadAttention: window_size is (", left, ", ", right,
               "); each of (left, right) must be -1 (no bound) or more");
-  TORCH_CHECK(options.softcap() >= 0 && std::isfinite(options.softcap()), "attn::MultiheadAttention: softcap is ",
-              options.softcap(), "; it must be a finite number, 0 for none or above");
 
   head_dim_ = embed_dim / heads;
   rows_ = {embed_dim, kv_heads * head_dim_, kv_heads * head_dim_};

@@ -57,11 +57,11 @@ struct Options {
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
-// With the other options, query i stands at position p = i + query_offset. The scores and weights of the keys j that
-// query i sees are
+// With the other options, query i is at position p = i + query_offset. It sees the keys that window_size, is_causal,
+// key_lengths and attn_mask leave. The scores and weights of these keys j are
 //
-//   scores   c tanh(scale <q, k_j> / c) - slope |p - j| + mask
-//   weights  exp(score_j) / (exp(sink) + sum over j of exp(score_j))
+//   scores   softcap tanh(scale <q, k_j> / softcap) - alibi_slopes |p - j| + attn_mask
+//   weights  exp(score_j) / (exp(sinks) + sum over j of exp(score_j))
 //
 //   query   [B..., Hq, L, E]   float64, float32, bfloat16 or float16, one type for all three;
 //   key     [B..., Hk, S, E]   at least 2 dimensions; leading ones broadcast

@@ -23,14 +23,15 @@ struct Capability {
   const char* name;
   const Kernels* (*kernels)();
   bool (*supported)();  // whether this machine has every instruction that the file is compiled for
-  bool (*preferred)();  // whether, if supported, it is chosen before those above
+  bool (*preferred)();  // whether it is chosen, if supported, before the sets above it
 };
 
 bool always() { return true; }
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports also asks whether the operating system saves the registers (XGETBV). Some
-// versions of clang do not know "f16c" as its argument. F16C needs no more registers than AVX2.
+// __builtin_cpu_supports also checks that the operating system saves the registers (XGETBV). Some versions of clang do
+// not know its argument "f16c", so F16C is looked up in CPUID. CPUID suffices here, because F16C uses only registers
+// that AVX2 uses too.
 bool has_avx2() {
   unsigned eax, ebx, ecx, edx;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
@@ -47,7 +48,7 @@ bool has_avx512() {
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// The processor has tiles, and the operating system saves them and lets this process use them.
+// Whether the processor has tiles, and the operating system saves them and lets this process use them.
 bool has_amx() {
 #if defined(__linux__)
   unsigned eax, ebx, ecx, edx;

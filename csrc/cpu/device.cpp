@@ -1,4 +1,4 @@
-// The operators on the CPU: cuts their work into tasks for threads.
+// The operators on the CPU. This file cuts their work into tasks for threads.
 //
 // The shape alone decides how the work is cut. The number of threads decides only which thread computes a task, so the
 // result has the same bits with any number of threads.
@@ -29,11 +29,11 @@ constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
 
-// The floating-point operations of one product, such as Q K^T, over all visible pairs of queries and keys.
+// The floating-point operations of one product, such as Q K^T, over all pairs of queries and keys.
 double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
 
-// The cost of all other work on a pair in the forward, in operations of products. It decides whether a second thread
-// pays in calls of ten microseconds (measured while decoding).
+// The cost of a pair in the forward apart from its products, in the unit of product_flops(). It decides whether a
+// second thread pays in calls of ten microseconds (measured while decoding).
 constexpr double kFlopsPerPair = 128;
 
 void draw_rng_state(const Tensor& state, int64_t heads) {
@@ -46,10 +46,10 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   values[2] = heads;
 }
 
-// Reads a mask that several heads share once, before the kernels, and says what it does to each tile. Each packed
-// sequence is looked at alone. p.mask_tiles points into the result.
+// Before the kernels run, reads a mask that several heads share, and returns what it does to each tile of scores.
+// p.mask_tiles points into the result. If sequences are packed, EntriesAndMasks calls this for each sequence.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
-  constexpr int64_t kFewQueries = 16;  // so few read little of the mask, while they compute
+  constexpr int64_t kFewQueries = 16;  // fewer queries read little of the mask while they compute
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);
@@ -73,8 +73,9 @@ Tensor look_at_mask(Problem& p, const Tensor& query) {
   return bytes;
 }
 
-// Evaluates a mask_mod once for all pairs, and once for all heads if they share it. A second run finds the bits of
-// tiles that show some pairs and hide others. p.program->mask points into the results.
+// Before the kernels run, evaluates a mask_mod at all pairs, once for all heads that share it. A first run finds what
+// the mask does to each tile. A second run finds the bits of the tiles that show some pairs and hide other pairs.
+// p.program->mask points into the results.
 std::array<Tensor, 2> look_at_pairs(const Problem& p, const Tensor& query) {
   if (!p.program || !p.program->mask) return {};
   PairMask& m = *p.program->mask;
@@ -96,7 +97,7 @@ std::array<Tensor, 2> look_at_pairs(const Problem& p, const Tensor& query) {
   return {numbers, bits};
 }
 
-// What look_at_mask() and look_at_pairs() find out, kept as long as the call runs.
+// Keeps the results of look_at_mask() and look_at_pairs() as long as the call runs.
 class Masks {
  public:
   Masks(Problem& p, const Tensor& query) : tiles_(look_at_mask(p, query)), pairs_(look_at_pairs(p, query)) {}
@@ -107,7 +108,7 @@ class Masks {
   std::array<Tensor, 2> pairs_;
 };
 
-// Some entries of a call, with what look_at_mask() finds out about theirs.
+// Some entries of a call. If they are packed sequences with a mask, also keeps the result of look_at_mask() for each.
 template <auto kKernel, class Params>
 class EntriesAndMasks : public Entries<kKernel, Params> {
  public:
@@ -129,8 +130,8 @@ void each_group_of_entries(Params& call, const Tensor& query, const auto& f) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Returns the length of a chunk if `tasks` tasks, each over `count` keys or rows, are cut in chunks until there are
-// `enough`. There are at most `most` chunks.
+// Cuts `tasks` tasks, each over `count` keys or rows, into chunks until there are `enough` chunks in all. A task has at
+// most `most` chunks. Returns the length of a chunk.
 int64_t chunk_length(int64_t count, int64_t tasks, int64_t enough, int64_t most) {
   if (tasks >= enough || most < 2) return count;
   const int64_t chunks = std::min(divide_up(enough, std::max<int64_t>(1, tasks)), most);
@@ -138,8 +139,8 @@ int64_t chunk_length(int64_t count, int64_t tasks, int64_t enough, int64_t most)
 }
 static_assert(kRowTile == kKeyTile);
 
-// Several tiles of rows share one pass over the keys, as long as there are enough tasks; no bit depends on that. The
-// splits of the keys do change the bits of sums, so they depend on the size of one batch entry alone.
+// Several tiles of rows share one pass over the keys if enough tasks remain. No bit depends on this sharing. But splits
+// of the keys change the bits of sums, so the splits depend on the size of one batch entry alone.
 void plan_rows(RowParams& p) {
   const int64_t tasks = p.groups() * divide_up(p.rows(), kRowTile);
   const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, kRowTile);
@@ -192,30 +193,30 @@ void run_forward(ForwardParams& call, const Tensor& query) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Gradients, and their derivative along a direction, which has the same plan and passes
+// Gradients, and their derivative along a direction (both have the same plan and the same passes)
 
 void plan(BackwardParams& p, double share) {
   p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
-  // What a pass keeps of its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
+  // The numbers that a pass keeps of its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));
-  // The chunks set the order in which gradients are summed, so they depend on one entry alone. If the call has enough
-  // tasks, one task takes all chunks of a span, with the same bits and less work. `share`: this entry's part of the
-  // call's work.
+  // The cut into chunks sets the order in which gradients are summed, so it depends on the size of one entry alone. If
+  // the call has enough tasks, one task takes all chunks of a span, with the same bits and less work. `share`: this
+  // entry's part of the call's work.
   p.keys_per_chunk = chunk_length(p.keys, p.heads / p.span, kEnoughChunks, divide_up(p.keys, 4 * kKeyTile));
   p.chunks = p.keys > 0 ? divide_up(p.keys, p.keys_per_chunk) : 0;
   p.all_chunks_at_once = p.chunks < 2 || p.spans() >= kEnoughChunks * share;
 }
 
-// The gradients of distance terms, of one chunk of keys.
+// Returns how many gradients of distance terms one chunk of keys has.
 int64_t size_of_distance_terms(const BackwardParams& p) {
   constexpr int kKind = static_cast<int>(Leaf::distance_term) - static_cast<int>(Leaf::row_term);
   const PairProgram& program = *p.program;
   return program.batch * program.heads * program.columns[kKind] * (program.queries + program.keys - 1);
 }
 
-// Calls f(table, its gradient, how many numbers that has) for the tables whose gradients are wanted.
+// Calls f(t, table t, the number of gradients of this table) for each table whose gradients are wanted.
 void for_each_table(const BackwardParams& p, auto f) {
   for (int t = 0; t < kMostTables; ++t) {
     const Terms& grad = gradients_of_terms(p).tables[t];
@@ -228,8 +229,8 @@ void for_each_table(const BackwardParams& p, auto f) {
   }
 }
 
-// Plans how spans of heads add to the tables, for each group of entries. Returns the copies that they add to, [copies,
-// numbers], or an undefined tensor where they add to the gradients themselves.
+// Plans how the tasks of a group of entries add to the gradients of tables. Returns the copies of these gradients that
+// tasks add to, [copies, numbers], or an undefined tensor if tasks add to the gradients themselves.
 template <class Params>
 Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGradients>& of_entries,
                    c10::SmallVectorImpl<Tensor>& memory, const Tensor& query) {
@@ -244,8 +245,9 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
     meet |= table.of != TableOf::keys;
   });
   if (are_owned && !meet) return {};
-  // One copy is enough where no two spans add to the same numbers; else tasks share up to 16 copies of up to 64 MB, and
-  // entries of their own lengths have one each.
+  // There are up to 16 copies, but only one if a copy takes more than 64 MB in float64. If the call is cut into several
+  // entries, each entry has one copy. If no two spans add to the same numbers, all spans share a copy, so fewer copies
+  // suffice.
   constexpr int64_t kMostCopies = 16, kMostNumbers = (int64_t{64} << 20) / 8;
   const auto count = static_cast<int64_t>(of_entries.size());
   int64_t each = count > 1 || size > kMostNumbers ? 1 : kMostCopies;
@@ -268,7 +270,7 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
   return copies;
 }
 
-// Returns the size of the workspace.
+// Computes the gradients of these entries. Returns the size of their workspace.
 template <class Params>
 int64_t gradients(const Params& call, const auto& entries, const Tensor& query) {
   c10::SmallVector<Tensor, 2> memory;
@@ -324,7 +326,8 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
       first += numbers;
     });
   }
-  // Skips sequences without queries: if the call has one token, their row of the mask belongs to another sequence.
+  // Skips sequences without queries, because in a call with one token their row of the mask belongs to another
+  // sequence.
   if (call.mask_is_shared && call.sequences > 0)
     entries.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
                 [](const auto& p) { return 2 * product_flops(p); }, workspace,
@@ -342,7 +345,7 @@ void run_gradients(Params& call, const Tensor& query) {
   int64_t workspace = 0;
   each_group_of_entries<kKernel>(
       call, query, [&](const auto& entries) { workspace = std::max(workspace, gradients(call, entries, query)); });
-  // Entries of a batch may share a mask, so one task sums over them. Packed sequences share none.
+  // Entries of a batch may share a mask, so one task sums over all entries. Packed sequences do not share a mask.
   if (!call.mask_is_shared || call.sequences > 0) return;
   const BackwardKernels<Params>& k = kernels_for<kKernel>(call);
   run_tasks(call.mask_tasks(), 2 * product_flops(call), std::max(workspace, k.workspace(call)), k.on_thread,
@@ -370,7 +373,7 @@ void run_tangent(TangentParams& call, const Tensor& query) {
 
 void plan(StatsParams& p) {
   plan_rows(p);
-  // The second pass is the same with keys and rows exchanged.
+  // The second pass is planned in the same way, with keys and rows exchanged.
   p.keys_per_task = kStatsKeyTiles * kKeyTile;
   while (p.keys_per_task > kKeyTile && p.key_tasks() < 2 * kEnoughTasks) p.keys_per_task /= 2;
   const int64_t tasks = p.heads * divide_up(p.keys, kKeyTile);

@@ -1,6 +1,7 @@
-// Cuts a call into entries, which are planned and run each by itself. A call whose batch entries have the same lengths
-// is one entry. A packed sequence is an entry like any other. It has the same bits as in a call with it alone, because
-// no kernel knows of the entries beside it. A thousand entries are planned and run at a time, because each takes 2 KB.
+// Cuts a call into entries. Each entry is planned by itself and run by itself. A call without key_lengths and
+// query_lengths is a single entry. A packed sequence is an entry like any other. Its results have the same bits as in a
+// call with this sequence alone, because no kernel knows of other entries. About a thousand entries are planned and run
+// at a time, because each entry takes 2 KB.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@
 
 namespace attn {
 
-// Entry n of a call, in a batch of its own.
+// Returns entry n of a call as a batch of one entry.
 template <class Params>
 Params entry_of(const Params& call, int64_t n) {
   Params p = call;
@@ -78,22 +79,23 @@ class Entries {
   auto begin() const { return entries_.begin(); }
   auto end() const { return entries_.end(); }
 
-  // The workspace that suffices for a task of any entry. Call it once all entries are planned.
+  // Returns the size of a workspace that suffices for any task of any entry. The caller must plan all entries first.
   int64_t workspace() const {
     int64_t most = 0;
     for (const auto& [p, k] : entries_) most = std::max(most, k->workspace(*p));
     return most;
   }
 
-  // Runs f(params, kernels, task, workspace) for each of the tasks(params) of all entries, which take flops(params).
+  // Runs f(params, kernels, task, workspace) for every task of every entry. An entry has tasks(params) tasks, which
+  // together take flops(params).
   void run(const auto& tasks, const auto& flops, int64_t workspace, const auto& f, Take take = Take::neighbours) const {
     if (entries_.size() == 1) {
       const auto [p, k] = entries_[0];
       return run_tasks(
           tasks(*p), flops(*p), workspace, k->on_thread, [&](int64_t task, char* own) { f(*p, *k, task, own); }, take);
     }
-    // Takes many tasks of small entries at once, because taking one takes time, too. The largest tasks come first, so
-    // that none is left to wait for at the end.
+    // A thread takes many tasks of a small entry at once, because taking a task takes time, too. The largest tasks come
+    // first, so that threads need not wait for a large task at the end.
     constexpr double kAtOnce = 2e6;
     struct Item {
       const Entry* entry;

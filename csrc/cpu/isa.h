@@ -1,8 +1,9 @@
-// The table of functions of one instruction set. Each file of cpu/isa has one; capability.cpp chooses.
+// The table of an instruction set's functions. Each .cpp file of cpu/isa has a table, and capability.cpp chooses among
+// the tables.
 #pragma once
 
-// Everything with inline code comes before the target regions of cpu/isa/*.cpp: inside them it would be compiled for
-// one instruction set, and the linker might use that copy everywhere.
+// Includes these headers before the target regions of cpu/isa/*.cpp begin. In a region their inline code would be
+// compiled for one instruction set, and the linker might use that copy everywhere.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -18,7 +19,7 @@
 
 #include "core/params.h"
 
-// Compiles what follows for a processor with these instructions, until ATTN_END_TARGET.
+// Compiles the code from here to ATTN_END_TARGET for a processor with these instructions.
 #define ATTN_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define ATTN_TARGET(instructions) \
@@ -31,12 +32,12 @@
 
 namespace attn {
 
-// A tile of scores. Keys are its rows and queries its columns, the lanes of vectors. In float32 it takes 16 KiB, half
-// of the smallest first cache, and leaves room there for the rows that a product reads.
+// The size of a tile of scores. Its rows are keys, and its columns are queries, which are the lanes of vectors. In
+// float32 a tile takes 16 KiB, half of the smallest L1 cache. The other half is left for the rows that a product reads.
 constexpr int64_t kRowTile = kScoreTile;
 constexpr int64_t kKeyTile = kScoreTile;
 
-// A task of the statistics' second pass has at most as many tiles of keys.
+// The largest number of tiles of keys in a task of the statistics' second pass.
 constexpr int64_t kStatsKeyTiles = 4;
 
 // A thread calls begin() before its first task and end() after its last one, unless they are null.
@@ -45,21 +46,23 @@ struct OnThread {
   void (*end)() = nullptr;
 };
 
-// A kernel runs one task in a workspace of its own of at least workspace() bytes, 64-byte aligned. What a task computes
-// depends on its number alone, so any thread may run it at any time. (Tasks of BackwardKernels wait for each other.)
-// Functions that take rows [first, last) count them in the flat list [batch, heads, L].
+// A kernel runs a task in a workspace of at least workspace() bytes, which is 64-byte aligned and which no other thread
+// uses. The result of a task depends on the task's number alone, so any thread may run it at any time. (But tasks of
+// BackwardKernels wait for each other.) Functions with arguments `first` and `last` take the rows [first, last) of the
+// flat list [batch, heads, L].
 struct ForwardKernels {
   int64_t (*workspace)(const ForwardParams&);
   void (*run)(const ForwardParams&, int64_t task, char* workspace);
   void (*merge)(const ForwardParams&, int64_t first, int64_t last, char* workspace);
-  // packed_size() is the bytes of p.prepacked, 0 where tasks pack for themselves. pack() fills it in: there is a task
-  // for each of p.batch entries, heads of keys or values (the larger number), and tiles of keys.
+  // packed_size() returns the size of p.prepacked in bytes, or 0 if each task packs keys and values for itself. pack()
+  // fills in p.prepacked, in p.batch * max(p.key_heads, p.value_heads) * (tiles of keys) tasks.
   int64_t (*packed_size)(const ForwardParams&);
   void (*pack)(const ForwardParams&, int64_t task);
   OnThread on_thread = {};  // around run()
 };
 
-// Waits until tasks of smaller numbers have brought *turn to `number`; then brings it to the next one.
+// A task calls wait_for_turn(), which waits until earlier tasks have raised *turn to `number`. At its end the task
+// calls end_turn(), which raises *turn by 1.
 void wait_for_turn(int32_t* turn, int32_t number);
 void end_turn(int32_t* turn);
 
@@ -70,7 +73,8 @@ struct OnePassKernels {
   OnThread on_thread = {};
 };
 
-// Chunks of one span of heads wait for each other (BackwardParams::turns): threads take tasks one by one, in order.
+// Tasks that compute chunks of the same span of heads wait for each other (BackwardParams::turns). So threads take
+// tasks one by one, in the order of their numbers.
 template <class Params>
 struct BackwardKernels {
   int64_t (*workspace)(const Params&);
@@ -91,13 +95,14 @@ struct StatsKernels {
 };
 
 struct Kernels {
-  const Kernels* (*falls_back_to)();  // a function, as the other table is another file's, and no constant in this one
+  const Kernels* (*falls_back_to)();                   // a function, because another file's table is no constant here
   void (*look_at_mask)(const Problem&, int64_t task);  // fills in p.mask_tiles
-  // Fills in the tiles or the bits of a PairMask for a problem's query.dtype, for one of entries * heads * row_tiles
-  // tasks, in a workspace of pair_workspace() bytes.
+  // Fills in the tiles of a PairMask or, if `wants_bits`, their bits. Evaluates the mask in the compute type of
+  // query.dtype. There are entries * heads * row_tiles tasks, each with a workspace of pair_workspace() bytes.
   void (*look_at_pairs)(const Problem&, const PairMask&, int64_t task, bool wants_bits, char* workspace);
   int64_t (*pair_workspace)(const Problem&, const PairMask&);
-  // Each returns the kernels for a problem, or null where the set does not support it: then falls_back_to() is asked.
+  // Each of these functions returns the kernels for a problem, or null if the instruction set does not support the
+  // problem. kernels_for() then asks the table that falls_back_to() returns.
   const ForwardKernels* (*forward)(const ForwardParams&);
   const OnePassKernels<TangentParams>* (*tangent)(const TangentParams&);
   const BackwardKernels<BackwardParams>* (*backward)(const BackwardParams&);

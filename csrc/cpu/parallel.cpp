@@ -8,9 +8,10 @@
 #include <atomic>
 #include <thread>
 
-// torch's OpenMP (libgomp) by its own names: GCC compiles `#pragma omp parallel num_threads(threads)` to GOMP_parallel,
-// which calls f(data) on every thread of a team. clang would call LLVM's OpenMP instead, whose threads would wait for
-// work on the same cores beside torch's; so there is no pragma, and every compiler's library has torch's threads.
+// Functions of torch's OpenMP, libgomp. GCC compiles `#pragma omp parallel num_threads(threads)` to a call of
+// GOMP_parallel, which calls f(data) on every thread of a team. clang would compile the pragma to a call of LLVM's
+// OpenMP, whose threads would compete with torch's threads for the same cores. So this file uses no pragma, and the
+// library runs on torch's threads whatever the compiler.
 extern "C" void GOMP_parallel(void (*f)(void*), void* data, unsigned threads, unsigned flags);
 extern "C" int omp_get_thread_num();
 extern "C" int omp_pause_resource_all(int kind);
@@ -21,9 +22,9 @@ namespace {
 
 constexpr int kPauseHard = 2;  // omp_pause_hard of <omp.h>
 
-// A forked process has only the thread that forked. If that thread had a team of OpenMP threads, its next parallel
-// region would wait for them for ever. So the team is dissolved before the fork, and parent and child each make a new
-// one when they need it.
+// A forked process has only the thread that forked. If this thread had a team of OpenMP threads, its next parallel
+// region would wait for that team forever. So the team is dissolved before the fork. Parent and child each make a new
+// team when they need one.
 [[maybe_unused]] const int registered = pthread_atfork([] { omp_pause_resource_all(kPauseHard); }, nullptr, nullptr);
 
 constexpr double kWorthwhileFlops = 4e5;
@@ -66,7 +67,8 @@ void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on
   auto take_tasks = [&] {
     const Stay stay(on_thread);
     char* const own = workspace + omp_get_thread_num() * stride;
-    // Neighbours often lie in one page: a thread takes several, fewer towards the end.
+    // Data of neighbouring tasks is often in one page, so a thread takes several tasks at once, but fewer towards the
+    // end.
     const int64_t parts = take == Take::one ? tasks : 4 * threads;
     int64_t first = next.load(std::memory_order_relaxed), last;
     while (first < tasks) {

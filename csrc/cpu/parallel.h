@@ -8,18 +8,20 @@
 
 namespace attn {
 
-// Runs f(task, workspace) for every task in [0, tasks), each call with `workspace_bytes` of its own, 64-byte aligned.
-// Any thread takes any task. Tasks must not depend on each other, unless they wait in turns (below); so the result does
-// not depend on the number of threads (torch.get_num_threads()). Runs serially inside another parallel region, and if
-// all tasks together (`flops`, roughly) are less work than waking a thread.
+// Runs f(task, workspace) for every task in [0, tasks). Each thread has a workspace of its own of `workspace_bytes`,
+// 64-byte aligned. Any thread may take any task. So tasks must not depend on each other, unless they wait for earlier
+// tasks (Take::one). Then the result does not depend on the number of threads (torch.get_num_threads()). Runs all tasks
+// in one thread if called inside another parallel region, or if all tasks together take less time than waking a thread.
+// `flops` is roughly the work of all tasks.
 //
-// neighbours: a thread takes several tasks at once, whose memory is adjacent. one: a thread takes the first task that
-// is left, so a task may wait for an earlier one.
+// Take::neighbours: a thread takes several consecutive tasks at once, because their memory is adjacent. Take::one: a
+// thread takes only the first task that is left, so a task may wait for an earlier task.
 enum class Take { neighbours, one };
 void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
                const std::function<void(int64_t, char*)>& f, Take take = Take::neighbours);
 
-// Runs tasks that are ranges [first, last) of `count` items, `per_task` of them at a time.
+// Cuts `count` items into ranges of at most `per_task` items, and runs f(first, last, workspace) for each range
+// [first, last).
 void run_ranges(int64_t count, int64_t per_task, double flops, int64_t workspace_bytes,
                 const std::function<void(int64_t, int64_t, char*)>& f);
 

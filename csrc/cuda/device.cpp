@@ -1,5 +1,5 @@
-// The operators on CUDA: launches on the current stream. Nothing waits for the device, and all memory comes from
-// torch's allocator, so that a call can be captured in a graph.
+// The operators on CUDA. They launch kernels on the current stream. No function waits for the device, and all memory
+// comes from torch's allocator, so that a call can be captured in a graph.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -38,8 +38,9 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
 }
 
-// Copies an operand whose rows are not vectors (in_vectors()) to memory where they are, padded with zeros, and returns
-// that memory. Without it every tile would copy its rows number by number, which takes many times as long.
+// If the rows of an operand are not vectors (in_vectors()), copies the operand, padded with zeros, to memory in which
+// they are, and returns that memory. Otherwise kernels would have to copy every tile number by number, which takes many
+// times as long.
 [[nodiscard]] Tensor put_in_vectors(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
                                     const Tensor& query) {
   if (!uses_mma(p) || in_vectors(p, x, cols)) return {};
@@ -49,7 +50,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
     strides.push_back(stride);
   }
   for (size_t d = 0; d + 1 < sizes.size(); ++d)
-    if (strides[d] == 0) sizes[d] = 1;  // what is broadcast stays so
+    if (strides[d] == 0) sizes[d] = 1;  // a broadcast dimension stays broadcast
   at::DimVector filled_up = sizes;
   filled_up.back() = round_up(larger(1, cols), vector_of(x));
   const bool is_full = filled_up.back() == cols;
@@ -68,7 +69,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   x.col = 1;
   return vectors;
 }
-// The rows of a head of the query: all tokens if sequences are packed.
+// The number of rows of a head of the query: all tokens if sequences are packed.
 int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.queries; }
 [[nodiscard]] Tensor put_mask_in_vectors(Problem& p, const Tensor& query) {
   if (!p.has_mask) return {};

@@ -1,7 +1,8 @@
-// Everything that device.cpp asks of torch and CUDA about the device; tests/stand_in has its own.
+// Everything that device.cpp asks of torch and CUDA about the device. tests/stand_in has its own version of this
+// header.
 #pragma once
 
-// Not ATen/cuda/CUDAContext.h: it wants the headers of cuBLAS and cuSPARSE.
+// Does not include ATen/cuda/CUDAContext.h, because that header needs the headers of cuBLAS and cuSPARSE.
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -20,8 +21,8 @@ namespace attn::cuda {
 
 constexpr auto kDeviceType = c10::kCUDA;
 
-// Returns the compute capability of a device: 75 is 7.5. Returns 0 if there is no such device, which tensors without
-// data may name. Asks the driver once for each device that is there.
+// Returns the compute capability of a device: 75 is 7.5. Returns 0 if the device does not exist, because tensors
+// without data may name such a device. Asks the driver once for each device that exists.
 inline int compute_capability(c10::Device device) {
   static std::array<std::atomic<int>, std::numeric_limits<c10::DeviceIndex>::max() + 1> known{};
   if (!device.has_index()) return 0;
@@ -31,13 +32,13 @@ inline int compute_capability(c10::Device device) {
     const bool is_there =
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index()) == cudaSuccess &&
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index()) == cudaSuccess;
-    if (!is_there) cudaGetLastError();  // clears the error, which the next to ask would report as its own
+    if (!is_there) cudaGetLastError();  // clears the error, else a later check would report it
     capability = is_there ? 10 * major + minor : 0;
   }
   return capability;
 }
 
-// Makes a device the current one while this object lives.
+// Makes a device the current device while this object lives.
 class OnDevice {
  public:
   explicit OnDevice(c10::Device device) : guard_(device) {
@@ -54,8 +55,9 @@ class OnDevice {
   c10::cuda::CUDAGuard guard_;
 };
 
-// Draws numbers of the device's generator that no other call gets, also while a graph is captured. The last word of a
-// Philox counter is 0 in torch's own kernels; in ours it is the offset, one more than a multiple of four.
+// Draws a seed and an offset from the device's generator that no other call gets, also while a graph is captured.
+// Torch's own kernels set the last word of a Philox counter to 0. Our kernels set it to the offset, which is one more
+// than a multiple of four.
 inline void draw_numbers(const at::Tensor& on_device, RngNumber& seed, RngNumber& offset) {
   constexpr uint64_t kStep = 4;  // the generator counts in fours
   auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(

@@ -17,20 +17,21 @@ static_assert(kSimtTile == kScoreTile && kSimtTile == kKeysPerTile);
 
 // Head sizes up to this one run on tensor cores, padded to 64, 128 or 256.
 constexpr int64_t kMmaMaxDim = 256;
-// Says whether forward and backward take the kernels for masks, dropout, a cap, ALiBi or a score that falls as the
-// product grows (kGeneral); the others save registers: a weight is 2^(product * slope - shift) with a positive slope.
+// Says whether forward and backward take the general kernels (kGeneral), which handle masks, dropout, a cap, ALiBi and
+// scores that fall as the product grows. The other kernels save registers, because their weights are 2^(product * slope
+// - shift) with a positive slope.
 constexpr bool is_general(const Problem& p) {
   return p.has_mask || p.has_dropout || has_score_terms(p) || !ScoreFunction<float>::of(p).keeps_order();
 }
 // Says whether the kernels with tensor cores compute the gradient of a mask that several heads or batch entries share.
-// They do not sum over rows.
+// These kernels do not sum a gradient over rows.
 constexpr bool sums_mask(const BackwardParams& p) { return p.mask_is_shared && p.grad_mask.row != 0; }
-// Tiles of 16 rows per warp: as many as its registers hold.
+// The number of tiles of 16 rows per warp: as many as the warp's registers hold.
 constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // Rows of a block of four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
-// Calls f.template operator()<kDim>().
+// Calls f.template operator()<kDim>() with the padded head size.
 template <class F>
 Error with_padded_dim(int64_t dim, F f) {
   if (dim <= 64) return f.template operator()<64>();
@@ -41,8 +42,8 @@ Error with_padded_dim(int64_t dim, F f) {
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
 
-// Computes grad_query, grad_key, grad_value, and grad_mask unless it is summed over rows. `delta` must be written
-// before.
+// Computes grad_query, grad_key, grad_value, and grad_mask unless grad_mask is summed over rows. `delta` must have been
+// written before.
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream);
 
@@ -55,7 +56,7 @@ template <class T>
 Error launch_forward_simt(const ForwardParams& p, Stream stream);
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream);
-// Params: BackwardParams for the gradients, SecondParams for their derivative. launch_delta_simt() comes first.
+// Params: BackwardParams for the gradients, SecondParams for their derivative. Call launch_delta_simt() first.
 template <class T, class Params>
 Error launch_delta_simt(const Params& p, Stream stream);
 template <class T, class Params>

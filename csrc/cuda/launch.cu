@@ -1,4 +1,5 @@
-// Chooses the kernel for a problem and cuts its work; also has the kernel that writes dropout's state.
+// Chooses the kernels for a problem and cuts their work into blocks. Also has the kernels that write dropout's state
+// and the numbers of packed sequences.
 #include "cuda/launch.cuh"
 
 #include "cuda/kernels.h"
@@ -30,17 +31,18 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   });
 }
 
-// Whether kernels without tensor cores sum gradients beside those with them: of slopes, or of a mask over rows.
+// Whether kernels without tensor cores compute gradients beside the kernels with tensor cores: the gradient of slopes,
+// or the gradient of a mask that is summed over rows.
 bool sums_simt(const BackwardParams& p) { return (p.mask_is_shared && !sums_mask(p)) || p.grad_slopes; }
 
-// Whether launch_delta_mma() can write `delta`: its inputs are vectors, and no kernel without tensor cores reads it
-// too, because those need the order of sums of DeltaSimt.
+// Whether launch_delta_mma() can write `delta`. Its inputs must be vectors. No kernel without tensor cores may read
+// `delta` too, because such a kernel needs a `delta` that was summed in the order of DeltaSimt.
 bool delta_takes_vectors(const BackwardParams& p) {
   return !sums_simt(p) && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
          (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
 }
 
-// Written on the device, because the host does not know it while a graph is captured.
+// Dropout's state. A kernel writes it, because the host does not know it while a graph is captured.
 struct RngState {
   int64_t* state;
   RngNumber seed, offset;
@@ -64,7 +66,7 @@ __global__ void write_sequences(const __grid_constant__ PackedSequences s) {
   if (i < s.batch) s.write(i);
 }
 
-// Launches the tensor cores' kernels, then those without for the gradients that sums_simt() names.
+// Launches the kernels with tensor cores, then the kernels without them for the gradients that sums_simt() names.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
   const auto run = [&]<class S, int kDim>() -> Error {
     if (Error error = delta_takes_vectors(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
@@ -82,7 +84,7 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 }  // namespace
 
 // A float32 mask and its gradient need weights that are not rounded to 16 bits. Keys that are not vectors are copied
-// first. Key lengths and pages forbid that, because keys that are not in use would be read.
+// first. Key lengths and pages forbid this copy, because it would read keys that are not in use.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
@@ -93,8 +95,8 @@ bool uses_mma(const Problem& p) {
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
-// Returns the most keys that the rows of a task see, counted from the start of a tile, where splits begin (Task::set).
-// Does not read offsets and lengths, which only the device knows.
+// Returns an upper bound on the number of keys that the rows of a task see. Counts from the start of a tile, because
+// splits begin there (Task::set). Does not read offsets and lengths, because only the device knows them.
 static int64_t keys_to_split(const RowParams& p) {
   // See positions_of_rows().
   const bool share_tiles = p.queries % p.rows_per_task != 0 && !heads_apart(p, p.queries, p.rows_per_task);
@@ -113,10 +115,10 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   }
   const int64_t keys = keys_to_split(p);
   p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
-  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. Decoding,
-  // one tile of rows, waits for K and V: twice as many blocks, each with less to do, keep more reads under way. With
-  // splits the bits of a row depend on what else is in the batch, so Problem::invariant forbids them. What is chosen
-  // above changes no bits then.
+  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. In decoding
+  // there is one tile of rows, and its blocks wait for K and V. Twice as many blocks, each with less to do, keep more
+  // reads under way. With splits the bits of a row depend on the rest of the batch, so Problem::invariant forbids
+  // splits. Without splits, rows_per_task changes no bits.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
   if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
   const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);
@@ -150,7 +152,8 @@ Error launch_tangent(const TangentParams& p, Stream stream) {
 }
 
 void plan_stats(StatsParams& p, int64_t multiprocessors) {
-  // As in plan_forward(): if there are fewer blocks than the device runs at a time, what a block passes over is cut.
+  // As in plan_forward(), if there are fewer blocks than the device runs at a time, the keys or rows that a block
+  // passes over are cut into parts.
   const int64_t wanted = 2 * multiprocessors;
   const auto parts = [&](int64_t blocks, int64_t length) {
     return blocks >= wanted ? 1 : larger(1, smaller(divide_up(wanted, larger(1, blocks)), length / (4 * kSimtTile)));

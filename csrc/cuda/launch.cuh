@@ -10,7 +10,8 @@
 
 namespace attn::cuda {
 
-// Returns a grid of `blocks` blocks or a few more: kernels compare block_number() with the number of their tasks.
+// Returns a grid of `blocks` blocks or a few more. Kernels compare block_number() with the number of their tasks, so
+// that further blocks do nothing.
 inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t kMaxX = 0x7fffffff;
   const int64_t y = divide_up(blocks, kMaxX);
@@ -20,11 +21,12 @@ inline dim3 grid_of(int64_t blocks) {
 // This block's number in such a grid.
 __device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
 
-// The shared memory of a kernel that keeps nothing there, or the type of a member that an instance lacks.
+// Stands for the shared memory of a kernel that needs none, or for a member that an instance lacks.
 struct Nothing {};
 
-// Shared: all that a block keeps in shared memory, on every device that is supported. No member of it may be
-// [[no_unique_address]], because nvcc 13.0 then puts members of derived structs where sizeof() does not reach.
+// Shared: the struct of all that a block keeps in shared memory. It must fit on every supported device. No member of it
+// may be [[no_unique_address]], because nvcc 13.0 then puts members of derived structs beyond the size that sizeof()
+// returns.
 template <class Shared, class Params>
 [[nodiscard]] Error launch(void (*kernel)(Params), const Params& p, int64_t blocks, int threads, Stream stream) {
   static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
@@ -43,12 +45,12 @@ template <class Shared, class Params>
     error = cudaLaunchKernelEx(&config, kernel, p);
   }
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // clears the error, which the next to ask would report as its own
+  cudaGetLastError();  // clears the error, else a later check would report it
   return cudaGetErrorString(error);
 }
 
-// Runs one block of a Kernel, which says how many there are: blocks(p). kBlocks: for how many blocks at a time a
-// multiprocessor must have registers.
+// Runs one block of a Kernel. Kernel::blocks(p) is the number of blocks. Kernel::kBlocks is the number of blocks at a
+// time for which a multiprocessor must have registers.
 template <class Kernel, class Params>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) run_block(const __grid_constant__ Params p) {
   const int64_t number = block_number();

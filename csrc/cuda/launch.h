@@ -11,15 +11,16 @@ using Stream = CUstream_st*;
 // What a launch returns: null, or CUDA's description of what went wrong.
 using Error = const char*;
 
-// One of the two numbers of a generator: `number`, plus *pointer while a graph is captured, because the rest is known
+// The seed or the offset of a generator: `number`, plus *pointer while a graph is captured, because the rest is known
 // only when the graph runs.
 struct RngNumber {
   uint64_t number = 0;
   const int64_t* pointer = nullptr;
 };
 
-// Whether tensor cores compute the forward and the gradients. They read query, key, value, grad_output and the mask as
-// in_vectors() says; a row of the mask may also be one vector, of the same number, for all keys (col 0).
+// Whether tensor cores compute the forward and the gradients. They read query, key, value, grad_output and the mask in
+// vectors (in_vectors()). A row of the mask may also be a single vector that repeats one number and serves all keys
+// (col 0).
 bool uses_mma(const Problem& p);
 
 constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies
@@ -32,8 +33,8 @@ ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_
   return aligned && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
-// Every plan_*() and launch_*() is given a Problem that is complete: sizes, `group` and `span`, operands on the current
-// device. Launches return before the kernels have run and allocate nothing.
+// Every plan_*() and launch_*() takes a complete Problem: its sizes, `group` and `span` are set, and its operands are
+// on the current device. Launches return before the kernels have run, and allocate nothing.
 
 // Sets rows_per_task, splits and keys_per_split for a device with this number of multiprocessors. If splits > 1, the
 // caller then allocates partial_output and partial_logsumexp.
@@ -41,17 +42,18 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
 
-// Sets few_rows for a device with this number of multiprocessors. This changes no bits.
+// Sets few_rows for a device with this number of multiprocessors. The value changes no bits.
 void plan_backward(BackwardParams& p, int64_t multiprocessors);
 
-// Write `delta`, and launch_second() also `tangent_delta`; the caller allocates both. If scores share a mask, the
-// caller sets the fields mask_* first.
+// Both functions write `delta`, and launch_second() also writes `tangent_delta`. The caller allocates this memory. If
+// scores share a mask, the caller sets the fields mask_* first.
 [[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
 [[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
 
 [[nodiscard]] Error launch_tangent(const TangentParams& p, Stream stream);
 
-// Sets how both passes are cut. The caller then allocates `partial`, `pairs` and, if chunks > 1, partial_received.
+// Sets how the work of both passes is cut. The caller then allocates `partial`, `pairs` and, if chunks > 1,
+// partial_received.
 void plan_stats(StatsParams& p, int64_t multiprocessors);
 [[nodiscard]] Error launch_stats(const StatsParams& p, Stream stream);
 

@@ -1,5 +1,5 @@
-// Autocast as for the built-in: casts floating arguments (also a floating mask) to the autocast dtype, except float64.
-// Does not cast slopes and sinks.
+// Autocast as for the built-in: casts floating arguments, a floating mask among them, to the autocast dtype. Does not
+// cast float64 tensors, slopes or sinks.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -13,7 +13,7 @@ constexpr auto cast_and_call = [](Call call, const auto&... more) {
   const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   const auto cast = [&](size_t i, auto& t) {
-    // What a program reads of a pair keeps its type.
+    // The attn_mask of flex_attention, which a score_mod reads, keeps its type.
     const Kind last = std::is_same_v<Op, FlexOp> ? Kind::value_rows : Kind::mask;
     if (Inputs::about(i).kind <= last) t = at::autocast::cached_cast(dtype, t, device);
   };

@@ -1,6 +1,7 @@
 // Derivatives, in the form of torch's own generated code: a Node per operator under the Autograd key.
 //
-// With x the inputs, O(x) the output and the rows' logsumexp, J the Jacobian of O and H(u; x; t) = grad_x <u, J(x) t>:
+// In this table x are the inputs, O(x) is the output and the rows' logsumexp, J is the Jacobian of O, and H(u; x; t) =
+// grad_x <u, J(x) t>:
 //
 //   operator         computes   gradient, given the gradient w of the result        derivative along a direction dx, dt
 //   _sdpa_forward    O          x: J'w         = _sdpa_backward                      J dx       = _sdpa_tangent
@@ -10,10 +11,10 @@
 //                               x: H(w; x; t)  = _sdpa_second
 //   _sdpa_second     H          formula                                              formula
 //
-// "formula": composed of ATen operators (formulas.h), O(L S) memory. Operators take some of the forward's results
-// (output, logsumexp, ...), which depend on x. The derivatives above already contain this dependence, so the results
-// count as constants here. sdpa and attention have no derivative of their own. If one is needed, they call
-// _sdpa_forward.
+// A "formula" is composed of ATen operators (formulas.h) and takes O(L S) memory. Operators take some of the forward's
+// results (output, logsumexp, ...), which depend on x. The derivatives above already contain this dependence, so the
+// results count as constants here. sdpa and attention have no derivative of their own. If a derivative is needed, they
+// call _sdpa_forward.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -38,7 +39,8 @@ using torch::autograd::variable_list;
 
 bool any(const Wanted& wanted) { return std::ranges::count(wanted, true) > 0; }
 
-// Whether autograd records the call, given all its differentiable arguments. A struct stands for its fields.
+// Whether autograd records the call, given all its differentiable arguments. An argument that is a struct stands for
+// its fields.
 template <class... T>
 bool requires_grad(const T&... arguments) {
   return std::apply([](const auto&... t) { return torch::autograd::compute_requires_grad(t...); },
@@ -70,9 +72,9 @@ Direction tangent_of(const Call& x) {
   for_each_input([](size_t, auto& tangent, const auto& primal) { tangent = tangent_of(primal); }, t, x);
   return t;
 }
-// The derivative of the rows' logsumexp, which _sdpa_tangent gives as a sum of two.
+// The derivative of the rows' logsumexp: the sum of the two numbers per row that _sdpa_tangent returns.
 Tensor tangent_of_rows(const TangentResults& tangent) { return tangent.logsumexp.sum(-1); }
-// The gradient of a sum of two numbers is the gradient of each of them.
+// Both numbers of a row have the gradient of their sum, so the gradient of the first one is enough.
 GradResults grads_of_tangent(const variable_list& grads, const TangentResults& tangent) {
   GradResults u{grads[0], std::nullopt};
   if (grads[1].defined()) u.logsumexp = grads[1].select(-1, 0).contiguous();
@@ -93,13 +95,13 @@ T primal_of(const T& tensors) {
 template <class T>
 class Kept {
  public:
-  // The first `outputs` tensors are results of the node itself, whose history is set.
+  // The first `outputs` tensors are the node's own results, for which set_history() has been called.
   void save(const T& argument, size_t outputs = 0) {
     for_each_of([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors_of(argument));
   }
   // `node`: pointer_to() of the node that keeps the tensors. An absent tensor stays absent. If the caller has changed a
-  // tensor in place since, torch throws. The name of the argument, which torch does not know, and a way out are added
-  // to the error.
+  // tensor in place since the forward, torch throws. This function adds to the error the name of the argument, which
+  // torch does not know, and a way out.
   void unpack(T& argument, const decltype(pointer_to(nullptr))& node) const {
     const auto unpack = [&](size_t i, auto& field) {
       try {
@@ -135,7 +137,8 @@ class Kept {
   std::array<SavedVariable, std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>> variables_;
 };
 
-// The number of edges of an argument of type T, one for each input. Results of the forward have none: see above.
+// The number of edges of an argument of type T, one for each input. Results of the forward have no edges, because they
+// count as constants (see above).
 template <class T>
 constexpr size_t kEdges = kInputs<T>;
 template <>
@@ -143,8 +146,8 @@ constexpr size_t kEdges<Saved> = 0;
 template <>
 constexpr size_t kEdges<TangentResults> = 0;
 
-// A node that keeps arguments of types T for the backward. One of them is the call. The node has the edges of all
-// arguments, in this order.
+// A node that keeps arguments of types T for the backward. One argument is the call. The node has the edges of all
+// arguments, in the order of T.
 //
 // Several threads may run backward through one node at once, and the first to finish may release the tensors that the
 // node keeps. So apply() and release_variables() of every node hold the node's mutex, as in the nodes that torch
@@ -208,14 +211,15 @@ struct AttentionNode : torch::autograd::Node {
   }
 };
 
-// A node of an operator whose results `formula` computes from the arguments, T, and from which of them are wanted.
+// A node of an operator whose results `formula` computes from arguments of types T and from `outputs`, which says which
+// results are wanted.
 template <Name name_, auto formula, class Outputs, class... T>
 struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;
 
-  // Holds the node's mutex only to unpack, because the engine, called here, runs other nodes, which wait for their own
-  // mutexes. The edges decide which gradients are computed, because after torch.func.vjp has returned, its tensors no
-  // longer require one.
+  // Releases the node's mutex before it calls the engine, because the engine runs other nodes, which lock their own
+  // mutexes. The edges, not the tensors, decide which gradients are computed, because the tensors of torch.func.vjp no
+  // longer require gradients after it has returned.
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);
@@ -229,7 +233,7 @@ struct FormulaNode : AttentionNode<name_, T...> {
   }
 };
 
-// Makes a node with the edges of `arguments`, which it keeps.
+// Makes a node that keeps `arguments` and has their edges.
 template <class N, class... A>
 auto record(const A&... arguments) {
   auto node = make_node<N>();
@@ -238,7 +242,7 @@ auto record(const A&... arguments) {
   return node;
 }
 
-// Its results are the output and, if the rows' results are wanted, their logsumexp.
+// The node of _sdpa_forward. It records the output and, if the rows' results are wanted, the rows' logsumexp.
 struct SdpaBackward : AttentionNode<"SdpaBackward", Call, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -250,7 +254,7 @@ struct SdpaBackward : AttentionNode<"SdpaBackward", Call, Saved> {
   }
 };
 
-// GradResults come first, here and in SdpaSecondBackward.
+// The edges of GradResults come first, here and in SdpaSecondBackward.
 struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Call, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -295,8 +299,8 @@ using SdpaSecondBackward = FormulaNode<"SdpaSecondBackward", second_formula, Wan
 // differentiable to any order.
 using SdpaWeightsBackward = FormulaNode<"SdpaWeightsBackward", weights_formula, WantedWeights, Call>;
 
-// sdpa_stats has no derivative. A backward through its results throws; reading them does not, so that statistics can be
-// logged in the middle of a training step.
+// sdpa_stats has no derivative. A backward through its results throws, but the call does not, so that a training step
+// can log statistics.
 constexpr const char* kNoDerivative =
     "attn::sdpa_stats: its results have no derivatives, and one was asked for; take the scores and weights of "
     "sdpa_with_weights, which have, or call sdpa_stats with query.detach() and key.detach()";
@@ -327,7 +331,7 @@ auto attend_autograd(c10::DispatchKeySet keys, const Call& call) {
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
                                 bool with_rows, bool exact_residual) {
-  // attend_by_forward() passed false.
+  // attend_by_forward() passes false, and leaves it to this function to see whether slopes or sinks need a derivative.
   const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
   exact_residual = exact_residual || learned(call.alibi_slopes) || learned(call.sinks);
   ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, exact_residual);

@@ -9,17 +9,19 @@
 // results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls attention. In
 // inference mode the dispatcher skips autograd.
 //
-// Three arguments to follow: validate() checks `scale`, ProblemBuilder makes it Problem::scale (describe_scores), and
-// ScoreFunction (core/score.h) multiplies products by it, unless the exponents of weights do (leaves_products). `sinks`
-// has a derivative, so it is among Inputs and in OfInputs. check_per_head() checks it, ProblemBuilder::of_heads() makes
-// it Problem::sinks, and gradients() (run.cpp), which compute_backward() calls, returns its gradient. check_pages()
-// checks a `block_table`, which becomes Problem::paging; key_row_offset() (core/geometry.h) reads it.
-// ValidatedCall::refuse_pages() refuses derivatives of a call with one.
+// Here are the paths of three arguments. validate() checks `scale`, and ProblemBuilder makes it Problem::scale
+// (describe_scores). ScoreFunction (core/score.h) multiplies products by it, unless weights are computed from unscaled
+// products (leaves_products). `sinks` has a derivative, so it is among Inputs and in OfInputs. check_per_head() checks
+// it, and ProblemBuilder::of_heads() makes it Problem::sinks. compute_backward() calls gradients() (run.cpp), which
+// returns the gradient of the sinks. check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging,
+// which key_row_offset() (core/geometry.h) reads. ValidatedCall::refuse_pages() refuses derivatives of a call with a
+// `block_table`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -31,16 +33,16 @@ namespace attn {
 
 struct Call;
 
-// What an argument is. A tensor broadcasts to the dimensions that are named here. The order matters: first the
-// arguments that autocast casts, then others that may have a derivative, then other tensors, then the rest.
+// What an argument is. A tensor broadcasts to the dimensions in the comment of its kind. The order matters: first the
+// kinds that autocast casts, then other kinds that may have a derivative, then other kinds of tensors, then the rest.
 enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]
-  value_rows,  // likewise, and no score depends on it
+  value_rows,  // likewise, but no score depends on them
   mask,        // [*batch, heads, L, S]: boolean, or floating; the last kind that autocast casts
   heads,       // [*batch, heads]
   terms,       // of a program: [*batch, heads, L or S or L + S - 1, columns]; the last kind that may have a derivative
   entries,     // [*batch]: integers
-  numbers,     // of a program, likewise, integers
+  numbers,     // of a program: integers, with the dimensions of terms
   starts,      // of packed sequences
   pages,       // of packed sequences; the last kind of tensors
   longest,     // of packed sequences
@@ -54,18 +56,36 @@ struct About {
   Kind kind;
   const char* name_in_varlen = name;  // what varlen_attention calls it
 };
+
+// The values that a floating-point argument may have.
+struct Allowed {
+  bool (*holds)(double number);
+  const char* text;  // as an error says it
+};
+constexpr Allowed kNumber = {[](double x) { return x == x; }, "a number"};
+constexpr Allowed kProbability = {[](double x) { return 0 <= x && x <= 1; }, "a probability between 0 and 1"};
+constexpr Allowed kCap = {[](double x) { return 0 <= x && x <= std::numeric_limits<double>::max(); },
+                          "a finite number, 0 for none or above"};
+
+template <class T>
+constexpr bool kIsFloating = std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>;
 template <class T>
 struct Argument : About {
   T Call::* member;
+  Allowed allowed;
 
-  constexpr Argument(About about, T Call::* member) : About(about), member(member) {}
+  template <class... Rule>
+  constexpr Argument(About about, T Call::* member, Rule... allowed)
+      : About(about), member(member), allowed(allowed...) {
+    static_assert(sizeof...(Rule) == kIsFloating<T>, "floating-point arguments say which values are allowed");
+  }
 };
 
 // Sequences of different lengths may be packed, one after the other: query [*batch, heads, T_q, E], key [*batch,
 // key_heads, T_k, E], value likewise, attn_mask [*batch, heads or 1, T_q, max_k]. Sequence n has the queries from
 // cu_seq_q[n] up to cu_seq_q[n + 1] and the keys from cu_seq_k[n] up to cu_seq_k[n + 1], which no other sequence sees.
-// Then query_offset and key_lengths have one number per sequence. Without an offset, the last query stands at the last
-// key. Error messages use the names and layouts of varlen_attention.
+// In a packed call query_offset and key_lengths have one number per sequence. Without query_offset, the last query of a
+// sequence has the position of its last key. Error messages use the names and layouts of varlen_attention.
 struct Call {
   at::Tensor query{};                     // [*batch, heads, L, E]
   at::Tensor key{};                       // [*batch, key_heads, S, E]
@@ -78,38 +98,38 @@ struct Call {
   double softcap = 0;                             // 0: none
   std::array<int64_t, 2> window_size = {-1, -1};  // keys to the left and right of the query's position; -1: all
   std::optional<at::Tensor> query_offset{};       // integers that broadcast to [*batch]: the position of query 0
-  std::optional<at::Tensor> key_lengths{};        // likewise: further keys are hidden
-  // Integers [N + 1], from 0, not decreasing. Without cu_seq_q nothing is packed.
+  std::optional<at::Tensor> key_lengths{};        // likewise: keys from this number on are hidden
+  // Integers [N + 1] that begin with 0 and never decrease. Without cu_seq_q the call is not packed.
   std::optional<at::Tensor> cu_seq_q{}, cu_seq_k{};
   c10::SymInt max_q = 0, max_k = 0;  // bounds of the sequences' lengths
   // Integers [N, most pages]. Key and value are then pools [pages, heads, page_size, E or Ev], and row r of sequence n
-  // is row r % page_size of page block_table[n][r / page_size]. key_lengths are needed, cu_seq_k may be absent.
+  // is row r % page_size of page block_table[n][r / page_size]. Such a call needs key_lengths, and may lack cu_seq_k.
   std::optional<at::Tensor> block_table{};
   // Both broadcast to [*batch, heads]. core/score.h defines their effect on scores and softmax.
   std::optional<at::Tensor> alibi_slopes{}, sinks{};
-  // Functions of the pair (program.h), and what they read: numbers of the compute dtype and int32 that broadcast to
-  // [*batch, heads, n, columns], with n = L, S or L + S - 1. Pair (i, j) has distance i - j + S - 1.
+  // Functions of the pair (program.h). The tensors that they read have the compute dtype or int32 and broadcast to
+  // [*batch, heads, n, columns] with n = L, S or L + S - 1. Pair (i, j) has distance i - j + S - 1.
   std::optional<std::string> score_mod{}, mask_mod{};
-  // attn_mask then is not a mask, but what score_mod reads of each pair.
+  // Beside a score_mod, attn_mask is not a mask: it holds the number that score_mod reads for each pair.
   std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};
-  // [*batch, heads, L or S or 1, numbers]: the functions compute an index.
+  // Tables [*batch, heads, L or S or 1, numbers], which the functions read at an index that they compute.
   std::optional<at::Tensor> table_0{}, table_1{}, table_2{}, table_3{};
   std::optional<at::Tensor> row_numbers{}, key_numbers{}, distance_numbers{};
   // uint8 [*batch, heads, blocks of queries, blocks of keys]: 0 hides a block, 1 leaves it to mask_mod, 2 shows it.
   std::optional<at::Tensor> blocks{};
   std::array<int64_t, 2> block_size = {0, 0};  // queries and keys of a block
 
-  // In the order of `attention`. The built-in has the first eight.
+  // The arguments in the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
       Argument({"query", Kind::rows}, &Call::query),
       Argument({"key", Kind::rows}, &Call::key),
       Argument({"value", Kind::value_rows}, &Call::value),
       Argument({"attn_mask", Kind::mask}, &Call::attn_mask),
-      Argument({"dropout_p", Kind::dropout}, &Call::dropout_p),
+      Argument({"dropout_p", Kind::dropout}, &Call::dropout_p, kProbability),
       Argument({"is_causal", Kind::number}, &Call::is_causal),
-      Argument({"scale", Kind::number}, &Call::scale),
+      Argument({"scale", Kind::number}, &Call::scale, kNumber),
       Argument({"enable_gqa", Kind::number}, &Call::enable_gqa),
-      Argument({"softcap", Kind::number}, &Call::softcap),
+      Argument({"softcap", Kind::number}, &Call::softcap, kCap),
       Argument({"window_size", Kind::number}, &Call::window_size),
       Argument({"query_offset", Kind::entries}, &Call::query_offset),
       Argument({"key_lengths", Kind::entries, "seqused_k"}, &Call::key_lengths),
@@ -179,7 +199,7 @@ constexpr bool is_without_program(size_t, Kind kind) {
 }
 constexpr bool is_of_packing(Kind kind) { return Kind::starts <= kind && kind <= Kind::longest; }
 constexpr bool is_unpacked(size_t i, Kind kind) { return is_without_program(i, kind) && !is_of_packing(kind); }
-// Leaves out a cap and slopes, because a function of the pair can express them.
+// Leaves out softcap and alibi_slopes, because a function of the pair can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;
   return !is_of_packing(kind) && name != "softcap" && name != "alibi_slopes";
@@ -198,7 +218,7 @@ using Unpacked = Arguments<is_unpacked>;  // of operators that take no packed se
 using Flex = Arguments<is_beside_program>;
 using Scores = Arguments<is_of_scores>;
 
-// varlen_attention always packs. Its arguments begin like torch.nn.attention.varlen.varlen_attn's.
+// varlen_attention always packs. Its arguments begin with the arguments of torch.nn.attention.varlen.varlen_attn.
 constexpr bool is_first_of_varlen(size_t i, Kind kind) {
   return i < 3 || kind == Kind::starts || kind == Kind::longest;
 }
@@ -215,7 +235,8 @@ struct Varlen {
 
 auto Call::fields(auto& call) { return All::fields(call); }
 
-// The tensors of a struct, and the tensors that may have derivatives. In structs other than Call, both are all fields.
+// The tensors of a struct, and the tensors that may have derivatives. In a struct other than Call, both functions
+// return all fields.
 template <class Some, class T>
 auto fields_among(T& s) {
   if constexpr (std::is_same_v<std::remove_const_t<T>, Call>)
@@ -245,7 +266,8 @@ T map_inputs(T s, const auto& f) {
   return s;
 }
 
-// Makes a call from the arguments of sdpa_stats. The value is never read, but its heads count, so it is the key.
+// Makes a call from the arguments of sdpa_stats. The key takes the place of the value, of which only the number of
+// heads counts.
 inline Call with_key_as_value(Call scores) {
   scores.value = scores.key;
   return scores;
@@ -269,9 +291,9 @@ struct OfInputs {
 auto tables_of(auto& x) { return std::array{&x.table_0, &x.table_1, &x.table_2, &x.table_3}; }
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent if it is zero.
 using Direction = OfInputs<std::optional<at::Tensor>>;
-// Each has the shape of its input, and is undefined if it is not wanted.
+// Each gradient has the shape of its input, and is undefined if it is not wanted.
 using Gradients = OfInputs<at::Tensor>;
-using Wanted = std::array<bool, Inputs::kCount>;  // in the same order
+using Wanted = std::array<bool, Inputs::kCount>;  // in the order of OfInputs
 static_assert(
     kInputs<Direction> == Inputs::kCount &&
         [] {
@@ -281,7 +303,7 @@ static_assert(
         }(),
     "OfInputs has the arguments of Call that may have derivatives, in their order");
 
-// Whether the built-in could take the call: all arguments that it lacks have their defaults.
+// Whether the built-in could take the call: all arguments that the built-in lacks have their defaults.
 inline bool is_builtin(const Call& call) {
   const Call by_default;
   bool all = true;

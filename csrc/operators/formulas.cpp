@@ -44,7 +44,8 @@ Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) 
   return at_rank(of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1), shape);
 }
 
-// The sequence that each query and key belongs to, if sequences are packed. N means none.
+// The sequence that each query and key belongs to, if sequences are packed. N, the number of sequences, stands for no
+// sequence.
 struct Packed {
   Tensor row_sequence, key_sequence;  // [T_q], [T_k]
   Tensor position, place;             // [*batch, T_q], [T_k]: of a query and of a key in its sequence
@@ -73,7 +74,8 @@ struct Packed {
   }
 };
 
-// Keys, values, or their tangents, with zeros beyond the length of their sequence, because any numbers may be there.
+// Returns keys, values or their tangents with zeros beyond the length of their sequence, where any numbers may be
+// stored.
 Tensor in_use(const Tensor& of_keys, const Shape& shape, const Call& call) {
   if (!call.key_lengths) return of_keys;
   if (call.is_packed()) {
@@ -94,8 +96,8 @@ Problem scores_of(const Call& call) {
 // scale * query key^T, without the mask.
 //
 // The gradient runs through finite numbers only, because a hidden score has the gradient 0, and 0 times the NaN or
-// infinity of a key (or query) would be NaN. Scores that are not finite are added to the product as constants. A NaN is
-// also added as the sum of its row, which gives the NaN itself a gradient.
+// infinity of a key (or query) would be NaN. Scores that are not finite are added to the product as constants. The sum
+// of the NaNs in a row of the query or key is added too, so that the NaN itself gets a gradient.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const Call& call) {
   const Tensor q = widened(query) * ScoreFunction<double>::of(scores_of(call)).slope();
   const Tensor k = repeat_heads(widened(in_use(key, shape, call)), shape).transpose(-2, -1);
@@ -109,7 +111,7 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, cons
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
-// Checks a call of which a third derivative is asked for, or forward mode over forward mode.
+// Checks a call before its third derivative or forward mode over forward mode is computed.
 void check_third_derivative(const Call& call) {
   TORCH_CHECK(call.dropout_p == 0, "attn::sdpa: dropout_p is ", call.dropout_p,
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
@@ -118,7 +120,8 @@ void check_third_derivative(const Call& call) {
               "and second derivatives");
 }
 
-// The mask, or a direction of it, in a shape that broadcasts to the scores: with packed sequences, one column per key.
+// Returns the mask, or a direction of the mask, in a shape that broadcasts to the scores. With packed sequences the
+// result has one column for each key of the call.
 std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const Call& call) {
   if (!mask || !call.is_packed()) return mask;
   const Packed packed(shape, call, mask->options());
@@ -156,8 +159,9 @@ Distances distances(const Shape& shape, const Call& call) {
   return {at_rank(ahead.abs(), shape), hidden};
 }
 
-// Scores from products, before ALiBi and masks, or their derivative. No gradient runs through hidden scores, because
-// the gradient of tanh times the NaN of a hidden key would be NaN.
+// Turns products into scores before ALiBi and masks. With `derivative`, returns the derivative of those scores by the
+// products. No gradient runs through hidden scores, because the gradient of tanh times the NaN of a hidden key would be
+// NaN.
 Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
   Tensor result = derivative ? at::ones_like(products) : products;
   if (const double cap = scores_of(call).softcap; cap > 0) {
@@ -167,11 +171,12 @@ Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bo
   return result;
 }
 
-// The common part of the formulas: scores, weights, and the logsumexp of the rows, -inf without keys and a sink.
+// The common part of the formulas: scores, weights and the rows' logsumexp, which is -inf in a row without keys and
+// sink.
 struct WideWeights {
   Tensor weights, scores, logsumexp;
 };
-// In float32 if the query has a half type.
+// Results are float32 if the query has a half type.
 //
 // Autocast is off here and in the formulas below, because their inputs already have the right type.
 WideWeights wide_weights(const Shape& shape, const Call& call) {
@@ -183,7 +188,7 @@ WideWeights wide_weights(const Shape& shape, const Call& call) {
   if (attn_mask && attn_mask->scalar_type() != at::kBool)
     scores = scores + mask_of(attn_mask, shape, call)->to(scores.scalar_type());
   if (hidden.defined()) scores = scores.masked_fill(hidden, kMinusInfinity);
-  // A softmax that gives 0 and finite gradients in a fully masked row.
+  // The softmax of a fully masked row must be 0 and have finite gradients.
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
   Tensor logits = scores.masked_fill(empty_row, 0);
   if (sinks) {
@@ -252,7 +257,7 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
   if (const auto mask = mask_of(direction.attn_mask, shape, call))
     tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
-  // Scores of -inf, hidden ones among them, have no tangent, whatever their keys hold.
+  // A score of -inf has no tangent, whatever its key holds. Hidden scores are -inf.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
@@ -272,7 +277,8 @@ Gradients second_formula(const GradResults& u, const Direction& direction, const
   check_third_derivative(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
-  // grad_x <t, J'u>, by differentiating twice. u and t may themselves depend on x; aliases keep those paths apart.
+  // Computes grad_x <t, J'u> by differentiating twice. u and t may themselves depend on x. Because of the aliases, no
+  // gradient runs through that dependence.
   const Call x = independent(call);
   const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, x);
   const WideWeights wide = wide_weights(shape, x);
@@ -308,8 +314,8 @@ bool learns(const Call& call) {
   return at::GradMode::is_enabled() && std::apply(any_requires, inputs_of(call));
 }
 
-// Computes weights first, which checks the arguments in the operator's name. If scores are wanted, the output has the
-// bits of sdpa's output.
+// Computes weights first, so that errors about the arguments name the operator that the user called. If scores are
+// wanted, the output has the bits of sdpa's output.
 OutputAndWeights weights_and_output(const Call& call, WantedWeights wanted) {
   OutputAndWeights results;
   if (has_kernel(call)) {
@@ -343,8 +349,8 @@ void register_both(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { register_both(m); }
 
-// Decomposes them under vmap too, because torch 2.15 would call them for one sample after the other. The operators that
-// they call refuse nested tensors.
+// Decomposes both operators under vmap too, because torch 2.15 would call them for one sample after the other.
+// Decomposes both for nested tensors too. The operators that they call refuse nested tensors.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCPU, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCUDA, m) { register_both(m); }

@@ -1,6 +1,6 @@
 // Attention as compositions of ATen operators: O(L S) memory, every device, differentiable to any order. Used if the
-// caller asks for the scores themselves (on the CPU a kernel computes them) or for gradients through them, and for
-// derivatives beyond the second.
+// caller asks for scores and weights (on the CPU a kernel computes them), for gradients through scores or weights, or
+// for derivatives beyond the second.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,8 @@
 
 namespace attn {
 
-// Returns an alias of an argument of a formula. Its gradient does not run through the history of another argument.
+// Returns an alias of an argument of a formula. A gradient with respect to the alias does not run through the history
+// of another argument, even if that history contains t.
 at::Tensor independent(const at::Tensor& t);
 template <Struct T>
 T independent(const T& tensors) {
@@ -23,23 +24,25 @@ std::vector<at::Tensor> list(const auto&... arguments) {
   return std::apply(put, all_inputs_of(arguments...));
 }
 
-// The gradients, by autograd, of the sum of all <result, grad> with respect to the wanted inputs. A gradient is
-// undefined if the results do not depend on its input. Results without a grad, at the end, are ignored.
+// Returns the gradients, by autograd, of the sum of all <result, grad> with respect to the wanted inputs. A gradient is
+// undefined if the results do not depend on its input. `grads` may be shorter than `results`, and the results beyond
+// its end are ignored.
 std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads,
                                       const std::vector<at::Tensor>& inputs,
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);
 
 struct WantedWeights {
-  bool mean = false;  // of the weights, over the heads: [*batch, L, S]
+  bool mean = false;  // whether weights are averaged over the heads: [*batch, L, S]
   bool scores = true;
   bool output = false;
 };
-// The scores, scaled and masked, and the weights, their softmax or 0 in a fully masked row, rounded to the query's
-// type. Ignores dropout_p. Results that are not wanted are undefined. The formula computes no output.
+// Returns the scores, scaled and masked, and the weights: the softmax of the scores, or 0 in a fully masked row. Both
+// are rounded to the query's type. Ignores dropout_p. Results that are not wanted are undefined. The formula computes
+// no output.
 OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted);
-// Likewise by the CPU's kernel (run.cpp), with the output, which has no derivative.
+// Likewise by the CPU's kernel (run.cpp), which can also compute the output. That output has no derivative.
 OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted);
-// Likewise, and autograd records it (autograd.cpp).
+// Likewise by the kernel, and autograd records the call (autograd.cpp).
 OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. They throw if dropout_p > 0.

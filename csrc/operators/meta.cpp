@@ -1,5 +1,6 @@
-// Shapes without data: Meta, FakeTensor, dynamic shapes. Also tensors that are not dense: the argument checker refuses
-// them and names the argument. The dispatcher's own error, for an operator without a kernel, would not name it.
+// Shapes without data: Meta, FakeTensor, dynamic shapes. Also takes tensors that are not dense, because the argument
+// checker then refuses them and names the argument. Without a kernel the dispatcher would refuse them, and its error
+// names no argument.
 #include "operators/run.h"
 
 namespace attn {

@@ -1,9 +1,9 @@
 // Operators that take and return structs.
 //
 // PyTorch's dispatcher knows only flat lists of arguments: Tensor query, Tensor key, Tensor value, Tensor? attn_mask
-// and so on. Our functions take structs of them (call.h, ops.h). The class Operator converts between the two, so no
-// list is written by hand. A struct lists its fields once, in the order of the schema. An operator is a name, and the
-// type of a function of structs or single values:
+// and so on. Our functions take structs of such arguments (call.h, ops.h). The class Operator converts between the two,
+// so no list is written by hand. A struct lists its fields once, in the order of the schema. An operator is a name, and
+// the type of a function of structs or single values:
 //
 //   struct Saved {
 //     at::Tensor output, logsumexp;
@@ -53,7 +53,7 @@ void for_each_of(auto&& f, auto first, auto... others) {
   }(std::make_index_sequence<std::tuple_size_v<decltype(first)>>());
 }
 
-// Names the fields of a struct, Data, that an operator takes.
+// A type that names the fields of a struct, T::Data, that an operator takes.
 template <class T>
 concept View = requires { typename T::Data; };
 template <class T>
@@ -86,7 +86,7 @@ using Fields = decltype(fields_as<Argument>(std::declval<const typename DataOf<A
 template <class Result, class... Arguments>
 auto flat_arguments(Result (*)(Arguments...)) -> decltype(std::tuple_cat(std::declval<Fields<Arguments>>()...));
 
-// `Arguments` are the arguments as our functions take them, `Flat` the types of the flat list.
+// `Arguments` are the types that our functions take, and `Flat` are the types of the flat list.
 template <Name name_, class Function, class Flat = decltype(flat_arguments(std::declval<Function*>()))>
 class Operator;
 template <Name name_, class Result, class... Arguments, class... Flat>
@@ -152,7 +152,7 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
     return std::tuple_cat(fields_as<Arguments>(arguments)...);
   }
 
-  // Looked up in the first call, because the operator may not be registered yet when this code is loaded.
+  // Looks the operator up in the first call, because the operator may not be registered yet when this code is loaded.
   static const auto& handle() {
     static const auto found =
         c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<FlatResult(Passed<Flat>...)>();

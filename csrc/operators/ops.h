@@ -55,7 +55,7 @@ struct ForwardResults {
   static auto fields(auto& r) { return std::tuple_cat(Saved::fields(r.saved), RowResults::fields(r.rows)); }
 };
 
-// u, the gradients of the output and of the rows' logsumexp. The second is absent if it is zero.
+// u, the gradients of the output and of the rows' logsumexp. The gradient of the logsumexp is absent if it is zero.
 struct GradResults {
   at::Tensor output;
   std::optional<at::Tensor> logsumexp;  // [*batch, heads, L]
@@ -63,7 +63,7 @@ struct GradResults {
   static auto fields(auto& u) { return std::tie(u.output, u.logsumexp); }
 };
 
-// The derivative of the forward's results along a direction, each with the shape that it has in Saved.
+// The derivatives of the forward's results along a direction. Each has the shape of its result in Saved.
 struct TangentResults {
   at::Tensor output, logsumexp, residual;
 
@@ -89,7 +89,7 @@ using PairOfLogsumexpOp = Operator<"attn::_pair_of_logsumexp", at::Tensor(at::Te
 // Whether `Op` returns the rows' results beside the output.
 template <class Op>
 constexpr bool kWithRows = !std::is_same_v<Op, SdpaOp>;
-// What `Op` returns: sdpa, attention or flex_attention.
+// What the operator `Op` returns, which is sdpa, attention or flex_attention.
 template <class Op>
 auto results_for(const at::Tensor& output, const RowResults& rows) {
   if constexpr (kWithRows<Op>)
@@ -104,7 +104,7 @@ auto attend_by_forward(const Call& call, const std::optional<at::Tensor>& rng_st
   return results_for<Op>(saved.output, rows);
 }
 
-// Returns the output. Calls sdpa if it can take the call, because exported programs name the operator.
+// Returns the output. Calls sdpa if sdpa can take the call, because exported programs show which operator was called.
 inline at::Tensor attend(const Call& call) {
   return is_builtin(call) ? SdpaOp::call(call) : AttentionOp::call(call).output;
 }

@@ -58,8 +58,8 @@ DType dtype_of(const at::Tensor& tensor) {
 }
 
 // With a head_dim of 0 the scale is 1, because then all products are 0 with any scale. A cap above all numbers of the
-// compute dtype is none. A positive cap below the smallest normal number becomes that number, because products are
-// divided by it.
+// compute dtype counts as no cap. A positive cap below the smallest normal number becomes that number, because products
+// are divided by the cap.
 void describe_scores(Problem& problem, const Call& call) {
   using Single = std::numeric_limits<float>;
   const int64_t head_dim = concrete(call.query.sym_size(-1));
@@ -157,7 +157,7 @@ void ProblemBuilder::add_sequences(const Call& call, WriteSequences* write) {
 
 namespace {
 
-// The tensor, whose last dimension is then contiguous in memory.
+// Returns the tensor, or a contiguous copy if its last dimension is not contiguous in memory.
 std::optional<at::Tensor> with_whole_rows(const std::optional<at::Tensor>& tensor) {
   const bool is_whole = !tensor || tensor->size(-1) == 1 || tensor->stride(-1) == 1;
   return is_whole ? tensor : tensor->contiguous();
@@ -225,7 +225,8 @@ void ProblemBuilder::add_program(const Call& call) {
   pair_mask_.key_tiles = divide_up(problem_.keys, kScoreTile);
 }
 
-// A mask of distances that shows one interval of them, which includes 0, becomes a window, because that is faster.
+// Makes a mask_mod a window, because a window is faster, and returns whether it did. The mask_mod must depend on the
+// distance alone, and show exactly the distances of an interval that includes 0.
 bool ProblemBuilder::is_window(const Call& call) {
   const List& list = mask_->list;
   Visibility& v = problem_.visibility;
@@ -278,7 +279,8 @@ void ProblemBuilder::check_indices() const {
               "; clamp the index, and hide the pair by a mask_mod");
 }
 
-// Entries that share their terms have the stride 0; else each entry has its own, one after the other.
+// If all batch entries share their terms, the stride from entry to entry is 0. Otherwise each entry has its own terms,
+// one after the other.
 Terms ProblemBuilder::terms_of(const std::optional<at::Tensor>& tensor) {
   if (!tensor) return {};
   at::Tensor terms = *tensor;
@@ -373,7 +375,8 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
 
 void ProblemBuilder::merge_batch_dims() {
   int merged = 0;
-  // Whether dimension d can be merged with the last kept one: in every operand their strides fit a single dimension.
+  // Whether dimension d can be merged with the last kept dimension: in every operand the strides of the two fit a
+  // single dimension.
   const auto mergeable = [&](size_t d) {
     return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
              return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];

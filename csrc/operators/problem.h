@@ -9,7 +9,7 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
-// Fills in what core/score.h makes scores of: the scale, the cap and whether there is a mask.
+// Fills in what defines a score (core/score.h): the scale, the cap and whether there is a mask.
 void describe_scores(Problem& problem, const Call& call);
 
 // A device's function that writes all sequences (PackedSequences::write).
@@ -25,10 +25,10 @@ class ProblemBuilder {
                  WriteSequences* write);
 
   // `operand` is a member of `problem`. A dimension of extent 1 gets stride 0.
-  void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // is read
-  void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // is written
+  void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // kernels read it
+  void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // kernels write it
 
-  // The numbers of a tensor, contiguous in memory that lives as long as the builder.
+  // Returns the numbers of a tensor, in contiguous memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
   // Likewise for a tensor with one number per head, in the compute dtype: [batch, heads]. Null if there is no tensor.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
@@ -37,12 +37,13 @@ class ProblemBuilder {
   void add_tangents(const Direction& direction);
   // Throws if a kernel has found an index outside of a table of a program.
   void check_indices() const;
-  // The gradients of a program's terms, as a kernel writes them and in the caller's order. Both begin as zeros.
+  // The gradient of a program's terms. A kernel adds to `written`, which begins as zeros. `seen` is a view of `written`
+  // in the caller's order of dimensions.
   struct GradientOfTerms {
     at::Tensor written, seen;
   };
   GradientOfTerms gradient_of_terms(Leaf leaf) const;
-  // `grad`: the tensor that is wanted, and is written if it fits.
+  // Returns the tensor that a kernel adds to: `grad`, set to zeros, if its sizes and strides fit, else a new one.
   std::pair<at::Tensor, Terms> gradient_of_table(const Table& table, const at::Tensor& grad) const;
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
@@ -73,7 +74,7 @@ class ProblemBuilder {
   std::shared_ptr<const Compiled> score_, mask_;
 };
 
-// Allocates the partial results of a plan with several splits of the keys. One split needs none.
+// Allocates the partial results of a plan with several splits of the keys. A plan with one split needs none.
 std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& query);
 
 // Allocates the workspaces of the statistics' passes: p.partial, p.pairs and p.partial_received. A tensor that is not

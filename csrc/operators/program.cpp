@@ -22,7 +22,7 @@ namespace {
 constexpr int kMostOperations = 64, kMostColumns = 16, kMostLines = 512;
 constexpr int kNone = -1;
 
-// A value of a list under construction. Equal values are one.
+// A value of a list under construction. Equal values are stored once.
 struct Value {
   Op op = Op::leaf;
   char type = 'f';
@@ -51,9 +51,9 @@ class Graph {
     return values_[n].leaf.leaf == Leaf::number && is_leaf(n) && number_of(n) == x;
   }
   bool is_leaf(int n) const { return values_[n].op == Op::leaf; }
-  // Whether it is the same for all pairs.
+  // Whether value n is the same for all pairs.
   bool is_uniform(int n) const { return values_[n].is_uniform; }
-  // Whether n depends on a leaf, other than through `cut`.
+  // Whether value n depends on the leaf by a path that does not pass through value `cut`.
   bool reads(int n, Leaf leaf, int cut = kNone) const {
     std::vector<bool> needed(n + 1);
     needed[n] = true;
@@ -66,7 +66,7 @@ class Graph {
     }
     return false;
   }
-  // Builds n and its operands again. `built`: the values that take the place of others.
+  // Builds value n and its operands again. `built` maps a value to the value that takes its place.
   int rebuilt(int n, std::unordered_map<int, int>& built) {
     if (const auto found = built.find(n); found != built.end()) return found->second;
     if (is_leaf(n)) return n;
@@ -77,8 +77,8 @@ class Graph {
     return built[n] = add(v.op, v.from[0], v.from[1], v.from[2], v.type);
   }
 
-  // Adds an operation on numbers or on `type`. Simplifies it if that changes at most a rounding. Moves factors that are
-  // the same for all pairs outwards, where they merge.
+  // Adds an operation whose result has `type`. Simplifies the operation if that changes at most a rounding. Moves
+  // factors that are the same for all pairs outwards, so that they merge.
   int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
     switch (op) {
       case Op::add:
@@ -137,7 +137,7 @@ class Graph {
  private:
   double number_of(int n) const { return values_[n].leaf.number; }
   bool is_number(int n) const { return is_leaf(n) && values_[n].leaf.leaf == Leaf::number; }
-  // Whether it is a product whose second factor is the same for all pairs, and the first is not.
+  // Whether value n is a product whose second factor is the same for all pairs and whose first factor is not.
   bool has_factor(int n) const { return values_[n].op == Op::mul && !is_uniform(n) && is_uniform(values_[n].from[1]); }
   int with_factor(Op op, int a, int b, int factor) { return add(Op::mul, add(op, a, b), factor); }
 
@@ -210,17 +210,17 @@ int partial(Graph& g, int n, int i) {
   }
 }
 
-// x + y, where either may be kNone, which is 0.
+// x + y, where kNone stands for 0.
 int sum(Graph& g, int x, int y) {
   if (x == kNone || y == kNone) return x == kNone ? y : x;
   return g.add(Op::add, x, y);
 }
 int zero_if_none(Graph& g, int n) { return n == kNone ? g.number(0) : n; }
 
-// The operands through which a derivative passes: numbers.
+// Whether a derivative passes through the operand. Only numbers have derivatives.
 bool is_differentiable(const Graph& g, int operand) { return operand != kNone && g[operand].type == 'f'; }
 
-// adjoints[n]: the gradient of value n, given that of `result`.
+// Returns the gradient of every value n, adjoints[n], given the gradient of `result`.
 std::vector<int> reverse(Graph& g, int result, int grad) {
   std::vector<int> adjoints(g.size(), kNone);
   adjoints[result] = grad;
@@ -243,8 +243,8 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   return adjoints;
 }
 
-// The derivative of value n along a direction. `tangents` has the derivatives of the leaves, and keeps all that are
-// found.
+// The derivative of value n along a direction. `tangents` holds the derivatives of the leaves. This function adds every
+// derivative that it finds.
 int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
   const Value v = g[n];
@@ -261,8 +261,9 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
       const int t = tangent(g, v.from[i], tangents);
       const int p = t == kNone ? kNone : partial(g, n, i);
       if (p == kNone) continue;
-      // A factor of 0 makes the product 0, whatever the other factor is. For `times` this is its first operand, else
-      // the tangent.
+      // If the first operand of `times` is 0, the product is 0, whatever the second operand is. In the derivative of a
+      // `times` by its second operand, p is the first operand of that `times`, so p comes first. Everywhere else the
+      // tangent comes first.
       const bool hides = v.op == Op::times && i == 1;
       total = sum(g, total, hides ? g.add(Op::times, p, t) : g.add(Op::times, t, p));
     }
@@ -297,9 +298,10 @@ struct OwnList {
 struct Result {
   int value;
   LeafOfList of = {Leaf::number};
-  int index = kNone;  // of a number of the table `of.column`
+  int index = kNone;  // the value that is the index into table `of.column`
 };
-// The operations that `results` need, in order. A slot is used again once its value is not needed any more.
+// Returns the operations that `results` need, in order. A slot is used again once no operation needs its value any
+// more.
 OwnList list_of(Graph& g, const std::vector<Result>& results) {
   const int one = g.number(1), nothing = g.number(-0.0);
   std::vector<Value> values;
@@ -316,8 +318,8 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (uses[n] > 0)
       for (const int operand : values[n].from)
         if (operand != kNone) ++uses[operand];
-  // Fuses operations whose results nothing else needs: a sum or difference with a product, a sum with a number of the
-  // table, and a tanh with the factors of its argument and of its result.
+  // Fuses operations. A sum or difference takes in a product, a sum takes in a lookup, and a tanh takes in the factors
+  // of its argument and of its result. An operation is taken in only if nothing else needs its result.
   const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     Value& v = values[n];
@@ -335,7 +337,7 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
       if (v.op != Op::add) break;
       const int found = v.from[i], other = v.from[1 - i];
       if ((!only_use_of(found, Op::lookup) && !only_use_of(found, Op::lookup_tangent)) || found == other) continue;
-      v = values[found];  // a lookup, to which the other one is added
+      v = values[found];  // a lookup, to which the other operand is added
       v.from[2] = other;
       uses[found] = 0;
       --uses[nothing];
@@ -576,7 +578,7 @@ class Reader {
     const auto is = [&](const char* other, char result, const char* of) {
       return name == other && type == result && types == of;
     };
-    // These operations are composed of others.
+    // These operations are composed of other operations.
     if (is("gt", 'b', "ff") || is("gt", 'b', "ii"))
       return g.add(types == "ff" ? Op::lt : Op::lt_whole, b, a, kNone, 'b');
     if (is("ge", 'b', "ff") || is("ge", 'b', "ii"))
@@ -611,8 +613,8 @@ struct OwnCompiled : Compiled {
   std::vector<std::unique_ptr<OwnList>> own;
 };
 
-// Returns the one value within the score that all these lists read, if computing it again costs more than a product;
-// else kNone.
+// Returns a value through which all `results` read the score, so that none of them needs the score itself. Computing
+// the value must cost more than a product. Returns kNone if there is no such value.
 int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   for (int n = 0; n < values; ++n) {
     const Op op = g[n].op;
@@ -629,7 +631,8 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   const bool is_score = std::strcmp(name, "score_mod") == 0;
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', *compiled);
   const int values = g.size();
-  // A list whose values are built from the product and the scale, and with `kept` in place of another value.
+  // Makes a list in which product * scale takes the place of the score. If `kept` is given, the leaf `product` takes
+  // the place of that value, because the kernel has stored it.
   const auto take = [&](List& view, std::vector<Result> results, int kept = kNone) {
     std::unordered_map<int, int> built = {
         {g.leaf('f', {Leaf::score}), g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}))}};

@@ -2,7 +2,7 @@
 //
 // PyTorch has one kernel of aten::scaled_dot_product_attention for all devices: a function composed of other operators
 // (CompositeImplicitAutograd). It runs above autograd, and tracers decompose the operator with it. The first use of the
-// switch puts another composed function in its place, which calls attn::sdpa or the original function. That function
+// switch puts another composed function in its place, which calls attn::sdpa or the original function. The new function
 // stays there, because other threads may be reading the dispatcher's tables. Switching changes only a number.
 #include <ATen/ATen.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
@@ -40,7 +40,8 @@ void count_replaced_call() { calls.fetch_add(1, std::memory_order_relaxed); }
 
 namespace {
 
-// The CPU, or CUDA if the library has kernels for it. Tensors without data name the device that they stand for.
+// Whether the switch works on a device: on the CPU, and on CUDA if the library has kernels for CUDA. Tensors without
+// data name the device that they stand for.
 bool has_kernels(c10::Device device) {
   static const bool with_cuda = SdpaOp::handle().hasKernelForDispatchKey(DispatchKey::CUDA);
   const auto runs_on = runs_on_of_type[static_cast<size_t>(device.type())];
@@ -49,8 +50,8 @@ bool has_kernels(c10::Device device) {
 
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
-// Whether attn::sdpa is for these kinds of tensors. If so, it refuses only calls that the built-in refuses or should
-// refuse.
+// Whether attn::sdpa answers the call, judged by the tensors' device, layouts and dtype. If so, attn::sdpa refuses only
+// calls that the built-in refuses or should refuse.
 bool serves(const Call& x) {
   const auto dtype = x.query.scalar_type();
   return has_kernels(x.query.device()) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
@@ -76,7 +77,7 @@ torch::Library put_in_place(DispatchKey key) {
 }
 
 // PyTorch warns once in a process, when the first kernel replaces another. This replacement is intended, so its warning
-// is silenced. WarnAlways keeps the single warning for another replacement.
+// is silenced. WarnAlways saves PyTorch's single warning for another replacement.
 std::array<torch::Library, 3> put_in_place() {
   struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}

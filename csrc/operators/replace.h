@@ -1,11 +1,12 @@
-// The switch of replace.cpp, for the other operators of torch that it replaces.
+// The switch of replace.cpp, declared for the code that replaces other operators of torch.
 #pragma once
 
 #include <torch/library.h>
 
 namespace attn {
 
-// Restricts the switch to the devices of a type for which `runs_on` is true. Other types are not restricted.
+// Makes the switch work on a device of this type only if `runs_on` is true for the device. Does not restrict other
+// types.
 void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device));
 
 bool is_switched_on();

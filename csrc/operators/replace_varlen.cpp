@@ -1,9 +1,9 @@
-// The switch for torch.nn.attention.varlen: replaces the aten operators that it calls, for CPU tensors.
+// The switch for torch.nn.attention.varlen: replaces the aten operators that this module calls, for CPU tensors.
 //
 // PyTorch has kernels of aten::_flash_attention_forward and related operators for GPUs only. The first use of the
 // switch adds kernels for the CPU, below autograd, that call attn::attention. The arguments of these operators differ
-// between releases of torch, so they are looked up by name. An unknown argument is refused unless it has its default
-// value.
+// between releases of torch, so arguments are looked up by name. An unknown argument is refused unless it has its
+// default value.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -96,7 +96,8 @@ Call call_of(const FlashArguments& a) {
           .alibi_slopes = a.tensor_if_any("alibi_slopes")};
 }
 
-// Returns t with the strides of `like`, because torch's fake results, which compiled graphs rely on, have them.
+// Returns t with the strides of `like`, because torch's fake results, which compiled graphs rely on, have these
+// strides.
 Tensor with_strides_of(const Tensor& like, const Tensor& t) {
   const Tensor result = at::empty_like(like);
   return t.strides() == result.strides() ? t : result.copy_(t);
@@ -125,8 +126,8 @@ void flash_forward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stac
               "block_table", "num_splits"});
   const auto [output, logsumexp] = flash_forward(a);
   const auto numbers = output.options().dtype(at::kUInt64);
-  // Torch's formula of the derivative drops these three arguments. It passes on the fourth result, which says if any
-  // was given.
+  // Torch's formula of the derivative drops these three arguments. It passes the fourth result on to the backward, so
+  // this result says whether any of the three was given.
   const bool more = !a.get("seqused_k").isNone() || !a.get("alibi_slopes").isNone() || !a.get("block_table").isNone();
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, output, logsumexp, at::zeros({2}, numbers), at::full({}, more, numbers),
@@ -148,7 +149,8 @@ void flash_forward_out_kernel(const c10::OperatorHandle& op, torch::jit::Stack* 
   torch::jit::push(*stack, logsumexp);
 }
 
-// Computes the forward a second time, because our backward needs a pair of numbers per row, and torch saves one.
+// Computes the forward a second time, because our backward needs a pair of numbers per row, and torch saves only one
+// number.
 void flash_backward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const FlashArguments a(op, *stack);
   a.check(3, {"grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",

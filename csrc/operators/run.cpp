@@ -15,8 +15,8 @@ namespace {
 using at::Tensor;
 
 // No task writes rows outside all packed sequences, keys beyond the length of their sequence, or gradients of a
-// sequence that lacks keys or queries. These results are 0, so the caller zeroes results if leaves_rows_out() or
-// leaves_some_out().
+// sequence that lacks keys or queries. These results are 0, so the caller zeroes all results first if leaves_rows_out()
+// or leaves_some_out() is true.
 bool leaves_rows_out(const Problem& p, const Tensor& query) {
   if (p.sequences == 0 || !query.is_cpu()) return p.tokens > 0;
   const int64_t* const lengths = p.visibility.query_lengths;
@@ -61,9 +61,9 @@ Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
   return sums;
 }
 
-// Tensors for kernels to write gradients to, of the shape that the input is broadcast to, or with one number per row.
-// They have the compute dtype if they are summed to the input's shape later, because in a half type large gradients of
-// opposite signs would become infinities.
+// Makes the tensors that kernels write gradients to. Each tensor has the shape that its input is broadcast to, or one
+// number per row. It has the compute dtype if it is summed to the input's shape later, because in a half type large
+// gradients of opposite signs would become infinities.
 class RoomForGradients {
  public:
   RoomForGradients(ProblemBuilder& builder, const Shape& shape, const Tensor& query, bool leaves_some_out)
@@ -126,7 +126,7 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   builder.add_tangents(direction);
 }
 
-// The backward, or with a direction and its tangent the second-order operator.
+// Computes the backward, or the second-order operator if a direction and its tangent are given.
 template <class Params>
 Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u, const Saved& saved, const Call& call,
                     Wanted wanted, const Direction* direction = nullptr, const TangentResults* tangent = nullptr) {
@@ -169,7 +169,7 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
       room.add(p.grad_value, grads.value, shape.expanded(shape.value_heads, shape.keys, shape.value_dim), keys);
   Tensor grad_mask_rows;
   if (Tensor grad_mask = grads.attn_mask; grad_mask.defined()) {
-    if (call.is_packed())  // only heads share it, so each sequence has its own part
+    if (call.is_packed())  // only heads share the mask; each sequence has its own part
       grad_mask = room.of_shape(grad_mask,
                                 shape.expanded(grad_mask.sym_size(-3), grad_mask.sym_size(-2), grad_mask.sym_size(-1)));
     grad_mask.zero_();  // tasks skip tiles that positions hide
@@ -177,7 +177,8 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
     if ((grad_mask.dim() > 0 && grad_mask.size(-1) != 1) || call.score_mod)
       builder.add_result(p.grad_mask, grad_mask);
     else if (p.sinks || p.grad_logsumexp)
-      // A number added to all scores of a row changes only its logsumexp and, with a sink, the sum of its weights.
+      // A number added to all scores of a row changes only the row's logsumexp and, with a sink, the sum of its
+      // weights.
       grad_mask_rows = room.of_rows(p.grad_mask_rows);
   }
   const Tensor grad_slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();

@@ -9,15 +9,14 @@
 
 namespace attn {
 
-// Chooses the plan (tasks, splits, chunks), allocates its workspaces on the device and in the type of
-// compute_options(query), and runs the kernels, which write every element of every result that is not null.
-// ProblemBuilder has filled `p` and merged its batch dimensions. The pointers named below are set, the plan and the
-// workspaces are not. There is at least one row. There is at least one key, unless the function's comment says
-// otherwise.
+// Chooses the plan (tasks, splits, chunks), allocates its workspaces by compute_options(query), and runs the kernels.
+// They write every element of every result that is not null. The caller has filled `p` by ProblemBuilder, merged the
+// batch dimensions, and set the pointers named below. It has not set the plan and the workspaces. There is at least one
+// row. There is at least one key, unless the function's comment says otherwise.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 
-// The functions of a device. Meta has none: it only allocates the results.
+// The functions of a device. Meta has no functions, because it only allocates the results.
 struct Device {
   // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
   // `heads` is the number of heads in the whole batch.
@@ -27,10 +26,11 @@ struct Device {
   Run<ForwardParams>* forward;
   // Reads output, residual (may be null), logsumexp, grad_output and grad_logsumexp (may be null). Writes the gradients
   // with data and, if not null, grad_slopes, grad_sinks and grad_mask_rows. grad_mask is 0 at the call, and stays 0
-  // where no key is visible. mask_is_shared and the extents of its tasks are set.
+  // where no key is visible. The caller has set mask_is_shared and the numbers of mask tasks (plan_mask).
   Run<BackwardParams>* backward;
-  // Reads output, residual and logsumexp as the backward does, and the direction `t`, null where it is zero. Writes
-  // tangent_output, tangent_logsumexp and, if it has data, tangent_residual. There may be no keys.
+  // Reads output, residual and logsumexp as the backward does, and the direction `t`, whose data is null where the
+  // direction is zero. Writes tangent_output, tangent_logsumexp and, if it has data, tangent_residual. There may be no
+  // keys.
   Run<TangentParams>* tangent;
   // Reads what the backward reads, `t` and the tangent's three results. Writes what the backward writes.
   Run<SecondParams>* second;
@@ -39,7 +39,7 @@ struct Device {
   WriteSequences* write_sequences;
 };
 
-// Without `for_derivatives`, the pair logsumexp and residual are undefined.
+// Without `for_derivatives`, Saved::logsumexp and Saved::residual are undefined.
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
                                const std::optional<at::Tensor>& given_state, bool with_rows, bool exact_residual);
 Gradients compute_backward(const Device& device, const GradResults& grads, const Saved& saved, const Call& call,
@@ -49,8 +49,8 @@ Gradients compute_second(const Device& device, const GradResults& grads, const S
                          const TangentResults& tangent, const Call& call, Wanted wanted);
 Statistics compute_stats(const Device& device, const Call& scores);
 
-// The kernel of weights, which writes the results that have data. Only the CPU has one, and sets it. It is null in a
-// library without CPU kernels.
+// Runs the kernel of weights, which writes the results that have data. Only the CPU has this kernel, and its code sets
+// this pointer. The pointer is null in a library without CPU kernels.
 extern Run<WeightsParams>* run_weights_on_cpu;
 
 // The kernel of sdpa, attention or flex_attention. It asks is_over_processes() too, because in inference mode the

@@ -29,7 +29,7 @@ std::string text_of(bool is) { return is ? "True" : "False"; }
 std::string text_of(const c10::SymInt& number) { return std::to_string(number.expect_int()); }
 std::string text_of(const std::array<int64_t, 2>& pair) { return c10::str("[", pair[0], ", ", pair[1], "]"); }
 
-// Has the defaults of Call. Arguments are keyword-only from `first_keyword` on.
+// Writes the arguments of a schema, with the defaults of Call. Arguments are keyword-only from `first_keyword` on.
 template <class Some>
 std::string arguments(std::string_view first_keyword = "scale", const char* About::* name = &About::name,
                       bool with_defaults = true) {
@@ -66,7 +66,7 @@ TORCH_LIBRARY(attn, m) {
   const std::string call = arguments<All>(), plain_call = arguments<WithoutProgram>(), unpacked = arguments<Unpacked>();
   const std::string rows = "Tensor logsumexp, Tensor max_score";
 
-  // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py). It
+  // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py), and
   // also returns the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
   define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
   // With cu_seq_q, sequences of different lengths are packed one after the other (call.h), [heads, T, E].
@@ -77,13 +77,13 @@ TORCH_LIBRARY(attn, m) {
          random);
   // Attention with functions of the pair, as strings (program.h).
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
-  // Attention, and the matrices that it went through (formulas.cpp).
+  // Attention that also returns its matrices of weights and scores (formulas.cpp).
   define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
-  // For every row x of scores, scaled and masked, over its keys j: largest_score = max_j x_j, logsumexp = log sum_j
-  // exp(x_j) and, with weights p_j = exp(x_j - logsumexp), entropy = -sum_j p_j log p_j, all [*, H, L]. For every key
-  // and head of the query: received_weight, the sum over the rows of p_j, [*, H, S]. float32 (float64 for float64), in
-  // O(L + S) memory (core/statistics.h). Asking for a derivative is an error.
+  // Statistics of every row of scores x_j, scaled and masked, each [*, H, L]: largest_score = max_j x_j, logsumexp =
+  // log sum_j exp(x_j), and entropy = -sum_j p_j log p_j with the weights p_j = exp(x_j - logsumexp). received_weight,
+  // [*, H, S], is the sum of p_j over the rows, for every head of the query and every key j. Results are float32
+  // (float64 for float64). The call takes O(L + S) memory (core/statistics.h). Asking for a derivative is an error.
   define("sdpa_stats(" + arguments<Scores>() +
              ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
          plain);
@@ -109,21 +109,22 @@ TORCH_LIBRARY(attn, m) {
   // J'u for u = (grad_output, grad_logsumexp). Gradients not asked for in grad_input_mask are undefined.
   define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
          plain);
-  // J t for a direction t, with the derivative of logsumexp along t (a sum of two, [*, H, L, 2]) and the residual of
-  // J t.
+  // J t for a direction t, with the residual of J t and the derivative of logsumexp along t. This derivative is the sum
+  // of two numbers per row, [*, H, L, 2].
   define("_sdpa_tangent(" + saved + ", " + directions + ", " + call + ") -> (" + tangents + ")", plain);
   // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
-  // reverse J'du + H, reverse over forward (J'u, H): the Hessian is symmetric, so the same H serves all three.
+  // reverse is J'du + H, and reverse over forward is (J'u, H). The Hessian is symmetric, so the same H serves all
+  // three.
   define("_sdpa_second(" + grads + ", " + saved + ", " + directions + ", " + tangents + ", " + call + ", " + wanted +
              ") -> (" + of_inputs("Tensor") + ")",
          plain);
 
-  // For merging calls over different keys: convert the forward's pair to the logsumexp, float64 [*, H, L], and back.
-  // The meaning of the pair depends on the call.
+  // Convert the forward's pair to the logsumexp, float64 [*, H, L], and back, to merge calls over different keys. The
+  // meaning of the pair depends on the call.
   define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
   define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 
-  // sdpa_with_weights without scores: weights, or their mean over the heads, [*, L, S].
+  // Like sdpa_with_weights, without scores. If `mean`, the weights are averaged over the heads, [*, L, S].
   define("_sdpa_and_weights(" + unpacked + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
 
   // Which instruction set the CPU kernels run with; see cpu/capability.h.
@@ -131,10 +132,11 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
-  // Called in place of sdpa and attention while calls are over several processes (switches.h). Python implements
+  // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
-  // Calls are over several processes while the sum of all changes is positive. Returns it. Other operators then raise.
+  // Calls are spread over several processes while the sum of all changes is positive. Returns the sum. Operators other
+  // than sdpa and attention then raise an error.
   m.def("_over_processes(int change) -> int");
 
   // attn::invariant() holds while the sum of all changes is positive. Returns the sum.

@@ -1,5 +1,5 @@
-// Switches of the whole process, because threads may share the work of a call. Each is on while it has been switched on
-// more often than off.
+// Switches that hold for the whole process, because threads may share the work of a call. A switch is on while it has
+// been switched on more often than off.
 #pragma once
 
 #include <atomic>
@@ -19,15 +19,16 @@ class Switch {
   std::atomic<int64_t> times_;
 };
 
-// Behind attn::invariant().
+// Whether attn::invariant() is on.
 bool is_invariant();
 
-// While it is on, every call of sdpa and attention, from any code and with any tensors, is this process's part of a
-// call over several processes. Python implements such calls (torch_attn/distributed/_context.py).
+// Whether calls are spread over several processes. While they are, every call of sdpa and attention, from any code and
+// with any tensors, is this process's part of a call over several processes. Python implements such calls
+// (torch_attn/distributed/_context.py).
 bool is_over_processes();
-// Refuses an operator that cannot be part of such a call.
+// Throws if is_over_processes(), because `op` cannot be part of such a call.
 void refuse_over_processes(const char* op);
-// Answers sdpa or attention while the switch is on; flex_attention is refused.
+// Answers sdpa or attention while is_over_processes(). Refuses flex_attention.
 template <class Op>
 auto attend_over_processes(const Call& call) {
   if constexpr (std::is_same_v<Op, FlexOp>) refuse_over_processes(Op::name);

@@ -4,7 +4,6 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <string_view>
 
@@ -41,7 +40,7 @@ bool broadcasts(const Tensor& t, c10::SymIntArrayRef allowed, int64_t exact = 0)
 
 SymInt head_count(const Tensor& t) { return t.dim() >= 3 ? extent(t, 3) : SymInt(1); }
 
-// `least_dims`: the dimensions that `shape` requires.
+// `least_dims`: the number of dimensions that `shape` requires.
 void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& query, int64_t least_dims = 2,
                   const char* shape = "[..., length, head_dim]") {
   TORCH_CHECK(t.defined(), op, ": ", name, " is undefined; a tensor is needed");
@@ -71,8 +70,8 @@ void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const 
               mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype, ") or float32");
 }
 
-// The hint for numbers of heads that do not fit and look like lengths: [B, L, H, E] and [B, S, H, E]. Called only for
-// an error, because a comparison of sizes becomes a condition of an exported program.
+// The hint for tensors [B, L, H, E] and [B, S, H, E], whose lengths stand where heads are expected. Call it only for an
+// error, because a comparison of sizes becomes a condition of an exported program.
 const char* layout_hint(const Tensor& query, const Tensor& key) {
   const bool looks_like_it = query.dim() == 4 && key.dim() == 4 &&
                              TORCH_GUARD_OR_FALSE(extent(query, 2).sym_eq(extent(key, 2))) &&
@@ -80,7 +79,7 @@ const char* layout_hint(const Tensor& query, const Tensor& key) {
   return looks_like_it ? "; tensors [batch, length, heads, head_dim] are given as x.transpose(1, 2)" : "";
 }
 
-// With grouped-query attention, equally many consecutive query heads share each key (value) head.
+// With grouped-query attention, each key (value) head serves the same number of consecutive query heads.
 void check_head_count(const char* op, const char* name, const SymInt& heads, const SymInt& query_heads, bool enable_gqa,
                       const Tensor& query, const Tensor& key) {
   if (!enable_gqa) {
@@ -118,7 +117,7 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
   TORCH_CHECK(!packed, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
               "; it must be [Hq or 1, T_q, max_k] = ", c10::SymIntArrayRef(allowed),
               ": a row for each query, over the keys of its own sequence");
-  // A mask with one row of keys per sample, as from a tokenizer, or with one matrix, lacks the dimensions between.
+  // A mask [batch, S], as a tokenizer returns it, or [batch, L, S] lacks the dimensions after the batch.
   const bool of_samples = shape.dims >= 3 && mask.sym_sizes()[0] == allowed[0] && extent(mask, 1) == shape.keys;
   const char* hint = "";
   if (of_samples && mask.dim() == 2 && shape.dims == 3) {
@@ -136,7 +135,8 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
               "; it must broadcast to the scores' shape [..., L, S] = ", c10::SymIntArrayRef(allowed), hint);
 }
 
-// Checks numbers of batch entries or heads. Sizes must broadcast to `allowed`, and the last `exact` be equal.
+// Checks a tensor with a number per batch entry or head. Its sizes must broadcast to `allowed`, and the last `exact`
+// sizes must be equal.
 void check_numbers(const Shape& shape, const char* name, const Tensor& t, const Tensor& query,
                    c10::SymIntArrayRef allowed, int64_t exact, const char* what) {
   TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested(), shape.op, ": ", name,
@@ -155,7 +155,7 @@ void check_per_head(const Shape& shape, const char* name, const std::optional<Te
               "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
 }
 
-// Checks the strings of a program, and that its tensors have what they read.
+// Checks the strings of a program, and that its tensors have what the strings read.
 void check_program(const Shape& shape, const Call& call) {
   const auto refuse = [&](bool is, const char* name, const char* instead) {
     TORCH_CHECK(!is, shape.op, ": ", call.score_mod ? "score_mod" : "mask_mod", " is given beside ", name, "; ",
@@ -237,7 +237,7 @@ void check_is_integer(const Shape& shape, const char* name, const Tensor& t) {
               t.scalar_type(), "; it must be int32 or int64");
 }
 
-// Checks the numbers too, if they can be read. `most(i)`: the most that entry i may be.
+// Checks the numbers too, if they can be read. `most(i)` is the largest number that entry i may hold.
 void check_integers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query,
                     int64_t least, const auto& most) {
   if (!t) return;
@@ -273,7 +273,7 @@ void check_starts(const Shape& shape, const char* name, const Tensor& t, const T
   }
 }
 
-// Fills in shape.sequences.
+// Checks packed sequences, and fills in shape.sequences.
 void check_packing(Shape& shape, const Call& call) {
   const auto& [query, cu_seq_q, cu_seq_k, max_q, max_k, block_table] =
       std::tie(call.query, call.cu_seq_q, call.cu_seq_k, call.max_q, call.max_k, call.block_table);
@@ -287,14 +287,15 @@ void check_packing(Shape& shape, const Call& call) {
     TORCH_CHECK(block_table, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
     return;
   }
-  // With a block_table, seqused_k says how many keys there are. cu_seq_k then names no rows, but is checked too.
+  // With a block_table, seqused_k says how many keys there are. cu_seq_k is checked too, though no kernel reads it
+  // then.
   const SymInt tokens = block_table ? SymInt(std::numeric_limits<int64_t>::max()) : shape.keys;
   check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", tokens, "max_k", block_table ? tokens : max_k);
   TORCH_CHECK(must_equal(cu_seq_q->sym_numel(), cu_seq_k->sym_numel()), shape.op, ": cu_seq_k has ",
               cu_seq_k->sym_numel(), " entries but cu_seq_q has ", cu_seq_q->sym_numel(), "; they must be as many");
 }
 
-// Call it after check_packing() and after the check that seqused_k is integers [N].
+// Call it after check_packing() and after the check that seqused_k holds integers [N].
 void check_pages(const Shape& shape, const Call& call) {
   const Tensor &query = call.query, &key = call.key, &table = *call.block_table;
   const std::optional<Tensor>& seqused_k = call.key_lengths;
@@ -354,11 +355,10 @@ Shape validate(const char* op, const Call& call) {
   check_tensor(op, "value", value, query);
   if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, /*least_dims=*/0);
   check_dtypes(op, query, key, value, attn_mask);
-  TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p <= 1, op, ": dropout_p is ", call.dropout_p,
-              "; it must be a probability between 0 and 1");
-  TORCH_CHECK(!call.scale || !std::isnan(*call.scale), op, ": scale is NaN; it must be a number");
-  TORCH_CHECK(call.softcap >= 0 && std::isfinite(call.softcap), op, ": softcap is ", call.softcap,
-              "; it must be a finite number, 0 for none or above");
+  const auto check_number = [&]<class T>(const Argument<T>& argument) {
+    if constexpr (kIsFloating<T>) check_allowed(op, argument.name, call.*argument.member, argument.allowed);
+  };
+  std::apply([&](const auto&... argument) { (check_number(argument), ...); }, Call::kArguments);
   TORCH_CHECK(call.window_size[0] >= -1 && call.window_size[1] >= -1, op, ": window_size is (", call.window_size[0],
               ", ", call.window_size[1], "); each of (left, right) must be -1 (no bound) or more");
   TORCH_CHECK(must_equal(extent(key, 1), extent(query, 1)), op, ": key has head_dim ", extent(key, 1),
@@ -448,7 +448,7 @@ void ValidatedCall::check_residual(const char* name, const Tensor& t) const {
 
 void ValidatedCall::check_rng_state(const Tensor& t) const {
   if (call.dropout_p == 0) return;
-  // One for all samples, or one for each along the leading dimensions that vmap added.
+  // There is one state for all samples, or one for each sample along the leading dimensions that vmap added.
   const bool fits = broadcasts(t, shape.expanded(1, 1, 3), 1);
   TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == call.query.device(), shape.op, ": rng_state is ",
               t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),
@@ -511,7 +511,8 @@ Tensor empty_output(const Shape& shape, const Tensor& query) {
   for (int64_t d = 0; follow && d < dims - 1; ++d)
     follow = TORCH_GUARD_OR_FALSE(query.sym_sizes()[d].sym_eq(sizes[d])) &&
              TORCH_GUARD_OR_TRUE(query.sym_strides()[d].sym_ne(0));
-  // Insertion sort. Strides that depend on sizes known only at run time may not be comparable. They keep their order.
+  // Sorts by insertion. Strides that depend on sizes known only at run time may not be comparable. Such dimensions keep
+  // their order.
   for (int64_t d = 1; follow && d < dims - 1; ++d)
     for (int64_t i = d; i > 0; --i) {
       const auto &outer = query.sym_strides()[order[i - 1]], &inner = query.sym_strides()[order[i]];

@@ -22,9 +22,9 @@ struct Shape {
   c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
   // The sizes of a tensor with one number for each query or key of a head: [*batch, heads, length].
   c10::SymDimVector numbers(const c10::SymInt& length) const;
-  // With one number per head: [*batch, heads], also if the tensors have no heads.
+  // The sizes of a tensor with one number per head: [*batch, heads], also if the call's tensors have no heads.
   c10::SymDimVector of_heads() const;
-  // With one number per entry: [*batch], or [*batch, sequences].
+  // The sizes of a tensor with one number per batch entry: [*batch], or [*batch, sequences].
   c10::SymDimVector of_entries() const;
 };
 
@@ -32,7 +32,12 @@ struct Shape {
 // which names `op`, the argument, its value and what is allowed.
 Shape validate(const char* op, const Call& call);
 
-// A call, which is validated when this is made. The functions check what the private operators take beside it.
+inline void check_allowed(const char* op, const char* name, std::optional<double> number, const Allowed& allowed) {
+  TORCH_CHECK(!number || allowed.holds(*number), op, ": ", name, " is ", *number, "; it must be ", allowed.text);
+}
+
+// A call that is validated when this object is made. The functions check what the private operators take beside the
+// call.
 struct ValidatedCall {
   const Call& call;
   const Shape shape = validate(call.is_packed()     ? VarlenOp::name
@@ -55,8 +60,8 @@ struct ValidatedCall {
   void check_residual(const char* name, const at::Tensor& t) const;
 };
 
-// Number i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory itself, because transforms
-// of torch.func would see an operator.
+// Number i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory without an operator,
+// because transforms of torch.func would intercept an operator.
 inline int64_t number_at(const at::Tensor& t, int64_t i) {
   int64_t at = 0;
   for (int64_t d = t.dim(); d-- > 0; i /= t.size(d)) at += i % t.size(d) * t.stride(d);
@@ -67,13 +72,14 @@ inline int64_t number_at(const at::Tensor& t, int64_t i) {
 at::ScalarType compute_dtype(const at::Tensor& query);
 at::TensorOptions compute_options(const at::Tensor& query);
 
-// Results, uninitialised. The output's layout follows the query's: a [B, L, H, D] view stays one.
+// Allocate results, uninitialised. The output's strides follow the query's: if the query is a transposed [B, L, H, D]
+// tensor, so is the output.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_numbers(const c10::SymDimVector& sizes, const at::Tensor& query);  // in the compute dtype
-// Whether the rounding error of an output of a half type is kept for derivatives. It is kept with a floating mask,
-// slopes or sinks, because it counts in their gradients; in others the rounding errors of the weights are larger. It is
-// kept with dropout too. Without it a row with one key, whose gradients are 0, would get gradients from the rounding of
-// value / (1 - dropout_p).
+// Whether the rounding error of an output of a half type is kept for derivatives. It is kept if there is a floating
+// mask, slopes, sinks or a score_mod, because that error counts in their gradients. In other gradients the rounding
+// errors of the weights are larger. It is kept with dropout too. Without the residual, a row with one key would get
+// gradients from the rounding of value / (1 - dropout_p), though its gradients are 0.
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
 

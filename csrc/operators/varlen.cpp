@@ -15,7 +15,7 @@ void check_dense(const char* name, const Tensor& t) {
               "; it must be a dense (strided) tensor");
 }
 
-// Checks here, because attention's errors would show its own order of dimensions and its own name.
+// Checks shapes here, because an error of attention would show attention's name and order of dimensions.
 void check_shapes(const Call& c) {
   const auto check = [](const char* name, const Tensor& t, int64_t dims) {
     TORCH_CHECK(t.defined(), VarlenOp::name, ": ", name, " is undefined; a tensor is needed");
@@ -51,7 +51,7 @@ TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }
 
-// Decomposes it under vmap too: see the end of formulas.cpp.
+// Decomposes varlen_attention under vmap too, for the reason at the end of formulas.cpp.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }

@@ -34,13 +34,14 @@ class Batch {
 
   RandomnessType randomness() const { return layer_.randomness(); }
   c10::SymInt size() const { return layer_.batchSize(); }
-  // A mapped dimension in front of [L, E] must not become the head.
+  // At least 4, because a mapped dimension directly in front of [L, E] would become the head.
   int64_t rank() const { return std::max<int64_t>(sample.dims, 3) + 1; }
 
   bool is_mapped(const Tensor& t) const { return at::functorch::isBatchedAtLevel(t, layer_.layerId()); }
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
-  // Unwraps t. If it is mapped: the mapped dimension first, then 1s up to rank() - less, then t's own dimensions.
+  // Unwraps t. A mapped t gets the mapped dimension first, then dimensions of size 1 up to the rank rank() - less, then
+  // t's own dimensions.
   Tensor physical(const Tensor& t, int64_t less = 0) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     return dim ? padded(x.movedim(*dim, 0), less) : x;
@@ -85,8 +86,8 @@ class Batch {
     return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, tensors_of(x));
   }
 
-  // Wraps a mapped result, which has `dims` dimensions above vmap. All samples share one of a single dimension (no
-  // residual).
+  // Wraps a mapped result, in which the mapped function sees `dims` dimensions. Returns a result of one dimension (an
+  // empty residual) as it is, because all samples share it.
   Tensor logical(Tensor t, int64_t dims) const {
     if (t.dim() < 2) return t;
     while (t.dim() > dims + 1) {
@@ -113,7 +114,8 @@ class Batch {
   }
 
  private:
-  // How many of the dimensions head, L and E a tensor of this kind, or tensor number i of a struct, lacks.
+  // Returns how many of the dimensions head, L and E a tensor lacks. The tensor is of this kind, or is number i of a
+  // struct.
   static constexpr int64_t less_of(Kind kind) { return kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0; }
   template <class T>
   static constexpr int64_t less_of(size_t i) {
@@ -134,8 +136,8 @@ class Batch {
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
-// Draws dropout's seeds for a mapped call: one for all samples, or one each. Every sample counts its heads from 0, so
-// that derivatives under another nesting of vmap get the random numbers of the forward.
+// Draws dropout's seeds for a mapped call: one for all samples, or one for each sample. Every sample counts its heads
+// from 0, so that derivatives under another nesting of vmap get the random numbers of the forward.
 Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   c10::SymInt heads = batch.sample.heads;
   for (const c10::SymInt& size : batch.sample.batch) heads = heads * size;
@@ -154,7 +156,7 @@ Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
 struct ForwardCall {
   Call call;
   std::optional<Tensor> rng_state;
-  bool mapped;        // false if no tensor is: then the call runs once, for all samples
+  bool mapped;        // false if no tensor is mapped: the call then runs once for all samples
   bool state_mapped;  // every sample has an rng_state of its own
 };
 
@@ -166,8 +168,8 @@ ForwardCall forward_call(const Batch& batch, const Call& call, const std::option
   const bool sizes_mapped = batch.is_mapped(call.query) || batch.is_mapped(call.key) || batch.is_mapped(call.value);
   const bool mapped = batch.is_mapped(call) || batch.is_mapped(rng_state) || different;
   ForwardCall below{batch.physical(call), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
-  // If query, key and value are not mapped, the query gets the mapped dimension, because no other input may enlarge the
-  // scores.
+  // If query, key and value are not mapped, the query is expanded by the mapped dimension, because no other input may
+  // enlarge the scores.
   if (mapped && !sizes_mapped) below.call.query = batch.expanded(call.query);
   if (random && mapped) below.rng_state = draw_rng_state(batch, different, below.call.query);
   return below;
@@ -239,7 +241,7 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("sdpa_stats", StatsOp::kernel<stats_vmap>);
 }
 
-// For calls inside vmap with nothing mapped, because dropout must follow `randomness` there too.
+// Serves calls inside vmap without a mapped tensor, because dropout must follow `randomness` there too.
 TORCH_LIBRARY_IMPL(attn, FuncTorchVmapMode, m) {
   m.impl("sdpa", SdpaOp::kernel<attend_vmap<SdpaOp>>);
   m.impl("attention", AttentionOp::kernel<attend_vmap<AttentionOp>>);

@@ -241,7 +241,7 @@ TEST_F(Sdpa, ErrorsNameTheArgument) {
   expect_error("attn_mask is undefined", call(query, query, query, {.attn_mask = undefined}));
   expect_error("attn_mask has shape [70, 90]", call(query, query, query, {.attn_mask = mask}));
   expect_error("dropout_p is 1.5", call(query, query, query, {.dropout_p = 1.5}));
-  expect_error("scale is NaN", call(query, query, query, {.scale = std::nan("")}));
+  expect_error("scale is nan", call(query, query, query, {.scale = std::nan("")}));
   expect_error("key has 3 heads but query has 4", call(query, query.narrow(1, 0, 3), query, {.enable_gqa = true}));
   expect_error("dropout_p is -1", [&] { attn::sdpa_with_weights(query, query, query, {.dropout_p = -1}); });
 }

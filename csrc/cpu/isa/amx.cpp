@@ -1,5 +1,5 @@
-// AMX with bfloat16 (Sapphire Rapids and later). Its vector code is AVX-512 with VDPBF16PS. If sequences are long, a
-// float16 is split into two bfloat16, so a product becomes four.
+// AMX with bfloat16 (Sapphire Rapids and later). Its vector code is AVX-512 with VDPBF16PS. In long sequences, each
+// float16 number is split into two bfloat16 numbers, so a product of two numbers becomes four products.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)

@@ -23,7 +23,7 @@ constexpr bool kHasExp2 = true;
 
 namespace attn::ATTN_ISA {
 
-// IEEE half <-> float, to nearest even.
+// Convert IEEE half to float and back, rounding to nearest even.
 ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
   return bit_cast<Vec<float>>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
 }
@@ -32,12 +32,13 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
   return bit_cast<Shorts<float>>(_mm512_cvtps_ph(bit_cast<__m512>(f), _MM_FROUND_TO_NEAREST_INT));
 }
 
-// With zeros in the high halves. (GCC 12 makes three instructions of __builtin_convertvector where there is one.)
+// Widens each 16-bit number to 32 bits, with zeros in the high half. (GCC 12 compiles __builtin_convertvector to three
+// instructions where one suffices.)
 ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
   return bit_cast<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(s)));
 }
 
-// As in simd/vectors.inl, but one instruction sets the flag of a branch.
+// Does what any() of simd/vectors.inl does, but one instruction sets the flag that a branch tests.
 template <class M>
   requires(sizeof(M) == kVectorBytes)
 ATTN_INLINE bool any(M mask) {
@@ -54,23 +55,23 @@ ATTN_INLINE uint64_t bits_of(M mask) {
     return static_cast<uint64_t>(_mm512_movepi64_mask(bit_cast<__m512i>(mask)));
 }
 
-// Bit i: whether byte i of 64 is not 0.
+// Returns a word whose bit i says whether byte i of the 64 bytes is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   const __m512i v = _mm512_loadu_si512(bytes);
   return _mm512_test_epi8_mask(v, v);
 }
 
-// 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
+// Multiplies the low halves of the 64-bit lanes: 32 x 32 -> 64 bits.
 ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
   return bit_cast<Vec<uint64_t>>(_mm512_mul_epu32(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 }
 
-// x - floor(x), 0 for infinities.
+// Returns x - floor(x), or 0 for an infinity.
 ATTN_INLINE Vec<float> fraction(Vec<float> x) {
   return bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF));
 }
 
-// x - the integer nearest to it, 0 for infinities.
+// Returns x minus the nearest integer, or 0 for an infinity.
 ATTN_INLINE Vec<float> from_nearest(Vec<float> x) {
   return bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 }

@@ -1,4 +1,4 @@
-// AVX512_BF16: operations on pairs of bfloat16, a pair per lane, that GNU vector types cannot express.
+// AVX512_BF16: operations that GNU vector types cannot express. A lane holds a pair of bfloat16.
 #pragma once
 
 #ifndef ATTN_ISA  // included by itself
@@ -9,7 +9,7 @@
 
 namespace attn::ATTN_ISA {
 
-// In every lane: sum + a[0] b[0] + a[1] b[1].
+// Returns sum + a[0] b[0] + a[1] b[1] in every lane.
 ATTN_INLINE Vec<float> add_products_of_pairs(Vec<float> sum, Vec<float> a, Vec<float> b) {
   return bit_cast<Vec<float>>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
 }
@@ -18,11 +18,11 @@ ATTN_INLINE Vec<float> add_products_of_pairs(Vec<float> sum, Vec<float> a, Vec<f
 ATTN_INLINE Shorts<float> round_to_bfloat16(Vec<float> x) {
   return bit_cast<Shorts<float>>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
 }
-// Rounds two vectors to bfloat16: the first one in the low half.
+// Rounds two vectors to bfloat16. The low half of the result holds `first`, the high half `second`.
 ATTN_INLINE Vec<float> joined_bfloat16(Vec<float> first, Vec<float> second) {
   return bit_cast<Vec<float>>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(second), bit_cast<__m512>(first)));
 }
-// The same, number by number: first[0], second[0], first[1], ...
+// Rounds two vectors to bfloat16 and interleaves them: first[0], second[0], first[1], ...
 ATTN_INLINE Vec<float> interleaved_bfloat16(Vec<float> first, Vec<float> second) {
   const VectorOf<uint16_t, 32>::type order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -30,7 +30,7 @@ ATTN_INLINE Vec<float> interleaved_bfloat16(Vec<float> first, Vec<float> second)
       _mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(joined_bfloat16(first, second))));
 }
 
-// Interleaves the 16-bit numbers of two vectors: first[0], second[0], first[1], ..., in two vectors.
+// Interleaves the 16-bit numbers of two vectors into two vectors: first[0], second[0], first[1], ...
 ATTN_INLINE void interleave(Vec<float> first, Vec<float> second, Vec<float> (&by_turns)[2]) {
   using Words = VectorOf<uint16_t, 32>::type;
   const Words low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,

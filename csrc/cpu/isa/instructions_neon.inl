@@ -18,7 +18,7 @@ constexpr bool kHasExp2 = false;
 
 namespace attn::ATTN_ISA {
 
-// IEEE half <-> float, to nearest even.
+// Convert IEEE half to float and back, rounding to nearest even.
 ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
   return bit_cast<Vec<float>>(vcvt_f32_f16(bit_cast<float16x4_t>(h)));
 }
@@ -27,10 +27,10 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
   return bit_cast<Shorts<float>>(vcvt_f16_f32(bit_cast<float32x4_t>(f)));
 }
 
-// With zeros in the high halves.
+// Widens each 16-bit number to 32 bits, with zeros in the high half.
 ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) { return __builtin_convertvector(s, Vec<uint32_t>); }
 
-// Bit i: whether byte i of 64 is not 0.
+// Returns a word whose bit i says whether byte i of the 64 bytes is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   const VectorOf<uint8_t, 16>::type bit_of_byte = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   uint64_t bits = 0;
@@ -43,7 +43,7 @@ ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   return bits;
 }
 
-// 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
+// Multiplies the low halves of the 64-bit lanes: 32 x 32 -> 64 bits.
 ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
   return bit_cast<Vec<uint64_t>>(vmull_u32(vmovn_u64(bit_cast<uint64x2_t>(a)), vmovn_u64(bit_cast<uint64x2_t>(b))));
 }

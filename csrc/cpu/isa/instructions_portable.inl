@@ -18,16 +18,16 @@ constexpr bool kHasExp2 = false;
 
 namespace attn::ATTN_ISA {
 
-// IEEE half <-> float by integer arithmetic: a half's exponent and mantissa are moved to a float's place, and the
-// exponent's bias of 15 becomes 127.
+// Convert IEEE half to float and back by integer arithmetic. Both functions move exponent and mantissa to their places
+// in the other format, and change the exponent's bias, which is 15 in a half and 127 in a float.
 ATTN_INLINE Vec<float> half_to_float(Shorts<float> h) {
   using U = Vec<uint32_t>;
   const U wide = __builtin_convertvector(h, U);
   const U magnitude = (wide & 0x7fffu) << 13;
   U bits = magnitude + (112u << 23);
   bits = magnitude >= (0x7c00u << 13) ? (magnitude | 0x7f800000u) : bits;  // infinity, NaN
-  // A subnormal half is an integer times 2^-24. This uses no subnormal float, which torch.set_flush_denormal would make
-  // 0.
+  // A subnormal half is an integer times 2^-24. Computing this product needs no subnormal float, which
+  // torch.set_flush_denormal would turn into 0.
   const Vec<float> subnormal = __builtin_convertvector(bit_cast<Vec<int32_t>>(wide & 0x3ffu), Vec<float>) * 0x1p-24f;
   bits = magnitude < (0x0400u << 13) ? bit_cast<U>(subnormal) : bits;
   return bit_cast<Vec<float>>(bits | ((wide & 0x8000u) << 16));
@@ -37,19 +37,19 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
   using U = Vec<uint32_t>;
   const U all = bit_cast<U>(f);
   const U magnitude = all & 0x7fffffffu;
-  // normal numbers: rebias the exponent, round to nearest even on the 13 bits that go
+  // normal numbers: change the exponent's bias, and round to nearest even where 13 bits are dropped
   const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // subnormal: adding 0.5 aligns the mantissa so that the addition itself rounds
+  // subnormal numbers: adding 0.5 aligns the mantissa so that the addition itself rounds
   const U subnormal = bit_cast<U>(bit_cast<Vec<float>>(magnitude) + 0.5f) - 0x3f000000u;
   U bits = magnitude < (113u << 23) ? subnormal : normal;
   bits = magnitude >= 0x477ff000u ? (magnitude > 0x7f800000u ? U{} + 0x7e00u : U{} + 0x7c00u) : bits;
   return __builtin_convertvector(bits | ((all >> 16) & 0x8000u), Shorts<float>);
 }
 
-// With zeros in the high halves.
+// Widens each 16-bit number to 32 bits, with zeros in the high half.
 ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) { return __builtin_convertvector(s, Vec<uint32_t>); }
 
-// Bit i: whether byte i of 64 is not 0.
+// Returns a word whose bit i says whether byte i of the 64 bytes is not 0.
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   uint64_t bits = 0;
 #if defined(__SSE2__)
@@ -64,7 +64,7 @@ ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   return bits;
 }
 
-// 32 x 32 -> 64 bit products of the low halves of 64-bit lanes.
+// Multiplies the low halves of the 64-bit lanes: 32 x 32 -> 64 bits.
 ATTN_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
 #if defined(__SSE2__)
   return bit_cast<Vec<uint64_t>>(_mm_mul_epu32(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));

@@ -1,5 +1,5 @@
-// Gradients, recomputed tile by tile from the saved logsumexp. With s the scale, G the gradient of the output O,
-// Z the dropout factors (0 or 1/(1-p)) and P_ij = exp(x_ij - logsumexp_i) the weights,
+// Gradients, computed tile by tile from weights that are recomputed with the saved logsumexp. With s the scale, G the
+// gradient of the output O, Z the dropout factors (0 or 1/(1-p)) and P_ij = exp(x_ij - logsumexp_i) the weights,
 //
 //   x = s Q K^T + M              O = (P * Z) V
 //   dV = (P * Z)^T G
@@ -7,18 +7,21 @@
 //   dS_ij    = P_ij (dP_ij - delta_i),   delta_i = sum_j dP_ij P_ij = <G_i, O_i>
 //   dM = dS       dQ = s dS K       dK = s dS^T Q
 //
-// If the logsumexp has a gradient g too, dS = P (dP - delta + g). g is added last, because dP - delta is exactly 0 in a
-// row that attends to one key only. With a soft cap, dS is multiplied by its derivative before dQ and dK. The gradient
-// of an ALiBi slope is -sum_j dS_ij |position - j|; that of a sink is -exp(sink - logsumexp) (delta - g).
+// If the logsumexp also has a gradient g, dS = P (dP - delta + g). g is added last, because dP - delta is exactly 0 in
+// a row that attends to one key only. With a soft cap, dS is multiplied by the cap's derivative before dQ and dK are
+// computed. The gradient of an ALiBi slope is -sum_j dS_ij |position - j|. The gradient of a sink is
+// -exp(sink - logsumexp) (delta - g).
 //
-// dS is the gradient of x, the scaled score; by the chain rule for x = s q.k, dQ and dK have one factor s each. The sum
-// over j of dS_ij is 0, and |dS| <= P (1 - P) * range of dP: it vanishes where the softmax saturates (one weight near
-// 1, the others near 0). Without scaling, q.k of independent unit-variance entries has variance d_k, the softmax
-// saturates as d_k grows, and every gradient above dies. s = 1/sqrt(d_k) brings the variance of x back to 1 and so
-// keeps dS at a size that does not depend on d_k (Vaswani et al., 2017, section 3.2.1).
+// dS is the gradient of x, the scaled score. By the chain rule for x = s q.k, dQ and dK have one factor s each. The sum
+// over j of dS_ij is 0. Because |dS| <= P (1 - P) * range of dP, dS vanishes where the softmax saturates, that is,
+// where one weight is near 1 and all other weights are near 0. Without scaling, q.k of independent entries with
+// variance 1 has variance d_k. The softmax then saturates as d_k grows, and dS, dQ and dK vanish. s = 1/sqrt(d_k)
+// brings the variance of x back to 1 and so keeps dS at a size that does not depend on d_k (Vaswani et al., 2017,
+// section 3.2.1).
 //
-// The same code gives the derivative of these gradients along a direction t = (tQ, tK, tV, tM), with u = G held fixed:
-// H(u; x; t) of schema.cpp. A prefix t means the derivative along t; tx, c = t(logsumexp) and tO come from tangent.inl:
+// The same code computes H(u; x; t) of schema.cpp, which is the derivative of these gradients along a direction
+// t = (tQ, tK, tV, tM), with u = G held fixed. A prefix t means the derivative along t. With tx, c = t(logsumexp) and
+// tO as in tangent.inl:
 //
 //   tP = P (tx - c)
 //   t(dP)_ij = Z_ij <G_i, tV_j>,   t(delta)_i = <G_i, tO_i>
@@ -32,7 +35,7 @@
 namespace attn::ATTN_ISA {
 
 // Params: BackwardParams for the gradients, SecondParams for their derivative along t. F: the format of the operands of
-// the products. S: the format of queries and keys in the forward, in which the scores are computed again.
+// the products. S: the format in which the forward multiplied queries and keys. The scores are computed in S again.
 template <class F, class Params, class S = F>
 struct Backward {
   using T = typename F::Number;
@@ -137,7 +140,7 @@ struct Backward {
       size = arena.used();
     }
 
-    // ds(): what is multiplied with K and Q. of_mask(): what is added to the mask's gradient.
+    // ds() is multiplied with K and Q. of_mask() is added to the mask's gradient.
     T* ds() const { return kSecond ? tdx : dx; }
     T* of_mask(const Params& p) const { return p.program ? pair_terms : ds(); }
   };
@@ -176,8 +179,8 @@ struct Backward {
     if (rest.data) add_numbers(p, b, state, rest, dots);
   }
 
-  // Adds <G, y> in the order in which the matrix product sums <G, V>: if a row attends to one key only, O is its V, and
-  // dP - delta is exactly 0.
+  // Adds <G, y> in the order in which the matrix product sums <G, V>. If a row attends to one key only, O is this key's
+  // V, so dP - delta is exactly 0.
   static void add_products(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
     const int64_t lanes = state.rows.template lanes<T>();
     if constexpr (F::kTiles) {  // the diagonal of that product
@@ -206,7 +209,7 @@ struct Backward {
     }
   }
 
-  // The same for a y that the format would round.
+  // Does the same for a y whose numbers the format would round.
   static void add_numbers(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
     const int64_t lanes = state.rows.template lanes<T>();
     for (int64_t first = 0; first < p.value_dim; first += kKeyTile) {
@@ -256,7 +259,7 @@ struct Backward {
     return k;
   }
 
-  // Fills x with P * Z (tP * Z), dx with dS if `want_dx`, and for kSecond tdx with t(dS).
+  // Fills x with P * Z, and dx with dS if `want_dx`. For kSecond, fills x with tP * Z, dx with dS and tdx with t(dS).
   static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, const ScoreTile<T>& tile,
                       bool want_dx) {
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
@@ -317,8 +320,8 @@ struct Backward {
     }
   }
 
-  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Selects, because hidden keys must have 0, whatever
-  // they hold.
+  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Selects 0 instead of multiplying by it, because dS
+  // must stay 0 at a hidden key even if the key holds a NaN.
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {
@@ -332,14 +335,14 @@ struct Backward {
     });
   }
 
-  // Where the gradients of a task's terms are added.
+  // Where a task adds the gradients of terms.
   struct Place {
     int64_t first_key, chunk, in_tables;  // `in_tables`: where the task's copy of the tables begins
   };
 
-  // dS becomes the gradient of scale * product, and t(dS) its derivative. Adds the gradients of the terms, or for
-  // kSecond their derivatives: those of rows, keys, distances and tables only with `of_all`, those of pairs to
-  // `pair_terms`.
+  // Turns dS into the gradient of scale * product, and t(dS) into the derivative of this gradient. Writes the gradients
+  // of pair terms to b.pair_terms. If `of_all` is not null, also adds the gradients of row terms, key terms, distance
+  // terms and tables. For kSecond, writes and adds the derivatives of these gradients instead.
   static void differentiate_program(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile,
                                     const Place* of_all) {
     const PairProgram& program = *p.program;
@@ -388,7 +391,7 @@ struct Backward {
     return p.program ? p.program->columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)] : 0;
   }
 
-  // Adds -sum_j dS_ij |position - j| of the tile.
+  // Adds -sum_j dS_ij |position - j| of the tile to state.grad_slopes.
   static void add_grad_slopes(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile) {
     const Distances<T> distance(p, tile, nullptr);
     for (int64_t lane = 0; lane < tile.lanes(); lane += W) {
@@ -503,15 +506,15 @@ struct Backward {
     }
   }
 
-  // The chunks of keys that queries at these positions see, or the first chunk if they see none.
+  // Returns the chunks of keys that queries at these positions see, or the first chunk if they see no key.
   static Range chunks_of(const Params& p, int64_t n, Range positions) {
     const Range keys = visible_keys(sequence_of(p, n), positions);
     if (keys.empty()) return {0, 1};
     return {keys.first / p.keys_per_chunk, (keys.last - 1) / p.keys_per_chunk + 1};
   }
 
-  // Writes grad_query and grad_slopes, or adds the share of a chunk of keys to them. `chunks`: the chunks that the rows
-  // see.
+  // Adds the share of a chunk of keys to the gradients of queries, slopes and row terms. `chunks` are the chunks that
+  // the rows see. The share of the first of these chunks is written, not added.
   static void add_to_rows(const Params& p, const Buffers& b, const RowTask& own, const RowTiles<RowState>& row_tiles,
                           Range chunks, int64_t chunk) {
     const bool is_first = chunk == chunks.first, is_last = chunk + 1 == chunks.last;
@@ -557,9 +560,9 @@ struct Backward {
     if (p.turns) end_turn(p.turns + pass);
   }
 
-  // The gradients of whole rows. With w = exp(sink - logsumexp), the weight of the sink, the gradient of the sink is -w
-  // (delta - g). A number added to all scores of a row has the gradient sum_j dS_ij, which is g minus that of the sink.
-  // kSecond gives the derivatives of both, with t(w) = w (t(sink) - c).
+  // The gradients of whole rows. A sink has the weight w = exp(sink - logsumexp) and the gradient -w (delta - g). A
+  // number added to all scores of a row has the gradient sum_j dS_ij, which is g minus the gradient of the sink.
+  // kSecond gives the derivatives of both gradients, with t(w) = w (t(sink) - c).
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];
@@ -584,8 +587,8 @@ struct Backward {
     }
   }
 
-  // The gradient of a mask that several heads or rows share. A task owns a block of the mask and sums dS over all of
-  // them. (rows() has the gradient of a mask with one number per row.)
+  // The gradient of a mask that several heads or rows share. A task owns a block of the mask, and sums dS over all
+  // heads and rows that share the block. (rows() computes the gradient of a mask with one number per row.)
   static void mask(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];
@@ -633,7 +636,7 @@ struct Backward {
                          keys);
   }
 
-  // The workspace of run() and of mask().
+  // The size of a workspace for run() and for mask().
   static int64_t workspace(const Params& p) {
     constexpr int64_t kSize = sizeof(T);
     const int64_t run_size = Buffers(p, nullptr, tiles_per_pass(p), p.keys_per_task()).size;

@@ -12,17 +12,18 @@ struct Decode {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // The most rows, and the most if the set also has products of several numbers at once, which pay from fewer rows on.
+  // kRows is the largest number of rows. kRowsBesidePairs is the largest number if the instruction set also multiplies
+  // several numbers at once, because such products pay from fewer rows on.
   static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
 
-  // If derivatives will be computed, forward.inl serves. The derivatives compute scores in the same order
-  // as forward.inl, so a weight that was 1 in the forward (a row with one key) is exactly 1 again.
+  // If derivatives will be computed, forward.inl computes the output, because derivatives compute scores in the same
+  // order as forward.inl. So a weight that was 1 in the forward (in a row with one key) is exactly 1 again.
   static bool takes(const ForwardParams& p, bool beside_pairs) {
     return !p.logsumexp && !p.invariant && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
   }
 
-  // How many vectors of columns R queries sum at once: as many as registers hold, so that a value is read once. An even
-  // number, for load_two.
+  // How many vectors of columns R queries sum at once. The number is as large as the registers allow, so that a value
+  // is read once. It is even, because load_two() loads two vectors.
   static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 4 / R * 2); }
 
   struct Buffers {
@@ -127,8 +128,8 @@ struct Decode {
                    maximum[r], to, nullptr);
   }
 
-  // Turns scores of row r into weights exp(x - maximum), after dropout. Earlier sums must be multiplied by
-  // `correction`.
+  // Turns scores of row r into weights exp(x - maximum), and applies dropout. The caller must multiply earlier sums of
+  // values by `correction`.
   static void softmax(const ForwardParams& p, const Buffers& b, int64_t r, int64_t keys, T& maximum, T& sum,
                       T& correction) {
     const T slope = log2_slope<T>(p);

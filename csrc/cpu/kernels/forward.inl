@@ -1,6 +1,7 @@
 // O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
-// 2021; Dao et al., FlashAttention, 2022). Per row a reference m and the sum l of the weights exp(x - m) are kept. m is
-// the largest score so far or a little less. If a tile raises it, earlier sums are multiplied by exp(m_old - m_new).
+// 2021; Dao et al., FlashAttention, 2022). The kernel keeps a reference m of each row, and the sum l of the row's
+// weights exp(x - m). m is the largest score so far or a little less. If a tile raises m, earlier sums are multiplied
+// by exp(m_old - m_new).
 #pragma once
 
 #include "cpu/kernels/prepacked.inl"
@@ -17,21 +18,21 @@ struct Forward {
   static constexpr int W = kLanes<T>;
   static constexpr T kLag = 8;  // see softmax()
 
-  // Queries are the columns of a product, so few of them leave most of a register tile empty. With at most kFewRows
-  // queries the kernel computes O = P V instead of O^T = V^T P^T: the same sums, bit for bit.
+  // Queries are the columns of a product, so few queries leave most of a register tile empty. With at most kFewRows
+  // rows, the kernel computes O = P V instead of O^T = V^T P^T. Both give the same sums, bit for bit.
   static constexpr int64_t kFewRows = F::kTiles ? 0 : 3 * W;
   static bool has_few_rows(const ForwardParams& p) { return p.rows() <= kFewRows; }
 
-  // Rows of a tile. With the processor's tiles a product takes at most a panel of rows at once, and the data of two
-  // panels would not stay in the L1 cache.
+  // The rows of a tile. With the processor's tiles, a tile of scores has only one panel of rows, because a product
+  // takes no more rows at once, and the data of two panels would not stay in the L1 cache.
   static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
-  // Whether weights are rounded to one bfloat16, and a second product sums what the rounding takes from the output. The
-  // output then has twice the columns, first its own and then this rest.
+  // Whether weights are rounded to one bfloat16, and a second product sums what this rounding takes from the output.
+  // The output then has twice as many columns: first its own, then this rest.
   static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
-  // Per tile of rows, kept while the keys pass.
+  // What the kernel keeps of a tile of rows from one tile of keys to the next.
   struct RowState {
     RowTile rows;
     bool started;  // after the first keys: reference, sum and output_t hold values
@@ -61,7 +62,8 @@ struct Forward {
       Arena arena(base);
       const int64_t blocks = divide_up(p.rows_per_task, kRowTile);
       states = arena.take<RowState>(blocks * (kRowTile / kRows));
-      // Pads by one cache line, because a column of a power-of-two tile would use only few sets of the cache.
+      // Pads each row by one cache line. Otherwise, if the length of a row were a power of two, a column would use only
+      // few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       ld_value = row_of<F>(p.value_dim) + W;
       rest_of_row = round_up(p.value_dim, W);
@@ -82,16 +84,16 @@ struct Forward {
       largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
       size = arena.used();
     }
-    // The columns of a state in blocks [depth][kRowTile] that all states share. Tiles of fewer rows are side by side in
-    // a block.
+    // Returns the columns of a state in blocks [depth][kRowTile], which all states share. If tiles have fewer rows,
+    // several tiles are side by side in a block.
     T* columns(T* blocks, int64_t depth, const RowState& state) const {
       const int64_t row = (&state - states) * kRows;
       return blocks + row / kRowTile * depth * kRowTile + row % kRowTile;
     }
   };
 
-  // Finds the largest score of each lane, in several chains of operations, because an operation waits for the one
-  // before in its chain.
+  // Finds the largest score of each lane. Uses several chains of operations, because an operation waits for the
+  // previous operation of its chain.
   template <int N>
   static ATTN_INLINE void find_best(const T* x, int64_t keys, Vec<T> (&best)[N]) {
     constexpr int64_t kChains = N < 4 ? 4 : 1;
@@ -113,9 +115,10 @@ struct Forward {
     }
   }
 
-  // Turns scores of N vectors of lanes, from `lane` on, into unnormalised weights exp(x - reference) with slots along
-  // the keys, times the factors of dropout if there are any. A reference moves to the largest score once the
-  // score is more than kLag powers of 2 above it. So no weight is larger than 2^kLag, and sums are seldom corrected.
+  // Turns the scores of N vectors of lanes, from `lane` on, into unnormalised weights exp(x - reference), with slots
+  // along the keys. Multiplies the weights by the factors of dropout, if there are any. A reference moves to the
+  // largest score once this score is more than kLag powers of 2 above the reference. So no weight is larger than
+  // 2^kLag, and sums are seldom corrected.
   template <int N>
   static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& values,
                                   int64_t keys, int64_t lane) {
@@ -230,8 +233,8 @@ struct Forward {
     state.started = true;
   }
 
-  // Divides by the sum, multiplies by 1 / (1 - dropout_p) (which weights in bfloat16 could not hold), and writes the
-  // rows. A row that saw no key is 0; its logsumexp is -inf or its sink.
+  // Divides by the sum, multiplies by 1 / (1 - dropout_p), and writes the rows. (Weights in bfloat16 could not hold
+  // this factor.) A row that saw no key is 0, and its logsumexp is -inf or its sink.
   static void finish(const ForwardParams& p, const Buffers& b, RowState& state, const Results<T>& to) {
     const RowTile& rows = state.rows;
     const auto largest = [&](int64_t i) { return state.largest ? state.largest[i] : 0; };
@@ -317,7 +320,7 @@ struct Forward {
     merge_splits<T>(p, columns(p), first, last, workspace);
   }
 
-  // The workspace of run() and of merge().
+  // The size of a workspace for run() and for merge().
   static int64_t workspace(const ForwardParams& p) {
     return larger(Buffers(p, nullptr).size, merge_workspace<T>(columns(p)));
   }

@@ -1,16 +1,17 @@
 // The table of one instruction set, and which kernel runs when:
 //
-// - decode: few queries, and no derivatives will be computed, in a set that decodes (Decode::takes). Reads each key and
-//   value once for all queries of a group of heads. Memory limits its speed.
+// - decode: calls with few queries, if no derivatives will be computed, in a set that decodes (Decode::takes). Reads
+//   each key and value once for all queries of a group of heads. Memory limits its speed.
 // - forward: all other calls (KernelTable::forward). Reads keys and values once for up to 256 rows of a group. Reads a
-//   mask once for each head or, if heads share it, a byte per tile (look_at_mask). Products limit its speed.
-// - backward: the gradients, and as `second` their derivative. Reads each key and value once for the rows that fit
-//   into the L2 cache (rows_per_pass), and each row once for every chunk of keys. Gradients of whole rows (sinks) take
-//   a pass of their own over the rows.
-// - tangent: one tile of rows a task. Reads keys, values and their tangents once for each.
-// - stats: one pass over the keys, as in the forward, and one over the rows. The second computes the scores again. If
-//   rows are few (FewStats::takes), it reads stored ones.
-// - weights: one tile of rows a task, whose scores are kept.
+//   mask once for each head. If heads share a mask, a byte per tile says which tiles must read the mask (look_at_mask).
+//   Products limit the speed.
+// - backward: computes the gradients and, as `second`, their derivative. Reads each key and value once for the rows
+//   that fit into the L2 cache (rows_per_pass), and each row once for every chunk of keys. Computes gradients of whole
+//   rows, as of sinks, in a separate pass over the rows.
+// - tangent: a task has one tile of rows, and reads keys, values and their tangents once.
+// - stats: makes one pass over the keys, as the forward does, and one pass over the rows. The second pass computes the
+//   scores again. If rows are few (FewStats::takes), it reads stored scores instead.
+// - weights: a task has one tile of rows, and keeps the scores of these rows.
 //
 // A set that does not support a problem (Formats::takes) falls back to another set: kernels_for().
 #pragma once
@@ -25,13 +26,13 @@
 namespace attn::ATTN_ISA {
 
 // The struct Formats tells a KernelTable how its set multiplies:
-// - takes(p): whether a format holds the factors of products, which may be rounded to p.factor_bits
-// - with(p, f): calls f with that format
+// - takes(p): whether one of the set's formats holds the factors of products, which may be rounded to p.factor_bits
+// - with(p, f): calls f with this format
 // - kOnThread: what a thread calls before its first task and after its last one
-// - kDecodes: whether the table has the kernels of few rows, which gain nothing from faster products
+// - kDecodes: whether the table has the kernels for few rows (which gain nothing from faster products)
 // - falls_back_to: the table for all other problems, or null
 //
-// SinglesOnly is for sets that have no products of fewer bits, such as bfloat16.
+// SinglesOnly is for sets that cannot multiply numbers of fewer bits, such as bfloat16.
 struct SinglesOnly {
   static bool takes(const Problem&) { return true; }
   template <class Function>
@@ -43,11 +44,11 @@ struct SinglesOnly {
   static constexpr const Kernels* (*falls_back_to)() = nullptr;
 };
 
-// Each function of the table chooses, by the problem, the kernels of one format.
+// Each function of the table chooses a format for the problem, and returns the kernels of this format.
 template <class Formats>
 struct KernelTable {
-  // The kernels of a format F. Tangents and second derivatives use F for scores alone, because these must be the
-  // forward's scores.
+  // The kernels of a format F. Tangents and second derivatives use F only for scores, because their scores must equal
+  // the forward's.
   template <class F, class K = Forward<F>>
   static constexpr ForwardKernels kForward = {
       K::workspace, K::run, K::merge, Prepacked<F>::size, Prepacked<F>::pack, Formats::kOnThread};
@@ -64,7 +65,7 @@ struct KernelTable {
   static constexpr StatsKernels kFewStats = {K::workspace,       K::rows, All::finish, K::keys, All::add_chunks,
                                              Formats::kOnThread, true};
 
-  // f(format), or null where no format takes the problem.
+  // Returns f(format), or null if no format takes the problem.
   template <class Function>
   static auto chosen(const Problem& p, Function f) {
     return Formats::takes(p) ? Formats::with(p, f) : nullptr;

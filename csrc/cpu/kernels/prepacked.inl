@@ -1,18 +1,18 @@
-// The keys and values of a call, packed once for all of its tasks. It serves the formats of the processor's tiles,
-// which transpose numbers or split them.
+// The keys and values of a call, packed once for all of its tasks. Only the formats of the processor's tiles are
+// prepacked, because they transpose numbers or split them.
 #pragma once
 
 #include "cpu/tiles/formats.inl"
 
 namespace attn::ATTN_ISA {
 
-// ForwardParams::prepacked: first all tiles of keys, then all tiles of values.
+// ForwardParams::prepacked holds first all tiles of keys, then all tiles of values.
 template <Format F>
 struct Prepacked {
   using T = typename F::Number;
 
-  // Whether it pays: several tasks read the packed numbers, which take about as much memory as queries and outputs, or
-  // less.
+  // Whether packing pays. It pays if several tasks read the packed numbers, and if these take about as much memory as
+  // queries and outputs, or less.
   static bool pays(const ForwardParams& p) {
     return F::kTiles && !p.paging.table && p.row_tasks() > 1 &&
            p.keys * (p.key_heads + p.value_heads) <= 2 * p.queries * p.heads;
@@ -32,8 +32,8 @@ struct Prepacked {
       F::along_rows(block_of(p, p.value, n, head, key), count, p.value_dim, value_tile(p, n, head, key), kValueRow);
   }
 
-  // The tiles of keys and of values that begin with key number `key`. Tiles of keys are packed unless they can be used
-  // in place.
+  // keys() and values() return the tile of keys, or of values, that begins with key number `key`. A tile of keys is the
+  // packed tile, unless the keys can be used in place.
   static Rows<T> keys(const ForwardParams& p, int64_t n, int64_t head, int64_t key) {
     const Block block = block_of(p, p.key, n, head, key);
     if (F::in_place(block, smaller(kKeyTile, sequence_of(p, n).keys - key), p.head_dim)) return F::as_it_lies(block);

@@ -1,4 +1,5 @@
-// The forward's results. If the keys are cut in splits, each split writes partial results, which are merged in order.
+// The forward's results. If the keys are cut into splits, each split writes partial results, which merge_splits()
+// merges in order.
 #pragma once
 
 #include "cpu/simd/exp.inl"
@@ -6,8 +7,8 @@
 
 namespace attn::ATTN_ISA {
 
-// Where a task writes: the results themselves, or the partial results of its split. Unwanted results have null data or
-// are null.
+// Where a task writes: the results themselves, or the partial results of its split. An unwanted result is null, or an
+// operand whose data is null.
 template <class T>
 struct Results {
   Operand output, residual;
@@ -20,7 +21,7 @@ struct Results {
         logsumexp(static_cast<T*>(p.logsumexp)),
         row_logsumexp(static_cast<T*>(p.row_logsumexp)),
         max_score(static_cast<T*>(p.max_score)) {}
-  // `columns`: how many a partial output has.
+  // `columns`: the number of columns of a partial output.
   Results(const ForwardParams& p, int64_t split, int64_t columns) : Results(p) {
     if (p.splits == 1) return;
     const int64_t rows = number_of_rows(p);
@@ -38,9 +39,9 @@ struct Results {
   }
 };
 
-// Adds a sink to the softmax of each lane: reference = max(reference, sink), and the sum gains the sink's weight.
-// Returns the factor by which to rescale sums of values. A sink of -inf changes nothing; a row without keys has the sum
-// 0.
+// Adds a sink to the softmax of each lane: reference = max(reference, sink), and the sink's weight is added to the sum.
+// Returns the factor by which the caller must rescale sums of values. A sink of -inf changes nothing. For a row without
+// keys, `sum` is 0.
 template <class T>
 ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, Vec<T>& sum) {
   const T slope = log2_slope<T>(p);
@@ -52,8 +53,8 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
   return none ? splat<T>(1) : of_sum;
 }
 
-// Writes the logsumexp and largest score of a row. `reference` and `sum` include the sink; `largest` does not, and is
-// in the unit of the tiles (products or scores).
+// Writes the logsumexp and the largest score of a row. `reference` and `sum` include the sink. `largest` does not
+// include it, and is a product or a score, as in the tiles.
 template <class T>
 void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T reference, T sum, T largest,
                    const Results<T>& to) {
@@ -69,14 +70,15 @@ void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T refer
     to.row_logsumexp[number] = infinite;
     return;
   }
-  // The logsumexp is at least the sink, which may be out of range for products.
+  // The logsumexp is at least the sink. Takes the sink itself if `found` is below it, because as_in_tiles() may have
+  // clamped the sink.
   const T sink = sink_of<T>(p, at.n * p.heads + at.head);
   const double found = static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum));
   to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
 
-// Writes the residual of a row whose rounded output is stored: row - rounded + rest, where `rest` may be null.
-// Overwrites `row`; `scratch` is as large.
+// Writes the residual of a row, row - rounded + rest, after the rounded output is stored. `rest` may be null.
+// Overwrites `row`. `scratch` is as large as `row`.
 template <class T>
 void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest, const Results<T>& to, T* scratch) {
   pack_rows<T>(scratch, p.value_dim, block_of(p, to.output, at.n, at.head, at.position), 1, p.value_dim);
@@ -84,9 +86,9 @@ void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest
   unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
 }
 
-// Writes the output of one row, row / sum, and its numbers. `rest`: what the rounding of weights took from the
-// row, for the residual; null if unwanted. Overwrites `row` and `rest`; a residual needs `scratch`, which is as large
-// as `row`.
+// Writes the output of one row, row / sum, and then calls write_numbers() for the row. `rest`: what rounding the
+// weights took from the row, for the residual; null if unwanted. Overwrites `row` and `rest`. A residual needs
+// `scratch`, which is as large as `row`.
 template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest,
                const Results<T>& to, T* scratch) {
@@ -109,9 +111,9 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
   if (to.logsumexp || to.max_score) write_numbers<T>(p, at, has_keys, reference, sum, largest, to);
 }
 
-// Merges the splits of the rows numbered [first, last):
-// O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest reference of them). O_s has
-// `columns` columns: twice as many as O if its rest follows it.
+// Merges the splits of the rows numbered [first, last): O = sum_s w_s O_s / sum_s w_s,
+// w_s = exp(logsumexp_s - the largest reference of all splits). O_s has `columns` columns. They are as many as O has,
+// or twice as many if the rest of O_s follows it.
 template <class T>
 void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_t last, char* workspace) {
   T* row = reinterpret_cast<T*>(workspace);

@@ -1,6 +1,7 @@
-// Statistics of the scores of every row and the weight that every key receives, tile by tile: statistics.h. A pass over
-// the keys finds each row's sum; a second one, over the rows, adds up each key's weights. The second pass computes the
-// scores again, unless rows are so few that the first pass keeps their scores (FewStats).
+// Computes the statistics of every row's scores (statistics.h), and the weight that every key receives, tile by tile.
+// The first pass goes over the keys and finds each row's sum. The second pass goes over the rows and adds up each key's
+// weights. The second pass computes the scores again, unless rows are so few that the first pass keeps their scores
+// (FewStats).
 #pragma once
 
 #include "core/statistics.h"
@@ -8,7 +9,7 @@
 
 namespace attn::ATTN_ISA {
 
-// RowStatistics of kRowTile lanes, while scores pass.
+// The RowStatistics of kRowTile lanes, while scores are added.
 template <class T>
 struct LanesOfStatistics {
   static constexpr int W = kLanes<T>;
@@ -30,7 +31,7 @@ struct LanesOfStatistics {
   }
   RowStatistics<T> operator[](int64_t lane) const { return {largest[lane], ones[lane], rest[lane], moment[lane]}; }
 
-  // Adds x[j * ld + i], scores or products, for j < keys, to each lane i < lanes.
+  // Adds the scores or products x[j * ld + i] with j < keys to each lane i < lanes.
   void add(const T* x, int64_t ld, int64_t keys, int64_t lanes, T slope) const {
     int64_t lane = 0;
     for (; lane + kVectors * W <= lanes; lane += kVectors * W) add_vectors<kVectors>(x + lane, ld, keys, lane, slope);
@@ -63,7 +64,7 @@ struct LanesOfStatistics {
       }
     for (int v = 0; v < N; ++v) {
       const int64_t at = lane + v * W;
-      // brought_to(), because the reference has moved
+      // does what brought_to() does, because the reference has moved
       const auto moved = best[v] != old[v];
       Vec<T> old_ones = load<T>(ones + at), old_rest = load<T>(rest + at), old_moment = load<T>(moment + at);
       if (any(moved)) {
@@ -74,7 +75,7 @@ struct LanesOfStatistics {
         old_moment = moved ? (old_moment + exponent * sum) * correction : old_moment;
         old_ones = moved ? zero : old_ones;
       }
-      // A NaN sum comes from a NaN or +inf score. The row's largest score must show a NaN, which max_number() skips.
+      // A NaN sum comes from a NaN or +inf score. max_number() skips a NaN, but the row's largest score must show it.
       if (any(new_rest[v] != new_rest[v]))
         for (int64_t j = 0; j < keys; ++j) {
           const Vec<T> score = load<T>(x + j * ld + v * W);
@@ -88,7 +89,7 @@ struct LanesOfStatistics {
   }
 };
 
-// A task of the second pass: it adds up the weights of some keys of a head, over a chunk of its rows.
+// A task of the second pass. It adds up the weights of some keys of a head over a chunk of the head's rows.
 struct KeyTask {
   int64_t n, head, chunk;
   Range keys, rows;
@@ -103,7 +104,7 @@ struct KeyTask {
     keys = {first, smaller(first + p.keys_per_task, p.keys)};
     rows = {chunk * p.rows_per_chunk, smaller((chunk + 1) * p.rows_per_chunk, sequence_of(p, n).queries)};
   }
-  // Where the sums are written.
+  // Where the task writes its sums.
   void* received(const StatsParams& p, int64_t size) const {
     const int64_t at = ((chunk * p.batch + n) * p.heads + head) * p.keys + keys.first;
     return static_cast<char*>(p.chunks > 1 ? p.partial_received : p.received_weight) + at * size;
@@ -116,7 +117,7 @@ struct Stats {
   using T = typename F::Number;
   static constexpr int W = kLanes<T>;
 
-  // Per tile of rows, kept while the keys pass.
+  // What a pass keeps of a tile of rows from one tile of keys to the next.
   struct RowState {
     RowTile rows;
     T* query_t;  // [slots of E][kRowTile]
@@ -138,7 +139,8 @@ struct Stats {
       states = arena.take<RowState>(tiles);
       reference = arena.take<T>(kRowTile);
       inverse_sum = arena.take<T>(kRowTile);
-      // Pads by one cache line, because a column of a power-of-two tile would use only few sets of the cache.
+      // Pads each row by one cache line. Otherwise, if the length of a row were a power of two, a column would use only
+      // few sets of the cache.
       ld_key = row_of<F>(p.head_dim) + W;
       key = arena.take<T>(p.keys_per_task * ld_key);
       x = arena.take<T>(kKeyTile * kRowTile);
@@ -258,7 +260,8 @@ struct Stats {
     for (int64_t j = 0; j < own.keys.size(); ++j) to[j] = sum_of_lanes(b.received + j * W);
   }
 
-  // Adds in pairs, which rounds less often than adding up to 16 numbers one after the other.
+  // Adds in pairs, because each number then goes through fewer roundings than if up to 16 numbers were added one by
+  // one.
   static T sum_of_lanes(const T* lanes) {
     double sums[W];
     for (int i = 0; i < W; ++i) sums[i] = lanes[i];
@@ -278,14 +281,14 @@ struct Stats {
       for (int64_t i = 0; i < lanes; i += W) {
         const Vec<T> score = load<T>(b.x + j * kRowTile + i);
         const Vec<T> weight = exp2<T>((score - load<T>(b.reference + i)) * slope) * load<T>(b.inverse_sum + i);
-        // selects: a row whose sum is NaN must not give it to a key that it does not see
+        // selects, because a row whose sum is NaN must not give a NaN to a key that it does not see
         sum += score == hidden ? Vec<T>{} : weight;
       }
       store<T>(received + j * W, load<T>(received + j * W) + sum);
     }
   }
 
-  // Adds the chunks' shares of received_weight, in order, for numbers [first, last) of it.
+  // Adds up the chunks' shares, in order, for numbers [first, last) of received_weight.
   static void add_chunks(const StatsParams& p, int64_t first, int64_t last) {
     const T* partial = static_cast<const T*>(p.partial_received);
     const int64_t numbers = p.batch * p.heads * p.keys;
@@ -304,7 +307,7 @@ struct FewStats {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // The most rows if the set also has products of several numbers at once (measured); see Decode.
+  // The largest number of rows if the instruction set also multiplies several numbers at once (measured). See Decode.
   static constexpr int64_t kRowsBesidePairs = 12;
   static bool takes(const StatsParams& p, bool beside_pairs) {
     return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);

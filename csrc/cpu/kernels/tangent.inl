@@ -5,14 +5,15 @@
 //   tP_ij = P_ij (tx_ij - c_i),   c_i = sum_j P_ij tx_ij    (the derivative of logsumexp_i)
 //   tO = (tP * Z) V + (P * Z) tV = (P * tx * Z) V + (P * Z) tV - c O
 //
-// so one pass over the keys is enough: c and the products are summed together. A number common to all tx of a row
-// cancels in tP, but would cost digits. So before the sums tx is shifted by r, the weighted mean of tx over the first
-// tile of keys that the row attends to and over its sink, which may have nearly all of the weight:
+// So one pass over the keys is enough, because c and the products are summed together. A number common to all tx of a
+// row cancels in tP, but would cost digits. So tx is shifted by r before it is summed. r is the weighted mean of tx
+// over the first tile of keys that the row attends to, and over the row's sink, because the sink may have nearly all of
+// the weight. Then
 //
 //   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
 //
-// A sink counts in c as one more score, which has no value. The weights are divided by their own sum, because the
-// rounding of the logsumexp changes all of them, and c, by the same factor.
+// A sink counts in c as one more score, but has no value. The weights are divided by their own sum, because the
+// rounding of the logsumexp changes all weights, and c, by the same factor.
 #pragma once
 
 #include "cpu/tiles/dropout.inl"
@@ -20,7 +21,7 @@
 
 namespace attn::ATTN_ISA {
 
-// F: the format in which the forward multiplied queries and keys. The scores are computed in it again, because weights
+// F: the format in which the forward multiplied queries and keys. The scores are computed in F again, because weights
 // exp(x - logsumexp) of scores with other roundings would not sum to 1. Everything else is computed in T.
 template <class T, class F = Singles<T>>
 struct Tangent {
@@ -176,8 +177,8 @@ struct Tangent {
       add_average(b.value, b.tx);
       if (p.t.value.data) add_average(b.tangent_value, b.x);
     };
-    // With ALiBi, which may also be a score_mod, the keys nearest to the rows weigh most. They come first, because they
-    // make the better r.
+    // With ALiBi, which a score_mod may compute too, the keys nearest to the rows weigh most. These keys come first,
+    // because they give a better r.
     const Range keys = own.keys_seen(p, rows.positions);
     const int64_t nearest = rows.positions.first + rows.sequence.offset;
     const int64_t first = (p.alibi_slopes || has_score_mod(p)) && keys.contains(nearest)

@@ -1,6 +1,6 @@
-// The weights or their mean over the heads, for sdpa_with_weights, and the output. The scores of a tile of rows are
-// kept until their sums are known, so each score is computed once. A thread keeps kRowTile numbers per key, and as many
-// for a mean.
+// Computes the weights, or their mean over the heads, and the output, for sdpa_with_weights. A thread keeps the scores
+// of a tile of rows until it knows the sums of their weights, so each score is computed once. This takes kRowTile
+// numbers per key, and as many again for a mean.
 #pragma once
 
 #include "cpu/kernels/splits.inl"
@@ -76,7 +76,7 @@ struct Weights {
     });
   }
 
-  // Writes scores to x, and the largest of each row to `best`.
+  // Writes scores to b.x, and the largest score of each row to b.best.
   static void find_scores(const WeightsParams& p, const Buffers& b, int64_t head) {
     const int64_t lanes = b.rows->template lanes<T>();
     const auto score = leaves_products<T>(p) ? ScoreFunction<T>::of(p) : ScoreFunction<T>::identity();
@@ -135,7 +135,7 @@ struct Weights {
     return sinks;
   }
 
-  // O^T = V^T P^T, which skips hidden tiles, as the forward does. Overwrites the weights.
+  // O^T = V^T P^T. Skips hidden tiles, as the forward does. Overwrites the weights.
   static void find_output(const WeightsParams& p, const Buffers& b, int64_t head) {
     const int64_t lanes = b.rows->template lanes<T>();
     fill_zero(b.output_t, p.value_dim * kRowTile);

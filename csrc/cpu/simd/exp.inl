@@ -7,7 +7,8 @@ namespace attn::ATTN_ISA {
 
 constexpr double kLog2E = 1.4426950408889634074;
 
-// How a number is stored, and a polynomial: 2^r = 1 + r p(r) for |r| <= 1/2, the highest power first.
+// How a number is stored, and the coefficients of a polynomial p with 2^r = 1 + r p(r) for |r| <= 1/2, the highest
+// power first.
 template <class T>
 struct Exp2Constants;
 template <>
@@ -24,7 +25,7 @@ struct Exp2Constants<double> {
   static constexpr int mantissa_bits = 52;
   static constexpr int exponent_bias = 1023;
   static constexpr double round_magic = 6755399441055744.0;  // 1.5 * 2^52
-  // the Taylor series, ln(2)^k / k!, to r^13: what is left out is below 2^-57
+  // the Taylor series, ln(2)^k / k!, up to r^13; the terms left out are below 2^-57
   static constexpr double poly[] = {1.3691488853904129e-12, 2.5678435993488201e-11, 4.4455382718708115e-10,
                                     7.0549116208011234e-9,  1.0178086009239699e-7,  1.3215486790144310e-6,
                                     1.5252733804059841e-5,  1.5403530393381610e-4,  1.3333558146428443e-3,
@@ -33,8 +34,8 @@ struct Exp2Constants<double> {
 };
 
 // Replaces every x <= 0 by 2^x, with a polynomial in x - floor(x) whose relative error is at most 3e-6 (degree 4), 1e-7
-// (5) or 2e-8 (6). 2^0 is 1 exactly. Coefficients: minimax for the relative error on [0, 1), the constant one fixed at
-// 1. Only for sets with kHasExp2, which have fraction() and scaled().
+// (5) or 2e-8 (6). 2^0 is 1 exactly. The coefficients are minimax for the relative error on [0, 1), with the constant
+// coefficient fixed at 1. Needs fraction() and scaled(), which only instruction sets with kHasExp2 have.
 template <int kDegree, int N>
 ATTN_INLINE void exp2_of_degree(Vec<float> (&x)[N]) {
   static constexpr float kFour[] = {0.013426683843135834f, 0.052242472767829895f, 0.241280198097229f,
@@ -62,10 +63,10 @@ ATTN_INLINE void exp2_of_degree(Vec<float> (&x)[N]) {
   for (int v = 0; v < N; ++v) x[v] = scaled(p[v], x[v]);
 }
 
-// Replaces every x <= 127 (1023 in double) by 2^x, within 1 ulp. 2^0 is exactly 1; results near or below the least
-// normal number become 0; NaN stays NaN. With x = n + r and n an integer, 2^x = 2^n 2^r. If x is a product, compilers
-// contract it with the sums. Each step is taken for all N vectors before the next step, because a step waits for the
-// one before and processors look ahead only a little.
+// Replaces every x <= 127 (1023 in double) by 2^x, within 1 ulp. 2^0 is exactly 1. Results near or below the least
+// normal number become 0. NaN stays NaN. With x = n + r, where n is an integer, 2^x = 2^n 2^r. If the caller computes x
+// as a product, compilers fuse this product with the additions below. Each step is done for all N vectors before the
+// next step, because a vector's next step needs the result of its last step and processors look ahead only a little.
 template <class T, int N>
 ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
   if constexpr (kHasExp2 && sizeof(T) == 4) {
@@ -108,9 +109,10 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   return power[0];
 }
 
-// most * tanh(y ln(2) / 2), accurate for small y too; y may be infinite or NaN. With f = 2^-|y| = 2^n (1 + r p(r)) it
-// is (1 - f) / (1 + f). If it is small, 1 - f is computed as (1 - 2^n) - 2^n r p(r), which does not cancel. Near 1 it
-// is 1 - 2 f / (1 + f), so only the subtraction from `most` rounds it.
+// Returns most * tanh(y ln(2) / 2), accurate for small y too. y may be infinite or NaN. With f = 2^-|y| = 2^n
+// (1 + r p(r)), the tanh of |y| ln(2) / 2 is (1 - f) / (1 + f). Where the tanh is small, 1 - f is computed as
+// (1 - 2^n) - 2^n r p(r), which does not cancel. Where the tanh is near 1, it is computed as 1 - 2 f / (1 + f), so that
+// only the subtraction from `most` rounds the result.
 template <class T>
 ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y, T most) {
   using F = Exp2Constants<T>;

@@ -1,9 +1,10 @@
 // The vectors of one instruction set, and the few operations that GNU vector types cannot express. Every file of the
 // kernels builds on this one.
 //
-// A file of cpu/isa opens a target region and defines ATTN_ISA, the namespace of everything compiled in it, and
-// ATTN_INSTRUCTIONS, the file with the set's instructions. Neither is defined if an .inl file is included by itself.
-// (The compiler's own macros, __AVX2__ and so on, do not follow the target region: g++ reads the whole file first.)
+// A file of cpu/isa opens a target region and defines two macros. ATTN_ISA is the namespace of everything compiled in
+// the region. ATTN_INSTRUCTIONS is the file with the operations of the instruction set. Neither macro is defined if an
+// .inl file is included by itself. (The compiler's own macros, such as __AVX2__, do not follow the target region,
+// because g++ reads the whole file first.)
 #pragma once
 
 #include "cpu/isa.h"
@@ -13,6 +14,6 @@
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_portable.inl"
 #endif
 #include ATTN_INSTRUCTIONS
-// Included in the target region, because its functions are used with vectors. They are always inlined, so they leave
-// nothing in the object file.
+// core/score.h is included in the target region, because the kernels call its functions with vectors. These functions
+// are always inlined, so the object file has no code of their own.
 #include "core/score.h"

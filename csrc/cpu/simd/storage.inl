@@ -1,4 +1,4 @@
-// Storage types: how an element of a tensor becomes a number of the type computed in (float or double), and back.
+// Storage types. Converts elements of tensors to numbers of the compute type (float or double), and back.
 #pragma once
 
 #include "cpu/simd/simd.inl"
@@ -25,7 +25,7 @@ ATTN_INLINE Shorts<float> float_to_bfloat16(Vec<float> f) {
   return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, Shorts<float>);
 }
 
-// load_as<T>(p): kLanes<T> elements of storage type S from p, as compute type T.
+// load_as<T>(p) loads kLanes<T> elements of a storage type from p, and converts them to the compute type T.
 template <class T>
 ATTN_INLINE Vec<T> load_as(const T* p) {
   return load<T>(p);
@@ -57,8 +57,8 @@ ATTN_INLINE Vec<T> load_as(const float* p)
   return __builtin_convertvector(narrow, Vec<T>);
 }
 
-// Loads 2 kLanes<T> neighbours, in the order of memory. If kTakesTurns<S>, `first` gets numbers 0, 2, 4, ... and
-// `second` 1, 3, 5, ..., which takes fewer instructions.
+// Loads 2 kLanes<T> neighbours in the order of memory. But if kTakesTurns<S>, `first` gets the numbers 0, 2, 4, ... and
+// `second` gets the numbers 1, 3, 5, ..., because this order takes fewer instructions.
 template <class S>
 constexpr bool kTakesTurns = std::is_same_v<S, BFloat16>;
 template <class T, class S>
@@ -89,7 +89,7 @@ ATTN_INLINE void store_as(float* p, Vec<double> v) {
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
 
-// Load and store `count` < kLanes elements: nothing beyond them is read or written.
+// Load and store `count` < kLanes elements. Read or write nothing beyond these elements.
 template <class T, class S>
 ATTN_INLINE Vec<T> load_some(const S* p, int64_t count) {
   S buffer[kLanes<T>] = {};

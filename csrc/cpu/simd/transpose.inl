@@ -5,16 +5,17 @@
 
 namespace attn::ATTN_ISA {
 
-// Transposition of kLanes rows of kLanes elements in registers. n rows of n units are transposed in log2(n) steps. A
-// step takes two neighbouring rows at a time, and makes a row of their even units and a row of their odd ones. First a
-// unit is an element of 128 bits, then the 128 bits themselves, because processors do these shuffles in one
-// instruction.
+// How kLanes rows of kLanes elements are transposed in registers. n rows of n units take log2(n) steps. A step takes
+// two neighbouring rows at a time, and makes a row of their even units and a row of their odd units. In the first
+// steps, a unit is an element, and units move only within 128 bits. In the last steps, a unit has 128 bits. Processors
+// have one instruction for each of these shuffles.
 
 template <class T, int kUnit, int kSpan, class Indices>
 struct EveryOther;
 template <class T, int kUnit, int kSpan, int... I>
 struct EveryOther<T, kUnit, kSpan, std::integer_sequence<int, I...>> {
-  // Where element i comes from, within its span of kSpan elements. Elements of b have numbers from kLanes on.
+  // Returns the number of the element that becomes element i. Units are counted within spans of kSpan elements.
+  // Elements of `b` have numbers from kLanes on.
   static constexpr int source(int i, int odd) {
     const int unit = i % kSpan / kUnit, units = kSpan / kUnit;
     const int from = 2 * unit % units + odd;
@@ -30,7 +31,7 @@ struct EveryOther<T, kUnit, kSpan, std::integer_sequence<int, I...>> {
   }
 };
 
-// Transposes kCount units of the rows 0, kDistance, 2 * kDistance, ...
+// Transposes kCount rows, which are the rows 0, kDistance, 2 * kDistance, ... of `rows`, in units of kUnit elements.
 template <class T, int kCount, int kDistance, int kUnit, int kSpan>
 ATTN_INLINE void transpose_units(Vec<T>* rows) {
   using Units = EveryOther<T, kUnit, kSpan, std::make_integer_sequence<int, kLanes<T>>>;
@@ -57,7 +58,7 @@ ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int i = 0; i < kIn128; ++i) transpose_units<T, N / kIn128, kIn128, kIn128, N>(rows + i);
 }
 
-// The elements from the last one to the first.
+// Returns the elements in reverse order.
 template <class T, int... I>
 ATTN_INLINE Vec<T> reversed(Vec<T> x, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
@@ -71,9 +72,9 @@ ATTN_INLINE Vec<T> reversed(Vec<T> x) {
   return reversed<T>(x, std::make_integer_sequence<int, kLanes<T>>());
 }
 
-// Lane j: the sum of the elements of row j; kLanes rows are contiguous. As in a transposition, a step takes even and
-// odd units of two vectors, but adds them. So kRows rows become one vector, which has kLanes / kRows partial sums of
-// each row.
+// Returns a vector whose lane j is the sum of row j. The rows are contiguous, and each has kLanes elements. A step
+// takes the even units and the odd units of two vectors, as in a transposition, and then adds both. So kRows rows
+// become one vector, which has kLanes / kRows partial sums of each row.
 template <class T, int kRows = kLanes<T>>
 ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
   if constexpr (kRows == 1) {
@@ -99,7 +100,7 @@ ATTN_INLINE void transpose_bits(uint64_t (&rows)[64]) {
       }
 }
 
-// Lane i: all bits set if bit i is, else 0.
+// Returns a mask. All bits of its lane i are set if bit i of `bits` is set, else none.
 template <class T>
 ATTN_INLINE auto lanes_of_bits(uint64_t bits) {
   using U = UInt<T>;

@@ -1,6 +1,6 @@
-// Vectors as GNU vector types, so that arithmetic is written once with + - * / and ?: for all instruction sets.
-// cpu/isa/instructions_*.inl defines kVectorBytes and then includes this file, which, included alone, includes simd.inl
-// first.
+// Vectors are GNU vector types, so that arithmetic is written once, with + - * / and ?:, for all instruction sets. A
+// file cpu/isa/instructions_*.inl defines kVectorBytes and then includes this file. If this file is included alone, it
+// includes simd.inl, which chooses one of these files.
 #ifndef ATTN_ISA
 #include "cpu/simd/simd.inl"
 #elif !defined(ATTN_VECTORS_INL)
@@ -42,8 +42,8 @@ using UInt = typename IntegersOf<T>::UInt;
 template <class T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-// GCC 12 copies some vectors through the stack if they are loaded by memcpy. clang uses memcpy, because its
-// ThreadSanitizer overlooks other reads of more than 16 bytes.
+// With GCC this does not use memcpy, because GCC 12 would copy some vectors through the stack. With clang it uses
+// memcpy, because clang's ThreadSanitizer overlooks other reads of more than 16 bytes.
 template <class T>
 ATTN_INLINE Vec<T> load(const T* p) {
 #if defined(__clang__)
@@ -83,7 +83,7 @@ ATTN_INLINE Vec<Int<T> > lane_numbers() {
   return numbers;
 }
 
-// |x|, and x >= 0 with the sign of `of`.
+// absolute() returns |x|. with_sign() returns x, which must not be negative, with the sign of `of`.
 template <class T>
 constexpr UInt<T> kSignBit = UInt<T>{1} << (8 * sizeof(T) - 1);
 template <class T>
@@ -95,7 +95,7 @@ ATTN_INLINE Vec<T> with_sign(Vec<T> x, Vec<T> of) {
   return bit_cast<Vec<T> >(bit_cast<Vec<UInt<T> > >(x) | (bit_cast<Vec<UInt<T> > >(of) & kSignBit<T>));
 }
 
-// The larger of the two; skips a NaN in `x`.
+// Returns the larger number, lane by lane. Skips a NaN in `x`.
 template <class V>
 ATTN_INLINE V max_number(V x, V best) {
   return x > best ? x : best;
@@ -117,7 +117,7 @@ ATTN_INLINE bool any(M mask) {
   return all != 0;
 }
 
-// Bit i: whether lane i of a mask is set.
+// Returns a word whose bit i says whether lane i of a mask is set.
 template <class M>
 ATTN_INLINE uint64_t bits_of(M mask) {
   uint64_t bits = 0;

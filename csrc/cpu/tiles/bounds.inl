@@ -1,4 +1,5 @@
-// What a list's whole numbers lie between in a tile, so that a mask_mod need not look at each pair of most tiles.
+// Bounds of a list's whole numbers in a tile. Thanks to these bounds, a mask_mod need not be evaluated at every pair in
+// most tiles.
 #pragma once
 
 #include "core/program.h"
@@ -6,7 +7,7 @@
 
 namespace attn::ATTN_ISA {
 
-// All whole numbers from `least` to `most`. A boolean is -1, which is true, or 0.
+// All whole numbers from `least` to `most`. A boolean is -1 if it is true, else 0.
 struct Between {
   int64_t least, most;
   bool is_one() const { return least == most; }
@@ -85,7 +86,8 @@ inline Between bounds(Op op, Between x, Between y, Between z) {
   }
 }
 
-// What the list's first result lies between for all pairs of a tile. `room`: one for each leaf and slot.
+// Returns the bounds of the list's first result over all pairs of a tile. `room` has an element for each leaf and each
+// slot.
 inline Between bounds(const PairProgram& program, const List& list, int64_t n, int64_t head, Range rows, Range keys,
                       Between* room) {
   for (int i = 0; i < list.leaf_count; ++i) room[i] = bounds(program, list.leaves[i], n, head, rows, keys);

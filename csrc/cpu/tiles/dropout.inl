@@ -21,8 +21,8 @@ ATTN_INLINE void philox(Vec<uint64_t> (&c)[4], uint64_t seed) {
   }
 }
 
-// factor[j * kRowTile + lane] = `kept` where the weight is kept, 0 where dropped. keys.first is a
-// multiple of 4.
+// Sets factor[j * kRowTile + lane] to `kept` where dropout keeps the weight, else to 0. keys.first must be a multiple
+// of 4.
 template <class T>
 void dropout_factors(const Problem& p, const RowTile& rows, Range keys, T kept, T* factor) {
   constexpr int W = kLanes<uint64_t>;

@@ -1,6 +1,6 @@
-// Scores of few queries, where the time goes into reading the keys. A vector holds neighbouring entries of one key.
-// Rows of K (and of V, in decode.inl) are read without packing, whatever their type and length, once for all queries
-// that share them.
+// Scores of few queries, where reading the keys takes most of the time. A vector holds neighbouring entries of one key.
+// Rows of K (and of V, in decode.inl) are read without packing, whatever their type and length. Each row is read once
+// for all queries that share it.
 #pragma once
 
 #include "cpu/tiles/scores.inl"
@@ -13,8 +13,9 @@ struct FewRows {
   static constexpr int64_t kMost = 16;  // rows of a task
   static constexpr int kAtOnce = 4;     // rows that share a load
 
-  // Here every score is a sum across a vector, so short rows of keys prefer the products of gemm.inl from fewer queries
-  // on. `most`: measured for each kernel with keys in memory, because this code prefetches them.
+  // Here every score is a sum across the lanes of a vector. If keys are short, these sums take much of the time, so the
+  // products of gemm.inl are faster from fewer queries on. `most`: the largest number of rows, measured for each kernel
+  // with keys in memory, because this code prefetches keys.
   static bool takes(const Problem& p, int64_t most) {
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
@@ -46,9 +47,10 @@ struct FewRows {
       for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, own.n, rows.head[r], rows.position[r]);
   }
 
-  // Writes x[r * ld + j], products or scores (leaves_products) of the tile of keys that begins with `first`; -inf where
-  // a row does not see a key. Keys at the end of the tile that a mask hides from all rows are not read, and x is not
-  // written there: returns the number of keys before them. Keys from `last` on are not prefetched.
+  // Writes x[r * ld + j], the scores of the tile of keys that begins with `first`, or products where leaves_products().
+  // Writes -inf where a row does not see a key. If a mask hides the last keys of the tile from all rows, does not read
+  // these keys and writes nothing for them. Returns the number of keys before them. Does not prefetch keys from `last`
+  // on.
   int64_t scores(const Problem& p, int64_t first, int64_t last, T* x, int64_t ld) const {
     const int64_t keys = read_mask(p, first, smaller(kKeyTile, last - first));
     if (keys == 0) return 0;
@@ -73,14 +75,14 @@ struct FewRows {
     return keys;
   }
 
-  // Calls f(std::bool_constant<prefetch>). Only the first group of queries prefetches; the later ones find the key in
-  // the cache.
+  // Calls f(std::bool_constant<prefetch>). Only the first group of queries prefetches, because later groups find the
+  // keys in the cache.
   template <class F>
   static ATTN_INLINE void with_prefetch(bool prefetch, F f) {
     prefetch ? f(std::true_type()) : f(std::false_type());
   }
-  // Rows that are read in whole vectors. A row that ends within a vector is read past its end, into the next row; the
-  // last row is read from a copy.
+  // Rows that are read in whole vectors. A row that ends within a vector is read past its end, into the next row. The
+  // last row is then read from a copy.
   template <class S>
   struct Piece {
     const S* data;
@@ -111,16 +113,16 @@ struct FewRows {
   };
   static_assert(kPiece % W == 0);
 
-  // Whether R queries prefetch what follows a tile. One query that reads contiguous numbers without conversion does
-  // not: there the processor itself reads far enough ahead.
+  // Whether R queries prefetch the rows that follow a tile. A single query that reads contiguous numbers without
+  // conversion does not prefetch, because the processor itself then reads far enough ahead.
   template <int R, class S>
   static bool asks_ahead(std::integral_constant<int, R>, const WholeVectors<S>&, const Problem& p, int64_t first,
                          int64_t last) {
     return last - first >= kKeyTile + kAhead && (R > 1 || sizeof(S) < sizeof(T) || p.paging.table);
   }
 
-  // Calls f(std::integral_constant<int, N>, first) for groups of N = kGroup of `count`, and with a smaller N for the
-  // rest.
+  // Cuts `count` items into groups of N = kGroup items, and a smaller group for the rest. For each group it calls
+  // f(std::integral_constant<int, N>, first).
   template <int kGroup, class F>
   static ATTN_INLINE void each_group(int64_t count, F f) {
     int64_t first = 0;
@@ -133,8 +135,8 @@ struct FewRows {
     if constexpr (N > 1) rest<N - 1>(count, first, f);
   }
 
-  // Calls f(std::integral_constant<int, V>) with the number V of vectors of a row. V is 0 for long rows and for rows
-  // that need conversion. (In a short row a loop over vectors would take as long as their arithmetic.)
+  // Calls f(std::integral_constant<int, V>), where V is the number of vectors of a row if it is 2, 3 or 4 and the row
+  // needs no conversion, else 0. (In a short row, a loop over the vectors would take as long as their arithmetic.)
   template <class S, class F>
   static ATTN_INLINE void with_vectors(int64_t cols, F f) {
     const int64_t vectors = (cols + W - 1) / W;
@@ -149,8 +151,9 @@ struct FewRows {
   // Whether rows are read without packing.
   static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
 
-  // Whether load_two() de-interleaves a row: even columns first, then odd ones. apart() puts queries and packed rows in
-  // that order, and together() restores the order of the output. A last vector without a second one stays as it is.
+  // Whether load_two() de-interleaves a row, so that even columns come first, then odd columns. apart() puts queries
+  // and packed rows in this order. together() puts the output back in the order of columns. If a row ends with a single
+  // vector, this vector stays as it is.
   static bool takes_turns(DType dtype) { return dtype == DType::bf16; }
   static void apart(T* row, int64_t cols) {
     for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
@@ -167,8 +170,8 @@ struct FewRows {
     }
   }
 
-  // Calls f(WholeVectors) with the rows of a block: in place, or packed if they cannot be read so. load_two() reads the
-  // first `paired` columns.
+  // Calls f(WholeVectors) with the rows of a block, which are read in place if `in_place`, else packed. load_two()
+  // reads the first `paired` columns of a row.
   template <class F>
   static ATTN_INLINE void with_rows(const Pieces& pieces, int64_t rows, int64_t cols, int64_t paired, T* tile,
                                     int64_t ld, bool in_place, F f) {
@@ -200,8 +203,9 @@ struct FewRows {
   }
 
  private:
-  // Writes the vector sums[(r * W + i) * W ...], whose elements add up to <q_r, k_(first + i)>, for R queries and i <
-  // kKeys. These keys share the loads of the queries. V: the vectors of a row, or 0 for any number of them.
+  // Writes a vector to sums[(r * W + i) * W ...] for each of R queries r and each i < kKeys. The elements of the vector
+  // add up to <q_r, k_(first + i)>. The kKeys keys share the loads of the queries. V: the number of vectors of a row,
+  // or 0 for any number.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
   static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t cols, const T* query, int64_t ld_query,
                                    T* sums) {
@@ -256,7 +260,7 @@ struct FewRows {
       for (int i = 0; i < kKeys; ++i) store<T>(sums + (r * W + i) * W, sum[i][r]);
   }
 
-  // x[r * ld + j] = score(<q_r, k_j>) for R queries and the keys [first, first + keys), at most W.
+  // x[r * ld + j] = score(<q_r, k_(first + j)>) for R queries r and the keys j < keys. `keys` is at most W.
   template <int R, int V, bool kPrefetch, class S>
   static void dot(const Piece<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query, int64_t ld_query,
                   T* sums, ScoreFunction<T> score, T* x, int64_t ld) {
@@ -269,8 +273,8 @@ struct FewRows {
       store<T>(x + r * ld, score(sums_of_rows<T>(sums + r * W * W)));
   }
 
-  // Reads the rows' masks at the keys [first, first + keys). Returns the number of keys without those at the end that
-  // no row sees, which the caller need not read.
+  // Reads the rows' masks at the keys [first, first + keys). Returns the number of keys up to the last key that some
+  // row sees. The caller need not read later keys.
   int64_t read_mask(const Problem& p, int64_t first, int64_t keys) const {
     if (!p.has_mask) return keys;
     Block tile[kMost];
@@ -294,7 +298,7 @@ struct FewRows {
     return seen;
   }
 
-  // As add_score_terms() of scores.inl, but a vector holds neighbouring keys.
+  // Does what add_score_terms() of scores.inl does, but a vector holds neighbouring keys.
   void add_score_terms(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
     const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
     const auto score = ScoreFunction<T>::of(p);

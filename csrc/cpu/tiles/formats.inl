@@ -1,8 +1,9 @@
-// Formats of the operands of a matrix product. An operand is stored in slots: a slot has the size of T, the type of the
-// result. One lane multiplies one slot in one step. Along the dimension that a product sums over, a slot holds one
-// number (Singles) or two neighbours (formats_bf16.inl). Everything else about products is the same for all formats.
+// Formats of the operands of a matrix product. An operand is stored in slots. A slot has the size of T, the type of the
+// result. In one step, each lane multiplies one slot. A slot holds one number (Singles), or two numbers that are
+// neighbours along the dimension that a product sums over (formats_bf16.inl). Everything else about products is the
+// same for all formats.
 //
-// In C = A B an operand is packed for its place:
+// An operand is packed in a way that depends on its place in C = A B:
 //   A  [row][slots along the columns]         along_columns    keys, values, weights for dK and dV
 //   A' [columns of A][rows], read transposed  along_rows       V of O^T = V^T P^T, K of dQ^T = K^T dS^T
 //   B  [slots along the columns][row]         pack_transposed  queries, gradients of the output
@@ -22,16 +23,16 @@ struct Rows {
   int64_t ld;
 };
 
-// What a format offers. Functions named pack_... always pack. The other functions pack only what cannot be used in
-// place: another dtype, a column stride, or rows at distances that suit no cache. `block` has `rows` x `cols` numbers,
-// `tile` rows `ld` slots apart.
+// What a format offers. Functions named pack_... always pack. The other functions pack a block only if it cannot be
+// used in place, because it has another dtype, a column stride, or rows at distances that suit no cache. A block has
+// `rows` x `cols` numbers. The rows of `tile` are `ld` slots apart.
 template <class F>
 concept Format =
     requires(const Block& block, int64_t n, DType dtype, const typename F::Number* a, typename F::Number* tile,
              Vec<typename F::Number> v, Vec<typename F::Number> (&weights)[F::kNumbers]) {
-      F::kNumbers;      // of a slot
+      F::kNumbers;      // numbers in a slot
       F::kStep;         // slots that a product sums over at a time
-      F::kSummands;     // slots of a number, each with what the ones before do not hold
+      F::kSummands;     // slots that add up to a number
       F::kTiles;        // whether products go through the processor's tiles
       F::holds(dtype);  // whether the format holds every number of this type exactly
 
@@ -43,27 +44,29 @@ concept Format =
       // (block, rows, cols): whether along_columns() uses a block in place.
       { F::in_place(block, n, n) } -> std::same_as<bool>;
       { F::as_it_lies(block) } -> std::same_as<Rows<typename F::Number>>;
-      // (block, rows, cols, tile, ld): the first has slots along the columns. The second has slots along the rows, and
-      // is read transposed; the third too, but is read in whole vectors; the last is as the second, always packed, with
-      // 0 for infinities and NaNs.
+      // (block, rows, cols, tile, ld): along_columns() makes slots along the columns. The other three make slots along
+      // the rows. Products read the result of along_rows() transposed, and the result of vectors_along_rows() in whole
+      // vectors. finite_along_rows() does what along_rows() does, but always packs, with 0 in place of infinities and
+      // NaNs.
       { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::vectors_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::finite_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
-      // (block, first, rows, cols, tile, ld): writes rows [first, first + rows) of a tile; row `first + rows` is not
-      // written yet, so it may be overwritten.
+      // (block, first, rows, cols, tile, ld): writes rows [first, first + rows) of a tile. May also overwrite row
+      // first + rows, which is written later.
       F::pack_along_rows(block, n, n, n, tile, n);
-      // (block, rows, cols, tile, width): tile[slot of columns * kRowTile + i], zeros for rows <= i < width.
+      // (block, rows, cols, tile, width): writes row i of the block to tile[slot * kRowTile + i], where `slot` counts
+      // slots along the columns. Writes zeros for rows <= i < width.
       F::pack_transposed(block, n, n, tile, n);
 
       F::kWeightsInPlace;  // whether weights [slot of keys][lane] may take the place of the tile [key][lane]
       // (tile, key, weights): stores weights of keys [key, key + kNumbers) in the lanes at `tile`.
       F::store_along_keys(tile, n, weights);
-      // (tile, keys, lanes): fills the last step of a product with zeros.
+      // (tile, keys, lanes): writes zeros behind the last key, up to a whole step of a product.
       F::end_along_keys(tile, n, n);
-      // (x, keys, lanes, tile): converts the tile x[key][lane]. The first function makes slots along the keys, in x
-      // itself or in `tile`. The second makes slots along the lanes, [key][slot], in `tile`, with 0 for lanes without a
-      // row.
+      // (x, keys, lanes, tile): convert the tile x[key][lane], in x itself or to `tile`. along_keys() makes slots along
+      // the keys. along_lanes() makes slots along the lanes, [key][slot]. A lane without a row becomes 0 if its slot
+      // has another lane with a row.
       { F::along_keys(tile, n, n, tile) } -> std::convertible_to<const typename F::Number*>;
       { F::along_lanes(a, n, n, tile) } -> std::same_as<Rows<typename F::Number>>;
 
@@ -73,7 +76,7 @@ concept Format =
       F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
     };
 
-// Returns how many slots hold `numbers` neighbours. They fill whole steps of a product; a step has kStep slots for each
+// Returns how many slots hold `numbers` neighbours, in whole steps of a product. A step has kStep slots for each
 // summand of a number.
 template <class F>
 constexpr int64_t slots_of(int64_t numbers) {
@@ -81,7 +84,7 @@ constexpr int64_t slots_of(int64_t numbers) {
   return (numbers + kStep - 1) / kStep * (F::kStep * F::kSummands);
 }
 
-// The length of a packed row: room for `columns` numbers or, if these are more, for their slots.
+// Returns the length of a packed row. A row has room for `columns` numbers, or for their slots if these are more.
 template <class F>
 ATTN_INLINE int64_t row_of(int64_t columns) {
   return round_up(larger(columns, slots_of<F>(columns)), kLanes<typename F::Number>);
@@ -102,8 +105,8 @@ struct Singles {
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, const T* a, Vec<T> b) { return sum + *a * b; }
   static ATTN_INLINE Vec<T> multiply_add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
 
-  // Packs rows that are far apart, because a column of them would use only few sets of the cache. `once`: a product
-  // reads each row once, whose distance then does not matter.
+  // Packs rows that are far apart, because a column of such rows would use only few sets of the cache. If `once`, a
+  // product reads each row only once, so the distance between rows does not matter.
   static bool in_place(const Block& block, int64_t rows, int64_t) {
     constexpr int64_t kFarApart = 256;
     return block.dtype == dtype_of<T> && block.col == 1 && (block.row <= kFarApart || rows == 1);

@@ -1,6 +1,6 @@
-// Operands of bfloat16, for the instructions that multiply them: a slot holds two neighbours, the first in its low
-// half, and their products are summed in float32. A number of more bits is a sum of kSummands bfloat16: each is what
-// the ones before it leave of the number, rounded.
+// Operands of bfloat16, for the instructions that multiply bfloat16. A slot holds two neighbours, the first one in its
+// low half. Their products are summed in float32. A number of more bits is a sum of kSummands bfloat16. Each summand is
+// the number minus the summands before it, rounded to bfloat16.
 #pragma once
 
 #include "cpu/isa/instructions_avx512_bf16.inl"
@@ -8,8 +8,8 @@
 
 namespace attn::ATTN_ISA {
 
-// kSummandsOfNumber: how many bfloat16 add up to a number. kSlotsOfStep: the slots that one step of a product takes,
-// and the distance in slots between two summands of a number. Zeros fill the last step.
+// kSummandsOfNumber: how many bfloat16 add up to a number. kSlotsOfStep: how many slots one step of a product takes.
+// The summands of a number are kSlotsOfStep slots apart. Zeros fill the last step.
 //   Pairs         one slot a step, multiplied by VDPBF16PS
 //   Tiles<parts>  16 slots a step, multiplied by the tiles of AMX
 template <int kSummandsOfNumber, int kSlotsOfStep>
@@ -37,7 +37,8 @@ struct Bfloat16s {
   static bool in_place(const Block& block, int64_t rows, int64_t cols) {
     if (kSummands > 1 || block.dtype != DType::bf16 || block.col != 1 || cols % (kNumbers * kStep) != 0) return false;
     if (!kTiles) return block.row % kNumbers == 0;
-    // Uses whole tiles in place if their rows are aligned, and near enough not to use only few sets of the cache.
+    // Uses whole tiles in place if their rows are aligned and not far apart. (Rows that are far apart would use only
+    // few sets of the cache.)
     constexpr int64_t kLine = 64 / sizeof(uint16_t), kFarApart = 512;
     return rows % kStep == 0 && reinterpret_cast<uintptr_t>(block.data) % 64 == 0 && block.row % kLine == 0 &&
            block.row <= kFarApart;
@@ -203,20 +204,21 @@ struct Bfloat16s {
     }
   }
 
-  // Replaces every x by 2^x, as accurate as kSummands bfloat16.
+  // Replaces every x by 2^x, with the accuracy of a sum of kSummands bfloat16.
   template <int N>
   static ATTN_INLINE void exp2(Vec<float> (&x)[N]) {
     exp2_of_degree<3 + kSummands>(x);
   }
 
  private:
-  // Returns x - part, and 0 for an infinity or a NaN, which is in one part alone.
+  // Returns x - part, or 0 if x is an infinity or a NaN, because only one part holds such a number.
   static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
     const Vec<float> rest = x - part;
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};
   }
 
-  // Loads the summands of the numbers (i, d), (i, d + 1), ... of the block: W numbers, or `count` of them and zeros.
+  // Loads the summands of W numbers of the block, which are (i, d), (i, d + 1), ... If `count` is below W, loads
+  // `count` numbers and then zeros.
   static ATTN_INLINE void load_summands(const Block& block, int64_t i, int64_t d, int64_t count,
                                         Shorts<float> (&part)[kSummands]) {
     const int64_t at = i * block.row + d * block.col;
@@ -234,8 +236,8 @@ struct Bfloat16s {
       part[0] = round_to_bfloat16(x);
       return;
     }
-    // A summand of a finite number is at most the largest finite bfloat16. Infinities and NaNs are in the last summand,
-    // which is multiplied with only one summand of the other factor: times a summand of 0 they would give NaN.
+    // A summand of a finite number is at most the largest finite bfloat16. If a number is an infinity or a NaN, its
+    // last summand holds it, and the summands before are 0.
     const auto finite = x - x == Vec<float>{};
     Vec<float> rest = finite ? x : Vec<float>{};
     for (int64_t g = 0; g < kSummands; ++g) {

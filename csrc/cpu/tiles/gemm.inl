@@ -1,11 +1,12 @@
-// C[M x N] = A[M x K] B[K x N], or C += A B: the one matrix product of all kernels, on tiles in the cache. They call
+// The one matrix product of all kernels, on tiles in the cache: C[M x N] = A[M x K] B[K x N], or C += A B. Kernels call
 // multiply() and multiply_transposed(), below.
 //
-// B and C are row-major with N a multiple of the vector length: a vector holds neighbouring columns. Elements of A are
-// broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] when `kTransposed`.
-// The elements of A and B are slots of the format F (formats.inl), and K counts slots; those of C are numbers.
+// B and C are row-major. A vector holds neighbouring columns, so N is a multiple of the vector length. Elements of A
+// are broadcast, so A may be stored either way: A(m, k) = a[m * lda + k], or a[k * lda + m] if `kTransposed`. The
+// elements of A and B are slots of the format F (formats.inl), and K counts slots. The elements of C are numbers.
 //
-// Every kDepth slots are summed from zero and then added to C: short chains keep the rounding error of long sums low.
+// A sum over kDepth slots begins at zero, and is then added to C. Such short chains of additions keep the rounding
+// error of long sums low.
 #pragma once
 
 #include "cpu/tiles/formats.inl"
@@ -41,7 +42,8 @@ struct Gemm {
       }
     };
     int64_t k = 0;
-    // Processors with 16 registers take as long to zero one as to multiply; later processors zero it at no cost.
+    // Processors with 16 registers take as long to zero a register as to multiply, so there the first step does not add
+    // its products to zeros. Later processors zero a register at no cost.
     if constexpr (kRegisters == 16) step(k++, std::true_type());
 #pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());
@@ -58,7 +60,7 @@ struct Gemm {
     }
   }
 
-  // Calls tile() for 1 ... M rows, a number that is known at run time only.
+  // Calls tile() for `rows` rows. This number is 1 to M, and known only at run time.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                                   int64_t ldc, bool accumulate) {
@@ -108,7 +110,7 @@ struct Gemm {
   }
 };
 
-// The size of a product: rows and columns of C, and the slots that it sums over.
+// The size of a product: the rows and columns of C, and the number of slots that are summed.
 struct Extents {
   int64_t rows, columns, slots;
 };
@@ -118,12 +120,12 @@ constexpr auto kNothingBetween = [] {};
 // In a call with at most this many bytes of keys and values, prefetching costs more than it saves (measured).
 constexpr int64_t kInCache = int64_t{4} << 20;
 
-// Prefetches the keys or values that follow a tile in memory, some lines after each register tile of a product, because
-// processors by themselves do not read far enough ahead. Behind the last tile the next head or sequence begins. Does
-// nothing if several tiles of rows read the same keys.
+// Prefetches the keys or values that follow a tile in memory, because processors by themselves do not read far enough
+// ahead. Fetches some cache lines after each register tile of a product. After the last tile of a head, these lines
+// belong to the next head or sequence. Does nothing if several tiles of rows read the same keys.
 class RowsAhead {
  public:
-  // For a product of `rows` rows with keys of `cols` numbers. `block`: the keys of the tile.
+  // For a product of `rows` rows with keys or values of `cols` numbers. `block`: the tile's keys or values.
   RowsAhead(const Problem& p, const Block& block, Range keys, int64_t cols, int64_t rows) {
     const int64_t size = size_of(block.dtype);
     const int64_t all_keys = larger(p.batch * p.keys, p.key_tokens);
@@ -154,7 +156,7 @@ class RowsAhead {
   int64_t lines_ = 0;  // prefetched after each tile
 };
 
-// C = A B or C += A B, the rows of C `ld` numbers apart. Calls between() now and then.
+// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() now and then.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
               Between& between = kNothingBetween) {

@@ -1,5 +1,5 @@
-// The matrix product on the processor's tiles. A block of C is 32 x 32 numbers, four tiles. Each tile of A and B is
-// loaded once for two of them.
+// The matrix product on the processor's tiles. A block of C has 32 x 32 numbers, in four tiles. Each tile of A or B is
+// loaded once for two tiles of C.
 #pragma once
 
 #include "cpu/tiles/formats_bf16.inl"  // first, because it chooses an instruction set if none is chosen
@@ -13,8 +13,8 @@ template <int kSummands>
 struct Gemm<Tiles<kSummands>> {
   static constexpr int64_t kTile = 16;  // rows, and slots of a row
 
-  // The summands of A and B (formats_bf16.inl) are multiplied in this order, the largest product last. Two products in
-  // a row share a summand, whose tiles need not be loaded again.
+  // The summands of A and B (formats_bf16.inl) are multiplied in this order, the largest product last. Consecutive
+  // products share a summand, so its tiles need not be loaded again.
   struct Pair {
     int a, b;
   };
@@ -22,7 +22,7 @@ struct Gemm<Tiles<kSummands>> {
   static constexpr int kCount = kSummands * kSummands;
   static constexpr int kFirst = 4 - kCount;
 
-  // M x N tiles of C are zeroed, loaded and stored: tile (m, n) is the processor's tile 2 m + n.
+  // These functions zero, load and store M x N tiles of C. Tile (m, n) of C is the processor's tile 2 m + n.
   template <int M, int N>
   static ATTN_INLINE void zero() {
     tile_zero<0>();
@@ -30,7 +30,7 @@ struct Gemm<Tiles<kSummands>> {
     if constexpr (M == 2) tile_zero<2>();
     if constexpr (M == 2 && N == 2) tile_zero<3>();
   }
-  // The last row of tiles is at `last`.
+  // `last` points to the last row of tiles.
   template <int M, int N>
   static ATTN_INLINE void load(const float* c, int64_t ldc, const float* last, int64_t ld_last) {
     if constexpr (M == 2) {
@@ -104,7 +104,8 @@ struct Gemm<Tiles<kSummands>> {
     if (has_edge) copy_edge(true);
   }
 
-  // As Gemm::run, but K is a whole number of steps, and A(m, k) = a[m * lda + k] whether kTransposed or not.
+  // Does what run() of gemm.inl does. But K is a whole number of steps, and A(m, k) = a[m * lda + k] whether
+  // kTransposed or not.
   template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
                   int64_t ldc, bool accumulate, Between& between) {

@@ -1,18 +1,18 @@
-// The logsumexp of rows of scores: a pair of numbers, see params.h.
+// The logsumexp of rows of scores. It is a pair of numbers for each row (params.h).
 #pragma once
 
 #include "cpu/simd/simd.inl"
 
 namespace attn::ATTN_ISA {
 
-// The logsumexp of the lanes of a tile. A lane without a row, or whose row attends to no key, has the `reference` +inf
-// and the `log2_sum` 0, so its weights are 0.
+// The logsumexp of the lanes of a tile. A lane that has no row, or whose row attends to no key, has the `reference`
+// +inf and the `log2_sum` 0, so its weights are 0.
 template <class T>
 struct Logsumexp {
   T reference[kRowTile];
   T log2_sum[kRowTile];
 
-  // Replaces scores of the same rows by weights, as accurate as the format F. `slope`: log2_slope(), see
+  // Replaces scores of these rows by weights that are as accurate as the format F. `slope` is log2_slope() of
   // scores.inl.
   template <class F, int N>
   ATTN_INLINE void weights(Vec<T> (&scores)[N], T slope, int64_t lane) const {
@@ -22,7 +22,7 @@ struct Logsumexp {
   }
 };
 
-// Writes the pair of a row whose weights were powers of 2 above `reference`, with this sum.
+// Writes the pair of a row. `sum` is the sum of the row's weights 2^((x - reference) * log2_slope).
 template <class T>
 void store_logsumexp(T* pair, T reference, T sum) {
   pair[0] = sum == 0 ? -kInfinity<T> : reference;

@@ -15,10 +15,10 @@ void pack_mask(const Problem& p, const Operand& mask, const RowTile& rows, Range
   });
 }
 
-// Whether a mask is read as bits: transposing a bit per score is faster than transposing a float.
+// Whether a mask is read as bits, because transposing one bit per score is faster than transposing one float per score.
 ATTN_INLINE bool mask_in_bits(const Operand& mask) { return mask.dtype == DType::boolean && mask.col == 1; }
 
-// Bit j: whether the row of a mask at `from` shows key j, of up to 64 keys.
+// Returns a word whose bit j says whether the row of a mask at `from` shows key j. There are up to 64 keys.
 ATTN_INLINE uint64_t visible_bits(const uint8_t* from, int64_t keys) {
   if (keys >= kKeyTile) return nonzero_bytes(from);
   uint8_t padded[kKeyTile] = {};
@@ -27,7 +27,7 @@ ATTN_INLINE uint64_t visible_bits(const uint8_t* from, int64_t keys) {
 }
 ATTN_INLINE uint64_t all_bits(int64_t keys) { return ~uint64_t{} >> (kKeyTile - keys); }
 
-// Whether one of kKeyTile neighbours is not `hidden`; both as the bits of a number.
+// Whether one of kKeyTile neighbours is not `hidden`. Compares the bits of numbers.
 template <class Bits>
 ATTN_INLINE bool any_other(const char* neighbours, Bits hidden) {
   typename VectorOf<Bits, kVectorBytes / sizeof(Bits)>::type v;
@@ -39,7 +39,7 @@ ATTN_INLINE bool any_other(const char* neighbours, Bits hidden) {
   return other;
 }
 
-// Whether the first row of a block of a mask shows one of up to 64 keys, that is, has a number that is not -inf.
+// Whether the first row of a mask's block shows one of up to 64 keys, that is, has a number other than -inf.
 template <class T>
 bool any_visible_number(const Block& row, int64_t keys) {
   if (row.col == 1 && keys == kKeyTile) switch (row.dtype) {
@@ -68,8 +68,8 @@ inline int64_t number_of_slices(const Problem& p) {
   return slices;
 }
 
-// Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Stops reading a tile once it
-// has a visible and a changed score, so a mask that hides keys here and there costs little.
+// Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Stops reading a tile after
+// finding a visible score and a changed score, so a mask that hides keys here and there costs little.
 inline void look_at_mask(const Problem& p, int64_t task) {
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t first_row = task % row_tiles * kRowTile;
@@ -113,8 +113,8 @@ struct ScoreTile {
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
   T* workspace;             // room_of_tile()
 
-  // Sets rows and keys, and reads the mask, before all else of the tile. Returns whether some row sees some key; if
-  // not, the caller skips the tile. `room`: for room_of_tile() numbers.
+  // Sets rows and keys, and reads the mask. Must be called before every other function of the tile. Returns whether
+  // some row sees some key. If no row does, the caller skips the tile. `room` has room for room_of_tile() numbers.
   bool set(const Problem& p, const RowTile& its_rows, Range its_keys, T* room) {
     rows = &its_rows;
     keys = its_keys;
@@ -140,20 +140,21 @@ struct ScoreTile {
     return any_number_visible();
   }
 
-  // Whether causality, window and lengths hide no score.
+  // Whether causality, window and lengths show all scores.
   bool all_visible() const { return attn::all_visible(rows->sequence, rows->positions, keys); }
-  // The keys that rows at these positions see, apart from the mask.
+  // Returns the keys of the tile that rows at these positions see. Ignores the mask.
   Range keys_seen(Range positions) const { return common(visible_keys(rows->sequence, positions), keys); }
   int64_t lanes() const { return rows->template lanes<T>(); }
 
-  // For Mask::numbers: [kKeyTile][kRowTile], to be added; -inf where a lane does not see a key.
+  // For Mask::numbers: returns the numbers to be added to scores, [kKeyTile][kRowTile]. They are -inf where the mask
+  // hides a key from a lane.
   const T* numbers(const Problem& p) const {
     if (!is_packed_) pack_mask<T>(p, p.mask, *rows, keys, numbers_);
     return numbers_;
   }
 
  private:
-  // Union of p.mask_tiles over all tiles that contain one of the rows.
+  // Returns the union of p.mask_tiles over all tiles that contain one of the rows.
   uint8_t effect_of_mask(const Problem& p) const {
     uint8_t effect = 0;
     rows->each_head([&](int64_t h, int64_t l, int64_t, int64_t count) {
@@ -163,7 +164,7 @@ struct ScoreTile {
     return effect;
   }
 
-  // The rows may be a part of one of the mask's tiles.
+  // Copies the bits of a mask_mod. This tile may have only some of the rows of a tile of `m`.
   bool copy_bits(const Problem& p, const PairMask& m) {
     const int64_t entry = m.entries == 1 ? 0 : p.first_entry + rows->n, head = m.heads == 1 ? 0 : rows->head[0];
     const int64_t row_tile = (entry * m.heads + head) * m.row_tiles + rows->position[0] / kRowTile;
@@ -174,7 +175,7 @@ struct ScoreTile {
     return find_shown();
   }
 
-  // Whether the bits show a key.
+  // Sets `shown` to the number of keys up to the last key that the bits show. Returns whether the bits show any key.
   bool find_shown() {
     mask = Mask::bits;
     while (shown > 0 && bits[shown - 1] == 0) --shown;

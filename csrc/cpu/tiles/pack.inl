@@ -1,5 +1,5 @@
-// Copies rectangles between tensors of any dtype and strides and tiles of the workspace, which are contiguous and of
-// the type computed in.
+// Copies rectangles of tensors to tiles of the workspace, and back. A tensor may have any dtype and strides. A tile is
+// contiguous and has the compute type.
 #pragma once
 
 #include "cpu/simd/storage.inl"
@@ -7,7 +7,7 @@
 
 namespace attn::ATTN_ISA {
 
-// Hands out 64-byte aligned pieces of the workspace. If the base is null, it only adds up the size.
+// Hands out 64-byte aligned pieces of the workspace. If the base is null, only adds up their sizes.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -18,7 +18,7 @@ class Arena {
     return reinterpret_cast<T*>(piece);
   }
   // Calls f(object) for `count` objects. f takes memory for the object's pointers. If the base is null, the objects do
-  // not exist, and f gets a temporary one.
+  // not exist, and f gets a temporary object.
   template <class T, class Function>
   void take_for_each(T* objects, int64_t count, Function f) {
     T measured;
@@ -31,7 +31,7 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// A matrix inside a tensor: element (i, d) at data + i * row + d * col, in elements of dtype.
+// A matrix inside a tensor. Element (i, d) is at data + i * row + d * col, counted in elements of dtype.
 struct Block {
   char* data;
   DType dtype;
@@ -43,18 +43,18 @@ struct Block {
 template <class T>  // float or double
 constexpr DType dtype_of = sizeof(T) == 8 ? DType::f64 : DType::f32;
 
-// The rows of operand `x` at batch entry `n` and head `h`, from row `row` and column `col` on.
+// Returns the rows of operand `x` at batch entry `n` and head `h`, from row `row` and column `col` on.
 ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t row, int64_t col = 0) {
   const int64_t offset = batch_offset(p, x, n) + h * x.head + row * x.row + col * x.col;
   return {static_cast<char*>(x.data) + offset * size_of(x.dtype), x.dtype, x.row, x.col};
 }
 
-// The bytes that key_block() copies rows of up to `cols` numbers to; 0 if it copies none.
+// Returns how many bytes key_block() needs for its copy of rows of up to `cols` numbers, or 0 if it makes no copy.
 ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
   return p.paging.table && p.paging.page_size % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
 }
-// A tile of keys or values, at most kKeyTile rows from row `first` on. It is in place, or a copy if it spans several
-// pages.
+// Returns a tile of keys or values, which are at most kKeyTile rows from row `first` on. The tile is in place, or a
+// copy if tiles may span several pages.
 inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count,
                        int64_t cols, char* copy) {
   const int64_t size = size_of(x.dtype), bytes = cols * size;
@@ -68,8 +68,8 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
     block.next = row_at(behind < last ? behind : first);
     return block;
   }
-  // Copies a part of a page at a time. Prefetches the rows of the next tile, because processors cannot foresee its
-  // pages.
+  // Copies a part of a page at a time. Prefetches the rows of the next tile, because processors cannot foresee where
+  // the next pages are.
   for (int64_t i = 0; i < count;) {
     const int64_t in_page = smaller(p.paging.page_size - (first + i) % p.paging.page_size, count - i);
     const char* const from = row_at(first + i);
@@ -95,15 +95,16 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
   return {copy, x.dtype, cols, 1, copy};
 }
 
-// A tile of keys or values as pieces of kPiece rows that are contiguous, as they are in pages of most sizes. After its
-// own pieces come those of the next kAhead rows, which are prefetched, never read.
+// A tile of keys or values, as pieces of kPiece contiguous rows. (Pages of most sizes consist of such pieces.) After
+// the tile's pieces come the pieces of the next kAhead rows, which are prefetched but never read.
 constexpr int64_t kPiece = 16, kAhead = 32;
 struct Pieces {
   Block block;
   const char* at[(kKeyTile + kAhead) / kPiece];
 };
-// As key_block(), but without a copy if rows can be read in place. If rows end within a vector, this needs pages of
-// whole tiles, because the last vector of a page ends past it, where memory may end.
+// Does what key_block() does, but makes no copy if rows can be read in place. If rows end within a vector, reading them
+// in place needs pages of whole tiles, because every row of a tile but the last one is read past its end
+// (few_rows.inl), and memory may end with a page.
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {
@@ -126,19 +127,19 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
   return found;
 }
 
-// While rows are transposed or written, the next rows are prefetched, because processors do not foresee accesses that
-// jump from row to row.
+// While the functions below transpose or write rows, they prefetch the next rows, because processors do not foresee
+// accesses that jump from row to row.
 //
-// A last vector that is not full begins earlier if there are enough numbers, and copies some of them a second time,
-// because a part of a vector would be copied number by number.
+// If the last vector is not full but there are enough numbers, it begins earlier and copies some numbers a second time.
+// (A part of a vector would be copied number by number.)
 
-// Returns where the vector begins that holds number `first` (a multiple of kLanes) of `count` numbers.
+// Returns where to begin the vector that holds number `first` of `count` numbers. `first` is a multiple of kLanes.
 template <class T>
 ATTN_INLINE int64_t vector_at(int64_t first, int64_t count) {
   return count < kLanes<T> ? first : smaller(first, count - kLanes<T>);
 }
 
-// tile[o * ld + i] = source[o * outer + i * inner], o < outers, i < inners; zeros for inners <= i < width.
+// tile[o * ld + i] = source[o * outer + i * inner] for o < outers and i < inners.
 template <class T, class S>
 void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inner, int64_t outers, int64_t inners) {
   constexpr int W = kLanes<T>;
@@ -196,6 +197,7 @@ void pack_from(T* tile, int64_t ld, const S* source, int64_t outer, int64_t inne
   }
 }
 
+// Does what pack_from() does, for a source of any dtype. Also writes zeros for inners <= i < width.
 template <class T>
 void pack(T* tile, int64_t ld, const void* source, DType dtype, int64_t outer, int64_t inner, int64_t outers,
           int64_t inners, int64_t width) {
@@ -214,13 +216,13 @@ void pack(T* tile, int64_t ld, const void* source, DType dtype, int64_t outer, i
       __builtin_memset(tile + o * ld + inners, 0, static_cast<size_t>(width - inners) * sizeof(T));
 }
 
-// tile[i * ld + d] = block(i, d), zeros up to a whole vector: a vector holds neighbouring columns of one row.
+// tile[i * ld + d] = block(i, d), with zeros up to a whole vector. A vector holds neighbouring columns of one row.
 template <class T>
 void pack_rows(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols) {
   pack<T>(tile, ld, block.data, block.dtype, block.row, block.col, rows, cols, round_up(cols, kLanes<T>));
 }
 
-// tile[d * ld + i] = block(i, d): a vector holds one column of neighbouring rows.
+// tile[d * ld + i] = block(i, d), with zeros for rows <= i < width. A vector holds one column of neighbouring rows.
 template <class T>
 void pack_transposed(T* tile, int64_t ld, const Block& block, int64_t rows, int64_t cols, int64_t width) {
   pack<T>(tile, ld, block.data, block.dtype, block.col, block.row, cols, rows, width);

@@ -1,7 +1,8 @@
-// Lists of operations of the pair (core/program.h), evaluated over tiles of scores.
+// Evaluates lists of operations (core/program.h) over tiles of scores.
 //
-// All operations of a list run over a strip of kStrip keys and the rows of a tile, then over the next strip. The values
-// of a strip, 4 KiB each in float32, stay in the L1 cache. The rows of a tile are of one head.
+// A strip is kStrip keys of a tile, with all rows of the tile. All operations of a list run over one strip before the
+// next strip begins. So their results, 4 KiB for each operation in float32, stay in the L1 cache. The rows of a tile
+// belong to one head.
 #pragma once
 
 #include "core/program.h"
@@ -14,7 +15,8 @@ namespace attn::ATTN_ISA {
 
 constexpr int64_t kStrip = 16;
 
-// Converts x to vectors of whole numbers, which wrap around as PyTorch's do, and back.
+// whole() and bits() reinterpret numbers as whole numbers of the same size, signed or unsigned. as_number() does the
+// reverse. Unsigned numbers wrap around, as PyTorch's integers do.
 template <class T>
 ATTN_INLINE Vec<Int<T>> whole(Vec<T> x) {
   return bit_cast<Vec<Int<T>>>(x);
@@ -47,7 +49,7 @@ ATTN_INLINE Vec<T> each_whole(Vec<T> x, Vec<T> y, F f) {
   return as_number<T>(a);
 }
 
-// 2^x for every x, also where the result is infinite.
+// Returns 2^x for every x, even where the result is infinite.
 template <class T>
 ATTN_INLINE Vec<T> exp2_of_any(Vec<T> x) {
   constexpr T kMost = sizeof(T) == 4 ? 190 : 1086, kLarge = sizeof(T) == 4 ? 120 : 1000, kPart = 64;
@@ -56,7 +58,7 @@ ATTN_INLINE Vec<T> exp2_of_any(Vec<T> x) {
   const Vec<T> power = exp2<T>(is_large ? bounded - kPart : bounded);
   return is_large ? power * static_cast<T>(0x1p64) : power;
 }
-// e^x = 2^(x log2(e)), corrected by the rounding error of the product.
+// e^x = 2^(x log2(e)). Corrects the result by the rounding error of the product.
 template <class T>
 ATTN_INLINE Vec<T> exp_of_any(Vec<T> x) {
   constexpr T kHigh = static_cast<T>(kLog2E), kLow = static_cast<T>(kLog2E - static_cast<double>(kHigh));
@@ -68,7 +70,7 @@ ATTN_INLINE Vec<T> exp_of_any(Vec<T> x) {
   return is_usual ? power + power * (rest * static_cast<T>(0.69314718055994530942)) : power;
 }
 
-// An operand: number (j, lane) of a strip at data[j * step + (lane & lanes)].
+// An operand. Number (j, lane) of a strip is at data[j * step + (lane & lanes)].
 template <class T>
 struct Values {
   const T* data;
@@ -76,7 +78,8 @@ struct Values {
   int64_t lanes;  // all bits, or 0 where all lanes are the same
 };
 
-// The tiles [key][kRowTile] that a list reads beside the leaves in tensors. Null if it does not read them.
+// The tiles [key][kRowTile] that a list reads, apart from leaves in tensors. A pointer is null if the list does not
+// read its tile.
 template <class T>
 struct PairTiles {
   const T* product = nullptr;
@@ -93,7 +96,7 @@ template <class T>
 class Evaluation {
  public:
   static constexpr int W = kLanes<T>;
-  // A leaf has room for a number per row or distance of a tile, or for W copies of a number per key.
+  // A leaf has room for a number per row of a tile, a number per distance, or W copies of a number per key.
   static constexpr int64_t kLeaf = larger(kKeyTile * W, 2 * kRowTile), kSlot = kStrip * kRowTile;
 
   static int64_t room(const List* list) {
@@ -135,28 +138,29 @@ class Evaluation {
       if (step.op == Op::lookup || step.op == Op::lookup_tangent)
         look_up_once(step, terms_of(step), keys.size(), workspace + (list.leaf_count + step.lookup) * kLeaf);
     }
-    // Evaluates operations whose result is the same for all pairs once, to one vector.
+    // If the result of an operation is the same for all pairs, evaluates it once and stores one vector.
     const int64_t lanes = lanes_;
     lanes_ = W;
     for (int i = 0; i < list.uniform_slots; ++i) apply(i, 1, nullptr);
     lanes_ = lanes;
   }
 
-  // Evaluates keys [first, first + count) of the tile. The last operation writes to `to`, unless it is null.
+  // Evaluates the list at keys [first, first + count) of the tile. The last operation writes to `to`, unless `to` is
+  // null.
   void run(int64_t first, int64_t count, T* to = nullptr) {
     first_ = first;
     for (int i = list_.uniform_slots; i < list_.step_count; ++i)
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
-  // Copies a result to a strip of `count` keys of a tile, which run() may have read.
+  // Copies a result to a strip of `count` keys of a tile. run() may have read this tile.
   void copy(int16_t from, int64_t count, T* to) const {
     const Values<T> x = at(from);
     for (int64_t j = 0; j < count; ++j)
       for (int64_t i = 0; i < lanes_; i += W)
         store<T>(to + j * kRowTile + i, load<T>(x.data + j * x.step + (i & x.lanes)));
   }
-  // An operand, or a result once run() has found it.
+  // Returns an operand, or a result after run() has computed it.
   Values<T> at(int16_t from) const {
     if (from >= list_.uniform_slots) return {slots_ + from * kSlot, kRowTile, -1};
     if (from >= 0) return {slots_ + from * kSlot, 0, 0};
@@ -165,7 +169,7 @@ class Evaluation {
     return leaf;
   }
   int64_t lanes() const { return lanes_; }
-  // The booleans of a key of the strip, as bits.
+  // Returns the booleans of key j of the strip as bits.
   uint64_t word(int16_t from, int64_t j) const {
     const Values<T> x = at(from);
     uint64_t word = 0;
@@ -173,7 +177,8 @@ class Evaluation {
       word |= bits_of(whole<T>(load<T>(x.data + j * x.step + (i & x.lanes)))) << i;
     return word & all_lanes(rows_.size());
   }
-  // Adds a strip of gradients to the numbers that they belong to. `begin`: where a copy of the table's gradient begins.
+  // Adds a strip of gradients to the gradient of a table. Adds the gradient of each pair to the number that the pair
+  // looks up. `begin`: where a copy of the table's gradient begins.
   void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
     const Lookup at = lookup(result.table, grad, result.index);
     T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
@@ -220,7 +225,7 @@ class Evaluation {
     constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T)), kRuns = 2 * kRowTile / sizeof(T);
     return round_up((list.leaf_count + list.lookups) * kPlaces + list.leaf_count * kRuns, W);
   }
-  // Whether a list reads tables, or finds gradients of them.
+  // Whether a list reads tables, or computes gradients of tables.
   static bool reads_tables(const List& list) {
     bool reads = list.lookups > 0;
     for (int i = 0; i < list.result_count; ++i) reads |= list.results[i].table >= 0;
@@ -231,7 +236,7 @@ class Evaluation {
     return step.op == Op::lookup ? table.numbers : table.tangent;
   }
 
-  // runs[n]: how many numbers after number n follow it at equal differences. Numbers are `step` apart in memory.
+  // Sets runs[n] to how many numbers follow number n at equal differences. Numbers are `step` apart in memory.
   static void follow(const T* numbers, int64_t count, int64_t step, uint8_t* runs) {
     const auto difference = [&](int64_t n) {
       return bit_cast<UInt<T>>(numbers[(n + 1) * step]) - bit_cast<UInt<T>>(numbers[n * step]);
@@ -319,7 +324,7 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // Runs step number n for some keys. Unless `to` is null, the result goes there instead of to a slot.
+  // Runs step number n for `count` keys. Writes the result to `to`, or to the step's slot if `to` is null.
   void apply(int n, int64_t count, T* to) const {
     using V = Vec<T>;
     const Step& step = list_.steps[n];
@@ -340,8 +345,8 @@ class Evaluation {
           store<T>(to + j * kRowTile + i, result);
         }
     };
-// An operation: its result for operands a, b and c. Always inlined, because GCC compiles lambdas in templates for the
-// oldest processor.
+// These macros compute an operation's result from its operands a, b and c. Their lambdas are always inlined, because
+// GCC compiles lambdas in templates for the oldest processor.
 #define ATTN_EACH(result, ...) \
   return each([](V& to, __VA_ARGS__) __attribute__((always_inline)) { to = as_number<T>(result); })
 #define ATTN_WHOLE(result) \
@@ -444,8 +449,8 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // A table and an index of it: number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index]. If the
-  // index is a number of rows, keys or distances, its `runs` say how it goes on.
+  // A table and an index into it. Number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index]. If the
+  // index is a number per row, per key or per distance, `runs` says how far it goes on in equal steps.
   struct Lookup {
     const T* table;
     int64_t row, key;
@@ -473,12 +478,13 @@ class Evaluation {
     return found;
   }
 
-  // How the indices of W lanes follow one another: by 1, by -1, not at all, or otherwise.
+  // How the index changes from lane to lane: it ascends by 1, descends by 1, stays the same, or changes in any other
+  // way.
   enum class Along { ascending, descending, same, any };
   static Along along(Int<T> step) {
     return step == 0 ? Along::same : step == 1 ? Along::ascending : step == -1 ? Along::descending : Along::any;
   }
-  // Indices of W lanes and `count` keys, which go on by `step`, -1 to 1, from key to key.
+  // The indices of W lanes and `count` keys. From key to key they change by `step`, which is -1, 0 or 1.
   struct Indices {
     UInt<T> index[W];  // of the first key
     int64_t count;
@@ -487,8 +493,8 @@ class Evaluation {
     bool are_inside;  // of the table, with all numbers that are read as vectors
     UInt<T> least(int lane) const { return index[lane] - static_cast<UInt<T>>(step < 0 ? count - 1 : 0); }
   };
-  // From key j of a strip of `keys` on. If keys share the table's numbers, fewer than `least_steps` keys whose step is
-  // not 0 count as one by one.
+  // Returns indices from key j of a strip of `keys` keys on. If all keys share the table's numbers, a step other than 0
+  // must hold for at least `least_steps` keys. Otherwise returns the indices of key j alone.
   ATTN_INLINE Indices indices(const Lookup& lookup, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
     Indices found{{}, 1, 0, Along::any, true};
     const int64_t key = first_ + j, most = keys - j;
@@ -537,7 +543,7 @@ class Evaluation {
     }
     return found;
   }
-  // Fills in which indices they are.
+  // Fills in the indices of the first key, and whether all indices are inside the table.
   ATTN_INLINE void find(const Lookup& lookup, int64_t j, int64_t i, bool shares, Indices& found) const {
     const auto size = Vec<UInt<T>>{} + lookup.size;
     const Vec<UInt<T>> first = lookup.at(j, i);
@@ -629,7 +635,7 @@ class Evaluation {
     for (int k = 0; k < W; ++k) table[found.index[k]] += x[k];
   }
 
-  // Where an index is the same in the whole tile, so are the numbers of each row, or of each key.
+  // If an index is the same in the whole tile, reads one number for each row, or for each key, once for all strips.
   void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
     Values<T>& same = lookups_[step.lookup];
     same = {nullptr, 0, 0};
@@ -660,7 +666,7 @@ class Evaluation {
     }
   }
 
-  // Remembers the least pair with a wrong index. Nothing may be thrown here.
+  // Remembers the least pair with a wrong index, because a kernel must not throw.
   void report(int64_t row, int64_t key, Int<T> index, int64_t size) const {
     const int64_t pair = row * program_.keys + key;
     int64_t known = __atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED);
@@ -692,7 +698,8 @@ class Evaluation {
   int64_t first_ = 0;
 };
 
-// The room for all lists of a problem, in numbers. Diagonals are read up to a vector past a tile's end.
+// The room for all lists of a problem, in numbers. It includes more than the lists need, because add_diagonals() reads
+// up to a vector past a tile's end.
 template <class T>
 int64_t room_of_program(const Problem& p) {
   if (!p.program) return 0;
@@ -704,8 +711,9 @@ int64_t room_of_program(const Problem& p) {
   return room;
 }
 
-// Sums over a strip: per lane, per key, and per diagonal, which has one distance. A lane without a row may hold a NaN,
-// because its terms are 0, and adds nothing.
+// These functions sum the numbers of a strip per lane, per key, or per diagonal. All pairs of a diagonal have the same
+// distance. A lane without a row may hold a NaN, because its terms are 0. Such a lane adds nothing to keys and
+// diagonals.
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -758,7 +766,7 @@ int64_t room_of_mask(const List* list) {
          (list->leaf_count + list->slots + 1) * int64_t{sizeof(Between)};
 }
 
-// Fills in m.tiles for one tile of rows, or the bits of those tiles that have bits.
+// Fills in m.tiles for one tile of rows or, if `wants_bits`, the bits of the tiles that have bits.
 template <class T>
 void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants_bits, T* workspace) {
   const int64_t row_tile = task % m.row_tiles, head = task / m.row_tiles % m.heads, n = task / m.row_tiles / m.heads;
@@ -774,7 +782,7 @@ void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants
     const int64_t at = n * t.entry + head * t.head + row / m.block_rows * t.row + key / m.block_keys * t.col;
     return static_cast<const uint8_t*>(t.data)[at];
   };
-  // Calls f(first, last, kind) for the parts of the rows whose blocks end at the same row.
+  // Cuts the rows where blocks end, and calls f(first, last, kind of the block at `key`) for each part.
   const auto each_part = [&](int64_t key, auto f) {
     for (int64_t row = rows.first; row < rows.last;) {
       const int64_t last = smaller(rows.last, (row / m.block_rows + 1) * m.block_rows);

@@ -1,7 +1,7 @@
 // The rows of a tile of scores: which queries they are, and how tensors of these queries become tiles.
 //
-// Tiles are transposed: a lane is a query. Row maximum, sum and rescaling are then vertical, without a reduction across
-// the lanes of a vector.
+// Tiles are transposed, so each lane is a query. The maximum, the sum and the rescaling of a row then need no reduction
+// across the lanes of a vector.
 #pragma once
 
 #include "cpu/tiles/logsumexp.inl"
@@ -9,7 +9,7 @@
 
 namespace attn::ATTN_ISA {
 
-// Up to kRowTile consecutive rows of a group of heads (Problem::group): the lanes of a tile.
+// Up to kRowTile consecutive rows of a group of heads (Problem::group). Each row is a lane of a tile.
 struct RowTile {
   int64_t n;  // the batch entry
   Sequence sequence;
@@ -18,7 +18,7 @@ struct RowTile {
   int64_t head[kRowTile];
   int64_t position[kRowTile];
 
-  // Sets the rows of the group that begins with head `first_head`.
+  // Sets the tile's rows to `rows`, which are counted in the group of heads that begins with `first_head`.
   void set(const Problem& p, int64_t batch_entry, int64_t first_head, Range rows) {
     n = batch_entry;
     sequence = sequence_of(p, n);
@@ -34,7 +34,8 @@ struct RowTile {
     }
   }
 
-  // Calls f(head, position, lane, rows) for every run of rows of one head.
+  // Calls f(head, position, lane, rows) for every run of rows of one head. `position` and `lane` are those of the first
+  // row.
   template <class F>
   ATTN_INLINE void each_head(F f) const {
     for (int64_t lane = 0; lane < count;) {
@@ -45,8 +46,8 @@ struct RowTile {
     }
   }
 
-  // Calls f(block, lane, rows) for every run of rows at equal distances in x, from column `first_col` on: the rows of
-  // one head or, if each head has one query, of neighbouring heads.
+  // Calls f(block, lane, rows) for every run of rows that are at equal distances in x. These are the rows of one head
+  // or, if each head has one query, the rows of neighbouring heads. A block begins at column `first_col`.
   template <class F>
   ATTN_INLINE void each_run(const Problem& p, const Operand& x, int64_t first_col, F f) const {
     if (sequence.queries == 1) {
@@ -58,17 +59,17 @@ struct RowTile {
         [&](int64_t h, int64_t l, int64_t lane, int64_t rows) { f(block_of(p, x, n, h, l, first_col), lane, rows); });
   }
 
-  // The row's number, by which its statistics are stored.
+  // Returns the number of a lane's row. The row's statistics are stored at this number.
   int64_t number(const Problem& p, int64_t lane) const { return row_number(p, n, head[lane], position[lane]); }
 
-  // The number of rows, rounded up to whole vectors.
+  // Returns the number of rows, rounded up to whole vectors.
   template <class T>
   int64_t lanes() const {
     return round_up(count, kLanes<T>);
   }
 
-  // Fills the lanes of tile[key][lane] that have no row. They must not be added up: a product of their query, which is
-  // 0, with a NaN is NaN.
+  // Sets the lanes of tile[key][lane] that have no row to `value`, so that all lanes may be added up. Such a lane may
+  // hold a NaN, because its query is 0, and 0 times a NaN in a key is NaN.
   template <class T>
   void fill_empty_lanes(T* tile, int64_t keys, T value) const {
     for (int64_t j = 0; j < keys; ++j)
@@ -91,7 +92,7 @@ struct RowTile {
     });
   }
 
-  // The same for a tile [lane][ld].
+  // Does what unpack_transposed() does, but reads a tile [lane][ld].
   template <class T>
   void unpack_rows(const Problem& p, const Operand& x, int64_t cols, const T* tile, int64_t ld,
                    int64_t first_col = 0) const {
@@ -100,8 +101,8 @@ struct RowTile {
     });
   }
 
-  // Does what unpack_transposed() does, and writes the rounding error to `residual`, unless its data is null. Adds the
-  // tile `rest` to that error, unless it is null. Overwrites `tile`; `scratch` has room for kKeyTile * kRowTile
+  // Does what unpack_transposed() does. Also writes the rounding error to `residual`, unless residual.data is null. If
+  // the tile `rest` is not null, adds it to this error. Overwrites `tile`. `scratch` has room for kKeyTile * kRowTile
   // numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
@@ -139,7 +140,7 @@ struct RowTile {
     }
   }
 
-  // Operands of format F with slots along the columns: tile[slot * kRowTile + lane].
+  // Packs an operand of format F with slots along the columns: tile[slot * kRowTile + lane].
   template <class F>
   void pack_columns(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile,
                     int64_t first_col = 0) const {
@@ -148,7 +149,7 @@ struct RowTile {
       F::pack_transposed(block, rows, cols, tile + lane, width);
     });
   }
-  // Operands of format F with slots along the lanes: tile[slot * ld + column].
+  // Packs an operand of format F with slots along the lanes: tile[slot * ld + column].
   template <class F>
   void pack_lanes(const Problem& p, const Operand& x, int64_t cols, typename F::Number* tile, int64_t ld) const {
     each_run(p, x, 0, [&](const Block& block, int64_t lane, int64_t rows) {
@@ -157,14 +158,14 @@ struct RowTile {
   }
 };
 
-// A range that holds the positions of all these rows of a group.
+// Returns a range that holds the positions of all these rows of a group of heads.
 ATTN_INLINE Range positions_of(const Problem& p, Range rows) {
   const int64_t first_head = rows.first / p.queries * p.queries;
   return rows.last - first_head <= p.queries ? Range{rows.first - first_head, rows.last - first_head}
                                              : Range{0, p.queries};
 }
 
-// A task that goes over the keys: it has some rows of a group of heads, of one batch entry, and a split of the keys.
+// A task that goes over keys. It has some rows of a group of heads in one batch entry, and one split of the keys.
 struct RowTask {
   int64_t n, first_head;
   Range rows;
@@ -179,7 +180,7 @@ struct RowTask {
     first_head = group % p.groups() * p.group;
     const Sequence sequence = sequence_of(p, n);
     rows = {first_row, smaller(first_row + p.rows_per_task, p.rows())};
-    // Splits begin at the first key that the rows see, so that keys outside of a window cost nothing.
+    // The first split begins at the first key that the rows see, so that keys outside of a window cost nothing.
     const Range seen = in_tiles(visible_keys(sequence, positions_of(p, rows)), kKeyTile);
     const int64_t first = seen.first + split * p.keys_per_split;
     keys = p.splits == 1 ? seen : Range{first, smaller(first + p.keys_per_split, seen.last)};
@@ -187,21 +188,22 @@ struct RowTask {
   RowTask(int64_t n, int64_t first_head, Range rows, Range keys)
       : n(n), first_head(first_head), rows(rows), keys(keys) {}
 
-  // The keys of the split that rows at these positions see, in whole tiles.
+  // Returns the keys of the split that rows at these positions see, beginning with a whole tile.
   Range keys_seen(const Problem& p, Range positions) const {
     return in_tiles(common(visible_keys(sequence_of(p, n), positions), keys), kKeyTile);
   }
 };
 
-// The tiles of rows of a task, each with the `State` that a kernel keeps of it from one tile of keys to the next. A
-// State has a RowTile `rows`.
+// The tiles of rows of a task. A kernel keeps a `State` of each tile of rows from one tile of keys to the next. A State
+// has a member `rows`, which is a RowTile.
 template <class State>
 struct RowTiles {
   State* states;
   int64_t count = 0;
   Range positions = {};  // of all rows
 
-  // Calls load(state) for each tile, of up to `at_once` rows, once its rows are set.
+  // Cuts the task's rows into tiles of up to `at_once` rows. Calls load(state) for each tile once the tile's rows are
+  // set.
   template <class Load>
   RowTiles(const Problem& p, const RowTask& own, State* states, Load load, int64_t at_once = kRowTile)
       : states(states) {
@@ -216,7 +218,7 @@ struct RowTiles {
   State* end() const { return states + count; }
 };
 
-// Calls f(tile of keys) for each tile of the keys of a range.
+// Calls f(tile) for each tile of a range of keys.
 template <class Function>
 ATTN_INLINE void each_tile_of_keys(Range keys, Function f) {
   for (int64_t key = keys.first; key < keys.last; key += kKeyTile) f(Range{key, smaller(key + kKeyTile, keys.last)});

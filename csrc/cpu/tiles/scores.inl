@@ -1,4 +1,4 @@
-// A tile of scores: products of queries and keys, the rule that makes them scores (score.h), the mask.
+// A tile of scores: the products of queries and keys, the rule that turns products into scores (score.h), and the mask.
 #pragma once
 
 #include "cpu/tiles/gemm.inl"
@@ -7,20 +7,22 @@
 
 namespace attn::ATTN_ISA {
 
-// How to read a tile: for numbers x and y in it, scores or products, exp(score_x - score_y) = 2^((x - y) * log2_slope).
-// The difference comes first: it is exact where it is small, and 0 for the largest score.
+// The factor that turns the difference of two numbers of a tile into an exponent of 2. The numbers are scores or
+// products. For numbers x and y of a row, exp(score_x - score_y) = 2^((x - y) * log2_slope). The difference is computed
+// first, because it is exact where it is small, and 0 for the largest score.
 template <class T>
 ATTN_INLINE T log2_slope(const Problem& p) {
   return static_cast<T>(kLog2E * (leaves_products<T>(p) ? p.scale : 1));
 }
 
-// The sink of a head, numbered as in Problem::sinks; -inf, which changes nothing, if there are no sinks.
+// Returns the sink of a head, which is numbered as in Problem::sinks. If there are no sinks, returns -inf, which
+// changes nothing.
 template <class T>
 ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
   return p.sinks ? static_cast<const T*>(p.sinks)[head] : -kInfinity<T>;
 }
-// Converts sinks to what the tiles hold, scores or products, so that a sink that is the largest weighs exactly 1.
-// Clamps a finite sink that would overflow, because its weight is 1 or 0 anyway.
+// Converts sinks to what the tiles hold, scores or products, so that a sink above all scores weighs exactly 1. If a
+// finite sink would overflow, clamps it, because its weight is 1 or 0 anyway.
 template <class T>
 ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307);
@@ -28,8 +30,8 @@ ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   const Vec<T> within = found > kMost ? splat<T>(kMost) : found < -kMost ? splat<T>(-kMost) : found;
   return absolute<T>(sinks) < kInfinity<T> ? within : sinks;
 }
-// The weight of a sink in a lane of a tile, exp(sink - logsumexp). The sink of a row without keys has the weight 1; the
-// reference of such a row is +inf (load_logsumexp).
+// The weight of a sink in a lane of a tile, exp(sink - logsumexp). The sink of a row without keys has the weight 1.
+// Such a row has the reference +inf (load_logsumexp).
 template <class T>
 double weight_of_sink(const Problem& p, T sink, const Logsumexp<T>& logsumexp, int64_t lane) {
   if (sink == -kInfinity<T>) return 0;
@@ -38,7 +40,7 @@ double weight_of_sink(const Problem& p, T sink, const Logsumexp<T>& logsumexp, i
   return __builtin_exp2(above * log2_slope<T>(p) - logsumexp.log2_sum[lane]);
 }
 
-// Calls f(product or bias or score at x[j * kRowTile + lane], its key j, its lane) for every vector of the tile.
+// Replaces every vector of a tile, v = x[j * kRowTile + lane ...], by f(v, j, lane).
 template <class T, class F>
 ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
   for (int64_t j = 0; j < keys; ++j)
@@ -48,8 +50,8 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
     }
 }
 
-// The room of a ScoreTile: for a mask in numbers, or for the pair terms of a program, their tangents and then its
-// lists.
+// The room of a ScoreTile. It holds a mask in numbers, or the pair terms of a program, then the tangents of these
+// terms, then the data of the program's lists.
 ATTN_INLINE int64_t room_of_pairs(const Problem& p) { return p.program && p.mask.data ? 2 * kKeyTile * kRowTile : 0; }
 template <class T>
 int64_t room_of_tile(const Problem& p) {
@@ -59,7 +61,8 @@ template <class T>
 T* room_of_lists(const Problem& p, const ScoreTile<T>& tile) {
   return tile.workspace + room_of_pairs(p);
 }
-// If the list reads pair terms, adds them and, unless `tangent` is null, their derivatives along it.
+// If the list reads pair terms, adds a tile of pair terms to `tiles` and, unless `tangent` is null, a tile of their
+// tangents.
 template <class T>
 PairTiles<T> with_pairs(const Problem& p, const List& list, const ScoreTile<T>& tile, PairTiles<T> tiles,
                         const Operand* tangent) {
@@ -81,7 +84,7 @@ template <class F>
 ATTN_INLINE void each_strip(int64_t keys, F f) {
   for (int64_t first = 0; first < keys; first += kStrip) f(first, smaller(kStrip, keys - first));
 }
-// Evaluates a list with one result over a tile, and writes the result to `to`, which the list may read.
+// Evaluates a list with one result over a tile, and writes the result to `to`. The list may also read `to`.
 template <class T>
 void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, const PairTiles<T>& tiles, T* to,
               const Operand* tangent = nullptr) {
@@ -93,7 +96,7 @@ void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, cons
   });
 }
 
-// Turns products into scores, and keeps the list's second result.
+// Turns products into scores, and writes the list's second result to `kept`.
 template <class T>
 void evaluate_keeping(const Problem& p, const List& list, const ScoreTile<T>& tile, T* x, T* kept) {
   Evaluation<T> pairs(p, list, tile, with_pairs<T>(p, list, tile, {.product = x}, nullptr), room_of_lists(p, tile));
@@ -104,7 +107,7 @@ void evaluate_keeping(const Problem& p, const List& list, const ScoreTile<T>& ti
   });
 }
 
-// -inf where a row does not see a key.
+// Writes -inf where causality, a window or a length hides a key from a row.
 template <class T>
 void hide_keys(const ScoreTile<T>& tile, T* x) {
   if (tile.all_visible()) return;
@@ -123,19 +126,20 @@ void hide_keys(const ScoreTile<T>& tile, T* x) {
   });
 }
 
-// If positions hide some keys of a tile from some rows (on the diagonal, with causality), products are cut into panels,
-// which leave out hidden scores. A panel of lanes has the keys up to the last one that it sees. A panel of keys has the
-// rows from the first one that sees them.
+// If positions hide some keys of a tile from some rows, as causality does on the diagonal, products are cut into
+// panels, which leave out hidden scores. A panel of lanes is multiplied with keys up to the last key that it sees. A
+// panel of keys is multiplied with the first lane that sees a key of the panel, and with all later lanes.
 template <class F>
 constexpr int64_t kPanel =
     2 * kLanes<typename F::Number> > F::kNumbers* F::kStep ? 2 * kLanes<typename F::Number> : F::kNumbers* F::kStep;
 
-// Calls f(lane, lanes, keys) for each panel of lanes and the range of keys that it sees, counted from the tile's first.
+// Calls f(lane, lanes, keys) for each panel of lanes. `keys` is the range of keys that the panel sees, counted from the
+// tile's first key.
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
-  // Begins at a whole slot of keys. With tiles of the processor, or if invariant, it begins at the tile's first key, so
-  // that sums are cut at the same keys for every row.
+  // The range begins at a whole slot of keys. With tiles of the processor, or if invariant, the range begins at the
+  // tile's first key, so that sums are cut at the same keys for every row.
   const auto cut = [&](Range seen) {
     const int64_t first = F::kTiles || tile.invariant ? 0 : seen.first / F::kNumbers * F::kNumbers;
     return Range{first, larger(first, smaller(seen.last, tile.shown))};
@@ -149,13 +153,13 @@ ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, 
     f(lane, smaller(kPanel<F>, lanes - lane), cut({seen.first - tile.keys.first, seen.last - tile.keys.first}));
   }
 }
-// Rows of keys, or of slots of keys, from the `first` one on.
+// Returns the rows of keys, or of slots of keys, from row `first` on.
 template <class T>
 ATTN_INLINE Rows<T> rows_from(const Rows<T>& rows, int64_t first) {
   return {rows.data + first * rows.ld, rows.ld};
 }
 
-// Calls f(j, keys, lane) for each panel of keys and the first of the lanes.
+// Calls f(j, keys, lane) for each panel of keys. The panel's lanes begin at `lane`.
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, Function f) {
   const RowTile& rows = *tile.rows;
@@ -168,13 +172,13 @@ ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, F
   }
 }
 
-// The distances of ALiBi, which adds -slope * distance to the scores of a tile, or to their tangents.
+// The slopes and distances of ALiBi. Callers add -slope * distance to the scores of a tile, or to their tangents.
 template <class T>
 struct Distances {
   T slope[kRowTile];
   T ahead[kRowTile];  // of the tile's first key
 
-  // `slopes`: of the heads; null: 1.
+  // `slopes` has a slope for each head. If it is null, every slope is 1.
   Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
     const RowTile& rows = *tile.rows;
     for (int64_t i = 0; i < tile.lanes(); ++i) {
@@ -188,10 +192,11 @@ struct Distances {
   }
 };
 
-// Whether derivatives read what add_score_terms() keeps.
+// Whether derivatives read what add_score_terms() writes to `kept`.
 ATTN_INLINE bool keeps_scores(const Problem& p) { return p.softcap > 0 || has_score_mod(p); }
 
-// The factor that turns a product into an argument of tanh_of_exponent(). It is finite, because 0 times it must be 0.
+// The factor that turns a product into an argument of tanh_of_exponent(). The factor is finite, because a product of 0
+// must stay 0.
 template <class T>
 ATTN_INLINE T exponent_of_cap(const Problem& p) {
   constexpr double kMost = sizeof(T) == 4 ? 3e38 : 1e308;
@@ -199,8 +204,9 @@ ATTN_INLINE T exponent_of_cap(const Problem& p) {
   return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
 }
 
-// Turns products into scores: applies the cap, ALiBi and a score_mod (has_score_terms). Unless `kept` is null, it gets
-// what derivatives read: the tanh of a cap (see SoftCap), or the products of a score_mod.
+// Turns products into scores by the cap, ALiBi or a score_mod (has_score_terms). Unless `kept` is null, writes to it
+// what derivatives read: the tanh of a cap (SoftCap) or, with a score_mod, the products or PairProgram::keeping's
+// second result.
 template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
@@ -223,7 +229,7 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) 
   each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) - penalty(j, i); });
 }
 
-// Turns the products of a tile into scores, unless leaves_products(). Hidden keys get -inf.
+// Turns the products of a tile into scores, unless leaves_products(). Writes -inf for hidden keys in both cases.
 template <class T>
 void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
@@ -248,8 +254,8 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kep
   hide_keys<T>(tile, x);
 }
 
-// x[j * kRowTile + lane], see score.h; products instead of scores where leaves_products(). `query_t`: the tile of
-// queries, transposed. `kept`: see add_score_terms().
+// Writes the scores of a tile (score.h) to x[j * kRowTile + lane], or products where leaves_products(). `query_t`: the
+// tile of queries, transposed. `kept`: see add_score_terms().
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
             typename F::Number* kept = nullptr, Between& between = kNothingBetween) {
@@ -260,9 +266,9 @@ void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const 
   products_to_scores<T>(p, tile, x, kept);
 }
 
-// tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with tz = slope * (tQ K^T + Q tK^T).
-// Hidden keys get any number. With a cap or a score_mod, the caller gives what scores() put into `kept`, and `tz` gets
-// tz unless it is null.
+// Writes tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with
+// tz = slope * (tQ K^T + Q tK^T). For hidden keys, tx is any number. With a cap or a score_mod, `kept` is what scores()
+// wrote to its own `kept`, and tz is written to `tz` unless `tz` is null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,

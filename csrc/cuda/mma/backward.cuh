@@ -1,13 +1,16 @@
 // Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
-// head_dim 256. A block owns 64 keys (dK and dV, over all rows that read them), 64 or 128 rows (dQ, over all keys), as
-// many as four warps hold sums for, or a tile of a mask (over all that share it). So Q and G are read once per 64 keys,
-// and K and V once per 64 or 128 rows, in tiles of 16 to 64 (kOther): one is in use while the next is copied. Every
-// product is one of
+// head_dim 256. There are three kinds of blocks. A block that owns 64 keys sums dK and dV over all rows that read these
+// keys. A block that owns 64 or 128 rows sums dQ over all keys. A block that owns a tile of a mask sums the tile's
+// gradient over all heads and batch entries that share the mask. A block owns as many keys, rows or scores as four
+// warps hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 or 128 rows. They are read in
+// tiles of 16 to 64 rows or keys (kOther), and the next tile is copied while one is in use. Every product has one of
+// two forms:
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
 //
-// so that weights stay in registers from the first to the second, and sums are added up in the order of the tiles.
+// Therefore weights stay in registers from the first product to the second, and sums are added up in the order of the
+// tiles.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +23,7 @@ namespace attn::cuda {
 
 // What the backward knows of a row.
 struct alignas(16) BackwardRow {
-  float logsumexp, logsumexp_low;  // as a pair; +inf for a row that attends to no key: its weights are 0
+  float logsumexp, logsumexp_low;  // as a pair; +inf for a row that attends to no key, so that its weights are 0
   float delta;
   uint32_t head_number;  // of dropout's counters
 };
@@ -38,43 +41,45 @@ struct BackwardRows {
   BackwardSlope alibi[kHasSlopes ? kRows : 1];
 };
 
-// The gradients that a block computes a part of: two at once only up to head_dim 128, because registers hold no more
-// sums.
+// The gradients of which a block computes a part. It computes two at once only up to head_dim 128, because registers
+// hold no more sums.
 enum class MmaGradient { query, key, value, key_and_value, shared_mask };
 
-// kFewRows: whether a block of dQ owns 64 rows.
+// kFewRows: whether a block of dQ owns 64 rows where it would own 128 otherwise.
 template <class S, int kDim, MmaGradient kOf, bool kGeneral, bool kFewRows = false>
 struct BackwardMma {
   static constexpr bool kSumsMask = kOf == MmaGradient::shared_mask;
   static constexpr bool kOwnsKeys = kOf != MmaGradient::query && !kSumsMask;
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
-  // Tiles of 16 keys or rows that a warp owns; what it reads of other tiles serves all of them. Registers hold the sums
-  // of two tiles only for dQ without kGeneral, up to head_dim 128.
+  // The number of tiles of 16 keys or rows that a warp owns. What the warp reads of other tiles serves all tiles that
+  // it owns. Registers hold the sums of two tiles only for dQ without kGeneral, up to head_dim 128.
   static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral && !kFewRows ? 2 : 1;
   static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
   static constexpr int kOther = kDim <= (kSumsMask ? 128 : 64) ? 64 : kDim <= 128 ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
-  // The kernel of shared masks loads nothing ahead, so it gains from four blocks a multiprocessor, though each thread
-  // then has ten numbers in memory: on an H100 a backward with it took 0.87 of the time.
+  // The kernel of shared masks loads nothing ahead, so it gains from four blocks per multiprocessor, though each thread
+  // then has ten numbers in memory. On an H100 a backward with four blocks took 0.87 of the time.
   static constexpr int kThreads = kMmaThreads, kBlocks = kSumsMask && kDim <= 64 ? 4 : 2;
-  // Buffers for tiles that the block does not own: with two, one is used while the next is copied.
+  // The number of buffers for tiles that the block does not own. With two buffers, one tile is used while the next is
+  // copied.
   static constexpr int kStages = kSumsMask || (kGeneral && kDim > 128) ? 1 : 2;
   static __device__ __forceinline__ int stage_after(int stage) { return kStages == 1 ? 0 : stage ^ 1; }
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
-  // Whether each thread keeps the BackwardRow of its own rows, because with head_dim 128 shared memory has no
-  // place for it.
+  // Whether each thread keeps the BackwardRow of its own rows in registers, because with head_dim 128 shared memory has
+  // no place for it.
   static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
-  // The mask of the tile that is in use, of the next one and of the one that is looked at for a key that it shows.
-  // Scores that share a mask share its tile.
+  // The number of mask tiles in shared memory: one for the tile that is in use, one for the next tile, and one for the
+  // tile in which the block looks for a visible key. The kernel of shared masks needs one, because all scores of a
+  // block share it.
   static constexpr int kMasks = kSumsMask ? 1 : 3;
   using Rows = BackwardRows<kRows, kGeneral && kOwnsKeys, kInRegisters>;
   struct Shared {
-    // The left factors of the products K Q^T and V G^T, or Q K^T and G V^T, which the block owns, and the right
-    // factors.
+    // own_score and own_dp are the left factors of the products K Q^T and V G^T, or Q K^T and G V^T. The block owns
+    // them. `other` holds the right factors.
     Own own_score, own_dp;
     struct {
       Other score, dp;
@@ -84,10 +89,10 @@ struct BackwardMma {
     Dropout dropout;
     Task task;           // if the block owns keys, their batch entry and the keys
     int64_t own_head;    // the head of these keys
-    Range rows_seen;     // the queries that see some of them
+    Range rows_seen;     // the queries that see some of these keys
     int64_t first_head;  // the first of the group of heads
     int64_t first_row;   // the first row of these heads, among all rows
-    int64_t group_rows;  // how many rows their list has
+    int64_t group_rows;  // how many rows these heads have
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
     double exponent_per_score;
@@ -101,7 +106,9 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
-  int looked_at = 0;  // the number of the mask of the tile that may be next; that after it is of the tile in use
+  // The number of the mask tile for the tile that may be next. The mask tile for the tile in use has the number
+  // mask_after(looked_at).
+  int looked_at = 0;
 
   __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}
 
@@ -120,7 +127,8 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    // The logsumexp is scaled by the rounded slope of exponents, because large scores must cancel.
+    // Exponents are products times a rounded slope. The logsumexp is multiplied by the same rounded slope, because
+    // large scores must cancel.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
   // Sets what belongs to the group of heads that begins with `head`. Called by one thread, followed by a barrier.
@@ -139,8 +147,8 @@ struct BackwardMma {
     if constexpr (kNeedsDs)
       load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
   }
-  // Calls f(offset), where row i of `count` from `first` on begins offset(i) elements behind the first. In most tiles
-  // all rows are of one head, a constant distance apart.
+  // Calls f(offset). Row i of the `count` rows from `first` on begins offset(i) elements behind row `first`. In most
+  // tiles all rows are of one head and a constant distance apart.
   template <class F>
   __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
     if (first.position + count <= shared.task.sequence.queries) return f([&](int i) { return i * x.row; });
@@ -161,7 +169,7 @@ struct BackwardMma {
   }
 
   static __device__ __forceinline__ int mask_after(int number) { return number + 1 < kMasks ? number + 1 : 0; }
-  // Starts to copy the mask of `count` rows from `first` on and the keys from `key` on, to be looked at.
+  // Starts to copy the mask of `count` rows from `first` on and of the keys from `key` on, for mask_shows_some().
   __device__ __forceinline__ void start_mask(Row first, int count, int64_t key) {
     if constexpr (kGeneral) {
       if (!p.has_mask) return;
@@ -178,7 +186,7 @@ struct BackwardMma {
       commit_copies();
     }
   }
-  // Whether that mask, which has been copied, shows some score to this lane.
+  // Whether the mask that start_mask() has copied shows some key in this lane's share.
   __device__ __forceinline__ bool mask_shows_some() {
     bool some = false;
     if constexpr (kGeneral)
@@ -189,10 +197,10 @@ struct BackwardMma {
   __device__ __forceinline__ int keys_from(int64_t key) const {
     return static_cast<int>(smaller(kKeys, shared.task.last_key - key));
   }
-  // Returns the first tile, from this one on, that the mask does not hide entirely, or one beyond the last. The mask of
-  // this tile has been copied. start(tile) starts to copy the mask of another tile, shows_some(tile) is true beyond the
-  // last tile, and next(tile) is the tile after it. Nothing else of hidden tiles is read. Ends with a barrier: all
-  // copies are complete, and the previous tile has been read.
+  // Returns the first tile, from `tile` on, that the mask does not hide entirely, or a tile beyond the last. The mask
+  // of `tile` has been copied before. start(t) starts to copy the mask of tile t. shows_some(t) says whether that mask
+  // shows some key, and is true beyond the last tile. next(t) returns the tile after t. Reads nothing but the mask of
+  // hidden tiles. Ends with a barrier, after which all copies are complete and the previous tile has been read.
   template <class Tile, class Start, class ShowsSome, class Next>
   __device__ __forceinline__ Tile first_shown(Tile tile, Start start, ShowsSome shows_some, Next next) {
     if (kGeneral && p.has_mask)
@@ -211,15 +219,15 @@ struct BackwardMma {
     int64_t number;
     Row first;
   };
-  // Reads row i of a tile, if it exists; called early, because that takes long. A thread stores the row of its own
-  // number.
+  // Reads row i of a tile, if the row exists. Callers call it early, because reading takes long. By default i is the
+  // number of the thread, because store_row() stores the row of this number.
   static_assert(kRows <= kMmaThreads);
   __device__ __forceinline__ BackwardRow read_row(const TileOfRows& tile, int count, int i = thread_index()) const {
     BackwardRow row{};
     if (i >= kRows) return row;
     const int at = RowTile<kRows>::last_repeated(i, count);
     int64_t r = shared.first_row + tile.number + at;
-    if (p.sequences > 0) {  // rows of other sequences are between its heads
+    if (p.sequences > 0) {  // rows of other sequences are between the heads of this sequence
       const int64_t queries = shared.task.sequence.queries;
       r += (row_after(queries, tile.first, at).head - shared.first_head) * (p.tokens - queries);
     }
@@ -242,7 +250,7 @@ struct BackwardMma {
       if (p.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
   }
 
-  // Turns the logsumexp into what is subtracted from scores (kGeneral) or exponents.
+  // Turns the logsumexp into what is subtracted from scores (kGeneral) or from exponents.
   __device__ __forceinline__ void make_shift(BackwardRow& row) const {
     if (row.logsumexp == -infinity<float>()) {
       row.logsumexp = infinity<float>();
@@ -308,7 +316,7 @@ struct BackwardMma {
       for (int stage = 0; more; stage = stage_after(stage)) {
         const int count = count_of(tile);
         wait_for_copies<0>();
-        tile = first_shown_rows(next_rows(tile));  // this stage is there, the last one has been read
+        tile = first_shown_rows(next_rows(tile));  // this stage is copied, and the previous stage has been read
         more = tile.number < shared.group_rows;
         BackwardRow next;
         const auto load_next = [&] {
@@ -338,7 +346,7 @@ struct BackwardMma {
   __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
     return {tile.number + rows, row_after(shared.task.sequence.queries, tile.first, rows)};
   }
-  // The tile with the first row, from the first of this tile on, that sees one of the block's keys.
+  // Returns the first tile, from this tile on, that has a row which sees one of the block's keys.
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
     const Range seen = shared.rows_seen;
     if (seen.empty()) return {shared.group_rows, tile.first};
@@ -406,7 +414,7 @@ struct BackwardMma {
     for (int stage = 0; key < task.last_key; stage = stage_after(stage)) {
       const int64_t these = key;
       wait_for_copies<0>();
-      key = first_shown_key(key + kOther);  // these keys are there, and the last ones have been read
+      key = first_shown_key(key + kOther);  // these keys are copied, and the previous keys have been read
       const auto load_next = [&] {
         if (key >= task.last_key) return;
         load_keys(shared.other[stage_after(stage)].score, shared.other[stage_after(stage)].dp, key);
@@ -435,9 +443,9 @@ struct BackwardMma {
     number /= divide_up(p.keys, kOther);
     const int64_t slice = number / divide_up(p.queries, kOwn), first_row = number % divide_up(p.queries, kOwn) * kOwn;
     Sums sum = {};
-    bool mask_is_read = false;  // once for all turns, because they share it
+    bool mask_is_read = false;  // once for all turns, because they share the mask
     for (int64_t turn = 0; turn < p.batch * p.heads / p.mask_slices; ++turn) {
-      __syncthreads();  // the last tiles have been read
+      __syncthreads();  // the previous tiles have been read
       if (thread_index() == 0) {
         const Row at = sharer_of_mask(p, p.grad_mask, slice, turn);
         shared.task.set_rows(p, at.n, at.head, first_row, smaller(kOwn, sequence_of(p, at.n).queries - first_row));
@@ -484,8 +492,8 @@ struct BackwardMma {
 
   // The first row or key of the warp.
   static __device__ __forceinline__ int own() { return 16 * kTiles * MmaThread().warp; }
-  // Calls f(t, half, i) for each row or key i of a thread: elements 0, 1 (half 0) or 2, 3 (half 1) of tile t are its
-  // own.
+  // Calls f(t, half, i) for each row or key i of a thread. Elements 0 and 1 (half 0) or 2 and 3 (half 1) of tile t
+  // belong to it.
   template <class F>
   static __device__ __forceinline__ void each_own(F f) {
     const int first = own() + MmaThread().group;
@@ -494,8 +502,8 @@ struct BackwardMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) f(t, half, first + 16 * t + 8 * half);
   }
-  // Calls f(score, row, key, t, half, bit of Kept) for all scores of a thread. For each row or key that the block does
-  // not own, it goes over all that the thread owns.
+  // Calls f(score, row, key, t, half, bit of Kept) for all scores of a thread. The outer loop goes over the rows or
+  // keys that the block does not own, the inner loop over those that the thread owns.
   template <class F>
   static __device__ __forceinline__ void each(Scores& x, F f) {
     const MmaThread thread;
@@ -536,7 +544,7 @@ struct BackwardMma {
         return kGeneral ? weight * static_cast<float>(kept[half] >> (2 * n + c) & 1) : weight;
       });
     if constexpr (kNeedsDs) {
-      Scores dx = {};  // dP; or at once dP - delta, which saves subtractions
+      Scores dx = {};  // dP, or dP - delta at once, which saves subtractions
       if constexpr (kOwnsKeys && !kGeneral)
         each(dx, [&](float& slope, int i, int, int, int, int) { slope = -rows.of_row[i].delta; });
       add_dots<kTiles>(dx, shared.own_dp, own(), other.dp);
@@ -553,11 +561,11 @@ struct BackwardMma {
     if constexpr (!kOwnsKeys)
       if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
     if (!kOwnsKeys && !p.grad_query.data) return;
-    if (kGeneral && p.softcap > 0)  // selects 0 where dS is 0: a hidden product may be a NaN
+    if (kGeneral && p.softcap > 0)  // selects 0 where dS is 0, because a hidden product may be a NaN
       each(x, [&](float& ds, int, int, int t, int half, int bit) {
         ds = ds == 0 ? 0 : ds * SoftCap<float>::slope(Fragments::at(capped[t], half, bit));
       });
-    // A NaN reaches dQ and dK through dS, and only where a row attends to the key.
+    // A NaN reaches dQ and dK through dS alone, and so only where a row attends to the key.
     const auto ds = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
     if (finite)
       add_weighted<kTiles, Factor::as_it_is>(of_ds, factors, ds);
@@ -565,8 +573,8 @@ struct BackwardMma {
       add_weighted<kTiles, Factor::finite>(of_ds, factors, ds);
   }
 
-  // Turns products into exponents of 2, log2(e) (score - logsumexp); -inf where the mask hides a key. `finite`: whether
-  // all products are finite.
+  // Turns products into exponents of 2, log2(e) (score - logsumexp). The exponent is -inf where the mask hides a key.
+  // `finite`: whether all products are finite.
   __device__ __forceinline__ void make_exponents(Scores& x, Scores& capped, const Rows& rows, bool finite,
                                                  int64_t key) {
     if constexpr (kGeneral) {
@@ -602,7 +610,7 @@ struct BackwardMma {
   }
 
   // Turns the weights in x into dS = P (Z dP - delta); dx holds dP. If some key of the tile is hidden, selects 0 where
-  // the weight is 0, because nothing of that key or its value may come through, not even a NaN.
+  // the weight is 0, because not even a NaN of that key or its value may come through.
   __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;

@@ -1,4 +1,4 @@
-// Computes delta of each row, with <G, O + residual>, before tensor cores compute gradients.
+// Computes delta of each row (write_delta()) from <G, O + residual>, before tensor cores compute gradients.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -8,9 +8,9 @@
 namespace attn::cuda {
 
 constexpr int kDeltaThreads = 128;
-constexpr int kDeltaSteps = 4;  // rows of a thread, all under way at a time
+constexpr int kDeltaSteps = 4;  // rows of a thread, whose loads are all under way at a time
 
-// The lanes that share a row of up to kDim columns: each reads one vector of it.
+// The number of lanes that share a row of up to kDim columns. Each lane reads one vector of the row.
 template <int kDim>
 constexpr int kDeltaLanes = kDim / kVector;
 // Rows of a block.
@@ -22,7 +22,7 @@ __host__ __device__ int64_t delta_tasks(const BackwardParams& p) {
   return entries_of(p) * p.heads * tiles_of(p, p.queries, p.tokens, kDeltaRows<kDim>);
 }
 
-// Sums are short and always in the same order: a lane's eight products, then the lanes' sums in pairs.
+// Sums are short and always in the same order. First a lane sums eight products, then lanes add their sums in pairs.
 template <class S, int kDim>
 __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant__ BackwardParams p) {
   constexpr int kLanes = kDeltaLanes<kDim>, kRowsAtOnce = kDeltaThreads / kLanes;

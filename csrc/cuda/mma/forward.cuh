@@ -1,7 +1,8 @@
-// Computes the forward where uses_mma() says so: bfloat16 and float16 on tensor cores, up to head_dim 256, like
-// FlashAttention-2 (Dao, 2023): a warp owns rows, their weights stay in registers between the two products. K and V are
-// read once per kRows rows: 128, or 64 above head_dim 128, as many as registers hold sums for. While a tile of 64 keys
-// is in use, one of values is copied, and the other way round; with the rows they fill shared memory.
+// Computes the forward where uses_mma() says so: bfloat16 and float16 on tensor cores, up to head_dim 256. As in
+// FlashAttention-2 (Dao, 2023), a warp owns rows, and their weights stay in registers between the two products. K and V
+// are read once per kRows rows: 128 rows, or 64 rows above head_dim 128, because registers hold no more sums. While a
+// tile of 64 keys is in use, a tile of values is copied, and the other way round. These two tiles and the rows fill
+// shared memory.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -14,8 +15,8 @@ namespace attn::cuda {
 // kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
-  // 0: no limit of registers. Three blocks a multiprocessor instead of two, and four instead of three for few rows with
-  // head_dim 128, are faster on an H100, though each thread then has up to four addresses in memory.
+  // 0 means no limit of registers. On an H100 three blocks per multiprocessor are faster than two, and for few rows
+  // with head_dim 128 four blocks are faster than three, though each thread then has up to four addresses in memory.
   static constexpr int blocks_at_a_time() {
     if (kGeneral) return 0;
     if (kDim == 128 && kTiles == 1) return 4;
@@ -38,7 +39,8 @@ struct ForwardMma {
     const S* key_data;  // of the batch entry and head
     const S* value_data;
     RowTile<kRows> rows;
-    // Read and written once per tile of keys, so registers need not keep them. Each thread sums its own columns.
+    // These are read and written once per tile of keys, so registers need not keep them. In `sum` each thread sums its
+    // own columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];                      // of dropout's counters
@@ -71,15 +73,15 @@ struct ForwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
   }
 
-  // The first row of a warp's tile t, within the block's tile; and the row of a thread's elements 0 and 1 (half 0) or 2
-  // and 3 (half 1) of it.
+  // The first function returns the first row of a warp's tile t, within the block's tile. The second function returns
+  // the row of a thread's elements 0 and 1 (half 0) or 2 and 3 (half 1) of that tile.
   __device__ static __forceinline__ int row(const MmaThread& thread, int t) { return 16 * (kTiles * thread.warp + t); }
   __device__ static __forceinline__ int row(const MmaThread& thread, int t, int half) {
     return row(thread, t) + thread.group + 8 * half;
   }
 
-  // Where registers are fewest, the address of each row is a product of its own, because a sum would keep the previous
-  // row's in registers. `place`: see PagedRows.
+  // Where registers are fewest, the address of each row is computed by a multiplication, because an addition would keep
+  // the previous row's address in registers. `place`: see PagedRows.
   template <class Tile>
   __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
                                             int64_t cols, int place) {
@@ -121,7 +123,7 @@ struct ForwardMma {
   }
 
   struct NoMask {};
-  // M: NoMask, or what with_mask_number() says.
+  // M: NoMask, or the type of the mask's numbers (with_mask_number()).
   template <class M>
   __device__ __forceinline__ void go_over_keys(Output& output) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
@@ -140,19 +142,19 @@ struct ForwardMma {
     }
     while (keys > 0) {
       wait_for_copies<0>();
-      __syncthreads();  // the keys are there, and the last values have been read
+      __syncthreads();  // the keys are copied, and the previous values have been read
       load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim, InPages::kOfValues);
       commit_copies();
-      if constexpr (!kHasMask) find_in_pages(key + kKeys);  // arrives during the products
+      if constexpr (!kHasMask) find_in_pages(key + kKeys);  // is copied during the products
       Scores x = {};
       if (has_rows()) add_dots<kTiles>(x, shared.query, row(MmaThread(), 0), shared.key);
       if constexpr (!kHasMask) {
         wait_for_copies<0>();
-        __syncthreads();  // the values are there, and the keys have been read
+        __syncthreads();  // the values are copied, and the keys have been read
         start_key(key + kKeys, keys_from(key + kKeys));
       }
       if (has_rows()) make_scores<M>(x, key);
-      if constexpr (kHasMask) start_mask<M>(key + kKeys, keys_from(key + kKeys));  // arrives during the softmax
+      if constexpr (kHasMask) start_mask<M>(key + kKeys, keys_from(key + kKeys));  // is copied during the softmax
       if (has_rows()) {
         softmax(x, output);
         if constexpr (kGeneral)
@@ -169,7 +171,8 @@ struct ForwardMma {
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
       if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
       // Gradients of slopes multiply dS by distances, so they need the rounding errors of the weights too. Infinite
-      // values are left out: they were added above, and such an error may be 0.
+      // values are left out, because they were added above, and because a rounding error of 0 times infinity would be
+      // NaN.
       if constexpr (kGeneral)
         if (p.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
           add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {
@@ -187,13 +190,13 @@ struct ForwardMma {
   template <class M>
   __device__ __forceinline__ void start_mask(int64_t key, int keys) {
     if (keys <= 0) return;
-    __syncwarp();  // the last one has been read
+    __syncwarp();  // the previous mask has been read
     shared.mask.template copy<M>(p, [&](int i) { return shared.in_mask[i]; }, key);
     commit_copies();
   }
-  // Goes on to the first tile, from the one at `key` on, that the mask does not hide entirely. The mask of the tile at
-  // `key` has been read; keys and values of hidden tiles are not read. Ends with a barrier: pending copies are
-  // complete, and the previous keys have been read.
+  // Moves `key` on to the first tile that the mask does not hide entirely, which may be the tile at `key` itself. The
+  // mask of the tile at `key` has been copied before. Does not read keys and values of hidden tiles. Ends with a
+  // barrier, after which pending copies are complete and the previous keys have been read.
   template <class M>
   __device__ __forceinline__ void find_shown(int64_t& key, int& keys) {
     while (!__syncthreads_or(keys <= 0 || shared.mask.template shows_some<M>())) {
@@ -204,7 +207,7 @@ struct ForwardMma {
     }
   }
 
-  // If there are few rows, the first warps have all of them, and further warps only copy.
+  // If there are few rows, the first warps have all rows, and further warps only copy.
   __device__ __forceinline__ bool has_rows() const { return kTiles > 1 || row(MmaThread(), 0) < task.rows; }
 
   // Turns products into scores if kGeneral; else weight() scales them later. Sets -inf for keys that are hidden or do
@@ -242,18 +245,20 @@ struct ForwardMma {
 
   // The factor that turns a number of make_scores() into a score.
   __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
-  // The base-2 exponent of such a number: the number * scale * log2(e). Rounded once: its error is one factor of all
-  // weights that are shifted by the same maximum, and of their corrections. The division by their sum removes it.
+  // The base-2 exponent of such a number: the number * scale * log2(e). The exponent of the maximum is rounded once.
+  // Its rounding error becomes one factor that all weights shifted by this maximum share, and their corrections too.
+  // The division by the sum of the weights removes this factor.
   __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
   __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
-  // With masks of large numbers that factor would be too large: such rows are shifted first.
+  // With masks of large numbers that factor would be too large, so the scores of rows with a large maximum are shifted
+  // before they are scaled.
   static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
 
-  // exp(score - maximum) of a number of make_scores().
+  // Returns exp(score - maximum) for a number x of make_scores().
   __device__ __forceinline__ float weight(float x, float shift) const {
     return exp2_approx(fmaf(x, exponent_slope(), -exponent(shift)));
   }
-  // The factor of weights that were shifted by `old`; 1 if the maximum is the same.
+  // The factor that corrects weights which were shifted by `old`. It is 1 if the maximum is the same.
   __device__ __forceinline__ float correction(float old, float shift) const {
     return exp2_approx(exponent(old) - exponent(shift));
   }
@@ -276,7 +281,7 @@ struct ForwardMma {
     for (int lanes = 1; lanes < 4; lanes *= 2)
 #pragma unroll
       for (float& b : best) b = max_or_nan(__shfl_xor_sync(~0u, b, lanes), b);
-    __syncwarp();  // all of a row have read its maximum: shuffles wait for that, but do not order memory
+    __syncwarp();  // all lanes of a row have read its maximum; shuffles wait for lanes, but do not order memory
     float shift[2 * kTiles], factor[2 * kTiles];
     bool some_large = false;
 #pragma unroll
@@ -329,9 +334,9 @@ struct ForwardMma {
     }
   }
 
-  // Divides by the sum; a row that saw no key becomes 0, its logsumexp -inf.
+  // Divides by the sum. A row that saw no key becomes 0, and its logsumexp becomes -inf.
   __device__ __forceinline__ void write(const Output& output) {
-    __syncwarp();  // the maxima are there
+    __syncwarp();  // the maxima are written
     const MmaThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);
     const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
@@ -369,8 +374,8 @@ struct ForwardMma {
   }
 };
 
-// With kGeneral only blocks of few rows read keys in pages: the case is rare, and fewer instances compile sooner.
-// Splits are planned before, so this changes no bits.
+// With kGeneral only blocks of few rows read keys in pages, because the case is rare and fewer instances compile
+// sooner. Splits have been planned before, so these smaller blocks change no bits.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
   if constexpr (kPaged)

@@ -1,12 +1,12 @@
-// Keeps a tile of a mask in shared memory, because copies to it take no registers.
+// Keeps a tile of a mask in shared memory, because copies to shared memory take no registers.
 #pragma once
 
 #include "cuda/mma/scores.cuh"
 
 namespace attn::cuda {
 
-// [kRows, kKeys] numbers of a mask that is boolean or of the type S. A warp copies a quarter of the rows. Where the
-// block owns rows these are the rows of the warp's own scores, so that no warp waits for another. kKeepsThread:
+// [kRows, kKeys] numbers of a mask that is boolean or of the type S. A warp copies a quarter of the rows. If the block
+// owns rows, a warp copies the rows of its own scores, so that no warp waits for another. kKeepsThread: whether
 // registers may keep, from one tile to the next, what is computed from a thread's number.
 template <class S, int kRows, int kKeys, bool kKeepsThread>
 struct MaskTile {
@@ -18,8 +18,9 @@ struct MaskTile {
   template <class Number>
   static constexpr int kRowBytes = 16 * kVectors<Number>;
 
-  // The vectors in 128 bytes are permuted by the number of these bytes, so that lanes that read a fragment read
-  // different banks. Whatever is a multiple of 1024 bytes apart is permuted alike.
+  // The vectors within each 128 bytes are permuted by the index of these 128 bytes, so that the lanes that read a
+  // fragment read different banks. If the distance of two vectors is a multiple of 1024 bytes, their permutation is the
+  // same.
   alignas(128) unsigned char bytes[kRows * kKeys * 2];
 
   static __device__ __forceinline__ MmaThread this_thread() {
@@ -36,8 +37,8 @@ struct MaskTile {
     return byte ^ byte / 128 % 8 * 16;
   }
 
-  // A lane's share of the copy: one vector of each row in kPairs pairs of neighbouring rows, kStep rows apart. If there
-  // are few rows, some lanes have no share.
+  // A lane's share of the copy. A lane copies one vector from each row of kPairs pairs of neighbouring rows, and these
+  // pairs are kStep rows apart. If there are few rows, some lanes have no share.
   template <class Number>
   struct Share {
     static constexpr int kStep = 64 / kVectors<Number>;
@@ -55,14 +56,14 @@ struct MaskTile {
     __device__ __forceinline__ int first() const { return vector * kNumbers<Number>; }  // its first number, in a row
   };
 
-  // Starts to copy the mask of the tile of keys that begins with `key`; zeros where the mask has no vector. from(i)
-  // returns where row i of the mask begins. After commit_copies() and wait_for_copies() a lane may read its own share,
-  // after a further barrier all that was copied.
+  // Starts to copy the mask of the tile of keys that begins with `key`. Writes zeros where the mask has no vector.
+  // from(i) returns where row i of the mask begins. After commit_copies() and wait_for_copies() a lane may read its own
+  // share. After a further barrier it may read the whole tile.
   template <class Number, class From>
   __device__ __forceinline__ void copy(const Problem& p, From from, int64_t key) {
     const Share<Number> share;
     if (!share.exists) return;
-    const unsigned char* begin[Share<Number>::kPairs][2];  // read first: no read may overtake a copy that has started
+    const unsigned char* begin[Share<Number>::kPairs][2];  // read first, because no read overtakes a started copy
 #pragma unroll
     for (int k = 0; k < Share<Number>::kPairs; ++k)
 #pragma unroll
@@ -77,7 +78,7 @@ struct MaskTile {
     }
   }
 
-  // Whether a lane's share shows a key to a row.
+  // Whether the mask in a lane's share shows some key to some row.
   template <class Number>
   __device__ __forceinline__ bool shows_some() {
     const Share<Number> share;
@@ -94,13 +95,13 @@ struct MaskTile {
       }
       return some != 0;
     };
-#pragma unroll 1  // the first pair often shows some: further pairs are then not read
+#pragma unroll 1  // the first pair often shows some key, and then further pairs are not read
     for (int k = 0; k < Share<Number>::kPairs; ++k)
       if (pair_shows_some(k)) return true;
     return false;
   }
 
-  // Reads the mask of the scores of tile t of the warp, which owns rows.
+  // Reads the mask of the scores in tile t of a warp that owns rows.
   template <class Number>
   __device__ __forceinline__ void read(uint32_t (&mask)[kKeys / 8][2], int t) {
     const MmaThread thread = this_thread();
@@ -111,7 +112,7 @@ struct MaskTile {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // As in MmaTile::address(): the vector is n / 2, and eight rows further the permutation differs.
+          // As in MmaTile::address(). The vector is n / 2. Eight rows further the permutation differs.
           const unsigned at = (first ^ (n / 2 * 16 | half * kKeys)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
           mask[n][half] = *reinterpret_cast<const uint16_t*>(bytes + at);
         }
@@ -126,7 +127,7 @@ struct MaskTile {
       }
     }
   }
-  // Reads the mask of the warp's scores, where it owns 16 of the keys.
+  // Reads the mask of the scores of a warp that owns 16 keys.
   template <class Number>
   __device__ __forceinline__ void read_transposed(uint32_t (&mask)[kRows / 8][2]) {
     static_assert(kKeys == 64);
@@ -137,7 +138,8 @@ struct MaskTile {
       for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // The permutation of rows 8 n + 2 place and one further has bit 2 of the number of their 128 bytes, n % 2.
+          // Rows 8 n + 2 place and 8 n + 2 place + 1 share the 128 bytes with index 4 n + place. If n is odd, their
+          // permutation swaps the two rows.
           const unsigned char* const of_two = first + n * 512 + half * 8;
           mask[n][half] = of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8;
         }

@@ -10,8 +10,8 @@ namespace attn::cuda {
 
 constexpr int kMmaThreads = 128;  // four warps
 
-// [kRows, kCols], row by row. The vectors of a row are permuted by the row's number, so that the eight rows of a matrix
-// that a warp reads, and the columns that it writes, fall into different banks.
+// A tile [kRows, kCols], stored row by row. The vectors of a row are permuted by the row's number, so that the eight
+// rows of a matrix that a warp reads are in different banks, and likewise the columns that a warp writes.
 template <class S, int kRows, int kCols>
 struct MmaTile {
   static constexpr int kVectors = kCols / kVector;  // of a row
@@ -19,22 +19,22 @@ struct MmaTile {
 
   alignas(128) S numbers[kRows * kCols];
 
-  // Unsigned, so that what the row number of a fragment adds becomes part of an instruction.
+  // The arguments are unsigned, so that what the row number of a fragment adds becomes part of an instruction.
   __device__ __forceinline__ S* at(unsigned row, unsigned vector) {
     return numbers + row * kCols + (vector ^ row % 8) * kVector;
   }
   static constexpr unsigned kRowBytes = kCols * sizeof(S);
   // The address of vector `first` + 2 k of a row, where `first` is 0 or 1. It differs in a few bits from the address of
-  // vector `first`, because a tile begins at a multiple of 128 bytes: one instruction per k.
+  // vector `first`, because a tile begins at a multiple of 128 bytes. So each k takes one instruction.
   __device__ __forceinline__ SharedAddress address(unsigned row, unsigned first, unsigned k) {
     const SharedAddress of_first = shared_address(numbers) + row * kRowBytes + (first ^ row % 8) * 16;
     return (of_first ^ k % 4 * 32) + k / 4 * 128;
   }
 };
 
-// Starts to fill a tile: `rows` rows of `cols` numbers (in_vectors(), launch.h); zeros elsewhere. A thread copies one
-// vector of each of its rows first_row + i. from(first_row, i) returns where the row begins; i only increases. Complete
-// after commit_copies(), wait_for_copies() and a barrier.
+// Starts to fill a tile with `rows` rows of `cols` numbers (in_vectors(), launch.h) and with zeros elsewhere. A thread
+// copies one vector of each of its rows first_row + i, where i only increases. from(first_row, i) returns where the row
+// begins. The tile is complete after commit_copies(), wait_for_copies() and a barrier.
 template <class S, int kRows, int kCols, class From>
 __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from) {
   constexpr int kVectors = kCols / kVector;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int ro
   S* const to = tile.at(first_row, vector);
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce)
-    // The vectors of rows that are a multiple of 8 apart are permuted alike.
+    // If the distance of two rows is a multiple of 8, their vectors have the same permutation.
     copy_async(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i) + first,
                i < left);
 }
@@ -63,12 +63,12 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
 }
 
 // Where the rows of a tile of kKeys keys, and of their values, are stored in pages. The threads that copy the same rows
-// (see copy_tile()) look up one row each and exchange the offsets by shuffles. These need no barrier and no shared
-// memory, of which large heads leave none.
+// (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They need no
+// shared memory either, and with large heads none is left.
 template <int kKeys, int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;
-  static constexpr int kOfKeys = 0, kOfValues = kKeys / kRowsAtOnce;  // the first of the threads that know them
+  static constexpr int kOfKeys = 0, kOfValues = kKeys / kRowsAtOnce;  // the first thread that knows them
   static_assert(2 * kOfValues <= kVectors && kVectors <= 32);
 
   int64_t offset = 0;  // of this thread's row, from the start of the head
@@ -77,7 +77,7 @@ struct PagedRows {
   __device__ __forceinline__ void find(const Problem& p, int64_t n, int64_t key, int64_t last_key) {
     const int thread = thread_index(), number = thread % kVectors;
     key += thread / kVectors + number % kOfValues * kRowsAtOnce;
-    if (key >= last_key) return;  // 2 kOfValues threads know the rows; any others look the same rows up again
+    if (key >= last_key) return;  // 2 kOfValues threads know the rows; further threads look the same rows up again
     const bool of_key = number / kOfValues % 2 == 0;
     offset = offset_in_pages(p, of_key ? p.key.page : p.value.page, of_key ? p.key.row : p.value.row, n, key);
   }
@@ -101,12 +101,13 @@ struct MmaThread {
     group = lane / 4;
     place = lane % 4;
   }
-  // The columns of elements 0 and 2 (or 1 and 3, one further) of fragment n of a row of fragments.
+  // The column of elements 0 and 2 of fragment n in a row of fragments. Elements 1 and 3 are one column further.
   __device__ __forceinline__ int col(int n) const { return 8 * n + 2 * place; }
 };
 
-// The four lanes of a row exchange words: word i of lane `place` becomes word `place` of lane i. Step 1 swaps words off
-// the diagonals of 2 x 2 blocks, step 2 blocks of 2 x 2 off the diagonal of all.
+// The four lanes of a row exchange words: word i of lane `place` becomes word `place` of lane i. The words are a 4 x 4
+// matrix. Step 1 swaps the two words off the diagonal in each of its 2 x 2 blocks. Step 2 swaps the two 2 x 2 blocks
+// off the diagonal of the matrix.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2)
@@ -123,8 +124,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
 __device__ __forceinline__ bool takes_vectors(const Problem& p, const Operand& to, int64_t cols) {
   return to.dtype != DType::f32 && in_vectors(p, to, cols);
 }
-// Writes a row, if it exists (`there`). value(n, c) is a lane's number in column c of its two of fragment n. Called by
-// all lanes of a warp.
+// Writes a row, if it exists (`there`). A lane has two columns of fragment n, and value(n, c) is its number in column c
+// of these two. Called by all lanes of a warp.
 template <class S, int kFragments, class Value>
 __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, int64_t cols, bool there, Value value) {
   const MmaThread thread;
@@ -139,15 +140,15 @@ __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, i
   }
 }
 
-// Reads a warp's A [16 x 16]: rows from `row` + `further`, columns from 16 k. `further`, a multiple of 8 that the
-// compiler knows, becomes part of the instruction.
+// Reads a warp's A [16 x 16]: rows from `row` + `further`, columns from 16 k. `further` is a multiple of 8 that the
+// compiler knows, so it becomes part of the instruction.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int further,
                                        int k) {
   load_matrices(a, tile.address(row + lane % 16, lane / 16, k) + further * tile.kRowBytes);
 }
 
-// x[t] += A_t B^T, where A_t is the 16 rows of `a_rows` from `row` + 16 t on, and B all of `b_rows`.
+// x[t] += A_t B^T, where A_t is the 16 rows of `a_rows` from `row` + 16 t on, and B is all rows of `b_rows`.
 template <int kTiles, class S, int kRows, int kOthers, int kDim>
 __device__ __forceinline__ void add_dots(float (*x)[kOthers / 8][4], MmaTile<S, kRows, kDim>& a_rows, int row,
                                          MmaTile<S, kOthers, kDim>& b_rows) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ void add_dots(float (*x)[kOthers / 8][4], MmaTile<S, 
     for (int t = 0; t < kTiles; ++t) load_a(a[t], a_rows, lane, row, 16 * t, k);
 #pragma unroll
     for (int n = 0; n < kOthers / 8; n += 2) {
-      uint32_t b[4];  // two B of 16 x 8: rows from 8 n, and eight further
+      uint32_t b[4];  // two B of 16 x 8, from rows 8 n to 8 n + 7 and from the next eight rows
       load_matrices(b, b_rows.address(lane % 8 + lane / 16 * 8, lane / 8 % 2, k) + 8 * n * b_rows.kRowBytes);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
@@ -170,7 +171,7 @@ __device__ __forceinline__ void add_dots(float (*x)[kOthers / 8][4], MmaTile<S, 
   }
 }
 
-// Two numbers of a factor, 0 in place of infinities and NaNs.
+// Two numbers of a factor, with 0 in place of infinities and NaNs.
 template <class S>
 __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
   constexpr uint32_t kExponent = std::is_same_v<S, Half> ? 0x7c00 : 0x7f80;
@@ -179,8 +180,8 @@ __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
   return low | high;
 }
 
-// sum[t] += X_t B, where weight(t, n, half, c) are the numbers of X_t in its fragments, rounded to S, and B is all of
-// `others`. The C of two products, [16 x 8] each, have the layout of an A [16 x 16].
+// sum[t] += X_t B, where B is all rows of `others`. weight(t, n, half, c) returns a number of X_t in its fragments,
+// which is rounded to S here. Two fragments C [16 x 8] together have the layout of an A [16 x 16].
 template <int kTiles, Factor kFactor, class S, int kOthers, int kDim, class Weight>
 __device__ __forceinline__ void add_weighted(float (*sum)[kDim / 8][4], MmaTile<S, kOthers, kDim>& others,
                                              Weight weight) {
@@ -197,7 +198,7 @@ __device__ __forceinline__ void add_weighted(float (*sum)[kDim / 8][4], MmaTile<
       }
 #pragma unroll
     for (int n = 0; n < kDim / 8; n += 2) {
-      uint32_t b[4];  // two B of 16 x 8: columns from 8 n, and eight further
+      uint32_t b[4];  // two B of 16 x 8, from columns 8 n to 8 n + 7 and from the next eight columns
       load_matrices_transposed(b, others.address(lane % 16, lane / 16, n / 2) + 16 * k * others.kRowBytes);
       if constexpr (kFactor == Factor::finite)
 #pragma unroll

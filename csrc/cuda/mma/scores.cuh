@@ -1,5 +1,5 @@
 // Scores (score.h) in the fragments of tensor cores, for forward and backward: cap and ALiBi, the mask, hidden keys,
-// what dropout keeps.
+// and which weights dropout keeps.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace attn::cuda {
 
-// The size of a number of a boolean or 16-bit mask.
+// The bytes of a number of the mask, which is boolean or has 16 bits.
 __device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
 
 // Calls f.template operator()<Number>(): uint8_t for a boolean mask, else uint16_t.
@@ -21,15 +21,17 @@ __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
     f.template operator()<uint16_t>();
 }
 
-// A word of numbers of a mask, boolean ones or of the type S, that hides all of its keys: by false or by -inf.
+// A word of a mask's numbers that hides all keys of the word. All its numbers are false in a boolean mask, or -inf in a
+// mask of type S.
 template <class S, class Number>
 constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
 
 // Whether products become scores by ScoresMma::add_terms() before the mask is added.
 __device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.alibi_slopes; }
 
-// Scores of a warp: 16 rows, from row `own` of the block's tile on, by 8 kFragments keys; with kOwnsKeys 16 keys by 8
-// kFragments rows. S: the type of query and key, and of a mask that is not boolean.
+// The scores of a warp: 16 rows by 8 kFragments keys. With kOwnsKeys they are 16 keys by 8 kFragments rows. The 16 rows
+// or keys are those of the block's tile from number `own` on. S: the type of query and key, and of a mask that is not
+// boolean.
 template <class S, int kFragments, bool kOwnsKeys>
 struct ScoresMma {
   using Scores = float[kFragments][4];
@@ -53,7 +55,7 @@ struct ScoresMma {
   }
 
   // Turns products into scores without the mask: scales them, caps them and adds ALiBi. If there is a cap, calls
-  // on_cap(y, half, bit of Kept), where y is SoftCap's argument. ahead(i): the position of row i less the tile's first
+  // on_cap(y, half, bit of Kept), where y is SoftCap's argument. ahead(i): the position of row i minus the tile's first
   // key. steepness(i): the slope of row i's head.
   template <class OnCap, class Ahead, class Steepness>
   static __device__ __forceinline__ void add_terms(Scores& x, int own, const Problem& p, OnCap on_cap, Ahead ahead,
@@ -73,14 +75,14 @@ struct ScoresMma {
       });
   }
 
-  // The mask's numbers of the scores: two neighbours, as they are stored, in each word.
+  // The mask's numbers for the scores. Each word holds two neighbours as they are stored.
   using Mask = uint32_t[kFragments][2];
 
   // Whether all products of the warp's kTiles tiles from x on are finite. They are not if a query or key holds a NaN or
   // an infinity.
   template <int kTiles = 1>
   static __device__ __forceinline__ bool all_finite(const Scores* x) {
-    float sum[kTiles][2] = {};  // of products of two: not finite if one of them is not (or if they are very large)
+    float sum[kTiles][2] = {};  // of products of two scores; not finite if a score is not finite (or is very large)
     float total = 0;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -93,10 +95,11 @@ struct ScoresMma {
     return __all_sync(~0u, total * 0 == 0);
   }
 
-  // How a mask is added: to_finite needs products that are all finite, to_any takes longer. `Number`: see
-  // with_mask_number().
+  // How a mask is added: to_finite needs products that are all finite. to_any takes any products, but takes longer.
+  // `Number`: see with_mask_number().
   enum class Add { boolean, to_finite, to_any };
-  // Calls f.template operator()<kHow>(). `finite()`: whether all products are finite, called only if that matters.
+  // Calls f.template operator()<kHow>(). `finite()` says whether all products are finite, and is called only if that
+  // matters.
   template <class Number, class Finite, class F>
   static __device__ __forceinline__ void choose_add(Finite finite, F f) {
     if constexpr (sizeof(Number) == 1)
@@ -106,7 +109,7 @@ struct ScoresMma {
     else
       f.template operator()<Add::to_any>();
   }
-  // Turns products into scores; after add_terms() the slope is 1.
+  // Turns products into scores with the mask. `slope` is 1 if add_terms() has turned them into scores before.
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
     each(x, 0, [&](float& score, int, int, int half, int bit) {
@@ -120,12 +123,12 @@ struct ScoresMma {
     });
   }
 
-  // Sets to -inf the scores of keys, from `key` on, that a row does not see. With kOwnsKeys also hides rows from
-  // `count` on, because they must add nothing to sums over rows. Called by all lanes.
+  // Sets a score to -inf if its row does not see its key. The keys begin with `key`. With kOwnsKeys also hides rows
+  // from `count` on, because they must add nothing to sums over rows. Called by all lanes.
   template <class Rows>
   static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Sequence& s, const Rows& rows, int count,
                                                    int64_t key) {
-    const auto seen_by = [&](int i) {  // keys of the tile that row i sees
+    const auto seen_by = [&](int i) {  // the keys of the tile that row i sees
       const int64_t position = rows.position[i];
       return TileRange(kOwnsKeys && i >= count ? Range{0, 0} : visible_keys(s, {position, position + 1}), key);
     };
@@ -134,7 +137,7 @@ struct ScoresMma {
            [&](float& score, int i, int j, int, int) { score = seen_by(i).contains(j) ? score : -infinity<float>(); });
       return;
     }
-    const TileRange mine = seen_by(own + thread_index() % 16);  // one row per lane, because 64 bits take registers
+    const TileRange mine = seen_by(own + thread_index() % 16);  // one row per lane: 64-bit numbers take registers
     const MmaThread thread;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -148,15 +151,15 @@ struct ScoresMma {
   }
 
   // Sets in `kept` which weights dropout keeps. `head_number(i)`: the number of row i's head in dropout's counters.
-  // kAtOnce: how many counters are computed side by side, which takes registers; 1 where registers are fewest.
+  // kAtOnce: how many counters are computed side by side, which takes registers. It is 1 where registers are fewest.
   template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
                                                       HeadNumber head_number, int64_t key) {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {
-      // Four lanes, of one place and neighbouring groups, hold the keys of one counter. Each computes the counter of
-      // one of its elements, and shuffles give all lanes the bits of all four.
+      // Four lanes with the same place and neighbouring groups hold the keys of one counter. Each lane computes the
+      // counter of one of its elements, and shuffles give each of the four lanes the bits of all four counters.
       const int mine = thread.group % 4;
       const int64_t quad = (key + own + thread.group + 8 * (mine / 2)) / 4;
 #pragma unroll kAtOnce
@@ -174,7 +177,8 @@ struct ScoresMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
-        // Lanes 2 i and 2 i + 1 hold the columns of one counter: each computes the counters of every other fragment.
+        // Two neighbouring lanes hold the columns of one counter. Each of the two computes the counters of every other
+        // fragment.
 #pragma unroll kAtOnce
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;

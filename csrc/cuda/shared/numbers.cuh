@@ -14,7 +14,7 @@ __device__ __forceinline__ T infinity() {
   return static_cast<T>(HUGE_VALF);
 }
 
-// For double; float has an instruction (ptx.cuh).
+// The larger number, or NaN if one is NaN. For float there is an instruction (ptx.cuh).
 __device__ __forceinline__ double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
 
 // 16 bytes, moved at once.
@@ -37,8 +37,9 @@ __device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset
 // How the factor of a weight is read: `finite` replaces infinities and NaNs by 0.
 enum class Factor { as_it_is, finite };
 
-// Calls f.template operator()<N>(). A kernel loads numbers of this operand as N. Kernels that compute in double meet no
-// 16-bit numbers. Loops belong into f, because behind a branch each load would wait for the last.
+// Calls f.template operator()<N>(), where N is the type of the operand's numbers as a kernel loads them. Kernels that
+// compute in double load no 16-bit numbers. Put loops into f, because behind a branch each load would wait for the load
+// before it.
 template <class T, class F>
 __device__ __forceinline__ void with_loaded(const Operand& x, F f) {
   if (x.dtype == DType::f32)
@@ -56,7 +57,7 @@ __device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
   else
     with_loaded<T>(x, f);
 }
-// The value of such a number; for a boolean one, what a mask adds to the score.
+// The value of a number that was loaded as N. If N is boolean, returns what the mask adds to the score.
 template <class T, class N>
 __device__ __forceinline__ T value_of(const Operand& x, N loaded) {
   if constexpr (std::is_same_v<N, uint8_t>)
@@ -80,8 +81,9 @@ __device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
   return value;
 }
 
-// The score of a product, with its mask added; -inf is selected, not computed. It is rounded once, so that forward and
-// derivatives have the same bits: one unit in the last place of a score may be large.
+// Turns a product into a score and adds the mask. If the mask is -inf, the result is selected, not computed. The score
+// is rounded once, so that forward and derivatives have the same bits, because one unit in the last place of a score
+// may be large.
 template <class T>
 __device__ __forceinline__ T masked_score(T product, T slope, T bias) {
   return bias == -infinity<T>() ? bias : fma(product, slope, bias);
@@ -99,7 +101,7 @@ __device__ __forceinline__ T store_rounded(const Operand& to, int64_t index, T x
     return to_float(static_cast<Half*>(to.data)[index] = from_float<Half>(x));
   }
 }
-// Does the same, and writes the rounding error of x to `rest`, if that has data.
+// Does the same, and writes the rounding error of x to `rest`, if `rest` has data.
 template <class T>
 __device__ __forceinline__ void store_exactly(const Operand& to, int64_t index, const Operand& rest, int64_t rest_index,
                                               T x) {

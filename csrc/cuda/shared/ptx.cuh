@@ -1,5 +1,5 @@
-// Everything that C++ cannot say: one wrapper an instruction. Nothing else in this directory has inline PTX, so that a
-// replacement of this one header, and of cuda_runtime.h, runs the kernels on a CPU (tests/stand_in).
+// Wraps each instruction that C++ cannot express in a function. No other file of the kernels has inline PTX. So
+// tests/stand_in replaces only this header and cuda_runtime.h to run the kernels on a CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,20 +17,21 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The block's dynamic shared memory, all that a kernel uses.
+// The block's dynamic shared memory. Kernels use no other shared memory.
 __device__ __forceinline__ unsigned char* shared_memory() {
   extern __shared__ __align__(128) unsigned char attn_shared_memory[];
   return attn_shared_memory;
 }
 
-// threadIdx.x, read again: what one phase of a kernel computes from it takes no registers during other phases.
+// Reads threadIdx.x again, so that what one phase of a kernel computes from it takes no registers during other phases.
 __device__ __forceinline__ int thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 
-// An address in shared memory, as load_matrices() takes it: the tiles' addresses are computed from one another.
+// An address in shared memory, as load_matrices() takes it. It is a number, so that tiles can compute one address from
+// another.
 using SharedAddress = uint32_t;
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
@@ -66,7 +67,7 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   return y;
 }
 
-// The larger one; NaN if one is NaN.
+// The larger number, or NaN if one is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -81,21 +82,22 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // --- tensor cores ---
-// Lane l of a warp has group l / 4 and place l % 4. A fragment of two numbers a register:
+// Lane l of a warp has group l / 4 and place l % 4. The list gives (row, column) of the lane's numbers in each
+// fragment. A register of A or B holds two neighbours:
 //   A [16 x 16]: a[0] (group, 2 place),     a[1] (group + 8, 2 place),
 //                a[2] (group, 2 place + 8), a[3] (group + 8, 2 place + 8)
 //   B [16 x 8]:  b[0] (2 place, group), b[1] (2 place + 8, group), pairs along the rows
 //   C [16 x 8], float: c[0], c[1] (group, 2 place + 0, 1), c[2], c[3] (group + 8, 2 place + 0, 1)
 
-// Four 8 x 8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8, 16 bytes. Lane l gets
-// in r[m] the numbers (l / 4, 2 (l % 4) + 0, 1) of matrix m.
+// Loads four 8 x 8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l / 8. A row is 16
+// bytes. Lane l receives in r[m] the numbers (l / 4, 2 (l % 4) + 0, 1) of matrix m.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row)
                : "memory");
 }
-// The same of the transposed matrices.
+// The same for the transposed matrices.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -133,7 +135,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool ther
 }
 // Makes one group of all copies of this thread since the last call.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `kLeft` of this thread's groups, the latest, are still under way.
+// Waits until at most the latest `kLeft` groups of this thread are still under way.
 template <int kLeft>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");

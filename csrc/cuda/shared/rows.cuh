@@ -12,17 +12,19 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
   return static_cast<const S*>(x.data) + batch_offset(p, x, n) + head * x.head;
 }
 
-// The number of blocks, each of which owns a tile: up to `most` rows of a group of heads, or keys of one of `heads`
-// heads. A block that finds no tile ends without reading or writing.
+// These functions count the blocks of a kernel. Each block owns a tile: up to `most` rows of a group of heads, or up to
+// `most` keys of one of `heads` heads. A block that finds no tile ends without reading or writing.
 //
-// In the list of its group a head of a packed sequence has that sequence's own number of rows, so tiles of rows and
-// keys are cut as in a call of the sequence alone. Its bits also depend on the size of tiles of rows and on the splits
-// of the keys, which are planned from the most queries and keys, the number of sequences and the device.
+// In its group's list of rows, a head of a packed sequence has as many rows as the sequence has queries. So tiles of
+// rows and keys are cut as in a call with this sequence alone. The bits of its results also depend on the size of tiles
+// of rows and on the splits of the keys. Both are planned from the largest numbers of queries and keys, the number of
+// sequences and the device.
 //
-// The host knows the sum of the lengths of packed sequences and the longest, but not each length. A block has a place
-// and looks for the tile there. If that takes fewer places (are_alike), each sequence has as many as the longest has
-// tiles. Else it has as many as its own tiles, or one more: sequence s, which begins with row or key `start`, has its
-// first place at start / most + s.
+// The host knows the sum of the lengths of packed sequences and the longest length, but not each length. So a block has
+// the number of a place, and finds out which tile is at that place. Places are numbered in one of two ways, whichever
+// needs fewer places (are_alike). In the first way each sequence has as many places as the longest sequence has tiles.
+// In the second way each sequence has as many places as it has tiles, or one more: sequence s, which begins with row or
+// key `start`, has its first place at start / most + s.
 ATTN_INLINE constexpr int64_t places_by_length(const Problem& p, int64_t of_all, int64_t most) {
   return of_all / most + p.sequences;
 }
@@ -34,7 +36,7 @@ ATTN_INLINE constexpr int64_t tiles_of(const Problem& p, int64_t of_longest, int
   return larger(1, p.sequences) * divide_up(of_longest, most);
 }
 // Whether no tile has rows of two heads, in a sequence of `queries` rows. In a window the last rows of a head and the
-// first ones of the next see keys far apart, and a tile would pass over all keys in between.
+// first rows of the next head see keys far apart. A tile with both would pass over all keys in between.
 ATTN_INLINE constexpr bool heads_apart(const Problem& p, int64_t queries, int64_t most) {
   return p.group > 1 && most_keys(p, most) < smaller(queries, p.keys);
 }
@@ -45,7 +47,7 @@ ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t most) {
 ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
   return tiles_of(p, p.keys, p.key_tokens, most);
 }
-// The batch entries; packed sequences that share places count as one.
+// The number of batch entries, where packed sequences that share places count as one entry.
 ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
   return entries_of(p) * p.groups() * tiles_of_rows(p, most);
@@ -59,9 +61,9 @@ struct Tile {
   int64_t n;  // the batch entry
   int64_t number;
 
-  // Returns the tile at `place` of an entry (entries_of). starts: the first tokens of its packed sequences. Together
-  // they have `tokens` tokens, the longest has `longest`, and each token is `of_token` rows or keys. The tile's number
-  // is less than 0 if sequences are not in order.
+  // Returns the tile at `place` of an entry (entries_of). `starts` holds the first token of each packed sequence. The
+  // sequences of an entry have `tokens` tokens together, the longest sequence has `longest` tokens, and each token is
+  // `of_token` rows or keys. The tile's number is less than 0 if sequences are not in order.
   static __device__ __forceinline__ Tile at(const Problem& p, int64_t entry, int64_t place, const int64_t* starts,
                                             int64_t longest, int64_t tokens, int64_t of_token, int64_t most) {
     if (p.sequences == 0) return {entry, place};
@@ -78,7 +80,8 @@ struct Tile {
     }
     return {entry * p.sequences + sequence, place - first_place(sequence)};
   }
-  // Where the tile begins in a list of `count`; `count` or more if it is beyond the end.
+  // Where the tile begins in a list of `count` rows or keys. The result is `count` or more if the tile is beyond the
+  // end.
   __device__ __forceinline__ int64_t first(int64_t count, int64_t most) const {
     return number < 0 ? count : number * most;
   }
@@ -98,28 +101,30 @@ struct RowTile {
     head[i] = row.head;
     position[i] = row.position;
   }
-  // Rows past the end repeat the last one and are never written.
+  // Rows past the end repeat the last row and are never written.
   static __device__ __forceinline__ int last_repeated(int i, int count) { return i < count ? i : count - 1; }
 
   // Returns where row i begins within its batch entry, in elements.
   __device__ __forceinline__ int64_t offset(const Operand& x, int i) const {
     return head[i] * x.head + position[i] * x.row;
   }
-  // Row i, of batch entry n, and its number.
+  // Row i of batch entry n, and the number of that row.
   __device__ __forceinline__ Row at(int64_t n, int i) const { return {n, head[i], position[i]}; }
   __device__ __forceinline__ int64_t number(const Problem& p, int64_t n, int i) const {
     return row_number(p, n, head[i], position[i]);
   }
 };
 
-// Returns the positions of `count` rows from `first` on: all of the sequence if they are of more than one head.
+// Returns the positions of `count` rows from `first` on: all positions of the sequence if the rows are of more than one
+// head.
 __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first, int64_t count) {
   const int64_t end = first.position + count;
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
-// Returns the number of rows from one at `position` to the next with a position in `seen`, which is not empty, rounded
-// down to whole tiles. Returns `left`, the rows left in the list of heads, if there is no such row.
+// Returns the number of rows, rounded down to whole tiles, from a row at `position` to the next row whose position is
+// in `seen`. The range `seen` is not empty. Returns `left`, the number of rows left in the list of heads, if there is
+// no such row.
 __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t left,
                                               int64_t tile) {
   if (position < seen.last) return larger(0, seen.first - position) / tile * tile;
@@ -127,7 +132,7 @@ __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int6
   return of_next_head < left ? of_next_head / tile * tile : left;
 }
 
-// The keys of a range in the tile that begins with `key`, counted from there.
+// The part of a range of keys in the tile that begins with `key`. Keys are counted from the start of the tile.
 struct TileRange {
   int first;
   unsigned count;
@@ -150,7 +155,7 @@ struct TileRange {
 };
 
 // One block's share of the problem, in shared memory, so that one thread computes it and no register keeps it. Blocks
-// of the same keys are neighbours; under causality those with most keys come first.
+// that read the same keys are neighbours. Under causality the blocks that read most keys come first.
 struct Task {
   Sequence sequence;   // of the batch entry
   int64_t n;           // the batch entry
@@ -160,7 +165,7 @@ struct Task {
   int rows;           // 0: there is nothing to do, and only the batch entry is set
   int64_t split;
   int64_t first_key, last_key;  // the tile's rows see no other keys
-  Range positions;              // contains the positions of its rows
+  Range positions;              // contains the positions of the tile's rows
   Range seen_by_all;            // the keys that every row sees
 
   // Sets up to `most` rows, from `first` on, of the list that begins with `head`. Called by one thread, followed by a
@@ -178,7 +183,7 @@ struct Task {
     seen_by_all = common(visible_keys(sequence, {positions.first, positions.first + 1}),
                          visible_keys(sequence, {positions.last - 1, positions.last}));
   }
-  // Says whether no score of `count` keys from `key` on is hidden from a row.
+  // Says whether every row sees all `count` keys from `key` on, apart from the mask.
   __device__ __forceinline__ bool all_visible(int64_t key, int count) const {
     return seen_by_all.first <= key && key + count <= seen_by_all.last;
   }
@@ -187,8 +192,9 @@ struct Task {
   // The first of the rows.
   __device__ __forceinline__ Row row_at() const { return row_after(sequence.queries, {n, first_head, 0}, first_row); }
 
-  // Sets all members for block `number` of a kernel. Its blocks own up to `most` rows and pass over the keys that these
-  // see, or over a split of them, in tiles of `tile`. Called by one thread, followed by a barrier.
+  // Sets all members for block `number` of a kernel. The block owns up to `most` rows. It passes over the keys that
+  // these rows see, or over a split of those keys, in tiles of `tile` keys. Called by one thread, followed by a
+  // barrier.
   template <class Params>
   __device__ void set(const Params& p, int64_t number, int64_t most, int64_t tile) {
     const int64_t places = tiles_of_rows(p, most), place = number % places;
@@ -203,7 +209,7 @@ struct Task {
     const int64_t queries = length_of(p.visibility.query_lengths, at.n, p.queries);
     const int64_t parts = heads_apart(p, queries, most) ? p.group : 1;
     const int64_t part_rows = parts > 1 ? queries : p.group * queries, tiles = divide_up(part_rows, most);
-    const int64_t behind = at.number * turns + place % turns;  // tiles behind this one
+    const int64_t behind = at.number * turns + place % turns;  // the number of tiles behind this one
     n = at.n;
     rows = 0;
     first_key = last_key = 0;

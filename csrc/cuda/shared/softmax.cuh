@@ -1,4 +1,4 @@
-// The statistics of a row, and what dropout keeps of it.
+// The statistics of a row, and which of its weights dropout keeps.
 #pragma once
 
 #include "cuda/shared/rows.cuh"
@@ -28,7 +28,7 @@ __device__ inline Pair<T> logsumexp_of(T maximum, T maximum_low, T sum) {
   return {sum == 0 ? -infinity<T>() : high, sum == 0 || !finite ? 0 : low + maximum_low};
 }
 
-// The logsumexp of a row, from which its weights are computed again; +inf if the row attends to no key.
+// The logsumexp of a row, from which kernels compute the row's weights again. It is +inf if the row attends to no key.
 template <class T>
 struct SavedRow {
   Pair<T> logsumexp;
@@ -43,7 +43,7 @@ struct SavedRow {
   }
 };
 
-// The number of a row's head, by which its sink and slope are stored.
+// The number of a row's head, which is the index of the head's sink and slope.
 __device__ __forceinline__ int64_t head_number(const Problem& p, const Row& row) { return row.n * p.heads + row.head; }
 
 // The sink of a row; -inf if there is none.
@@ -52,15 +52,16 @@ __device__ __forceinline__ T sink_of(const Problem& p, const Row& row) {
   return p.sinks ? static_cast<const T*>(p.sinks)[head_number(p, row)] : -infinity<T>();
 }
 
-// What exp() is shifted by: a row without any key so far has weights exp(-inf - 0) = 0.
+// What is subtracted from scores before exp(). It is 0 for a row without any key so far, whose weights are then
+// exp(-inf - 0) = 0.
 template <class T>
 __device__ __forceinline__ T shift_of(T maximum) {
   return maximum == -infinity<T>() ? static_cast<T>(0) : maximum;
 }
 
 // Adds the sink of a row to the logsumexp of its keys. Returns the share of the weight that the keys keep:
-// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times that share: NaN if the
-// sink is NaN.
+// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times that share, which is
+// NaN if the sink is NaN.
 template <class T>
 __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
   if (!p.sinks) return 1;
@@ -72,7 +73,7 @@ __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumex
   return sum == 0 ? 0 : of_keys / sum;
 }
 
-// Writes the statistics of a row that the caller wants, its splits merged; the logsumexp includes the sink.
+// Writes the statistics that the caller wants of a row whose splits have been merged. The logsumexp includes the sink.
 template <class T>
 __device__ inline void write_statistics(const ForwardParams& p, const Row& row, Pair<T> logsumexp, T max_score) {
   const int64_t r = row_number(p, row.n, row.head, row.position);
@@ -106,9 +107,9 @@ struct Dropout {
     return static_cast<uint32_t>(static_cast<uint64_t>(n * p.heads + h) % period);
   }
 
-  // Returns bits: bit w says whether key 4 * quad + w is kept. Philox4x32-10 (Salmon et al., Parallel Random Numbers:
-  // As Easy as 1, 2, 3, SC 2011). kUnrolled: how many of its ten rounds the compiler sees at once; more take more
-  // registers.
+  // Returns bits: bit w says whether key 4 * quad + w is kept. The random numbers are those of Philox4x32-10 (Salmon et
+  // al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). kUnrolled: how many of Philox's ten rounds are unrolled
+  // at once. More rounds take more registers.
   template <int kUnrolled = 10>
   __device__ inline unsigned kept(int64_t quad, int64_t position, uint32_t head_number) const {
     uint32_t c[4] = {static_cast<uint32_t>(quad), static_cast<uint32_t>(position), head_number, offset};
@@ -151,7 +152,7 @@ struct OutputRow {
     else
       store_exactly(p.output, output_at + d * p.output.col, p.residual, residual_at + d * p.residual.col, x);
   }
-  // Calls the function of this name, except for a split: merge_splits() adds the sink.
+  // Calls cuda::add_sink(), unless there are splits. With splits merge_splits() adds the sink.
   __device__ __forceinline__ T add_sink(Pair<T>& logsumexp) const {
     return p.splits > 1 ? 1 : cuda::add_sink(p, row, logsumexp);
   }
@@ -162,10 +163,11 @@ struct OutputRow {
   }
 };
 
-// Writes delta of a row, <G, O> - g, where g is the gradient of its logsumexp. Delta is two numbers, because for a row
-// with one key Z dP - delta must be exactly g. Writes the gradients that follow from it: of the sink, dsink = -Psink
-// delta, and of a number added to all scores of the row, sum_j dS_ij = g - dsink. For SecondParams also writes tdelta =
-// <G, tO>, and the derivatives of those gradients in their place, with tPsink = Psink (tsink - c).
+// Writes delta of a row, <G, O> - g, where g is the gradient of its logsumexp. Delta is stored as two numbers, because
+// for a row with one key Z dP - delta must be exactly g. Also writes the two gradients that follow from delta. The
+// gradient of the sink is dsink = -Psink delta. The gradient of a number added to all scores of the row is sum_j dS_ij
+// = g - dsink. For SecondParams also writes tdelta = <G, tO>, and writes the derivatives of the two gradients in their
+// place, with tPsink = Psink (tsink - c).
 template <class T, class Params>
 __device__ inline void write_delta(const Params& p, const Row& at, T of_output, T of_tangent) {
   constexpr bool kSecond = requires { p.tangent_delta; };

@@ -1,7 +1,8 @@
-// Computes gradients, and their derivative along a direction, with plain multiply-adds, for what uses_mma() refuses,
-// for every second derivative, for slopes and for masks summed over rows: the formulas of cpu/kernels/backward.inl,
-// whose names are used here. Every block computes again the scores that it needs, and weights from the saved logsumexp.
-// A block owns a part of one gradient and sums it in a fixed order, so that equal calls give equal bits:
+// Computes gradients, and their derivative along a direction, with plain multiply-adds. Serves calls that uses_mma()
+// refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The formulas
+// and their names are those of cpu/kernels/backward.inl. Every block computes the scores that it needs again. It
+// computes weights from these scores and the saved logsumexp. A block owns a part of one gradient and sums it in a
+// fixed order, so that equal calls give equal bits:
 //
 //   dQ  64 queries, over all keys                  dK, dV  64 keys, over all queries of all heads that read them
 //   dM  64 x 64 of the mask, or 64 numbers of its only row, over all heads, batch entries and rows that share them
@@ -16,7 +17,7 @@ namespace attn::cuda {
 
 enum class Gradient { query, key, value, mask, slopes };
 
-// How many blocks compute kCols columns of a gradient; how many columns it has.
+// The number of blocks that compute kCols columns of a gradient, and the number of columns that the gradient has.
 template <Gradient kOf, class Params>
 ATTN_INLINE constexpr int64_t gradient_tasks(const Params& p) {
   if (kOf == Gradient::mask) return p.mask_tasks();
@@ -30,7 +31,8 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
 }
 
 // Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. If a row
-// attends to one key only, O is that V, and dP - delta is then exactly 0, or the gradient of the logsumexp.
+// attends to one key only, O is the value of that key. Then dP - delta is exactly 0, or exactly the gradient of the
+// logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -45,7 +47,7 @@ struct DeltaSimt {
   const Params& p;
   Shared& shared;
 
-  // <G, x> + <G, rest>, as two sums with one read of G.
+  // Returns <G, x> + <G, rest>, computed as two sums that read G once.
   __device__ T dot(const Operand& x, const Operand& rest) {
     const Operand* const terms[] = {&x, &rest};
     T sums[2] = {};
@@ -90,12 +92,13 @@ struct DeltaSimt {
   }
 };
 
-// kOf: the gradient that the block owns a part of, kCols columns of it.
+// kOf: the gradient of which the block owns a part. kCols: the number of columns of that part.
 template <class T, class Params, Gradient kOf, int kCols>
 struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradient::value, kCols> {
   static constexpr bool kOwnsKeys = kOf == Gradient::key || kOf == Gradient::value;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
-  // Mask and slopes are added after the cap: their gradients need dS, but dQ and dK need dZ = dS cap'.
+  // The mask and ALiBi are added after the cap, so the gradients of masks and slopes need dS. dQ and dK need dZ = dS
+  // cap'.
   static constexpr bool kBehindCap = kOf == Gradient::mask || kOf == Gradient::slopes;
   using Base = ScoresSimt<T, Params, kOwnsKeys, kCols>;
   using Base::kN;
@@ -112,16 +115,17 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Pair<T> logsumexp;  // r and c - r, see cpu/kernels/tangent.inl
     T delta;
 
-    // The derivative of a score less the derivative of the logsumexp.
+    // The derivative of a score minus the derivative of the logsumexp.
     __device__ __forceinline__ T centred(T tangent) const { return (tangent - logsumexp.high) - logsumexp.low; }
   };
-  // Shared memory that second derivatives need besides.
+  // Further shared memory, which second derivatives need.
   struct Tangent {
     alignas(16) T rest[kSimtTile * kSimtStride<T>];
     TangentStatistics row[kSimtTile];
   };
-  // The progress of a block that sums over rows: it is at tile `row` of [first_row, last_row), in `turn` of `turns`,
-  // one for each group of heads or sharer of a mask. In shared memory, because no registers are left.
+  // The progress of a block that sums over rows. The block is at the tile that begins with `row` in [first_row,
+  // last_row), in turn number `turn` of `turns`. There is one turn for each group of heads or sharer of a mask. Shared
+  // memory holds this struct, because no registers are left.
   struct RowLoop {
     int64_t turns, first_row, last_row;
     int64_t turn, row;
@@ -148,7 +152,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.tangent.row[i] = {static_cast<const Pair<T>*>(p.tangent_logsumexp)[r],
                                static_cast<const T*>(p.tangent_delta)[r]};
   }
-  // Sets the rows at which the loop is, of the list that begins with `head`.
+  // Sets the rows of the tile at which the loop is, in the list that begins with `head`.
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head) {
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
@@ -158,7 +162,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     shared.loop = {first < last ? turns : 0, first, last, 0, first};
     skip_rows();
   }
-  // Goes on to the next such rows. All threads have read the last place, because go_to_rows() has barriers.
+  // Goes on to the next rows that may see some of the block's keys. All threads have read the previous place by then,
+  // because go_to_rows() has barriers.
   __device__ __forceinline__ void next_rows() {
     if (threadIdx.x == 0) {
       shared.loop.row += kSimtTile;
@@ -180,7 +185,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   }
 
   // Turns scores in x into weights P. Returns which of them are not 0. Callers select 0 for products with a weight of
-  // 0, because nothing of a masked key or its value may come through, not even a NaN.
+  // 0, because not even a NaN of a masked key or its value may come through.
   __device__ __forceinline__ uint32_t make_weights(Scores& x) {
     uint32_t attended = 0;
     this->each(x, [&](T& score, int row, int, int bit) {
@@ -205,7 +210,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
 
-  // Computes dZ = P u (Z dP - delta) into x, with u = cap'; kBehindCap: dS, with u = 1.
+  // Computes dZ = P u (Z dP - delta) into x, with u = cap'. With kBehindCap computes dS, where u = 1.
   __device__ __forceinline__ void compute_first_ds(Scores& x, int64_t key) {
     const bool capped = !kBehindCap && p.softcap > 0;
     this->scores(x, key, [&](T y, int row, int k) { this->weight(row, k) = SoftCap<T>::slope(y); });
@@ -264,14 +269,14 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     else
       compute_first_ds(x, key);
   }
-  // x = <G, value>; 0 if there is none.
+  // x = <G, value>, or 0 if there is no value.
   __device__ __forceinline__ void add_value_dots(Scores& x, const Operand& value, int64_t base, int64_t key) {
     this->clear(x);
     if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
   // Adds the contribution of the tile of rows and the keys from `key` on. The factor of dS is made finite, because a
-  // NaN may reach dQ and dK through dS alone: where a row attends to the key.
+  // NaN may reach dQ and dK through dS alone, and so only where a row attends to the key.
   __device__ __forceinline__ void add_tile(Sums& sum, int64_t key) {
     Scores x;
     if constexpr (kOf == Gradient::value) {
@@ -374,7 +379,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       number /= p.mask_key_tasks;
       shared.slice = number / p.mask_row_tasks;
       const int64_t first_row = number % p.mask_row_tasks * kSimtTile;
-      // Entries that share a mask have equally many queries, because each packed sequence has its own part of the mask.
+      // Entries that share a mask have the same number of queries, because each packed sequence has its own part of the
+      // mask.
       const int64_t queries = sequence_of(p, sharer_of_mask(p, p.grad_mask, shared.slice, 0).n).queries;
       const int64_t last_row = one_row ? queries : smaller(first_row + kSimtTile, queries);
       begin_rows(p.batch * p.heads / p.mask_slices, first_row, last_row);

@@ -1,14 +1,15 @@
-// Computes O = softmax(scale Q K^T + mask) V where uses_mma() refuses, tile by tile with the online softmax (Milakov &
-// Gimelshein, 2018; Dao et al., FlashAttention, 2022). A block owns 64 rows, reads K and V once and, for every 128
-// columns of the output, K once more. Per row the running maximum m and sum l are kept; when a tile raises m, what was
-// accumulated before is multiplied by exp(m_old - m_new).
+// Computes O = softmax(scale Q K^T + mask) V where uses_mma() is false, tile by tile with the online softmax (Milakov &
+// Gimelshein, 2018; Dao et al., FlashAttention, 2022). A block owns 64 rows and up to 128 columns of the output (64 in
+// float64). It reads K, and these columns of V, once. It keeps the running maximum m and sum l of each row. When a tile
+// raises m, it multiplies what it has accumulated before by exp(m_old - m_new).
 #pragma once
 
 #include "cuda/simt/scores.cuh"
 
 namespace attn::cuda {
 
-// T: the type it computes in. kValueCols: the columns of the output that a block computes. kPaged: see ScoresSimt.
+// T: the type that the kernel computes in. kValueCols: the columns of the output that a block computes. kPaged: see
+// ScoresSimt.
 template <class T, int kValueCols, bool kPaged>
 struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
   using Base = ScoresSimt<T, ForwardParams, false, kValueCols, kPaged>;
@@ -17,7 +18,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
   using Base::task;
 
   struct Shared : Base::Shared {
-    T maximum[kSimtTile], sum[kSimtTile];  // read and written once a tile of keys: registers need not keep them
+    T maximum[kSimtTile], sum[kSimtTile];  // read and written once per tile of keys, so registers need not keep them
   };
 
   Shared& shared;
@@ -69,7 +70,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
       for (T& score : x[i]) total += score = exp(score - shift);
       total = sum_over_x(total);
       const T correction = exp(old - shift);
-      __syncwarp();  // all of the row have read: shuffles wait for that, but do not order memory
+      __syncwarp();  // all threads of the row have read; shuffles wait for threads, but do not order memory
       if (thread.x == 0) {
         shared.maximum[row] = best;
         shared.sum[row] = old_sum * correction + total;
@@ -79,7 +80,7 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
     }
   }
 
-  // Divides by the sum; a row that saw no key becomes 0, its logsumexp -inf.
+  // Divides by the sum. A row that saw no key becomes 0, and its logsumexp becomes -inf.
   __device__ __forceinline__ void write() {
     const SimtThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);

@@ -1,8 +1,9 @@
-// Puts the splits of the keys together: O = sum_s w_s O_s / sum_s w_s, w_s = exp(logsumexp_s - the largest of them).
+// Merges the splits of the keys: O = sum_s w_s O_s / sum_s w_s with w_s = exp(logsumexp_s - max_s logsumexp_s).
 //
 // A warp loads the outputs of several splits at once, before it knows their weights, because nearly all time is spent
-// waiting for memory. It may do so because every split writes every row: 0 if it saw no key of it. Each lane computes
-// the weights of some splits; shuffles bring them to the other lanes.
+// waiting for memory. It may load them early, because every split has written every row, with 0 if no key of the split
+// is visible to the row. Each lane computes the weights of some splits, and shuffles bring these weights to the other
+// lanes.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -13,13 +14,15 @@ namespace attn::cuda {
 
 constexpr int kMergeThreads = 128;
 
-// How a row is shared out. kWarps: warps of a block that take turns at the splits. kCols: columns of a lane, 32 apart;
-// further columns are another block's or warp's. kSplits: splits that a warp loads at once.
+// How a row is divided among threads. kWarps: the number of warps of a block that take turns at the splits. kCols: the
+// number of columns of a lane, which are 32 apart. Further columns belong to another block or warp. kSplits: the number
+// of splits that a warp loads at once.
 template <int kWarps_, int kCols_, int kSplits_>
 struct MergeShape {
   static constexpr int kWarps = kWarps_, kCols = kCols_, kSplits = kSplits_;
 
-  // The parts that the columns of a row are cut into, each for kWarps warps; one even if there is no column.
+  // The number of parts that the columns of a row are cut into. kWarps warps compute each part. There is one part even
+  // without columns.
   ATTN_INLINE static constexpr int64_t parts(const ForwardParams& p) {
     return larger(1, divide_up(p.value_dim, 32 * kCols));
   }
@@ -45,7 +48,7 @@ template <class T, class Shape>
 __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
   constexpr int kWarps = Shape::kWarps, kCols = Shape::kCols, kSplits = Shape::kSplits;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
-  // Each packed sequence has as many numbers as the longest has rows.
+  // Each packed sequence has as many row numbers as the longest sequence has rows.
   const int64_t number = (block_number() * kMergeThreads + threadIdx.x) / (32 * kWarps), parts = Shape::parts(p);
   const Row row = row_of_number(p, number / parts);
   if (row.n >= p.batch || row.position >= sequence_of(p, row.n).queries) return;
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   const int64_t all_rows = number_of_rows(p), r = row_number(p, row.n, row.head, row.position);
   const int splits = static_cast<int>(p.splits);
 
-  // x is of the splits first, first + kWarps, ...; splits that do not exist have weight 0.
+  // x[k] belongs to split first + k * kWarps. Splits that do not exist have weight 0.
   T x[kSplits][kCols];
   const auto load = [&](int first) {
     const T* from = static_cast<const T*>(p.partial_output) + (first * all_rows + r) * p.value_dim + first_col;
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
     const Pair<T> of_split = logsumexp_of_split(s);
     return exp((of_split.high - shift) + (of_split.low - best.low));
   };
-  T sum = 0;  // NaN if a split is NaN, though the largest may not be
+  T sum = 0;  // NaN if a split is NaN, though `best` may not be NaN
   for (int s = lane; s < splits; s += 32) sum += weight(s);
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
@@ -129,8 +132,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   if (lane == 0) write_statistics(p, row, logsumexp, max_score);
 }
 
-// Shares a row among warps only if it has many splits and rows are few. Every warp finds its row and the weights again:
-// with many rows that takes longer than a few more waits for memory.
+// Divides a row among several warps only if it has many splits and rows are few. Each of these warps computes the row
+// and the weights again, and with many rows that takes longer than a few more waits for memory.
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream) {
   constexpr int64_t kFewBlocks = 1024;  // an H100 runs about this many at a time

@@ -1,8 +1,8 @@
-// Tiles of scores (score.h) by plain multiply-adds, and their products with keys, values, queries or gradients: what
-// the forward and every derivative have in common.
+// Computes tiles of scores (score.h) by plain multiply-adds, and their products with keys, values, queries or
+// gradients. The forward and every derivative share this code.
 //
-// A block owns 64 queries and passes over keys, or, for what is summed over queries, owns 64 keys and passes over
-// queries (kOwnsKeys). Its scores are stored as [own][other], so that both cases compute the same products.
+// A block owns 64 queries and passes over keys. If its result is summed over queries, it owns 64 keys and passes over
+// queries instead (kOwnsKeys). Scores are stored as [own][other], so that both cases compute the same products.
 #pragma once
 
 #include "cuda/simt/simt.cuh"
@@ -10,7 +10,8 @@
 
 namespace attn::cuda {
 
-// Where a task's batch entry begins in the inputs, or in their tangents, and its head in key and value; 0 without one.
+// Where the data of a task begin in the inputs, or in their tangents: its batch entry, and in key and value its head. 0
+// for an absent tensor.
 struct Bases {
   int64_t query, key, value, mask;
 
@@ -23,13 +24,13 @@ struct Bases {
   }
 };
 
-// Where the rows of a tile of keys, and of their values, begin in pages, counted from the start of the head.
+// Where the rows of a tile of keys, and of their values, begin in pages. Offsets count from the start of the head.
 struct RowsInPages {
   int64_t key[kSimtTile], value[kSimtTile];
 };
 
-// T: the type it computes in. kCols: the columns that a block computes of its result. kPaged: whether keys and values
-// are stored in pages; kernels that own keys do not read pages.
+// T: the type that the kernel computes in. kCols: how many columns of its result a block computes. kPaged: whether keys
+// and values are stored in pages. Kernels that own keys do not read pages.
 template <class T, class Params, bool kOwnsKeys, int kCols, bool kPaged = false>
 struct ScoresSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -54,7 +55,7 @@ struct ScoresSimt {
     };
     Task task;
     Dropout dropout;
-    Bases base, tangent_base;  // the second for kernels whose params have a direction
+    Bases base, tangent_base;  // tangent_base: for kernels whose params have a direction
     int64_t grad_output_base;  // for kernels whose params have grad_output
     RowTile<kSimtTile> rows;
     uint32_t head_number[kSimtTile];  // of dropout's counters
@@ -67,13 +68,13 @@ struct ScoresSimt {
 
   __device__ ScoresSimt(const Params& p, Shared& shared) : p(p), shared_scores(shared), task(shared.task) {}
 
-  // Sets the rows of the next scores, and where operands begin. One thread calls set_task(task), then one thread per
-  // row set_row(row of the tile, its number). Called by all threads, followed by a barrier.
+  // Sets the rows of the next scores, and where operands begin. One thread calls set_task(task). Then one thread per
+  // row calls set_row(row of the tile, number of the row). Called by all threads, followed by a barrier.
   template <class SetTask, class SetRow>
   __device__ __forceinline__ void set_rows(SetTask set_task, SetRow set_row) {
     Shared& shared = shared_scores;
     const int i = threadIdx.x;
-    __syncthreads();  // what is known of the last rows has been read
+    __syncthreads();  // the data of the previous rows have been read
     if (i == 0) {
       set_task(shared.task);
       if (p.has_dropout) shared.dropout.set(p, task.n);
@@ -99,8 +100,9 @@ struct ScoresSimt {
         add(key);
       }
   }
-  // Looks up each row of a tile, because a page may be smaller than the tile. Needs no barrier: add_to() has one after
-  // it has read the last rows, and add_dots() has one before it reads these.
+  // Looks up each row of a tile, because a page may be smaller than the tile. Needs no barrier, because add_to() has a
+  // barrier after it has read the previous tile's rows, and add_dots() has a barrier before it reads the rows of this
+  // tile.
   __device__ __forceinline__ void find_in_pages(int64_t key) {
     static_assert(kSimtThreads == 2 * kSimtTile);
     const int i = threadIdx.x % kSimtTile;
@@ -111,7 +113,8 @@ struct ScoresSimt {
     else
       shared_scores.in_pages.value[i] = offset(p.value);
   }
-  // Sets the rows of the tile that begins with row `first` of the list that begins with `head`, and ends before `last`.
+  // Sets the rows of a tile. It begins with row `first` of the list that begins with `head`, and ends before row
+  // `last`.
   template <class SetRow>
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head, int64_t first, int64_t last, SetRow set_row) {
     const auto set_task = [&](Task& task) {
@@ -121,7 +124,8 @@ struct ScoresSimt {
     set_rows(set_task, set_row);
   }
 
-  // The score of the thread's row a and key b in x [own][other]; then which row and key of the tile these are.
+  // of() returns the score of the thread's row a and key b in x, which is [own][other]. row_of() and key_of() return
+  // which row and key of the tile these are.
   template <class X>
   static __device__ __forceinline__ auto& of(X& x, int a, int b) {
     if constexpr (kOwnsKeys)
@@ -146,14 +150,14 @@ struct ScoresSimt {
     each(x, [](T& score, int, int, int) { score = 0; });
   }
 
-  // x += <row, key>, with rows of `of_rows` and keys of `of_keys`, from `key` on.
+  // x += <row, key>, with the task's rows of `of_rows` and the keys of `of_keys` from `key` on.
   __device__ __forceinline__ void add_dots(Scores& x, const Operand& of_rows, int64_t rows_base, const Operand& of_keys,
                                            int64_t keys_base, int64_t key, int64_t cols) {
     const SimtThread thread;
     Shared& shared = shared_scores;
     if constexpr (!kPaged) keys_base += key * of_keys.row;
     int64_t d = 0;
-    do {                // also for no columns at all: the barriers are needed
+    do {                // once even without columns, because the barriers are needed
       __syncthreads();  // what is in shared memory has been read
       load_transposed(kOwnsKeys ? shared.other : shared.own, of_rows, rows_base, task.rows, cols, d,
                       [&](int i) { return shared.rows.offset(of_rows, i); });
@@ -175,12 +179,12 @@ struct ScoresSimt {
     const int64_t ahead = key - (shared_scores.rows.position[row] + task.sequence.offset);
     return static_cast<T>(ahead < 0 ? -ahead : ahead);
   }
-  // Reads from `numbers`, which has one for each head, the number of a row's head.
+  // Returns the number of a row's head from `numbers`, an array with one number per head.
   __device__ __forceinline__ T of_head(const void* numbers, int row) const {
     return static_cast<const T*>(numbers)[task.n * p.heads + shared_scores.rows.head[row]];
   }
 
-  // Computes the scores (score.h) of the keys from `key` on; -inf for rows or keys that do not exist. If there is a
+  // Computes the scores (score.h) of the keys from `key` on. Rows or keys that do not exist get -inf. If there is a
   // cap, calls on_cap(y, row, key), where y is SoftCap's argument and row and key count within the tile.
   template <class F>
   __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_cap) {
@@ -212,7 +216,7 @@ struct ScoresSimt {
     scores(x, key, [](T, int, int) {});
   }
 
-  // Calls f(score, number of the mask).
+  // Calls f(score, what the mask adds to it).
   template <class F>
   __device__ __forceinline__ void each_of_mask(Scores& x, const Operand& mask, int64_t base, int64_t key, F f) {
     const SimtThread thread;
@@ -234,8 +238,8 @@ struct ScoresSimt {
     });
   }
 
-  // Says whether some row sees some key of the tile from `key` on, with the mask too; reads nothing but the mask.
-  // Called by all threads.
+  // Says whether some row sees some key of the tile that begins with `key`. Considers positions and the mask, and reads
+  // no other operand than the mask. Called by all threads.
   __device__ __forceinline__ bool shows_some(int64_t key) {
     if (!any_visible(task.sequence, task.positions, {key, task.last_key})) return false;
     if (!p.has_mask) return true;
@@ -246,9 +250,9 @@ struct ScoresSimt {
     return __syncthreads_or(some);
   }
 
-  // Derivatives along p.t, here and below. Meaningless where a key is hidden.
+  // The next three functions compute derivatives along p.t. Their results mean nothing where a key is hidden.
 
-  // tz = slope * (tQ K^T + Q tK^T), of the scaled products.
+  // Computes tz = slope * (tQ K^T + Q tK^T), the derivative of the scaled products.
   __device__ __forceinline__ void tangent_products(Scores& x, int64_t key) {
     const Bases &base = shared_scores.base, &tangent = shared_scores.tangent_base;
     clear(x);
@@ -257,7 +261,7 @@ struct ScoresSimt {
     const T slope = ScoreFunction<T>::of(p).slope();
     each(x, [&](T& product, int, int, int) { product *= slope; });
   }
-  // -tslope |p - j| + tM, of what ALiBi and the mask add.
+  // Returns -tslope |p - j| + tM, the derivative of what ALiBi and the mask add.
   __device__ __forceinline__ T tangent_terms(int row, int64_t key) const {
     const Operand& mask = p.t.mask;
     T sum = 0;
@@ -290,7 +294,7 @@ struct ScoresSimt {
     }
   }
 
-  // Bit i: dropout keeps the thread's score i, in the order of each().
+  // Bit i says whether dropout keeps the thread's score i, counted in the order of each().
   __device__ __forceinline__ uint32_t kept(int64_t key) const {
     if (!p.has_dropout) return ~0u;
     const SimtThread thread;
@@ -306,7 +310,7 @@ struct ScoresSimt {
       }
     return bits;
   }
-  // The factor of the thread's weight i: 1 / (1 - dropout_p), or 0 if it is dropped.
+  // The factor of the thread's weight i: 1 / (1 - dropout_p), or 0 if dropout drops the weight.
   __device__ __forceinline__ T factor(uint32_t kept, int i) const {
     return static_cast<T>(kept >> i & 1) * static_cast<T>(p.keep_scale);
   }
@@ -332,8 +336,8 @@ struct ScoresSimt {
     return tile[kOwnsKeys ? row * kStride + key : key * kStride + row];
   }
 
-  // sum[own][d] += sum_other weights[other][own] x[other][first_col + d], where `other` counts keys from `key` on, or
-  // rows.
+  // sum[own][d] += sum_other weights[other][own] x[other][first_col + d], where `other` counts rows if kOwnsKeys, else
+  // keys from `key` on.
   template <Factor kFactor>
   __device__ __forceinline__ void add_to(Sums& sum, const Operand& x, int64_t base, int64_t key, int64_t cols,
                                          int64_t first_col) {

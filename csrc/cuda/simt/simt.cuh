@@ -1,8 +1,8 @@
-// Products of tiles in shared memory with plain multiply-adds, for 128 threads.
+// Products of tiles in shared memory by plain multiply-adds, computed by 128 threads.
 //
-// In a tile of 64 x 64 n results thread (y, x) of 8 x 16 has the rows 8 y to 8 y + 7 and, in every 64 columns, those
-// from 4 x to 4 x + 3. The dimension that is summed over is outermost in the factors: per step a thread reads 8 + 4 n
-// neighbours for 32 n multiply-adds.
+// The threads form a grid of 8 x 16. In a tile of 64 x 64 n results, thread (y, x) has the rows 8 y to 8 y + 7 and, of
+// every 64 columns, the columns 4 x to 4 x + 3. The dimension that is summed over is outermost in the factors, so in
+// each step a thread reads 8 + 4 n numbers from 1 + n places for 32 n multiply-adds.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -16,11 +16,11 @@ constexpr int kSimtRows = 8;    // of a thread
 constexpr int kSimtCols = 4;    // of a thread, in every kSimtTile
 constexpr int kSimtBlocks = 2;  // of a multiprocessor at a time: no registers are left for more
 
-// The columns of the factors that are in shared memory at a time.
+// The number of columns of the factors that are in shared memory at a time.
 template <class T>
 constexpr int kSimtDepth = 128 / static_cast<int>(sizeof(T));
 
-// The distance between rows of a tile: a multiple of 16 bytes that puts its columns into different banks.
+// The distance between rows of a tile: a multiple of 16 bytes that spreads each column over different banks.
 template <class T>
 constexpr int kSimtStride = kSimtTile + 16 / static_cast<int>(sizeof(T));
 
@@ -36,7 +36,8 @@ struct SimtThread {
   __device__ __forceinline__ int col(int j) const { return j / kSimtCols * kSimtTile + x * kSimtCols + j % kSimtCols; }
 };
 
-// float sums kSimtDepth products from zero, then adds them to the sum: short chains keep the error of long sums low.
+// In float a thread sums kSimtDepth products from zero and then adds this chain to the sum, because short chains keep
+// the error of long sums low.
 template <class T>
 constexpr bool kShortChains = sizeof(T) == 4;
 
@@ -73,8 +74,8 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t
 }
 
 // Fills tile[outer * stride + inner], outer < kOuters, inner < kInners, with the numbers at(outer, inner) of an
-// operand, and with 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: neighbouring threads read neighbours
-// along the outer dimension. All loads of a batch are under way before one is waited for.
+// operand, and with 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: whether neighbouring threads read
+// neighbours along the outer dimension. All loads of a batch are under way before a thread waits for one of them.
 template <int kOuters, int kInners, class T, class At, class Convert>
 __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x, int64_t outer_count,
                                           int64_t inner_count, bool outer_is_fast, At at, Convert convert) {
@@ -92,7 +93,7 @@ __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x,
     for (int first = threadIdx.x; first < kAll; first += kBatch) {
       N loaded[kBatch / kSimtThreads];
       each(first, [&](int k, int outer, int inner) {
-        const int64_t index = at(outer, inner);  // unconditional: only the load depends on the condition
+        const int64_t index = at(outer, inner);  // unconditional, so that only the load depends on the condition
         loaded[k] = outer < outer_count && inner < inner_count ? data[index] : static_cast<N>(0);
       });
       each(first,
@@ -112,7 +113,7 @@ __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64
       [&](int d, int i) { return base + offset(i) + d * x.col; }, [](T number) { return number; });
 }
 
-// The sum, or the largest, of the numbers that the 16 threads with the same rows have.
+// The sum, or the maximum, of the numbers that the 16 threads with the same rows hold.
 template <class T>
 __device__ __forceinline__ T sum_over_x(T x) {
 #pragma unroll
@@ -126,7 +127,8 @@ __device__ __forceinline__ T max_over_x(T x) {
   return x;
 }
 
-// Calls f.template operator()<kCols>(): as many columns of a result as threads have registers to sum.
+// Calls f.template operator()<kCols>(), where kCols is the number of columns of a result that a block sums. It is
+// limited by the registers of threads.
 template <class T, class F>
 Error with_cols(int64_t cols, F f) {
   if constexpr (sizeof(T) == 4)

@@ -1,7 +1,7 @@
 // Computes statistics of the scores of every row and the weight that every key receives, for every dtype, with plain
-// multiply-adds: statistics.h, and the two passes of cpu/kernels/stats.inl. Each pass computes all scores once: the
-// first reads K once per 64 rows, the second Q once per 64 keys. Nothing is added by atomic operations: equal calls
-// give equal bits.
+// multiply-adds. statistics.h has the formulas, and cpu/kernels/stats.inl describes the two passes. Each pass computes
+// all scores once. The first pass reads K once per 64 rows, and the second pass reads Q once per 64 keys. No sum uses
+// atomic operations, so equal calls give equal bits.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ RowStatistics<T> together(const RowStatistics<T>& a, 
   return added(reference, brought_to(reference, a, of_a, exp2(of_a)), brought_to(reference, b, of_b, exp2(of_b)));
 }
 
-// The first pass. A block owns 64 rows and passes over keys. T: the type it computes in.
+// The first pass. A block owns 64 rows and passes over keys. T: the type that the kernel computes in.
 template <class T>
 struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
   using Base = ScoresSimt<T, StatsParams, false, kSimtTile>;
@@ -48,7 +48,7 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
     if (i < task.rows) partial[shared.rows.number(p, task.n, i)] = shared.row[i];
   }
 
-  // Adds the scores of a tile to what is known of their rows.
+  // Adds the scores of a tile to the statistics of their rows.
   __device__ __forceinline__ void add(const typename Base::Scores& x) {
     const SimtThread thread;
 #pragma unroll
@@ -78,7 +78,7 @@ struct RowStatsSimt : ScoresSimt<T, StatsParams, false, kSimtTile> {
   }
 };
 
-// The second pass. A block owns 64 keys of one head of the query, and passes over a chunk of its rows.
+// The second pass. A block owns 64 keys for one head of the query, and passes over a chunk of that head's rows.
 template <class T>
 struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
   using Base = ScoresSimt<T, StatsParams, true, kSimtTile>;
@@ -133,7 +133,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
       for (int a = 0; a < kSimtCols; ++a) {
         const int row = thread.col(a);
         const T score = x[b][a];
-        // selected, so that a row whose sum is NaN gives no NaN to a key that it does not see
+        // selected, so that a row whose sum is NaN gives no NaN to a key that the row does not see
         if (score != -infinity<T>()) sum += exp2((score - shared.reference[row]) * kLog2E<T>) * shared.inverse_sum[row];
       }
       received[b] += sum;
@@ -141,7 +141,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
   }
 };
 
-// Merges the splits of a row and writes its statistics; one thread per row.
+// Merges the splits of each row and writes the row's statistics, with one thread per row.
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_constant__ StatsParams p) {
   const int64_t rows = number_of_rows(p), r = block_number() * kSimtThreads + threadIdx.x;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_co
   pair[1] = results.inverse_sum;
 }
 
-// Adds the chunks' shares of a key, in order; one thread per key.
+// Adds the chunks' shares of each key, in order, with one thread per key.
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads) add_received(const __grid_constant__ StatsParams p) {
   const int64_t keys = p.batch * p.heads * p.keys, k = block_number() * kSimtThreads + threadIdx.x;

@@ -1,13 +1,13 @@
-// Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds: the formulas
-// of cpu/kernels/tangent.inl, whose names are used here. A block owns 64 rows and up to 128 columns of the output (64
-// in float64), as many as registers hold sums for, and passes over the keys once.
+// Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds. The formulas
+// and their names are those of cpu/kernels/tangent.inl. A block owns 64 rows and up to 128 columns of the output (64 in
+// float64), because registers hold no more sums. It passes over the keys once.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
 
 namespace attn::cuda {
 
-// T: the type it computes in. kCols: the columns of the output that a block computes.
+// T: the type that the kernel computes in. kCols: the columns of the output that a block computes.
 template <class T, int kCols>
 struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
   using Base = ScoresSimt<T, TangentParams, false, kCols>;
@@ -60,7 +60,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     write();
   }
 
-  // The weight of a row's sink, where there are sinks, and its tangent.
+  // The weight of a row's sink, and the tangent of the sink. Only for calls with sinks.
   struct Sink {
     T weight, tangent;
   };
@@ -69,8 +69,8 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     return {shared.row[row].weight(this->of_head(p.sinks, row)), tangent};
   }
 
-  // Turns tx into P (tx - r) and sums c - r. P is in shared memory. Selects 0 for masked keys, so that nothing of them
-  // comes through.
+  // Turns tx into P (tx - r) and sums c - r. P is in shared memory. Selects 0 for masked keys, so that no NaN comes
+  // through from them.
   __device__ __forceinline__ void differentiate_weights(Scores& tangent) {
     const SimtThread thread;
 #pragma unroll
@@ -100,7 +100,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
         shifted_sum += tangent[i][j] = weight == 0 ? 0 : weight * (tangent[i][j] - shift);
       }
       shifted_sum = sum_over_x(shifted_sum);
-      __syncwarp();  // all of the row have read: shuffles wait for that, but do not order memory
+      __syncwarp();  // all threads of the row have read; shuffles wait for threads, but do not order memory
       if (thread.x == 0) {
         shared.row[row].shift = shift;
         shared.row[row].shifted_sum = old.shifted_sum + shifted_sum;
