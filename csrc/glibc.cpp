@@ -1,6 +1,7 @@
-// The library runs with glibc 2.28, the oldest that torch's wheels run with, whatever glibc it is linked on. Of what
-// has a newer version since then, it takes the first one, which computes the same: by functions of the same names
-// that are hidden, for this library alone.
+// Makes the library run with glibc 2.28, the oldest glibc that torch's wheels support, whatever glibc the library is
+// linked with. A later glibc has newer versions of the functions below. Their first versions compute the same, and
+// glibc 2.28 has them. This file defines hidden functions of the same names, for this library alone, which call the
+// first versions.
 #if defined(__x86_64__)
 #define ATTN_FIRST "GLIBC_2.2.5"
 #elif defined(__aarch64__)
@@ -18,7 +19,8 @@ ATTN_TAKE_FIRST(exp2)
 ATTN_TAKE_FIRST(log)
 ATTN_TAKE_FIRST(log2)
 
-// Of glibc 2.32: whether std::shared_ptr may count without atomics. It need not.
+// glibc has this variable from 2.32 on. It tells std::shared_ptr whether counting without atomics is allowed; 0 says
+// no.
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 }
 #endif

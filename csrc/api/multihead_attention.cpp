@@ -66,7 +66,7 @@ void check_mask_dtype(const char* name, const Tensor& mask) {
               "; it must be Bool (true hides a key) or floating (added to the scores)");
 }
 
-// Merges both into one mask, which broadcasts to [B, H, L, S]. true or -inf hides.
+// Merges both masks into one, which broadcasts to [B, H, L, S]. In a mask, true or -inf hides a key.
 Tensor merge(const Tensor& attn_mask, const Tensor& key_padding_mask) {
   if (!key_padding_mask.defined()) return attn_mask;
   const Tensor padding = key_padding_mask.unsqueeze(-2).unsqueeze(-2);
@@ -102,7 +102,7 @@ void MultiheadAttentionImpl::reset() {
   head_dim_ = embed_dim / heads;
   rows_ = {embed_dim, kv_heads * head_dim_, kv_heads * head_dim_};
   const int64_t all_rows = embed_dim + 2 * rows_[1];
-  // In the order of torch.nn, out_proj first, so that a seed gives the same numbers.
+  // Creates out_proj first, as torch.nn does, so that a seed gives the same parameters.
   out_proj = register_module("out_proj",
                              torch::nn::Linear(torch::nn::LinearOptions(embed_dim, embed_dim).bias(options.bias())));
   const auto weight = [&](const char* name, int64_t rows, int64_t columns) {
@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(const Tensor& query, 
   return {out_proj(output.movedim(-2, length_dim).flatten(-2)), weights};
 }
 
-// Queries, keys and values of all heads, in one product if all come from the same tensor.
+// Returns the queries, keys and values of all heads, from one product if all three inputs are the same tensor.
 std::vector<Tensor> MultiheadAttentionImpl::project(const Tensor& query, const Tensor& key, const Tensor& value) const {
   if (in_proj_weight.defined() && query.is_same(key) && key.is_same(value))
     return at::linear(query, in_proj_weight, in_proj_bias).split_with_sizes(rows_, -1);
@@ -165,8 +165,8 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::attend(const Tensor& query, c
   if (!need_weights) return {sdpa(query, key, value, call), Tensor()};
   const double dropout_p = std::exchange(call.dropout_p, 0.0);
   if (dropout_p == 0) return ModuleOp::call(call_of(query, key, value, call), average_attn_weights);
-  // The operator returns weights before dropout. The module must return the weights that it used, so it multiplies the
-  // values here, and the operator gets values without columns.
+  // The operator returns weights before dropout. The module must return the weights that it used. So the module
+  // multiplies the values here, and gives the operator values without columns.
   const Tensor dropped =
       at::dropout(std::get<1>(sdpa_with_weights(query, key, value.narrow(-1, 0, 0), call)), dropout_p, true);
   return {dropped.matmul(value.repeat_interleave(query.size(-3) / value.size(-3), -3)),
@@ -180,7 +180,7 @@ void MultiheadAttentionImpl::check(const Tensor& query, const Tensor& key, const
   check_kind("query", query, out_proj->weight);
   check_kind("key", key, out_proj->weight);
   check_kind("value", value, out_proj->weight);
-  // [batch, length, features] in the module's order, or without a batch if there is none.
+  // Returns the sizes of [batch, length, features] in the module's order, without the batch if there is none.
   const auto shape = [&](const std::optional<Size>& batch, const Size& length, int64_t features) -> Sizes {
     if (!batch) return {length, features};
     return batch_first ? Sizes{*batch, length, features} : Sizes{length, *batch, features};

@@ -7,7 +7,7 @@
 
 namespace attn {
 
-// Turns one number into a tensor of these sizes, on query's device.
+// Turns one number into a tensor of these sizes, on query's device. Returns a given tensor as it is.
 inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& numbers, at::IntArrayRef sizes,
                                            const at::Tensor& query) {
   if (!numbers) return std::nullopt;
@@ -16,7 +16,8 @@ inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& number
   return at::full(sizes, std::get<int64_t>(*numbers), at::TensorOptions(at::kLong).device(device));
 }
 
-// Takes Options or VarlenOptions; statistics are a call without a value. `entries`: the sizes of an offset.
+// `named` is an Options or a VarlenOptions. A call for statistics has an undefined value. One number as query_offset or
+// key_lengths becomes a tensor of sizes `entries`.
 Call call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const auto& named,
              at::IntArrayRef entries = {}) {
   Call call{.query = query,

@@ -3,9 +3,10 @@
 //   attn::MultiheadAttention attention(attn::MultiheadAttentionOptions(64, 8).num_kv_heads(2).batch_first(true));
 //   auto [output, weights] = attention(x, x, x);
 //
-// Replaces torch::nn::MultiheadAttention: it has the same arguments, and parameters of the same names and, from the
-// same seed, the same values. The Python modules torch.nn.MultiheadAttention and torch_attn.nn.MultiheadAttention have
-// these parameters too, so their state_dict fits (docs/cpp.md loads one). It lacks add_bias_kv and add_zero_attn.
+// Replaces torch::nn::MultiheadAttention. The arguments are the same, and the parameters have the same names. The same
+// seed gives the parameters the same values. The Python modules torch.nn.MultiheadAttention and
+// torch_attn.nn.MultiheadAttention have these parameters too, so their state_dict fits (docs/cpp.md loads one). The C++
+// module lacks add_bias_kv and add_zero_attn.
 //
 // Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2.2, https://arxiv.org/abs/1706.03762; grouped
 // heads: Ainslie et al., GQA, 2023, https://arxiv.org/abs/2305.13245.
@@ -31,7 +32,8 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(int64_t, embed_dim);
   // H; each head has head_dim = embed_dim / num_heads features.
   TORCH_ARG(int64_t, num_heads);
-  // Hk, heads of key and value, a divisor of num_heads; absent: num_heads. H / Hk consecutive query heads share one.
+  // Hk, the heads of key and of value, a divisor of num_heads; absent: num_heads. H / Hk consecutive query heads share
+  // a key head and a value head.
   TORCH_ARG(std::optional<int64_t>, num_kv_heads) = std::nullopt;
   // Probability in [0, 1] that a weight is zeroed, in training.
   TORCH_ARG(double, dropout) = 0.0;
@@ -42,8 +44,8 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, vdim) = std::nullopt;
   // Whether tensors are [B, L, embed_dim]; else they are [L, B, embed_dim].
   TORCH_ARG(bool, batch_first) = false;
-  // As in attn::Options. window_size: how many keys to the left and right of its position a query sees, -1: all.
-  // softcap: the bound of scores, 0: none.
+  // As in attn::Options. window_size: how many keys to the left and to the right of its position a query sees; -1: all.
+  // softcap: the bound of scores; 0: none.
   using Window = std::array<int64_t, 2>;
   TORCH_ARG(Window, window_size) = { -1, -1 };
   TORCH_ARG(double, softcap) = 0.0;
@@ -67,18 +69,19 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
   //   key_padding_mask      [B, S], or [S] if query has no batch
   //   need_weights          whether the weights are returned, which takes memory O(L S). It is true by default only
   //                         because torch::nn has this default
-  //   attn_mask             [L, S], or [B H, L, S] with the heads of a batch entry side by side
+  //   attn_mask             [L, S], or [B H, L, S], where the heads of a batch entry are neighbours
   //   average_attn_weights  whether the weights are the mean over the heads
   //   is_causal             query i attends to keys j <= i + query_offset, within attn_mask if there is one
   //   query_offset          the position of query 0 among the keys: an integer, or [B] of them; undefined: 0
-  //   key_lengths           how many of the S keys are in use, likewise; undefined: S. Further keys are not read
+  //   key_lengths           how many of the S keys are in use: an integer, or [B] of them; undefined: S. Further keys
+  //                         are not read
   //
-  // In a boolean mask true hides a key, as in torch::nn (for attn::sdpa true shows it). A floating mask is added to the
-  // scores and may require a gradient. An undefined tensor is no mask.
+  // In a boolean mask, true hides a key, as in torch::nn. (In a mask for attn::sdpa, true shows a key.) A floating mask
+  // is added to the scores and may require a gradient. An undefined tensor is no mask.
   //
-  // Returns the output, of query's shape, and the weights after dropout, [B, L, S], or [B, H, L, S] if not averaged,
-  // without B if query has none; they are undefined if not needed. A query that may attend to no key gets the bias of
-  // out_proj. Without weights the memory is O(L + S) per head, beside masks.
+  // Returns the output, of query's shape, and the weights after dropout. The weights are [B, L, S], or [B, H, L, S]
+  // without average_attn_weights, and lack B if query has no batch. Without need_weights they are undefined, and the
+  // memory beside masks is O(L + S) per head. The output of a query that may attend to no key is the bias of out_proj.
   // Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed.
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                              const at::Tensor& key_padding_mask = {}, bool need_weights = true,
@@ -88,9 +91,9 @@ class ATTN_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtt
 
   MultiheadAttentionOptions options;
 
-  // The rows for query, key and value, in this order: [(H + 2 Hk) head_dim, embed_dim] and [(H + 2 Hk) head_dim].
+  // [(H + 2 Hk) head_dim, embed_dim] and [(H + 2 Hk) head_dim]. The rows project query, key and value, in this order.
   at::Tensor in_proj_weight, in_proj_bias;
-  // In place of in_proj_weight if kdim or vdim is not embed_dim: [embed_dim, embed_dim], [Hk head_dim, kdim] and
+  // These replace in_proj_weight if kdim or vdim is not embed_dim: [embed_dim, embed_dim], [Hk head_dim, kdim] and
   // [Hk head_dim, vdim].
   at::Tensor q_proj_weight, k_proj_weight, v_proj_weight;
   torch::nn::Linear out_proj{nullptr};  // embed_dim -> embed_dim

@@ -25,37 +25,40 @@ using Integers = std::variant<int64_t, at::Tensor>;
 
 // The arguments of a call beside query, key and value, by name. An argument left out has the operator's default.
 struct Options {
-  // Broadcasts to [B..., Hq, L, S]. Boolean: true = attend. Floating, query's type or float32:
-  // added to the scaled scores; it gets a gradient.
+  // Broadcasts to [B..., Hq, L, S]. Boolean: true = attend. Floating (query's type or float32): added to the scaled
+  // scores; gets a gradient.
   std::optional<at::Tensor> attn_mask = std::nullopt;
-  // Probability in [0, 1] that a weight is zeroed; other weights are divided by 1 - dropout_p. Drawn from the
-  // default generator of the device.
+  // Probability in [0, 1] that a weight is zeroed; other weights are divided by 1 - dropout_p. The default generator of
+  // the device draws.
   double dropout_p = 0.0;
   // Query i attends to keys j <= i + query_offset, for any L and S, within attn_mask if there is one.
   bool is_causal = false;
   // Factor of query key^T: any number but NaN. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
-  // Allows Hk and Hv that divide Hq: Hq / Hk consecutive query heads share a key head, Hq / Hv a value head.
+  // Allows Hk and Hv that divide Hq. Then Hq / Hk consecutive query heads share a key head, and Hq / Hv share a value
+  // head.
   bool enable_gqa = false;
 
-  // The built-in lacks the options from here on. Any of them may be combined.
-  // c > 0 makes c tanh(x / c) of scaled scores x, before a mask is added; 0: none.
+  // PyTorch's attention lacks the options from here on. Any of these options may be combined.
+  // c > 0: a scaled score x becomes c tanh(x / c), before a mask is added. 0: scores are not capped.
   double softcap = 0.0;
-  // (left, right): how many keys beside its position i + query_offset a query sees; -1: all.
+  // (left, right): how many keys before and after its position i + query_offset query i sees; -1: all.
   std::array<int64_t, 2> window_size = {-1, -1};
   // The position of query 0 among the keys, of any sign; absent: 0. S - L puts the last query at the last key.
   std::optional<Integers> query_offset = std::nullopt;
   // How many of the S keys are in use; absent: S. Further keys are not read, whatever they hold.
   std::optional<Integers> key_lengths = std::nullopt;
-  // [Hq] or [B..., Hq], query's type or float32. Slope times distance is subtracted from scores. It gets a gradient.
+  // [Hq] or [B..., Hq], query's type or float32. Slope times distance is subtracted from scores. The slopes get a
+  // gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
-  // The same shapes and types: one more logit in every softmax of a head, without a value; it gets a gradient.
+  // The same shapes and types. A sink is one more logit, without a value, in every softmax of its head. The sinks get a
+  // gradient.
   std::optional<at::Tensor> sinks = std::nullopt;
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
 // With the other options, query i is at position p = i + query_offset. It sees the keys that window_size, is_causal,
-// key_lengths and attn_mask leave, and has
+// key_lengths and attn_mask leave. The scores and weights of these keys j are
 //
 //   scores   softcap tanh(scale <q, k_j> / softcap) - alibi_slopes |p - j| + attn_mask
 //   weights  exp(score_j) / (exp(sinks) + sum over j of exp(score_j))
@@ -66,8 +69,8 @@ struct Options {
 //
 // Returns [B..., Hq, L, Ev] in query's type. A query that may attend to no key has an output of 0. Results and
 // gradients have the same bits on every run and with any number of threads.
-// For no mask, pass std::nullopt or nothing, not an undefined tensor. For no options, pass three arguments, because {}
-// could be either of the two forms.
+// For no mask, pass std::nullopt or nothing, not an undefined tensor. For no options, pass three arguments only,
+// because {} as the fourth fits both overloads.
 // Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed.
 ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& attn_mask, double dropout_p = 0.0, bool is_causal = false,
@@ -76,18 +79,18 @@ ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const a
 ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const Options& options = {});
 
-// The output, and two numbers for every row of scores, float32 (float64 for float64).
+// The output, and two numbers for every row of scores, float32 (float64 for float64 inputs).
 struct OutputAndLogsumexp {
   at::Tensor output;     // [B..., Hq, L, Ev]
-  at::Tensor logsumexp;  // [B..., Hq, L], of the scores and the sink, differentiable; -inf without any
+  at::Tensor logsumexp;  // [B..., Hq, L], of the scores and the sink, differentiable; -inf without keys and sink
   at::Tensor max_score;  // [B..., Hq, L], without the sink; -inf without keys. No derivatives
 };
 ATTN_API OutputAndLogsumexp sdpa_with_logsumexp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                                 const Options& options = {});
 
-// Returns (output, weights, scores): sdpa's output and the matrices it went through, all differentiable.
-// scores are scaled and masked, before softmax. weights are after softmax, before dropout: a row sums to 1 (less with a
-// sink), or is 0 if every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
+// Returns (output, weights, scores): sdpa's output, and the matrices from which it is computed. All are differentiable.
+// `scores` are scaled and masked. `weights` are the softmax of the scores, before dropout. A row of weights sums to 1
+// (less with a sink), or is 0 if every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
 ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
     double dropout_p = 0.0, bool is_causal = false, std::optional<double> scale = std::nullopt,
@@ -100,11 +103,11 @@ ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(const 
 
 using StatsOptions = Options;  // an earlier name for the options of sdpa_stats
 
-// Batch invariance always holds: the bits of a row do not depend on the other entries of the batch, nor on how
-// sequences are packed. While an object of this class lives, in any thread, they also do not depend on the number of
-// queries in the call, nor on whether gradients are recorded: a sequence as a whole, in chunks, and token by token from
-// a cache give the same bits. Decoding then takes longer. The environment variable ATTN_INVARIANT=1 switches it on from
-// the start.
+// On a CPU, the bits of a row never depend on the other entries of the batch, nor on how sequences are packed. While an
+// object of this class lives, in any thread, this holds on a GPU too. The bits then also depend neither on the number
+// of queries in the call nor on whether gradients are recorded. So a sequence as a whole, in chunks, and token by token
+// from a cache gets the same bits. Decoding then takes longer. The environment variable ATTN_INVARIANT=1 switches
+// invariance on from the start.
 //
 //   const auto on = attn::invariant();
 class ATTN_API Invariance {
@@ -116,8 +119,8 @@ class ATTN_API Invariance {
 };
 [[nodiscard]] inline Invariance invariant() { return {}; }
 
-// Statistics of the scores and weights of every head, float32 (float64 for float64). Without a sink, a query that may
-// attend to no key has -inf, 0 and -inf.
+// Statistics of the scores and weights of every head, float32 (float64 for float64 inputs). Without a sink, a query
+// that may attend to no key has largest_score -inf, entropy 0 and logsumexp -inf.
 struct Stats {
   at::Tensor largest_score;    // [B..., Hq, L], of the scores, scaled and masked
   at::Tensor entropy;          // [B..., Hq, L], of the weights, in nats
@@ -126,8 +129,8 @@ struct Stats {
 };
 
 // Takes O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: inputs may
-// require a gradient, but a backward through the results throws. A dropout_p throws, because weights before dropout
-// are what is counted.
+// require a gradient, but a backward through the results throws. A dropout_p other than 0 throws, because the
+// statistics describe the weights before dropout.
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,
                           bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 

@@ -1,9 +1,9 @@
 // Attention over packed sequences, which have different lengths and follow one another, and over a cache in pages.
 //
-//   // Sequence n has the tokens cu_seq[n] ... cu_seq[n + 1] - 1 of the T, and sees no others.
+//   // Sequence n consists of tokens cu_seq[n] to cu_seq[n + 1] - 1, and sees no other tokens.
 //   at::Tensor output = attn::varlen(query, key, value, cu_seq, cu_seq, longest, longest, {.window_size = {-1, 0}});
 //
-// It is Python's torch_attn.varlen_attn, and takes the arguments of torch.nn.attention.varlen.varlen_attn.
+// attn::varlen is Python's torch_attn.varlen_attn, and takes the arguments of torch.nn.attention.varlen.varlen_attn.
 #pragma once
 
 #include <attn/sdpa.h>
@@ -13,11 +13,11 @@
 
 namespace attn {
 
-// Options of a call, by name. Options that sdpa has too mean the same here.
+// Options of a call, by name. An option that sdpa also has means the same here.
 struct VarlenOptions {
   // Factor of query key^T. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
-  // (left, right): how many keys beside its position a query sees; -1: all. {-1, 0} is causality.
+  // (left, right): how many keys before and after its position a query sees; -1: all. {-1, 0} is causality.
   std::array<int64_t, 2> window_size = {-1, -1};
   // Allows Hk and Hv that divide Hq.
   bool enable_gqa = false;
@@ -37,22 +37,22 @@ struct VarlenOptions {
   std::optional<Integers> query_offset = std::nullopt;
   // Probability in [0, 1] that a weight is zeroed.
   double dropout_p = 0.0;
-  // [Hq or 1, T_q, max_k], boolean or floating: for each query a row over the keys of its own sequence. It gets a
-  // gradient if it is floating.
+  // [Hq or 1, T_q, max_k], boolean or floating: each query has a row over the keys of its own sequence. A floating mask
+  // gets a gradient.
   std::optional<at::Tensor> attn_mask = std::nullopt;
 };
 
 //   query     [T_q, Hq, E]    float64, float32, bfloat16 or float16, one type for all three
-//   key       [T_k, Hk, E]    beside a block_table [pages, page_size, Hk, E], of any strides
+//   key       [T_k, Hk, E]    with a block_table: [pages, page_size, Hk, E], any strides
 //   value     [T_k, Hv, Ev]   likewise
-//   cu_seq_q  int32 or int64 [N + 1]: 0, then the end of each of the N sequences, which may be empty. The output is 0
-//             for tokens after the last sequence.
+//   cu_seq_q  int32 or int64 [N + 1]: 0, then the end of each of the N sequences. Sequences may be empty. The output is
+//             0 for tokens after the last sequence.
 //   cu_seq_k  the same for keys; std::nullopt is allowed with a block_table only
-//   max_q     the queries of the longest sequence, or more; max_k likewise for keys. They change no result.
+//   max_q     the number of queries of the longest sequence, or more; max_k likewise for keys. Neither changes results.
 //
 // Returns [T_q, Hq, Ev] in query's type. A query that sees no key has an output of 0. Without dropout, the output and
-// gradients of a sequence have the same bits as from sdpa of this sequence alone with query_offset = S - L. On a GPU
-// this holds only while a result of invariant() lives.
+// gradients of a sequence have the same bits as those of sdpa of this sequence alone with query_offset = S - L. On a
+// GPU the bits are the same only while an Invariance (sdpa.h) lives.
 // Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed. On a GPU
 // the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are clamped instead, because checking them would
 // synchronise. Nothing outside the tensors is read or written.
@@ -60,7 +60,7 @@ ATTN_API at::Tensor varlen(const at::Tensor& query, const at::Tensor& key, const
                            const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,
                            int64_t max_k, const VarlenOptions& options = {});
 
-// Returns also logsumexp and max_score, [Hq, T_q], as sdpa_with_logsumexp does.
+// Also returns logsumexp and max_score, [Hq, T_q], as sdpa_with_logsumexp does.
 ATTN_API OutputAndLogsumexp varlen_with_logsumexp(const at::Tensor& query, const at::Tensor& key,
                                                   const at::Tensor& value, const at::Tensor& cu_seq_q,
                                                   const std::optional<at::Tensor>& cu_seq_k, int64_t max_q,

@@ -38,9 +38,8 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
   return offset;
 }
 
-// Where row `row` of batch entry n begins in a pool, whose pages and their rows have these strides. On a GPU page
-// numbers are not validated, because that would synchronise. They are clamped here, so that nothing outside the pool is
-// read.
+// Returns the offset of row `row` of batch entry n in a pool of pages. On a GPU page numbers are not validated, because
+// validating would synchronise. They are clamped here, so that nothing outside the pool is read.
 ATTN_INLINE constexpr int64_t offset_in_pages(const Problem& p, int64_t page_stride, int64_t row_stride, int64_t n,
                                               int64_t row) {
   const auto [table, is_wide, per_entry, per_page, page_size, pages] = p.paging;
@@ -83,13 +82,15 @@ struct Sequence {
   int64_t offset;  // query i stands at position i + offset among the keys
   int64_t first, last;
 };
-// Farther than any query is from a key. Distances are clamped to it, so that their sums do not overflow.
+// A distance larger than any distance between a query and a key. Distances are clamped to kFar, so that sums of
+// distances do not overflow.
 constexpr int64_t kFar = int64_t{1} << 61;
 ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64_t most) {
   return lengths ? larger(0, smaller(lengths[n], most)) : most;
 }
-// Gives every kernel the lengths of a sequence and the alignment of its queries and keys. On a GPU offsets and lengths
-// are not validated, because that would synchronise. They are clamped here, so no key out of bounds is read.
+// Returns the lengths of batch entry n and the alignment of its queries and keys, for every kernel. On a GPU offsets
+// and lengths are not validated, because validating would synchronise. They are clamped here, so no key out of bounds
+// is read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
   const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
@@ -97,14 +98,15 @@ ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
           left < 0 || left > offset + kFar ? -kFar : offset - left,
           right < 0 || right >= kFar - offset ? kFar : offset + right + 1};
 }
-// An upper bound on the keys that `queries` neighbouring queries see in a sequence of any offset and length.
+// Returns an upper bound on the number of keys that `queries` neighbouring queries see, for a sequence of any offset
+// and length.
 ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
   const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const bool bounded = left >= 0 && right >= 0 && left < kFar && right < kFar;
   return bounded ? smaller(p.keys, queries + left + right) : p.keys;
 }
 
-// The heads of key and value that a head of the query reads.
+// The key head and the value head that a head of the query reads.
 ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
 ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.value_heads); }
 
@@ -117,14 +119,15 @@ ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) {
 }
 ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   if (p.tokens == 0) return (n * p.heads + head) * p.queries + position;
-  if (p.sequences == 0) return head * p.tokens + position;  // the one entry
+  if (p.sequences == 0) return head * p.tokens + position;  // there is one entry
   return (n / p.sequences * p.heads + head) * p.tokens + p.query_starts[n] + position;
 }
-// The number of a row within `p`, which may be a single entry of a call (first_entry).
+// Returns the number of a row within `p`. On a CPU, `p` may be a single entry of a call (first_entry).
 ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }
-// Returns the row `count` >= 0 places after `at` in the list of its group of heads. Each head has `queries` rows.
+// Returns the row `count` >= 0 places after `at` in the list of rows of a group of heads (Problem::group). Each head
+// has `queries` rows.
 ATTN_INLINE constexpr Row row_after(int64_t queries, Row at, int64_t count) {
   at.position += count;
   if (at.position >= queries) {  // seldom: divisions take long
@@ -139,8 +142,8 @@ ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
   return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
 }
 
-// Returns an innermost coordinate and removes it from its number: from `sharer` if the mask is shared along this
-// dimension, else from `slice`.
+// Removes the innermost coordinate from a number, and returns the coordinate. The number is `sharer` if the mask is
+// shared along this dimension, else `slice`.
 ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64_t& slice, int64_t& sharer) {
   const int64_t from = shared ? sharer : slice;
   if (shared)
@@ -149,8 +152,9 @@ ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64
     slice = from / extent;
   return from % extent;
 }
-// Several scores may share one number of a mask. A slice of a mask is its part [L, S] for one batch entry and head.
-// Returns the `sharer`-th batch entry and head that read a slice, with position 0.
+// A slice of a mask is its part [L, S] for one batch entry and head. If the mask broadcasts, several batch entries and
+// heads share a slice. Returns the batch entry and head with index `sharer` among those that share the slice with index
+// `slice`. The position is 0.
 ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, int64_t slice, int64_t sharer) {
   Row place{0, take_coordinate(p.heads, mask.head == 0, slice, sharer), 0};
   int64_t step = 1;

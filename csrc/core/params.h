@@ -1,4 +1,4 @@
-// The parameters of a kernel: plain data, 64-bit sizes, strides in elements. No torch, no STL.
+// The parameters of kernels: plain data with 64-bit sizes and strides in elements, without torch and the STL.
 #pragma once
 
 #include <stdint.h>
@@ -25,16 +25,17 @@ enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
 // The most batch dimensions, after neighbours with compatible strides are merged.
 constexpr int kMaxBatchDims = 16;
 
-// The rows and keys of a tile of scores, on every device (each has a static_assert). Also the rows of a mask's gradient
-// that one task owns. It is 64, because a row of a boolean tile is one uint64_t (cpu/tiles/mask.inl).
+// The number of rows and of keys in a tile of scores, on every device (each device has a static_assert). It is also the
+// number of rows of a mask's gradient that one task owns. It is 64, because one uint64_t holds a row of a boolean tile
+// (cpu/tiles/mask.inl).
 constexpr int64_t kScoreTile = 64;
 
 // The effect of a mask on a tile of scores.
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or a number is added to it
 
-// Which array says where an operand's rows begin if sequences are packed: query_starts, key_starts or none. A byte,
-// because CUDA passes only few bytes to a kernel.
+// Says which array has the first rows of packed sequences in an operand: query_starts, key_starts or none. The type is
+// a byte, because CUDA limits the size of a kernel's arguments.
 enum class Axis : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
@@ -56,15 +57,15 @@ struct Paging {
   bool is_wide = false;         // whether table is int64
   int64_t per_entry = 0, per_page = 0;
   int64_t page_size = 0;  // in rows
-  int64_t pages = 0;      // of the pool
+  int64_t pages = 0;      // the number of pages in the pool
 };
 
-// Which keys a query at position p sees, apart from the mask: key j with p - left <= j <= p + right. A negative left or
-// right is no bound. Causality is right = 0.
+// Apart from the mask, a query at position p sees the keys j with p - left <= j <= p + right. A negative left or right
+// is no bound. Causality is right = 0.
 //
 // Query i of batch entry n stands at position i + offsets[n]. The entry has query_lengths[n] queries and key_lengths[n]
-// keys. Kernels never read further keys, their values or their part of the mask. The arrays are on the device, [batch];
-// null: offset 0, all keys, all queries.
+// keys. Kernels never read further keys, nor the values and the part of the mask that belong to further keys. The
+// arrays, [batch], are on the device. A null array means offset 0, all keys or all queries.
 struct Visibility {
   int64_t left = -1;
   int64_t right = -1;
@@ -83,16 +84,16 @@ struct WholeNumbers {
   }
 };
 
-// Packed sequences as the caller gives them, and where their places are written.
+// Packed sequences as the caller gives them, and the array that write() fills.
 struct PackedSequences {
-  WholeNumbers cu_seq_q, cu_seq_k;     // [sequences + 1]; in pages without cu_seq_k
+  WholeNumbers cu_seq_q, cu_seq_k;     // [sequences + 1]; no cu_seq_k if keys are in pages
   WholeNumbers key_lengths, offsets;   // [batch]
-  int64_t batch = 0, sequences = 0;    // batch: with the dimensions before the sequences
+  int64_t batch = 0, sequences = 0;    // batch also counts the dimensions before the sequences
   int64_t tokens = 0, key_tokens = 0;  // of all sequences
-  int64_t* numbers = nullptr;          // [5, batch]: query_starts, queries, key_starts, keys and offsets
+  int64_t* numbers = nullptr;          // [5, batch]: query_starts, queries, key_starts, keys, offsets
 
-  // Writes the numbers of entry i. Clamps the caller's, because they are not validated on a GPU: no sequence begins or
-  // ends outside the tokens.
+  // Writes the numbers of entry i. Clamps the numbers of the caller, because they are not validated on a GPU. No
+  // sequence then begins or ends outside the tokens.
   ATTN_INLINE void write(int64_t i) const {
     const int64_t n = i % sequences;
     const auto within = [](int64_t number, int64_t last) { return number < 0 ? 0 : number < last ? number : last; };
@@ -119,7 +120,7 @@ struct Problem {
   int64_t heads = 1;  // of the query and the output
   int64_t key_heads = 1;
   int64_t value_heads = 1;
-  int64_t queries = 0;    // L; if sequences are packed, of the longest one
+  int64_t queries = 0;    // L; if sequences are packed, L of the longest sequence
   int64_t keys = 0;       // S, likewise
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
@@ -131,19 +132,21 @@ struct Problem {
   const void* sinks = nullptr;
   bool has_mask = false;  // boolean (true = attend) or additive
   bool has_dropout = false;
-  // Whether the bits of a row must depend only on its query and the keys that it sees (attn::invariant()).
+  // Whether the bits of a row must depend only on its query and the keys that the query sees (attn::invariant()).
   bool invariant = false;
   // Factors of products may be rounded to this number of bits: 53, 24, 16, or 8 as in bfloat16.
   int factor_bits = 53;
 
-  // The last dimension of the batch counts packed sequences and has stride 0. Sequence n begins at row query_starts[n]
-  // (key_starts[n]) of an operand. The starts are [batch], on the device. sequences = 0: none are packed.
+  // If sequences are packed, the last dimension of the batch counts them and has stride 0. Sequence n begins at row
+  // query_starts[n] (key_starts[n]) of an operand. The starts, [batch], are on the device. `sequences` is 0 if no
+  // sequences are packed.
   int64_t sequences = 0;
   const int64_t* query_starts = nullptr;
   const int64_t* key_starts = nullptr;  // null where keys are in pages
   Paging paging;                        // forward only: derivatives refuse pages
-  // If a CPU runs one entry of a call by itself, first_entry is its number in the batch. If sequences are packed,
-  // `tokens` counts the rows of a head in the whole call, and `key_tokens` its keys. Keys in pages are not counted.
+  // If a CPU runs one entry of a call by itself, first_entry is the entry's number in the batch. If sequences are
+  // packed, `tokens` counts the rows of a head in the whole call. `key_tokens` counts the keys of a key head, except
+  // keys in pages.
   int64_t first_entry = 0;
   int64_t tokens = 0;
   int64_t key_tokens = 0;
@@ -152,19 +155,21 @@ struct Problem {
   Operand key;
   Operand value;
   Operand mask;
-  // One byte, kSomeVisible | kSomeChanged, for each tile of kScoreTile queries and keys of the mask, so that heads that
-  // share a mask read it once: [*batch, head, tile of queries, tile of keys]. Null data if not computed.
+  // One byte, with the bits kSomeVisible and kSomeChanged, for each tile of kScoreTile queries and keys of the mask:
+  // [*batch, head, tile of queries, tile of keys]. With these bytes, heads that share a mask read the mask once. Null
+  // data if not computed.
   Operand mask_tiles;
 
   // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). Philox4x32-10 with key `seed` and counter
   // (j / 4, i, r, offset) decides the weight of query i and key j in head r = (batch * heads + head) % period: it is
-  // kept if word j % 4 is below `keep_below`. The period is the number of heads in the call that drew the seed. So a
-  // sample has the same numbers alone and when vmap adds batch dimensions in front.
+  // kept if word j % 4 is below `keep_below`. The period is the number of heads in the call that drew the seed.
+  // Therefore the random numbers of a sample stay the same when vmap adds batch dimensions in front.
   Operand rng;
   uint64_t keep_below = 0;
   double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
 
-  // A score_mod and a mask_mod, on a CPU; null if there is none. Then the rows of a tile are of one head (group = 1).
+  // A score_mod, a mask_mod or both, on a CPU; null if the call has neither. With a program, the rows of a tile are of
+  // one head (group = 1).
   const PairProgram* program = nullptr;
 
   // Heads [g * group, (g + 1) * group) read the same key head and the same value head. Their rows form one list: row r
@@ -175,17 +180,18 @@ struct Problem {
 };
 
 // Statistics of rows are contiguous [batch, heads, L], or [heads, tokens] with packed sequences, in float32 (float64
-// for float64 inputs). The logsumexp is a pair, [batch, heads, L, 2]. If scores are near -1e9 (in a mask row of
-// finfo.min, say), one number has no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1. Each
-// device has its own pair. Only its kernels and operators/logsumexp_pair.cpp read it. A row without keys has (-inf, 0):
-//   CPU   (m, l): the weight of key j is 2^((x_j - m) slope - l), where x_j is its product or score, and m is near the
-//         largest x_j (log2_slope in cpu/tiles/scores.inl). logsumexp = (m slope + l) / log2(e). The weight of a single
-//         key is exactly 1.
+// for float64 inputs). The logsumexp is a pair of numbers, [batch, heads, L, 2]. If scores are near -1e9 (in a mask row
+// of finfo.min, say), one number has no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1.
+// Each device defines its own pair. Only the kernels of that device and operators/logsumexp_pair.cpp read the pair. The
+// pair of a row without keys is (-inf, 0). Any other row has the pair:
+//   CPU   (m, l): the weight of key j is 2^((x_j - m) slope - l), where x_j is the key's product or score, and m is
+//         near the largest x_j (log2_slope in cpu/tiles/scores.inl). logsumexp = (m slope + l) / log2(e). The weight of
+//         a single key is exactly 1.
 //   CUDA  the rounded logsumexp and its rounding error
 
 // A problem whose rows are cut into tasks. With few rows and many keys, the keys are cut too, into `splits` chunks of
-// `keys_per_split`, whole tiles. Each split writes partial results, which are merged in order afterwards. The cut
-// depends on the shape alone (on CUDA also on the device), so the bits do not depend on threads.
+// `keys_per_split` keys, which are whole tiles. Each split writes partial results. These results are merged in order
+// afterwards. The cut depends on the shape alone (on CUDA also on the device), so the bits do not depend on threads.
 struct RowParams : Problem {
   int64_t rows_per_task = 0;
   int64_t splits = 1;
@@ -197,11 +203,11 @@ struct RowParams : Problem {
 
 struct ForwardParams : RowParams {
   Operand output;
-  Operand residual;           // the exact output minus the rounded one; data may be null. See exact_residual
+  Operand residual;           // the exact output minus the rounded output; data may be null. See exact_residual
   void* logsumexp = nullptr;  // may be null
 
-  // Results for the caller, one number per row, [batch, heads, L], in the compute dtype; null if not wanted. The
-  // logsumexp includes the sink, the largest score does not.
+  // Results for the caller, one number per row, [batch, heads, L], in the compute dtype; null if not wanted.
+  // row_logsumexp includes the sink. max_score does not.
   void* row_logsumexp = nullptr;
   void* max_score = nullptr;
 
@@ -209,11 +215,11 @@ struct ForwardParams : RowParams {
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], if max_score is wanted
 
-  void* prepacked = nullptr;  // keys and values in the kernel's own layout, if it packs them once for all tasks
+  void* prepacked = nullptr;  // keys and values in the kernel's own layout, if the kernel packs them once for all tasks
 
-  // Whether a gradient will multiply each dS of a row by another number, as those of slopes (by distance) and sinks do.
-  // The residual then has data and also contains the output's error from rounded weights. Without this part, delta =
-  // <dO, O> is accurate enough for dS. But the sum over j of dS_ij is not 0, and a slope multiplies it by distances.
+  // Whether slopes or sinks need a derivative. The residual then has data and also contains the output's error from
+  // rounded weights. Without this part of the residual, delta = <dO, O> is accurate enough for dS. But the sum over j
+  // of dS_ij is then not 0, and the gradient of a slope multiplies this error by distances.
   bool exact_residual = false;
 };
 
@@ -224,26 +230,27 @@ struct BackwardParams : Problem {
   const void* logsumexp = nullptr;
   // The gradient of each row's row_logsumexp, [batch, heads, L]; null: 0.
   const void* grad_logsumexp = nullptr;
-  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L], and with grad_logsumexp their rounding errors
+  void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L]; with grad_logsumexp also each delta_i's rounding error
 
   // Null data if a gradient is not wanted.
   Operand grad_query;
   Operand grad_key;
   Operand grad_value;
   Operand grad_mask;  // stride 0 where the mask was broadcast
-  // One number per row, [batch, heads, L], in the compute dtype; null if not wanted. Their sums are the gradients of
-  // slopes, of sinks and of a mask that is the same for all keys.
+  // One number per row, [batch, heads, L], in the compute dtype; null if not wanted. Sums of these numbers are the
+  // gradients of slopes, of sinks and of a mask that is the same for all keys.
   void* grad_slopes = nullptr;
   void* grad_sinks = nullptr;
   void* grad_mask_rows = nullptr;
-  TermGradients* grad_terms = nullptr;  // of the terms of `program`; null if none is wanted
+  TermGradients* grad_terms = nullptr;  // of the terms of `program`; null if not wanted
 
   // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
   int64_t span = 1;
   int64_t rows_per_pass = 0;
-  // The shape alone decides how keys are cut into chunks. The chunks' shares of grad_query are added in order. Either
-  // each span is one task with all chunks. Or each chunk is a task, which adds its share to a sum in the compute dtype
-  // (possibly grad_query itself) once turns[number of the pass] says that all earlier chunks are added.
+  // The shape alone decides how keys are cut into chunks. The chunks' shares of grad_query are added in order. If
+  // all_chunks_at_once, one task computes all chunks of a span. Otherwise each chunk is a task. The task adds its share
+  // to grad_query_sum, which has the compute dtype and may be grad_query itself, once turns[number of the pass] says
+  // that all earlier chunks are added.
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;
@@ -259,8 +266,8 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t row_tasks() const { return batch * groups() * row_tiles(); }
   ATTN_INLINE constexpr int64_t row_tiles() const { return (rows() + kScoreTile - 1) / kScoreTile; }
 
-  // If several scores share a number of the mask, a separate pass sums the mask's gradient. Its tasks own disjoint
-  // parts of the gradient. Otherwise the main pass writes it.
+  // Whether several scores share a number of the mask. If so, a separate pass sums the mask's gradient. The tasks of
+  // this pass own disjoint parts of the gradient. Otherwise the main pass writes the gradient.
   bool mask_is_shared = false;
   int64_t mask_slices = 0;     // different (batch, head) slices of the mask
   int64_t mask_row_tasks = 0;  // blocks of queries, 1 if all queries share one row
@@ -268,7 +275,7 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
 };
 
-// A direction t in the space of inputs, for derivatives along it. Null data where t is zero.
+// A direction t in the space of inputs, along which derivatives are taken. Null data: that part of t is 0.
 struct Tangents {
   Operand query;
   Operand key;
@@ -286,11 +293,11 @@ struct TangentParams : RowParams {
   const void* logsumexp = nullptr;
   Operand tangent_output;
   Operand tangent_residual;
-  void* tangent_logsumexp = nullptr;  // [batch, heads, L, 2]: the derivative of logsumexp along t, as a sum of two
+  void* tangent_logsumexp = nullptr;  // [batch, heads, L, 2]: d logsumexp along t, a sum of two numbers
 };
 
 // H(u; x; t) = grad_x <u, J(x) t> is the derivative of the gradients J'u along t. The gradient fields of BackwardParams
-// hold it.
+// hold H.
 struct SecondParams : BackwardParams {
   Tangents t;
   Operand tangent_output;
@@ -299,10 +306,11 @@ struct SecondParams : BackwardParams {
   void* tangent_delta = nullptr;  // on CUDA: the derivative of delta
 };
 
-// The statistics of the scores of every row, and the weight that every key receives: csrc/core/statistics.h.
+// The statistics of the scores of every row (core/statistics.h), and the weight that every key receives.
 //
-// There are two passes, because a weight needs the sum over its whole row. The first goes over the keys of some rows,
-// the second over the rows that see some keys. Results are contiguous, in the compute dtype.
+// There are two passes, because a weight needs the sum over its whole row. A task of the first pass goes over the keys
+// of some rows. A task of the second pass goes over the rows that see some keys. Results are contiguous, in the compute
+// dtype.
 struct StatsParams : RowParams {
   void* largest_score = nullptr;    // [batch, heads, L]
   void* entropy = nullptr;          // likewise
@@ -311,10 +319,11 @@ struct StatsParams : RowParams {
 
   void* partial = nullptr;  // RowStatistics of splits, [splits, batch, heads, L]
   void* pairs = nullptr;    // the reference and inverse_sum of every row, [batch, heads, L, 2]
-  void* scores = nullptr;   // if a kernel keeps them for its second pass, [batch, heads, L, S up to whole tiles]
+  void* scores = nullptr;   // scores kept for the second pass, [batch, heads, L, S up to whole tiles]; may be null
 
-  // A task of the second pass adds up the weights of some keys of one head over a chunk of the rows. With several
-  // chunks, each writes a partial sum, [chunks, batch, heads, S]. The sums are added in order afterwards.
+  // A task of the second pass adds up the weights of some keys of one head over a chunk of the rows. If there are
+  // several chunks, each task writes a partial sum, [chunks, batch, heads, S]. These sums are added in order
+  // afterwards.
   int64_t keys_per_task = 0;
   int64_t chunks = 1;
   int64_t rows_per_chunk = 0;  // whole tiles
@@ -326,12 +335,12 @@ struct StatsParams : RowParams {
 
 // The weights and scores of every row, for devices that have a kernel for them.
 struct WeightsParams : Problem {
-  Operand weights;  // [*batch, heads, L, S], or of_all_heads [*batch, 1, L, S]: their mean
+  Operand weights;  // [*batch, heads, L, S]; if of_all_heads, the mean over the heads, [*batch, 1, L, S]
   Operand scores;   // [*batch, heads, L, S]; data may be null
   Operand output;   // [*batch, heads, L, Ev]; data may be null
   bool of_all_heads = false;
 
-  // A task computes a tile of rows, of one head or of all.
+  // A task computes a tile of rows of one head or of all heads.
   ATTN_INLINE constexpr int64_t tasks() const { return batch * head_tasks() * row_tiles(); }
   ATTN_INLINE constexpr int64_t head_tasks() const { return of_all_heads ? 1 : heads; }
   ATTN_INLINE constexpr int64_t row_tiles() const { return (queries + kScoreTile - 1) / kScoreTile; }
@@ -360,7 +369,8 @@ void each_operand(SecondParams& p, auto f) {
   f(p.tangent_output), f(p.tangent_residual);
 }
 
-// Calls f(pointer, count) for every array with `count` numbers per row, and g(pointer) for those with one per head.
+// Calls f(pointer, count) for every array with `count` numbers per row, and g(pointer) for every array with one number
+// per head.
 void each_of_rows(ForwardParams& p, auto f, auto g) {
   f(p.logsumexp, 2), f(p.row_logsumexp, 1), f(p.max_score, 1);
   g(p.alibi_slopes), g(p.sinks);

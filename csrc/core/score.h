@@ -2,8 +2,9 @@
 //
 //   x_ij = cap(scale * <q_i, k_j>) - slope * |position of i - j| + mask_ij   where query i sees key j, else -inf
 //
-// with cap(z) = c tanh(z / c), or z without a cap, and the slope of the query's head (ALiBi: Press et al., 2022). The
-// weights of row i are exp(x_ij) / (exp(sink) + sum_j exp(x_ij)), with the sink of its head if there is one.
+// Here cap(z) is c tanh(z / c), or z without a cap, and `slope` is the slope of the query's head (ALiBi: Press et al.,
+// 2022). The weights of row i are exp(x_ij) / (exp(sink) + sum_j exp(x_ij)). `sink` is the sink of the row's head.
+// Without sinks, exp(sink) is 0.
 //
 // A boolean mask adds 0 or -inf. Kernels set -inf by selection, not by addition, so that a NaN in a hidden key does not
 // get through.
@@ -14,7 +15,7 @@
 
 namespace attn {
 
-// The integers first, ..., last - 1; none if last <= first.
+// The integers first, ..., last - 1. The range is empty if last <= first.
 struct Range {
   int64_t first, last;
 
@@ -39,7 +40,7 @@ struct ScoreFunction {
   T scale;
 
   ATTN_INLINE static constexpr ScoreFunction of(const Problem& p) { return {static_cast<T>(p.scale)}; }
-  // For products that are scores already: does not change them.
+  // Changes nothing, for products that are scores already.
   ATTN_INLINE static constexpr ScoreFunction identity() { return {1}; }
 
   template <class V>
@@ -56,8 +57,8 @@ struct ScoreFunction {
 };
 
 // The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = -2 y / c cap'(z). Both are 0
-// where y is +-1, as at a product of +-inf. They are not computed from the score c y, because it is rounded once more
-// than y, and near the cap 1 - y^2 is as small as that rounding error.
+// where y is +-1, as at a product of +-inf. They are computed from y, not from the score c y. The score is rounded once
+// more than y, and near the cap 1 - y^2 is as small as that rounding error.
 template <class T>
 struct SoftCap {
   T inverse;
@@ -72,13 +73,13 @@ struct SoftCap {
     return y * (-2 * inverse) * slope(y);
   }
 };
-// Whether a visible score, before the mask is added, is not just a multiple of its product.
 ATTN_INLINE constexpr bool has_score_mod(const Problem& p) { return p.program && p.program->score; }
+// Whether a score needs more than scaling its product, before a mask is added.
 ATTN_INLINE constexpr bool has_score_terms(const Problem& p) {
   return p.softcap > 0 || p.alibi_slopes || has_score_mod(p);
 }
-// Whether the CPU leaves products in a tile instead of scores, which saves a pass over the tile. It may if the largest
-// product has the largest score and nothing is added to scores.
+// Whether the CPU leaves products in a tile instead of scores, which saves a pass over the tile. The CPU may do so if
+// the largest product has the largest score and nothing is added to scores.
 template <class T>
 ATTN_INLINE constexpr bool leaves_products(const Problem& p) {
   const bool adds = has_score_terms(p) || (p.has_mask && p.mask.dtype != DType::boolean);
@@ -86,8 +87,8 @@ ATTN_INLINE constexpr bool leaves_products(const Problem& p) {
   return !adds && divides && ScoreFunction<T>::of(p).keeps_order();
 }
 
-// Which keys a query sees, apart from the mask (Sequence). Queries and keys are counted within their sequence. A range
-// of queries means all queries in it.
+// The functions below say which keys queries see, apart from the mask (Sequence). Queries and keys are numbered within
+// their sequence.
 
 // Returns the keys that some query of the range sees. The range must not be empty.
 ATTN_INLINE constexpr Range visible_keys(const Sequence& s, Range queries) {
@@ -97,11 +98,11 @@ ATTN_INLINE constexpr Range visible_keys(const Sequence& s, Range queries) {
 ATTN_INLINE constexpr Range visible_rows(const Sequence& s, Range keys) {
   return {larger(0, keys.first - s.last + 1), smaller(s.queries, keys.last - s.first)};
 }
-// Says whether every query sees every key, so that no score of their tile is hidden.
+// Says whether all of `queries` see all of `keys`, so that no score of their tile is hidden.
 ATTN_INLINE constexpr bool all_visible(const Sequence& s, Range queries, Range keys) {
   return keys.last <= s.keys && keys.last <= queries.first + s.last && keys.first >= queries.last - 1 + s.first;
 }
-// Says whether any query sees any key, so that their tile must be computed.
+// Says whether some query of `queries` sees some key of `keys`, so that their tile must be computed.
 ATTN_INLINE constexpr bool any_visible(const Sequence& s, Range queries, Range keys) {
   return !common(visible_keys(s, queries), keys).empty();
 }

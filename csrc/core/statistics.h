@@ -1,20 +1,22 @@
-// The statistics of a row of scores: the sums over the keys read so far, and the results. The same on every device.
+// The statistics of a row of scores, the same on every device: the sums over the keys read so far, and the results.
 //
-// With m the largest score of the row, weights w_j = exp(x_j - m) and l = sum_j w_j, the probabilities are w_j / l and
+// Let m be the largest score of the row, w_j = exp(x_j - m) the weights and l = sum_j w_j. Then w_j / l are the
+// probabilities, and
 //
 //   logsumexp = m + log(l)        entropy = -sum_j w_j / l log(w_j / l) = log(l) - sum_j (x_j - m) w_j / l
 //
 // Neither term of the entropy is negative, so nothing cancels. If one key has nearly all of the weight, both terms are
-// small and l is nearly 1. Therefore l is kept without the 1 of the largest score, and log(l) is log1p of the rest. An
-// entropy near 0 (attention to one key) is then as accurate as any other.
+// small and l is nearly 1. Therefore the weights that are exactly 1 are counted apart from the sum of the other
+// weights, and log(l) is computed as log1p(l - 1). An entropy near 0 (attention to one key) is then as accurate as any
+// other.
 #pragma once
 
 #include "core/params.h"
 
 namespace attn {
 
-// Sums over some keys of a row. Numbers x in a tile may be scores or, on the CPU, products; `slope` makes exponents of
-// 2 of them: exp(score_i - score_j) = 2^((x_i - x_j) slope).
+// Sums over some keys of a row. The numbers x of a tile are scores or, on the CPU, possibly products. `slope` turns
+// their differences into exponents of 2: exp(score_i - score_j) = 2^((x_i - x_j) slope).
 template <class T>
 struct RowStatistics {
   T largest;  // m; -inf without a key, NaN once a score was NaN
@@ -25,7 +27,8 @@ struct RowStatistics {
 
 constexpr double kLn2 = 0.69314718055994530942;
 
-// The exponent of a weight, clamped as -inf times a weight of 0 would be NaN. 2^-1100 is 0 in every type. Keeps NaN.
+// The least exponent of a weight. exponent_of() clamps exponents to it, because -inf times a weight of 0 would be NaN.
+// 2^-1100 is 0 in every type. exponent_of() keeps NaN.
 constexpr double kLeastExponent = -1100;
 template <class T>
 ATTN_INLINE constexpr T exponent_of(T x, T reference, T slope) {
@@ -33,7 +36,8 @@ ATTN_INLINE constexpr T exponent_of(T x, T reference, T slope) {
   return exponent < static_cast<T>(kLeastExponent) ? static_cast<T>(kLeastExponent) : exponent;
 }
 
-// Returns the larger of two parts' references, neither of which may be NaN. To merge the parts, rescale both to it.
+// Returns the larger of the largest numbers of two parts. Neither may be NaN. To merge the parts, rescale both to this
+// reference.
 template <class T>
 ATTN_INLINE constexpr T common_reference(const RowStatistics<T>& a, const RowStatistics<T>& b) {
   return a.largest > b.largest ? a.largest : b.largest;
@@ -59,19 +63,20 @@ ATTN_INLINE constexpr bool has_nan(const RowStatistics<T>& part) {
 template <class T>
 struct FinishedRow {
   T largest_score, entropy, logsumexp;
-  // A weight p is 2^((x - reference) slope) inverse_sum. (Not 2^((x - reference) slope - log2(l)), because log2(l) may
-  // be 20, and its rounding error would change all weights of the row by about 20 ulps.)
+  // A weight p is 2^((x - reference) slope) inverse_sum. The formula 2^((x - reference) slope - log2(l)) is less
+  // accurate: log2(l) may be 20, and its rounding error would change all weights of the row by about 20 ulps.
   T reference, inverse_sum;
 };
 
-// Returns l - 1, which is -1 without keys and sink. Its log1p() is the argument `log_sum` of finished(). `sink`: the
-// weight of the sink relative to the row's reference, which is at least the sink; 0 without a sink.
+// Returns l - 1, which is -1 without keys and sink. Its log1p() is the argument `log_sum` of finished(). `sink` is the
+// weight of the sink relative to the row's reference, or 0 without a sink. The reference is at least the sink.
 template <class T>
 ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink) {
   return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;
 }
-// `largest` is the maximum over all keys. `scale` turns it and the reference into scores. A score of +inf makes the sum
-// NaN (inf - inf), though no score is NaN. The entropy omits the sink, so log(l) is multiplied by the keys' weight.
+// `largest` is the maximum over all keys. `scale` turns `largest` and the reference into scores. A score of +inf makes
+// the sum NaN (inf - inf), though no score is NaN. The entropy omits the sink, so log(l) is multiplied by the keys'
+// share of the sum.
 template <class T>
 ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T largest, T scale, double sink,
                                               double log_sum, T infinity) {

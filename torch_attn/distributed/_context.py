@@ -77,34 +77,35 @@ class Batch(dict[str, Tensor]):
 
 @contextlib.contextmanager
 def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
-    """Runs a model over sequences that are spread over processes, each with its part of the tokens.
+    """Runs a model over sequences whose tokens are spread over processes.
 
-    Within, each attention of the model is over the tokens of all processes, whether it is called by
-    ``F.scaled_dot_product_attention``, by :mod:`torch_attn` or by transformers with
-    :func:`torch_attn.integrations.transformers.register`. All other layers must work on single
-    tokens. A process has one piece near the head of the sequence and one near its tail, which
-    balances the work under causality. Every process must pass the same whole tensors, and call the
-    model equally often. It gets its part.
+    Within the block, each attention of the model attends to the tokens of all processes. The model
+    may call ``F.scaled_dot_product_attention``, :mod:`torch_attn`, or transformers with
+    :func:`torch_attn.integrations.transformers.register`. All other layers must work on each token
+    alone. A process has one piece near the head of the sequence and one piece near the tail. This
+    balances the work under causality. Every process must pass the same whole tensors, and must call
+    the model equally often. It gets its own part of the tensors.
 
     Args:
         mesh: a :class:`~torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process
             group; None means all processes.
-        tensors: ``[B, L, ...]`` each, cut along dimension 1. `labels`, as transformers takes them,
-            add `shift_labels`, the next token of each, and `num_items_in_batch`, counted over all
-            processes.
+        tensors: ``[B, L, ...]`` each, cut along dimension 1. If `labels` are among them, as
+            transformers takes labels, the dictionary also has `shift_labels`, the label of the next
+            token at each place, and `num_items_in_batch`, the number of labels on all processes.
 
     Yields:
-        A dictionary of the parts, to pass to the model, and `position_ids`, ``[1, L_r]``: the
-        places of these tokens in the whole sequence. Its ``cut(tensor, dim)`` takes this process's
-        part of more tensors, and ``join(tensor)`` joins parts to ``[B, L, X]``. Loss and gradients
-        are this process's share: their sum over the processes is the whole loss and gradient. An
-        attention returns None for logsumexp and largest scores.
+        A dictionary of this process's parts, to pass to the model. It also has `position_ids`,
+        ``[1, L_r]``: the places of the process's tokens in the whole sequence. The dictionary's
+        ``cut(tensor, dim)`` returns this process's part of another tensor, and its ``join(tensor)``
+        joins the parts of all processes to ``[B, L, X]``. Loss and gradients are this process's
+        share: the shares of all processes add up to the whole loss and gradient. An attention
+        returns None for logsumexp and largest scores.
 
     Raises:
         ValueError: tensors of different lengths, fewer than two tokens per process, or position_ids
             or attention_mask among the tensors.
-        RuntimeError: within, an attention with a mask, an offset, lengths, dropout, weights or
-            statistics, or over other tokens than these, as with a cache.
+        RuntimeError: within the block, an attention with a mask, an offset, lengths, dropout,
+            weights or statistics, or an attention over other tokens, as with a cache.
 
     Example:
         >>> import torch.distributed as dist
@@ -145,7 +146,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     batch.update({n: batch.cut(t) for n, t in tensors.items()})
     fast = torch.backends.mha.get_fastpath_enabled()
     handle = replace_sdpa()
-    torch.backends.mha.set_fastpath_enabled(False)  # has an attention of its own
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path has its own attention
     try:
         with answering(batch):
             yield batch
@@ -161,7 +162,7 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
 
 
 def _forget_compiled() -> None:
-    """Discards compiled code, because it attends over either one process or several."""
+    """Discards compiled code, because code compiled for one process cannot attend over several."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
@@ -176,8 +177,8 @@ _answering: list[Any] = []
 
 @contextlib.contextmanager
 def answering(calls: Any) -> Iterator[None]:
-    """Within, ``calls.attend`` answers attn::sdpa and attn::attention, whoever calls them; the
-    other operators refuse."""
+    """Within the block, ``calls.attend`` answers all calls of attn::sdpa and attn::attention, and
+    the other operators raise."""
     _forget_compiled()
     torch.ops.attn._over_processes(1)
     _answering.append(calls)
@@ -190,7 +191,7 @@ def answering(calls: Any) -> Iterator[None]:
 
 
 def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
-    """Returns the answer of :func:`answering` in place of the results of attn::attention."""
+    """Returns the result of ``calls.attend`` (:func:`answering`) in place of attn::attention's."""
     arguments = torch.ops.attn._attend_over_processes.default._schema.arguments
     call = {a.name: a.default_value for a in arguments}
     call |= dict(zip(call, args, strict=False)) | kwargs
@@ -198,6 +199,6 @@ def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
 
 
 _library: Any = torch.library.Library("attn", "IMPL")  # type: ignore[no-untyped-call]
-_library.impl(  # an earlier import of the package may have registered it
+_library.impl(  # an earlier import of the package may have done the same
     "_attend_over_processes", answer, "CompositeImplicitAutograd", allow_override=True
 )

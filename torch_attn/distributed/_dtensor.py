@@ -1,22 +1,24 @@
 """Attention of :class:`torch.distributed.tensor.DTensor`, sharded over batch, heads and sequences.
 
 It works in a program that imports torch_attn and ``torch.distributed.tensor``, in either order. For
-each dimension of the mesh, a call is computed in one of these ways. The placement of the query
-decides, or, if that is ``Replicate()``, the placement of the key, and so on. DTensor's collectives
-redistribute tensors that are placed otherwise. The result is the same as on a single process.
+each dimension of the mesh, a call is computed in one of the ways below. The placement of the query
+chooses the way. If the query is ``Replicate()``, the placement of the key chooses it, and so on.
+DTensor's collectives redistribute tensors that are placed in another way. The result is the same as
+on a single process.
 
 - ``Replicate()``.
-- ``Shard`` of a leading dimension. Tensors whose size there is 1, or that have fewer dimensions,
-  are ``Replicate()``; their gradients are ``Partial()``. No communication.
+- ``Shard`` of a leading dimension. Tensors of size 1 there, and tensors with fewer dimensions, are
+  ``Replicate()``. Their gradients are ``Partial()``. There is no communication.
 - ``Shard`` of the heads, likewise. Grouped heads are allowed if each device gets whole groups.
-- ``Shard`` of the sequence, over one dimension of the mesh. If the query alone is cut, there is no
-  communication. If key and value alone are cut, an all-reduce merges the parts. If all are cut,
-  there are three ways (:func:`torch_attn.distributed.method`). The output is sharded as the query.
-  A mask has the rows of the query, and all keys.
+- ``Shard`` of the sequence, over one dimension of the mesh. If only the query is cut, there is no
+  communication. If only key and value are cut, an all-reduce merges the parts. If all three are
+  cut, there are three methods (:func:`torch_attn.distributed.method`). The output is sharded like
+  the query. A mask has the rows of the query, and all keys.
 
-Sinks and slopes, ``[Hq]`` or ``[B..., Hq]``, are sharded like heads and batch; offsets and lengths,
-``[B...]``, like the batch. Integers, including `cu_seq_q` and `cu_seq_k`, may be plain tensors, the
-same on all devices. Dropout is an error, because all devices would have to draw the same mask.
+Sinks and slopes, ``[Hq]`` or ``[B..., Hq]``, are sharded like heads and batch. Offsets and lengths,
+``[B...]``, are sharded like the batch. Integers, including `cu_seq_q` and `cu_seq_k`, may be plain
+tensors that are the same on all devices. Dropout is an error, because all devices would have to
+draw the same mask.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ __all__ = ["register", "register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Calls :func:`register` now or when ``torch.distributed.tensor`` is imported, if ever.
+    """Calls :func:`register` as soon as ``torch.distributed.tensor`` is imported, possibly at once.
 
     Importing that module takes half as long as importing torch, and most programs do not need it.
     """
@@ -65,7 +67,7 @@ def _attend(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         if name not in ("sdpa", "attention"):
             return _Sharded(name, given).results()
-        if _context.is_on():  # in inference mode this is the first check
+        if _context.is_on():  # inference mode skips the Autograd kernel, which checks this too
             results = _context.answer(**given)
         else:
             given["with_rows"] = name == "attention"
@@ -78,7 +80,7 @@ HEADS, ROWS = -3, -2  # dimensions of the output, counted from its end
 # Results of shape [*batch, heads, L, ...], like the output; received_weight has S in place of L.
 _OF_ROWS = {"output", "logsumexp", "row_logsumexp", "max_score", "residual"}
 _OF_ROWS |= {"largest_score", "entropy", "received_weight"}
-# Arguments that lack the last dimensions of [*batch, heads, L, E], and how many they lack.
+# How many of the last dimensions of [*batch, heads, L, E] these arguments lack.
 _LACKING = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
 _PLACES = {"cu_seq_q", "cu_seq_k"}  # the same on all devices
 _WHY_NO_RING = {
@@ -88,12 +90,12 @@ _WHY_NO_RING = {
 
 
 def _kind(name: str) -> str:
-    """Returns which input a gradient or tangent is of; leaves other names unchanged."""
+    """Returns the name of the input of a gradient or tangent; returns other names unchanged."""
     return name.removeprefix("tangent_").removeprefix("grad_")
 
 
 def _is_empty(kind: str, tensor: Tensor) -> bool:
-    """Whether it is an empty residual (1-D). A 2-D call's logsumexp is 1-D too, but not empty."""
+    """Whether this is an empty residual (1-D). A 2-D call's logsumexp is 1-D too, but not empty."""
     return kind == "residual" and tensor.ndim == 1
 
 
@@ -106,7 +108,7 @@ class _Sharded:
         self.name, self.op = name, getattr(torch.ops.attn, name).default
         self.call = {a.name: a.default_value for a in self.op._schema.arguments} | given
         self.mesh: Any = next(t.device_mesh for t in given.values() if isinstance(t, DTensor))
-        first = {n: self.call[n] for n in Inputs._fields[:3] if n in self.call}  # these decide how
+        first = {n: self.call[n] for n in Inputs._fields[:3] if n in self.call}  # decide first
         self.tensors: dict[str, Any] = {
             n: t for n, t in (first | self.call).items() if isinstance(t, Tensor)
         }
@@ -133,8 +135,8 @@ class _Sharded:
                 f"own {n}; call it with to_local() of all"
             )
         self.sequence: int | None = None  # the dimension of the mesh that cuts the sequence
-        self.cut = self.way = ""  # cut: "rows", "keys" or "both"; way: of METHODS, "" for "rows"
-        self.dims: list[int | None] = []  # which dimension of the output each one of the mesh cuts
+        self.cut = self.way = ""  # cut: "rows", "keys" or "both"; way: of METHODS, or ""
+        self.dims: list[int | None] = []  # [m]: the output's dimension that mesh dimension m cuts
         for m in range(self.mesh.ndim):
             self.dims.append(self._dim(m))
         if self.cut in ("keys", "both"):
@@ -173,7 +175,10 @@ class _Sharded:
         return max(sizes) > 1 and all(size % devices == 0 for size in grouped)
 
     def _dim(self, m: int) -> int | None:
-        """Returns the output's dimension that mesh dimension m cuts; the first tensor decides."""
+        """Returns the dimension of the output that dimension m of the mesh cuts.
+
+        The first tensor that is cut decides.
+        """
         on = {name: tensor.placements[m] for name, tensor in self.tensors.items()}
         rows = [
             n for n in Inputs._fields[:3] if n in on and on[n].is_shard(self.tensors[n].ndim + ROWS)
@@ -192,7 +197,7 @@ class _Sharded:
         return None
 
     def _choose(self) -> None:
-        """Chooses how queries get to all keys if both are cut, or if keys alone are."""
+        """Chooses the method if queries and keys are cut, or only keys."""
         assert self.sequence is not None
         why = _WHY_NO_RING.get(self.name)
         if self.call.get("cu_seq_q") is not None and self.call.get("attn_mask") is not None:
@@ -269,13 +274,13 @@ class _Sharded:
             found = self.op(**x)
         named = dict(zip(names, found, strict=False))
         results = tuple(self._result(n, named[n]) for n in wanted or names)
-        # Leaves out gradients of functions of the pair, which DTensors do not take.
+        # DTensors do not take functions of the pair, so the gradients of these functions are None.
         return results + (None,) * (0 if wanted else len(self.op._schema.returns) - len(names))
 
     def _result(self, name: str, local: Tensor | None) -> Any:
         """Makes the DTensor of a result.
 
-        If a gather or all_to_all redistributed an input, its gradient gets the input's placement.
+        If a gather or all_to_all redistributed an input, the gradient gets the input's placement.
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -315,7 +320,7 @@ class _Sharded:
 
 
 def _widened(x: dict[str, Any]) -> dict[str, Any]:
-    """Converts a call with half types to float32."""
+    """Converts a call's tensors of half types to float32."""
     x = {n: wide(t) if isinstance(t, Tensor) else t for n, t in x.items()}
     for output, residual in (("output", "residual"), ("tangent_output", "tangent_residual")):
         if output in x and x[residual].ndim > 1:

@@ -1,4 +1,4 @@
-"""Sends blocks of a sequence from the processes that have them to those that need them."""
+"""Sends blocks of a sequence from the processes that have them to the processes that need them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
-    """Returns the pieces of queries and of keys; the processes tell each other their lengths."""
+    """Returns the pieces of queries and of keys. The processes tell each other their lengths."""
     own = torch.tensor([L, S], device=device)
     lengths = [torch.empty_like(own) for _ in range(group.size())]
     with waiting(group, "all to tell their lengths"):
@@ -37,7 +37,7 @@ def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
 
 
 class _Messages:
-    """Tensors that are being sent and received; keeps the sent ones alive meanwhile."""
+    """Tensors that are being sent and received. Keeps the sent tensors alive meanwhile."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class _Messages:
             self.works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> None:
-        for n, work in enumerate(self.works):  # one for each operation, or one for all
+        for n, work in enumerate(self.works):  # a work for each operation, or one for all
             is_each = len(self.works) == len(self.whom)
             with waiting(self.group, self.whom[n] if is_each else self.all_of_them):
                 work.wait()
@@ -68,8 +68,9 @@ class Ring:
 
     In step s every process sends its own block to the process s places ahead, and receives the
     block of the process s places behind, while it computes with the block of step s - 1. So a
-    process holds at most two blocks beside its own, and forwards none. A block goes only to
-    processes that need it: to half of them in a causal call, to the neighbours in a window's reach.
+    process holds at most two blocks beside its own, and never forwards a block. A block goes only
+    to processes that need it. In a causal call half of the processes need it. In a call with a
+    window, only the neighbours that the window reaches need it.
     """
 
     def __init__(self, call: Call, own: list[Tensor]) -> None:
@@ -80,7 +81,7 @@ class Ring:
         return tensors if self.call.needed(process, block) else []
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields in each step a block's number and its tensors, none if it is not needed here."""
+        """Yields in each step a block's number and its tensors; no tensors if not needed here."""
         layout, rank = self.call.layout, self.call.layout.rank
         steps = 1 if self.call.whole_queries else layout.world
         block = self._needed(rank, rank, self.own)
@@ -100,9 +101,9 @@ class Ring:
             block = coming
 
     def bring_back(self, gradients: list[Tensor], source: int, own: list[Tensor]) -> None:
-        """Sends the gradients of block `source`; adds what the last step received to `own`.
+        """Sends the gradients of block `source`. Adds the gradients of the last step to `own`.
 
-        All processes call it in every step but the first, and then :meth:`finish`.
+        All processes must call this method in every step but the first, and then :meth:`finish`.
         """
         layout, rank = self.call.layout, self.call.layout.rank
         other = (2 * rank - source) % layout.world
@@ -123,7 +124,7 @@ class Ring:
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends ``parts[r]`` to process r and receives one part from it; backward does the reverse."""
+    """Sends ``parts[r]`` to process r and receives a part from it. Backward does the reverse."""
 
     @staticmethod
     def forward(group: dist.ProcessGroup, shapes: list[Any], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -150,6 +151,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchanged(group: dist.ProcessGroup, shapes: list[Any], parts: Any) -> tuple[Tensor, ...]:
-    """Sends ``parts[r]`` to process r; returns what each process sends here, of these shapes."""
+    """Sends ``parts[r]`` to process r. Returns the parts that each process sends here."""
     received: tuple[Tensor, ...] = _Exchange.apply(group, shapes, *parts)  # type: ignore[no-untyped-call]
     return received

@@ -17,18 +17,18 @@ __all__ = ["Call", "Layout", "Part", "Piece", "arguments"]
 
 @functools.cache
 def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
-    """Returns an operator's arguments, tensors alone or all but these, as name -> default."""
+    """Returns an operator's arguments as name -> default: only the tensors, or only the others."""
     schema = getattr(torch.ops.attn, operator).default._schema
     are_tensors = {a.name: ("Tensor" in str(a.type), a.default_value) for a in schema.arguments}
     return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
 
 
-Piece = tuple[int, int]  # rows of the whole sequence, without `last`
+Piece = tuple[int, int]  # (first, last): rows first to last - 1 of the whole sequence
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces of the queries and of the keys on each process, in the order of its tensors."""
+    """The pieces of queries and of keys on each process, in the order of that process's tensors."""
 
     rank: int
     queries: list[list[Piece]]
@@ -46,12 +46,12 @@ class Layout:
 
     @staticmethod
     def in_order(lengths: list[int]) -> list[list[Piece]]:
-        """Returns one piece for each process, of these lengths."""
+        """Returns one piece for each process. `lengths` are the lengths of the pieces."""
         return [[piece] for piece in itertools.pairwise([0, *itertools.accumulate(lengths)])]
 
     @staticmethod
     def chunks(length: int, world: int) -> list[list[Piece]]:
-        """Returns the pieces that :func:`torch.chunk` makes; the last ones may be empty."""
+        """Returns the pieces that :func:`torch.chunk` makes; the last pieces may be empty."""
         size = -(-length // world)
         return [[(min(r * size, length), min((r + 1) * size, length))] for r in range(world)]
 
@@ -77,11 +77,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of this process's queries with some keys of a block."""
+    """A part of a call: some rows of this process's queries, and some keys of a block."""
 
     rows: slice  # of this process's tensors
     keys: slice  # of the block's tensors
-    columns: slice  # of a mask, which has all keys
+    columns: slice  # of the mask, which has all keys
     options: dict[str, Any]
 
 
@@ -91,7 +91,7 @@ class Call:
 
     layout: Layout
     group: dist.ProcessGroup
-    options: dict[str, Any]  # of the operators, without what depends on the part
+    options: dict[str, Any]  # of the operators; those that depend on the part are left out
     query_offset: Tensor
     key_lengths: Tensor | None
     cu_seq_q: Tensor | None = None
@@ -99,7 +99,7 @@ class Call:
     whole_queries: bool = False  # each process has all queries, and its own keys
 
     def options_of(self, rows: Piece, keys: Piece) -> dict[str, Any]:
-        """Returns a call's options for these rows and keys; positions count from their first."""
+        """Returns the options of a call over only these rows and keys, numbered from 0."""
         q, k = self.cu_seq_q, self.cu_seq_k
         (a, _), (c, m) = _entries(q, rows), _entries(k, keys)
         offset, window = self._nearer
@@ -114,8 +114,8 @@ class Call:
     def _nearer(self) -> tuple[Tensor, list[int]]:
         """Reduces huge offsets and windows so that adding a position to an offset cannot overflow.
 
-        If a window reaches the keys from far before or after them, offset and window move by the
-        same number. If no window reaches that far, the query sees all keys or none at any position.
+        If the window is huge too, offset and window change by the same number. If not, a query at a
+        huge offset sees all keys or no key, and still does so after the offset alone has changed.
         """
         far, more = 2**60, sum(self.layout.lengths)
         window = self.options["window_size"]
@@ -126,7 +126,7 @@ class Call:
 
     @functools.cached_property
     def _numbers(self) -> set[tuple[int, ...]]:
-        """Each entry's first query, end of queries, first key, end of keys, offset, length."""
+        """Each entry's first query, end of queries, first key, end of keys, offset, key length."""
         L, S = self.layout.lengths
         used = torch.tensor(S) if self.key_lengths is None else self.key_lengths
         q = torch.tensor([0, L]) if self.cu_seq_q is None else self.cu_seq_q
@@ -136,7 +136,7 @@ class Call:
         return set(zip(*(t.flatten().tolist() for t in entries), strict=True))
 
     def sees(self, rows: Piece, keys: Piece) -> bool:
-        """Whether any of the queries may see any of the keys."""
+        """Whether some query of `rows` may see some key of `keys`."""
         left, right = self.options["window_size"]
         right = 0 if self.options["is_causal"] and right != 0 else right
         for q, end_q, k, end_k, offset, used in self._numbers:
@@ -149,7 +149,7 @@ class Call:
         return False
 
     def needed(self, process: int, block: int) -> bool:
-        """Whether any query of a process may see any key of a block."""
+        """Whether some query of a process may see some key of a block."""
         return any(
             self.sees(rows, keys)
             for rows in self.layout.queries[process]
@@ -166,7 +166,7 @@ class Call:
 
 
 def _entries(cu_seq: Tensor | None, piece: Piece) -> tuple[Any, Any]:
-    """Returns the first row that each batch entry has in a piece, and how many it has there.
+    """Returns the first row of each batch entry in a piece, and the number of its rows there.
 
     Rows are counted from the entry's own first row.
     """

@@ -17,13 +17,14 @@ _forced: str | None = None
 
 @contextlib.contextmanager
 def method(name: str) -> Iterator[None]:
-    """Chooses how attention over several processes communicates; for all threads of this process.
+    """Chooses how attention over several processes communicates, for all threads of this process.
 
-    The default is the method that sends the fewest bytes, by :func:`sent`. All processes must
-    choose the same. A backward through a DTensor uses the method that is set when it runs.
+    The default is the method that sends the fewest bytes, as :func:`sent` computes them. All
+    processes must choose the same method. A backward through a DTensor uses the method that is set
+    when the backward runs.
 
     Args:
-        name: "ring": blocks of keys and values go round while the processes compute; first
+        name: "ring": processes send each other blocks of keys and values while they compute; first
             derivatives only. "gather": every process gets all keys and values. "all_to_all": every
             process gets all rows of some of the heads. The numbers of heads must be multiples of
             the number of processes.
@@ -47,7 +48,7 @@ def method(name: str) -> Iterator[None]:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether it is a tensor of a compiled call. Torch before 2.13 has no other way to tell."""
+    """Whether a tensor belongs to a compiled call. Torch before 2.13 has no other way to tell."""
     return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
@@ -85,7 +86,7 @@ def sent(
 
 
 def choose(call: Call, query: Any, key: Any, value: Any, why_no_ring: str | None = None) -> str:
-    """Returns the forced method, or the one that sends the fewest bytes for these shapes."""
+    """Returns the forced method, or the method that sends the fewest bytes for these shapes."""
     world = call.layout.world
     error = "torch_attn.distributed: "
     if _forced == "all_to_all" and not heads_fit(world, query, key, value):

@@ -1,10 +1,10 @@
 """Attention over blocks of keys on different processes: computes parts and merges them.
 
-With O_b the output of part b and l_b its logsumexp, the logsumexp of all parts is
-l = log sum_b exp(l_b), and the output sum_b exp(l_b - l) O_b. The gradients of a part come from a
-backward over its keys that is given the output and the logsumexp of all parts; they are summed over
-the parts. A sink is a part of its own. Half types are computed in float32, so that nothing is
-rounded before it is added, and l is float64.
+Let O_b be the output of part b, and l_b its logsumexp. All parts together have the logsumexp l =
+log sum_b exp(l_b) and the output sum_b exp(l_b - l) O_b. The gradients of a part come from a
+backward over the part's keys, to which the output and the logsumexp of all parts are passed. The
+gradients are then summed over the parts. A sink is a part of its own. Half types are computed in
+float32, so that no summand is rounded. l is float64.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def wide(tensor: Any) -> Any:
 
 
 def _of_inputs(*some: Any, rest: Any) -> list[Any]:
-    """One for each input of the operators that has a derivative: `rest` for the last ones."""
+    """Returns `some` and copies of `rest`: an item for each input that has a derivative."""
     number = len(torch.ops.attn._sdpa_second.default._schema.returns)
     return [*some, *[rest] * (number - len(some))]
 
 
 def check(call: Call, inputs: Inputs) -> None:
-    """Raises what :func:`torch_attn.sdpa` of these queries and all keys raises, before sending."""
+    """Raises what :func:`torch_attn.sdpa` raises for these queries and all keys, before sending."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
     given: dict[str, Any] = inputs._asdict()
     given = {n: None if t is None else t.detach() for n, t in given.items()}
-    more = S - inputs.key.shape[-2]  # on the other processes
+    more = S - inputs.key.shape[-2]  # keys on the other processes
     for name in ("key", "value"):
         t = given[name]
         given[name] = t.new_zeros(()).expand(*t.shape[:-2], t.shape[-2] + more, t.shape[-1])
@@ -72,7 +72,7 @@ def check(call: Call, inputs: Inputs) -> None:
 
 
 class _Rows(NamedTuple):
-    """The results of rows after some parts, in float64."""
+    """The results of rows, merged over some parts, in float64."""
 
     output: Tensor  # [..., L, Ev]
     logsumexp: Tensor  # [..., L]
@@ -88,7 +88,7 @@ class _Rows(NamedTuple):
         return self.output * _weights(self.logsumexp, logsumexp)[..., None]
 
     def merged_over(self, group: dist.ProcessGroup) -> _Rows:
-        """Merges with the results of the same rows on the other processes."""
+        """Merges these results with the other processes' results of the same rows."""
         most = torch.stack([self.logsumexp, *self[2:]])
         with waiting(group, "all to merge their parts"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
@@ -106,12 +106,12 @@ def _weights(part: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 def _of(part: Part, tensors: Any) -> list[Tensor]:
-    """Returns the rows of a part, from tensors like the query."""
+    """Returns the rows of a part from tensors that have the rows of the query."""
     return [t[..., part.rows, :] for t in tensors]
 
 
 def _beside(rows: Tensor, sinks: Tensor) -> Tensor:
-    """Expands one number per head to its rows, ``[..., Hq, L]`` or ``[L]``, in float64."""
+    """Expands one number per head to the head's rows, ``[..., Hq, L]`` or ``[L]``, in float64."""
     sinks = sinks.double()[..., None]
     return (sinks if rows.ndim > 1 else sinks[0]).expand_as(rows)
 
@@ -124,7 +124,7 @@ def _mask(part: Part, mask: Tensor | None) -> Tensor | None:
 
 
 def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
-    """Also returns each row's logsumexp and greatest score, ``[..., L]``, float64."""
+    """Returns what to save, and each row's logsumexp and greatest score, ``[..., L]``, float64."""
     query, key, value, mask, *of_heads = map(wide, inputs)
     slopes, sinks = of_heads
     own = call.layout.queries[call.layout.rank]
@@ -178,7 +178,7 @@ def gradients(
     grad_logsumexp: Tensor | None,
     wanted: Any,
 ) -> list[Tensor | None]:
-    """Returns the inputs' gradients, wide; slopes and sinks get this process's share."""
+    """Returns the gradients, wide; those of slopes and sinks are this process's share."""
     query, key, value, mask, slopes, sinks = map(wide, inputs)
     grad_output = wide(grad_output)
     of_query, of_mask, of_slopes = (
@@ -195,8 +195,8 @@ def gradients(
             columns, options = _mask(part, mask), part.options
             count = k.shape[-2]
             if of_keys and columns is not None and columns.shape[-1] == 1:
-                # The operator would broadcast this one column over all keys. So a hidden key and
-                # its column are added.
+                # The operator would broadcast this one column over all keys. So a hidden key, and a
+                # column for it, are added.
                 k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
                 columns = F.pad(columns, (0, 1))
                 options = {"key_lengths": torch.ones_like(call.query_offset), **options}
@@ -225,8 +225,8 @@ def gradients(
         else:
             own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
     ring.finish(own)
-    # The sink's part of the gradient of a number added to all scores of a row. If processes share
-    # the rows, only process 0 counts it.
+    # from_sink: the gradient of a number that is added to all scores of a row, as far as the sink
+    # causes it. If all processes have all rows, only process 0 counts it.
     of_all = _logsumexp(call, inputs, saved.logsumexp)
     given = 0 if grad_logsumexp is None else grad_logsumexp.masked_fill(of_all.isneginf(), 0)
     from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)
@@ -236,7 +236,7 @@ def gradients(
         weights = _weights(_beside(of_all, sinks), of_all) * once
         from_sink = weights * ((grad_output * saved.output).sum(-1, dtype=torch.float64) - given)
         of_sinks = -from_sink[None].sum(-1).sum_to_size(sinks.shape)
-    if of_mask is not None and not of_keys:  # the same for all keys
+    if of_mask is not None and not of_keys:  # the mask is the same for all keys
         of_mask = (from_sink + given * once)[..., None].sum_to_size(of_mask.shape)
     return [of_query, *own, of_mask, of_slopes, of_sinks]
 
@@ -244,8 +244,8 @@ def gradients(
 def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tuple[Tensor, Tensor]:
     """Returns the tangents of output and logsumexp, in float64, along directions of the inputs.
 
-    Computed from the parts: ``dl = sum_b w_b dl_b`` and ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``
-    with ``w_b = exp(l_b - l)``.
+    Part b has the weight ``w_b = exp(l_b - l)``. Then ``dl = sum_b w_b dl_b`` and
+    ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``.
     """
     query, _, _, mask, slopes, sinks = map(wide, inputs)
     of_query, of_key, of_value, of_mask, of_slopes, of_sinks = map(wide, directions)

@@ -34,11 +34,11 @@ def sdpa(
 
     Process r passes block r of the queries and block r of the keys and values. It gets block r of
     the output of :func:`torch_attn.sdpa` for the whole sequence. Blocks may have any length, also
-    0. All processes call it together, with the same options.
+    0. All processes must call this function together, with the same options.
 
     Args:
-        query: ``[..., Hq, L_r, E]``, a block of ``L`` queries.
-        key: ``[..., Hk, S_r, E]``, a block of ``S`` keys, query's dtype and device.
+        query: ``[..., Hq, L_r, E]``, block r of the ``L`` queries.
+        key: ``[..., Hk, S_r, E]``, block r of the ``S`` keys, query's dtype and device.
         value: ``[..., Hv, S_r, Ev]``.
         attn_mask: broadcasts to ``[..., Hq, L_r, S]``: the rows of block r over all keys.
         is_causal: hides keys after a query's position in the whole sequence.
@@ -46,15 +46,16 @@ def sdpa(
         lengths: ``(L, S)`` of the whole sequence, if the blocks are cut as by :func:`torch.chunk`.
             None: the processes tell each other the lengths of their blocks, in each call.
         options: scale, enable_gqa, window_size, softcap, query_offset, key_lengths, alibi_slopes
-            and sinks, as for :func:`torch_attn.sdpa`, for the whole sequence: the same on all
-            processes.
+            and sinks, as for :func:`torch_attn.sdpa`. They are for the whole sequence, and the same
+            on all processes.
 
     Returns:
-        ``[..., Hq, L_r, Ev]``, query's dtype. First derivatives with respect to query, key, value,
-        mask, slopes and sinks, and forward mode; second derivatives unless the keys go round in a
-        ring (:func:`method`). Gradients of slopes and sinks are this process's share; their sum
-        over the group is the gradient. The same bits on every run with the same number of
-        processes. In a ring's forward, a process holds at most three blocks of keys and values.
+        ``[..., Hq, L_r, Ev]``, query's dtype. It has first derivatives with respect to query, key,
+        value, mask, slopes and sinks, and forward mode. It has second derivatives unless the method
+        is "ring" (:func:`method`). Gradients of slopes and sinks are this process's share; the
+        shares of the group add up to the gradient. The bits are the same on every run with the same
+        number of processes. In a ring's forward, a process holds at most three blocks of keys and
+        values.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, as for :func:`torch_attn.sdpa`;
@@ -88,7 +89,7 @@ def sdpa(
 
 
 def group_of(name: str, group: Any) -> dist.ProcessGroup:
-    """Returns the group, or the group of all processes for None; this process must be in it."""
+    """Returns the group, or all processes for None. This process must be in the group."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"{name}: there are no processes yet: call torch.distributed's init_process_group"
@@ -151,7 +152,7 @@ def attend(
     _parts.check(call, inputs)
     way = {"ring": _ring, "gather": _gathered, "all_to_all": _by_heads}
     output = way[choose(call, query, key, value)](call, inputs)
-    if query.ndim > 2 and query.transpose(-3, -2).is_contiguous():  # the query's layout
+    if query.ndim > 2 and query.transpose(-3, -2).is_contiguous():  # keeps the query's layout
         output = output.transpose(-3, -2).contiguous().transpose(-3, -2)
     return output
 
@@ -198,7 +199,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     mask = inputs.attn_mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
-        if any(Layout.length(pieces) == 1 for pieces in queries):  # one row: only here, or of all?
+        if any(Layout.length(pieces) == 1 for pieces in queries):  # one row is ambiguous
             mask = mask.expand(*mask.shape[:-2], Layout.length(queries[rank]), mask.shape[-1])
             is_cut = True
         else:
@@ -218,7 +219,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
 
 
 def all_rows(group: Any, of_all: list[list[Piece]], rank: int, parts: Any) -> Tensor:
-    """Sends ``parts[r]`` to process r; returns the rows of all processes, in order."""
+    """Sends ``parts[r]`` to process r. Returns the rows that all processes send here, in order."""
     shape = parts[rank].shape
     shapes = [(*shape[:-2], Layout.length(pieces), shape[-1]) for pieces in of_all]
     blocks = exchanged(group, shapes, parts)
@@ -231,7 +232,7 @@ def all_rows(group: Any, of_all: list[list[Piece]], rank: int, parts: Any) -> Te
 
 
 class _Ring(torch.autograd.Function):
-    """Also saves the tensors among the options, so that changing them in place is an error."""
+    """Also saves the options' tensors, so that changing these tensors in place is an error."""
 
     @staticmethod
     def forward(

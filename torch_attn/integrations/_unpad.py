@@ -1,10 +1,10 @@
 """Encoders that compute no padding: what :func:`torch_attn.integrations.transformers.unpad` does.
 
-A stack is a model that owns layers. Its forward, replaced because some callers do not run hooks,
-makes a :class:`_Plan` from the mask of padding and puts it among the keyword arguments, which
-transformers hands on to every layer. So nothing of a call is stored in the model: threads, graphs
-and recomputation in a backward see the plan of their own call. nn.TransformerEncoder hands none on:
-there a ContextVar has the plan.
+A stack is a model that owns layers. This module replaces the stack's forward, because some callers
+do not run hooks. The new forward makes a :class:`_Plan` from the mask of padding and adds the plan
+to the keyword arguments. transformers hands these arguments on to every layer. So the model stores
+nothing of a call: threads, graphs and recomputation in a backward see the plan of their own call.
+nn.TransformerEncoder does not hand keyword arguments on, so a ContextVar has its plan.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch_attn.nn import MultiheadAttention
 
 __all__ = ["Unpadded"]
 
-_NAME = "torch_attn.unpad"  # of our implementation in transformers, where a model has another
-_PLAN = "torch_attn_plan"  # the keyword argument
+_NAME = "torch_attn.unpad"  # our implementation, for models that have another one
+_PLAN = "torch_attn_plan"  # the keyword argument that has the plan
 _REFUSED = ["encoder_hidden_states", "cache", "past_key_values", "use_cache", "cu_seq_lens_q"]
 _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
 _lock = threading.Lock()
-_source: Any = functools.cache(inspect.getsource)  # it parses a whole file
-# For each stack that is on: the number of its handles, a forward that it had, what to undo.
+_source: Any = functools.cache(inspect.getsource)  # getsource parses a whole file
+# For each stack that is on: its number of handles, its earlier own forward, functions that undo.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +65,7 @@ def _remove(stack: nn.Module) -> None:
             _, forward, undo = _on.pop(stack)
             for function in undo:
                 function()
-            if _is_replaced(stack):  # else somebody has another one, in which ours does nothing now
+            if _is_replaced(stack):  # else leaves the forward that other code has set
                 del stack.forward
                 if forward is not None:
                     stack.forward = forward
@@ -84,17 +84,18 @@ class _Plan:
     texts: integration._Texts
     bias: Tensor | None = None  # T5: [1, H, longest, longest], which all layers share
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    layers: int = 0  # that have begun; and calls of attention that got the packed sequences
-    attended: int = 0
+    layers: int = 0  # layers that have begun
+    attended: int = 0  # calls of attention that got the packed sequences
     calls: int = 0
     done: bool = False
 
     def is_packed(self, states: Tensor) -> bool:
-        # Unambiguous: had B been 1 and L been T, nothing would be padding.
+        # Padded states have another shape: if B were 1 and L were T, nothing would be padding.
         return states.dim() == 3 and states.shape[:2] == (1, self.index.size(0))
 
     def pack(self, name: str, value: Any, once: bool = False) -> Any:
-        """`[B or 1, L, ...]` to `[1, T, ...]`; `once` for what all layers get: cos and sin."""
+        """Packs `[B or 1, L, ...]` to `[1, T, ...]`. `once`: all layers get the value (cos,
+        sin)."""
         if isinstance(value, tuple):
             return tuple(self.pack(name, x, once) for x in value)
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -113,7 +114,7 @@ class _Plan:
         return part
 
     def pad(self, states: Any) -> Any:
-        """`[1, T, ...]` to `[B, L, ...]`, zeros in padding; anything else stays what it is."""
+        """Pads `[1, T, ...]` to `[B, L, ...]` with zeros. Returns anything else unchanged."""
         if isinstance(states, tuple):
             return tuple(map(self.pad, states))
         if not isinstance(states, Tensor) or not self.is_packed(states):
@@ -126,16 +127,16 @@ class _Plan:
 class _Stack:
     name: str
     mask: str  # the argument that says what is padding
-    arguments: tuple[str, ...]  # of its forward
+    arguments: tuple[str, ...]  # of the stack's forward
     configs: tuple[Any, ...] = ()
-    reads: tuple[tuple[int, str], ...] = ()  # what reads the first (0) or the last (-1) token
+    reads: tuple[tuple[int, str], ...] = ()  # (0 or -1, who reads the first or last token)
     is_relative: bool = False  # layers count how far tokens are from each other
     compute_bias: Any = None
     is_on: bool = True
 
 
 def _find(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The stacks in a model, each with what turns it on; refuses what cannot be right."""
+    """Returns a model's stacks, each with a function that turns it on. Refuses unfit models."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     pretrained: Any = () if modeling is None else modeling.PreTrainedModel
     found: list[tuple[nn.Module, Any]] = []
@@ -205,7 +206,7 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 def _tokens_read(module: nn.Module) -> list[int]:
-    """0 if a model has a pooler; 0 or -1 if the source of a head reads the first or last token."""
+    """Returns [0] for a model with a pooler, else the tokens, 0 or -1, that a head reads."""
     if hasattr(module, "pooler") or not type(module).__module__.startswith("transformers"):
         return [0] if getattr(module, "pooler", None) is not None else []
     return list(map(int, re.findall(r"\[:, (0|-1)[],]", _source(type(module)))))
@@ -233,8 +234,8 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     if not _attends(known):
         integration._register(_NAME, integration.attention_forward)
         stack.set_attn_implementation(_NAME)
-    # Entries of the list that are no layers but groups of them are shared (ALBERT): calls are
-    # counted. Where every layer has its own entry, the last one ends the stack.
+    # In ALBERT an entry of the list is a group of layers, which runs several times, so calls are
+    # counted. If every entry is a layer, the last layer ends the stack.
     entries: Any = next(m for m in stack.modules() if isinstance(m, nn.ModuleList) and len(m))
     number = stack.config.num_hidden_layers
     is_shared = entries[0] is not layers[0]
@@ -257,7 +258,7 @@ def _replace_forward(stack: nn.Module, run: Any, *known: Any) -> Any:
 
 
 def _refuse_replica(stack: nn.Module, module: nn.Module, _: Any) -> None:
-    if module is not stack:  # the forward that it has computes with the weights of `stack`
+    if module is not stack:  # its copied forward computes with the weights of `stack`
         raise ValueError(f"unpad: {type(module).__name__} is a replica, as DataParallel makes them")
 
 
@@ -275,17 +276,17 @@ def _attends(stack: _Stack) -> bool:
     return all(integration._interfaces()[0]().get(name) in ours for name in names)
 
 
-# Counting tokens ends a graph: the one break of a compiled model.
+# Counting tokens breaks the graph of a compiled model, which has no other break.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
-    """Reads the mask of padding; None if there is no padding."""
+    """Makes the plan from the mask of padding. Returns None if there is no padding."""
     mask = given.get(stack.mask)
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         what = f"{stack.mask} must be a tensor [B, L]; it is {getattr(mask, 'shape', type(mask))}"
         raise ValueError(f"unpad: {stack.name}: {what}")
-    keep = mask.bool() if stack.mask == "attention_mask" else mask == 0  # torch's mask hides
+    keep = mask.bool() if stack.mask == "attention_mask" else mask == 0  # torch marks padding
     if bool(keep.all() | ~keep.any()):  # models cannot compute 0 tokens
         return None
     asked = [name for name in _REFUSED if given.get(name) is not None and given[name] is not False]
@@ -326,7 +327,7 @@ def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
     output = forward(*args, **kwargs, **{_PLAN: plan})
     if not plan.done:
         raise RuntimeError(f"unpad: {known.name} did not end with its last layer")
-    if isinstance(output, tuple):  # states that were recorded are a tuple in it
+    if isinstance(output, tuple):  # a tuple in it has recorded states
         return tuple(plan.pad(x) if isinstance(x, tuple) else x for x in output)
     if states := output.get("hidden_states"):
         output["hidden_states"] = plan.pad(states)
@@ -357,7 +358,7 @@ def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) ->
 
 
 def _refuse_mask(plan: _Plan, mask: Any) -> str:
-    """Says if a mask `[B, 1, L, L]` lets a token see another one that does not see it."""
+    """Says if a mask `[B, 1, L, L]` lets some token x see a token y that does not see x."""
     is_causal = isinstance(mask, integration._Pattern) and mask.right == 0
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(2) > 1:
         if torch.compiler.is_compiling():

@@ -1,13 +1,13 @@
 """`attn` as an attention backend of Hugging Face diffusers.
 
-It goes where a model takes the name of one
+Pass its name where a model takes the name of a backend
 (https://huggingface.co/docs/diffusers/optimization/attention_backends)::
 
     from torch_attn.integrations import diffusers
     pipeline.transformer.set_attention_backend(diffusers.register())
 
-Not every model asks for a backend; :func:`register` says which, and :func:`calls` counts the calls
-of those that do.
+Not every model asks for a backend. :func:`register` says which models do, and :func:`calls` counts
+the calls of these models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_attn._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register", "unregister"]
 
-# The backends of diffusers whose names were taken, each with its entries in the registry.
+# The names that register() took from diffusers' backends, with the entries of each backend.
 _taken: dict[str, dict[str, Any]] = {}
 _TABLES = ("_backends", "_constraints", "_supported_arg_names")
 
@@ -34,18 +34,19 @@ def register(name: str = "attn") -> str:
 
     `model.set_attention_backend` and the context manager `diffusers.attention_backend` then take
     the name. In diffusers 0.42 the models of newer pipelines ask for a backend, among them Flux,
-    Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and Z-Image. Older models call the built-in
-    themselves and take every name without an effect: among them all UNets and ControlNets with
-    `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX, Lumina and Sana.
+    Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and Z-Image. Older models call PyTorch's attention
+    themselves and accept every name without an effect. Among these are all UNets and ControlNets
+    with `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX, Lumina and Sana.
     :func:`calls` then does not grow.
 
-    Diffusers keeps the names of its backends in an `Enum`, which has no public way to add one, so
-    this function adds a member to it. The name exists after the call only: the environment
-    variable `DIFFUSERS_ATTN_BACKEND`, which diffusers reads when it is imported, cannot hold it.
+    Diffusers keeps the names of its backends in an `Enum`. An `Enum` has no public way to add a
+    name, so this function changes the `Enum` itself. The name exists only after the call. So the
+    environment variable `DIFFUSERS_ATTN_BACKEND`, which diffusers reads when it is imported, cannot
+    hold the name.
 
     Args:
-        name: in lower case, as `set_attention_backend` looks it up. With "native" it replaces the
-            backend that diffusers chooses by itself, until :func:`unregister`.
+        name: in lower case, as `set_attention_backend` looks it up. With "native", `attn` replaces
+            the backend that diffusers chooses by itself, until :func:`unregister`.
 
     Returns:
         `name`.
@@ -53,7 +54,7 @@ def register(name: str = "attn") -> str:
     Raises:
         ValueError: `name` is no identifier in lower case.
         ImportError: diffusers is not installed, is older than 0.35 or does not import. In the last
-            case the message is the one of the failed import.
+            case the message is that of the failed import.
     """
     if not (isinstance(name, str) and name.isidentifier() and name == name.lower()):
         raise ValueError(f"name is {name!r}; it must be an identifier in lower case")
@@ -103,7 +104,7 @@ def _backends() -> tuple[Any, Any]:
 
 
 def _member(names: Any, value: str) -> Any:
-    """The member of an `Enum` of strings that has this value, added if there is none."""
+    """Returns the member of an `Enum` of strings that has this value. Adds a missing member."""
     if value not in {member.value for member in names}:
         member = str.__new__(names, value)
         member._name_, member._value_ = value.upper(), value
@@ -116,10 +117,10 @@ _count = counter("diffusers")
 
 
 def calls() -> int:
-    """``torch_attn.calls()["diffusers"]``: a model that uses `attn` makes it grow.
+    """``torch_attn.calls()["diffusers"]``, a number that grows when a model uses `attn`.
 
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
-    compiled, and not when it runs.
+    compiled, but not when it runs.
     """
     return torch_attn.calls()["diffusers"]
 
@@ -136,7 +137,7 @@ def attention_forward(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """The function that diffusers calls; takes the arguments of its backend "native".
+    """The function that diffusers calls. It takes the arguments of diffusers' backend "native".
 
     Args:
         query: `[B, L, H, E]`.

@@ -1,16 +1,16 @@
 """`attn` as an attention implementation of Hugging Face transformers.
 
-It goes where a model takes the name of one::
+Pass its name where a model takes the name of an implementation::
 
     from torch_attn.integrations import transformers
     model = AutoModel.from_pretrained(path, attn_implementation=transformers.register())
 
-An implementation is two functions under one name: how to attend, and which mask to prepare for it
-(https://huggingface.co/docs/transformers/attention_interface). Without the second, transformers
-would silently hand out no mask at all.
+An implementation is two functions under one name: one attends, the other prepares the mask
+(https://huggingface.co/docs/transformers/attention_interface). Without the second function,
+transformers would silently pass no mask at all.
 
-Not every model asks for an implementation by its name; :func:`register` says which, and
-:func:`calls` counts the calls of those that do.
+Not every model asks for an implementation by its name. :func:`register` says which models do, and
+:func:`calls` counts the calls of these models.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_forward", "calls", "register", "unpad", "unregister"]
 
-# The implementations of transformers, and the functions of their masks, whose names were taken.
+# The names that register() took from transformers, each with its implementation and mask function.
 _taken: dict[str, tuple[Any, Any]] = {}
 
-# What a model may ask of its attention and the operator lacks: an error is better than a wrong
-# result.
+# What a model may ask for but the operator lacks. Such a model gets an error, because an error is
+# better than a wrong result.
 _UNSUPPORTED = {
     "block_indices": "keys that an indexer chooses (block_indices)",
     "block_table": "keys in the pages of a cache (block_table)",
@@ -57,22 +57,22 @@ _UNSUPPORTED = {
 def register(name: str = "attn") -> str:
     """Makes `attn` known to transformers as an attention implementation.
 
-    If a model asks for plain causality, a sliding window or padding alone, no mask of L x S is
-    made: the operator gets the window and the position of the queries among the keys, and padding
-    stays a mask `[B, 1, 1, S]`. This is for models with layers of full or sliding attention that
-    all use the AttentionInterface (`_supports_attention_backend`). Other models get boolean masks,
-    as for transformers' own "sdpa", or, if they do not support "sdpa", the mask of "eager".
+    If a model asks only for causality, a sliding window or padding, no mask of L x S is made. The
+    operator then gets the window and the position of the queries among the keys, and padding stays
+    a mask `[B, 1, 1, S]`. This holds for models whose layers all have full or sliding attention and
+    use the AttentionInterface (`_supports_attention_backend`). Other models get boolean masks, as
+    for transformers' own "sdpa". Models that do not support "sdpa" get the mask of "eager".
 
-    Packed sequences have no mask either: neither in training, as `DataCollatorWithFlattening` packs
-    them, nor in continuous batching (`generate_batch`). Continuous batching accepts only the names
-    of transformers' own implementations, so this function changes its `ContinuousBatchingManager`
-    to accept `name`.
+    Packed sequences have no mask either, whether `DataCollatorWithFlattening` packs them in
+    training or continuous batching (`generate_batch`) does. Continuous batching accepts only the
+    names of transformers' own implementations, so this function changes transformers'
+    `ContinuousBatchingManager` to accept `name`.
 
     Args:
-        name: what to write in `attn_implementation=`. With "sdpa" it replaces the implementation
-            that transformers chooses by itself, until :func:`unregister`.
+        name: what to write in `attn_implementation=`. With "sdpa", `attn` replaces the
+            implementation that transformers chooses by itself, until :func:`unregister`.
 
-    Models that ask for what the operator lacks raise ValueError at their first call. In
+    Models that ask for something that the operator lacks raise ValueError at their first call. In
     transformers 5.23 these are, among others, models
 
     - with an indexer that chooses keys: DeepSeek-V3.2, GLM-MoE-DSA, HY-V4 and MiniMax-M3-VL;
@@ -84,9 +84,9 @@ def register(name: str = "attn") -> str:
       are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet,
       MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. :func:`calls` then does not grow, and
       `model.set_attn_implementation(name)` logs a warning.
-    - Those that look it up in a table of their own raise KeyError: 'attn' when they are made with
+    - Others look it up in a table of their own, and raise KeyError: 'attn' when they are made with
       it: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J
-      (until transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR. Make them
+      (until transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR. Make these models
       without it.
 
     Returns:
@@ -94,7 +94,7 @@ def register(name: str = "attn") -> str:
 
     Raises:
         ImportError: transformers is not installed, is older than 5 or does not import. In the last
-            case the message is the one of the failed import.
+            case the message is that of the failed import.
     """
     attention, mask = (interface().get(name) for interface in _interfaces())
     if attention is not attention_forward and (attention or mask):
@@ -127,20 +127,22 @@ def unregister(name: str) -> None:
 def unpad(model: nn.Module) -> Unpadded:
     """Lets an encoder compute only the tokens that its mask of padding keeps, in all its layers.
 
-    What comes out has the shape of before, with zeros where padding was (unless a norm with a bias
-    follows the layers). Without padding nothing is done. `docs/transformers.md` says more.
+    The output has the same shape as before, with zeros in place of padding (unless a norm with a
+    bias follows the layers). A call without padding does not change. `docs/transformers.md` says
+    more.
 
     Args:
-        model: a model of transformers with `_can_record_outputs["hidden_states"]`, whose attention
-            is ours meanwhile; or :class:`torch.nn.TransformerEncoder` after
+        model: a model of transformers with `_can_record_outputs["hidden_states"]`, which uses our
+            attention until the end; or :class:`torch.nn.TransformerEncoder` after
             :func:`torch_attn.convert`; or a module that holds such models.
 
     Returns:
-        A handle for ``with``; its `remove()` is the way back without.
+        A handle for ``with``. Without ``with``, call its `remove()` at the end.
 
     Raises:
-        ValueError: what cannot be right: at once what the model is (a decoder, layerdrop), before
-            anything is computed what a call with padding asks for (weights, a cache).
+        ValueError: the model is unfit (a decoder, layerdrop), which is checked at once; or a call
+            with padding asks for something unfit (weights, a cache), which is checked before
+            anything is computed.
     """
     from torch_attn.integrations._unpad import Unpadded
 
@@ -188,10 +190,10 @@ _count = counter("transformers")
 
 
 def calls() -> int:
-    """``torch_attn.calls()["transformers"]``: a model that uses `attn` makes it grow.
+    """``torch_attn.calls()["transformers"]``, a number that grows when a model uses `attn`.
 
     A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
-    compiled, and not when it runs.
+    compiled, but not when it runs.
     """
     return torch_attn.calls()["transformers"]
 
@@ -216,28 +218,28 @@ def attention_forward(
     """The attention function that transformers calls.
 
     Args:
-        module: the attention module that calls; its `training`, `is_causal` and
+        module: the attention module that calls. Its `training`, `is_causal` and
             `num_key_value_groups` are read.
         query: `[B, H, L, E]`.
-        key: `[B, H / num_key_value_groups, S, E]`, neither repeated nor expanded for its group.
+        key: `[B, H / num_key_value_groups, S, E]`, not repeated for the heads of a group.
         value: `[B, H / num_key_value_groups, S, Ev]`.
         attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). Or
-            the pattern that the mask function of this name returns: a window, an offset, the mask
-            of padding, starts of packed sequences. `is_causal` is then ignored.
+            the pattern that the mask function of this implementation returns: a window, an offset,
+            the mask of padding, starts of packed sequences. With a pattern, `is_causal` is ignored.
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
         is_causal: overrides `module.is_causal`, which a decoder that supports "sdpa" need not have.
-            Both are ignored with a mask, which contains the causality, and for a single query,
-            which is the newest token.
+            Both are ignored with a mask, because a mask contains the causality, and for a single
+            query, because it is the newest token.
         position_bias: broadcasts to `[B, H, L, S]`, added to the scaled scores.
         output_attentions: also return the weights, `[B, H, L, S]`, before dropout. A few models
             (GPT-2, GPTBigCode, OPT, SigLIP, StableLM) do not pass this argument on, so they return
             weights with "eager" only.
         softcap: bounds the scaled scores, before a mask is added (Gemma 2).
         s_aux: `[H]`, one more logit in the softmax of each head, without a value (gpt-oss).
-        sliding_window: how many keys a query sees, including its own. Used for packed sequences
-            without a mask. A mask contains the window; without packed sequences and mask, the
-            window must reach all keys.
+        sliding_window: how many keys a query sees, including its own. It is used for packed
+            sequences without a mask. A mask contains the window. Without packed sequences and
+            without a mask, the window must reach all keys.
         cache: the cache of continuous batching, to which key and value are appended.
         kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which say where
             packed sequences begin, and all else that models pass, such as `position_ids`.
@@ -248,8 +250,8 @@ def attention_forward(
     Raises:
         ValueError: the model asks for keys that an indexer chooses, a sink for every query, a head
             mask, a block table or an option of the operator that is not an argument here; says too
-            little about packed sequences; has a window without a mask that hides the keys outside;
-            or has another number of queries or keys than its mask was made for.
+            little about packed sequences; has a window but no mask that hides the keys outside the
+            window; or has another number of queries or keys than its mask was made for.
     """
     meaning = _unsupported(kwargs)
     if meaning is not None:
@@ -259,12 +261,12 @@ def attention_forward(
         )
 
     _count()
-    if cache is not None:  # from transformers 5.24 on the model does this
+    if cache is not None:  # before 5.24, transformers left this to attention
         key, value = cache.update(key, value, module.layer_idx, kwargs)
-        if is_causal:  # transformers made a mask as if there were no other keys
+        if is_causal:  # the mask that transformers made lacks the cached keys
             attention_mask = None
     texts = _Texts.of_call(kwargs)
-    if (plan := kwargs.get("torch_attn_plan")) is not None:  # of unpad
+    if (plan := kwargs.get("torch_attn_plan")) is not None:  # unpad made it
         plan.attended += 1
     if isinstance(attention_mask, _Pattern):
         texts = texts or attention_mask.texts
@@ -273,8 +275,8 @@ def attention_forward(
         if is_causal is None:
             is_causal = getattr(module, "is_causal", None)
         if is_causal is None:
-            # As in transformers' "sdpa". A model without "sdpa" lacks the attribute; if it is
-            # causal, it has a mask.
+            # As in transformers' "sdpa". A model that does not support "sdpa" lacks the attribute.
+            # If such a model is causal, it passes a mask.
             config = getattr(module, "config", None)
             is_causal = config is None or _supports_sdpa(type(config))
         is_causal = bool(is_causal) and attention_mask is None
@@ -292,10 +294,11 @@ def attention_forward(
     options["dropout_p"] = dropout if module.training else 0.0
     options["scale"] = scaling
     options["enable_gqa"] = getattr(module, "num_key_value_groups", 1) > 1
-    # Passed even if it is 0, because torch.compile may not treat a default as a constant.
+    # softcap is passed even if it is 0, because torch.compile may not treat a default as a
+    # constant.
     options["softcap"] = float(softcap or 0.0)
     if s_aux is not None:
-        # Models store it in the dtype of their weights, which may not be query's.
+        # Models store s_aux in the dtype of their weights, which may not be query's dtype.
         fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
         options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
 
@@ -313,12 +316,13 @@ def attention_forward(
         output, weights, _ = torch_attn.sdpa_with_weights(query, key, value, **options)
     else:
         output = torch_attn.sdpa(query, key, value, **options)
-    # The operator keeps the strides of the query, in most models a view of [B, L, H, E]: no copy
-    # here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi) make it contiguous.
+    # The output has the strides of the query. In most models the query is a view of [B, L, H, E],
+    # so nothing is copied here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi)
+    # make the query contiguous, so the output is copied.
     return output.transpose(1, 2).contiguous(), weights
 
 
-# With the operator's own options: transformers lacks them, or names them otherwise.
+# Includes the operator's own options, because transformers lacks them or names them differently.
 _REFUSED = {
     option.name: option.name
     for option in torch.ops.attn.attention.default._schema.arguments
@@ -327,17 +331,17 @@ _REFUSED = {
 
 
 def _unsupported(arguments: dict[str, Any]) -> str | None:
-    """Names an argument that is given and that :func:`attention_forward` does not have."""
+    """Describes the first given argument that :func:`attention_forward` does not support."""
     asked = (_REFUSED[name] for name in _REFUSED if arguments.get(name) is not None)
     return next(asked, None)
 
 
-_watching = 0  # how many `with` blocks are open
+_watching = 0  # how many blocks of calling_sdpa are open
 
 
 @contextlib.contextmanager
 def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
-    """Makes models within `model` call the built-in attention or an operator of attn, for a while.
+    """Within the block, models inside `model` call PyTorch's attention or an operator of attn.
 
     A model that does so already does not change. Another model gets our implementation, under a
     private name. Does nothing if transformers was not imported.
@@ -350,7 +354,7 @@ def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator
     before = [(config, config._attn_implementation) for config in configs]
     _watching += 1
     try:
-        for part in models:  # outermost first: it may switch the models inside
+        for part in models:  # outermost first, because a model may switch the models inside it
             now = part.config._attn_implementation
             if now != "sdpa" and _interfaces()[0]().get(now) not in (attention_forward, _inspected):
                 _register(name, _inspected)
@@ -373,7 +377,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _inspected(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """:func:`attention_forward` for `inspect`, in a model whose owner did not ask for it."""
+    """:func:`attention_forward` for `inspect`, in a model that was made with another attention."""
     meaning = _unsupported(kwargs)
     if meaning is not None:
         raise ValueError(
@@ -384,12 +388,12 @@ def _inspected(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Te
 
 
 def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
-    """Returns the function that transformers calls for the mask of a forward pass."""
+    """Returns the function that transformers calls to make the mask of a forward."""
     masking = importlib.import_module("transformers.masking_utils")
 
     def mask_function(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | _Pattern | None:
         given = kwargs.get("attention_mask")
-        if isinstance(given, _Pattern):  # `generate` has made it, and the model asks again
+        if isinstance(given, _Pattern):  # made for `generate`; the model asks for the mask again
             return given
         # Gemma 4 drops queries before the layers that share their keys. Without a mask, causality
         # would put the first remaining query at the first key.
@@ -402,7 +406,7 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
             window = _window(masking, config, **alone)
             if window is not None:
                 pattern = _pattern(masking, *window, **alone)
-                assert isinstance(pattern, _Pattern)  # that have several tokens
+                assert isinstance(pattern, _Pattern)  # packed sequences have several tokens
                 # Over several processes, two pieces of one sequence look like two sequences.
                 return replace(pattern, texts=None if context.is_on() else texts)
         window = _window(masking, config, **kwargs)
@@ -422,12 +426,12 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """The keys that a query sees, as options: the mask that :func:`attention_forward` gets.
+    """The keys that a query sees, as options. :func:`attention_forward` gets a pattern as its mask.
 
     Query i sees key j if ``-left <= j - i - offset <= right`` and key j is no padding.
 
-    It is no tensor, so that anything else that a model does to a mask raises an error. In a graph,
-    `left` is a constant, because it belongs to the model, and `offset` is data of the call.
+    A pattern is no tensor, so that a model that computes with its mask raises an error. In a graph,
+    `left` is a constant, because it belongs to the model. `offset` is data of the call.
     """
 
     left: int  # -1 is all
@@ -454,14 +458,14 @@ class _Pattern:
         return options
 
     def to(self, *args: Any, **kwargs: Any) -> _Pattern:
-        """Moves it to another device, as accelerate does with a layer's arguments."""
+        """Moves the pattern to another device, as accelerate does with a layer's arguments."""
         offset = None if self.offset is None else self.offset.to(*args, **kwargs)
         padding = None if self.padding is None else self.padding.to(*args, **kwargs)
         texts = None if self.texts is None else self.texts.to(*args, **kwargs)
         return replace(self, offset=offset, padding=padding, texts=texts)
 
     def contiguous(self) -> _Pattern:
-        """Returns itself; `generate` calls this on every mask."""
+        """Returns the pattern itself. `generate` calls this method of every mask."""
         return self
 
 
@@ -478,9 +482,10 @@ def _window(
 
     Padding `[B, 1, 1, S]` is all that a mask without window and causality says.
     """
-    # transformers says if a mask must be made: for other patterns (parts of images, packed
-    # sequences), for models that compute with the mask, and for a single query in a static cache,
-    # whose mask is a row. Early releases do not say where the queries begin.
+    # The arguments `allow_..._skip` are False if a mask must be made: for other patterns (parts of
+    # images, packed sequences), for models that compute with the mask, and for a single query in a
+    # static cache, whose mask is a row. Releases without `q_offset` do not say where the queries
+    # begin.
     both = allow_is_bidirectional_skip and not context.is_on()
     if not (both or allow_is_causal_skip) or "q_offset" not in kwargs:
         return None
@@ -493,8 +498,8 @@ def _window(
     kind = "bidirectional" if both else "causal"
     sliding = getattr(masking, f"sliding_window_{kind}_mask_function")(local_size)
     if torch.compiler.is_dynamo_compiling():
-        # The code does not show which functions it closes over. Chunked attention has the same
-        # code, and transformers' own models have no third function of this kind.
+        # The code does not show which functions `mask_function` closes over. Chunked attention has
+        # the same code, and transformers' own models have no third function with this code.
         found = (
             mask_function.__code__ is sliding.__code__
             and local_size == getattr(config, "sliding_window", None)
@@ -531,7 +536,8 @@ def _pattern(
     **kwargs: Any,
 ) -> _Pattern | Tensor | None:
     """Makes the pattern: a window or causality from the offset on, and padding if there is any."""
-    # Copies a tensor, because a static cache adds to its `q_offset` before layers attend.
+    # The subtraction copies a tensor, because a static cache changes its `q_offset` before layers
+    # attend.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
@@ -539,7 +545,7 @@ def _pattern(
         # The empty part of a static cache does not count, because no query sees it.
         all_seen = right != 0 or isinstance(offset, Tensor)
         seen = padding if all_seen else padding[:, : offset + q_length]
-        # Numbers are not read while a graph is traced.
+        # While a graph is traced, numbers of a tensor are not read.
         needless = not masking.is_tracing(padding) and bool(seen.all())
         padding = None if needless else padding[:, None, None, :]
     if right < 0 or 0 < right >= kv_length - 1:  # every query sees all keys
@@ -548,7 +554,7 @@ def _pattern(
     if isinstance(offset, Tensor):
         start = offset
     elif context.is_on():  # the first and the last key may be on another process
-        if attention_mask is not None and padding is None:  # and padding there is unknown here
+        if attention_mask is not None and padding is None:  # padding there is unknown here
             padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
     else:
         if offset + q_length <= left + 1:  # the window reaches to the first key
@@ -567,7 +573,7 @@ def _pattern(
 class _Texts:
     """Packed sequences, which do not see each other, in the memory order of `[B, T]` tokens.
 
-    If there are more keys than queries, the last query of a sequence is at its last key.
+    If there are more keys than queries, the last query of a sequence is at the sequence's last key.
     """
 
     cu_seq_q: Tensor  # [N + 1], integers
@@ -577,7 +583,7 @@ class _Texts:
 
     @classmethod
     def of_call(cls, kwargs: dict[str, Any]) -> _Texts | None:
-        """Takes the starts that transformers passes to its flash attention, if it does."""
+        """Takes the starts that transformers passes to its flash attention, or returns None."""
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         missing = [name for name in names if kwargs.get(name) is None]
         if len(missing) == len(names):
@@ -599,7 +605,7 @@ class _Texts:
         attn_mask: None,
         is_causal: bool,
         window_size: tuple[int, int] = (-1, -1),
-        query_offset: Tensor | None = None,  # `cu_seq_k` says it for each sequence
+        query_offset: Tensor | None = None,  # not used: `cu_seq_k` implies it
         **options: Any,
     ) -> Tensor:
         """Output `[B, L, H, Ev]`."""
@@ -614,7 +620,7 @@ class _Texts:
         return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
 
     def attend_padded(self, *tensors: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        """Self-attention with `attn_mask` `[1, H, max, max]` in each text; `[1, T, H, Ev]`."""
+        """Self-attention in each text, with a mask `[1, H, max, max]`. Returns `[1, T, H, Ev]`."""
         token = torch.arange(tensors[0].size(2), device=self.cu_seq_k.device)
         text = torch.searchsorted(self.cu_seq_k, token, right=True) - 1
         place = text * self.max_k + token - self.cu_seq_k[text]
@@ -626,7 +632,7 @@ class _Texts:
         return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
 
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """Makes a mask `[B, 1, L, S]` that hides other sequences too, where L x S is needed anyway.
+        """Makes a mask `[B, 1, L, S]` that hides other sequences too. The call needs L x S anyway.
 
         Tokens after the last sequence see no keys, as in :meth:`attend`.
         """
@@ -648,7 +654,7 @@ class _Texts:
 
 
 def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | None:
-    """Returns one sequence's mask function and, if several are packed, where they begin."""
+    """Returns one sequence's mask function and the packed sequences; None if not packed."""
     if torch.compiler.is_dynamo_compiling() or not isinstance(function, FunctionType):
         return None
     parts = _around(function).get("mask_functions", ())
@@ -698,7 +704,7 @@ def _hands_on(config: Any) -> bool:
     return kinds <= {"full_attention", "sliding_attention"} and _interfaced(type(config))
 
 
-# Called while a graph is traced, but not traced itself.
+# torch.compile calls these two functions while it traces a graph, but does not trace them.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _supports_sdpa(config: type) -> bool:
     return _all_models(config, "_supports_sdpa")
@@ -706,24 +712,24 @@ def _supports_sdpa(config: type) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _interfaced(config: type) -> bool:
-    # Authors of a model set it if all of its attention uses the AttentionInterface.
+    # Authors set this attribute if all attention of a model uses the AttentionInterface.
     return _all_models(config, "_supports_attention_backend")
 
 
 @functools.cache
 def _computes_with_masks(config: type) -> bool:
-    """Whether models always need a mask, which their calls with packed sequences do not show."""
+    """Whether models always need a mask. Calls with packed sequences do not show this."""
     modules = {model.__module__ for model in _models(config)}
     try:
         sources = [inspect.getsource(sys.modules[name]) for name in modules]
-    except (OSError, TypeError):  # such as code typed into a console
+    except (OSError, TypeError):  # no source, as for code typed into a console
         return True
     return any("allow_is_causal_skip" in source for source in sources)
 
 
 @functools.cache
 def _all_models(config: type, attribute: str) -> bool:
-    """Whether all imported models with such a configuration set this attribute."""
+    """Whether all imported models with this configuration set this attribute."""
     found = [bool(getattr(model, attribute, False)) for model in _models(config)]
     return bool(found) and all(found)
 
@@ -738,7 +744,7 @@ def _models(config: type) -> Iterator[Any]:
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Merges both into one mask."""
+    """Merges a mask and a bias into one mask."""
     if mask is None or bias is None:
         return bias if mask is None else mask
     if mask.dtype == torch.bool:

@@ -1,6 +1,6 @@
 """Pictures of attention, drawn with matplotlib: the extra ``lesson``.
 
-This writes a picture of a matrix of weights to a file::
+This example writes a picture of a matrix of weights to a file::
 
     from torch_attn import plots
     plots.heatmap(weights, tokens).savefig("weights.png")
@@ -13,7 +13,8 @@ at the time of the call, so ``matplotlib.rc_context`` sets a theme. All other co
 ``PALETTE``, can be told apart with every kind of colour vision. Text sizes follow ``font.size``.
 
 Text is drawn literally, never as a formula. Matplotlib's default font lacks Chinese characters and
-emoji, and draws boxes in their place. List installed fonts that have them after the default::
+emoji, and draws boxes in their place. After the default font, list installed fonts that have these
+characters::
 
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Emoji"]
 

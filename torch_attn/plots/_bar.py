@@ -1,4 +1,4 @@
-"""A colour bar that does not cover labels in figures without a layout engine."""
+"""A colour bar for figures without a layout engine. It does not cover labels."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def style_bar(bar: Colorbar, label: str) -> None:
 
 
 def add_bar_within(ax: Axes, mappable: ScalarMappable, label: str) -> tuple[float, float]:
-    """Adds a bar below the axes; returns the size in points that remains for the axes.
+    """Adds a bar below the axes. Returns the size, in points, that is left to the axes.
 
-    At every draw, whatever the size of the labels, the axes, the bar and the labels of both fit
-    into the box that the axes alone had before.
+    At every draw, the axes, the bar and the labels of both fit into the box that the axes alone had
+    before, whatever the size of the labels.
     """
     place = _Place(ax)
     root: Any = ax.get_figure(root=True)
@@ -57,14 +57,14 @@ class _Place:
         self._ax = ax
         figure: Any = ax.get_figure(root=False)  # a figure or a subfigure
         self._to_pixels = figure.transSubfigure
-        self._locator = ax.get_axes_locator()  # inset axes have one
+        self._locator = ax.get_axes_locator()  # None, except for inset axes
         self.bar = ax.inset_axes((0, 0, 1, 1))
 
     def __call__(self, ax: Any, renderer: Any) -> Bbox:
         return self._to_figure(self.of_axes(renderer))
 
     def get_subplotspec(self) -> Any:
-        """`Figure.tight_layout` calls this."""
+        """`Figure.tight_layout` calls this method."""
         return self._ax.get_subplotspec()
 
     def of_axes(self, renderer: Any) -> Bbox:

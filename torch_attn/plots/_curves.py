@@ -39,11 +39,11 @@ def activations(
     label: str = "L2 norm of the output",
     ax: Axes | None = None,
 ) -> Figure:
-    """Bars of one number per token; several numbers per token stand side by side.
+    """Bars of numbers per token. If a token has several numbers, its bars stand side by side.
 
     Args:
-        values: ``[N]``, or a mapping of names to ``[N]``: each token has one bar per name, and a
-            legend shows the names.
+        values: ``[N]``, or a mapping of names to ``[N]``. With a mapping, each token has one bar
+            per name, and a legend shows the names.
         tokens: N names; None: their indices.
         title: over the picture.
         label: what the numbers are.
@@ -95,20 +95,21 @@ def scaling(
     ax: Axes | None = None,
     logy: bool = True,
 ) -> Figure:
-    """Measurements over a size on a logarithmic axis, beside theory.
+    """Measurements, and theory if given, over a size on a logarithmic axis.
 
     Args:
         sizes: ``[N]``, positive; on a logarithmic axis.
-        measured: names to ``[N]`` or ``[N, 3]``. ``[N]`` is drawn as markers, joined by a line if
-            `theory` lacks the name. ``[N, 3]`` are the quantiles 25, 50 and 75 %: the median is
-            drawn like ``[N]``, the other two bound a band.
+        measured: a mapping of names to ``[N]`` or ``[N, 3]``. ``[N]`` is drawn as markers. A line
+            joins the markers if `theory` lacks the name. ``[N, 3]`` has the quartiles. The median
+            is drawn like ``[N]``, and the other two quartiles bound a band.
         ylabel: what was measured, with its unit.
-        theory: names to ``[N]``, dashed lines in the colour of the measurement with the same name.
+        theory: a mapping of names to ``[N]``, drawn as dashed lines in the colour of the
+            measurement with the same name.
         xlabel: what the sizes are.
         title: over the picture.
         ax: where to draw; None makes a figure.
-        logy: a logarithmic vertical axis. Zeros and negative numbers are drawn too: the axis is
-            then linear near 0, below the least positive number.
+        logy: whether the vertical axis is logarithmic. If a number is 0 or negative, the axis is
+            linear near 0, below the least positive number.
 
     Example:
         >>> sizes = torch.tensor([1, 4, 16, 64])
@@ -197,7 +198,7 @@ def _quantiles(argument: str, values: Any, count: int) -> Array:
 
 
 def _sizes(ax: Axes, x: Array) -> None:
-    """Sets a tick at each size, and labels it where there is room."""
+    """Sets a tick at each size, and labels the tick where there is room."""
     width, _ = size_in_points(ax)
     labels = [f"{value:g}" for value in x]
     span = max(float(np.log2(x[-1] / x[0])), 1e-9)
@@ -226,8 +227,8 @@ def _logarithmic(ax: Axes, drawn: Array) -> None:
             ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
             ax.yaxis.set_minor_locator(NullLocator())
         return
-    # Logarithmic down to the power of ten below the least positive number. From there linear to 0,
-    # over the length of one power of ten.
+    # The axis is logarithmic down to the power of ten below the least positive number. From there
+    # it is linear to 0, over the length of one power of ten.
     first = int(np.floor(np.log10(positive.min())))
     last = int(np.ceil(np.log10(positive.max())))
     bottom = float(drawn.min())

@@ -36,16 +36,16 @@ def graph(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Weights as edges from keys to queries; weight sets the width, the key sets the colour.
+    """Weights as edges from keys to queries. The weight sets the width, the key sets the colour.
 
     If L = S and `keys` equals `queries` or is left out, each token is a query and a key. The tokens
     then form a ring, where the edge from a token to itself is a loop. Otherwise the keys form a
-    column on the left, and the queries one on the right.
+    column on the left, and the queries form a column on the right.
 
     Args:
         weights: ``[L, S]``, from 0 to 1.
         queries: L tokens; None: their indices.
-        keys: S tokens; None: the queries' if L = S, else their indices.
+        keys: S tokens; None: the queries' tokens if L = S, else the keys' indices.
         least: smaller weights are not drawn; the picture says so.
         title: over the picture.
         ax: where to draw; None makes a figure.
@@ -89,7 +89,7 @@ def _columns(
 ) -> None:
     rows = max(len(receivers), len(senders))
     palette = colors(len(senders))
-    # From top to bottom, both columns equally high.
+    # Both columns go from top to bottom, and are equally high.
     counts = len(senders), len(receivers)
     lefts, rights = (rows / 2 - (np.arange(n) + 0.5) * rows / n for n in counts)
     for i, j in _edges(values, least):
@@ -148,7 +148,7 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
 
 
 def _edges(values: Array, least: float) -> Any:
-    """Pairs of query and key; the heaviest come last and are drawn on top."""
+    """Returns pairs of query and key. The heaviest pairs come last, so they are drawn on top."""
     pairs = np.argwhere(values >= max(least, 1e-12))
     return pairs[np.argsort(values[tuple(pairs.T)], kind="stable")]
 

@@ -23,7 +23,8 @@ class Labels(Artist):
     """Places the labels of points at every draw of the axes; draws nothing itself.
 
     The sizes of text and axes are known only at a draw. Matplotlib draws artists in the order of
-    their `zorder`. This artist has the least, so it places labels before matplotlib draws them.
+    their `zorder`. This artist has the least `zorder`, so it places labels before matplotlib draws
+    the labels.
 
     Labels are placed in the order given, each at the cheapest place near its point. A label is left
     out if every place would cover another label or leave the axes.
@@ -35,7 +36,7 @@ class Labels(Artist):
         away: `[N, 2]`, the preferred direction from each point to its label.
         covered: `[M, 2]`, further places that labels should not cover.
         radius: of the points' markers, in 1/72 inch.
-        bold: which labels are bold; they are placed first.
+        bold: which labels are bold; bold labels are placed first.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class Labels(Artist):
             boxes = np.concatenate([boxes, candidates[best : best + 1]])
 
     def _cheapest(self, boxes: Array, cost: Array, covered: Array, point: float) -> int:
-        """The index of the cheapest of the boxes `[C, 4]`, with a penalty for what each covers.
+        """The index of the cheapest of the boxes `[C, 4]`, with a penalty for covered points.
 
-        `covered` is `[M, 2]`, sorted by its first coordinate. Penalties are never negative: the
+        `covered` is `[M, 2]`, sorted by its first coordinate. Penalties are never negative. So the
         search starts at the lowest cost and stops when no remaining box can be cheaper.
         """
         reach = self._radius * point
@@ -141,7 +142,7 @@ class Labels(Artist):
     def _candidates(
         self, anchor: Array, away: float, size: Array, point: float
     ) -> tuple[Array, Array]:
-        """Possible centers `[C, 2]` of a label, in pixels, and its distances, in points."""
+        """Possible centers `[C, 2]` of a label, in pixels, and their distances, in points."""
         angles = away + _DIRECTIONS
         towards = np.stack([np.cos(angles), np.sin(angles)], axis=1)
         distances = np.repeat(_DISTANCES, len(angles))

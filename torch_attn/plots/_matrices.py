@@ -48,19 +48,19 @@ def heatmap(
 
     Args:
         matrix: ``[L, S]``.
-        queries: L tokens; None: the keys' if L = S, else their indices.
-        keys: S tokens; None: the queries' if L = S, else their indices.
+        queries: L tokens; None: the keys' tokens if L = S, else the queries' indices.
+        keys: S tokens; None: the queries' tokens if L = S, else the keys' indices.
         title: over the picture.
-        label: of the colour bar. None: "attention weight" if all numbers are from 0 to 1, else
-            "score".
+        label: the label of the colour bar. None: "attention weight" if all numbers are from 0 to 1,
+            else "score".
         digits: decimals of the numbers in the cells. None: two if they fit, otherwise no numbers.
             Negative: no numbers.
         vmin: the value of the first colour. "auto": 0, or the least value if it is negative. None:
             the least value.
         vmax: the value of the last colour; None: the largest value.
         center: the value of the middle colour of a two-sided colour map. Both sides reach equally
-            far: as far as `vmin` or `vmax`, whichever is farther. By default these are the least
-            and the largest value.
+            far, to `vmin` or `vmax`, whichever is farther. By default `vmin` and `vmax` are the
+            least and the largest value.
         ax: where to draw; None makes a figure.
 
     Example:
@@ -116,8 +116,8 @@ def heads(
 
     Args:
         weights: ``[H, L, S]``.
-        queries: L tokens; None: the keys' if L = S, else their indices.
-        keys: S tokens; None: the queries' if L = S, else their indices.
+        queries: L tokens; None: the keys' tokens if L = S, else the queries' indices.
+        keys: S tokens; None: the queries' tokens if L = S, else the keys' indices.
         names: H titles; None: "head 0" and so on.
         columns: how many heat maps stand side by side, at least 1.
         title: over the picture.
@@ -215,13 +215,13 @@ def _scale(
             f"plots.{function}: vmax is {vmax}; it must be larger than the first colour's value, "
             f"{low}"
         )
-    if high <= low:  # all values are equal, or none is above vmin
+    if high <= low:  # all values are equal, or no value is above vmin
         low, high = min(low, least), max(low, most) + (1.0 if most <= least else 0.0)
     return ScalarMappable(Normalize(low, high), "viridis")
 
 
 def _kind(values: Array) -> str:
-    """Guesses from their range what the numbers are; half-type weights may round above 1."""
+    """Guesses what the numbers are from their range. Half-type weights may round above 1."""
     known = values[~np.isnan(values)]
     return "attention weight" if ((known >= 0) & (known <= 1 + 1e-2)).all() else "score"
 
@@ -301,7 +301,7 @@ def _ticks(ax: Axes, rows: list[str], columns: list[str], cell: tuple[float, flo
 
 
 def _cells(size: tuple[float, float], shape: tuple[int, ...], square: bool) -> tuple[float, float]:
-    """The width and the height of a cell of axes of this size."""
+    """The width and the height of a cell, for axes of this size."""
     width, height = size[0] / shape[1], size[1] / shape[0]
     return (min(width, height),) * 2 if square else (width, height)
 

@@ -43,8 +43,8 @@ def embeddings(
     Args:
         vectors: ``[N, 2]``.
         tokens: N names; None: their indices. A label that fits nowhere is left out.
-        before: ``[N, 2]``, the vectors' earlier values, drawn as dots. Dotted lines join them to
-            the arrows' tips.
+        before: ``[N, 2]``, the vectors' earlier values, drawn as dots. Dotted lines join the dots
+            to the arrows' tips.
         title: over the picture.
         ax: where to draw; None makes a figure.
 
@@ -136,11 +136,11 @@ def tsne(
         query: ``[L, E]``, drawn as triangles.
         key: ``[S, E]``, drawn as circles.
         queries: L tokens; None: their indices. Equal tokens have one colour.
-        keys: S tokens; None: the queries' if L = S, else their indices.
+        keys: S tokens; None: the queries' tokens if L = S, else the keys' indices.
         perplexity: roughly how many neighbours each vector has, positive and below L + S.
         metric: the distance between vectors: "cosine", "euclidean", "manhattan" or "chebyshev".
             "cosine" does not allow vectors of zeros.
-        seed: of the random numbers; the same seed gives the same picture.
+        seed: the seed of the random numbers; the same seed gives the same picture.
         highlight: tokens to draw large; the other tokens are faint.
         title: over the picture.
         ax: where to draw; None makes a figure.
@@ -222,16 +222,16 @@ def tsne(
 
 
 def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
-    """Positions `[N, 2]` in the plane of vectors `[N, E]`."""
+    """Returns positions `[N, 2]` in the plane for vectors `[N, E]`."""
     try:
         manifold: Any = importlib.import_module("sklearn.manifold")
     except ImportError as error:
         raise ImportError(
             f"plots.tsne needs scikit-learn: {install('lesson')} ({error})", name=error.name
         ) from error
-    # scikit-learn starts from the two principal components, divided by the first one's standard
-    # deviation. If it is 0, scikit-learn's compiled code reads out of bounds. Differences that
-    # float32 may round away count as 0.
+    # scikit-learn starts from the two principal components, divided by the standard deviation of
+    # the first component. If this deviation is 0, scikit-learn's compiled code reads out of bounds.
+    # Differences that float32 may round away count as 0.
     spread = np.abs(vectors - vectors.mean(0)).max()
     directed = min(vectors.shape) > 1 and spread > 16 * np.finfo(np.float32).eps
     reduction = manifold.TSNE(

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-WIDTH = 4.8  # inches, of a figure made here
+WIDTH = 4.8  # the width of a figure made here, in inches
 
-# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/) without black, which vanishes on a dark
-# page, and yellow, which vanishes on a white page.
+# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/) without black and yellow. Black vanishes
+# on a dark page, yellow on a white page.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 
 
@@ -56,7 +56,7 @@ def tensor_of(function: str, argument: str, values: Any, shape: str) -> torch.Te
 def token_names(
     function: str, argument: str, tokens: Sequence[str] | None, count: int, longest: int = 18
 ) -> list[str]:
-    """The tokens as a picture shows them; None gives their indices."""
+    """Returns the tokens as a picture shows them, or indices if `tokens` is None."""
     if tokens is None:
         return [str(i) for i in range(count)]
     if not isinstance(tokens, Sized):
@@ -98,10 +98,10 @@ def muted() -> Any:
 
 
 def colors(count: int) -> list[str]:
-    """`count` distinct colours; beyond the palette, steps along a colour map."""
+    """`count` distinct colours: of the palette if it has enough, else steps along a colour map."""
     if count <= len(PALETTE):
         return list(PALETTE[:count])
-    # Viridis's dark end vanishes on a dark page, its light end on a white page.
+    # Viridis's dark end vanishes on a dark page, and its light end on a white page.
     scale = mpl.colormaps["viridis"]
     return [to_hex(scale(x)) for x in np.linspace(0.28, 0.88, count)]
 
@@ -129,7 +129,7 @@ def axes_of(
 
 
 def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
-    """Adds a legend within `ax`. If `ax` is None: below the figure, where it covers nothing.
+    """Adds a legend within `ax`, or below the figure, where it covers nothing, if `ax` is None.
 
     The legend lists all other labelled artists of the axes first, then `ours`.
     """
@@ -149,7 +149,7 @@ def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
 
 
 def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
-    """Sets a title over `ax`, or over the whole figure, which is wider, if `ax` is None."""
+    """Sets a title over `ax`, or, if `ax` is None, over the whole figure, which is wider."""
     if title is not None and ax is not None:
         ax.set_title(plain(title))
     elif title is not None:
