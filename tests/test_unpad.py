@@ -643,6 +643,20 @@ def test_torchs_encoder(batch_first: bool, is_float: bool, training: bool) -> No
     close(actual[1], expected[1])
 
 
+def test_torchs_encoder_wrapped_meanwhile_computes_padding_afterwards() -> None:
+    """The wrapper still calls what unpad put there, which must do nothing then."""
+    model = encoder()
+    torch_attn.convert(model)
+    keep = batch()["attention_mask"].bool()
+    x = torch.randn(*keep.shape, 32)
+    expected = model(x, src_key_padding_mask=~keep)
+    handle = unpad(model)
+    ours = model.forward
+    model.forward = lambda *args, **inputs: ours(*args, **inputs)
+    handle.remove()
+    assert torch.equal(model(x, src_key_padding_mask=~keep), expected)
+
+
 def test_torchs_encoder_forgets_the_mask_after_an_error() -> None:
     model = encoder()
     torch_attn.convert(model)

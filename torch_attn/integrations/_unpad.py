@@ -266,7 +266,7 @@ def _turn_on_nn(stack: nn.TransformerEncoder, known: _Stack) -> list[Any]:
     attentions: list[Any] = [layer.self_attn for layer in stack.layers]
     handles = [m.register_forward_pre_hook(_attend, with_kwargs=True) for m in attentions]
     handles.append(_replace_forward(stack, _run_nn, known, 0 if attentions[0].batch_first else 1))
-    return [handle.remove for handle in handles]
+    return [*(handle.remove for handle in handles), partial(setattr, known, "is_on", False)]
 
 
 def _attends(stack: _Stack) -> bool:
@@ -279,9 +279,9 @@ def _attends(stack: _Stack) -> bool:
 # Counting tokens breaks the graph of a compiled model, which has no other break.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
-    """Makes the plan from the mask of padding. Returns None if there is no padding."""
+    """Makes the plan from the mask of padding. Returns None if there is no padding, or once off."""
     mask = given.get(stack.mask)
-    if mask is None:
+    if mask is None or not stack.is_on:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         what = f"{stack.mask} must be a tensor [B, L]; it is {getattr(mask, 'shape', type(mask))}"
@@ -317,8 +317,6 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
 
 
 def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not known.is_on:
-        return forward(*args, **kwargs)
     plan = _make_plan(known, dict(zip(known.arguments, args, strict=False)) | kwargs)
     if plan is None:
         return forward(*args, **kwargs)
