@@ -10,12 +10,13 @@
 // inference mode the dispatcher skips autograd.
 //
 // Here are the paths of three arguments. validate() checks `scale`, and ProblemBuilder makes it Problem::scale
-// (describe_scores). ScoreFunction (core/score.h) multiplies products by it, unless weights are computed from unscaled
-// products (leaves_products). `sinks` has a derivative, so it is among Inputs and in OfInputs. check_per_head() checks
-// it, and ProblemBuilder::of_heads() makes it Problem::sinks. compute_backward() calls gradients() (run.cpp), which
-// returns the gradient of the sinks. check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging,
-// which key_row_offset() (core/geometry.h) reads. ValidatedCall::refuse_pages() refuses derivatives of a call with a
-// `block_table`.
+// (describe_scores). ScoreFunction (core/score.h) multiplies products by it. There are three exceptions: a soft cap
+// takes it into the argument of tanh (exponent_of_cap), a score_mod reads it as a leaf, and if a tile keeps unscaled
+// products (leaves_products), their exponents take it in. `sinks` has a derivative, so it is among Inputs and in
+// OfInputs. check_per_head() checks it, and ProblemBuilder::of_heads() makes it Problem::sinks. compute_backward()
+// calls gradients() (run.cpp), which returns the gradient of the sinks. check_pages() checks a `block_table`, and
+// ProblemBuilder makes it Problem::paging, which key_row_offset() (core/geometry.h) reads.
+// ValidatedCall::refuse_pages() refuses derivatives of a call with a `block_table`.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,6 @@
-// The one argument checker, used by every device, by Meta and by autograd, and the shapes that follow from the
-// arguments. Sizes are symbolic, so that the same code serves dynamic shapes.
+// Checks the arguments of a call, and finds the shapes that follow from them. The functions of run.cpp call it, below
+// autograd, for every device and for Meta. vmap and the formulas call it, too. Sizes are symbolic, so that the same
+// code serves dynamic shapes.
 #pragma once
 
 #include "operators/ops.h"
@@ -28,8 +29,9 @@ struct Shape {
   c10::SymDimVector of_entries() const;
 };
 
-// Checks a call of `op`. A private operator gives the name of the public operator that it serves. Throws c10::Error,
-// which names `op`, the argument, its value and what is allowed.
+// Checks a call of `op`. Throws c10::Error, which names `op`, the argument, its value and what is allowed. Private
+// operators and `attention` give the name of varlen_attention if sequences are packed, of flex_attention if there is a
+// program, else of sdpa.
 Shape validate(const char* op, const Call& call);
 
 inline void check_allowed(const char* op, const char* name, std::optional<double> number, const Allowed& allowed) {

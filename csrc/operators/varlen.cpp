@@ -15,7 +15,7 @@ void check_dense(const char* name, const Tensor& t) {
               "; it must be a dense (strided) tensor");
 }
 
-// Checks shapes here, because an error of attention would show attention's name and order of dimensions.
+// Checks shapes before heads and tokens are swapped, because a later error would show the sizes heads first.
 void check_shapes(const Call& c) {
   const auto check = [](const char* name, const Tensor& t, int64_t dims) {
     TORCH_CHECK(t.defined(), VarlenOp::name, ": ", name, " is undefined; a tensor is needed");
