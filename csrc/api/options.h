@@ -30,7 +30,9 @@ Call call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
             .window_size = named.window_size,
             .query_offset = as_tensor(named.query_offset, entries, query),
             .alibi_slopes = named.alibi_slopes,
-            .sinks = named.sinks};
+            .sinks = named.sinks,
+            .key_scale = named.key_scale,
+            .value_scale = named.value_scale};
   if constexpr (requires { named.dropout_p; }) call.dropout_p = named.dropout_p;
   if constexpr (requires { named.is_causal; }) call.is_causal = named.is_causal;
   if constexpr (requires { named.key_lengths; }) call.key_lengths = as_tensor(named.key_lengths, entries, query);

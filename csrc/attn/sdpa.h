@@ -54,6 +54,10 @@ struct Options {
   // The same shapes and types. A sink is one more logit, without a value, in every softmax of its head. The sinks get a
   // gradient.
   std::optional<at::Tensor> sinks = std::nullopt;
+  // float32, of a key or value of 8 bits (int8 or float8_e4m3fn), which stands for key * key_scale[..., None]:
+  // broadcasts to its shape without the last dimension. On a CPU, in sdpa and sdpa_with_logsumexp. No derivatives.
+  std::optional<at::Tensor> key_scale = std::nullopt;
+  std::optional<at::Tensor> value_scale = std::nullopt;
 };
 
 // softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.

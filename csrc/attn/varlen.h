@@ -40,6 +40,10 @@ struct VarlenOptions {
   // [Hq or 1, T_q, max_k], boolean or floating: each query has a row over the keys of its own sequence. A floating mask
   // gets a gradient.
   std::optional<at::Tensor> attn_mask = std::nullopt;
+  // float32, of a key or value of 8 bits, as in Options: broadcasts to [T_k, Hk], beside a block_table to [pages,
+  // page_size, Hk].
+  std::optional<at::Tensor> key_scale = std::nullopt;
+  std::optional<at::Tensor> value_scale = std::nullopt;
 };
 
 //   query     [T_q, Hq, E]    float64, float32, bfloat16 or float16, one type for all three

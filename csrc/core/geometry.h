@@ -21,6 +21,8 @@ ATTN_INLINE constexpr int64_t size_of(DType dtype) {
     case DType::bf16:
     case DType::f16:
       return 2;
+    case DType::i8:
+    case DType::e4m3:
     case DType::boolean:
       return 1;
   }

@@ -20,7 +20,7 @@ struct PairProgram;  // core/program.h
 struct TermGradients;
 struct PairMask;
 
-enum class DType : uint8_t { f64, f32, bf16, f16, boolean, i64 };
+enum class DType : uint8_t { f64, f32, bf16, f16, i8, e4m3, boolean, i64 };
 
 // The most batch dimensions, after neighbours with compatible strides are merged.
 constexpr int kMaxBatchDims = 16;
@@ -202,6 +202,11 @@ struct RowParams : Problem {
 };
 
 struct ForwardParams : RowParams {
+  // Keys and values of 8 bits have a float32 each, [*batch, key or value head, row], without columns. A product is
+  // multiplied by its key's scale, before anything else. A weight is multiplied by its value's scale in the output, not
+  // in the sum of weights. Null data if there are none.
+  Operand key_scale;
+  Operand value_scale;
   Operand output;
   Operand residual;           // the exact output minus the rounded output; data may be null. See exact_residual
   void* logsumexp = nullptr;  // may be null
@@ -351,7 +356,7 @@ void each_operand(Problem& p, auto f) { f(p.query), f(p.key), f(p.value), f(p.ma
 void each_operand(Tangents& t, auto f) { f(t.query), f(t.key), f(t.value), f(t.mask); }
 void each_operand(ForwardParams& p, auto f) {
   each_operand(static_cast<Problem&>(p), f);
-  f(p.output), f(p.residual);
+  f(p.key_scale), f(p.value_scale), f(p.output), f(p.residual);
 }
 void each_operand(BackwardParams& p, auto f) {
   each_operand(static_cast<Problem&>(p), f);

@@ -1,5 +1,5 @@
 // Autocast as for the built-in: casts floating arguments, a floating mask among them, to the autocast dtype. Does not
-// cast float64 tensors, slopes or sinks.
+// cast float64 tensors, slopes, sinks, and keys and values of 8 bits.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -15,7 +15,7 @@ constexpr auto cast_and_call = [](Call call, const auto&... more) {
   const auto cast = [&](size_t i, auto& t) {
     // The attn_mask of flex_attention, which a score_mod reads, keeps its type.
     const Kind last = std::is_same_v<Op, FlexOp> ? Kind::value_rows : Kind::mask;
-    if (Inputs::about(i).kind <= last) t = at::autocast::cached_cast(dtype, t, device);
+    if (Inputs::about(i).kind <= last && !is_8_bit(t)) t = at::autocast::cached_cast(dtype, t, device);
   };
   for_each_input(cast, call);
   return Op::call(call, more...);

@@ -16,7 +16,7 @@
 // OfInputs. check_per_head() checks it, and ProblemBuilder::of_heads() makes it Problem::sinks. compute_backward()
 // calls gradients() (run.cpp), which returns the gradient of the sinks. check_pages() checks a `block_table`, and
 // ProblemBuilder makes it Problem::paging, which key_row_offset() (core/geometry.h) reads.
-// ValidatedCall::refuse_pages() refuses derivatives of a call with a `block_table`.
+// ValidatedCall::refuse_derivatives() refuses derivatives of a call with a `block_table`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,6 +44,7 @@ enum class Kind {
   terms,       // of a program: [*batch, heads, L or S or L + S - 1, columns]; the last kind that may have a derivative
   entries,     // [*batch]: integers
   numbers,     // of a program: integers, with the dimensions of terms
+  scales,      // [*batch, its own heads, S]; of pages [pages, heads, page_size]
   starts,      // of packed sequences
   pages,       // of packed sequences; the last kind of tensors
   longest,     // of packed sequences
@@ -119,6 +120,9 @@ struct Call {
   // uint8 [*batch, heads, blocks of queries, blocks of keys]: 0 hides a block, 1 leaves it to mask_mod, 2 shows it.
   std::optional<at::Tensor> blocks{};
   std::array<int64_t, 2> block_size = {0, 0};  // queries and keys of a block
+  // Scales of keys and values of 8 bits (is_8_bit), float32. They broadcast to these without their last dimension, which
+  // stand for key * key_scale[..., None] and value * value_scale[..., None]. There are no derivatives.
+  std::optional<at::Tensor> key_scale{}, value_scale{};
 
   // The arguments in the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
@@ -155,12 +159,19 @@ struct Call {
       Argument({"distance_numbers", Kind::numbers}, &Call::distance_numbers),
       Argument({"blocks", Kind::numbers}, &Call::blocks),
       Argument({"block_size", Kind::program}, &Call::block_size),
+      Argument({"key_scale", Kind::scales}, &Call::key_scale),
+      Argument({"value_scale", Kind::scales}, &Call::value_scale),
   };
   static auto fields(auto& call);
 
   bool is_packed() const { return cu_seq_q.has_value(); }
   bool has_program() const { return score_mod || mask_mod || blocks; }
 };
+
+inline bool is_8_bit(const at::Tensor& t) {
+  return t.scalar_type() == at::kChar || t.scalar_type() == at::kFloat8_e4m3fn;
+}
+inline bool is_8_bit(const std::optional<at::Tensor>& t) { return t && is_8_bit(*t); }
 
 constexpr auto kAbout =
     std::apply([](const auto&... a) { return std::array{static_cast<About>(a)...}; }, Call::kArguments);
@@ -203,10 +214,10 @@ constexpr bool is_unpacked(size_t i, Kind kind) { return is_without_program(i, k
 // Leaves out softcap and alibi_slopes, because a function of the pair can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;
-  return !is_of_packing(kind) && name != "softcap" && name != "alibi_slopes";
+  return !is_of_packing(kind) && kind != Kind::scales && name != "softcap" && name != "alibi_slopes";
 }
 constexpr bool is_of_scores(size_t i, Kind kind) {
-  return is_unpacked(i, kind) && kind != Kind::value_rows && kind != Kind::dropout;
+  return is_unpacked(i, kind) && kind != Kind::value_rows && kind != Kind::dropout && kind != Kind::scales;
 }
 
 using All = Arguments<is_any>;

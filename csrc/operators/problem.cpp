@@ -48,6 +48,10 @@ DType dtype_of(const at::Tensor& tensor) {
       return DType::bf16;
     case at::kHalf:
       return DType::f16;
+    case at::kChar:
+      return DType::i8;
+    case at::kFloat8_e4m3fn:
+      return DType::e4m3;
     case at::kBool:
       return DType::boolean;
     case at::kLong:
@@ -329,6 +333,13 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Axis axis) 
 
 void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Axis axis) {
   add(operand, tensor, tensor.mutable_data_ptr(), axis);
+}
+
+void ProblemBuilder::add_scale(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of) {
+  if (!scale) return;
+  const at::Tensor of_rows = scale->expand(of.sizes().slice(0, of.dim() - 1)).unsqueeze(-1);
+  add(operand, of_rows, Axis::keys);
+  if (problem_.paging.table) operand.page = of_rows.stride(0);
 }
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {

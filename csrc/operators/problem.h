@@ -28,6 +28,9 @@ class ProblemBuilder {
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // kernels read it
   void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // kernels write it
 
+  // Adds the scale of keys or values, `of`, if there is one.
+  void add_scale(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of);
+
   // Returns the numbers of a tensor, in contiguous memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
   // Likewise for a tensor with one number per head, in the compute dtype: [batch, heads]. Null if there is no tensor.

@@ -219,7 +219,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   const Tensor& query = call.query;
   const ValidatedCall valid{call};
   const Shape& shape = valid.shape;
-  if (for_derivatives) valid.refuse_pages();
+  if (for_derivatives) valid.refuse_derivatives();
   if (given_state) valid.check_rng_state(*given_state);
   const bool draws = call.dropout_p > 0 && !given_state;
   ForwardResults all;
@@ -252,6 +252,8 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
     p.row_logsumexp = rows.logsumexp.mutable_data_ptr();
     p.max_score = rows.max_score.mutable_data_ptr();
   }
+  builder.add_scale(p.key_scale, call.key_scale, call.key);
+  builder.add_scale(p.value_scale, call.value_scale, call.value);
   if (!no_rows(p)) {
     builder.merge_batch_dims();
     device.forward(p, query);

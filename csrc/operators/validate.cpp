@@ -55,15 +55,29 @@ void check_tensor(const char* op, const char* name, const Tensor& t, const Tenso
               least_dims, " dimensions: ", shape);
 }
 
+// `name`: of key or value.
+void check_dtype_of_keys(const char* op, const char* name, const Tensor& t, const Tensor& query) {
+  const auto dtype = query.scalar_type(), own = t.scalar_type();
+  if (!is_8_bit(t)) {
+    TORCH_CHECK(own == dtype, op, ": ", name, " has dtype ", own, " but query has ", dtype,
+                "; query, key and value must have the same dtype");
+    return;
+  }
+  const char* why = nullptr;
+  if (op != SdpaOp::name && op != VarlenOp::name) why = "the operator takes no numbers of 8 bits";
+  if (dtype == at::kDouble) why = "beside numbers of 8 bits, query must be float32, bfloat16 or float16";
+  if (query.is_cuda()) why = "numbers of 8 bits must be on a CPU";
+  TORCH_CHECK(!why, op, ": ", name, " has dtype ", own, " and query ", dtype, " on ", query.device(), "; ", why,
+              "; convert ", name, ": ", name, ".to(query.dtype) * ", name, "_scale[..., None]");
+}
+
 void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                   const std::optional<Tensor>& mask) {
   const auto dtype = query.scalar_type();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble, op,
               ": query has dtype ", dtype, "; it must be float64, float32, bfloat16 or float16");
-  TORCH_CHECK(key.scalar_type() == dtype, op, ": key has dtype ", key.scalar_type(), " but query has ", dtype,
-              "; query, key and value must have the same dtype");
-  TORCH_CHECK(value.scalar_type() == dtype, op, ": value has dtype ", value.scalar_type(), " but query has ", dtype,
-              "; query, key and value must have the same dtype");
+  check_dtype_of_keys(op, "key", key, query);
+  check_dtype_of_keys(op, "value", value, query);
   if (!mask) return;
   const auto mask_dtype = mask->scalar_type();
   TORCH_CHECK(mask_dtype == at::kBool || mask_dtype == dtype || mask_dtype == at::kFloat, op, ": attn_mask has dtype ",
@@ -348,6 +362,19 @@ c10::SymDimVector Shape::of_entries() const {
   return sizes;
 }
 
+void check_scale(const char* op, const char* name, const std::optional<Tensor>& scale, const Tensor& of) {
+  TORCH_CHECK(scale.has_value() == is_8_bit(of), op, ": ", name, "_scale is ", scale ? "given" : "None", " but ", name,
+              " has dtype ", of.scalar_type(), "; int8 and float8_e4m3fn need a scale, and other dtypes have none",
+              scale ? "" : " (torch_attn.quantize_kv makes both)");
+  if (!scale) return;
+  const auto allowed = of.sym_sizes().slice(0, of.dim() - 1);
+  TORCH_CHECK(scale->defined() && scale->layout() == at::kStrided && !scale->is_nested() &&
+                  scale->device() == of.device() && scale->scalar_type() == at::kFloat && broadcasts(*scale, allowed),
+              op, ": ", name, "_scale is ", scale->scalar_type(), " of shape ", scale->sym_sizes(), " on ",
+              scale->device(), "; it must be float32, on ", of.device(), ", and broadcast to ", name,
+              "'s shape without its last dimension, ", allowed);
+}
+
 Shape validate(const char* op, const Call& call) {
   const auto& [query, key, value, attn_mask] = std::tie(call.query, call.key, call.value, call.attn_mask);
   check_tensor(op, "query", query, query);
@@ -355,6 +382,8 @@ Shape validate(const char* op, const Call& call) {
   check_tensor(op, "value", value, query);
   if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, /*least_dims=*/0);
   check_dtypes(op, query, key, value, attn_mask);
+  check_scale(op, "key", call.key_scale, key);
+  if (op != StatsOp::name) check_scale(op, "value", call.value_scale, value);
   const auto check_number = [&]<class T>(const Argument<T>& argument) {
     if constexpr (kIsFloating<T>) check_allowed(op, argument.name, call.*argument.member, argument.allowed);
   };
@@ -455,7 +484,11 @@ void ValidatedCall::check_rng_state(const Tensor& t) const {
               "; with dropout it must be the int64 (seed, offset, period) that the forward returned");
 }
 
-void ValidatedCall::refuse_pages() const {
+void ValidatedCall::refuse_derivatives() const {
+  TORCH_CHECK(!is_8_bit(call.key) && !is_8_bit(call.value), shape.op, ": a derivative is asked for, but ",
+              is_8_bit(call.key) ? "key" : "value",
+              " has 8 bits and no derivatives: call it under torch.no_grad(), or convert: key.to(query.dtype) * "
+              "key_scale[..., None]");
   TORCH_CHECK(
       !call.block_table, shape.op,
       ": a derivative is asked for, but block_table is given; keys and values in pages have none: call it under "
@@ -463,7 +496,7 @@ void ValidatedCall::refuse_pages() const {
 }
 
 void ValidatedCall::check(const Saved& s) const {
-  refuse_pages();
+  refuse_derivatives();
   check_output("output", s.output);
   check_logsumexp("logsumexp", s.logsumexp);
   check_residual("residual", s.residual);

@@ -38,6 +38,9 @@ inline void check_allowed(const char* op, const char* name, std::optional<double
   TORCH_CHECK(!number || allowed.holds(*number), op, ": ", name, " is ", *number, "; it must be ", allowed.text);
 }
 
+// Checks the scale of a tensor of 8 bits, `of`, and that other tensors have none.
+void check_scale(const char* op, const char* name, const std::optional<at::Tensor>& scale, const at::Tensor& of);
+
 // A call that is validated when this object is made. The functions check what the private operators take beside the
 // call.
 struct ValidatedCall {
@@ -53,7 +56,7 @@ struct ValidatedCall {
   void check(const TangentResults& t) const;
   void check(Wanted w) const;
   void check_rng_state(const at::Tensor& t) const;
-  void refuse_pages() const;  // for a call that is, or will be, differentiated
+  void refuse_derivatives() const;  // for a call that is, or will be, differentiated: pages and 8 bits have none
 
  private:
   void check_exact(const char* name, const at::Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) const;

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "operators/ops.h"
+#include "operators/validate.h"
 
 namespace attn {
 namespace {
@@ -33,12 +33,19 @@ void check_shapes(const Call& c) {
   check("query", c.query, 3);
   check("key", c.key, c.block_table ? 4 : 3);
   check("value", c.value, c.block_table ? 4 : 3);
+  check_scale(VarlenOp::name, "key", c.key_scale, c.key);
+  check_scale(VarlenOp::name, "value", c.value_scale, c.value);
 }
 
 OutputAndRows varlen_attention(const Call& tokens_first) {
   check_shapes(tokens_first);
   const auto swap_heads_and_tokens = [](Tensor& t) { t = t.transpose(-3, -2); };
   Call call = tokens_first;
+  const auto swap_in_scale = [](std::optional<Tensor>& scale, const Tensor& of) {
+    if (scale) scale = scale->expand_symint(of.sym_sizes().slice(0, of.dim() - 1)).transpose(-2, -1);
+  };
+  swap_in_scale(call.key_scale, call.key);
+  swap_in_scale(call.value_scale, call.value);
   for (Tensor* t : {&call.query, &call.key, &call.value}) swap_heads_and_tokens(*t);
   OutputAndRows results = AttentionOp::call(call);
   swap_heads_and_tokens(results.output);

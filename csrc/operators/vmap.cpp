@@ -116,7 +116,9 @@ class Batch {
  private:
   // Returns how many of the dimensions head, L and E a tensor lacks. The tensor is of this kind, or is number i of a
   // struct.
-  static constexpr int64_t less_of(Kind kind) { return kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0; }
+  static constexpr int64_t less_of(Kind kind) {
+    return kind == Kind::scales ? 1 : kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0;
+  }
   template <class T>
   static constexpr int64_t less_of(size_t i) {
     if constexpr (std::is_same_v<T, Call>)

@@ -28,10 +28,11 @@ struct Decode {
 
   struct Buffers {
     Few* few;
-    T* output;  // [kRows][Ev]
-    T* value;   // [kKeyTile][Ev], for rows that cannot be read as they lie
-    T* x;       // [kRows][kKeyTile]: scores, then weights
-    T* factor;  // [kKeyTile][kRowTile]
+    T* output;       // [kRows][Ev]
+    T* value;        // [kKeyTile][Ev], for rows that cannot be read as they lie
+    T* x;            // [kRows][kKeyTile]: scores, then weights
+    T* factor;       // [kKeyTile][kRowTile]
+    T* value_scale;  // [kKeyTile]
     int64_t ld_value;
     int64_t size;
 
@@ -44,6 +45,7 @@ struct Decode {
       value = arena.take<T>(kKeyTile * ld_value);
       x = arena.take<T>(kRows * kKeyTile);
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      value_scale = arena.take<T>(kKeyTile);
       size = arena.used();
     }
   };
@@ -91,7 +93,7 @@ struct Decode {
     const Buffers b(p, workspace);
     const RowTask own(p, task);
     Few& few = *b.few;
-    few.set(p, own);
+    few.set(p, own, p.key_scale.data ? &p.key_scale : nullptr);
     const RowTile& rows = few.rows;
     fill_zero(b.output, kRows * b.ld_value);
     T maximum[kRows], sum[kRows] = {}, correction[kRows];
@@ -104,6 +106,7 @@ struct Decode {
       const int64_t keys = few.scores(p, key, all_keys.last, b.x, kKeyTile);
       if (keys == 0) continue;
       if (p.has_dropout) dropout_factors<T>(p, rows, {key, key + keys}, static_cast<T>(p.keep_scale), b.factor);
+      if (p.value_scale.data) read_scales<T>(p, p.value_scale, own.n, value_head, key, keys, b.value_scale);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       const Pieces tile = key_pieces<T>(p, p.value, own.n, value_head, key, keys, p.value_dim, in_place, few.copy);
       Few::with_rows(tile, keys, p.value_dim, b.ld_value, b.value, b.ld_value, in_place, [&](const auto& value_rows) {
@@ -151,6 +154,8 @@ struct Decode {
     for (int i = 0; i < W; ++i) sum += total[i];
     if (p.has_dropout)
       for (int64_t j = 0; j < keys; ++j) x[j] *= b.factor[j * kRowTile + r];
+    if (p.value_scale.data)
+      for (int64_t j = 0; j < keys; j += W) store<T>(x + j, load<T>(x + j) * load<T>(b.value_scale + j));
   }
 };
 

@@ -52,6 +52,7 @@ struct Forward {
     T* rest;                      // as weights: what rounding took from them; null without has_rest()
     T* bias;                      // as x
     T* factor;                    // as x
+    T *key_scale, *value_scale;   // [kKeyTile], null if there are none
     char *key_copy, *value_copy;  // of key_block()
     int64_t ld_key, ld_value;
     int64_t ld_output, rest_of_row;  // if few rows: the length of a row, and where its rest begins
@@ -75,6 +76,8 @@ struct Forward {
       rest = has_rest(p) ? arena.take<T>(slots_of<F>(kKeyTile) * kRowTile) : nullptr;
       bias = arena.take<T>(room_of_tile<T>(p));
       factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
+      key_scale = p.key_scale.data ? arena.take<T>(kKeyTile) : nullptr;
+      value_scale = p.value_scale.data ? arena.take<T>(kKeyTile) : nullptr;
       key_copy = arena.take<char>(bytes_of_copy(p, p.head_dim));
       value_copy = arena.take<char>(bytes_of_copy(p, p.value_dim));
       query_t = arena.take<T>(blocks * slots_of<F>(p.head_dim) * kRowTile);
@@ -157,6 +160,7 @@ struct Forward {
       for (int i = 0; i < kVectors; ++i) {
         total[i % N] += weight[i];
         if (factor) weight[i] *= load<T>(factor + (j + i / N) * kRowTile + i % N * W);
+        if (b.value_scale) weight[i] *= b.value_scale[j + i / N];
       }
       for (int v = 0; v < N; ++v) {
         Vec<T> slot[F::kNumbers] = {};
@@ -202,7 +206,7 @@ struct Forward {
   static void visit(const ForwardParams& p, const Buffers& b, RowState& state, const ScoreTile<T>& tile,
                     const Tile& from) {
     RowsAhead next_keys(p, from.key, tile.keys, p.head_dim, state.rows.count);
-    scores<F>(p, tile, state.query_t, from.key_rows, b.x, nullptr, next_keys);
+    scores<F>(p, tile, state.query_t, from.key_rows, b.x, nullptr, next_keys, b.key_scale);
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, 1, b.factor);
     int64_t lane = 0;
@@ -300,6 +304,8 @@ struct Forward {
       const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
       from.key = key_block(p, p.key, own.n, key_head, keys.first, keys.size(), p.head_dim, b.key_copy);
       from.value = key_block(p, p.value, own.n, value_head, keys.first, keys.size(), p.value_dim, b.value_copy);
+      if (b.key_scale) read_scales<T>(p, p.key_scale, own.n, key_head, keys.first, keys.size(), b.key_scale);
+      if (b.value_scale) read_scales<T>(p, p.value_scale, own.n, value_head, keys.first, keys.size(), b.value_scale);
       if (p.prepacked) {
         from.key_rows = Prepacked<F>::keys(p, own.n, key_head, keys.first);
         from.value_rows = Prepacked<F>::values(p, own.n, value_head, keys.first);

@@ -11,6 +11,12 @@ struct BFloat16 {
 struct Half {
   uint16_t bits;
 };
+struct Int8 {
+  int8_t number;
+};
+struct Float8 {  // e4m3fn: a sign, 4 bits of exponent, 3 of mantissa; no infinities
+  uint8_t bits;
+};
 struct Boolean {  // a mask: true is 0, false is -inf, ready to be added to a score
   uint8_t byte;
 };
@@ -41,6 +47,22 @@ ATTN_INLINE Vec<T> load_as(const Half* p) {
   Shorts<T> bits;
   __builtin_memcpy(&bits, p, sizeof bits);
   return half_to_float(bits);
+}
+template <class T>
+ATTN_INLINE Vec<T> load_as(const Int8* p) {
+  typename VectorOf<int8_t, kLanes<T>>::type bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Vec<Int<T>>), Vec<T>);
+}
+// A half with these bits of exponent and mantissa is 2^-8 times the number, also where both are subnormal.
+template <class T>
+ATTN_INLINE Vec<T> load_as(const Float8* p) {
+  Bytes<T> bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  const Shorts<T> wide = __builtin_convertvector(bytes, Shorts<T>), magnitude = wide & static_cast<uint16_t>(0x7f);
+  const Shorts<T> half = magnitude == static_cast<uint16_t>(0x7f) ? Shorts<T>{} + static_cast<uint16_t>(0x7e00)
+                                                                  : magnitude << 7 | (wide >> 7) << 15;
+  return half_to_float(half) * 0x1p8f;
 }
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Boolean* p) {

@@ -28,6 +28,7 @@ struct FewRows {
   T* sums;     // [kAtOnce][W][W]
   char* copy;  // where key_block() copies keys, and then values
   int64_t ld_key;
+  const Operand* key_scale;  // null: keys have none
 
   void take(const Problem& p, Arena& arena) {
     ld_key = round_up(p.head_dim, W);
@@ -38,7 +39,8 @@ struct FewRows {
     copy = arena.take<char>(bytes_of_copy(p, larger(p.head_dim, p.value_dim)));
   }
 
-  void set(const Problem& p, const RowTask& own) {
+  void set(const Problem& p, const RowTask& own, const Operand* scale = nullptr) {
+    key_scale = scale;
     rows.set(p, own.n, own.first_head, own.rows);
     rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, query, ld_key);
     if (takes_turns(p.key.dtype))
@@ -70,6 +72,7 @@ struct FewRows {
           });
       });
     });
+    if (key_scale) multiply_by_scales(p, first, keys, x, ld);
     if (has_score_terms(p)) add_score_terms(p, first, keys, x, ld);
     hide_keys(p, first, keys, x, ld);
     return keys;
@@ -192,6 +195,8 @@ struct FewRows {
       } else {
         if (block.dtype == DType::f32) return as_they_lie(float());
         if (block.dtype == DType::bf16) return as_they_lie(BFloat16());
+        if (block.dtype == DType::i8) return as_they_lie(Int8());
+        if (block.dtype == DType::e4m3) return as_they_lie(Float8());
         return as_they_lie(Half());
       }
     }
@@ -296,6 +301,13 @@ struct FewRows {
       seen = last;
     }
     return seen;
+  }
+
+  void multiply_by_scales(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
+    T scales[kKeyTile];
+    read_scales<T>(p, *key_scale, rows.n, key_head_of(p, rows.head[0]), first, keys, scales);
+    for (int64_t r = 0; r < rows.count; ++r)
+      for (int64_t j = 0; j < keys; j += W) store<T>(x + r * ld + j, load<T>(x + r * ld + j) * load<T>(scales + j));
   }
 
   // Does what add_score_terms() of scores.inl does, but a vector holds neighbouring keys.

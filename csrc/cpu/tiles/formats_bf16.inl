@@ -22,7 +22,9 @@ struct Bfloat16s {
   static constexpr bool kTiles = kStep > 1;
   static constexpr int W = kLanes<float>;
   static_assert(kTiles || kSummands == 1);
-  static constexpr bool holds(DType dtype) { return dtype == DType::bf16 || (kSummands == 2 && dtype == DType::f16); }
+  static constexpr bool holds(DType dtype) {
+    return dtype == DType::bf16 || size_of(dtype) == 1 || (kSummands == 2 && dtype == DType::f16);
+  }
 
   static ATTN_INLINE Vec<float> multiply(const float* a, Vec<float> b) { return multiply_add(Vec<float>{}, a, b); }
   static ATTN_INLINE Vec<float> multiply_add(Vec<float> sum, const float* a, Vec<float> b) {
@@ -230,6 +232,10 @@ struct Bfloat16s {
     Vec<float> x;
     if (block.dtype == DType::f16)
       x = half_to_float(gathered<Shorts<float>>(reinterpret_cast<const uint16_t*>(block.data) + at, block.col, count));
+    else if (block.dtype == DType::i8)
+      x = gathered_as(reinterpret_cast<const Int8*>(block.data) + at, block.col, count);
+    else if (block.dtype == DType::e4m3)
+      x = gathered_as(reinterpret_cast<const Float8*>(block.data) + at, block.col, count);
     else
       x = gathered<Vec<float>>(reinterpret_cast<const float*>(block.data) + at, block.col, count);
     if constexpr (kSummands == 1) {
@@ -247,6 +253,13 @@ struct Bfloat16s {
       rest = rest - bfloat16_to_float(part[g]);
     }
     part[kSummands - 1] = __builtin_convertvector(finite, Shorts<float>) ? part[kSummands - 1] : round_to_bfloat16(x);
+  }
+  template <class S>
+  static ATTN_INLINE Vec<float> gathered_as(const S* from, int64_t stride, int64_t count) {
+    if (stride == 1 && count >= W) return load_as<float>(from);
+    S some[W] = {};
+    for (int64_t k = 0; k < count; ++k) some[k] = from[k * stride];
+    return load_as<float>(some);
   }
   template <class V, class S>
   static ATTN_INLINE V gathered(const S* from, int64_t stride, int64_t count) {

@@ -209,6 +209,10 @@ void pack(T* tile, int64_t ld, const void* source, DType dtype, int64_t outer, i
     pack_from<T>(tile, ld, static_cast<const double*>(source), outer, inner, outers, inners);
   else if (dtype == DType::bf16)
     pack_from<T>(tile, ld, static_cast<const BFloat16*>(source), outer, inner, outers, inners);
+  else if (dtype == DType::i8)
+    pack_from<T>(tile, ld, static_cast<const Int8*>(source), outer, inner, outers, inners);
+  else if (dtype == DType::e4m3)
+    pack_from<T>(tile, ld, static_cast<const Float8*>(source), outer, inner, outers, inners);
   else
     pack_from<T>(tile, ld, static_cast<const Half*>(source), outer, inner, outers, inners);
   if (inners < width)
@@ -298,6 +302,19 @@ void unpack_transposed(const Block& block, const T* tile, int64_t ld, int64_t ro
 template <class T>
 void fill_zero(T* p, int64_t count) {
   __builtin_memset(p, 0, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Copies the scales of the keys or values [first, first + count) of head h, for the tile that they begin.
+template <class T>
+void read_scales(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, T* scales) {
+  const float* const head = static_cast<const float*>(x.data) + h * x.head;
+  for (int64_t j = 0; j < count;) {
+    const int64_t page = p.paging.page_size, row = first + j;
+    const int64_t together = p.paging.table ? smaller(page - row % page, count - j) : count;
+    pack_from<T>(scales + j, 0, head + key_row_offset(p, x, n, row), 0, x.row, 1, together);
+    j += together;
+  }
+  fill_zero(scales + count, kKeyTile - count);
 }
 
 template <class T>

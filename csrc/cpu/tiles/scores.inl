@@ -255,14 +255,18 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kep
 }
 
 // Writes the scores of a tile (score.h) to x[j * kRowTile + lane], or products where leaves_products(). `query_t`: the
-// tile of queries, transposed. `kept`: see add_score_terms().
+// tile of queries, transposed. `kept`: see add_score_terms(). `key_scale`: of the tile's keys, or null.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
-            typename F::Number* kept = nullptr, Between& between = kNothingBetween) {
+            typename F::Number* kept = nullptr, Between& between = kNothingBetween,
+            const typename F::Number* key_scale = nullptr) {
   each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
     multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
                 {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, between);
   });
+  if (key_scale)
+    each_vector(x, tile.keys.size(), tile.lanes(),
+                [&](Vec<T> product, int64_t j, int64_t) { return product * key_scale[j]; });
   products_to_scores<T>(p, tile, x, kept);
 }
 
