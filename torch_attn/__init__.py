@@ -25,6 +25,7 @@ from torch_attn._inspection import Inspection, Layer
 from torch_attn._invariance import invariant
 from torch_attn._paged import PagedCache
 from torch_attn._programs import Program, score_program
+from torch_attn._quantize import quantize_kv
 from torch_attn.flex import flex_attention
 from torch_attn.functional import (
     Stats,
@@ -65,6 +66,7 @@ __all__ = [
     "inspect",
     "invariant",
     "nn",
+    "quantize_kv",
     "replace_sdpa",
     "replacing_sdpa",
     "restore_sdpa",

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_attn._quantize import MOST, quantize_kv
 from torch_attn.varlen import varlen_attn
 
 __all__ = ["PagedCache"]
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16
+_DTYPES = *_FLOATS, *MOST
 
 
 class _Sequence(NamedTuple):
@@ -52,16 +54,20 @@ class PagedCache:
         key_heads, head_dim: Hk and E, the number of key heads and the size of a key.
         value_heads, value_dim: Hv and Ev, the same for values; None takes the number of the keys.
         layers: the number of the model's layers.
-        dtype: float64, float32, bfloat16 or float16; None is torch's default.
+        dtype: float64, float32, bfloat16 or float16; None is torch's default. With int8 or
+            float8_e4m3fn, the cache rounds what is appended (:func:`torch_attn.quantize_kv`), and
+            the pool is on a CPU.
         device: the device of the pool; None is torch's default.
 
     Attributes:
         key: the pool of keys, ``[layers, pages, page_size, Hk, E]``; :func:`varlen_attn` takes
             ``key[layer]``. Rows after the end of a sequence are undefined.
         value: the pool of values, ``[layers, pages, page_size, Hv, Ev]``.
+        key_scale, value_scale: of a pool of 8 bits, float32, ``[layers, pages, page_size, Hk]`` and
+            ``[layers, pages, page_size, Hv]``; else None.
 
     Raises:
-        ValueError: a size is not a positive integer, or the dtype is not one of the four. Methods
+        ValueError: a size is not a positive integer, or the dtype is not one of the six. Methods
             raise it for shapes, dtypes or devices that do not fit, and for a handle that is unknown
             or has been freed. The message names the argument, its value and what is allowed. The
             cache is then unchanged.
@@ -111,6 +117,13 @@ class PagedCache:
         pool = layers, pages, page_size
         self.key = torch.empty(*pool, key_heads, head_dim, dtype=dtype, device=device)
         self.value = torch.empty(*pool, value_heads, value_dim, dtype=dtype, device=device)
+        self.key_scale = self.value_scale = None
+        self._pools = [self.key, self.value]
+        if dtype in MOST:
+            self.key_scale, self.value_scale = (
+                torch.empty(x.shape[:-1], device=device) for x in (self.key, self.value)
+            )
+            self._pools = [self.key, self.key_scale, self.value, self.value_scale]
         self._uses = [0] * pages  # for each page, how many sequences use it
         self._free = list(reversed(range(pages)))  # unused pages; the last is taken next
         self._sequences: dict[int, _Sequence] = {}
@@ -174,7 +187,8 @@ class PagedCache:
         Args:
             handles: the handles of the N sequences, each once.
             key: ``[T, Hk, E]``, of the cache's dtype and device: the new keys of the first
-                sequence, then the new keys of the next sequence, and so on.
+                sequence, then the new keys of the next sequence, and so on. A cache of 8 bits takes
+                float32, bfloat16 and float16, without NaN and infinities.
             value: ``[T, Hv, Ev]``, likewise.
             cu_seq: int32 or int64 ``[N + 1]``: 0, then the row after each sequence's new keys, as
                 :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last end
@@ -196,6 +210,9 @@ class PagedCache:
                 f"at most {tokens}, the T of key"
             )
 
+        new = [key.detach(), value.detach()]
+        if self.key.dtype in MOST:
+            new = [part for x in new for part in quantize_kv(x, self.key.dtype)]
         # Plans the new tables first, and changes the cache only when no error is possible any more.
         # New pages come from the end of `_free`. `left` counts how many sequences leave a shared
         # page, because they get a copy of it. The last sequence that uses a shared page writes into
@@ -228,7 +245,7 @@ class PagedCache:
                 "free sequences, append to fewer, or make a cache of more pages"
             )
 
-        self._write(key, value, layer, copies, list(chain.from_iterable(slots)))
+        self._write(new, layer, copies, list(chain.from_iterable(slots)))
         taken = self._free[len(self._free) - needed :]
         del self._free[len(self._free) - needed :]
         for page in taken:
@@ -292,6 +309,11 @@ class PagedCache:
         _check_starts("cu_seq_q", cu_seq_q, len(handles))
         if max_q is None:
             max_q = int(cu_seq_q.diff().max()) if cu_seq_q.numel() > 1 else 0
+        scales = {
+            name: pool[layer]
+            for name, pool in (("key_scale", self.key_scale), ("value_scale", self.value_scale))
+            if pool is not None
+        }
         return varlen_attn(
             query,
             self.key[layer],
@@ -302,7 +324,7 @@ class PagedCache:
             max(self.lengths(handles, layer=layer), default=0),
             seqused_k=used,
             block_table=block_table,
-            **{"window_size": (-1, 0), "enable_gqa": True, **options},
+            **{"window_size": (-1, 0), "enable_gqa": True, **scales, **options},
         )
 
     def _tables(self, handles: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
@@ -355,20 +377,23 @@ class PagedCache:
                 self._free.append(page)
 
     def _write(
-        self, key: Tensor, value: Tensor, layer: int, copies: dict[int, int], slots: list[int]
+        self, new: list[Tensor], layer: int, copies: dict[int, int], slots: list[int]
     ) -> None:
-        """Writes only into pages that are still free, and into rows that no sequence reads."""
+        """Writes new numbers into each pool.
+
+        Writes only into pages that are still free, and into rows that no sequence reads.
+        """
         if copies:
             pages = [[*copies], [*copies.values()]]
             to, source = self._copied("pages", pages, torch.int64)
         rows = self._copied("rows", slots, torch.int64)
-        for pool, new in ((self.key, key), (self.value, value)):
-            new = new.detach()[: len(slots)]
-            if new.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
-                new = new.clone()  # because the cache writes into this part of the pool
+        for pool, numbers in zip(self._pools, new, strict=True):
+            numbers = numbers[: len(slots)]
+            if numbers.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
+                numbers = numbers.clone()  # because the cache writes into this part of the pool
             if copies:
                 pool[:, to] = pool[:, source]
-            pool[layer].flatten(0, 1)[rows] = new
+            pool[layer].flatten(0, 1)[rows] = numbers
 
     def _sequence(self, name: str, handle: int) -> _Sequence:
         if not isinstance(handle, int) or not 0 <= handle < self._next:
@@ -391,11 +416,13 @@ class PagedCache:
             if new.layout != torch.strided:
                 raise _error(f"{name} has layout {new.layout}; it must be a dense (strided) tensor")
             expected = (*key.shape[:1], *pool.shape[3:])
-            if (new.shape, new.dtype, new.device) != (expected, pool.dtype, pool.device):
+            dtypes = _FLOATS[1:] if pool.dtype in MOST else (pool.dtype,)
+            if (new.shape, new.device) != (expected, pool.device) or new.dtype not in dtypes:
                 tokens = "T" if name == "key" else f"T = {key.shape[0]}"
+                allowed = " or ".join(map(str, dtypes))
                 raise _error(
                     f"{name} is {new.dtype} of shape {list(new.shape)} on {new.device}; it must be "
-                    f"{pool.dtype} of shape [{tokens}, {pool.shape[3]}, {pool.shape[4]}] on "
+                    f"{allowed} of shape [{tokens}, {pool.shape[3]}, {pool.shape[4]}] on "
                     f"{pool.device}"
                 )
         return key.shape[0]

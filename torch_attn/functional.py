@@ -36,6 +36,8 @@ def sdpa(
     key_lengths: Tensor | int | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention.
 
@@ -48,7 +50,8 @@ def sdpa(
     is at position p = i + `query_offset`. The score of query i and key j is
     ``softcap tanh(scale <q, k> / softcap) - alibi_slopes |p - j| + attn_mask``. `window_size`,
     `is_causal`, `key_lengths` and `attn_mask` can hide key j. A weight is
-    ``exp(score) / (exp(sinks) + sum over j of exp(score))``.
+    ``exp(score) / (exp(sinks) + sum over j of exp(score))``. A key and a value of 8 bits stand for
+    ``key * key_scale[..., None]`` and ``value * value_scale[..., None]``.
 
     Shapes: ``B...`` stands for any number of leading dimensions, also none. They broadcast between
     query, key and value: a size is n or 1. L is the number of queries, S the number of keys, E the
@@ -91,6 +94,12 @@ def sdpa(
         sinks: ``[Hq]`` or ``[B..., Hq]``, a sink for each query head, of query's dtype or float32.
             A sink is one more logit in every softmax of its head, without a value (gpt-oss). 0
             gives softmax-1, and -inf is no sink. Differentiable.
+        key_scale: float32, of a key in int8 or float8_e4m3fn; broadcasts to key's shape without the
+            last dimension: a number for each token and head, each head, or all
+            (:func:`torch_attn.quantize_kv`). The kernel multiplies scores by it and makes no copy
+            of the keys. It does not read scales of keys beyond `key_lengths`. On a CPU, beside a
+            query of float32, bfloat16 or float16. Neither key, value nor query has derivatives.
+        value_scale: the same for a value of 8 bits.
 
     Returns:
         ``[B..., Hq, L, Ev]`` in query's dtype, with the query's memory layout (a ``[B, L, H, E]``
@@ -160,12 +169,14 @@ def sdpa(
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
     no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
+    no_tensors = no_tensors and key_scale is None and value_scale is None
     softcap = _number("attn::sdpa", "softcap", softcap)
     more = (softcap, window_size, offset, lengths, alibi_slopes, sinks)
     if no_tensors and window_size == (-1, -1) and not softcap:
         output: Tensor = torch.ops.attn.sdpa(*plain, scale=scale, enable_gqa=enable_gqa)
         return output
-    return sdpa_with_logsumexp(*plain, scale, enable_gqa, *more)[0]
+    scales = (key_scale, value_scale)
+    return sdpa_with_logsumexp(*plain, scale, enable_gqa, *more, *scales)[0]
 
 
 def _calling(
@@ -198,6 +209,8 @@ def _calling(
         key_lengths: Tensor | int | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not (
             isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
@@ -213,6 +226,8 @@ def _calling(
             key_lengths=_integers("key_lengths", key_lengths, query),
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
 
     def named(documented: Callable[[], None]) -> Any:

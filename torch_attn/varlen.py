@@ -44,6 +44,8 @@ def varlen_attn(
     query_offset: Tensor | int | None = None,
     dropout_p: float = 0.0,
     attn_mask: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences whose tokens are concatenated.
 
@@ -86,6 +88,10 @@ def varlen_attn(
             or an int for all. None is the number of keys in use minus the number of queries.
         attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: each query has a row over the
             keys of its own sequence. Differentiable.
+
+        key_scale, value_scale: float32, of a key or value in int8 or float8_e4m3fn, as for
+            :func:`torch_attn.sdpa`. They broadcast to ``[T_k, Hk]``, or beside a `block_table` to
+            ``[pages, page_size, Hk]``.
 
     Returns:
         ``[T_q, Hq, Ev]`` in query's dtype. With `return_aux`, the pair of this output and the
@@ -143,6 +149,8 @@ def varlen_attn(
         query_offset=offset,
         dropout_p=_number(name, "dropout_p", dropout_p),
         attn_mask=attn_mask,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
     return (output, logsumexp) if return_aux is not None and return_aux.lse else output
 

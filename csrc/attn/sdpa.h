@@ -67,6 +67,8 @@ struct Options {
 //   scores   softcap tanh(scale <q, k_j> / softcap) - alibi_slopes |p - j| + attn_mask
 //   weights  exp(score_j) / (exp(sinks) + sum over j of exp(score_j))
 //
+// A key and a value of 8 bits stand for key * key_scale[..., None] and value * value_scale[..., None].
+//
 //   query   [B..., Hq, L, E]   float64, float32, bfloat16 or float16, one type for all three;
 //   key     [B..., Hk, S, E]   at least 2 dimensions; leading ones broadcast
 //   value   [B..., Hv, S, Ev]
