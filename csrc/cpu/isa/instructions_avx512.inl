@@ -37,6 +37,12 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
 ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) {
   return bit_cast<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(s)));
 }
+ATTN_INLINE Vec<int32_t> widened(SignedBytes<float> b) {
+  return bit_cast<Vec<int32_t>>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(b)));
+}
+ATTN_INLINE Shorts<float> widened(Bytes<float> b) {
+  return bit_cast<Shorts<float>>(_mm256_cvtepu8_epi16(bit_cast<__m128i>(b)));
+}
 
 // Does what any() of simd/vectors.inl does, but one instruction sets the flag that a branch tests.
 template <class M>

@@ -106,7 +106,8 @@ struct Decode {
       const int64_t keys = few.scores(p, key, all_keys.last, b.x, kKeyTile);
       if (keys == 0) continue;
       if (p.has_dropout) dropout_factors<T>(p, rows, {key, key + keys}, static_cast<T>(p.keep_scale), b.factor);
-      if (p.value_scale.data) read_scales<T>(p, p.value_scale, own.n, value_head, key, keys, b.value_scale);
+      if (p.value_scale.data)
+        read_scales<T>(p, p.value_scale, p.value.dtype, own.n, value_head, key, keys, b.value_scale);
       for (int64_t r = 0; r < rows.count; ++r) softmax(p, b, r, keys, maximum[r], sum[r], correction[r]);
       const Pieces tile = key_pieces<T>(p, p.value, own.n, value_head, key, keys, p.value_dim, in_place, few.copy);
       Few::with_rows(tile, keys, p.value_dim, b.ld_value, b.value, b.ld_value, in_place, [&](const auto& value_rows) {

@@ -304,8 +304,10 @@ struct Forward {
       const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
       from.key = key_block(p, p.key, own.n, key_head, keys.first, keys.size(), p.head_dim, b.key_copy);
       from.value = key_block(p, p.value, own.n, value_head, keys.first, keys.size(), p.value_dim, b.value_copy);
-      if (b.key_scale) read_scales<T>(p, p.key_scale, own.n, key_head, keys.first, keys.size(), b.key_scale);
-      if (b.value_scale) read_scales<T>(p, p.value_scale, own.n, value_head, keys.first, keys.size(), b.value_scale);
+      if (b.key_scale)
+        read_scales<T>(p, p.key_scale, p.key.dtype, own.n, key_head, keys.first, keys.size(), b.key_scale);
+      if (b.value_scale)
+        read_scales<T>(p, p.value_scale, p.value.dtype, own.n, value_head, keys.first, keys.size(), b.value_scale);
       if (p.prepacked) {
         from.key_rows = Prepacked<F>::keys(p, own.n, key_head, keys.first);
         from.value_rows = Prepacked<F>::values(p, own.n, value_head, keys.first);

@@ -50,19 +50,21 @@ ATTN_INLINE Vec<T> load_as(const Half* p) {
 }
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Int8* p) {
-  typename VectorOf<int8_t, kLanes<T>>::type bytes;
+  SignedBytes<T> bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Vec<Int<T>>), Vec<T>);
+  return __builtin_convertvector(widened(bytes), Vec<T>);
 }
-// A half with these bits of exponent and mantissa is 2^-8 times the number, also where both are subnormal.
+// Loads 1 / kFloat8 times the numbers, because a half with these bits of exponent and mantissa is that, whether normal
+// or subnormal. read_scales() multiplies scales by kFloat8 instead.
+constexpr float kFloat8 = 0x1p8f;
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Float8* p) {
   Bytes<T> bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
-  const Shorts<T> wide = __builtin_convertvector(bytes, Shorts<T>), magnitude = wide & static_cast<uint16_t>(0x7f);
-  const Shorts<T> half = magnitude == static_cast<uint16_t>(0x7f) ? Shorts<T>{} + static_cast<uint16_t>(0x7e00)
-                                                                  : magnitude << 7 | (wide >> 7) << 15;
-  return half_to_float(half) * 0x1p8f;
+  const Shorts<T> wide = widened(bytes);
+  const Shorts<T> half = (wide & static_cast<uint16_t>(0x7f)) << 7 | (wide & static_cast<uint16_t>(0x80)) << 8;
+  const auto is_nan = (half & static_cast<uint16_t>(0x3f80)) == static_cast<uint16_t>(0x3f80);
+  return half_to_float(half | (is_nan & static_cast<uint16_t>(0x7c00)));
 }
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Boolean* p) {

@@ -21,6 +21,8 @@ template <class T>
 using Shorts = typename VectorOf<uint16_t, kLanes<T> >::type;
 template <class T>
 using Bytes = typename VectorOf<uint8_t, kLanes<T> >::type;
+template <class T>
+using SignedBytes = typename VectorOf<int8_t, kLanes<T> >::type;
 
 template <class T>
 struct IntegersOf;  // of the same size

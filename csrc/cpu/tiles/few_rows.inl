@@ -305,7 +305,7 @@ struct FewRows {
 
   void multiply_by_scales(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
     T scales[kKeyTile];
-    read_scales<T>(p, *key_scale, rows.n, key_head_of(p, rows.head[0]), first, keys, scales);
+    read_scales<T>(p, *key_scale, p.key.dtype, rows.n, key_head_of(p, rows.head[0]), first, keys, scales);
     for (int64_t r = 0; r < rows.count; ++r)
       for (int64_t j = 0; j < keys; j += W) store<T>(x + r * ld + j, load<T>(x + r * ld + j) * load<T>(scales + j));
   }

@@ -304,9 +304,16 @@ void fill_zero(T* p, int64_t count) {
   __builtin_memset(p, 0, static_cast<size_t>(count) * sizeof(T));
 }
 
+template <class T>
+void scale_tile(T* tile, int64_t count, T factor) {
+  if (factor == 1) return;
+  for (int64_t i = 0; i < count; i += kLanes<T>) store<T>(tile + i, load<T>(tile + i) * factor);
+}
+
 // Copies the scales of the keys or values [first, first + count) of head h, for the tile that they begin.
 template <class T>
-void read_scales(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, T* scales) {
+void read_scales(const Problem& p, const Operand& x, DType dtype, int64_t n, int64_t h, int64_t first, int64_t count,
+                 T* scales) {
   const float* const head = static_cast<const float*>(x.data) + h * x.head;
   for (int64_t j = 0; j < count;) {
     const int64_t page = p.paging.page_size, row = first + j;
@@ -315,12 +322,7 @@ void read_scales(const Problem& p, const Operand& x, int64_t n, int64_t h, int64
     j += together;
   }
   fill_zero(scales + count, kKeyTile - count);
-}
-
-template <class T>
-void scale_tile(T* tile, int64_t count, T factor) {
-  if (factor == 1) return;
-  for (int64_t i = 0; i < count; i += kLanes<T>) store<T>(tile + i, load<T>(tile + i) * factor);
+  if (dtype == DType::e4m3) scale_tile<T>(scales, kKeyTile, kFloat8);
 }
 
 }  // namespace attn::ATTN_ISA
