@@ -1,0 +1,376 @@
+"""Keys and values of 8 bits with scales: dense, packed and in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_attn
+from _accuracy import hold
+from _memory import in_guarded_memory, largest_block
+from helpers import largest
+from torch_attn import quantize_kv, reference
+
+EIGHT = [torch.int8, torch.float8_e4m3fn]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN, INF = float("nan"), float("inf")
+
+
+class Stored(NamedTuple):
+    numbers: Tensor
+    scale: Tensor
+
+    def wide(self) -> Tensor:
+        scale = self.scale.expand(self.numbers.shape[:-1])
+        return self.numbers.double() * scale.double()[..., None]
+
+    def each(self, f: Callable[[Tensor], Tensor]) -> Stored:
+        return Stored(f(self.numbers), f(self.scale))
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.int8) -> Stored:
+    return Stored(*quantize_kv(torch.randn(shape) * torch.rand(shape[:-1])[..., None], dtype))
+
+
+def attend(query: Tensor, key: Stored, value: Stored, **options: Any) -> Tensor:
+    scales = {"key_scale": key.scale, "value_scale": value.scale}
+    return torch_attn.sdpa(query, key.numbers, value.numbers, enable_gqa=True, **scales, **options)
+
+
+def check(query: Tensor, key: Stored, value: Stored, **options: Any) -> None:
+    """Holds the result to the bound of ordinary calls, with keys of query's dtype."""
+    exact = reference.sdpa(query.double(), key.wide(), value.wide(), enable_gqa=True, **options)
+    actual = attend(query, key, value, **options)
+    x = [t.to(query.dtype) for t in (query, key.wide(), value.wide())]
+    mask = options.get("attn_mask")
+    mask = None if mask is None else mask.to(query.dtype)
+    of_builtin = F.scaled_dot_product_attention(*x, mask, enable_gqa=True).double()
+    of_64 = [None if t is None else t.double() for t in (*x, mask)]
+    error = largest(of_builtin - reference.sdpa(*of_64, enable_gqa=True))
+    assert actual.dtype == query.dtype
+    hold("output", actual.double(), exact, error, query.dtype)
+
+
+# L, S, heads of the query and of the key, and E.
+SHAPES = [
+    (1, 300, 8, 2, 64),
+    (5, 131, 4, 4, 17),
+    (8, 64, 4, 1, 128),
+    (70, 200, 4, 2, 40),
+    (3, 9, 2, 2, 6),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "softcap": {"softcap": 0.5},
+    "causal": {"is_causal": True, "query_offset": 7},
+    "lengths": {"key_lengths": torch.tensor([5, 9]), "window_size": (4, -1)},
+    "mask": {"attn_mask": "pairs"},
+    "slopes and sinks": {"alibi_slopes": "heads", "sinks": "heads"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eight", EIGHT)
+@pytest.mark.usefixtures("cpu_capability")
+def test_output(eight: torch.dtype, dtype: torch.dtype, option: str) -> None:
+    for L, S, H, HK, E in SHAPES:
+        key, value = drawn(2, HK, S, E, dtype=eight), drawn(2, HK, S, E + 3, dtype=eight)
+        draw = {"pairs": torch.randn(H, L, S), "heads": torch.rand(H)}
+        options = {n: draw[o] if isinstance(o, str) else o for n, o in OPTIONS[option].items()}
+        check(torch.randn(2, H, L, E).to(dtype), key, value, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eight", EIGHT)
+@pytest.mark.usefixtures("cpu_capability")
+def test_every_number(eight: torch.dtype, dtype: torch.dtype) -> None:
+    """Scores of one key each: of few rows, and of more than one vector has lanes."""
+    one = torch.ones(())
+    for rows, columns in ((1, 1), (20, 1), (1, 64), (20, 64)):
+        key = torch.arange(256, dtype=torch.uint8).view(eight)[:, None, None].expand(-1, 1, columns)
+        query = torch.zeros(256, rows, columns, dtype=dtype)
+        query[..., 0] = 1
+        value = torch.zeros(256, 1, 1, dtype=torch.int8)
+        call = {"scale": 1.0, "key_scale": one, "value_scale": one}
+        scores = torch.ops.attn.attention(query, key, value, **call)[1]
+        expected = key[..., 0].float().expand(-1, rows)
+        assert torch.allclose(scores, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(), (50,), (3, 1), (1, 50), (3, 50), (2, 1, 1), (2, 3, 50)])
+def test_scales_broadcast(shape: tuple[int, ...]) -> None:
+    numbers = torch.randint(-127, 128, (2, 3, 50, 16), dtype=torch.int8)
+    for rows in (1, 30):
+        key, value = Stored(numbers, torch.rand(shape) / 60), Stored(numbers, torch.rand(shape))
+        check(torch.randn(2, 3, rows, 16), key, value)
+
+
+def test_strides() -> None:
+    numbers = torch.randint(-9, 9, (2, 50, 16, 3), dtype=torch.int8).permute(0, 3, 1, 2)
+    scale = torch.rand(50, 6, 2).permute(2, 1, 0)[:, ::2]
+    for rows in (1, 30):
+        key, value = Stored(numbers, scale), Stored(numbers.flip(-1), scale.flip(-1))
+        check(torch.randn(2, 3, rows, 16), key, value)
+
+
+def test_empty() -> None:
+    for rows, keys in ((0, 5), (5, 0), (0, 0)):
+        output = attend(torch.randn(2, 1, rows, 8), drawn(2, 1, keys, 8), drawn(2, 1, keys, 8))
+        assert torch.equal(output, torch.zeros(2, 1, rows, 8))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_is_beyond_the_lengths_is_not_read(rows: int) -> None:
+    used = (37, 64)
+    key, value = drawn(2, 3, 100, 16), drawn(2, 3, 100, 16)
+    options = {"key_lengths": torch.tensor(used)}
+    query = torch.randn(2, 3, rows, 16)
+
+    def guarded(x: Stored) -> Stored:
+        scale = in_guarded_memory(x.scale[..., None], used)[..., 0]
+        return Stored(in_guarded_memory(x.numbers, used), scale)
+
+    expected = attend(query, key, value, **options)
+    assert torch.equal(attend(query, guarded(key), guarded(value), **options), expected)
+
+
+def test_nan() -> None:
+    """A key whose scale is NaN reaches the rows that see it, and no others."""
+    key, value = drawn(2, 1, 30, 16), drawn(2, 1, 30, 16)
+    key.scale[1, 0, 20] = NAN
+    for rows in (30, 1):
+        first = 30 - rows
+        query = torch.randn(2, 1, rows, 16)
+        output = attend(query, key, value, is_causal=True, query_offset=first)
+        sees = torch.arange(first, 30) >= 20
+        expected = torch.stack([torch.zeros_like(sees), sees])
+        assert torch.equal(output.isnan().all(-1)[:, 0], expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("eight", EIGHT)
+def test_packed_and_paged_have_the_bits_of_each_alone(eight: torch.dtype, page_size: int) -> None:
+    keys, rows = (70, 1, 33), (3, 1, 20)
+    key, value = drawn(sum(keys), 2, 24, dtype=eight), drawn(sum(keys), 2, 24, dtype=eight)
+    query = torch.randn(sum(rows), 4, 24)
+    cu_q, cu_k = (F.pad(torch.tensor(x).cumsum(0), (1, 0)) for x in (rows, keys))
+    options = {"enable_gqa": True, "window_size": (-1, 0)}
+
+    def varlen(key: Stored, value: Stored, *others: Any, **more: Any) -> Tensor:
+        scales = {"key_scale": key.scale, "value_scale": value.scale}
+        x = query, key.numbers, value.numbers, cu_q, *others, 20, 70
+        return torch_attn.varlen_attn(*x, **scales, **options, **more)
+
+    counts = [-(-n // page_size) for n in keys]
+    order = torch.randperm(sum(counts)).split(counts)
+    table = torch.nn.utils.rnn.pad_sequence(order, batch_first=True, padding_value=-1)
+
+    def paged(x: Tensor) -> Tensor:
+        pool = torch.zeros(sum(counts), page_size, *x.shape[1:], dtype=x.dtype)
+        for n, pages in enumerate(order):
+            own = torch.zeros(len(pages) * page_size, *x.shape[1:], dtype=x.dtype)
+            own[: keys[n]] = x[cu_k[n] : cu_k[n + 1]]
+            pool[pages] = own.unflatten(0, (-1, page_size))
+        return pool
+
+    packed = varlen(key, value, cu_k)
+    pages = {"seqused_k": torch.tensor(keys), "block_table": table}
+    assert torch.equal(varlen(key.each(paged), value.each(paged), None, **pages), packed)
+    for n in range(3):
+        q = query[cu_q[n] : cu_q[n + 1]].transpose(0, 1)
+        k, v = (
+            x.each(lambda t: t[cu_k[n] : cu_k[n + 1]].transpose(0, 1))  # noqa: B023
+            for x in (key, value)
+        )
+        alone = attend(q, k, v, is_causal=True, query_offset=keys[n] - rows[n])
+        assert torch.equal(packed[cu_q[n] : cu_q[n + 1]], alone.transpose(0, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 512])
+@pytest.mark.usefixtures("cpu_capability")
+def test_memory(rows: int) -> None:
+    """No copy of the cache in more bits, and nothing of its size."""
+    key, value = drawn(4, 4096, 64), drawn(4, 4096, 64)
+    query = torch.randn(4, rows, 64, dtype=torch.bfloat16)
+    assert largest_block(lambda: attend(query, key, value)) < key.numbers.numel() // 2
+
+
+def test_invariant() -> None:
+    key, value, query = drawn(2, 90, 16), drawn(2, 90, 16), torch.randn(2, 90, 16)
+    with torch_attn.invariant():
+        whole = attend(query, key, value, is_causal=True)
+        for i in (0, 41, 89):
+            own = slice(i, i + 1)
+            one = attend(query[:, own], key, value, is_causal=True, query_offset=i)
+            assert torch.equal(one, whole[:, own])
+
+
+class Cached(torch.nn.Module):
+    def forward(self, query: Tensor, *stored: Tensor) -> Tensor:
+        return attend(query, Stored(*stored[:2]), Stored(*stored[2:]))
+
+
+def test_subsystems() -> None:
+    """vmap, autocast, compile and export give what the call gives."""
+    x = torch.randn(3, 4, 2, 16), *drawn(3, 4, 20, 16), *drawn(3, 4, 20, 16)
+    expected = Cached()(*x)
+    assert torch.equal(torch.vmap(Cached())(*x), expected)
+    assert torch.equal(torch.compile(Cached(), fullgraph=True, backend="aot_eager")(*x), expected)
+    assert torch.equal(torch.export.export(Cached(), x).module()(*x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = Cached()(*x)
+    assert low.dtype == torch.bfloat16
+    assert largest(low.float() - expected) < 0.02
+
+
+def sdpa(**x: Any) -> Tensor:
+    return torch_attn.sdpa(**x)
+
+
+def weights(**x: Any) -> Any:
+    return torch_attn.sdpa_with_weights(**x)
+
+
+def statistics(query: Tensor, key: Tensor, **_: Any) -> Any:
+    return torch_attn.sdpa_stats(query, key)
+
+
+def builtin(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
+    return torch.ops.attn.sdpa(query, key, value)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
+    return torch_attn.flex_attention(query, key, value, torch_attn.mods.softcap(5.0))
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape, **options)
+
+
+ERRORS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "no scale": (sdpa, {"key_scale": None}, "key_scale is None but key has dtype Char; int8 and"),
+    "scale of floats": (
+        *(sdpa, {"key": ones(1, 2, 20, 16)}),
+        "key_scale is given but key has dtype Float",
+    ),
+    "shape": (
+        *(sdpa, {"value_scale": ones(2, 19)}),
+        r"value_scale is Float of shape \[2, 19\].*\[1, 2, 20\]",
+    ),
+    "enlarging": (sdpa, {"key_scale": ones(4, 2, 20)}, r"key_scale is Float of shape \[4, 2, 20\]"),
+    "dtype": (
+        *(sdpa, {"key_scale": ones(2, 20, dtype=torch.float64)}),
+        "key_scale is Double .* must be float32",
+    ),
+    "device": (
+        *(sdpa, {"key_scale": ones(2, 20, device="meta")}),
+        "key_scale is .* on meta; .* on cpu",
+    ),
+    "float64": (
+        *(sdpa, {"query": ones(1, 2, 3, 16, dtype=torch.float64)}),
+        "key has dtype Char and query Double.*must be float32, bfloat16 or float16",
+    ),
+    "gradient": (
+        *(sdpa, {"query": ones(1, 2, 3, 16, requires_grad=True)}),
+        "a derivative is asked for, but key has 8 bits and no derivatives",
+    ),
+    "weights": (weights, {}, "sdpa_with_weights: key has dtype Char.*takes no numbers of 8 bits"),
+    "statistics": (statistics, {}, "sdpa_stats: key has dtype Char.*takes no numbers of 8 bits"),
+    "built-in": (builtin, {}, "key_scale is None but key has dtype Char"),
+    "functions": (flex, {}, "flex_attention: key has dtype Char.*takes no numbers of 8 bits"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    call, changes, said = ERRORS[case]
+    key, value = drawn(1, 2, 20, 16), drawn(1, 2, 20, 16)
+    x = {"query": torch.randn(1, 2, 3, 16), "key": key.numbers, "value": value.numbers}
+    scales = {"key_scale": key.scale, "value_scale": value.scale}
+    with pytest.raises(RuntimeError, match=said):
+        call(**{**x, **scales, **changes})
+
+
+def test_forward_mode_is_an_error() -> None:
+    key, value, query = drawn(2, 20, 16), drawn(2, 20, 16), torch.randn(2, 3, 16)
+    with pytest.raises(RuntimeError, match="key has 8 bits and no derivatives"):
+        torch.func.jvp(lambda query: attend(query, key, value), (query,), (query,))
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize(dtype: torch.dtype, eight: torch.dtype) -> None:
+    x = torch.randn(3, 50, 33).to(dtype)
+    x[0, 0], x[0, 1], x[0, 2] = 0, 1e-42, 1e4
+    stored = Stored(*quantize_kv(x, eight))
+    assert (stored.numbers.dtype, stored.numbers.shape) == (eight, x.shape)
+    assert (stored.scale.dtype, stored.scale.shape) == (torch.float32, x.shape[:-1])
+    assert torch.equal(stored.scale[0, :2], torch.zeros(2))
+    assert not stored.numbers[0, :2].float().any()
+    largest_of_row = stored.numbers.float().abs().amax(-1)[stored.scale > 0]
+    assert (largest_of_row == (127 if eight == torch.int8 else 448)).all()
+    scale = stored.scale[..., None].double()
+    half_a_step = scale / 2
+    if eight == torch.float8_e4m3fn:  # 3 bits, and the distance of the smallest numbers
+        half_a_step = torch.maximum(x.double().abs() / 16, scale * 2**-10)
+    assert ((stored.wide() - x).abs() <= half_a_step * (1 + 1e-4) + 2e-42).all()
+
+
+def test_quantize_rounds_to_even() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 3.5]])
+    assert quantize_kv(x)[0].tolist() == [[127, 0, 2, -2, 4]]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_quantize_refuses_what_is_not_finite(bad: float) -> None:
+    x = torch.randn(2, 5, 8)
+    x[1, 3, 2] = bad
+    with pytest.raises(ValueError, match=r"x has a NaN or an infinity in row \[1, 3\]"):
+        quantize_kv(x)
+    numbers, scale = torch.compile(quantize_kv, fullgraph=True, backend="aot_eager")(x)
+    assert scale.isnan().nonzero().tolist() == [[1, 3]]
+    assert not numbers[1, 3].any()
+
+
+def test_quantize_refuses_other_dtypes() -> None:
+    with pytest.raises(ValueError, match=r"int16; it must be torch.int8 or torch.float8_e4m3fn"):
+        quantize_kv(torch.randn(2, 3), torch.int16)
+    with pytest.raises(ValueError, match=r"x has dtype torch.int64; it must be floating"):
+        quantize_kv(torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+def test_paged_cache(eight: torch.dtype) -> None:
+    """A fork shares scales with the pages; an append that fails changes nothing."""
+    cache = torch_attn.PagedCache(6, page_size=4, key_heads=2, head_dim=16, dtype=eight)
+    first = cache.add()
+    key, value = torch.randn(2, 14, 2, 16).bfloat16()
+    cache.append([first], key[:10], value[:10], torch.tensor([0, 10]))
+    second = cache.fork(first)
+    cu_seq = torch.tensor([0, 1, 4])
+    cache.append([first, second], key[10:], value[10:], cu_seq)
+    pools = cache.key, cache.value, cache.key_scale, cache.value_scale
+    before = [pool.clone() for pool in pools]
+    for new, error in (
+        (torch.full((1, 2, 16), NAN), ValueError),
+        (key.expand(9, -1, -1, -1).flatten(0, 1), RuntimeError),
+    ):
+        with pytest.raises(error):
+            cache.append([first], new, new, torch.tensor([0, len(new)]))
+    for pool, x in zip(pools, before, strict=True):
+        assert torch.equal(pool.view(torch.uint8), x.view(torch.uint8))
+    query = torch.randn(4, 4, 16)
+    actual = cache.attend(query, [first, second], cu_seq)
+    for n, tokens in enumerate(([*range(11)], [*range(10), 11, 12, 13])):
+        k, v = (Stored(*quantize_kv(x[tokens].transpose(0, 1), eight)) for x in (key, value))
+        own = slice(cu_seq[n], cu_seq[n + 1])
+        q = query[own].transpose(0, 1)
+        first_row = len(tokens) - q.shape[1]
+        expected = attend(q, k, v, is_causal=True, query_offset=first_row)
+        assert torch.equal(actual[own].transpose(0, 1), expected)
