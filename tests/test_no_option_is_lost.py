@@ -72,6 +72,8 @@ ARGUMENTS: dict[str, Argument] = {
     "max_q": Argument(4, PACKED, wrong=True),
     "max_k": Argument(5, PACKED, wrong=True),
     "block_table": Argument(integers([1, 1]), PAGED),
+    "key_scale": Argument(torch.ones(()), wrong=True),  # of keys that need none
+    "value_scale": Argument(torch.ones(()), wrong=True),
 }
 ALL = set(ARGUMENTS)
 DENSE = beyond_builtin(ops.sdpa_with_weights)
@@ -84,7 +86,7 @@ def test_every_argument_has_a_value() -> None:
     assert beyond_builtin(ops._attend_over_processes) == ALL
     renamed = {"seqused_k": "key_lengths"}
     assert {renamed.get(n, n) for n in beyond_builtin(ops.varlen_attention)} == ALL
-    assert beyond_builtin(ops.sdpa_stats) == DENSE
+    assert beyond_builtin(ops.sdpa_stats) == DENSE - {"key_scale", "value_scale"}
     assert beyond_builtin(ops._sdpa_and_weights) == {*DENSE, "mean"}
     for operator in (ops._sdpa_forward, ops._sdpa_backward, ops._sdpa_tangent, ops._sdpa_second):
         assert beyond_builtin(operator) > ALL

@@ -34,6 +34,8 @@ std::tuple<Tensor, Tensor, Tensor> sdpa_with_weights(const Tensor& query, const 
 Stats sdpa_stats(const Tensor& query, const Tensor& key, const Options& o) {
   TORCH_CHECK(o.dropout_p == 0, StatsOp::name, ": dropout_p is ", o.dropout_p,
               "; it must be 0, because statistics are of the weights before dropout");
+  TORCH_CHECK(!o.key_scale && !o.value_scale, StatsOp::name, ": ", o.key_scale ? "key_scale" : "value_scale",
+              " is given; statistics take no numbers of 8 bits");
   return StatsOp::call(call_of(query, key, {}, o));
 }
 

@@ -29,6 +29,13 @@ void tell_error(const std::string& door, const std::string& argument, const auto
 
 // Takes Options or VarlenOptions; `base` is causal.
 void tell_options(const std::string& door, const auto& base, const auto& call) {
+  const auto wrong = [&](const char* argument, const auto& change) {
+    auto options = base;
+    change(options);
+    tell_error(door, argument, [&] { call(options); });
+  };
+  wrong("key_scale", [](auto& o) { o.key_scale = at::ones({}); });  // of keys that need none
+  wrong("value_scale", [](auto& o) { o.value_scale = at::ones({}); });
   const auto one = [&](const char* argument, const auto& change) {
     auto options = base;
     change(options);

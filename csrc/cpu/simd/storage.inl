@@ -61,8 +61,10 @@ template <class T>
 ATTN_INLINE Vec<T> load_as(const Float8* p) {
   Bytes<T> bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
-  const Shorts<T> wide = widened(bytes);
-  const Shorts<T> half = (wide & static_cast<uint16_t>(0x7f)) << 7 | (wide & static_cast<uint16_t>(0x80)) << 8;
+  using Signed = typename VectorOf<int16_t, kLanes<T>>::type;
+  // Shifts the sign and the other 7 bits to their places. The shift copies the sign, too.
+  const Shorts<T> half =
+      bit_cast<Shorts<T>>(bit_cast<Signed>(widened(bytes) << 8) >> 1) & static_cast<uint16_t>(0xbf80);
   const auto is_nan = (half & static_cast<uint16_t>(0x3f80)) == static_cast<uint16_t>(0x3f80);
   return half_to_float(half | (is_nan & static_cast<uint16_t>(0x7c00)));
 }

@@ -215,7 +215,7 @@ struct FewRows {
   static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t cols, const T* query, int64_t ld_query,
                                    T* sums) {
     const S* key[kKeys];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int i = 0; i < kKeys; ++i) {
       key[i] = rows.row(first + i);
       if constexpr (kPrefetch) rows.prefetch(first + i, 0, V == 0 ? cols : V * W);
@@ -225,20 +225,20 @@ struct FewRows {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const Vec<T> q = load<T>(query + r * ld_query + d);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int i = 0; i < kKeys; ++i) sum[i][r] += q * k[i];
       }
     };
     const auto add_vector = [&](int64_t d) {
       Vec<T> k[kKeys];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int i = 0; i < kKeys; ++i) k[i] = load_as<T>(key[i] + d);
       add(d, k);
     };
     const auto add_end = [&](int64_t d) {  // selects, because numbers past the row may be NaN
       const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - d);
       Vec<T> k[kKeys];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int i = 0; i < kKeys; ++i) k[i] = ends_here ? load_as<T>(key[i] + d) : Vec<T>{};
       add(d, k);
     };
@@ -251,7 +251,7 @@ struct FewRows {
       int64_t d = 0;
       for (; d + 2 * W <= whole; d += 2 * W) {
         Vec<T> k0[kKeys], k1[kKeys];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int i = 0; i < kKeys; ++i) load_two<T>(key[i] + d, k0[i], k1[i]);
         add(d, k0);
         add(d + W, k1);
@@ -261,7 +261,7 @@ struct FewRows {
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int i = 0; i < kKeys; ++i) store<T>(sums + (r * W + i) * W, sum[i][r]);
   }
 
@@ -270,7 +270,7 @@ struct FewRows {
   static void dot(const Piece<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query, int64_t ld_query,
                   T* sums, ScoreFunction<T> score, T* x, int64_t ld) {
     int64_t j = 0;
-    constexpr int kTogether = V > 0 ? 2 : 1;  // reading two long rows at once is slower
+    constexpr int kTogether = V > 0 ? 2 : R == 1 ? 1 : R < 4 || kRegisters < 32 ? 2 : 4;
     for (; j + kTogether <= keys; j += kTogether)
       multiply<R, kTogether, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
     for (; j < keys; ++j) multiply<R, 1, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);

@@ -57,7 +57,13 @@ struct Bfloat16s {
   static void pack_along_columns(const Block& block, int64_t rows, int64_t cols, float* tile, int64_t ld) {
     const int64_t end = round_up(cols, kNumbers * kStep);
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t d = 0; d < end; d += W) {
+      int64_t d = 0;
+      with_8_bits(block, i, [&](const auto* row) {
+        for (; d + 2 * W <= cols; d += 2 * W)
+          store<float>(tile + i * ld + slot(d, 0),
+                       joined_bfloat16(load_as<float>(row + d), load_as<float>(row + d + W)));
+      });
+      for (; d < end; d += W) {
         Shorts<float> part[kSummands];
         load_summands(block, i, d, smaller(cols - d, W), part);
         for (int64_t g = 0; g < kSummands; ++g)
@@ -108,6 +114,12 @@ struct Bfloat16s {
           for (int half = 0; half < 2; ++half) store<float>(tile + slot(i, 0) * ld + d + half * W, slots[half]);
         }
       }
+      if (is_pair)
+        with_8_bits(block, i - first, [&](const auto* row) {
+          for (; d + W <= cols; d += W)
+            store<float>(tile + slot(i, 0) * ld + d,
+                         interleaved_bfloat16(load_as<float>(row + d), load_as<float>(row + block.row + d)));
+        });
       for (; d < round_up(cols, W); d += W) {
         Shorts<float> part[kSummands], next[kSummands];
         load_summands(block, i - first, d, smaller(cols - d, W), part);
@@ -219,6 +231,13 @@ struct Bfloat16s {
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};
   }
 
+  // Calls f(row i) if the numbers have 8 bits and are neighbours, and a number is one bfloat16.
+  template <class Function>
+  static ATTN_INLINE void with_8_bits(const Block& block, int64_t i, Function f) {
+    if (kSummands > 1 || block.col != 1) return;
+    if (block.dtype == DType::i8) f(reinterpret_cast<const Int8*>(block.data) + i * block.row);
+    if (block.dtype == DType::e4m3) f(reinterpret_cast<const Float8*>(block.data) + i * block.row);
+  }
   // Loads the summands of W numbers of the block, which are (i, d), (i, d + 1), ... If `count` is below W, loads
   // `count` numbers and then zeros.
   static ATTN_INLINE void load_summands(const Block& block, int64_t i, int64_t d, int64_t count,
