@@ -374,3 +374,9 @@ def test_paged_cache(eight: torch.dtype) -> None:
         first_row = len(tokens) - q.shape[1]
         expected = attend(q, k, v, is_causal=True, query_offset=first_row)
         assert torch.equal(actual[own].transpose(0, 1), expected)
+
+
+def test_inspect_skips_it() -> None:
+    x = torch.randn(1, 2, 3, 16), *drawn(1, 2, 20, 16), *drawn(1, 2, 20, 16)
+    with pytest.raises(ValueError, match="its keys or values have 8 bits, and no statistics"):
+        torch_attn.inspect(Cached(), *x)

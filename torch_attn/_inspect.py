@@ -303,11 +303,16 @@ def _batched(x: Tensor, own: int) -> Tensor:
     return x.reshape(math.prod(x.shape[: -own - 1]), heads, *x.shape[-own:])
 
 
+_SCALES = {"key_scale", "value_scale"}  # which statistics do not take
+
+
 def _problem(attention: _Attention) -> str | None:
     """Returns why statistics cannot be computed for this attention, or None."""
     query = attention.query
     if {"score_mod", "mask_mod", "blocks"} & attention.options.keys():
         return "it is flex_attention, whose functions of the pair have no statistics"
+    if _SCALES & attention.options.keys():
+        return "its keys or values have 8 bits, and no statistics"
     tensors = (query, attention.key, attention.attn_mask, *attention.options.values())
     if any(_is_of_vmap(x) for x in tensors if isinstance(x, Tensor)):
         return "it is called under torch.vmap; call it with a batch instead"
@@ -389,7 +394,8 @@ def _of_sdpa(
     mean: bool = False,
     **options: Any,
 ) -> _Attention:
-    return _Attention(query, key, attn_mask, is_causal, options)
+    given = {n: o for n, o in options.items() if n not in _SCALES or o is not None}
+    return _Attention(query, key, attn_mask, is_causal, given)
 
 
 def _of_multi_head_attention(*args: Any, **kwargs: Any) -> _Attention:
