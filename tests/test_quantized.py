@@ -378,5 +378,5 @@ def test_paged_cache(eight: torch.dtype) -> None:
 
 def test_inspect_skips_it() -> None:
     x = torch.randn(1, 2, 3, 16), *drawn(1, 2, 20, 16), *drawn(1, 2, 20, 16)
-    with pytest.raises(ValueError, match="its keys or values have 8 bits, and no statistics"):
+    with pytest.raises(RuntimeError, match="its keys or values have 8 bits, and no statistics"):
         torch_attn.inspect(Cached(), *x)
