@@ -120,8 +120,8 @@ struct Call {
   // uint8 [*batch, heads, blocks of queries, blocks of keys]: 0 hides a block, 1 leaves it to mask_mod, 2 shows it.
   std::optional<at::Tensor> blocks{};
   std::array<int64_t, 2> block_size = {0, 0};  // queries and keys of a block
-  // Scales of keys and values of 8 bits (is_8_bit), float32. They broadcast to these without their last dimension, which
-  // stand for key * key_scale[..., None] and value * value_scale[..., None]. There are no derivatives.
+  // Scales of keys and values of 8 bits (is_8_bit), float32, which broadcast to these without their last dimension.
+  // The call is one of key * key_scale[..., None] and value * value_scale[..., None], and has no derivatives.
   std::optional<at::Tensor> key_scale{}, value_scale{};
 
   // The arguments in the order of `attention`. The built-in has the first eight.
