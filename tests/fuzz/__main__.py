@@ -23,7 +23,7 @@ from .drawing import draw
 from .problem import DTYPES, OF_BUILTIN, OPTIONS
 from .worker import SAMPLE, Report, described, work
 
-SHARES = {"cpu": 0.75, "cuda": 0.15, "amx": 0.1, "gpu": 1.0}  # of the time
+SHARES = {"cpu": 0.65, "functions": 0.1, "cuda": 0.15, "amx": 0.1, "gpu": 1.0}  # of the time
 
 
 def devices() -> list[str]:
@@ -34,7 +34,7 @@ def devices() -> list[str]:
 
     on_x86 = ["cuda"] if platform.machine() == "x86_64" else []
     has_bf16 = "avx512_bf16" in torch.ops.attn._cpu_capabilities()
-    return ["cpu", *on_x86, *(["amx"] if has_bf16 else [])]
+    return ["cpu", "functions", *on_x86, *(["amx"] if has_bf16 else [])]
 
 
 def has_gpu() -> bool:
@@ -50,7 +50,10 @@ def has_gpu() -> bool:
 def fuzz(
     device: str, seed: int, problems: int, seconds: float, processes: int, console: Console
 ) -> Report:
-    """All processes of one device, to their end."""
+    """All processes of one device, to their end; "functions": functions of the pair, on the CPU."""
+    from . import functions
+
+    target = functions.work if device == "functions" else work
     built = str(build_stand_in(device)) if device in STAND_INS else None
     # Read when a process loads the library.
     os.environ.update(OMP_WAIT_POLICY="passive", ATTN_STAND_IN_SEED=str(seed))
@@ -62,7 +65,7 @@ def fuzz(
     for i in range(processes):
         at = spawn.Value("q", -1)
         arguments = (device, seed, i, processes, problems, seconds, reports, at)
-        workers.append((spawn.Process(target=work, args=arguments, daemon=True), at))
+        workers.append((spawn.Process(target=target, args=arguments, daemon=True), at))
         workers[-1][0].start()
     os.environ.pop("ATTN_LIBRARY", None)
     columns = (TextColumn(f"{device:5}{{task.description}}"), BarColumn(), TimeElapsedColumn())
@@ -96,7 +99,7 @@ def fuzz(
             worker.terminate()
         if state != "exit code 0":
             said = f"# {device}: {state}, at problem {at.value} of seed {seed}\n"
-            if at.value >= 0:
+            if at.value >= 0 and device != "functions":
                 capability = "default" if device == "cpu" else device
                 said += draw(seed, at.value, device).program(capability, [])
                 if at.value % packed.EVERY == 0:
@@ -133,14 +136,14 @@ def show(total: dict[str, Report], console: Console) -> None:
             table.add_row(f"{device} {result}", *cells)
     console.print(table)
     for device, report in total.items():
-        show_options(device, report, console)
+        if device != "functions":
+            show_options(device, report, console)
     for device, report in total.items():
         problems, samples = sum(report.problems.values()), report.worst_of_samples.values()
         calls = ", ".join(f"{name} {n:,}" for name, n in sorted(report.calls.items()))
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in report.packed.most_common())
         console.print(
-            f"{device}: {problems:,} problems, beside them {kinds or 'none packed'}, and "
-            f"{report.functions:,} functions of the pair; "
+            f"{device}: {problems:,} problems, beside them {kinds or 'none packed'}, "
             f"on {calls}; {len(report.failures)} failures; "
             f"{report.results:,} results, the bound says nothing of {report.say_nothing:,}; "
             f"{report.samples:,} problems held to twice the built-in's error, "
@@ -178,7 +181,13 @@ def one(seed: int, index: int, device: str, console: Console) -> int:
 
     from . import check, functions, relative
 
-    everything = torch.ops.attn._cpu_capabilities() if device == "cpu" else [device]
+    everything = torch.ops.attn._cpu_capabilities()
+    if device == "functions":
+        wrong = functions.check(seed, index, everything)
+        console.print(wrong or "# the function of the pair agrees", markup=False, soft_wrap=True)
+        return 1 if wrong else 0
+    if device != "cpu":
+        everything = [device]
     if device == "gpu":
         torch.set_default_device("cuda")
     problem = draw(seed, index, device)
@@ -199,11 +208,6 @@ def one(seed: int, index: int, device: str, console: Console) -> int:
         print(of_sequences.program(capabilities[-1], []))
         failure = packed.check(of_sequences, capabilities)[0]
         failure = failure and packed.shrunk(failure)
-    if device == "cpu" and index % functions.EVERY == 0:
-        wrong = functions.check(seed, index, everything)
-        print(wrong or "# the function of the pair agrees")
-        if wrong:
-            return 1
     if failure:
         console.print(described(failure, seed, index, device), markup=False,
                       highlight=False, soft_wrap=True)  # fmt: skip

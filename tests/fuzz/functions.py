@@ -1,43 +1,45 @@
 """Random functions of the pair in flex_attention, against the textbook in float64.
 
-One index in `EVERY` has such a problem, beside its problem of drawing.py. The operator and the
-textbook both compute in float64. A relative difference above 1e-7 is then an error, not a rounding.
+The operator and the textbook both compute in float64. A relative difference above 1e-7 is then an
+error, not a rounding.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import time
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 import torch_attn
 from torch_attn import reference
 
-EVERY = 9  # one index in nine has such a problem, too; odd, for all processes
+from .worker import Report
+
 # Maps the arguments of a function of the pair, as a namespace (s, b, h, i, j), to a number.
 Term = Callable[[Any], Tensor]
 
 
 class Functions:
-    """Draws functions of the pair, and what they capture."""
+    """Draws functions of the pair that capture tensors of these sizes."""
 
-    def __init__(self, rng: random.Random, shape: tuple[int, ...]) -> None:
-        B, H, L, S = shape
-        self.rng, self.batch = rng, B
+    def __init__(self, rng: random.Random, captured: list[Tensor], numbers: list[Tensor]) -> None:
+        self.rng, self.batch = rng, len(captured[1])
+        self.of_heads, self.of_entries, self.scale, self.pairs, self.of_rows, self.of_keys = (
+            captured
+        )
+        self.ids, self.flags, self.offset = numbers
 
-        def learned(*sizes: int) -> Tensor:
-            return torch.randn(sizes, dtype=torch.float64, requires_grad=True)
-
-        self.of_heads, self.of_entries, self.scale = learned(H, 6), learned(B, 5, 4), learned()
-        self.pairs = learned(H, L, S)
-        self.captured = [self.of_heads, self.of_entries, self.scale, self.pairs]
-        self.ids = torch.randint(-4, 9, (B, L + S))
-        self.flags, self.offset = torch.rand(L + S) > 0.5, torch.tensor(rng.randrange(-3, 4))
+    @staticmethod
+    def sizes(B: int, H: int, L: int, S: int) -> list[tuple[int, ...]]:
+        return [(H, 6), (B, 5, 4), (), (H, L, S), (B, L, 20), (H, S, 20)]
 
     def choose(self, leaves: list[Term], operations: list[Term], depth: int) -> Term:
         return self.rng.choice([*leaves, *operations] if depth else leaves)
@@ -66,6 +68,20 @@ class Functions:
         ]
         return self.choose(leaves, operations, depth)
 
+    def bucket(self) -> Term:
+        """An index of tables of 20 numbers."""
+        n = self.rng.choice([1, 2, 3, 9])
+        buckets: list[Term] = [
+            lambda e: (e.i - e.j).clamp(-n, n) + 9,
+            lambda e: torch.clamp((e.j - e.i) // n, -10, 9),
+            lambda e: (e.i - e.j).abs().clamp(max=19),
+            lambda e: (e.i - e.j) * n % 20,
+            lambda e: e.j // n % 20,
+            lambda e: e.i % (2 * n),
+            lambda e: (e.i + e.j * n) % 20,
+        ]
+        return self.rng.choice(buckets)
+
     def truth(self, depth: int) -> Term:
         x, y = self.whole(max(depth - 1, 0)), self.whole(max(depth - 1, 0))
         flags, compare = self.flags, self.rng.choice([torch.lt, torch.le, torch.eq, torch.ne])
@@ -83,6 +99,7 @@ class Functions:
 
     def number(self, depth: int) -> Term:
         of_heads, of_entries, pairs = self.of_heads, self.of_entries, self.pairs
+        of_rows, of_keys, bucket = self.of_rows, self.of_keys, self.bucket()
         leaves: list[Term] = [
             lambda e: e.s,
             lambda e: self.scale,
@@ -90,6 +107,8 @@ class Functions:
             lambda e: of_entries[e.b][(e.i - e.j) % 5 - 5, 1],
             lambda e: of_entries[e.b, e.j % 5][e.h % 4],
             lambda e: pairs[e.h, e.i, e.j],
+            lambda e: of_rows[e.b, e.i, bucket(e)],
+            lambda e: of_keys[e.h, e.j, bucket(e)],
         ]
         if not depth:
             return self.rng.choice(leaves)
@@ -114,14 +133,14 @@ class Functions:
 
 
 def check(seed: int, index: int, capabilities: list[str]) -> str | None:
-    """Results, gradients and second derivatives on one of the instruction sets; what is wrong."""
-    capability = capabilities[index // EVERY % len(capabilities)]
+    """All derivatives of a problem on one of the instruction sets; what is wrong."""
+    capability = capabilities[index % len(capabilities)]
     torch.ops.attn._set_cpu_capability(capability)
     torch.set_num_threads(1)
     try:
         compare(random.Random(f"functions {seed} {index}"))
     except Exception:  # whatever it is, a function that can be drawn has to give results
-        what = f"# {capability}, --seed {seed} --problem {index} --only cpu: functions of the pair"
+        what = f"# {capability}, --seed {seed} --problem {index} --only functions"
         return f"{what}\n{traceback.format_exc()}"
     return None
 
@@ -129,30 +148,40 @@ def check(seed: int, index: int, capabilities: list[str]) -> str | None:
 def compare(rng: random.Random) -> None:
     torch.manual_seed(rng.randrange(2**32))
     lengths = rng.choice([(4, 5), (7, 3), (1, 6), (70, 5), (6, 80)])
-    shape = B, H, L, S = rng.randrange(1, 4), rng.randrange(1, 4), *lengths
-    draw = Functions(rng, shape)
-    f, m = draw.number(rng.randrange(1, 4)), draw.truth(rng.randrange(1, 4))
+    B, H, L, S = rng.randrange(1, 4), rng.randrange(1, 4), *lengths
 
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return f(SimpleNamespace(s=s, b=b, h=h, i=i, j=j)) + 0.5 * s
+    def learned(*sizes: int) -> Tensor:
+        return torch.randn(sizes, dtype=torch.float64, requires_grad=True)
 
-    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return m(SimpleNamespace(b=b, h=h, i=i, j=j))
+    leaves = [learned(B, H, n, 4) for n in (L, S, S)]
+    leaves += [learned(*sizes) for sizes in Functions.sizes(B, H, L, S)]
+    numbers = [torch.randint(-4, 9, (B, L + S)), torch.rand(L + S) > 0.5]
+    numbers.append(torch.tensor(rng.randrange(-3, 4)))
+    weights, along = learned(B, H, L, 4), [torch.randn_like(x) for x in leaves]
+    state = rng.getstate()
 
-    leaves = [
-        *(torch.randn(B, H, n, 4, dtype=torch.float64, requires_grad=True) for n in (L, S, S)),
-        *draw.captured,
-    ]
-    weights, along = torch.randn(B, H, L, 4).double(), [torch.randn_like(x) for x in leaves]
+    def output_of(attention: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
+        rng.setstate(state)
+        draw = Functions(rng, tensors[3:], numbers)
+        f, m = draw.number(rng.randrange(1, 4)), draw.truth(rng.randrange(1, 4))
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return f(SimpleNamespace(s=s, b=b, h=h, i=i, j=j)) + 0.5 * s
+
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return m(SimpleNamespace(b=b, h=h, i=i, j=j))
+
+        output = attention(*tensors[:3], score, mask)
+        return output[0] if isinstance(output, tuple) else output
 
     def derivatives(attention: Callable[..., Any]) -> list[Tensor]:
-        output = attention(*leaves[:3], score, mask)
-        output = output[0] if isinstance(output, tuple) else output
-        loss = (output * weights).sum()
-        known = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
-        first = torch.autograd.grad(loss, leaves, **known)
+        """The output, first and second derivatives, and last the tangent of the output."""
+        output = output_of(attention, leaves)
+        first = torch.autograd.grad(
+            output, leaves, weights, create_graph=True, materialize_grads=True
+        )
         slope = sum((g * t).sum() for g, t in zip(first, along, strict=True))
-        second = torch.autograd.grad(slope, leaves, allow_unused=True, materialize_grads=True)
+        second = torch.autograd.grad(slope, [*leaves, weights], materialize_grads=True)
         return [output, *first, *second]
 
     try:
@@ -161,6 +190,34 @@ def compare(rng: random.Random) -> None:
         if "at most" in str(error):  # the function is longer than a list may be
             return
         raise
+    with fwAD.dual_level():
+        duals = [fwAD.make_dual(x.detach(), t) for x, t in zip(leaves, along, strict=True)]
+        found.append(fwAD.unpack_dual(output_of(torch_attn.flex_attention, duals)).tangent)
     expected = derivatives(reference.flex_attention)
+    expected.append(expected[-1])
     for n, (x, y) in enumerate(zip(found, expected, strict=True)):
         torch.testing.assert_close(x, y, msg=lambda text, n=n: f"result {n}: {text}")
+
+
+def work(
+    device: str, seed: int, first: int, step: int, last: int, seconds: float, reports: Any, at: Any
+) -> None:
+    """As worker.work."""
+    for module in (torch.xpu, torch.mtia, torch.cuda):
+        setattr(module, "manual_seed_all", lambda _: None)  # noqa: B010, not what it is typed as
+    capabilities = torch.ops.attn._cpu_capabilities()
+    end, report, reported = time.monotonic() + seconds, Report(), time.monotonic()
+    for index in range(first, last, step):
+        parent = multiprocessing.parent_process()
+        if time.monotonic() > end or (parent and not parent.is_alive()):
+            break
+        at.value = index
+        report.problems[device, "f64"] += 1
+        report.calls[capabilities[index % len(capabilities)]] += 1
+        if wrong := check(seed, index, capabilities):
+            report.failures.append(wrong)
+        if time.monotonic() > reported + 1:
+            reports.put(report)
+            report, reported = Report(), time.monotonic()
+    reports.put(report)
+    at.value = -1

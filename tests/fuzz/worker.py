@@ -33,7 +33,6 @@ class Report:
     packed: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )  # by kind, of which a problem may have several
-    functions: int = 0  # functions of the pair
     samples: int = 0  # problems held to the suite's bound
     worst_of_samples: Worst = dataclasses.field(default_factory=dict)
     excesses: list[str] = dataclasses.field(default_factory=list)
@@ -50,7 +49,6 @@ class Report:
                 mine[key] = max(value, mine.get(key, value))
         self.results += other.results
         self.say_nothing += other.say_nothing
-        self.functions += other.functions
         self.samples += other.samples
         self.excesses += other.excesses
         self.failures += other.failures
@@ -66,7 +64,7 @@ def work(
     """Problems first, first + step, ... below last; `at` says which one is under way."""
     import torch
 
-    from . import check, functions, packed, relative
+    from . import check, packed, relative
 
     torch.set_num_threads(1)
     if device == "gpu":
@@ -127,11 +125,6 @@ def work(
                     torch.cuda.synchronize()
                 failure = packed.shrunk(failure) if failures <= MADE_SMALL else failure
                 report.failures.append(described(failure, seed, index, device))
-        if device == "cpu" and index % functions.EVERY == 0:
-            report.functions += 1
-            if wrong := functions.check(seed, index, everything):
-                failures += 1
-                report.failures.append(wrong)
         if time.monotonic() > reported + 1:
             reports.put(report)
             report, reported = Report(), time.monotonic()
